@@ -92,6 +92,12 @@ _DryRun = Annotated[
     bool,
     typer.Option("--dry_run", help="Only check the tasks and their split. Nothing is written."),
 ]
+_Format = Annotated[
+    Literal["lm-eval"] | None,
+    typer.Option(
+        "--format", help="Also write lm-evaluation-harness's results and samples, to OUT/lm_eval."
+    ),
+]
 _Also = Annotated[
     list[Extra] | None,
     typer.Option(help="Also report contextual calibration (Zhao et al. 2021)."),
@@ -120,6 +126,7 @@ def rank_eval(
     activation: _Activation = None,
     normalize: _Normalize = "none",
     also: _Also = None,
+    also_format: _Format = None,
     label: Label = "jax",
     title: Title = "Rank evaluation",
     train_mixture: TrainMixtures = None,
@@ -167,7 +174,9 @@ def rank_eval(
         tracked = tracked_evaluation(tracker, out, checkpoint, mixture, settings)
         # Of several processes, one speaks to the trackers.
         with tracked if is_first() else contextlib.nullcontext():
-            _evaluate(checkpoint, step, model_parallelism, mixture, out, settings, write)
+            _evaluate(
+                checkpoint, step, model_parallelism, mixture, out, settings, write, also_format
+            )
 
 
 def _writer(
@@ -201,10 +210,11 @@ def _evaluate(
     out: Path,
     settings: Settings,
     write: Callable[..., tuple[Report, list[Path]]],
+    also_format: str | None,
 ) -> None:
     from t0repro.evaluation.opened import open_checkpoint
     from t0repro.locks import folder_lock
-    from t0repro.partitioning.processes import held_by_first, output_folder
+    from t0repro.partitioning.processes import held_by_first, is_first, output_folder
     from t0repro.progress import working
     from t0repro.reports.render import print_page
     from t0repro.reports.report_page import brief_page
@@ -218,6 +228,12 @@ def _evaluate(
             opened = open_checkpoint(checkpoint, step, settings.activation, model_parallelism)
         outcome = evaluate(opened, mixture, out, settings)
         report, paths = write(outcome, opened.step, out)
+        # Of several processes, one writes.
+        if also_format is not None and is_first():
+            from t0repro.lm_eval.results import export_results
+
+            folder = out / "lm_eval"
+            paths.append(export_results(outcome.folder, opened.step, settings.split, folder))
     # In brief: everything is in the files.
     print_page(brief_page(report))
     _print_speed(outcome)

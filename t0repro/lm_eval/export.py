@@ -100,7 +100,7 @@ def _export(
         else:
             rows = f"{_ROWS}/{name}.jsonl"
             exported.tasks[name] = _write_rows(task, split, staged / rows)
-            _write(staged / f"{name}.yaml", _task(task, split, str(final / rows)))
+            _write(staged / f"{name}.yaml", harness_task(task, split, str(final / rows)))
             of_dataset[_group_of(task, suite)].append(name)
         advance(1)
     if not exported.tasks:
@@ -120,7 +120,7 @@ def _write_rows(task: TaskDescription, split: str, path: Path) -> int:
     """Writes the split's rendered examples; returns their number."""
     examples = 0
     with naming(path), open(path, "w", encoding="utf-8") as file:
-        for row in _rendered(task, split):
+        for row in rendered(task, split):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             examples += 1
     if not examples:
@@ -128,7 +128,8 @@ def _write_rows(task: TaskDescription, split: str, path: Path) -> int:
     return examples
 
 
-def _rendered(task: TaskDescription, split: str) -> Iterator[dict[str, Any]]:
+def rendered(task: TaskDescription, split: str) -> Iterator[dict[str, Any]]:
+    """The examples of a split as documents of the harness, in their order."""
     for example, rendering in enumerate(task.rows.examples(split)):
         choices, answer = list(rendering["answer_choices"]), rendering["targets"].strip()
         yield {
@@ -140,7 +141,8 @@ def _rendered(task: TaskDescription, split: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def _task(task: TaskDescription, split: str, rows: str) -> dict[str, Any]:
+def harness_task(task: TaskDescription, split: str, rows: str) -> dict[str, Any]:
+    """A task's configuration in the harness, with the path of its rows."""
     return {
         "task": task.prompt.name,
         "dataset_path": "json",

@@ -1,4 +1,4 @@
-"""Reads lm-evaluation-harness's results as an evaluation of ours, which reports can show.
+"""Reads lm-evaluation-harness's results as an evaluation of ours, and writes ours as its results.
 
 `lm_eval run --log_samples --output_path DIR` leaves, for each start,
 
@@ -8,21 +8,32 @@
 and `import_results` writes the files of evaluation.outputs from them. A harness task that
 lm_eval.export wrote gets the name of its `_score_eval` twin, so that the result can be compared
 with rank-eval's. The harness does not count tokens: lengths are 0, and ranking by length refused.
+
+`export_results` writes the same files from an evaluation of ours, for tools that read the
+harness's. Whether greedy decoding gives a choice is not known then, and null.
 """
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS
+from t0repro.evaluation.outputs import iterate_task_scores
+from t0repro.evaluation.scores import TaskScores
 from t0repro.evaluation.task_output import LineFile
 from t0repro.files import make_folder, write_atomically
-from t0repro.tasks.task import SCORE_EVAL_SUFFIX
+from t0repro.lm_eval.export import harness_task, rendered
+from t0repro.reports.provenance import recorded_facts
+from t0repro.tasks.task import SCORE_EVAL_SUFFIX, TaskDescription, task_descriptions
 
 STEP = 0
 """The step of an imported evaluation: the harness does not know a model's."""
@@ -174,3 +185,112 @@ def _facts(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
         "versions": {name: str(version) for name, version in versions.items() if version},
         "data": {"results": str(path)},
     }
+
+
+# ---- Our scores as the harness's results ---------------------------------------------------------
+
+
+def export_results(eval_dir: Path, step: int, split: str, folder: Path) -> Path:
+    """Writes an evaluation's ranked tasks in the harness's layout.
+
+    Args:
+      eval_dir: The `<split>_eval` folder.
+      step: The step to export.
+      split: The split that was evaluated; its examples are rendered again.
+      folder: Where to write `results_<date>.json` and a file of samples for each task.
+
+    Returns:
+      The file of results, which is written last.
+
+    Raises:
+      UserError: If there are no scores, or a task's rows are no longer those that were scored.
+    """
+    facts = recorded_facts(eval_dir, step)
+    date = datetime.datetime.now().isoformat().replace(":", "-")
+    results, configs, counts = {}, {}, {}
+    for scores in iterate_task_scores(eval_dir, step):
+        name = scores.task.removesuffix(SCORE_EVAL_SUFFIX)
+        task = task_descriptions()[scores.task]
+        right = []
+        file = LineFile(folder / f"samples_{name}_{date}.jsonl")
+        try:
+            for sample in _samples(scores, task, split):
+                right.append(sample["acc"])
+                file.write([json.dumps(sample, ensure_ascii=False)])
+        except BaseException:
+            file.discard()
+            raise
+        file.commit()
+        error = float(np.std(right, ddof=1) / len(right) ** 0.5) if len(right) > 1 else "N/A"
+        results[name] = {
+            "name": name,
+            "alias": name,
+            "sample_len": len(right),
+            "acc,none": float(np.mean(right)),
+            "acc_stderr,none": error,
+        }
+        configs[name] = harness_task(task, split, "")
+        counts[name] = {"original": len(right), "effective": len(right)}
+    content = {
+        "results": results,
+        "configs": configs,
+        "versions": dict.fromkeys(results, 1.0),
+        "n-shot": dict.fromkeys(results, 0),
+        "higher_is_better": {name: {"acc": True} for name in results},
+        "n-samples": counts,
+        "config": {
+            "model": "t0repro",
+            "model_args": {"checkpoint": facts.get("checkpoint")},
+            "model_sha": facts.get("checkpoint_hash") or "",
+        },
+        "model_source": "t0repro",
+        "model_name": str(facts.get("checkpoint")),
+        "t0repro_version": (facts.get("versions") or {}).get("t0repro"),
+    }
+    path = folder / f"results_{date}.json"
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False))
+    return path
+
+
+def _samples(scores: TaskScores, task: TaskDescription, split: str) -> Iterator[dict[str, Any]]:
+    """The samples of a task's scored examples, in their order."""
+    of_example: dict[int, list[float]] = {}
+    # In the order of examples and choices, as TaskScores has them.
+    for example, score in zip(scores.input_index.tolist(), scores.score.tolist(), strict=True):
+        of_example.setdefault(example, []).append(score)
+    for doc in rendered(task, split):
+        found = of_example.pop(doc["example"], None)
+        if found is None:  # a sample of the split was evaluated
+            continue
+        if len(found) != len(doc["choices"]):
+            raise _other_rows(task, split)
+        texts = [{"arg_0": doc["inputs"], "arg_1": f" {choice}"} for choice in doc["choices"]]
+        responses = [[str(score), None] for score in found]
+        yield {
+            "doc_id": doc["example"],
+            "doc": doc,
+            "target": str(doc["label"]),
+            "arguments": {f"gen_args_{number}": text for number, text in enumerate(texts)},
+            "resps": [[response] for response in responses],
+            "filtered_resps": responses,
+            "filter": "none",
+            "metrics": ["acc"],
+            "doc_hash": _digest(json.dumps(doc, indent=2, ensure_ascii=False)),
+            "prompt_hash": _digest(doc["inputs"]),
+            "target_hash": _digest(str(doc["label"])),
+            "acc": float(int(np.argmax(found)) == doc["label"]),
+        }
+    if of_example:
+        raise _other_rows(task, split)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _other_rows(task: TaskDescription, split: str) -> UserError:
+    return UserError(
+        f"The rows of split {split!r} are not those that {task.prompt.name!r} was scored with.",
+        where=task.rows.reader(split).place(0),
+        fix="Put the rows back that were scored, or evaluate again.",
+    )

@@ -13,7 +13,7 @@ import pytest
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.rank import rank_classification
-from t0repro.lm_eval.results import import_results
+from t0repro.lm_eval.results import _digest, export_results, import_results
 
 from ..cli.commands import run
 
@@ -97,3 +97,51 @@ def test_results_of_two_models_are_told_apart_and_none_is_said(results, tmp_path
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no results"):
         import_results(tmp_path / "empty", tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """The scores of a random model of the demo's tasks, by rank-eval's own function."""
+    import warnings
+
+    from t0repro.evaluation.evaluation_folder import Settings
+    from t0repro.evaluation.opened import open_checkpoint
+    from t0repro.runs.rank_eval import rank_eval
+
+    from ..evaluation.small_model import save_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TensorFlow's and T5's own, at import
+        from t0repro.reports.prompts import load_prompts
+
+        load_prompts(["t0repro.tasks.demo"], into_seqio=True)
+        folder = tmp_path_factory.mktemp("evaluated")
+        checkpoint = open_checkpoint(str(save_model(folder / "model")), None, "float32")
+        settings = Settings(lengths={"inputs": 128, "targets": 32}, limit=4)
+        return rank_eval(checkpoint, "demo_eval_score_eval", folder / "out", settings)
+
+
+def test_scores_written_as_the_harnesss_are_read_back_equal(evaluated, tmp_path):
+    path = export_results(evaluated.folder, 7, "validation", tmp_path / "lm_eval")
+    folder, left_out = import_results(tmp_path / "lm_eval", tmp_path / "back")
+    assert not left_out and path.name.startswith("results_")
+    expected = {scores.task: scores for scores in read_task_scores(evaluated.folder)}
+    found = {scores.task: scores for scores in read_task_scores(folder)}
+    assert found.keys() == expected.keys() and len(found) == 9
+    content = json.loads(path.read_text())
+    for task, scores in found.items():
+        for name in ("input_index", "choice_index", "is_correct", "score"):
+            assert getattr(scores, name).tolist() == getattr(expected[task], name).tolist()
+        accuracy = rank_classification(expected[task]).accuracy
+        share = content["results"][task.removesuffix("_score_eval")]["acc,none"]
+        assert 100 * share == pytest.approx(accuracy)
+
+
+def test_a_sample_has_the_harnesss_own_fields_and_hashes(evaluated, tmp_path):
+    export_results(evaluated.folder, 7, "validation", tmp_path)
+    ours = json.loads(next(tmp_path.glob("samples_*.jsonl")).read_text().splitlines()[0])
+    theirs = json.loads(samples(RECORDED).read_text().splitlines()[0])
+    assert ours.keys() == theirs.keys() and ours["doc"].keys() == theirs["doc"].keys()
+    again = _digest(json.dumps(theirs["doc"], indent=2, ensure_ascii=False))
+    assert (again, _digest(theirs["target"])) == (theirs["doc_hash"], theirs["target_hash"])
+    assert _digest(theirs["arguments"]["gen_args_0"]["arg_0"]) == theirs["prompt_hash"]
