@@ -69,7 +69,7 @@ def test_the_docs_command_trains_the_extension_with_a_partitioner_and_weight_met
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "an action on the training's metrics" in done.stderr
+    assert "an action on the training run's metrics" in done.stderr
     run = tmp_path / "runs/robust"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained, after = [row for row in rows if row["split"] == "train" and "loss" in row]

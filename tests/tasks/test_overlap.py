@@ -169,5 +169,5 @@ def test_files_and_mixtures_that_are_wrong_are_named(mixtures, tmp_path):
     learned, evaluated = mixtures([{"text": "a"}], [{"text": "b"}])
     with pytest.raises(UserError, match="no mixture 'nothing'"):
         overlap.find_overlap("nothing", evaluated)
-    with pytest.raises(UserError, match="No rows .* at hand"):
+    with pytest.raises(UserError, match="No rows .* are available"):
         overlap.find_overlap(learned, evaluated, split="test")
