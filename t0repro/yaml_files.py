@@ -7,9 +7,13 @@ values or prints them runs out of memory.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from t0repro.errors import UserError
 
 _MOST_REPEATED = 10_000
 _DEEPEST = 100
@@ -45,6 +49,28 @@ def load(text: str) -> Any:
       yaml.YAMLError: If it is not YAML, or see `Bounded`.
     """
     return yaml.load(text, Loader=Loader)
+
+
+def read(file: str | os.PathLike[str], what: str) -> Any:
+    """What a YAML file says, in plain values.
+
+    Args:
+      file: Its path.
+      what: What it is, for the message.
+
+    Raises:
+      UserError: If it cannot be read or is not YAML, with the line, or see `Bounded`.
+    """
+    where, fix = os.fspath(file), "Name a file of YAML that can be read."
+    try:
+        return load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        cause, reason = error, getattr(error, "strerror", None) or str(error)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        cause, reason = error, getattr(error, "problem", None) or " ".join(str(error).split())
+        where, fix = f"{where}:{mark.line + 1}" if mark else where, "Correct the file there."
+    raise UserError(f"{what} cannot be read: {reason}.", where=where, fix=fix) from cause
 
 
 def _check(root: yaml.Node) -> None:

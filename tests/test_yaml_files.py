@@ -45,7 +45,8 @@ def test_a_hostile_file_is_refused_with_its_name_in_a_few_words(reader, name, tm
     path.write_text(text)
     with pytest.raises(UserError, match=reason) as error:
         READERS[reader](path)
-    assert str(path) in str(error.value) and len(str(error.value)) < 2000
+    assert str(path) in str(error.value.where) and error.value.fix
+    assert len(str(error.value)) < 2000 and "<unicode string>" not in str(error.value)
 
 
 def test_ordinary_aliases_and_merges_still_work():

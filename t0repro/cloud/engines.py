@@ -11,10 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from t0repro import yaml_files
 from t0repro.cloud import custom_jobs, staging
@@ -245,11 +242,7 @@ def read_template(file: str | os.PathLike[str] | None) -> dict[str, Any]:
             where="--machines",
             fix="Give the platform a `template` in the file of machines (--machines).",
         )
-    try:
-        return _without_nulls(yaml_files.load(Path(file).read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(f"The Job manifest cannot be read: {reason}", where=str(file)) from error
+    return _without_nulls(yaml_files.read(file, "The Job manifest"))
 
 
 def _without_nulls(value: Any) -> Any:

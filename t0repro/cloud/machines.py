@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import dacite
-import yaml
 
 from t0repro import yaml_files
 from t0repro.errors import UserError, nearest_names
@@ -85,14 +84,8 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
     """
     if file is None:
         return Machine()
-    try:
-        # An empty file is None in YAML.
-        known = yaml_files.load(file.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(
-            f"The file of machines cannot be read: {reason}", where=str(file)
-        ) from error
+    # An empty file is None in YAML.
+    known = yaml_files.read(file, "The file of machines") or {}
     fields: dict[str, Any] = {}
     for kind, label in (("platforms", platform), ("cells", cell)):
         fields |= _entry(known, kind, label, file)

@@ -365,3 +365,9 @@ def test_mesh_shape_and_layout_rules_are_the_layout(overrides, layout):
 def test_a_rule_that_divides_d_model_is_refused():
     with pytest.raises(UserError, match="d_model"):
         load("utils.run.mesh_shape = 'model:2'", "utils.run.layout_rules = 'd_model:model'")
+
+
+def test_a_scope_in_which_nothing_is_read_is_not_near_to_itself():
+    for scope, near in (("encodr", "'encoder', 'decoder'"), ("encoder", "'decoder'")):
+        with pytest.raises(UserError, match=rf"scope '{scope}' \(nearest scopes: {near}\)"):
+            load(f"{scope}/sublayer_dropout.dropout_rate = 0.1")

@@ -106,7 +106,8 @@ def test_a_scoped_binding_changes_the_run_as_it_changes_mesh_tensorflow_or_is_re
     for field, (selector, argument, _) in FIELD_SOURCES.items():
         if selector.startswith("t0repro") or argument in ("model_type", "encoder_name"):
             continue
-        value = True if argument == "recompute_grads" else getattr(plain, field)
+        # Unbound, or bound to False, a run decides by itself whether to rematerialize.
+        value = False if argument == "recompute_grads" else getattr(plain, field)
         for scope in SCOPES:
             text = f"{scope}{selector}.{argument} = {other(value)}"
             bindings[text] = (field, f"{selector}", argument)

@@ -239,8 +239,8 @@ def _no_effect(key: Key, read: tuple[str, ...], bindings: Bindings) -> NotOnJax:
         place = bindings.find((winner,), selector, argument)
         why = f"{ways[0]} is bound too, at {place}, and wins"
     else:
-        known = [each for each in (*read, *_TOWERS, *bindings.scopes) if each]
-        near = nearest_names(scope, known, 2)
+        known = dict.fromkeys((*read, *_TOWERS, *bindings.scopes))
+        near = nearest_names(scope, [each for each in known if each not in ("", scope)], 2)
         why = f"Mesh TensorFlow never reads it in the scope {scope!r} (nearest scopes: {near})"
     return NotOnJax(
         f"{scope}{'/' if scope else ''}{name} has no effect: {why}.",
