@@ -99,16 +99,6 @@ CHANGES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "run.seen_data_init_step = 3": {"plan.train_data.seen_data_init_step": 3},
         "run.checkpoint_input_pipeline = True": {"plan.train_data.checkpoint_input_pipeline": True},
         "run.mode = 'perplexity_eval'": {"mode": "perplexity_eval"},
-        "run.optimizer = @optimize.SgdOptimizer": {
-            **dict.fromkeys(
-                (f"optimizer.{name}" for name in (
-                    "multiply_by_parameter_scale", "decay_exponent", "decay_offset", "beta1",
-                    "clipping_threshold", "factored", "epsilon1", "epsilon2",
-                    "min_dim_size_to_factor", "exclude_from_parameter_scale", "momentum_slot",
-                    "skip_nan_updates",
-                )), None,
-            ),
-        },
         "get_variable_dtype.master_dtype = 'float32'": {"dtypes.master": "float32"},
         "serialize_num_microbatches.tokens_per_microbatch_per_replica = 256": {
             "num_microbatches": 2,
@@ -280,7 +270,8 @@ CHANGES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 # Chosen above by the runs themselves.
 CHOSEN = (
-    "run.model_type", "run.train_dataset_fn", "run.eval_dataset_fn", "run.variable_filter",
+    "run.model_type", "run.optimizer", "run.train_dataset_fn", "run.eval_dataset_fn",
+    "run.variable_filter",
     "infer_model.decode_fn", "score_from_strings.score_postprocess_fn",
     "score_from_dataset.score_dataset_fn", "score_from_dataset.score_postprocess_fn",
 )  # fmt: skip
@@ -324,6 +315,16 @@ def test_each_binding_changes_the_fields_that_it_is_for_and_no_others(run):
         if found != expected:
             wrong[line] = found
     assert not wrong
+
+
+def test_another_optimizer_takes_the_place_of_adafactor():
+    found = load("run.optimizer = @optimize.SgdOptimizer")
+    assert [name for name in found if name.startswith("optimizer.")] == ["optimizer.frozen"]
+
+
+def test_a_filter_of_variables_freezes_the_others():
+    (frozen,) = difference(load(), load("run.variable_filter = 'encoder'")).values()
+    assert len(frozen) > 9 and not any("encoder/" in path for path in frozen)
 
 
 def known_arguments() -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_every_value_says_which_file_and_line_or_override_set_it():
 
 T5X_ONLY = (
     "momentum_slot", "weight_decay_rate", "weight_decay_rate_lr_exponent", "global_norm_clip",
-    "max_parameter_scale", "skip_nan_updates",
+    "max_parameter_scale", "skip_nan_updates", "factor_map",
 )  # fmt: skip
 
 
