@@ -53,7 +53,7 @@ def diff(
     tol: Annotated[
         float, typer.Option(help="Largest absolute difference to accept; 0 requires the same bits.")
     ] = 0.0,
-    slots: Annotated[bool, typer.Option(help="Compare the optimizer's slots too.")] = True,
+    slots: Annotated[bool, typer.Option(help="Also compare the optimizer's slots.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor; exit code 1 if they differ by more than --tol.
@@ -108,7 +108,7 @@ def verify(path: _Path, step: _Step = None) -> None:
 
 def released(
     family: Annotated[
-        str | None, typer.Option(help="Only names or families that contain this.")
+        str | None, typer.Option(help="Only names or families that contain this text.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -167,7 +167,7 @@ def plan(
     ] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Say how much disk and memory a released checkpoint needs, and whether this machine has it.
+    """Print the disk and memory that a released checkpoint needs, and whether they are here.
 
     Example: t0repro checkpoint plan bigscience/T0_3B
     """
@@ -301,7 +301,7 @@ _Layout = Annotated[
         show_default="legacy",
     ),
 ]
-_Slots = Annotated[bool, typer.Option(help="Convert the optimizer's slots too.")]
+_Slots = Annotated[bool, typer.Option(help="Also convert the optimizer's slots.")]
 # That importer leaves the two slots of a square matrix exchanged (docs/t5x_slots.md).
 _ImporterSlots = Annotated[
     bool,

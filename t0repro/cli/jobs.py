@@ -38,12 +38,12 @@ def aux(
     gin_bindings: GinBindings = None,
     gin_search_paths: GinSearchPaths = ".",
     once: Annotated[
-        bool, typer.Option("--once", help="Stop once the checkpoints that exist now are done.")
+        bool, typer.Option("--once", help="Process the checkpoints that exist now, then stop.")
     ] = False,
 ) -> None:
     """Auxiliary jobs: evaluate or fine-tune every checkpoint while training continues.
 
-    One job starts for every new checkpoint and each mixture.
+    Starts one job per mixture for every new checkpoint.
     In the jobs' gin files MODEL_DIR, MIXTURE_OR_TASK_NAME, INITIAL_CHECKPOINT_PATH, TRAIN_STEPS
     and EVAL_OUTPUT_DIR are set; any other command finds these names in its environment. If it is
     interrupted, starting it again continues where it stopped.
@@ -76,7 +76,7 @@ def aux(
 @app.command()
 def status(
     model_dir: Annotated[Path, typer.Argument(help="The training run's folder.")],
-    watch: Annotated[bool, typer.Option("--watch", help="Print it again as it changes.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Reprint whenever it changes.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show every checkpoint's jobs: state, attempts, time, main metric; and the metric's curve.
@@ -112,11 +112,12 @@ def status(
 def launch(
     context: typer.Context,
     to: Annotated[
-        Literal["slurm", "k8s", "tpu-vm"], typer.Option("--to", help="The engine that starts it.")
+        Literal["slurm", "k8s", "tpu-vm"],
+        typer.Option("--to", help="The engine that starts the command."),
     ],
     name: Annotated[str, typer.Option(help="The job's name on the engine.")] = "t0repro",
     processes: Annotated[
-        int, typer.Option(min=1, help="How many processes work together; a TPU decides itself.")
+        int, typer.Option(min=1, help="Number of processes; a TPU slice sets its own.")
     ] = 1,
     # With `=`, since Click would otherwise read --partition as an option of this command.
     option: Annotated[
@@ -124,17 +125,21 @@ def launch(
         typer.Option(help="An option for sbatch, kubectl or gcloud, as --option=--partition=gpu."),
     ] = None,
     machines: Annotated[
-        Path | None, typer.Option(help="A YAML file: what platforms and cells stand for.")
+        Path | None, typer.Option(help="A YAML file that defines platforms and cells.")
     ] = None,
-    platform: Annotated[str | None, typer.Option(help="An entry of the file of machines.")] = None,
-    cell: Annotated[str | None, typer.Option(help="An entry of the file of machines.")] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="An entry in the file given by --machines.")
+    ] = None,
+    cell: Annotated[
+        str | None, typer.Option(help="An entry in the file given by --machines.")
+    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry_run", help="Print what the engine would get, and end.")
+        bool, typer.Option("--dry_run", help="Print what the engine would receive, then exit.")
     ] = False,
 ) -> None:
     """Start a command as several processes on Slurm, Kubernetes or a Cloud TPU.
 
-    The command follows two dashes. For a TPU, the gcloud commands are printed, to be run in turn.
+    The command follows two dashes. For a TPU, prints the gcloud commands to run one after another.
 
     Example:
       t0repro launch --to slurm --processes 4 --option=--gpus-per-task=1 --dry_run

@@ -49,7 +49,9 @@ Templates = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Resamples = Annotated[int, typer.Option(help="Random weightings for the intervals.", min=100)]
+Resamples = Annotated[
+    int, typer.Option(help="Number of bootstrap weightings for the intervals.", min=100)
+]
 BootstrapSeed = Annotated[int, typer.Option(help="Seed of the random weightings.")]
 TrainMixtures = Annotated[
     list[str] | None,
@@ -88,7 +90,7 @@ GinImportAllowlist = Annotated[
     list[str] | None,
     typer.Option(
         "--gin_import_allowlist",
-        help="Modules that gin files may import, joined by commas; repeatable. All by default.",
+        help="Modules that gin files may import, separated by commas; repeatable. Default: all.",
     ),
 ]
 

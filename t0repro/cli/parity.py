@@ -51,11 +51,13 @@ _DType = Annotated[
 ]
 _EvalTask = Annotated[
     str | None,
-    typer.Option("--eval_task", help="A task whose log-likelihoods are compared as well."),
+    typer.Option("--eval_task", help="A task whose log-likelihoods to compare as well."),
 ]
 _Inject = Annotated[
     Injected | None,
-    typer.Option("--inject", help="Put a known error into the JAX side, which must be found."),
+    typer.Option(
+        "--inject", help="Inject a known error into the JAX side; the comparison must find it."
+    ),
 ]
 
 
@@ -72,7 +74,7 @@ def parity(
     eval_task: _EvalTask = None,
     inject: _Inject = None,
 ) -> None:
-    """Run both stacks from one checkpoint on the same batches and compare all that they compute.
+    """Run both stacks from one checkpoint on the same batches and compare all intermediate results.
 
     Compared are activations by layer, losses, gradients, parameters and slots after the first and
     the last step, and log-likelihoods. Writes parity.json, parity.md and parity.html, and names the

@@ -40,10 +40,10 @@ def precompile(
         typer.Option(help="v3-512, v4-128, v5e-256, ..., cpu-8; by default this machine's own."),
     ] = None,
     model_parallelism: Annotated[
-        int | None, typer.Option(min=1, help="Devices that share each layer; overrides gin.")
+        int | None, typer.Option(min=1, help="Devices that shard each layer; overrides gin.")
     ] = None,
     fully_sharded: Annotated[
-        bool, typer.Option("--fully_sharded", help="Divide parameters and slots among all devices.")
+        bool, typer.Option("--fully_sharded", help="Shard parameters and slots across all devices.")
     ] = False,
     num_microbatches: Annotated[
         int | None, typer.Option(min=1, help="Microbatches per batch; overrides gin.")
@@ -59,7 +59,7 @@ def precompile(
     ] = False,
     run_mode: RunModes = None,
 ) -> None:
-    """Compile a run's steps and say what they need: memory, operations, communication, time.
+    """Compile a run's steps and report memory, FLOPs, communication and time.
 
     Compiles the train step, or scoring and generation, for a TPU slice (with libtpu, the extra
     tpu), for virtual CPU devices, or for this machine's own. Nothing is allocated or run, and no

@@ -57,7 +57,7 @@ _Step = Annotated[
 ]
 _Data = Annotated[
     Path | None,
-    typer.Option(help="Folder with the datasets.", show_default="T0REPRO_DATA_DIR"),
+    typer.Option(help="Folder of the datasets.", show_default="T0REPRO_DATA_DIR"),
 ]
 _CacheDir = Annotated[Path | None, typer.Option(help="Read the tasks from this SeqIO cache.")]
 _AtHand = Annotated[
@@ -75,7 +75,7 @@ _TokensPerBatch = Annotated[
     typer.Option(min=1, help="Input tokens per batch.", show_default="what suits the device"),
 ]
 _ModelParallelism = Annotated[
-    int, typer.Option(min=1, help="Devices that share each layer; the others divide the rows.")
+    int, typer.Option(min=1, help="Devices that shard each layer; the rest shard the rows.")
 ]
 _Activation = Annotated[
     DType | None,

@@ -290,7 +290,7 @@ def compare(
 ) -> None:
     """Compare runs: losses step by step, or scores, predictions and accuracies.
 
-    What is compared depends on what is given. Accuracies come with the difference's interval and
+    The arguments decide what is compared. Accuracies come with the difference's interval and
     McNemar's test for each dataset; --module_import groups tasks by dataset.
 
     Example: t0repro compare mtf=runs/mtf/metrics.jsonl jax=runs/jax/metrics.jsonl --tol 1e-4

@@ -75,7 +75,7 @@ def evaluate(
     processes: ProcessOptions,
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="Continue as checkpoints appear (mode latest or all)."),
+        typer.Option("--watch", help="Keep evaluating new checkpoints (mode latest or all)."),
     ] = False,
     until: Annotated[
         int | None, typer.Option("--until", help="With --watch: stop after this step.", min=0)
@@ -261,8 +261,8 @@ def train(
     name: Annotated[
         str | None, typer.Option(help="MODEL_DIR is runs/NAME unless it is set.")
     ] = None,
-    platform: Annotated[str | None, typer.Option(help="Must stand for this machine.")] = None,
-    cell: Annotated[str | None, typer.Option(help="Must stand for this machine.")] = None,
+    platform: Annotated[str | None, typer.Option(help="T5X's label for this machine.")] = None,
+    cell: Annotated[str | None, typer.Option(help="T5X's label for this machine.")] = None,
     tracker: Trackers = None,
 ) -> None:
     """Train what T5X's gin files describe: pretraining or fine-tuning.

@@ -62,7 +62,7 @@ def plot(
 ) -> None:
     """Draw a metric of several training runs by step, in the terminal and as an HTML page.
 
-    The page is one file that needs nothing else.
+    The page is a single self-contained file.
 
     Example: t0repro plot runs/a runs/b --out runs/plot
     """

@@ -99,7 +99,7 @@ def define_flags() -> None:
         flags.DEFINE_multi_string(
             "gin_import_allowlist",
             None,
-            "Modules that gin files may import, joined by commas; repeatable. All by default.",
+            "Modules that gin files may import, separated by commas; repeatable. Default: all.",
         )
         flags.DEFINE_boolean("debug", False, "Show tracebacks and Mesh TensorFlow's own log.")
         flags.DEFINE_boolean(

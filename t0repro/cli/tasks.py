@@ -44,11 +44,13 @@ def list_tasks(
     dataset: _Dataset = None,
     cache: Annotated[
         list[Path] | None,
-        typer.Option(help="Say which tasks are cached in this folder; repeatable."),
+        typer.Option(help="Show which tasks are cached in this folder; repeatable."),
     ] = None,
     at_hand: Annotated[
         bool,
-        typer.Option("--at_hand", help="Only tasks whose rows, or caches in --cache, are here."),
+        typer.Option(
+            "--at_hand", help="Only tasks with available rows, or with a cache in --cache."
+        ),
     ] = False,
     module_import: ModulesOrT0 = None,
     templates: Templates = None,
@@ -147,7 +149,7 @@ def export_tasks(
         typer.Option(help="Name of the group of all datasets.", show_default="the mixture's"),
     ] = None,
     at_hand: Annotated[
-        bool, typer.Option("--at_hand", help="Only tasks whose rows are here.")
+        bool, typer.Option("--at_hand", help="Only tasks with available rows.")
     ] = False,
     module_import: ModulesOrT0 = None,
     templates: Templates = None,
@@ -193,7 +195,7 @@ def find_overlap(
     module_import: ModulesOrT0 = None,
     templates: Templates = None,
 ) -> None:
-    """Find held-out rows whose text stands in the training rows (contamination).
+    """Find held-out rows whose text is in the training rows (contamination).
 
     Rows are compared, not prompts, by runs of words and by whole fields. Datasets whose rows are
     missing are named and skipped.
@@ -279,7 +281,7 @@ _BeamOptions = Annotated[
     str | None,
     typer.Option(
         "--beam_options",
-        help="Do the work with Beam, on the runner that these options name.",
+        help="Run on Beam, with the runner that these options name.",
         metavar="--runner=NAME,...",
     ),
 ]
@@ -299,7 +301,7 @@ def cache(
     min_shards: _MinShards = 16,
     beam_options: _BeamOptions = None,
 ) -> None:
-    """Cache prompted tasks in SeqIO's format; tasks that are cached already are left alone.
+    """Cache prompted tasks in SeqIO's format; keeps tasks that are already cached.
 
     Example: t0repro cache --mixture t0_eval_score_eval --at_hand --output_cache_dir runs/cache
     """

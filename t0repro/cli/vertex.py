@@ -63,7 +63,9 @@ class JobOptions:
         int, typer.Option(min=0, help="TPU cores in all, or GPUs of each machine.")
     ] = 0
     replica_count: Annotated[int, typer.Option(min=1, help="Machines.")] = 1
-    service_account: Annotated[str | None, typer.Option(help="What the job runs as.")] = None
+    service_account: Annotated[str | None, typer.Option(help="The service account of the job.")] = (
+        None
+    )
     network: Annotated[str | None, typer.Option(help="A network to peer with.")] = None
     labels: Annotated[list[str] | None, typer.Option(help="KEY=VALUE; repeatable.")] = None
 
@@ -412,7 +414,7 @@ def logs(
     job: Job,
     project: Project,
     location: Location,
-    last: Annotated[int | None, typer.Option(min=1, help="Only so many lines.")] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="Print only the last N lines.")] = None,
 ) -> None:
     """Print what a job's containers have logged so far.
 

@@ -20,7 +20,7 @@ class AuxiliaryOptions:
     HEADING: ClassVar = "Auxiliary jobs"
 
     auxiliary_job_mixtures: Annotated[
-        str | None, typer.Option(help="Mixtures, joined by commas; a job for each.")
+        str | None, typer.Option(help="Mixtures, separated by commas; one job for each.")
     ] = None
     auxiliary_job_gin_file: Annotated[
         str | None, typer.Option(help="The gin file of the jobs, in T5X's dialect.")
@@ -38,13 +38,13 @@ class AuxiliaryOptions:
         str, typer.Option(help="eval, train, rank-eval (options may follow), or any command.")
     ] = "eval"
     auxiliary_job_platform: Annotated[
-        str | None, typer.Option(help="An entry of the file of machines.")
+        str | None, typer.Option(help="An entry in the file given by --machines.")
     ] = None
     auxiliary_job_cell: Annotated[
-        str | None, typer.Option(help="An entry of the file of machines.")
+        str | None, typer.Option(help="An entry in the file given by --machines.")
     ] = None
     machines: Annotated[
-        Path | None, typer.Option(help="A YAML file: what platforms and cells stand for.")
+        Path | None, typer.Option(help="A YAML file that defines platforms and cells.")
     ] = None
     launcher: Annotated[
         str | None, typer.Option(help="Where jobs run: local, slurm, k8s or vertex.")
@@ -52,11 +52,11 @@ class AuxiliaryOptions:
     max_parallel: Annotated[int, typer.Option(min=1, help="Maximum number of jobs at a time.")] = 1
     poll_seconds: Annotated[float, typer.Option(min=0.01, help="Seconds between polls.")] = 10.0
     max_failures: Annotated[
-        int, typer.Option(min=1, help="Failures after which a job is given up.")
+        int, typer.Option(min=1, help="Number of failures before giving up on a job.")
     ] = 3
-    time_limit: Annotated[
-        float | None, typer.Option(min=0, help="Seconds that a job may take.")
-    ] = None
+    time_limit: Annotated[float | None, typer.Option(min=0, help="Maximum seconds for a job.")] = (
+        None
+    )
     main_metric: Annotated[
         str | None, typer.Option(help="The TensorBoard tag to show; by default an accuracy.")
     ] = None
