@@ -175,6 +175,36 @@ def test_every_command_is_known_to_write_or_not():
     assert named == WRITERS.keys() | WRITES_NOTHING and not WRITERS.keys() & WRITES_NOTHING
 
 
+QUIET = {
+    "checkpoint diff": "checkpoint diff MODEL MODEL",
+    "checkpoint inspect": "checkpoint inspect MODEL",
+    "checkpoint plan": "checkpoint plan t5_1_1_lm100k_small --to OUT",
+    "checkpoint released": "checkpoint released",
+    "checkpoint verify": "checkpoint verify MODEL",
+    "compare": "compare SUITE SUITE",
+    "launch": "launch --to slurm --dry_run -- true",
+    "plot": "plot TRAIN",
+    "report history": "report history SUITE",
+    "tasks ls": "tasks ls --module_import t0repro.tasks.demo",
+}
+"""Command lines that only show something."""
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_a_command_that_only_shows_something_writes_nothing(name, inputs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = {folder.parent for folder in inputs.values()} | {tmp_path}
+    attempts = []
+    with monkeypatch.context() as patch:
+        for kind in ("no new file", "no new folder"):
+            for folder in folders:
+                attempts.append(Faults(folder, kind, None))
+                attempts[-1].install(patch)
+        code = act(command(*QUIET[name].split(), **inputs), tmp_path / "out")
+    assert code == 0 and sum(each.count for each in attempts) == 0
+    assert not any(tmp_path.iterdir())
+
+
 VARYING = ("report.json", "report.html", "report.md")
 KINDS = (*NUMBERS, "a write beyond the limit")
 
