@@ -195,11 +195,11 @@ def _failure(kind: str, message: str, line: int | None) -> Exception:
 # The other side --------------------------------------------------------------------------------
 
 
-class _NoLabel(Exception):
+class NoLabel(Exception):
     """A choice was looked up by a label that is hidden or null."""
 
 
-class _OutOfRange(jinja2.UndefinedError):
+class OutOfRange(jinja2.UndefinedError):
     """A list was asked for an item beyond its end."""
 
 
@@ -234,12 +234,12 @@ class StrictEnvironment(PromptEnvironment):
         """As in Jinja, except that a hidden label (-1) or null does not pick an item of a list."""
         hidden = isinstance(argument, _Label) and argument == -1
         if hidden or (argument is None and isinstance(obj, list)):
-            raise _NoLabel
+            raise NoLabel
         found = super().getitem(obj, argument)
         if isinstance(found, jinja2.Undefined) and isinstance(obj, list):
             name = argument.name if isinstance(argument, _Label) else "the index"
             many = f"there {'is' if len(obj) == 1 else 'are'} {counted(len(obj), 'choice')}"
-            return self.undefined(f"{name} is {argument}, but {many}", exc=_OutOfRange)
+            return self.undefined(f"{name} is {argument}, but {many}", exc=OutOfRange)
         return found
 
 
@@ -272,7 +272,7 @@ class _StrictTemplate:
         }
         try:
             rendering = self._compiled.render({**row, **labels}, draw_key)
-        except _NoLabel:
+        except NoLabel:
             return Drop.NO_LABEL
         if isinstance(rendering, Rendering) and rendering.targets == NO_LABEL:
             return Drop.NO_TARGET
@@ -346,7 +346,7 @@ def _answer(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"answer": _OPERATIONS[operation](**arguments)}
     except jinja2.TemplateSyntaxError as error:
         return {"failure": "syntax", "message": error.message, "line": error.lineno}
-    except _OutOfRange as error:
+    except OutOfRange as error:
         return {"failure": "template", "message": str(error)}
     except (UndefinedVariable, jinja2.UndefinedError) as error:
         return {"failure": "undefined", "message": str(error)}

@@ -71,6 +71,21 @@ def test_the_api_page_documents_what_t0repro_exports(site):
     assert not missing
 
 
+def test_dir_lists_the_public_names_and_errors_are_public_classes():
+    import t0repro
+
+    assert set(t0repro.__all__) <= set(dir(t0repro))
+    private = [
+        f"{path.name}: {node.name}"
+        for folder in ("t0repro", "tasks", "converters")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and node.name.startswith("_")
+        and any(re.search("Error|Exception|Found", ast.unparse(base)) for base in node.bases)
+    ]  # fmt: skip
+    assert private == []
+
+
 def test_every_command_line_of_the_pages_is_one_that_t0repro_takes():
     lines = {(page.name, line) for page in pages() for line in command_lines(page.read_text())}
     assert len(lines) > 100
