@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from t0repro.config.run_config import AdafactorConfig, Arithmetic, RunConfig
 from t0repro.config.training_plan import RestoreConfig, TrainingPlan
+from t0repro.parameters.factoring import ALL_HEURISTIC
 
 Dialect = Literal["mtf", "t5x"]
 
@@ -201,6 +202,8 @@ def _optimizer(config: RunConfig, dialect: Dialect) -> _Items:
     else:
         ours = ("weight_decay_rate", "weight_decay_rate_lr_exponent", "global_norm_clip")
         ours += ("max_parameter_scale", "skip_nan_updates", "momentum_slot")
+    if optimizer.factor_map not in ((), ALL_HEURISTIC):
+        yield f"optimizer.factor_map = {optimizer.factor_map}", _NOT_EXPRESSED
     # The last two are parameters' paths: Mesh TensorFlow's patterns of names are resolved.
     for field in (*ours, "exclude_from_parameter_scale", "frozen"):
         if value := getattr(optimizer, field):

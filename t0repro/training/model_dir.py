@@ -27,6 +27,7 @@ from t0repro.errors import UserError, of_command
 from t0repro.files import output_path, write_atomically, writing
 from t0repro.locks import folder_lock
 from t0repro.parameters import layout
+from t0repro.parameters.factoring import ALL_HEURISTIC
 from t0repro.partitioning.processes import held_by_first, is_first
 from t0repro.training.train_state import TrainState, check_parameters, flat_slots
 
@@ -231,6 +232,9 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         for name, item in (dataclasses.asdict(value) if value is not None else {}).items():
             if not (part == "model" and name in _MAY_CHANGE):
                 settings[f"{part}.{name}"] = item
+    # T5's parameters have at most two axes, for which the rules of both dialects are the same.
+    if settings.get("optimizer.factor_map") == ALL_HEURISTIC:
+        settings["optimizer.factor_map"] = ()
     # Through JSON, so that tuples equal the lists that `_check_record` reads back.
     return json.loads(json.dumps(settings))
 

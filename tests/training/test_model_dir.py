@@ -10,6 +10,7 @@ from t0repro.config.configuration import Configuration, RunInputs
 from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
+from t0repro.parameters.factoring import ALL_HEURISTIC
 from t0repro.runs.start import start_configured
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree, save_tree
@@ -62,6 +63,8 @@ def test_the_same_run_goes_on_and_so_does_one_with_another_loss_or_schedule(mode
     softer = dataclasses.replace(tiny.MODEL, dropout_rate=0.1, label_smoothing=0.1, z_loss=0.0)
     schedule = dataclasses.replace(tiny.SCHEDULE, arguments={"learning_rate": 0.1})
     check(model_dir, model=softer, schedule=schedule)
+    # T5X's rules, in which T5's parameters are factored as in Mesh TensorFlow.
+    check(model_dir, optimizer=dataclasses.replace(tiny.ADAFACTOR, factor_map=ALL_HEURISTIC))
 
 
 OTHERS = {
