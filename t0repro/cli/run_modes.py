@@ -297,7 +297,7 @@ def train(
         vocabularies = (model.input_vocabulary, model.output_vocabulary)
         from t0repro.runs.preflight import check_training
 
-        check_training(config, vocabularies, typer.echo if options.dry_run else _silent)
+        check_training(config, vocabularies, typer.echo if options.dry_run else None)
         if options.dry_run:
             return
         from t0repro.cloud.auxiliary import auxiliary_jobs_beside
@@ -336,10 +336,6 @@ def start(
         else (None, None),
         allow_changed=allow_changed,
     )
-
-
-def _silent(line: str) -> None:
-    """Drops a line: a run that starts reports what is wrong alone."""
 
 
 def _check_machine(machines: Path | None, platform: str | None, cell: str | None) -> None:

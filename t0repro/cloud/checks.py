@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from t0repro.cloud.staging import MOUNT, mounted
 from t0repro.config.run_config import ModelConfig, RunConfig
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.errors import UserError
+from t0repro.runs.preflight import Check, Cost, run_checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,14 +184,20 @@ def check(
     Raises:
       UserError: For the first thing that is wrong.
     """
-    lines = check_machines(machines, location)
-    _check_replicas(arguments, machines)
-    configured = read(arguments)
-    _check_paths(configured, arguments)
-    lines += [f"warning: {warning}" for warning in configured.warnings]
-    if configured.run is not None and arguments.backend == "jax":
-        lines += _memory(configured.run, machines)
-    return configured, tuple(lines)
+    configured = functools.cache(lambda: read(arguments))
+    lines: list[str] = []
+    run_checks(
+        (
+            Check("machines", Cost.NAMES, lambda: check_machines(machines, location)),
+            Check("replicas", Cost.NAMES, lambda: _check_replicas(arguments, machines)),
+            Check("gin", Cost.FILES, lambda: [f"warning: {x}" for x in configured().warnings]),
+            Check("paths", Cost.FILES, lambda: _check_paths(configured(), arguments)),
+            Check("memory", Cost.COMPILE, lambda: _memory(configured(), arguments, machines)),
+        ),
+        lambda name, line: lines.append(line),
+        all_at_once=False,
+    )
+    return configured(), tuple(lines)
 
 
 def _check_replicas(arguments: Arguments, machines: Machines) -> None:
@@ -231,12 +239,15 @@ def _check_paths(configured: Configured, arguments: Arguments) -> None:
         )
 
 
-def _memory(run: RunConfig, machines: Machines) -> Iterator[str]:
-    """Whether a run fits into the machines' memory, in words.
+def _memory(configured: Configured, arguments: Arguments, machines: Machines) -> Iterator[str]:
+    """Whether a run on JAX fits into the machines' memory, in words.
 
     Raises:
       UserError: If it does not.
     """
+    run = configured.run
+    if run is None or arguments.backend != "jax":
+        return
     kind = ACCELERATORS.get(machines.accelerator_type or "")
     if kind is None:
         yield "memory: not checked, for want of figures about the machine"

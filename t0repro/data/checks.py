@@ -138,6 +138,15 @@ def no_task_has(name: str, split: str, where: str | None) -> UserError:
     )
 
 
+def nothing_to_evaluate(name: str, split: str) -> UserError:
+    """The error for a task or mixture without a task that has both the split and a metric."""
+    return UserError(
+        f"{name!r} has nothing to evaluate: no task has both the split {split!r} and a metric.",
+        where="utils.DatasetConfig",
+        fix="Choose another split (MIXTURE_OR_TASK_SPLIT) or mixture.",
+    )
+
+
 def check_readable(
     name: str, split: str, *, use_cached: bool, tasks: Sequence[Any] | None = None
 ) -> None:

@@ -308,16 +308,6 @@ def infer_eval(
     return evaluate
 
 
-def nothing_to_evaluate(data: SeqioDataConfig) -> UserError:
-    """The error for data without a task that has the split and a metric."""
-    return UserError(
-        f"{data.mixture_or_task_name!r} has nothing to evaluate: no task has both the split"
-        f" {data.split!r} and a metric.",
-        where="utils.DatasetConfig",
-        fix="Choose another split (MIXTURE_OR_TASK_SPLIT) or mixture.",
-    )
-
-
 def _is_worth_logging(record: logging.LogRecord) -> bool:
     # SeqIO logs the failure of a metric, and raises it as well.
     return not str(record.msg).startswith("Failed to evaluate task")

@@ -36,6 +36,7 @@ from t0repro.evaluation.records import file_digest
 from t0repro.evaluation.seqio_evaluator import functions_of
 from t0repro.files import make_folder, naming, sync_directory, write_atomically
 from t0repro.runs.chosen import chosen, generating_model, identity, is_there, opened, own_path
+from t0repro.runs.preflight import check_inference
 from t0repro.words import counted
 
 COMPLETED = ".COMPLETED"
@@ -57,24 +58,18 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
         not the model's, no task has the split, or one has no example in it.
     """
     from t0repro import compat
-    from t0repro.data.checks import SPLIT, check_readable, no_task_has, tasks_with_split
-    from t0repro.data.vocabularies import check_vocabularies
+    from t0repro.data.checks import tasks_with_split
 
     compat.install()
     import seqio
 
-    if plan.files is not None:
-        register_files(plan)
+    check_inference(plan, starts=True)
     name = plan.data.mixture_or_task_name
-    check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
     checkpoint: Checkpoint | None = None
     # What is complete stays so when its checkpoint is gone, as by a training run's retention.
     ref = _chosen(plan) if is_there(plan.restore) else None
     files = []
     tasks = tasks_with_split(name, plan.data.split)
-    if not tasks:
-        raise no_task_has(name, plan.data.split, SPLIT)
-    check_readable(name, plan.data.split, use_cached=plan.data.use_cached, tasks=tasks)
     others = len(seqio.get_subtasks(seqio.get_mixture_or_task(name))) - len(tasks)
     if others:
         left_out = counted(others, "task")

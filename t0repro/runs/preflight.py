@@ -1,24 +1,41 @@
-"""Checks of a run before it starts, one list per mode: the real start and `--dry_run` call it.
+"""Checks of a run before it starts: one list per mode, cheap checks before dear ones.
 
-Nothing is trained, evaluated or written, and no parameter is read. Cheap checks come first:
+    mode                      check        cost     what is checked
+    Mesh TensorFlow's files   outputs      NAMES    bindings that name places to write to
+                              addresses    FILES    Google's credentials, for what is in a bucket
+                              data         TASKS    mixture, split, caches or rows
+                              shards       TASKS    an example of each task for every shard
+                              checkpoints  INDEX    format, step, vocabulary, types
+    T5X's training            batch        NAMES    rows and microbatches
+                              train,       TASKS    mixture, split, caches or rows, shards,
+                              train_eval,           lengths, vocabularies of tasks and model
+                              infer_eval
+                              restore      INDEX    names and shapes of the parameters
+    T5X's eval and infer      files        TASKS    files of examples
+                              examples     TASKS    as in a training
+                              checkpoints  INDEX    names and shapes of the parameters
+    a job for another machine machines     NAMES    what Vertex AI offers (t0repro.cloud.checks)
+                              replicas     NAMES    one machine, for what runs on one
+                              gin          FILES    the configuration
+                              paths        FILES    buckets that the machine can reach
+                              memory       COMPILE  whether the run fits
 
-    Mesh TensorFlow's files   credentials and addresses; mixture, split, caches or rows; shards;
-                              checkpoints (their index alone)
-    T5X's training            each dataset: mixture, split, caches or rows, shards, lengths,
-                              vocabularies; the checkpoint to restore (its index alone)
-    T5X's eval and infer      files of examples; the dataset; the checkpoints
-
-In T5X's modes each check gives a line, and all that is wrong is reported at once.
+The real start, `--dry_run`, `precompile` and auxiliary jobs (by `--dry_run`) call these lists. Of
+evaluations, the real start leaves out the last check: it opens each checkpoint when its turn comes.
+Nothing is trained, evaluated or written, and no parameter is read. In T5X's modes each check gives
+a line, and all that is wrong is reported at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from t0repro.config.configuration import Configuration
-from t0repro.config.inference_plan import InferencePlan, InferPlan
+from t0repro.config.inference_plan import EvalPlan, InferencePlan, InferPlan
 from t0repro.config.run_config import ModelConfig, RunConfig
 from t0repro.config.training_plan import RestoreConfig, SeqioDataConfig
 from t0repro.converters.tensors import CheckpointRef
@@ -29,6 +46,64 @@ Say = Callable[[str], None]
 NO_CHECKPOINT_YET = "T0REPRO_NO_CHECKPOINT_YET"
 """Set where auxiliary jobs are checked before their training has saved the first checkpoint."""
 _SHOWN = 5  # names of parameters that a line shows
+
+
+class Cost(enum.IntEnum):
+    """What a check takes, the cheapest first."""
+
+    NAMES = 0  # nothing is opened
+    FILES = 1  # small files of this machine are read: gin, credentials
+    TASKS = 2  # TensorFlow and the tasks' modules are imported; names and sizes of data files
+    INDEX = 3  # a checkpoint's names and shapes are read, over the network for one in a bucket
+    COMPILE = 4  # the compiler runs: minutes
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One check of a list.
+
+    Attributes:
+      name: What is checked, as in the table above.
+      cost: What it takes.
+      run: Raises a UserError for what is wrong; may give lines about what it found.
+    """
+
+    name: str
+    cost: Cost
+    run: Callable[[], Iterable[str] | None]
+
+
+def run_checks(
+    checks: Sequence[Check], say: Callable[[str, str], None], *, all_at_once: bool = True
+) -> None:
+    """Runs a list of checks in its order.
+
+    Args:
+      checks: The list.
+      say: Receives a check's name and a line of it.
+      all_at_once: Whether all checks run before what is wrong is raised; the first wrong thing ends
+        the list otherwise.
+
+    Raises:
+      UserError: If anything is wrong.
+    """
+    assert [check.cost for check in checks] == sorted(check.cost for check in checks)
+    errors: list[UserError] = []
+    for check in checks:
+        try:
+            for line in check.run() or ():
+                say(check.name, line)
+        except UserError as error:
+            if not all_at_once:
+                raise
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise UserError("\n".join(str(error) for error in errors))
+
+
+# ---- The lists ----------------------------------------------------------------------------------
 
 
 def check_mesh_transformer(configuration: Configuration, *, jax: bool, at_hand: bool) -> None:
@@ -43,43 +118,48 @@ def check_mesh_transformer(configuration: Configuration, *, jax: bool, at_hand: 
       UserError: For the first thing that is wrong.
     """
     from t0repro.config import cloud
-    from t0repro.converters import run_checks
-    from t0repro.data import checks
 
     inputs, config = configuration.inputs, configuration.run_or_refusal
-    cloud.check_addresses(inputs, jax=jax)
-    if isinstance(config, RunConfig):
-        cloud.check_outputs(config, jax=jax)
-    checks.check_data(inputs, at_hand=at_hand)
     trains = inputs.mode == "train" and inputs.mixture_or_task_name is not None
-    if trains and jax and (data := configuration.run.plan.train_data) is not None:
-        name, shards = data.mixture_or_task_name, data.num_shards
-        checks.check_shards(name, data.split, shards, use_cached=data.use_cached)
+    listed = [Check("addresses", Cost.FILES, lambda: cloud.check_addresses(inputs, jax=jax))]
+    if isinstance(config, RunConfig):
+        listed.insert(0, Check("outputs", Cost.NAMES, lambda: cloud.check_outputs(config, jax=jax)))
+    listed.append(Check("data", Cost.TASKS, lambda: _mesh_data(configuration, at_hand)))
     if trains:
-        checks.note_uncached(inputs.use_cached)
-    run_checks.check_checkpoints(inputs, jax=jax)
+        listed.append(Check("shards", Cost.TASKS, lambda: _mesh_training_data(configuration, jax)))
+    listed.append(Check("checkpoints", Cost.INDEX, lambda: _mesh_checkpoints(configuration, jax)))
+    run_checks(listed, _silent, all_at_once=False)
 
 
-def check_inference(plan: InferencePlan, say: Say) -> None:
+def check_inference(plan: InferencePlan, say: Say | None = None, *, starts: bool = False) -> None:
     """Checks an evaluation or an inference.
 
     Args:
       plan: The run.
       say: Receives a line about each thing that was checked.
+      starts: Whether the run begins now, and opens its checkpoints itself.
 
     Raises:
       UserError: If anything is wrong, with all of it.
     """
     vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
-    checks = [("examples", lambda: _data(plan.data, plan.model, vocabularies))]
+    reads = "eval" if isinstance(plan, EvalPlan) else "infer"
+    listed = [
+        Check("examples", Cost.TASKS, lambda: _data(plan.data, plan.model, vocabularies, reads))
+    ]
     if isinstance(plan, InferPlan) and plan.files is not None:
         # First, because it registers the task whose examples the next check looks for.
-        checks.insert(0, ("files", lambda: _files(plan)))
-    checks.append(("checkpoints", lambda: _checkpoints(plan.restore, plan.model)))
-    _run(checks, say)
+        listed.insert(0, Check("files", Cost.TASKS, lambda: _files(plan)))
+    if not starts:
+        listed.append(
+            Check("checkpoints", Cost.INDEX, lambda: _checkpoints(plan.restore, plan.model))
+        )
+    run_checks(listed, _named(say))
 
 
-def check_training(config: RunConfig, vocabularies: tuple[Any, Any], say: Say) -> None:
+def check_training(
+    config: RunConfig, vocabularies: tuple[Any, Any], say: Say | None = None
+) -> None:
     """Checks a training run; see `check_inference`.
 
     Args:
@@ -93,40 +173,59 @@ def check_training(config: RunConfig, vocabularies: tuple[Any, Any], say: Say) -
         "train_eval": plan.train_eval_data,
         "infer_eval": plan.infer_eval_data,
     }
-    checks: list[tuple[str, Callable[[], Iterator[str]]]] = [
-        (name, _data_check(data, config.model, vocabularies, name == "train"))
+    listed = [
+        Check(name, Cost.TASKS, _data_check(data, config.model, vocabularies, name))
         for name, data in datasets.items()
         if isinstance(data, SeqioDataConfig)
     ]
     if (restore := plan.restore) is not None:
-        checks.append(("restore", lambda: _restored(restore, config)))
-    rows = config.batch_size // config.num_microbatches
-    say(f"batch: {counted(config.batch_size, 'row')}, microbatches of {rows}")
-    _run(checks, say)
+        listed.append(Check("restore", Cost.INDEX, lambda: _restored(restore, config)))
+    listed.insert(0, Check("batch", Cost.NAMES, lambda: _batch(config)))
+    run_checks(listed, _named(say))
 
 
 def _data_check(
-    data: SeqioDataConfig, model: ModelConfig, vocabularies: tuple[Any, Any], trains: bool
+    data: SeqioDataConfig, model: ModelConfig, vocabularies: tuple[Any, Any], reads: str
 ) -> Callable[[], Iterator[str]]:
     # A function of its own: a lambda written in the loop would see the last dataset alone.
-    return lambda: _data(data, model, vocabularies, trains=trains, may_lack_split=not trains)
+    return lambda: _data(data, model, vocabularies, reads)
 
 
-def _run(checks: Sequence[tuple[str, Callable[[], Iterator[str]]]], say: Say) -> None:
-    errors: list[UserError] = []
-    for name, check in checks:
-        try:
-            for line in check():
-                say(f"{name}: {line}")
-        except UserError as error:
-            errors.append(error)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise UserError("\n".join(str(error) for error in errors))
+def _named(say: Say | None) -> Callable[[str, str], None]:
+    return _silent if say is None else lambda name, line: say(f"{name}: {line}")
+
+
+def _silent(name: str, line: str) -> None:
+    """Drops a line: a run that starts reports what is wrong alone."""
 
 
 # ---- The checks ---------------------------------------------------------------------------------
+
+
+def _mesh_data(configuration: Configuration, at_hand: bool) -> None:
+    from t0repro.data import checks
+
+    checks.check_data(configuration.inputs, at_hand=at_hand)
+
+
+def _mesh_training_data(configuration: Configuration, jax: bool) -> None:
+    from t0repro.data import checks
+
+    if jax and (data := configuration.run.plan.train_data) is not None:
+        name, shards = data.mixture_or_task_name, data.num_shards
+        checks.check_shards(name, data.split, shards, use_cached=data.use_cached)
+    checks.note_uncached(configuration.inputs.use_cached)
+
+
+def _mesh_checkpoints(configuration: Configuration, jax: bool) -> None:
+    from t0repro.converters.run_checks import check_checkpoints
+
+    check_checkpoints(configuration.inputs, jax=jax)
+
+
+def _batch(config: RunConfig) -> Iterator[str]:
+    rows = config.batch_size // config.num_microbatches
+    yield f"{counted(config.batch_size, 'row')}, microbatches of {rows}"
 
 
 def _files(plan: InferPlan) -> Iterator[str]:
@@ -140,38 +239,40 @@ def _files(plan: InferPlan) -> Iterator[str]:
 
 
 def _data(
-    data: SeqioDataConfig,
-    model: ModelConfig,
-    vocabularies: tuple[Any, Any],
-    *,
-    trains: bool = False,
-    may_lack_split: bool = False,
+    data: SeqioDataConfig, model: ModelConfig, vocabularies: tuple[Any, Any], reads: str
 ) -> Iterator[str]:
     """The tasks, their splits, caches or rows, lengths and vocabularies.
 
-    In a training run, evaluations of tasks without the split are left out, as in T5X.
+    Args:
+      data: What is read.
+      model: The model.
+      vocabularies: The records of its vocabularies of inputs and targets.
+      reads: What reads it: "train", "eval" or "infer"; of a training run's evaluations,
+        "train_eval" or "infer_eval".
     """
     from t0repro import compat
     from t0repro.data import checks
     from t0repro.data.vocabularies import check_rows, check_vocabularies
 
     compat.install()
-    name = data.mixture_or_task_name
+    name, split, trains = data.mixture_or_task_name, data.split, reads == "train"
     checks.check_mixture(name)
-    with_split = (
-        checks.tasks_to_train_on(data) if trains else checks.tasks_with_split(name, data.split)
-    )
-    # T5X leaves such an evaluation out rather than stop the training.
-    if not with_split and may_lack_split:
-        yield f"left out: no task of {name} has a split {data.split!r}"
+    tasks = checks.tasks_to_train_on(data) if trains else checks.tasks_with_split(name, split)
+    if not tasks and reads.endswith("_eval"):
+        # T5X leaves such an evaluation out rather than stop the training.
+        yield f"left out: no task of {name} has a split {split!r}"
         return
-    if not with_split:
-        raise checks.no_task_has(
-            name, data.split, "train/utils.DatasetConfig.split" if trains else checks.SPLIT
-        )
-    yield f"{counted(len(with_split), 'task')} of {name} with the split {data.split!r}"
-    checks.check_readable(name, data.split, use_cached=data.use_cached, tasks=with_split)
-    checks.check_shards(name, data.split, data.num_shards, use_cached=data.use_cached)
+    if not tasks:
+        where = "train/utils.DatasetConfig.split" if trains else checks.SPLIT
+        raise checks.no_task_has(name, split, where)
+    if reads == "eval":
+        # Tasks without a metric are not read.
+        tasks = [task for task in tasks if task.metric_objs]
+        if not tasks:
+            raise checks.nothing_to_evaluate(name, split)
+    yield f"{counted(len(tasks), 'task')} of {name} with the split {split!r}"
+    checks.check_readable(name, split, use_cached=data.use_cached, tasks=tasks)
+    checks.check_shards(name, split, data.num_shards, use_cached=data.use_cached)
     yield "cached" if data.use_cached else "not cached: made from rows"
     checks.check_lengths(name, data.sequence_length)
     check_vocabularies(name, *vocabularies)

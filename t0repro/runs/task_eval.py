@@ -21,6 +21,7 @@ from t0repro.runs.chosen import (
     opened,
     own_path,
 )
+from t0repro.runs.preflight import check_inference
 
 RECORD = "evaluated.json"
 
@@ -51,20 +52,10 @@ def evaluate_checkpoints(
       UserError: If there is no checkpoint, one does not fit the model, the task's vocabulary is
         not the model's, or nothing has a metric.
     """
-    from t0repro.data.checks import SPLIT, check_readable, no_task_has, tasks_with_split
-    from t0repro.data.vocabularies import check_vocabularies
     from t0repro.evaluation.evaluation_facts import print_results
-    from t0repro.evaluation.seqio_evaluator import FOLDER, TaskEvaluator, nothing_to_evaluate
+    from t0repro.evaluation.seqio_evaluator import FOLDER, TaskEvaluator
 
-    name, split = plan.data.mixture_or_task_name, plan.data.split
-    check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
-    with_split = tasks_with_split(name, split)
-    if not with_split:
-        raise no_task_has(name, split, SPLIT)
-    tasks = [task for task in with_split if task.metric_objs]
-    if not tasks:
-        raise nothing_to_evaluate(plan.data)
-    check_readable(name, split, use_cached=plan.data.use_cached, tasks=tasks)
+    check_inference(plan, starts=True)
     folder, record = Path(plan.output_dir), EvaluatedCheckpoints(plan)
     evaluator, results = None, {}
     refs = _checkpoints(plan, watch, until, seconds)
