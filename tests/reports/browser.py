@@ -125,6 +125,13 @@ class Browser:
             found = self.cdp("Page.captureScreenshot", captureBeyondViewport=whole)
         return base64.b64decode(found["data"])
 
+    def printed(self):
+        """A PDF of the page as it is printed on the paper that its style sheet names."""
+        # Once its layout has settled: now and then a page is printed before it is drawn.
+        self.run("return new Promise((done) => setTimeout(done, 300))")
+        found = self.cdp("Page.printToPDF", printBackground=True, preferCSSPageSize=True)
+        return base64.b64decode(found["data"])
+
     def close(self):
         """Ends the browser."""
         self._post(self.session, None, "DELETE")

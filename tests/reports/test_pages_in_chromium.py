@@ -1,6 +1,5 @@
 """The pages as a person meets them: in Chromium, wide and narrow, light and dark, by keyboard."""
 
-import base64
 import json
 import re
 import shutil
@@ -277,8 +276,7 @@ def test_on_paper_no_table_is_cut_and_every_folded_part_is_open(browser, pages, 
 @pytest.mark.parametrize("name", ["report", "compare", "history", "curves"])
 def test_a_printed_page_has_all_the_words_of_the_page(browser, pages, name, tmp_path):
     browser.show(pages[name][0], dark=True)
-    printed = browser.cdp("Page.printToPDF", printBackground=True, preferCSSPageSize=True)
-    (tmp_path / "page.pdf").write_bytes(base64.b64decode(printed["data"]))
+    (tmp_path / "page.pdf").write_bytes(browser.printed())
     command = ["pdftotext", "-layout", tmp_path / "page.pdf", "-"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     parts = (
