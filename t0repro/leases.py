@@ -19,12 +19,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from t0repro import buckets
 from t0repro.errors import UserError
+from t0repro.progress import say
 from t0repro.redaction import without_passwords
 
 LEASES = ".t0repro.lease"
@@ -56,7 +57,7 @@ class Lease:
         }
         self._released = threading.Event()
 
-    def acquire(self, fix: str, say: Callable[[str], None]) -> None:
+    def acquire(self, fix: str) -> None:
         """Takes the lease.
 
         Raises:
@@ -64,7 +65,7 @@ class Lease:
         """
         number, holder = _latest(self._address)
         if holder is not None and not _is_free(holder):
-            _await_death(self._address, number, holder, fix, say)
+            _await_death(self._address, number, holder, fix)
         while not buckets.create(_object(self._address, number + 1), self._content()):
             # Another run was faster. A listing that lags behind may not have shown a later number.
             number += 1
@@ -103,20 +104,19 @@ class Lease:
 
 
 @contextlib.contextmanager
-def held(address: str, purpose: str, *, fix: str, say: Callable[[str], None]) -> Iterator[Lease]:
+def held(address: str, purpose: str, *, fix: str) -> Iterator[Lease]:
     """Holds the lease on an address within the block.
 
     Args:
       address: what is held.
       purpose: what the owner does, such as "training", for the message that others get.
       fix: what others can do instead.
-      say: receives a line if this run has to wait to see whether an owner is still alive.
 
     Raises:
       UserError: if a live owner holds it.
     """
     lease = Lease(address, purpose)
-    lease.acquire(fix, say)
+    lease.acquire(fix)
     try:
         yield lease
     finally:
@@ -147,7 +147,6 @@ def _await_death(
     number: int,
     holder: Mapping[str, Any],
     fix: str,
-    say: Callable[[str], None],
 ) -> None:
     """Returns once an owner has not renewed its lease for too long, or has released it."""
     if holder.get("machine") == _machine():

@@ -8,13 +8,14 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import filelock
 
 from t0repro.errors import UserError
 from t0repro.files import FULL_NUMBERS, make_folder
+from t0repro.progress import say
 from t0repro.redaction import without_passwords
 from t0repro.working_copies import copy_with
 
@@ -35,7 +36,6 @@ def folder_lock(
     purpose: str,
     *,
     fix: str = "Wait for it to end, or choose another folder.",
-    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> Iterator[None]:
     """Locks `folder` for this process, which may change anything in it within the block.
 
@@ -50,14 +50,13 @@ def folder_lock(
       folder: created if it does not exist.
       purpose: what the holder does, such as "training", for the error that a second run gets.
       fix: what a second run can do instead.
-      say: receives a line if this run has to wait for another machine's lease to expire.
 
     Raises:
       UserError: if another run holds the folder (the message names it), or if the folder cannot be
         created or locked.
     """
     if copy := copy_with(folder):
-        with copy.held(folder, purpose, fix=fix, say=say):
+        with copy.held(folder, purpose, fix=fix):
             yield
         return
     # flock excludes other processes on this machine, even ones that were suspended for hours.
@@ -75,7 +74,7 @@ def folder_lock(
             held.push(lambda kind, *_: _remove_if_unused(made) if kind else None)
             # The flock first: it is exact on one machine, and the lease is for the
             # others.
-            _acquire(lease, say)
+            _acquire(lease)
             held.callback(lease.release)
             # For the message that a refused run prints.
             command = without_passwords(shlex.join(sys.argv))
@@ -124,7 +123,7 @@ def _obstacle(folder: Path) -> str | None:
     return None
 
 
-def _acquire(lease: filelock.SoftFileLease, say: Callable[[str], None]) -> None:
+def _acquire(lease: filelock.SoftFileLease) -> None:
     try:
         lease.acquire(timeout=0)
     except filelock.Timeout:

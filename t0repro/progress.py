@@ -1,4 +1,4 @@
-"""Progress of long operations: a bar on a terminal, otherwise a line every few seconds."""
+"""What long operations report: lines, and a bar on a terminal or a line every few seconds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,33 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from t0repro.words import counted
+from t0repro.errors import as_shown
+from t0repro.redaction import without_passwords
+from t0repro.words import counted, printable
 
 _SECONDS_BETWEEN_LINES = 5.0
+
+# Whoever reads the lines of `say`; the last one alone gets them.
+_listeners: list[Callable[[str], None]] = []
+
+
+def say(line: str) -> None:
+    """Reports what is being done, on standard error or to `heard_by`'s listener."""
+    if _listeners:
+        _listeners[-1](line)
+    else:
+        line = printable(without_passwords(as_shown(line)), keep="\n")
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
+    """Gives a function the lines that the block and its threads report."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 @contextlib.contextmanager
@@ -28,14 +52,14 @@ def working(doing: str, stream: TextIO | None = None, every: float = 10.0) -> It
     """
     started, ended = time.monotonic(), threading.Event()
 
-    def say(suffix: str) -> None:
+    def report(suffix: str) -> None:
         print(f"{doing}{suffix}", file=stream or sys.stderr, flush=True)
 
     def beat() -> None:
         while not ended.wait(every):
-            say(f": {time.monotonic() - started:.0f} s")
+            report(f": {time.monotonic() - started:.0f} s")
 
-    say(" ...")
+    report(" ...")
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     try:

@@ -23,7 +23,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from t0repro import buckets, leases
@@ -78,14 +78,12 @@ class WorkingCopy:
         return self._above if name == "." else f"{self._above}/{name}"
 
     @contextlib.contextmanager
-    def held(
-        self, path: Path, purpose: str, *, fix: str, say: Callable[[str], None]
-    ) -> Iterator[None]:
+    def held(self, path: Path, purpose: str, *, fix: str) -> Iterator[None]:
         """Holds the lease on what a path stands for, and begins with what the bucket then holds.
 
         See `t0repro.locks.folder_lock` for the arguments and errors.
         """
-        with leases.held(self.address_of(path), purpose, fix=fix, say=say) as lease:
+        with leases.held(self.address_of(path), purpose, fix=fix) as lease:
             if not self._leases:
                 # Before, another run may have been writing.
                 self.fetch()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
+from t0repro.progress import say
 from t0repro.tasks.catalogue import is_synthetic, modelled_on
 from t0repro.words import counted
 
@@ -365,14 +366,13 @@ def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) ->
     return found
 
 
-def keep_at_hand(name: str, split: str, *, use_cached: bool, say: Callable[[str], None]) -> None:
+def keep_at_hand(name: str, split: str, *, use_cached: bool) -> None:
     """Drops the tasks that cannot be read here from a SeqIO mixture; the others keep their rates.
 
     Args:
       name: The mixture's name; if it is a task's, nothing is done.
       split: The split to be read.
       use_cached: Whether caches are read, rather than rows.
-      say: Called with a line that lists what was left out.
 
     Raises:
       UserError: If none of the mixture's tasks can be read.

@@ -11,6 +11,7 @@ from t0repro import buckets, leases, working_copies
 from t0repro.errors import UserError
 from t0repro.files import input_path, output_path, write_atomically
 from t0repro.locks import folder_lock
+from t0repro.progress import heard_by
 
 from .bucket_servers import S3, GoogleStorage
 
@@ -127,8 +128,8 @@ def test_shards_of_a_cache_take_no_space_once_they_are_uploaded(bucket, tmp_path
 # ---- Leases -------------------------------------------------------------------------------------
 
 
-def held(address, say=print):
-    return leases.held(address, "training", fix="Wait.", say=say)
+def held(address):
+    return leases.held(address, "training", fix="Wait.")
 
 
 def owner_of(address):
@@ -167,8 +168,9 @@ def test_an_owner_elsewhere_is_watched_and_followed_only_if_it_does_not_renew(bu
         renewing = threading.Timer(0.3, change_owner, [bucket], {"beat": 99})
         renewing.start()
         with pytest.raises(UserError, match="elsewhere"):
-            held(bucket, said.append).__enter__()
-        with held(bucket, said.append):
+            with heard_by(said.append):
+                held(bucket).__enter__()
+        with heard_by(said.append), held(bucket):
             # The first owner notices, and does not give back what is no longer its own.
             with pytest.raises(UserError, match="Another run took over"):
                 first.check()

@@ -12,6 +12,7 @@ import pytest
 
 from t0repro import locks
 from t0repro.errors import UserError
+from t0repro.progress import heard_by
 
 HOLDER = """
 import sys, time
@@ -91,7 +92,7 @@ def test_a_live_run_on_another_machine_is_refused(tmp_path, elsewhere):
     said: list[str] = []
     try:
         with pytest.raises(UserError, match="elsewhere"):
-            with locks.folder_lock(tmp_path, "training", say=said.append):
+            with heard_by(said.append), locks.folder_lock(tmp_path, "training"):
                 pass
     finally:
         lease.release()
@@ -103,7 +104,7 @@ def test_a_dead_run_on_another_machine_is_told_apart(tmp_path, elsewhere):
     marker = (tmp_path / locks.LEASE_FILE).read_bytes()
     lease.release()
     (tmp_path / locks.LEASE_FILE).write_bytes(marker)  # as a dead machine leaves it
-    with locks.folder_lock(tmp_path, "training", say=lambda text: None):
+    with locks.folder_lock(tmp_path, "training"):
         assert (tmp_path / locks.COMMAND_FILE).read_text().startswith("training\n")
 
 
@@ -158,6 +159,6 @@ def test_a_lease_that_a_power_failure_emptied_is_taken_at_once(tmp_path):
     (tmp_path / locks.LEASE_FILE).write_bytes(b"")
     said: list[str] = []
     begun = time.monotonic()
-    with locks.folder_lock(tmp_path, "training", say=said.append):
+    with heard_by(said.append), locks.folder_lock(tmp_path, "training"):
         pass
     assert said == [] and time.monotonic() - begun < 5

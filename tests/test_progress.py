@@ -69,3 +69,15 @@ def test_a_terminal_has_a_bar(monkeypatch, capsys):
         advance(7)
     shown = capsys.readouterr().err
     assert "7/7" in shown and "caching" in shown and "cached" not in shown
+
+
+def test_lines_go_to_standard_error_or_to_the_innermost_listener(capsys):
+    outer, inner = [], []
+    progress.say("before")
+    with progress.heard_by(outer.append):
+        with progress.heard_by(inner.append):
+            progress.say("within")
+        progress.say("between")
+    progress.say("\x1b[31mafter")
+    assert (outer, inner) == (["between"], ["within"])
+    assert capsys.readouterr().err == "before\n\\x1b[31mafter\n"

@@ -57,6 +57,7 @@ def aux(
         return
     from t0repro.cloud.auxiliary import check_jobs, make_controller
     from t0repro.errors import UserError
+    from t0repro.progress import heard_by
 
     if model_dir is None:
         raise UserError(
@@ -65,11 +66,13 @@ def aux(
             fix="Give the folder of the training; it may not exist yet.",
         )
     gin = t5x_inputs("train", gin_file, gin_bindings, gin_search_paths)
-    controller = make_controller(model_dir, jobs, gin, typer.echo)
+    with heard_by(typer.echo):
+        controller = make_controller(model_dir, jobs, gin)
     echo("checking what the jobs will read ...", err=True)
     check_jobs(jobs, gin)
     echo(f"looking for checkpoints in {model_dir} ...", err=True)
-    done = controller.run(lambda: not once)
+    with heard_by(typer.echo):
+        done = controller.run(lambda: not once)
     raise typer.Exit(0 if done else 1)
 
 

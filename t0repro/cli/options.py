@@ -313,7 +313,7 @@ def _tracked(
     # Here, because it imports numpy, which no --help needs.
     from t0repro.cloud.tracking import tracked
 
-    return tracked(names or (), run, lambda line: typer.echo(line, err=True))
+    return tracked(names or (), run)
 
 
 # ---- Groups of options that several commands share, each defined once as a dataclass -------------

@@ -313,7 +313,7 @@ def _submit(
     typer.echo(f"submitted {name}")
     echo(f"to follow it: {_command('status', name)} --wait", err=True)
     if wait:
-        seen, metrics = submission.follow(name, record, place, poll_seconds=poll_seconds, say=_say)
+        seen, metrics = submission.follow(name, record, place, poll_seconds=poll_seconds)
         _print_end(seen, metrics)
 
 
@@ -348,10 +348,6 @@ def _print_spec(spec: JobSpec) -> None:
     echo(f"The same container with Docker: {spec.shell_command()}", err=True)
 
 
-def _say(line: str) -> None:
-    echo(line, err=True)
-
-
 @app.command()
 def status(
     job: Job,
@@ -377,7 +373,7 @@ def status(
         return
     # Of a job that has ended, following means to upload the rest and to record the end.
     record = record_of(seen, place)
-    seen, metrics = follow(seen.name, record, place, poll_seconds=poll_seconds, say=_say)
+    seen, metrics = follow(seen.name, record, place, poll_seconds=poll_seconds)
     _print_end(seen, metrics)
 
 

@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import dacite
@@ -24,6 +24,7 @@ from t0repro.jobs.commands import JobSettings, check, check_by_dry_run
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.jobs.worker import Limits
+from t0repro.progress import heard_by
 
 
 def job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
@@ -49,7 +50,6 @@ def make_controller(
     model_dir: str | os.PathLike[str],
     options: AuxiliaryOptions,
     gin: T5xInputs,
-    say: Callable[[str], None],
 ) -> Controller:
     """The controller that the options describe.
 
@@ -74,7 +74,7 @@ def make_controller(
         metric=options.main_metric,
     )
     launcher = make_launcher(options.launcher or machine.launcher, machine)
-    return Controller(folder, job_settings(options, gin), launcher, policy, say)
+    return Controller(folder, job_settings(options, gin), launcher, policy)
 
 
 def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
@@ -158,15 +158,16 @@ def _main(model_dir: str, asked: str) -> None:
         # The training writes nothing here, so what can be read is the end of the file.
         return not select.select([sys.stdin], [], [], 0)[0]
 
-    def say(text: str) -> None:
+    def prefixed(text: str) -> None:
         print(f"auxiliary jobs: {text}", file=sys.stderr, flush=True)
 
     # Raised as SystemExit, so that the launcher is closed and ends its jobs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
-        done = make_controller(model_dir, options, gin, say).run(training_goes_on)
+        with heard_by(prefixed):
+            done = make_controller(model_dir, options, gin).run(training_goes_on)
     except UserError as error:
-        say(str(error))
+        prefixed(str(error))
         done = False
     sys.exit(0 if done else 1)
 

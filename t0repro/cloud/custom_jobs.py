@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any, Literal
 
 from t0repro.cloud.google import LOGGING, Place, cloud_errors, connect, overridden
+from t0repro.progress import say
 
 State = Literal["waiting", "running", "succeeded", "failed", "cancelled"]
 # A state that is not listed, as one that Google adds later, counts as running: a look tells more.
@@ -86,7 +86,6 @@ def wait_until_ended(
     place: Place,
     *,
     poll_seconds: float,
-    say: Callable[[str], None],
 ) -> Look:
     """Looks at a job until it has ended; lost connections are waited out, up to half an hour.
 
@@ -94,7 +93,6 @@ def wait_until_ended(
       name: resource name or number.
       place: project and location.
       poll_seconds: seconds between polls.
-      say: receives a line for each change.
 
     Raises:
       UserError: If the service does not answer for too long, or refuses access.

@@ -7,7 +7,7 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from t0repro import compat, event_files
 from t0repro.cloud.google import Place, cloud_errors, connect, storage_client
 from t0repro.cloud.staging import split_address
 from t0repro.files import make_folder, naming, write_atomically
+from t0repro.progress import say
 
 _REPORT = "report.json"
 
@@ -126,7 +127,6 @@ def uploading(
     place: Place,
     *,
     every: float,
-    say: Callable[[str], None],
 ) -> Iterator[None]:
     """Uploads from a thread within the block, and to the end when the block has ended.
 
@@ -141,7 +141,6 @@ def uploading(
       tensorboard: resource name.
       place: project and location.
       every: seconds between polls of the bucket.
-      say: receives a line about each failure.
     """
     ended, interrupted = threading.Event(), threading.Event()
 

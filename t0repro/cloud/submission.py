@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,6 @@ def follow(
     place: Place,
     *,
     poll_seconds: float,
-    say: Callable[[str], None],
 ) -> tuple[Look, dict[str, float]]:
     """Waits for a job's end, uploads its metrics meanwhile if it is tracked, and records the end.
 
@@ -243,7 +242,6 @@ def follow(
       record: what leads to its run; None if it is not tracked.
       place: project and location.
       poll_seconds: seconds between polls of the job and its results.
-      say: receives a line for each change.
 
     Returns:
       The job as it ended, and its summary metrics.
@@ -251,8 +249,8 @@ def follow(
     with contextlib.ExitStack() as beside:
         if record is not None and record.output and record.tensorboard and _goes_on(record, place):
             where = (record.output, record.experiment, record.run_name, record.tensorboard)
-            beside.enter_context(uploading(*where, place, every=poll_seconds, say=say))
-        seen = wait_until_ended(name, place, poll_seconds=poll_seconds, say=say)
+            beside.enter_context(uploading(*where, place, every=poll_seconds))
+        seen = wait_until_ended(name, place, poll_seconds=poll_seconds)
     # After the upload: if this process dies before the end is recorded, the next command that
     # follows the job does both again.
     return seen, {} if record is None else record_end(seen, record, place)

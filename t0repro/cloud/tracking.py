@@ -12,13 +12,14 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from t0repro.cloud.tracker import Outcome, TrackedRun, Tracker, TrackerName, open_tracker
 from t0repro.errors import UserError
 from t0repro.files import make_folder, write_atomically
+from t0repro.progress import say
 from t0repro.training.metrics import METRICS_FILE
 
 TRACKING_FILE = "tracking.json"
@@ -26,11 +27,9 @@ _SECONDS = 5.0  # between polls of the metrics
 
 _WRITING = threading.Lock()
 
-Say = Callable[[str], None]
-
 
 @contextlib.contextmanager
-def tracked(names: Iterable[TrackerName], run: TrackedRun, say: Say) -> Iterator[None]:
+def tracked(names: Iterable[TrackerName], run: TrackedRun) -> Iterator[None]:
     """Sends what the block writes into the run's folder to trackers, and the files when it ends.
 
     A tracker that fails does not stop the run: what it did not take is sent again at the next look,
@@ -39,7 +38,6 @@ def tracked(names: Iterable[TrackerName], run: TrackedRun, say: Say) -> Iterator
     Args:
       names: the trackers; the run goes to each of them.
       run: what is tracked.
-      say: receives a line for each run that is begun, and for each failure.
 
     Raises:
       UserError: before the block, if a tracker cannot be opened.
@@ -47,12 +45,12 @@ def tracked(names: Iterable[TrackerName], run: TrackedRun, say: Say) -> Iterator
     with contextlib.ExitStack() as stack:
         # A tracker that is named twice would otherwise get everything twice.
         for name in dict.fromkeys(names):
-            stack.enter_context(_followed(name, run, say))
+            stack.enter_context(_followed(name, run))
         yield
 
 
 @contextlib.contextmanager
-def _followed(name: TrackerName, run: TrackedRun, say: Say) -> Iterator[None]:
+def _followed(name: TrackerName, run: TrackedRun) -> Iterator[None]:
     is_new = not run.folder.exists()
     make_folder(run.folder)
     sent = _Sent.read(run.folder, name)
@@ -67,15 +65,15 @@ def _followed(name: TrackerName, run: TrackedRun, say: Say) -> Iterator[None]:
     sent.run_id = tracker.run_id
     sent.write(run.folder, name)
     say(f"tracking: run {tracker.run_id} of {name}")
-    with _Follower(name, tracker, run, sent, say):
+    with _Follower(name, tracker, run, sent):
         yield
 
 
 class _Follower:
     """A thread that sends new metrics of one run to one tracker."""
 
-    def __init__(self, name: TrackerName, tracker: Tracker, run: TrackedRun, sent: _Sent, say: Say):
-        self._name, self._tracker, self._run, self._say = name, tracker, run, say
+    def __init__(self, name: TrackerName, tracker: Tracker, run: TrackedRun, sent: _Sent):
+        self._name, self._tracker, self._run = name, tracker, run
         self._sent, self._unsaved = sent, False
         self._lines = _NewLines(run.folder / METRICS_FILE)
         self._ended = threading.Event()
@@ -124,7 +122,7 @@ class _Follower:
         try:
             yield
         except UserError as error:
-            self._say(f"tracking: {self._name} {what}: {error}")
+            say(f"tracking: {self._name} {what}: {error}")
 
 
 class _NewLines:

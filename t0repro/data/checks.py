@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from t0repro.config.configuration import RunInputs
 from t0repro.config.gin_errors import unknown_mixture
 from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.errors import UserError, of_command
+from t0repro.progress import say
 from t0repro.tasks.task import keep_at_hand, lacks_cache, prompted_mixtures, prompted_tasks
 from t0repro.words import counted
 
@@ -34,18 +34,14 @@ def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
         return
     check_mixture(name)
     if at_hand:
-        keep_at_hand(name, inputs.split, use_cached=inputs.use_cached, say=_say)
+        keep_at_hand(name, inputs.split, use_cached=inputs.use_cached)
     check_readable(name, inputs.split, use_cached=inputs.use_cached)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def note_uncached(use_cached: bool) -> None:
     """Reports once, before a training run, what SeqIO would warn of for every task."""
     if not use_cached:
-        _say(
+        say(
             "note: the tasks are not cached, so that their examples are made while they are read;"
             " `t0repro cache` makes them once"
         )
@@ -181,7 +177,7 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
 
     missing = [task.name for task in tasks if lacks_cache(task)]
     if not missing:
-        check_caches(tasks, split, _say)
+        check_caches(tasks, split)
         return
     searched = list(seqio.get_global_cache_dirs())
     target = searched[0] if searched else "CACHE_DIR"

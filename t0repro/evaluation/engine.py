@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from t0repro.model.blocks import Memory
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, cross_attention_memory
 from t0repro.partitioning.devices import across_devices_of, data_parts, fetched, padded_rows
+from t0repro.progress import say
 from t0repro.training.loss import cross_entropy, of_each_target
 from t0repro.words import counted
 
@@ -54,7 +55,6 @@ class Engine:
     Args:
       params: the model's parameters, a nested dictionary.
       model: the model; its dtype policy governs activations, the log-softmax is float32.
-      say: called with a message when a batch does not fit in the device's memory.
       misses: whether to count the targets that greedy decoding would not have chosen.
     """
 
@@ -62,12 +62,10 @@ class Engine:
         self,
         params: dict,
         model: T5,
-        say: Callable[[str], None] | None = None,
         *,
         misses: bool = False,
     ):
         self.params, self.model, self.misses = params, model, misses
-        self.say = say or (lambda text: None)
         # (inputs_length, targets_length) -> most rows that fit, once a batch of the shape
         # did not.
         self._halved: dict[tuple[int, int], int] = {}
@@ -135,9 +133,7 @@ class Engine:
             ) from error
         half = (batch.size + 1) // 2
         self._halved[batch.inputs_length, batch.targets_length] = half
-        self.say(
-            f"Out of memory with {counted(batch.size, 'row')} of {where}: continuing with {half}."
-        )
+        say(f"Out of memory with {counted(batch.size, 'row')} of {where}: continuing with {half}.")
 
     def _dispatch(
         self, batch: PlannedBatch, pairs: Pairs
@@ -171,7 +167,6 @@ def score_pairs(
     model: T5,
     pairs: Pairs,
     tokens_per_batch: int | None = None,
-    say: Callable[[str], None] | None = None,
 ) -> Float[np.ndarray, " pairs"]:
     """Log-likelihood of every pair: float64 [pairs], natural logarithm, not divided by length.
 
@@ -180,11 +175,10 @@ def score_pairs(
       model: the model.
       pairs: what to score.
       tokens_per_batch: see grouping.make_plan; defaults to a size for the device.
-      say: see Engine.
     """
     tokens = tokens_per_batch or suited_tokens(params)
     scores = np.zeros(len(pairs))
-    for scored in Engine(params, model, say).run(pairs, make_plan(pairs, tokens)):
+    for scored in Engine(params, model).run(pairs, make_plan(pairs, tokens)):
         scores[scored.pairs] = scored.scores
     return scores
 

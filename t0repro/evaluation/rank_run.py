@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from t0repro.evaluation.grouping import Plan, make_plan
 from t0repro.evaluation.journal import DIGEST, Journal
 from t0repro.evaluation.pairs import Pairs, distinct_pairs
 from t0repro.evaluation.task_output import check_finite
-from t0repro.progress import count_progress
+from t0repro.progress import count_progress, say
 from t0repro.words import counted
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 # Looking for finished parts scans every waiting part's scores, so it is not done after each batch.
 _SECONDS_BETWEEN_PARTS = 2.0
-
-Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,7 +94,7 @@ class RankRun:
         self.scored = 0
         self._meter = EnergyMeter()
 
-    def score(self, say: Say, done: Callable[[ScoredPart], None]) -> float:
+    def score(self, done: Callable[[ScoredPart], None]) -> float:
         """Scores all pairs, calling `done` with each finished part; returns the seconds taken."""
         from t0repro.evaluation.engine import Engine
 
@@ -108,7 +105,7 @@ class RankRun:
             f" {counted(len(self.plan.shapes), 'shape')},"
             f" {100 * self.plan.padding:.1f}% padding"
         )
-        engine = Engine(self.checkpoint.params, self.checkpoint.model, say)
+        engine = Engine(self.checkpoint.params, self.checkpoint.model)
         self._meter.joules()  # Starts the count here: what was used until now is not scoring.
         started = last = handed_out = time.monotonic()
         waiting = self._hand_out(self._places, done)
@@ -186,11 +183,6 @@ class RankRun:
                     row = np.zeros(len(found))
                     row[at] = [values[int(pair)] for pair in found[at]]
                     check_finite(row, place.part.task, self.checkpoint.step)
-
-
-def print_to_stderr(text: str) -> None:
-    """Prints a line to standard error at once."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def _places(

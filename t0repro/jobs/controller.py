@@ -26,6 +26,7 @@ from t0repro.jobs.journal import FOLDER, Journal, Point, Progress
 from t0repro.jobs.launcher import Job, Launcher
 from t0repro.jobs.worker import Limits
 from t0repro.locks import folder_lock
+from t0repro.progress import say
 from t0repro.words import counted
 
 SETTINGS = "settings.json"
@@ -70,7 +71,6 @@ class Controller:
         settings: JobSettings,
         launcher: Launcher,
         policy: Policy,
-        say: Callable[[str], None],
     ):
         """Checks the settings.
 
@@ -82,7 +82,6 @@ class Controller:
         self._settings = settings
         self._launcher = launcher
         self._policy = policy
-        self._say = say
         self._macros, warnings = commands.check(settings)
         for warning in warnings:
             say(f"warning: {warning}")
@@ -112,7 +111,7 @@ class Controller:
                 while self._look(training_goes_on()):
                     time.sleep(self._policy.poll_seconds)
             if not self._journal.progress:
-                self._say(f"there is no complete checkpoint in {self._model_dir}: no job to start")
+                say(f"there is no complete checkpoint in {self._model_dir}: no job to start")
             return all(each.state == "succeeded" for each in self._journal.progress.values())
 
     def _look(self, more_to_come: bool) -> bool:
@@ -137,7 +136,7 @@ class Controller:
                 continue
             kept = pins.pin(ref, self._folder)
             if kept is None:
-                self._say(f"step {step:,} was deleted by the training before it could be kept")
+                say(f"step {step:,} was deleted by the training before it could be kept")
             for point in new:
                 self._journal.add("seen" if kept else "missed", point)
 
@@ -184,24 +183,24 @@ class Controller:
         who = f"step {point.step:,}, {point.mixture}"
         if ending is None and interrupted:
             self._journal.add("interrupted", point)
-            self._say(f"{who}: interrupted by its engine; it is started again")
+            say(f"{who}: interrupted by its engine; it is started again")
             return
         if ending is not None and not ending.reason:
             metric = publishing.main_metric(self._results_of(point), self._policy.metric)
             self._journal.add("succeeded", point, seconds=ending.seconds, metric=metric)
             shown = f": {metric[0]} {metric[1]:.4g}" if metric else ""
-            self._say(f"{who}: done in {ending.seconds:.0f} s{shown}")
+            say(f"{who}: done in {ending.seconds:.0f} s{shown}")
             return
         reason = ending.reason if ending else "it was killed"
         failures = progress.failures + 1
         self._journal.add("failed", point, reason=reason)
-        self._say(f"{who}: failed: {reason}; {job.log_file} ends:\n{_end_of(job.log_file)}")
+        say(f"{who}: failed: {reason}; {job.log_file} ends:\n{_end_of(job.log_file)}")
         # The same mistake would be there again.
         mistaken = ending is not None and ending.exit_code == USER_ERROR
         if mistaken or failures >= self._policy.max_failures:
             self._journal.add("given up", point, reason=reason)
             why = "a mistake in its settings" if mistaken else counted(failures, "failure")
-            self._say(f"{who}: given up after {why}")
+            say(f"{who}: given up after {why}")
             return
         pause = self._policy.retry_seconds * 2 ** (failures - 1)
         self._not_before[point] = time.monotonic() + pause  # wall clocks jump
@@ -227,7 +226,7 @@ class Controller:
         self._journal.add("started", point, attempt=attempt)
         self._launcher.submit(job)
         self._running[point] = job
-        self._say(f"step {point.step:,}, {point.mixture}: started ({job.name})")
+        say(f"step {point.step:,}, {point.mixture}: started ({job.name})")
 
     def _job(self, point: Point, attempt: int) -> Job:
         values = self._values(point)

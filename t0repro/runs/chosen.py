@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from t0repro.config.inference_plan import InferencePlan
@@ -21,6 +21,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.opened import Checkpoint, on_devices
 from t0repro.parameters import layout
 from t0repro.partitioning.processes import from_first
+from t0repro.progress import say
 from t0repro.redaction import without_passwords
 from t0repro.runs.checkpoint_choice import checkpoints_in
 
@@ -66,7 +67,6 @@ def _paths(restore: RestoreConfig) -> Sequence[str]:
 
 def coming(
     restore: RestoreConfig,
-    say: Callable[[str], None],
     until: int | None = None,
     seconds: float = SECONDS_BETWEEN_LOOKS,
 ) -> Iterator[CheckpointRef]:
@@ -76,7 +76,6 @@ def coming(
 
     Args:
       restore: Mode "latest" or "all".
-      say: Receives a line when it begins to wait.
       until: Ends after a checkpoint of this step or a later one; None never ends.
       seconds: Between polls of the folder.
 

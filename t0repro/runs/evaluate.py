@@ -25,7 +25,7 @@ from t0repro.evaluation.energy import Cost
 from t0repro.evaluation.evaluation_facts import jax_device, print_results, write_facts
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.rank_run import RankRun, ScoredPart, print_to_stderr
+from t0repro.evaluation.rank_run import RankRun, ScoredPart
 from t0repro.evaluation.reading import Part, windows
 from t0repro.evaluation.task_output import (
     Judge,
@@ -228,7 +228,7 @@ def scored(
     found: dict[int, ScoredPart] = {}
     run = RankRun(checkpoint, parts, lengths, tokens_per_batch=tokens_per_batch)
     # By identity: equal parts of two tasks are still two parts.
-    run.score(print_to_stderr, lambda part: found.update({id(part.part): part}))
+    run.score(lambda part: found.update({id(part.part): part}))
     return [Outputs(each.scores, each.cost) for each in (found[id(part)] for part in parts)]
 
 

@@ -27,11 +27,12 @@ from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings, cla
 from t0repro.evaluation.generation import decode_examples
 from t0repro.evaluation.journal import Journal
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.rank_run import RankRun, Say, ScoredPart, print_to_stderr
+from t0repro.evaluation.rank_run import RankRun, ScoredPart
 from t0repro.evaluation.reading import TaskReader, windows
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
 from t0repro.files import output_path, write_atomically
+from t0repro.progress import say
 from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.prompts import PromptInfo, training_datasets
 from t0repro.reports.report import Report
@@ -90,7 +91,6 @@ def rank_eval(
     mixture: str,
     out: str | os.PathLike[str],
     settings: Settings,
-    say: Say = print_to_stderr,
 ) -> Outcome:
     """Evaluates a checkpoint on the tasks that are not finished yet and writes their files.
 
@@ -101,7 +101,6 @@ def rank_eval(
       mixture: a registered mixture or task.
       out: the results folder.
       settings: what to evaluate.
-      say: called with progress messages.
 
     Returns:
       What was done, with the scores of the tasks that this run ranked.
@@ -132,7 +131,7 @@ def rank_eval(
     metrics = MetricLog(out, writers=[event_writer(out)])
     try:
         evaluation = _Evaluation(checkpoint, out, settings, selected, vocabulary, metrics)
-        outcome = evaluation.run(say)
+        outcome = evaluation.run()
     finally:
         metrics.close()
     # A task may be empty; that all are is a mistake in the split.
@@ -190,7 +189,7 @@ class _Evaluation:
         self._tokens = self._entries = 0
         self._shapes: set[tuple[int, int, int]] = set()
 
-    def run(self, say: Say) -> Outcome:
+    def run(self) -> Outcome:
         """Ranks and decodes the tasks that are not finished; returns the summary."""
         selected = self.selected
         names = (*selected.ranked, *selected.generated)
@@ -199,7 +198,7 @@ class _Evaluation:
         if finished:
             say(f"Finished already: {len(finished)} of {counted(len(names), 'task')}.")
         to_rank = [name for name in selected.ranked if name not in finished]
-        self._rank(to_rank, say)
+        self._rank(to_rank)
         for name in selected.generated:
             if name not in finished:
                 self._decode(name)
@@ -207,7 +206,7 @@ class _Evaluation:
 
     # Ranking -----------------------------------------------------------------------------------
 
-    def _rank(self, names: Sequence[str], say: Say) -> None:
+    def _rank(self, names: Sequence[str]) -> None:
         """Scores the tasks' pairs and writes each task as soon as its last pair is scored."""
         if not names:
             return
@@ -219,7 +218,7 @@ class _Evaluation:
         readers = {name: self._reader(name) for name in names}
         tasks: dict[str, _RankedTask] = {}
         try:
-            for parts in windows(_announced(readers, say), PAIRS_IN_MEMORY):
+            for parts in windows(_announced(readers), PAIRS_IN_MEMORY):
                 run = RankRun(
                     self.checkpoint,
                     parts,
@@ -228,7 +227,7 @@ class _Evaluation:
                     tokens_per_batch=settings.tokens_per_batch,
                     content_free=free,
                 )
-                seconds = run.score(say, lambda part: self._add(tasks, readers, part))
+                seconds = run.score(lambda part: self._add(tasks, readers, part))
                 self._count(run, seconds)
                 del parts, run  # free this window's memory before the next one is read
         finally:
@@ -343,9 +342,7 @@ class _RankedTask:
         return found
 
 
-def _announced(
-    readers: Mapping[str, TaskReader], say: Say
-) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
+def _announced(readers: Mapping[str, TaskReader]) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
     """Yields each task's name and examples; says from time to time how many have been read."""
     for count, (name, reader) in enumerate(readers.items(), 1):
         yield name, reader.examples()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from t0repro.config.inference_plan import EvalPlan
 from t0repro.converters.arithmetic import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.evaluation.records import read_with_checksum, write_with_checksum
+from t0repro.progress import say
 from t0repro.runs.chosen import (
     chosen,
     coming,
@@ -64,7 +64,7 @@ def evaluate_checkpoints(
         # Taken first: one that is replaced while it is read is evaluated again the next time.
         its_identity = identity(ref)
         if record.has(ref, its_identity):
-            _say(f"{ref.path}: evaluated before; remove {record.path} to do it again")
+            say(f"{ref.path}: evaluated before; remove {record.path} to do it again")
             continue
         if evaluator is None:  # reads all examples, which a finished evaluation need not do
             evaluator = TaskEvaluator(plan.data, plan.evaluator, folder, plan.decoding)
@@ -76,7 +76,7 @@ def evaluate_checkpoints(
         results[checkpoint.step] = metrics
         print_results(metrics, checkpoint.step, folder)
         if any(logger.name != "py" for logger in plan.evaluator.loggers):
-            _say(f"wrote {folder / FOLDER}")
+            say(f"wrote {folder / FOLDER}")
     return results
 
 
@@ -89,7 +89,7 @@ def _checkpoints(
             check_configured(ref, plan.model)
         return iter(refs)
     options: dict[str, Any] = {} if seconds is None else {"seconds": seconds}
-    return coming(plan.restore, _say, until, **options)
+    return coming(plan.restore, until, **options)
 
 
 class EvaluatedCheckpoints:
@@ -114,7 +114,7 @@ class EvaluatedCheckpoints:
             return False
         if its_identity is None or done[path] in (its_identity, None):
             return True
-        _say(f"note: {ref.path} has changed since it was evaluated; evaluated again")
+        say(f"note: {ref.path} has changed since it was evaluated; evaluated again")
         return False
 
     def add(self, ref: CheckpointRef, its_identity: str | None) -> None:
@@ -137,7 +137,3 @@ class EvaluatedCheckpoints:
             }
             for row in rows
         }
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

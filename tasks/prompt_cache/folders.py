@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import t0repro
 from t0repro.errors import UserError
 from t0repro.files import make_folder, sync_directory, write_atomically
 from t0repro.locks import folder_lock
+from t0repro.progress import say
 from t0repro.tasks.prompt_cache.plan import CachedTask, Prompt
 from t0repro.tasks.prompt_cache.records import count_records, is_damaged_at, read_records
 from t0repro.tasks.task import TaskDescription, task_descriptions
@@ -189,14 +190,12 @@ SAMPLES = 3
 """Examples of a cache without provenance whose tokens are compared with their text."""
 
 
-def check_caches(tasks: Sequence[seqio.Task], split: str, say: Callable[[str], None]) -> None:
+def check_caches(tasks: Sequence[seqio.Task], split: str) -> None:
     """Checks the cached split of each task, before anything reads it.
 
     Args:
       tasks: The tasks of a run; those that are not cached, or cached in a bucket, are skipped.
       split: The split to be read.
-      say: Called with warnings about caches whose rows have changed, and about caches that do not
-        record what they were made from.
 
     Raises:
       UserError: If a cache is incomplete, or was made with another vocabulary or template.

@@ -9,6 +9,7 @@ from t0repro.cloud.custom_jobs import cancel, find, logs, look
 from t0repro.cloud.submission import follow, record_end, record_of
 from t0repro.errors import UserError
 from t0repro.event_files import event_writer
+from t0repro.progress import heard_by
 from tests.cloud.services import STORE, JobState, Refused
 from tests.cloud.test_experiments import submitted
 
@@ -34,7 +35,8 @@ def run(cloud):
 
 
 def followed(cloud, name, record, said):
-    return follow(name, record, cloud.place, poll_seconds=0.02, say=said.append)
+    with heard_by(said.append):
+        return follow(name, record, cloud.place, poll_seconds=0.02)
 
 
 def test_a_run_that_ends_between_two_looks_has_its_last_metrics(cloud, experiment):
@@ -86,7 +88,8 @@ def test_lost_connections_are_waited_out(cloud, experiment):
         if "still gone" in line:
             ended(cloud, name)
 
-    seen, _ = follow(name, record, cloud.place, poll_seconds=0.02, say=say)
+    with heard_by(say):
+        seen, _ = follow(name, record, cloud.place, poll_seconds=0.02)
     assert seen.state == "succeeded"
     assert (said[0], said[-1]) == ("job 1000: waiting", "job 1000: succeeded")
     assert [line for line in said if "trying again" in line and "the stream was removed" in line]

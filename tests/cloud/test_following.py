@@ -9,6 +9,7 @@ from t0repro.cloud import tracking
 from t0repro.cloud.tracker import TrackedRun, TrackerName
 from t0repro.cloud.tracking import TRACKING_FILE, tracked
 from t0repro.errors import UserError
+from t0repro.progress import heard_by
 from t0repro.training.metrics import JsonLines, MetricLog
 
 
@@ -53,7 +54,7 @@ def recorder(monkeypatch):
 
 def follow(folder, *, parameters=None, files=("*.gin", "out/*.txt")):
     run = TrackedRun(folder, parameters or {}, files)
-    return tracked([TrackerName.MLFLOW], run, lambda line: None)
+    return tracked([TrackerName.MLFLOW], run)
 
 
 def train(folder, first, last, start_step):
@@ -107,7 +108,7 @@ def test_what_a_tracker_did_not_take_is_sent_by_the_next_start(tmp_path, recorde
     recorder.down = True
     said = []
     run = TrackedRun(tmp_path, {}, ())
-    with tracked([TrackerName.MLFLOW], run, said.append):
+    with heard_by(said.append), tracked([TrackerName.MLFLOW], run):
         train(tmp_path, 1, 3, 0)
     assert any("the server is down" in line for line in said)
     recorder.down = False
@@ -143,7 +144,7 @@ def test_a_damaged_tracking_file_is_named(tmp_path, recorder):
 
 def test_tensorboard_shows_settings_and_texts_beside_the_metrics(tmp_path):
     run = TrackedRun(tmp_path, {"steps": 3}, ("*.gin",))
-    with tracked([TrackerName.TENSORBOARD], run, lambda line: None):
+    with tracked([TrackerName.TENSORBOARD], run):
         (tmp_path / "config.gin").write_text("A = 1")
     events = EventAccumulator(str(tmp_path)).Reload()
     texts = {

@@ -54,9 +54,7 @@ def address(server, monkeypatch):
 
 
 def write(folder, steps):
-    with tracked(
-        [TrackerName.MLFLOW], TrackedRun(folder, {"model": {"d_model": 8}}, ("*.gin",)), print
-    ):
+    with tracked([TrackerName.MLFLOW], TrackedRun(folder, {"model": {"d_model": 8}}, ("*.gin",))):
         metrics = MetricLog(folder, steps[0] - 1)
         for step in steps:
             metrics.write("train", step, {"loss": 1 / step})
@@ -89,7 +87,7 @@ def test_a_server_that_is_not_there_is_named_before_the_run(tmp_path, monkeypatc
     run = TrackedRun(tmp_path / "run", {}, ())
     with (
         pytest.raises(UserError, match="MLFLOW_TRACKING_URI"),
-        tracked([TrackerName.MLFLOW], run, print),
+        tracked([TrackerName.MLFLOW], run),
     ):
         raise AssertionError("the run must not begin")
     assert not run.folder.exists()

@@ -1,5 +1,6 @@
 """TensorBoard has every point of a job, however slowly or brokenly they are sent."""
 
+import contextlib
 import time
 
 import grpc
@@ -7,6 +8,7 @@ import pytest
 
 from t0repro.cloud.results import uploading
 from t0repro.event_files import event_writer
+from t0repro.progress import heard_by
 from tests.cloud.services import TENSORBOARD, Refused
 
 
@@ -23,9 +25,11 @@ def write(cloud):
     return points
 
 
+@contextlib.contextmanager
 def upload(cloud, said, **options):
     where = ("gs://bucket/model", "t5", "small-1", TENSORBOARD)
-    return uploading(*where, cloud.place, **{"every": 0.05, "say": said.append} | options)
+    with heard_by(said.append), uploading(*where, cloud.place, **{"every": 0.05} | options):
+        yield
 
 
 def test_points_are_uploaded_as_they_come_and_the_last_ones_after_the_end(cloud, experiment, write):

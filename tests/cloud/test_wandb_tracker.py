@@ -50,9 +50,7 @@ def ended_records(folder):
 def test_an_offline_run_holds_settings_metrics_and_files(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "my-run"
-    with tracked(
-        [TrackerName.WANDB], TrackedRun(folder, {"model": {"d_model": 8}}, ("*.gin",)), print
-    ):
+    with tracked([TrackerName.WANDB], TrackedRun(folder, {"model": {"d_model": 8}}, ("*.gin",))):
         metrics = MetricLog(folder, 0)
         for step in (1, 2):
             metrics.write("train", step, {"loss": 1 / step})

@@ -15,6 +15,7 @@ from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.grouping import make_plan
 from t0repro.evaluation.pairs import distinct_pairs
 from t0repro.model.t5 import T5
+from t0repro.progress import heard_by
 
 from ..plain_scoring import row_scores
 from .small_model import CONFIG, MODEL, small_parameters
@@ -138,7 +139,8 @@ def test_a_batch_that_memory_does_not_hold_is_halved_and_said(params, monkeypatc
     device, said = OutOfMemory(3), []
     monkeypatch.setattr(engine, "encode", device)
     pairs = distinct_pairs(examples)
-    scores = score_pairs(params, MODEL, pairs, 192, said.append)
+    with heard_by(said.append):
+        scores = score_pairs(params, MODEL, pairs, 192)
     np.testing.assert_allclose(pairs.of_examples(scores), expected, atol=1e-5)
     assert said == [
         "Out of memory with 12 rows of 8 input and 4 target tokens: continuing with 6.",

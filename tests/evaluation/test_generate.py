@@ -53,7 +53,7 @@ def evaluate(model_dir, out, prompts, settings, mixture):
     checkpoint = open_checkpoint(str(model_dir), None, "float32")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # t5's metrics, of few examples
-        outcome = rank_eval.rank_eval(checkpoint, mixture, out, settings, lambda _: None)
+        outcome = rank_eval.rank_eval(checkpoint, mixture, out, settings)
     return checkpoint, outcome
 
 

@@ -35,9 +35,9 @@ checkpoint = open_checkpoint(model_dir, None, "float32")
 rank_eval.PAIRS_IN_MEMORY = 400
 settings = Settings(lengths={"inputs": 512, "targets": 32})
 # What is compiled and imported once is paid before.
-rank_eval.rank_eval(checkpoint, "copas", out + "/first", settings, lambda _: None)
+rank_eval.rank_eval(checkpoint, "copas", out + "/first", settings)
 tracemalloc.start()
-outcome = rank_eval.rank_eval(checkpoint, "copas", out + "/all", settings, lambda _: None)
+outcome = rank_eval.rank_eval(checkpoint, "copas", out + "/all", settings)
 assert outcome.pairs == outcome.scored == tasks * rows * 2, outcome
 gc.collect()
 print("BYTES", *tracemalloc.get_traced_memory())

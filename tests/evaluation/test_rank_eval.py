@@ -23,6 +23,7 @@ from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.records import read_records
 from t0repro.evaluation.task_output import LineFile, TruncationCounter
 from t0repro.locks import folder_lock
+from t0repro.progress import heard_by
 from t0repro.reports import load_report
 from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.run import Run
@@ -44,10 +45,9 @@ COMMAND = "from t0repro.cli.app import main; main()"
 
 def evaluate(model_dir, out, settings=SETTINGS, mixture=MIXTURE, said=None):
     checkpoint = open_checkpoint(str(model_dir), None, settings.activation)
-    say = (lambda text: None) if said is None else said.append
-    with warnings.catch_warnings():
+    with heard_by((lambda text: None) if said is None else said.append), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # t5's metrics, of few examples
-        return rank_eval.rank_eval(checkpoint, mixture, out, settings, say)
+        return rank_eval.rank_eval(checkpoint, mixture, out, settings)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,6 +6,7 @@ from t0repro.cloud.auxiliary import auxiliary_jobs_beside, check_jobs
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.jobs.options import AuxiliaryOptions
+from t0repro.progress import heard_by
 
 from ..runs.tiny_gin import SIZES
 from .test_t5x_jobs import EVAL, TASK
@@ -68,7 +69,8 @@ def test_a_job_that_ends_with_2_is_not_tried_again(tmp_path, code, attempts):
     save_checkpoints(tmp_path / "model", 3)
     said: list[str] = []
     command = ["sh", "-c", f"'exit {code}'"]
-    assert not controller(tmp_path / "model", command, said=said).run(lambda: False)
+    with heard_by(said.append):
+        assert not controller(tmp_path / "model", command).run(lambda: False)
     assert sum("started (" in line for line in said) == attempts
     why = "a mistake in its settings" if code == 2 else "3 failures"
     assert said[-1].endswith(f"given up after {why}")

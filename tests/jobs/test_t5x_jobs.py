@@ -49,7 +49,7 @@ def test_its_metrics_stand_in_the_trainings_tensorboard(trained):
         mixtures=(TASK,), gin_file=gin_file, replace_gin_file=True, build_target="//t5x:eval"
     )
     policy = Policy(poll_seconds=0.1, max_failures=1)
-    controller = Controller(model_dir, settings, LocalLauncher(), policy, print)
+    controller = Controller(model_dir, settings, LocalLauncher(), policy)
     assert controller.run(lambda: False)
     (progress,) = read_status(model_dir).values()
     assert progress.metric is not None
@@ -205,7 +205,7 @@ def test_each_checkpoint_is_fine_tuned_in_a_folder_of_its_own(trained, tmp_path)
         final_steps=2,
     )
     policy = Policy(poll_seconds=0.1, max_failures=1)
-    assert Controller(model_dir, settings, LocalLauncher(), policy, print).run(lambda: False)
+    assert Controller(model_dir, settings, LocalLauncher(), policy).run(lambda: False)
     tuned = model_dir / "auxiliary" / "demo_train" / "step_3" / "output"
     assert list_checkpoints(tuned) == [3, 5]
     rows = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]

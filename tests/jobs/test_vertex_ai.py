@@ -80,7 +80,7 @@ def test_checkpoints_are_evaluated_by_jobs_on_the_service(cloud, launcher, evalu
     model_dir = cloud.bucket / "model"
     save_checkpoints(model_dir, 3, 6)
     settings = JobSettings(mixtures=("m",), build_target=" ".join(evaluator))
-    jobs = Controller(model_dir, settings, launcher, Policy(poll_seconds=0.2), print)
+    jobs = Controller(model_dir, settings, launcher, Policy(poll_seconds=0.2))
     assert jobs.run(lambda: False)
     assert curve(model_dir / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
     names = {job.display_name for job in cloud.services.jobs.values()}

@@ -12,6 +12,7 @@ from t0repro.converters.convert import convert
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.launcher import Launcher, LocalLauncher
+from t0repro.progress import heard_by
 from t0repro.training.checkpoints import checkpoint_path, save_tree
 from t0repro.training.train_state import to_flat_tree
 
@@ -64,7 +65,6 @@ def controller(
     model_dir: Path,
     command,
     *mixtures: str,
-    said: list[str] | None = None,
     launcher: Launcher | None = None,
     **policy,
 ):
@@ -72,13 +72,13 @@ def controller(
     target = command if isinstance(command, str) else " ".join(command)
     settings = JobSettings(mixtures=mixtures or ("m",), build_target=target)
     quick = Policy(**{"poll_seconds": 0.05, "retry_seconds": 0.01} | policy)
-    say = said.append if said is not None else print
-    return Controller(model_dir, settings, launcher or LocalLauncher(), quick, say)
+    return Controller(model_dir, settings, launcher or LocalLauncher(), quick)
 
 
-def work_once(*args, **kwargs) -> bool:
+def work_once(*args, said: list[str] | None = None, **kwargs) -> bool:
     """Works through the checkpoints that are there."""
-    return controller(*args, **kwargs).run(lambda: False)
+    with heard_by(print if said is None else said.append):
+        return controller(*args, **kwargs).run(lambda: False)
 
 
 def curve(folder: Path, tag: str = "accuracy") -> list[tuple[int, float]]:

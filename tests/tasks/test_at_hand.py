@@ -4,6 +4,7 @@ import pytest
 import seqio
 
 from t0repro.errors import UserError
+from t0repro.progress import heard_by
 from t0repro.tasks.demo.datasets import FOLDER
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.task import keep_at_hand
@@ -33,7 +34,8 @@ def rates(name: str) -> dict[str, float]:
 def test_what_is_missing_is_taken_out_and_named_and_rates_are_kept(mixture):
     name, here, also, away = mixture
     said = []
-    keep_at_hand(name, "validation", use_cached=False, say=said.append)
+    with heard_by(said.append):
+        keep_at_hand(name, "validation", use_cached=False)
     assert rates(name) == {here: 3.0, also: 7.0}
     assert said == [
         f"{name}: 2 of 3 tasks, with the rates that they have in the whole mixture."
@@ -44,7 +46,7 @@ def test_what_is_missing_is_taken_out_and_named_and_rates_are_kept(mixture):
 def test_rates_that_count_rows_are_those_of_what_is_kept(tmp_path):
     here, away = task("counts_here", FOLDER), task("counts_away", tmp_path)
     add_mixture("counts", [here, away], lambda rows: rows.num_input_examples("validation"))
-    keep_at_hand("counts", "validation", use_cached=False, say=lambda text: None)
+    keep_at_hand("counts", "validation", use_cached=False)
     assert rates("counts") == {here: 64}
 
 
@@ -52,7 +54,8 @@ def test_of_cached_tasks_those_that_are_cached_are_kept(mixture, tmp_path, monke
     name, here, also, away = mixture
     monkeypatch.setattr(seqio.TaskRegistry.get(also), "_cache_dir", str(tmp_path))
     said = []
-    keep_at_hand(name, "validation", use_cached=True, say=said.append)
+    with heard_by(said.append):
+        keep_at_hand(name, "validation", use_cached=True)
     assert rates(name) == {also: 7.0} and f"{here} (not cached)" in said[0]
 
 
@@ -60,12 +63,13 @@ def test_a_whole_mixture_is_left_as_it_is(tmp_path):
     here = task("whole_here", FOLDER)
     add_mixture("whole_mixture", {here: 2.0})
     before = seqio.MixtureRegistry.get("whole_mixture")
-    keep_at_hand("whole_mixture", "validation", use_cached=False, say=pytest.fail)
+    with heard_by(pytest.fail):
+        keep_at_hand("whole_mixture", "validation", use_cached=False)
     assert seqio.MixtureRegistry.get("whole_mixture") is before
 
 
 def test_nothing_at_hand_is_an_error(tmp_path):
     away = task("nothing_away", tmp_path)
     add_mixture("nothing", {away: 2.0})
-    with pytest.raises(UserError, match="Nothing of 'nothing' is available"):
-        keep_at_hand("nothing", "validation", use_cached=False, say=pytest.fail)
+    with heard_by(pytest.fail), pytest.raises(UserError, match="'nothing' is available"):
+        keep_at_hand("nothing", "validation", use_cached=False)

@@ -10,6 +10,7 @@ import seqio
 from t0repro.cli.gate import find_user_error
 from t0repro.data.checks import check_readable
 from t0repro.errors import UserError
+from t0repro.progress import heard_by
 from t0repro.tasks.demo.datasets import FOLDER, VOCABULARY
 from t0repro.tasks.prompt_cache.folders import check_caches, damage
 from t0repro.tasks.registration import add_prompted_task
@@ -221,7 +222,8 @@ def of_two_vocabularies(tmp_path, monkeypatch):
 
 def test_each_feature_is_compared_in_its_own_vocabulary(of_two_vocabularies):
     said = []
-    check_caches([of_two_vocabularies], SPLIT, said.append)
+    with heard_by(said.append):
+        check_caches([of_two_vocabularies], SPLIT)
     assert len(said) == 1 and "3 examples of each" in said[0]
 
 
