@@ -27,8 +27,7 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS
-from t0repro.evaluation.outputs import iterate_task_scores
-from t0repro.evaluation.scores import TaskScores
+from t0repro.evaluation.outputs import TaskScores, iterate_task_scores
 from t0repro.evaluation.task_output import LineFile
 from t0repro.files import make_folder, write_atomically
 from t0repro.lm_eval.export import harness_task, rendered
