@@ -60,7 +60,7 @@ def prepare(request: Request, configured: Configured, place: Place) -> Prepared:
 
     Args:
       request: the job.
-      configured: what its gin files say, from `checks.check` or `configuration.read`.
+      configured: what its gin files say, from `checks.check` or `checks.read`.
       place: where it is to run.
 
     Raises:
