@@ -8,8 +8,6 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import flax.traverse_util
-
 from t0repro.config.run_config import (
     AdafactorConfig,
     ModelConfig,
@@ -82,6 +80,9 @@ def _multi_optimizer(
     record: records.MultiOptimizer, model: ModelConfig, scanned: bool, places: Places
 ) -> MultiOptimizerConfig:
     """Which parameters each optimizer trains, decided here, where the user's functions are."""
+    # Here, since it imports JAX, for which the answer to a misspelt macro need not wait.
+    import flax.traverse_util
+
     name = "optimizers.MultiOptimizer.traversals_and_optimizers"
     every = model.shape.parameters()
     tree = flax.traverse_util.unflatten_dict({path: path for path in every}, sep="/")
