@@ -40,6 +40,8 @@ from t0repro.files import make_folder, naming, write_atomically
 
 METADATA = "_METADATA"
 _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
+COMMITTED = "commit_success.txt"  # Orbax's marker in a bucket
+
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _ARRAY = ".zarray"
 _OCDBT = "manifest.ocdbt"
@@ -49,8 +51,28 @@ _IS_CHUNK = re.compile(r"(?:c[./])?\d+(?:[./]\d+)*|c")
 
 def is_orbax(path: str) -> bool:
     """Returns whether a directory is a complete Orbax checkpoint, or one of this project's."""
+    if storage.is_remote(path):
+        return _is_committed(path)
     names = (INTEGRITY, METADATA, _CHECKPOINT_METADATA)
     return any(storage.is_file(storage.join(path, name)) for name in names)
+
+
+def _is_committed(path: str) -> bool:
+    """Whether an Orbax directory of a bucket, which appears file by file, is complete.
+
+    Orbax writes COMMITTED last, and before it the time into `_CHECKPOINT_METADATA`, which a copy
+    of a local directory has too.
+    """
+    names = set(storage.names(path))
+    if not names.isdisjoint((INTEGRITY, COMMITTED)):
+        return True
+    if _CHECKPOINT_METADATA not in names:
+        return METADATA in names
+    try:
+        described = json.loads(storage.read(storage.join(path, _CHECKPOINT_METADATA)))
+        return described["commit_timestamp_nsecs"] is not None
+    except (ValueError, KeyError, TypeError, FileNotFoundError):
+        return False
 
 
 class OrbaxArrays:

@@ -175,6 +175,19 @@ def read(path: str) -> bytes:
     return read_range(path, 0, None)
 
 
+def blocks(path: str) -> Iterator[bytes]:
+    """Yields a file's content in blocks of some megabytes.
+
+    Raises:
+      OSError: If it cannot be read.
+    """
+    system, path = _at(path) if is_remote(path) else (None, path)
+    opened = system.open(path, "rb", block_size=1 << 24) if system else open(path, "rb")
+    with opened as file:
+        while block := file.read(1 << 22):
+            yield block
+
+
 @_explained
 def read_into(path: str, start: int, array: np.ndarray) -> bool:
     """Fills an array with a file's bytes from `start` on; returns whether there were enough.

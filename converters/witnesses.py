@@ -13,6 +13,7 @@ from typing import Any, TypedDict, get_args
 
 import numpy as np
 
+from t0repro import buckets
 from t0repro.converters import storage
 from t0repro.converters.tensors import CheckpointRef, Format, bytes_of
 from t0repro.errors import UserError
@@ -21,7 +22,6 @@ from t0repro.parameters import layout
 from t0repro.words import counted
 
 INTEGRITY = "integrity.json"
-_BLOCK_BYTES = 1 << 22
 
 
 class Written(TypedDict):
@@ -51,20 +51,21 @@ def missing_file(path: str) -> UserError:
 
 def describe_files(directory: Path) -> dict[str, Written]:
     """Returns length and CRC-32 of every file below a directory, by relative path."""
-    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    root = os.fspath(directory)
     return {
-        file.relative_to(directory).as_posix(): {
-            "bytes": file.stat().st_size,
-            "crc32": _crc32(file),
-        }
-        for file in files
+        file.removeprefix(root).lstrip("/"): {"bytes": storage.size(file), "crc32": _crc32(file)}
+        for file in sorted(storage.walk(root))
     }
 
 
 def write_integrity(directory: Path, files: dict[str, Written]) -> None:
     """Writes the list of a directory's files, which marks the checkpoint as complete."""
     listing = json.dumps({"files": dict(sorted(files.items()))}, indent=1)
-    write_atomically(directory / INTEGRITY, listing)
+    place = os.fspath(directory / INTEGRITY)
+    if storage.is_remote(place):
+        buckets.write(place, listing.encode())
+    else:
+        write_atomically(place, listing)
 
 
 def read_integrity(directory: str) -> dict[str, Written]:
@@ -99,13 +100,13 @@ def read_checked(directory: str, name: str, files: Mapping[str, Written]) -> byt
 
 
 def check_contents(directory: str | os.PathLike[str], files: dict[str, Written]) -> None:
-    """Compares every listed file of a local directory with its CRC-32.
+    """Compares every listed file of a directory with its CRC-32.
 
     Raises:
       UserError: Naming the file that differs.
     """
     for name, written in files.items():
-        file = Path(directory, name)
+        file = storage.join(os.fspath(directory), name)
         if _crc32(file) != written["crc32"]:
             raise damaged(file, "its CRC-32 differs from what was written")
 
@@ -125,11 +126,10 @@ def _parse(listing: str) -> dict[str, Written]:
     return parsed
 
 
-def _crc32(file: Path) -> int:
+def _crc32(file: str) -> int:
     value = 0
-    with open(file, "rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            value = zlib.crc32(block, value)
+    for block in storage.blocks(file):
+        value = zlib.crc32(block, value)
     return value
 
 

@@ -16,11 +16,15 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from t0repro.errors import UserError
+
+# Has epath, which Orbax uses, go through fsspec too, rather than through TensorFlow's own clients;
+# epath asks once.
+os.environ.setdefault("EPATH_USE_TF", "false")
 
 # memory:// lives as long as its process; tests use it.
 SCHEMES = ("gs", "s3", "memory")
@@ -84,6 +88,35 @@ def checked(path: str | os.PathLike[str], where: str | None = None) -> str:
         )
     check_credentials(address, where)
     return address
+
+
+def place(path: str | os.PathLike[str]) -> Path:
+    """A path object: pathlib's for a local path, epath's, with the same methods, for an address.
+
+    Orbax takes either.
+    """
+    if not is_address(path):
+        return Path(path)
+    emulator = os.environ.get("STORAGE_EMULATOR_HOST")
+    if emulator:
+        # How TensorStore finds what the other libraries find by that variable.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
+        os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+        os.environ.setdefault("FSSPEC_GCS_TOKEN", "anon")
+    from etils import epath
+
+    return cast(Path, epath.Path(spelled(path)))
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """A path object of an absolute path, or of an address, which is one."""
+    return place(path) if is_address(path) else Path(path).absolute()
+
+
+def orbax_writes_to(path: str | os.PathLike[str]) -> bool:
+    """Whether Orbax writes and reads checkpoints there itself; of addresses, only at Google's."""
+    return scheme_of(path) in (None, "gs")
 
 
 # ---- Credentials --------------------------------------------------------------------------------
@@ -279,14 +312,14 @@ def remove(address: str) -> None:
         return
 
 
-def remove_all(address: str, last: tuple[str, ...] = ()) -> None:
+def remove_all(address: str, first: Sequence[str] = ()) -> None:
     """Removes the objects below an address.
 
     Args:
       address: The address.
-      last: Names that are removed after all others.
+      first: Names that are removed before all others.
     """
-    for name in sorted(objects(address), key=lambda name: (name in last, name)):
+    for name in sorted(objects(address), key=lambda name: (name not in first, name)):
         remove(f"{address}/{name}")
 
 
@@ -295,6 +328,20 @@ def upload(path: Path, address: str) -> None:
     """Copies a file of this machine to an object, which appears once it is complete."""
     system, target = _at(address)
     system.put_file(str(path), target)
+
+
+def upload_tree(folder: Path, address: str, last: Sequence[str] = ()) -> None:
+    """Copies the files below a folder to objects below an address.
+
+    Args:
+      folder: The folder.
+      address: The address.
+      last: Names of files that are copied after all others, in this order.
+    """
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    order = {name: place for place, name in enumerate(last, 1)}
+    for name in sorted(names, key=lambda name: (order.get(name, 0), name)):
+        upload(folder / name, f"{address}/{name}")
 
 
 @_explained

@@ -9,8 +9,8 @@ that vouches for others, such as a cache's COMPLETED, reaches the bucket after t
 that is killed at any moment leaves in the bucket what a kill leaves on a disk: what was finished,
 and perhaps the beginning of what was not.
 
-Checkpoints are no part of a copy: they are written to the bucket directly, or by `upload_tree`.
-Nor is what begins with a dot: locks, and files that are not finished.
+Checkpoints are not fetched, only uploaded: training reads and writes them in the bucket itself.
+What begins with a dot stays on this machine: locks, and files that are not finished.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ from t0repro.errors import UserError, show_as
 _SECONDS_BETWEEN_UPLOADS = 10.0
 _REQUESTS = 8  # at a time
 
-# What training and conversion write to the bucket themselves; hidden files.
-_LEFT_OUT = re.compile(r"(^|/)(\.|checkpoint_\d+(/|$)|model\.ckpt-\d+)")
+_HIDDEN = re.compile(r"(^|/)\.")
+_CHECKPOINT = re.compile(r"(^|/)(checkpoint_\d+(/|$)|model\.ckpt-\d+)")
+# Files by which others take a checkpoint or a cache for complete, though a converter or a renaming
+# may have written them early.
+_VOUCHING = re.compile(
+    r"(^|/)(_METADATA|_CHECKPOINT_METADATA|integrity\.json|COMPLETED|config\.json)$|\.index$"
+)
 # Shards of a cache: they may be larger than this machine's disk, and no command that writes a cache
 # reads those that are finished.
 _LARGE = re.compile(r"\.tfrecord-\d+-of-\d+$")
@@ -49,12 +54,12 @@ class WorkingCopy:
       writes: Whether changes are uploaded.
 
     Attributes:
-      address: The address.
+      address, writes: The same.
       path: The copy. Only its parent exists where the bucket has nothing.
     """
 
     def __init__(self, address: str, *, writes: bool):
-        self.address, self._writes = address, writes
+        self.address, self.writes = address, writes
         self._root = Path(tempfile.mkdtemp(prefix="t0repro-"))
         atexit.register(shutil.rmtree, self._root, ignore_errors=True)
         scheme, _, rest = address.partition("://")
@@ -102,18 +107,21 @@ class WorkingCopy:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             prefix = f"{self.path.name}/" if self.path != self._root else ""
             found = buckets.objects(self.address)
-            names = {prefix + name: size for name, size in found.items()}
+            names = {
+                prefix + name: size
+                for name, size in found.items()
+                if not (_HIDDEN.search(name) or _CHECKPOINT.search(name))
+            }
             if not found and prefix and buckets.exists(self.address):
                 names = {self.path.name: -1}  # one file
-            wanted = [name for name in names if not _LEFT_OUT.search(name)]
             with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
-                list(pool.map(lambda name: self._fetch(name, names[name]), wanted))
+                list(pool.map(lambda name: self._fetch(name, names[name]), names))
             self._sent = {name: stamp for name, stamp in self._files()}
 
     def _fetch(self, name: str, size: int) -> None:
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)  # in a folder that was just made for it
-        if self._writes and _LARGE.search(name):
+        if self.writes and _LARGE.search(name):
             _hollow(path, size)
         else:
             buckets.download(f"{self._above}/{name}", path)
@@ -129,8 +137,11 @@ class WorkingCopy:
                 lease.check()
             files = dict(self._files())
             changed = [name for name in files if self._sent.get(name) != files[name]]
-            # The order in which they were written is the order in which they appear.
-            for name in sorted(changed, key=lambda name: files[name][1]):
+
+            def place(name: str) -> tuple[bool, int]:
+                return _VOUCHING.search(name) is not None, files[name][1]
+
+            for name in sorted(changed, key=place):
                 path = self._root / name
                 try:
                     buckets.upload(path, f"{self._above}/{name}")
@@ -148,7 +159,7 @@ class WorkingCopy:
         """Uploads for the last time and removes the copy."""
         self._ended.set()
         try:
-            if self._writes:
+            if self.writes:
                 self.upload()
         finally:
             shutil.rmtree(self._root, ignore_errors=True)
@@ -159,7 +170,7 @@ class WorkingCopy:
             for each in names:
                 path = Path(parent, each)
                 name = path.relative_to(self._root).as_posix()
-                if not _LEFT_OUT.search(name):
+                if not _HIDDEN.search(name):
                     try:
                         yield name, _stamp(path)
                     except FileNotFoundError:  # removed or renamed since
@@ -186,7 +197,7 @@ def _hollow(path: Path, size: int) -> None:
 
 # ---- The copies of this process -----------------------------------------------------------------
 
-_copies: dict[str, WorkingCopy] = {}
+_copies: dict[tuple[str, bool], WorkingCopy] = {}
 
 
 def written_at(path: str | os.PathLike[str], where: str | None = None) -> Path:
@@ -210,9 +221,14 @@ def read_at(path: str | os.PathLike[str], where: str | None = None) -> Path:
 def _opened(path: str | os.PathLike[str], where: str | None, *, writes: bool) -> Path:
     address = buckets.checked(path, where)
     for copy in _copies.values():
-        if address == copy.address or address.startswith(f"{copy.address}/"):
-            return copy.path / address.removeprefix(copy.address).lstrip("/")
-    return _copies.setdefault(address, WorkingCopy(address, writes=writes)).path
+        if writes and not copy.writes:
+            continue
+        rest = address.removeprefix(copy.address)
+        # A checkpoint in the folder of a copy is not in the copy.
+        if rest == "" or (rest != address and rest[0] == "/" and not _CHECKPOINT.search(rest)):
+            return copy.path / rest.lstrip("/")
+    copy = _copies[address, writes] = WorkingCopy(address, writes=writes)
+    return copy.path
 
 
 def copy_with(path: Path) -> WorkingCopy | None:

@@ -5,6 +5,7 @@ import socket
 import threading
 import urllib.parse
 import urllib.request
+from http import HTTPStatus
 
 
 class Relay:
@@ -91,14 +92,43 @@ class S3:
         self._server.stop()
 
 
+def _with_generations(handle):
+    """Adds to a handler of the emulator what it lacks: generations, and preconditions on them."""
+
+    def generation(request, storage):
+        name = request.params.get("object_id") or request.query.get("name", [""])[0]
+        try:
+            found = storage.get_file_obj(request.params["bucket_name"], name)
+        except Exception:  # there is none
+            return "0"
+        return str(found.get("generation", "0"))
+
+    def call(request, response, storage):
+        now = generation(request, storage)
+        if request.query.get("ifGenerationMatch", [now])[0] != now:
+            response.status = HTTPStatus.PRECONDITION_FAILED
+        elif request.query.get("ifGenerationNotMatch", [""])[0] == now:
+            response.status = HTTPStatus.NOT_MODIFIED
+        else:
+            handle(request, response, storage)
+            response["X-Goog-Generation"] = generation(request, storage)
+
+    return call
+
+
 class GoogleStorage:
-    """gcp-storage-emulator's server, and how gcsfs finds it."""
+    """gcp-storage-emulator's server, and how gcsfs and TensorStore find it."""
 
     name, address = "Google Cloud Storage", "gs://bucket"
 
     def __init__(self):
         from gcp_storage_emulator import server as emulator
+        from gcp_storage_emulator.handlers import objects
 
+        for _, handlers in emulator.HANDLERS:
+            for method, handle in handlers.items():
+                if handle in (objects.get, objects.insert, objects.download):
+                    handlers[method] = _with_generations(handle)
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self._server = emulator.create_server(

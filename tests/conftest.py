@@ -142,3 +142,27 @@ def pytest_terminal_summary(terminalreporter):
     for name, line in (pair for report in reports for pair in report.user_properties):
         if name == "outcome":
             terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def bucket_servers():
+    """Starts each store's server once; scheme -> the environment in which its store is found."""
+    from .bucket_servers import S3, GoogleStorage
+
+    started = {"gs": GoogleStorage(), "s3": S3()}
+    yield {scheme: server.environment(server.port) for scheme, server in started.items()}
+    for server in started.values():
+        server.stop()
+
+
+@pytest.fixture(params=["memory", "gs", "s3"])
+def bucket(request, bucket_servers, monkeypatch):
+    """The address of a folder in a bucket, which is empty; of a bucket of each scheme by turns."""
+    from t0repro import buckets, working_copies
+
+    for name, value in bucket_servers.get(request.param, {}).items():
+        monkeypatch.setenv(name, value)
+    buckets.file_system.cache_clear()
+    yield f"{request.param}://bucket/{request.node.name.partition('[')[0]}"
+    working_copies.close_all()
+    buckets.file_system.cache_clear()

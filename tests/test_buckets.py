@@ -13,28 +13,6 @@ from t0repro.files import input_path, output_path, write_atomically
 from t0repro.locks import folder_lock
 from t0repro.progress import heard_by
 
-from .bucket_servers import S3, GoogleStorage
-
-
-@pytest.fixture(scope="module")
-def servers():
-    """Starts each server once; scheme -> the environment in which its store is found."""
-    started = {"gs": GoogleStorage(), "s3": S3()}
-    yield {scheme: server.environment(server.port) for scheme, server in started.items()}
-    for server in started.values():
-        server.stop()
-
-
-@pytest.fixture(params=["memory", "gs", "s3"])
-def bucket(request, servers, monkeypatch):
-    """The address of a folder in a bucket, which is empty."""
-    for name, value in servers.get(request.param, {}).items():
-        monkeypatch.setenv(name, value)
-    buckets.file_system.cache_clear()
-    yield f"{request.param}://bucket/{request.node.name.partition('[')[0]}"
-    working_copies.close_all()
-    buckets.file_system.cache_clear()
-
 
 def test_objects_are_written_whole_listed_by_name_and_removed(bucket, tmp_path):
     assert not buckets.exists(bucket) and buckets.objects(bucket) == {}
@@ -56,8 +34,6 @@ def test_objects_are_written_whole_listed_by_name_and_removed(bucket, tmp_path):
 
 
 def test_of_several_that_create_an_object_one_succeeds(bucket):
-    if bucket.startswith("gs"):
-        pytest.skip("the emulator does not honor preconditions")
     won = []
 
     def create(number):

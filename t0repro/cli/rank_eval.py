@@ -238,7 +238,7 @@ def _evaluate(
     print_page(brief_page(report))
     _print_speed(outcome)
     for path in paths:
-        typer.echo(f"wrote {path}")
+        echo(f"wrote {path}")
 
 
 def _check(mixture: str, settings: Settings) -> None:

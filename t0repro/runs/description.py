@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 
 from t0repro.config.configuration import Configuration
 from t0repro.config.inference_plan import InferencePlan
-from t0repro.files import make_folder, write_atomically
+from t0repro.files import make_folder, output_path, write_atomically
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import layout
 from t0repro.partitioning.devices import Partitioning, choose
@@ -110,7 +109,7 @@ def _line(name: str, shape: tuple[int, ...], spec: Any) -> str:
 
 def record_command(configuration: Configuration) -> None:
     """Writes model_dir/commands/command[.N] and, when training, operative_config.gin."""
-    model_dir = Path(configuration.inputs.model_dir)
+    model_dir = output_path(configuration.inputs.model_dir)
     folder = model_dir / "commands"
     # As t5 names them: command, command.1, command.2.
     count = len(list(folder.glob("command*"))) if folder.is_dir() else 0

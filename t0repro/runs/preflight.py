@@ -282,9 +282,9 @@ def _data(
 
 def _restored(restore: RestoreConfig, config: RunConfig) -> Iterator[str]:
     """The checkpoint that a training run starts from, unless it continues from one of its own."""
-    from t0repro.converters import sources
+    from t0repro.converters import sources, storage
 
-    if os.path.isdir(config.model_dir) and sources.list_checkpoints(config.model_dir):
+    if storage.is_directory(config.model_dir) and sources.list_checkpoints(config.model_dir):
         yield f"not read: {config.model_dir} has checkpoints"
         return
     yield from _checkpoints(restore, config.model)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
@@ -17,7 +16,7 @@ import numpy as np
 
 from t0repro.config.run_config import ModelConfig, RunConfig
 from t0repro.config.training_plan import RestoreConfig
-from t0repro.converters import sources
+from t0repro.converters import sources, storage
 from t0repro.converters.arithmetic import check_configured, open_configured, repeated_biases
 from t0repro.errors import UserError
 from t0repro.parameters import layout
@@ -49,8 +48,8 @@ def starting_tree(config: RunConfig, fresh: Callable[[], TrainState], say: Say) 
       UserError: If the checkpoint is missing or damaged, the model is not configured as its
         config.json says, or the plan's rules do not fit it.
     """
-    model_dir, rules = Path(config.model_dir), config.plan.restore
-    if model_dir.is_dir() and sources.list_checkpoints(model_dir):
+    model_dir, rules = config.model_dir, config.plan.restore
+    if storage.is_directory(model_dir) and sources.list_checkpoints(model_dir):
         return open_configured(sources.find_checkpoint(model_dir), config.model)
     if rules is None:
         return None

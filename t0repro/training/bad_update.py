@@ -22,7 +22,7 @@ import numpy as np
 
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
-from t0repro.files import atomic_directory
+from t0repro.files import atomic_directory, output_path
 from t0repro.model.layer_stacks import by_layer, rows, stacks_in
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.partitioning.devices import fetched
@@ -82,7 +82,7 @@ class ReportBadUpdate(Action):
 
     def on_bad_update(self, loop: TrainingLoop, batch: NumpyBatch, metrics: StepMetrics) -> None:
         """Writes the folder and stops."""
-        model_dir, trainer = Path(self._config.model_dir), loop.trainer
+        model_dir, trainer = output_path(self._config.model_dir), loop.trainer
         model = trainer.model
         assert isinstance(model, T5Model)
         key, count = trainer.step_rng(loop.step), self._config.num_microbatches

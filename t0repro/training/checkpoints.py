@@ -31,26 +31,38 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from t0repro.buckets import (
+    absolute,
+    is_address,
+    orbax_writes_to,
+    place,
+    remove_all,
+)
 from t0repro.config.training_plan import SaveConfig
-from t0repro.converters.jax_tree import jax_refs
-from t0repro.converters.orbax_dir import OrbaxArrays, is_orbax
+from t0repro.converters.jax_tree import jax_ref, jax_refs
+from t0repro.converters.orbax_dir import COMMITTED, OrbaxArrays, is_orbax
+from t0repro.converters.storage import LocalCopy, names
 from t0repro.converters.witnesses import (
+    INTEGRITY,
     Written,
     check_contents,
-    describe_files,
     read_integrity,
-    write_integrity,
 )
 from t0repro.errors import UserError
-from t0repro.files import atomic_directory, check_is_no_pattern, writing
+from t0repro.files import (
+    check_is_no_pattern,
+    input_path,
+    output_path,
+    writing,
+)
 from t0repro.log_records import only_records
 from t0repro.partitioning.processes import (
-    from_first,
     is_alone,
     is_first,
     meeting_point,
     wait_for_all,
 )
+from t0repro.training.commits import committing
 from t0repro.training.metrics import METRICS_FILE
 from t0repro.training.train_state import TrainState, flat_arrays, to_flat_tree, with_parameters_in
 
@@ -64,7 +76,7 @@ PathLike = str | os.PathLike[str]
 
 def checkpoint_path(model_dir: PathLike, step: int) -> Path:
     """Where the checkpoint of a step is: model_dir/checkpoint_<step>."""
-    return Path(model_dir) / f"checkpoint_{step}"
+    return place(model_dir) / f"checkpoint_{step}"
 
 
 def list_checkpoints(model_dir: PathLike) -> list[int]:
@@ -133,8 +145,8 @@ def start_checkpoint(
 
 def data_folder(path: PathLike) -> Path | None:
     """The folder with a checkpoint's position in the data, or None if it has none."""
-    folder = Path(path) / DATA
-    return folder if folder.is_dir() else None
+    folder = place(path) / DATA
+    return input_path(folder) if folder.is_dir() else None
 
 
 def save_tree(path: PathLike, tree: Mapping[str, Any]) -> None:
@@ -149,7 +161,7 @@ def save_tree(path: PathLike, tree: Mapping[str, Any]) -> None:
     Raises:
       UserError: if `path` exists already or cannot be written to, or if the disk is full.
     """
-    _start_saving(Path(path), tree).result()
+    _start_saving(place(path), tree).result()
 
 
 def _start_saving(
@@ -163,14 +175,15 @@ def _start_saving(
     # Orbax takes a second to import; commands that touch no checkpoint should not wait for it.
     import orbax.checkpoint as ocp
 
-    path = path.absolute()
+    path = absolute(path)
     check_is_no_pattern(path, "Checkpoints")
     arrays = {name: np.asarray(value) if is_alone() else value for name, value in tree.items()}
     nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
     whole = meeting_point()
     with contextlib.ExitStack() as stack:
         stack.enter_context(writing(path))
-        temporary = stack.enter_context(_directory_of_all(path))
+        commit = stack.enter_context(committing(path))
+        temporary = commit.files
         if is_first():
             # Now, while they are those of this step.
             if save_data is not None:
@@ -181,22 +194,18 @@ def _start_saving(
         stack.enter_context(_quiet_after_failure())
         stack.enter_context(_without_leftovers(temporary))
         checkpointer = ocp.AsyncCheckpointer(
-            ocp.PyTreeCheckpointHandler(), timeout_secs=_NO_LIMIT_SECONDS
+            ocp.PyTreeCheckpointHandler(),
+            timeout_secs=_NO_LIMIT_SECONDS,
+            temporary_path_class=commit.path_class,
         )
-        # Orbax wants a folder that is not there yet, and its processes meet by the folder's name:
-        # this one is unlike that of any other save.
-        state_folder = temporary / temporary.name
-        checkpointer.save(state_folder, nested)
+        checkpointer.save(commit.arrays, nested)
         unfinished = stack.pop_all()
 
     def finish() -> None:
         with unfinished:
             checkpointer.close()
             if is_first():
-                for part in state_folder.iterdir():
-                    part.rename(temporary / part.name)
-                state_folder.rmdir()
-                write_integrity(temporary, describe_files(temporary))
+                commit.finish()
         if is_first() and then is not None:
             with writing(path):
                 then()
@@ -206,24 +215,6 @@ def _start_saving(
     future = pool.submit(finish)
     pool.shutdown(wait=False)  # the thread ends when its work does
     return future
-
-
-@contextlib.contextmanager
-def _directory_of_all(path: Path) -> Iterator[Path]:
-    """The first process's `atomic_directory`, for all processes to write into."""
-    if not is_first():
-        yield Path(from_first(str))
-        return
-    try:
-        with atomic_directory(path) as temporary:
-            # The name has a random part, so the others have to receive it.
-            yield Path(from_first(lambda: str(temporary)))
-    except FileExistsError as error:
-        raise UserError(
-            "There is a checkpoint already.",
-            where=str(path),
-            fix="Remove it or choose another name.",
-        ) from error
 
 
 @contextlib.contextmanager
@@ -273,7 +264,7 @@ def load_tree(path: PathLike) -> dict[str, np.ndarray]:
     Raises:
       UserError: if there is no checkpoint, or one of its files is missing or damaged.
     """
-    path = Path(path).absolute()
+    path = absolute(path)
     check_contents(path, _whole(path))
     return _restored(path, {})
 
@@ -291,7 +282,7 @@ def load_divided_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray 
     Raises:
       UserError: if there is no checkpoint, or one of its files is missing or damaged.
     """
-    path = Path(path).absolute()
+    path = absolute(path)
     files = sorted(_whole(path).items())
     check_contents(path, dict(files[jax.process_index() :: jax.process_count()]))
     wait_for_all()  # nobody continues with values that another process finds damaged
@@ -314,6 +305,9 @@ def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
             return ocp.RestoreArgs(restore_type=np.ndarray)
         return ocp.ArrayRestoreArgs(sharding=place.sharding, dtype=place.dtype)
 
+    # Elsewhere than Orbax reads, from a copy, which is kept until the arrays are read.
+    copy = None if orbax_writes_to(path) else LocalCopy(os.fspath(path))
+    path = path if copy is None else Path(copy.path)
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             metadata = checkpointer.metadata(path).item_metadata.tree
@@ -351,6 +345,12 @@ def remove_interrupted_saves(model_dir: PathLike) -> None:
     """Removes what killed saves left behind; no other run may be writing to model_dir."""
     if not is_first():
         return
+    if is_address(model_dir):
+        for name in names(str(place(model_dir))):
+            path = str(place(model_dir) / name)
+            if name.startswith("checkpoint_") and jax_ref(path, None) is None:
+                remove_all(path)
+        return
     for path in Path(model_dir).glob(".checkpoint_*.tmp*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -361,6 +361,10 @@ def remove_checkpoint(path: Path) -> None:
     Of several processes, only the first one removes it.
     """
     if not is_first():
+        return
+    if is_address(path):
+        # By these it is taken for complete.
+        remove_all(str(path), (INTEGRITY, COMMITTED, "_METADATA", "_CHECKPOINT_METADATA"))
         return
     hidden = path.with_name(f".{path.name}.removed.tmp")
     shutil.rmtree(hidden, ignore_errors=True)
@@ -420,7 +424,7 @@ def superfluous(steps: Sequence[int], save: SaveConfig, values: Mapping[int, flo
 
 def metric_by_step(model_dir: str | os.PathLike[str], metric: str) -> dict[int, float]:
     """Step -> a metric's latest value in metrics.jsonl, named `<run>/<tag>` as in TensorBoard."""
-    path, values = Path(model_dir) / METRICS_FILE, dict[int, float]()
+    path, values = output_path(model_dir) / METRICS_FILE, dict[int, float]()
     for line in path.read_text().splitlines() if path.exists() else ():
         row = json.loads(line)
         tag = metric.removeprefix(f"{row.get('split')}/")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from t0repro.config.run_config import OptaxConfig, RunConfig
-from t0repro.converters import sources
+from t0repro.converters import sources, storage
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef
 from t0repro.errors import UserError, of_command
 from t0repro.files import output_path, write_atomically, writing
@@ -57,7 +57,7 @@ def held_for_training(
     the run's settings.
 
     Args:
-      model_dir: a local folder; created if it does not exist.
+      model_dir: a folder or an address; created if it does not exist.
       backend: see `check_model_dir`.
       config: see `check_model_dir`; None records nothing.
       allow_changed: see `check_model_dir`.
@@ -80,9 +80,9 @@ def held_for_training(
             return
         if reader is not None and shapes is not None and not allow_changed:
             check_slots(reader, shapes)
-        with writing(Path(model_dir) / RECORD):
+        with writing(output_path(model_dir) / RECORD):
             settings = json.dumps(_settings(config), indent=1)
-            write_atomically(Path(model_dir) / RECORD, settings + "\n")
+            write_atomically(output_path(model_dir) / RECORD, settings + "\n")
 
     with held_by_first(checked):
         yield check
@@ -111,7 +111,7 @@ def check_model_dir(
     Raises:
       UserError: if something does not fit; the message says what.
     """
-    refs = sources.list_checkpoints(model_dir) if os.path.isdir(model_dir) else []
+    refs = sources.list_checkpoints(model_dir) if storage.is_directory(os.fspath(model_dir)) else []
     if not refs:
         return None
     _check_stack(refs, backend, os.fspath(model_dir))
@@ -124,7 +124,7 @@ def check_model_dir(
     if not allow_changed:
         _check_step(ref, reader)
         if config is not None:
-            _check_record(Path(model_dir) / RECORD, config)
+            _check_record(output_path(model_dir) / RECORD, config)
     return reader
 
 

@@ -15,7 +15,7 @@ import jax
 
 from t0repro.config.run_config import AdafactorConfig, MultiOptimizerConfig, RunConfig
 from t0repro.config.training_plan import TerminateOnNanConfig, TrainingPlan
-from t0repro.files import write_atomically
+from t0repro.files import output_path, write_atomically
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.processes import from_first, is_first, output_folder
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress
@@ -270,7 +270,7 @@ class Progress:
         actions: Mapping[str, Sequence[BaseAction]],
         checkpoint: Path | None,
     ):
-        self.path, self._actions = Path(model_dir) / EVALUATED_FILE, actions
+        self.path, self._actions = output_path(model_dir) / EVALUATED_FILE, actions
         self.first_step, self.evaluated, self.stopped = step, None, False
         if checkpoint is None:
             if is_first():
@@ -310,7 +310,7 @@ class Progress:
 
 def last_evaluated(model_dir: str | os.PathLike[str]) -> int:
     """The step of the latest finished evaluation of a run; -1 if there is none."""
-    path = Path(model_dir) / EVALUATED_FILE
+    path = output_path(model_dir) / EVALUATED_FILE
     return from_first(lambda: int(_read(path).get("step", -1)))
 
 

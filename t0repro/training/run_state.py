@@ -14,11 +14,10 @@ import os
 import socket
 import time
 from collections import deque
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from t0repro.errors import UserError
-from t0repro.files import write_atomically, writing
+from t0repro.files import input_path, output_path, write_atomically, writing
 from t0repro.training.actions import Action
 from t0repro.training.metrics import StepMetrics
 
@@ -75,7 +74,7 @@ def read_run_state(model_dir: str | os.PathLike[str]) -> RunState | None:
     Raises:
       UserError: if the file is not a run's record.
     """
-    path = Path(model_dir) / RUN_STATE_FILE
+    path = input_path(model_dir) / RUN_STATE_FILE
     try:
         state = RunState(**json.loads(path.read_text()))
     except FileNotFoundError:
@@ -113,7 +112,7 @@ class RecordRunState(Action):
     """
 
     def __init__(self, model_dir: str | os.PathLike[str], interval: float = 5.0):
-        self._path, self._interval = Path(model_dir) / RUN_STATE_FILE, interval
+        self._path, self._interval = output_path(model_dir) / RUN_STATE_FILE, interval
         # A short window: the speed is that of the latest steps, whatever a slow start took.
         self._recent: deque[StepMetrics] = deque(maxlen=20)
         self._tokens = self._examples = self._first = self._last = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +61,7 @@ def started(
     say: Say,
 ) -> Start:
     """The state of the latest checkpoint, of `restore_from`, or a new one."""
-    model_dir = Path(config.model_dir)
+    model_dir = config.model_dir
     # Now, rather than at the first save.
     check_is_no_pattern(model_dir, "Checkpoints")
     # The process that trains holds model_dir's lock, so these are leftovers of killed saves.
@@ -75,7 +76,7 @@ def started(
     if restore_from is None:
         return Start(shapes, 0, is_new=True)
     where = "init_checkpoint"
-    if isinstance(restore_from, str | Path):
+    if isinstance(restore_from, str | os.PathLike):
         where, restore_from = str(restore_from), load_divided_tree(restore_from, shapes)
     state = from_flat_tree(restore_from, shapes, where=where)
     say(f"start: step {int(state.step):,} of {where}")

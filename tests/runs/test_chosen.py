@@ -84,20 +84,6 @@ def test_a_remote_checkpoint_is_known_by_what_its_store_says(two, tmp_path, kind
     assert found[0][0] == found[0][1] != found[1][0] == found[1][1]
 
 
-@pytest.mark.parametrize("kind", ["trained", "mtf"])
-def test_etils_epath_tells_checkpoints_apart_where_fsspec_cannot(two, tmp_path, monkeypatch, kind):
-    """For gs:// without gcsfs; here the same calls on a local directory."""
-    make(kind, two[0], tmp_path / "model")
-    system = storage._EpathFiles()
-    monkeypatch.setattr(storage, "_at", lambda path: (system, path.removeprefix("gs:/")))
-    monkeypatch.setattr(storage, "is_remote", lambda path: path.startswith("gs:"))
-    ref = find_checkpoint(f"gs:/{tmp_path}/model")
-    first = identity(ref)
-    for file in storage.walk(ref.path if kind == "trained" else f"gs:/{tmp_path}/model"):
-        os.utime(file.removeprefix("gs:/"), (0, 0))
-    assert (identity(ref) == first) == (kind == "trained")
-
-
 def test_a_checkpoint_is_there_where_one_is_chosen(two, tmp_path):
     for path, expected in ((two[0], True), (two, True), ([*two, tmp_path], False)):
         paths = path if isinstance(path, list) else [path]

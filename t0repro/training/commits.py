@@ -1,0 +1,142 @@
+"""How a checkpoint becomes complete: renamed on a disk, marked in a bucket, uploaded to others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from t0repro.buckets import is_address, orbax_writes_to, upload_tree
+from t0repro.converters.orbax_dir import is_orbax
+from t0repro.converters.witnesses import INTEGRITY, describe_files, write_integrity
+from t0repro.errors import UserError
+from t0repro.files import atomic_directory
+from t0repro.partitioning.processes import from_first, is_alone, is_first
+from t0repro.working_copies import upload
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """How a checkpoint becomes complete where it is written.
+
+    Attributes:
+      files: The local folder for what is saved beside the arrays.
+      arrays: Where Orbax writes; it must not exist.
+      finish: Called once Orbax is done, in the first process.
+      path_class: Orbax's way of committing; None for its own choice.
+    """
+
+    files: Path
+    arrays: Path
+    finish: Callable[[], None]
+    path_class: Any = None
+
+
+def committing(path: Path) -> contextlib.AbstractContextManager[Commit]:
+    """Prepares a checkpoint's place for Orbax; nothing is left of it if the block raises.
+
+    Args:
+      path: the checkpoint's directory, local or in a bucket.
+
+    Raises:
+      UserError: if there is a checkpoint already, or several processes cannot write there.
+    """
+    if not is_address(path):
+        return _renamed(path)
+    return _marked(path) if orbax_writes_to(path) else _uploaded(path)
+
+
+@contextlib.contextmanager
+def _renamed(path: Path) -> Iterator[Commit]:
+    """On a disk: all is written below another name, and renamed."""
+    with _directory_of_all(path) as temporary:
+        # Orbax wants a folder that is not there yet, and its processes meet by the folder's name:
+        # this one is unlike that of any other save.
+        arrays = temporary / temporary.name
+
+        def finish() -> None:
+            for part in arrays.iterdir():
+                part.rename(temporary / part.name)
+            arrays.rmdir()
+            write_integrity(temporary, describe_files(temporary))
+
+        yield Commit(temporary, arrays, finish)
+
+
+@contextlib.contextmanager
+def _marked(path: Path) -> Iterator[Commit]:
+    """In a bucket that Orbax writes to: what is saved beside the arrays comes before its marker."""
+    from orbax.checkpoint._src.path.atomicity import CommitFileTemporaryPath
+
+    with _new_files(path) as files:
+        address = str(path)
+
+        class Committed(CommitFileTemporaryPath):
+            """A path whose commit has our files in it; Orbax commits in the first process."""
+
+            async def finalize(self) -> None:
+                # The log first: a checkpoint is never ahead of the metrics of its steps.
+                await asyncio.to_thread(upload, path.parent)
+                await asyncio.to_thread(upload_tree, files, address)
+                await super().finalize()
+
+        yield Commit(files, path, lambda: write_integrity(path, describe_files(path)), Committed)
+
+
+@contextlib.contextmanager
+def _uploaded(path: Path) -> Iterator[Commit]:
+    """In another bucket: Orbax writes to this machine's disk, and the files are uploaded."""
+    if not is_alone():
+        raise UserError(
+            "Several processes cannot write one checkpoint there.",
+            where=str(path),
+            fix="Train in a gs:// address, on a shared disk, or in one process.",
+        )
+    with _new_files(path) as files:
+        arrays = files / "arrays"
+
+        def finish() -> None:
+            for part in arrays.iterdir():
+                part.rename(files / part.name)
+            arrays.rmdir()
+            write_integrity(files, describe_files(files))
+            upload(path.parent)
+            upload_tree(files, str(path), ("_METADATA", "_CHECKPOINT_METADATA", INTEGRITY))
+
+        yield Commit(files, arrays, finish)
+
+
+@contextlib.contextmanager
+def _new_files(path: Path) -> Iterator[Path]:
+    """A folder of this machine for the files of a checkpoint that a bucket does not have yet."""
+    if is_first() and is_orbax(os.fspath(path)):
+        raise _exists(path)
+    with tempfile.TemporaryDirectory(prefix="t0repro-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def _exists(path: Path) -> UserError:
+    return UserError(
+        "There is a checkpoint already.",
+        where=str(path),
+        fix="Remove it or choose another name.",
+    )
+
+
+@contextlib.contextmanager
+def _directory_of_all(path: Path) -> Iterator[Path]:
+    """The first process's `atomic_directory`, for all processes to write into."""
+    if not is_first():
+        yield Path(from_first(str))
+        return
+    try:
+        with atomic_directory(path) as temporary:
+            # The name has a random part, so the others have to be told it.
+            yield Path(from_first(lambda: str(temporary)))
+    except FileExistsError as error:
+        raise _exists(path) from error
