@@ -28,6 +28,13 @@ cores=$(getconf _NPROCESSORS_ONLN)
 PROCESSES=${PROCESSES:-$((cores < 4 ? cores : 4))}
 
 # TensorFlow's and Beam's chatter goes to the logs; nothing here needs an accelerator or the network.
+# A bucket has no folders for several writers to share: one command writes there.
+if [[ $CACHE_DIR == *://* ]]; then
+  exec t0repro cache --module_import="$MODULE" --output_cache_dir="$CACHE_DIR" \
+    ${MIXTURE:+--mixture="$MIXTURE"} ${TASKS:+--tasks="$TASKS"} --min_shards="$MIN_SHARDS" \
+    --workers="$PROCESSES" "$@"
+fi
+
 export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2} TF_ENABLE_ONEDNN_OPTS=0 GRPC_VERBOSITY=NONE
 export CUDA_VISIBLE_DEVICES=
 started=$SECONDS

@@ -24,7 +24,7 @@ MODEL_DIR=${MODEL_DIR:-runs/demo/model}
 CACHE_DIR=${CACHE_DIR:-runs/demo/cache}
 MODULE=${MODULE:-t0repro.tasks.demo}
 EVAL_MIXTURE_NAME=${EVAL_MIXTURE_NAME:-demo_eval_score_eval}
-if [[ ! -f $MODEL_DIR/operative_config.gin ]]; then
+if [[ $MODEL_DIR != *://* && ! -f $MODEL_DIR/operative_config.gin ]]; then
   echo "rank_eval: $MODEL_DIR/operative_config.gin is missing: train first (scripts/train.sh), or set MODEL_DIR" >&2
   exit 2
 fi

@@ -119,6 +119,11 @@ def orbax_writes_to(path: str | os.PathLike[str]) -> bool:
     return scheme_of(path) in (None, "gs")
 
 
+def tensorflow_reads(path: str | os.PathLike[str]) -> bool:
+    """Whether TensorFlow reads files there by itself: Google's own store, but no emulator of it."""
+    return scheme_of(path) == "gs" and not os.environ.get("STORAGE_EMULATOR_HOST")
+
+
 # ---- Credentials --------------------------------------------------------------------------------
 
 

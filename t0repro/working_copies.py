@@ -218,6 +218,18 @@ def read_at(path: str | os.PathLike[str], where: str | None = None) -> Path:
     return _opened(path, where, writes=False)
 
 
+def for_tensorflow(path: str, where: str | None = None) -> str:
+    """A folder that TensorFlow reads, such as SeqIO's caches: the path itself if it can.
+
+    TensorFlow streams from Google's buckets. Of any other bucket, and of an emulator, it reads a
+    copy, which is made whole here.
+    """
+    if not buckets.is_address(path):
+        return path
+    address = buckets.checked(path, where)
+    return address if buckets.tensorflow_reads(address) else str(read_at(address, where))
+
+
 def _opened(path: str | os.PathLike[str], where: str | None, *, writes: bool) -> Path:
     address = buckets.checked(path, where)
     for copy in _copies.values():

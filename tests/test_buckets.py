@@ -17,14 +17,16 @@ from t0repro.progress import heard_by
 def test_objects_are_written_whole_listed_by_name_and_removed(bucket, tmp_path):
     assert not buckets.exists(bucket) and buckets.objects(bucket) == {}
     buckets.write(f"{bucket}/b/c", b"12345")
-    (tmp_path / "file").write_bytes(bytes(3_000_000))
+    content = bytes(3_000_000) + b"\r\n\r\n"
+    (tmp_path / "file").write_bytes(content)
     buckets.upload(tmp_path / "file", f"{bucket}/a")
     buckets.write(f"{bucket}2", b"of another folder")
-    assert buckets.objects(bucket) == {"a": 3_000_000, "b/c": 5}
+    assert buckets.objects(bucket) == {"a": len(content), "b/c": 5}
     assert buckets.exists(f"{bucket}/b") and buckets.read(f"{bucket}/b/c") == b"12345"
     buckets.write(f"{bucket}/b/c", b"6")
     buckets.download(f"{bucket}/b/c", tmp_path / "c")
     assert (tmp_path / "c").read_bytes() == b"6"
+    assert buckets.read(f"{bucket}/a") == content
     buckets.remove(f"{bucket}/a")
     buckets.remove(f"{bucket}/a")  # which is gone
     buckets.remove_all(bucket)

@@ -88,4 +88,4 @@ def show_page(
 def print_written(paths: Iterable[Path], *, as_json: bool) -> None:
     """Says which files were written; beside JSON on stderr, so that stdout is JSON alone."""
     for path in paths:
-        typer.echo(f"wrote {path}", err=as_json)
+        echo(f"wrote {path}", err=as_json)

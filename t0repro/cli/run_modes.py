@@ -29,8 +29,9 @@ from t0repro.cli.results import echo
 from t0repro.cli.spelling import LogOptions
 from t0repro.cloud.arguments import JobMode
 from t0repro.errors import UserError
-from t0repro.files import check_output
+from t0repro.files import check_output, output_path
 from t0repro.jobs.options import AuxiliaryOptions
+from t0repro.working_copies import for_tensorflow
 
 if TYPE_CHECKING:
     from t0repro.config.inference_plan import InferencePlan
@@ -113,7 +114,7 @@ def evaluate(
         from t0repro.runs.task_eval import evaluate_checkpoints
 
         # Not EVAL_OUTPUT_DIR itself, which may be the folder that a training run holds.
-        results = Path(plan.output_dir, FOLDER)
+        results = output_path(plan.output_dir) / FOLDER
         fix = "Wait for it to end, or bind another EVAL_OUTPUT_DIR."
         with held_by_first(lambda: folder_lock(results, "evaluation", fix=fix)):
             plan = _with_own_output(plan)
@@ -164,7 +165,7 @@ def infer(
         from t0repro.runs.description import describe_inference
 
         # Shards may run at once, into one folder.
-        shard = Path(plan.output_dir, f".shard-{plan.shard_id:05}-of-{plan.num_shards:05}")
+        shard = output_path(plan.output_dir) / f".shard-{plan.shard_id:05}-of-{plan.num_shards:05}"
         fix = "Wait for it to end, or bind another INFER_OUTPUT_DIR."
         with held_by_first(lambda: folder_lock(shard, "inference", fix=fix)):
             plan = _with_own_output(plan)
@@ -242,7 +243,8 @@ def register(parsed: Parsed, options: T5xOptions) -> None:
     cache_dirs = options.seqio_additional_cache_dirs or ()
     folders = [folder for value in cache_dirs for folder in value.split(",") if folder]
     if folders:
-        seqio.add_global_cache_dirs(folders)
+        flag = "--seqio_additional_cache_dirs"
+        seqio.add_global_cache_dirs([for_tensorflow(folder, flag) for folder in folders])
     load_tasks([*parsed.imports, *(options.module_import or ())], into_seqio=True)
 
 

@@ -6,9 +6,10 @@ here touches the network: credentials are a file, or belong to a machine of Goog
 
 from __future__ import annotations
 
-from typing import IO, Any
+import io
+from typing import IO
 
-from t0repro.buckets import check_credentials, has_google_credentials, scheme_of
+from t0repro.buckets import check_credentials, checked, is_address, read, scheme_of
 from t0repro.config.configuration import RunInputs
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
@@ -64,21 +65,23 @@ def _check_output(path: str, where: str, *, jax: bool) -> None:
         )
 
 
-def guard_gin() -> None:
-    """Makes gin refuse files at gs:// addresses that it cannot read, including `include`s."""
+def read_gin_from_buckets() -> None:
+    """Makes gin read files at addresses, including `include`s, and refuse those out of reach."""
     from t0repro.config import gin_door
 
     readers = gin_door.file_readers()
     # Registered once in a process, however many command lines are parsed in it.
-    if (_refuse, _is_out_of_reach) not in readers:
+    if (_opened, is_address) not in readers:
         # First, since gin tries its readers in order and TensorFlow's may be among them.
-        readers.insert(0, (_refuse, _is_out_of_reach))
+        readers.insert(0, (_opened, is_address))
 
 
-def _is_out_of_reach(path: str) -> bool:
-    return path.startswith("gs://") and not has_google_credentials()
-
-
-def _refuse(path: str) -> IO[Any]:
-    check_credentials(path, "--gin_file, --gin_location_prefix, or an `include` line of a gin file")
-    raise AssertionError("an address that cannot be reached is refused")
+def _opened(path: str) -> IO[str]:
+    where = "--gin_file, --gin_location_prefix, or an `include` line of a gin file"
+    address = checked(path, where)
+    try:
+        return io.StringIO(read(address).decode())
+    except FileNotFoundError as error:
+        raise UserError(
+            f"There is no gin file {address}.", where=where, fix="Correct the address."
+        ) from error

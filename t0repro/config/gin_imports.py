@@ -88,7 +88,7 @@ def list_imports(
     Raises:
       UserError: If a file is missing or is not a gin file, or files include each other.
     """
-    cloud.guard_gin()
+    cloud.read_gin_from_buckets()
     from gin.config_parser import BindingStatement, ImportStatement
 
     with configuration_errors():

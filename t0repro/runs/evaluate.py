@@ -36,6 +36,7 @@ from t0repro.evaluation.task_output import (
     judge_of,
 )
 from t0repro.event_files import event_writer
+from t0repro.files import output_path
 from t0repro.partitioning.processes import is_first, output_folder
 from t0repro.runs.checkpoint_choice import chosen_checkpoints, generated_texts, loaded
 from t0repro.runs.text_modes import ScoreFiles
@@ -342,7 +343,7 @@ def evaluation_folder(config: RunConfig) -> Path:
     """The folder of the evaluation's files, with Mesh TensorFlow's default and suffix."""
     split = config.eval_data.split if config.eval_data else "validation"
     folder = config.eval_summary_dir or f"{config.model_dir}/{split}_eval"
-    return Path(folder + (f"_{config.eval_dir_suffix}" if config.eval_dir_suffix else ""))
+    return output_path(folder + (f"_{config.eval_dir_suffix}" if config.eval_dir_suffix else ""))
 
 
 # ---- Mode perplexity_eval ------------------------------------------------------------------------
@@ -367,7 +368,7 @@ def evaluate_perplexity(configuration: Configuration) -> None:
             # Mesh TensorFlow's folder name, which holds the number of examples asked for.
             name = f"{task}_{split}_{config.batch_size * steps}"
             name += f"_{config.eval_dir_suffix}" if config.eval_dir_suffix is not None else ""
-            events = event_writer(f"{config.model_dir}/eval_{name}")
+            events = event_writer(output_path(config.model_dir) / f"eval_{name}")
             metrics = MetricLog(config.model_dir)
             metrics.write(split, step, values, task=task)
             metrics.close()

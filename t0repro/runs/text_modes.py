@@ -18,7 +18,7 @@ from t0repro.data.batches import scored_examples
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.task_output import LineFile, check_finite
-from t0repro.files import write_atomically
+from t0repro.files import output_path, write_atomically
 from t0repro.model.shapes import Int
 from t0repro.runs.checkpoint_choice import (
     chosen_checkpoints,
@@ -108,7 +108,9 @@ class ScoreFiles:
         config, self._vocabulary = configuration.run, configuration.vocabularies[1]
         self._texts = config.save_example_text
         suffixes = ("scores", "targets", "lengths") if self._texts else ("scores",)
-        self._files = [LineFile(Path(f"{config.scores_filename}.{each}")) for each in suffixes]
+        self._files = [
+            LineFile(output_path(f"{config.scores_filename}.{each}")) for each in suffixes
+        ]
 
     def add(self, scores: Iterable[Any], targets: Iterable[np.ndarray]) -> None:
         """Adds one line per example."""

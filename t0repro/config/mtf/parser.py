@@ -9,13 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from t0repro import buckets
 from t0repro.config import cloud
 from t0repro.config.gin_door import Bindings, record_bindings
 from t0repro.config.gin_errors import check_references, configuration_errors
 from t0repro.config.gin_imports import restrict_imports
+from t0repro.files import check_output
 from t0repro.tasks.module_names import resolved
 from t0repro.words import printable
+from t0repro.working_copies import for_tensorflow
 
 UTILS = "mesh_tensorflow.transformer.utils"
 MESH_TRANSFORMER = "t5.models.mesh_transformer"
@@ -80,12 +81,12 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     own_gin_files = os.path.dirname(str(importlib.import_module("t0repro.gin").__file__))
     for prefix in (_folder(mesh_transformer, "gin"), own_gin_files, *inputs.location_prefixes):
         gin.add_config_file_search_path(prefix)
-    cloud.guard_gin()
+    cloud.read_gin_from_buckets()
     allowlist = inputs.import_allowlist
     # What --module_import names is allowed in gin files too.
     restrict_imports(None if allowlist is None else (*allowlist, *inputs.module_imports))
     for cache_dir in inputs.cache_dirs:
-        buckets.check_credentials(cache_dir, "--additional_task_cache_dirs")
+        check_output(cache_dir, "--additional_task_cache_dirs")
     # defaults.gin first, so that files and parameters win over it.
     with record_bindings() as bindings:
         gin.parse_config_files_and_bindings(
@@ -106,7 +107,8 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
         gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
     # Locked from here on; a later change has to unlock it on purpose.
     gin.finalize()
-    seqio.add_global_cache_dirs(list(inputs.cache_dirs))
+    flag = "--additional_task_cache_dirs"
+    seqio.add_global_cache_dirs([for_tensorflow(folder, flag) for folder in inputs.cache_dirs])
     if inputs.tfds_data_dir:
         seqio.set_tfds_data_dir_override(inputs.tfds_data_dir)
     return bindings
