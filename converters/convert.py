@@ -16,6 +16,8 @@ from typing import Any, get_args
 
 import numpy as np
 
+from t0repro import buckets, working_copies
+from t0repro.buckets import is_address, spelled
 from t0repro.converters import gin_shapes, jax_tree, staging, storage
 from t0repro.converters.conversion import (
     Cast,
@@ -109,8 +111,9 @@ def convert(
 
     Args:
       src: See `sources.find_checkpoint`.
-      dst: Local directory, created if missing. Like a model_dir, it receives `model.ckpt-<step>.*`
-        and `checkpoint`, or `checkpoint_<step>/`; for hf, the model's files.
+      dst: Directory, created if missing, or an address where nothing is. Like a model_dir, it
+        receives `model.ckpt-<step>.*` and `checkpoint`, or `checkpoint_<step>/`; for hf, the
+        model's files.
       to: Format to write.
       step: See `sources.find_checkpoint`.
       source: See `sources.find_checkpoint`.
@@ -127,6 +130,13 @@ def convert(
     """
     options = options or Options(**choices)
     _check_request(to, options)
+    if is_address(dst) and buckets.exists(spelled(dst)):
+        # What an earlier checkpoint has more of would stay among the new one's objects.
+        raise UserError(
+            "There are objects at this address already.",
+            where=spelled(dst),
+            fix="Give another address, or remove them.",
+        )
     directory = output_path(dst)
     ref = find_checkpoint(src, step, source)
     _check_target_absent(directory, force)
@@ -135,7 +145,9 @@ def convert(
     report, reader, conversion = _planned(ref, directory, to, options)
     if dry_run:
         return dataclasses.replace(report, dry_run=True)
-    return _write(reader, report, conversion, directory, files)
+    written = _write(reader, report, conversion, directory, files)
+    working_copies.upload(dst)
+    return written
 
 
 def _planned(

@@ -97,6 +97,11 @@ def place(path: str | os.PathLike[str]) -> Path:
     """
     if not is_address(path):
         return Path(path)
+    if scheme_of(path) == "memory":
+        raise UserError(
+            f"{spelled(path)} cannot hold checkpoints.",
+            fix="Give a local path or an address: gs://, s3://.",
+        )
     emulator = os.environ.get("STORAGE_EMULATOR_HOST")
     if emulator:
         # How TensorStore finds what the other libraries find by that variable.

@@ -27,7 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = {"t0repro.errors", "t0repro.words"}
 # Entered, and left at once.
-ANOTHER_JOURNEY = ("t0repro.converters.", "t0repro.files")
+DISK_OR_BUCKET = ("t0repro.files", "t0repro.buckets", "t0repro.working_copies")
+ANOTHER_JOURNEY = ("t0repro.converters.", *DISK_OR_BUCKET)
 MAPPED = {"tasks", "converters", "gin"}  # folders at the top of the repository; see setup.py
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -15,16 +15,18 @@ from pathlib import Path
 
 import dacite
 
+from t0repro.buckets import is_address, spelled
 from t0repro.cloud.engines import make_launcher
 from t0repro.cloud.machines import find_machine
 from t0repro.config.t5x.gin_files import T5xInputs
-from t0repro.errors import UserError
+from t0repro.errors import UserError, as_shown
 from t0repro.files import output_path
 from t0repro.jobs.commands import JobSettings, check, check_by_dry_run
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.jobs.worker import Limits
 from t0repro.progress import heard_by
+from t0repro.working_copies import copy_with
 
 
 def job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
@@ -104,6 +106,13 @@ def _local_folder(model_dir: str | os.PathLike[str]) -> Path:
     An object store has neither links to pin a checkpoint with nor locks nor files to append to, and
     a folder there is renamed object by object, so that one half renamed looks whole.
     """
+    if is_address(model_dir) or copy_with(Path(model_dir)):
+        address = spelled(model_dir) if is_address(model_dir) else as_shown(str(model_dir))
+        raise UserError(
+            f"{address} cannot be written to by auxiliary jobs: only local paths can.",
+            where="--model_dir",
+            fix="Give a local path, or train there without auxiliary jobs.",
+        )
     return output_path(model_dir, "--model_dir")
 
 

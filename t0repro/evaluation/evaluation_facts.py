@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t0repro.errors import as_shown
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import digest_of_texts, read_records
 from t0repro.files import write_atomically
@@ -145,7 +146,7 @@ def print_results(
       step: the checkpoint's step.
       folder: the `<split>_eval` folder that holds the files.
     """
-    print("\n".join(result_lines(metrics, step, Path(folder))), flush=True)
+    print("\n".join(map(as_shown, result_lines(metrics, step, Path(folder)))), flush=True)
 
 
 def result_lines(metrics: Mapping[str, Mapping[str, float]], step: int, folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.errors import UserError, nearest_names
+from t0repro.errors import UserError, as_shown, nearest_names
 from t0repro.event_files import MARK, read_scalars
 from t0repro.reports.losses import MAX_CURVE_POINTS, metric_rows, thinned
 from t0repro.reports.page import Column, Page, Section
@@ -78,7 +78,7 @@ def run_rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:
     """The cells of a table with the columns of HEADER."""
     return [
         (
-            str(path),
+            as_shown(str(path)),
             _state(run),
             f"{run.step:,} of {run.last_step:,}",
             "" if run.loss is None else f"{run.loss:.4f}",
@@ -111,7 +111,7 @@ def _left(run: RunState) -> str:
 
 def to_json(runs: Mapping[Path, RunState]) -> list[dict[str, Any]]:
     """One object for each run: its folder, and the fields of its record."""
-    return [{"folder": str(path)} | dataclasses.asdict(run) for path, run in runs.items()]
+    return [{"folder": as_shown(str(path))} | dataclasses.asdict(run) for path, run in runs.items()]
 
 
 # ---- Curves: a metric of several runs by step, for a terminal and as a page ----------------------

@@ -96,7 +96,7 @@ def _evaluate(
     evaluated: dict[str, Mapping[str, float]] = {}
     writer = event_writer(evaluation_folder(config))
     # Without a start_step, which would drop lines of the training in the same file.
-    metrics = MetricLog(config.model_dir, writers=[writer])
+    metrics = MetricLog(output_path(config.model_dir), writers=[writer])
     lengths = windows.lengths
     with (
         TaskWriter(config, checkpoint, windows.judges) as tasks,
@@ -369,7 +369,7 @@ def evaluate_perplexity(configuration: Configuration) -> None:
             name = f"{task}_{split}_{config.batch_size * steps}"
             name += f"_{config.eval_dir_suffix}" if config.eval_dir_suffix is not None else ""
             events = event_writer(output_path(config.model_dir) / f"eval_{name}")
-            metrics = MetricLog(config.model_dir)
+            metrics = MetricLog(output_path(config.model_dir))
             metrics.write(split, step, values, task=task)
             metrics.close()
             events.write_scalars(step, values)

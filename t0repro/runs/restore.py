@@ -6,6 +6,7 @@ parameters, `state/param_states/...` for slots.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -48,7 +49,7 @@ def starting_tree(config: RunConfig, fresh: Callable[[], TrainState], say: Say) 
       UserError: If the checkpoint is missing or damaged, the model is not configured as its
         config.json says, or the plan's rules do not fit it.
     """
-    model_dir, rules = config.model_dir, config.plan.restore
+    model_dir, rules = os.fspath(config.model_dir), config.plan.restore
     if storage.is_directory(model_dir) and sources.list_checkpoints(model_dir):
         return open_configured(sources.find_checkpoint(model_dir), config.model)
     if rules is None:

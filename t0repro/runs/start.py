@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +49,7 @@ def start_training(
       UserError: If the data, the checkpoint or the folder does not fit the run.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
-    plan, model_dir = config.plan, config.model_dir
+    plan, model_dir = config.plan, os.fspath(config.model_dir)
     # Take the lock, and check that the settings match, before model_dir is read or written.
     with held_for_training(model_dir, "jax", config, allow_changed=allow_changed) as check:
         # Asked under the lock: before it, another run might still be saving here.

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t0repro.files import make_folder, naming, output_path, write_atomically, writing
+from t0repro.files import make_folder, naming, write_atomically, writing
 
 METRICS_FILE = "metrics.jsonl"
 OpenWriter = Callable[[str], "Writer"]
@@ -71,7 +71,7 @@ class MetricLog:
         start_step: int | None = None,
         writers: Sequence[Writer] = (),
     ):
-        self._lines = JsonLines(output_path(model_dir) / METRICS_FILE, start_step)
+        self._lines = JsonLines(Path(model_dir) / METRICS_FILE, start_step)
         self._writers = tuple(writers)
 
     def write_step(self, metrics: StepMetrics) -> None:
@@ -171,7 +171,7 @@ class SplitMetrics:
         evaluated: int | None = None,
     ):
         self.folder = os.fspath(model_dir)
-        self._lines = JsonLines(output_path(model_dir) / METRICS_FILE, start_step, evaluated)
+        self._lines = JsonLines(Path(model_dir) / METRICS_FILE, start_step, evaluated)
         self._open_writer, self._writers = open_writer, dict[str, Writer]()
         self._lock = threading.Lock()  # a trainer's background threads write too
 

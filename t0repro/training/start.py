@@ -61,7 +61,7 @@ def started(
     say: Say,
 ) -> Start:
     """The state of the latest checkpoint, of `restore_from`, or a new one."""
-    model_dir = config.model_dir
+    model_dir = os.fspath(config.model_dir)
     # Now, rather than at the first save.
     check_is_no_pattern(model_dir, "Checkpoints")
     # The process that trains holds model_dir's lock, so these are leftovers of killed saves.

@@ -60,7 +60,7 @@ def test_a_job_given_up_is_exit_code_1(tmp_path):
                 *("--model_dir=gs://bucket/run", "--auxiliary_job_mixtures=a"),
                 "--auxiliary_job_build_target_path=true",
             ],
-            "gs://bucket/run cannot be written to",
+            "gs://bucket/run cannot be ",
         ),
         (["status", "/nowhere"], "There are no auxiliary jobs here"),
         (
