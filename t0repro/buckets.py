@@ -79,6 +79,7 @@ def checked(path: str | os.PathLike[str], where: str | None = None) -> str:
         )
     if not address.partition("://")[2]:
         raise UserError(f"{address} names no bucket.", where=where, fix="Write scheme://bucket/x.")
+    check_credentials(address, where)
     library = _LIBRARIES.get(scheme)
     if library is not None and importlib.util.find_spec(library) is None:
         raise UserError(
@@ -86,7 +87,6 @@ def checked(path: str | os.PathLike[str], where: str | None = None) -> str:
             where=where,
             fix=f"EXTRAS={scheme} bash scripts/setup.sh, or: pip install {library}.",
         )
-    check_credentials(address, where)
     return address
 
 
