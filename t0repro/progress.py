@@ -16,7 +16,7 @@ from t0repro.words import counted, printable
 
 _SECONDS_BETWEEN_LINES = 5.0
 
-# Whoever reads the lines of `say`; the last one alone gets them.
+# The functions that get the lines of `say`; the last one alone gets them.
 _listeners: list[Callable[[str], None]] = []
 
 

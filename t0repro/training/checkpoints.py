@@ -363,7 +363,7 @@ def remove_checkpoint(path: Path) -> None:
     if not is_first():
         return
     if is_address(path):
-        # By these it is taken for complete.
+        # These mark it as complete.
         remove_all(str(path), (INTEGRITY, COMMITTED, "_METADATA", "_CHECKPOINT_METADATA"))
         return
     hidden = path.with_name(f".{path.name}.removed.tmp")

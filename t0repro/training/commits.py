@@ -136,7 +136,7 @@ def _directory_of_all(path: Path) -> Iterator[Path]:
         return
     try:
         with atomic_directory(path) as temporary:
-            # The name has a random part, so the others have to be told it.
+            # The name has a random part, so it is sent to the others.
             yield Path(from_first(lambda: str(temporary)))
     except FileExistsError as error:
         raise _exists(path) from error
