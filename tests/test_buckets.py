@@ -12,6 +12,10 @@ from t0repro.errors import UserError
 from t0repro.files import input_path, output_path, write_atomically
 from t0repro.locks import folder_lock
 from t0repro.progress import heard_by
+from t0repro.reports.make_report import make_report
+from t0repro.reports.run import Run, find_evaluation
+
+from .reports.suites import small_suite
 
 
 def test_objects_are_written_whole_listed_by_name_and_removed(bucket, tmp_path):
@@ -174,3 +178,16 @@ def test_an_unknown_scheme_is_named(address):
     with pytest.raises(UserError, match=f"{address[:3]}.*is not a known scheme") as error:
         output_path(address, "--out")
     assert error.value.where == "--out"
+
+
+def test_a_report_names_the_address_of_its_evaluation_and_is_read_back_from_there(bucket, tmp_path):
+    evaluation = small_suite(tmp_path / "local")
+    address = f"{bucket}/run/validation_eval"
+    for path in evaluation.folder.iterdir():
+        buckets.upload(path, f"{address}/{path.name}")
+    report = make_report(Run("jax", input_path(address)), evaluation.prompts)
+    assert report.provenance.eval_dir == address
+    (tmp_path / "report.json").write_text(report.to_json())
+    folder, step = find_evaluation(tmp_path / "report.json")
+    assert step == report.provenance.step
+    assert {path.name for path in folder.iterdir()} == {p.name for p in evaluation.folder.iterdir()}

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from t0repro.errors import UserError
+from t0repro.errors import UserError, as_shown
 from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versions
 from t0repro.reports.run import Run
 
@@ -57,7 +57,8 @@ def collect(
     return Provenance(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         label=run.label,
-        eval_dir=str(run.eval_dir),
+        # A bucket's address, where the folder is a working copy of it.
+        eval_dir=as_shown(str(run.eval_dir)),
         checkpoint=checkpoint or facts.get("checkpoint"),
         step=step,
         device=device or facts.get("device"),

@@ -77,7 +77,7 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
 def _evaluation_of_report(path: Path) -> tuple[Path, int]:
     try:
         provenance = json.loads(path.read_text(encoding="utf-8"))["provenance"]
-        folder, step = Path(provenance["eval_dir"]), int(provenance["step"])
+        folder, step = input_path(provenance["eval_dir"]), int(provenance["step"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError("This is not a t0repro report.", where=str(path), fix=_FIX) from error
     if not any(folder.glob("*_targets")):
