@@ -35,6 +35,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "tpu": ("libtpu",),
     "s3": ("s3fs",),
     "gs": ("gcsfs",),
+    "lm-eval": ("lm_eval",),
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),
     "vertex": ("google.cloud.aiplatform", "google.cloud.storage", "google.cloud.logging"),

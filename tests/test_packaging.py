@@ -125,12 +125,14 @@ NEVER_IMPORTED = {
     "beartype": "pytest's --jaxtyping-packages names it",
     "basedpyright": "a command",
     "coverage": "a command",
+    "gcsfs": "fsspec finds it by gs://",
     "ipykernel": "nbclient starts it",
     "import-linter": "a command",
     "ruff": "a command",
     "mkdocs-material": "mkdocs.yml names it",
     "mkdocstrings-python": "mkdocs.yml names it",
     "pytest-xdist": "pytest -n",
+    "s3fs": "fsspec finds it by s3://",
 }
 
 

@@ -14,7 +14,7 @@ MODES = {
     "train": ("start", "start_configured"),
     "eval": ("evaluate", "evaluate"),
     "score_eval": ("evaluate", "evaluate"),
-    "perplexity_eval": ("perplexity", "evaluate_perplexity"),
+    "perplexity_eval": ("evaluate", "evaluate_perplexity"),
     "infer": ("text_modes", "infer"),
     "score_from_dataset": ("text_modes", "score_from_dataset"),
     "score_from_strings": ("text_modes", "score_from_strings"),

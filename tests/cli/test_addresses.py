@@ -54,11 +54,11 @@ NOT_WRITTEN = frozenset(
     # names, words and numbers
     """--accelerator_type --auxiliary_job_build_target_path --auxiliary_job_cell
     --auxiliary_job_mixtures --auxiliary_job_platform --beam_options --cell --coordinator_address
-    --dataset --device --display_name --eval_task --experiment --family --image_uri --label
+    --dataset --device --display_name --eval --eval_task --experiment --family --image_uri --label
     --labels --launcher --location --machine_type --main_metric --metric --mixture
     --module_import --network --note --option --platform --project --revision --run --run_mode
     --run_name --service_account --split --splits --stderrthreshold --tasks --tensorboard
-    --title --topology --train_dataset --train_mixture COMMAND EXPERIMENT JOB TASK"""
+    --title --topology --train --train_dataset --train_mixture COMMAND EXPERIMENT JOB TASK"""
     # what is read, at addresses too
     """ --auxiliary_job_gin_file --base_url --checkpoint --from --gin_file --gin_files
     --gin_import_allowlist --gin_location_prefix --gin_search_paths --losses --other

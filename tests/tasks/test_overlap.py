@@ -167,7 +167,7 @@ def test_files_and_mixtures_that_are_wrong_are_named(mixtures, tmp_path):
     with pytest.raises(UserError, match="not a file of `t0repro tasks overlap`"):
         overlap.read_overlap(tmp_path / "other.json")
     learned, evaluated = mixtures([{"text": "a"}], [{"text": "b"}])
-    with pytest.raises(UserError, match="no mixture 'nothing'"):
-        overlap.find_overlap("nothing", evaluated)
+    with pytest.raises(UserError, match="no mixture 'no_such_mixture'"):
+        overlap.find_overlap("no_such_mixture", evaluated)
     with pytest.raises(UserError, match="No rows .* are available"):
         overlap.find_overlap(learned, evaluated, split="test")

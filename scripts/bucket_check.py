@@ -1,0 +1,120 @@
+"""T0's sequence in a bucket against the same on this disk: cache, train, rank evaluation, report.
+
+    .venv/bin/python scripts/bucket_check.py --store gs      # a loopback server of Google's store
+    .venv/bin/python scripts/bucket_check.py --store s3      # moto
+
+The scripts of T0's README run on the embedded demo, once with BUCKET=gs://bucket/t0 (or s3://) and
+once with a folder. Cached shards, rendered texts, targets and scores must be equal byte for byte,
+training losses as numbers, and the last checkpoint's arrays bit for bit. All traffic stays on this
+machine. Exit code 1 if anything differs. It takes some minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+# Files that hold times, paths or machines.
+_NOT_COMPARED = ("events.out.tfevents", "provenance.json", "/results/", "COMPLETED", "/logs/")
+_COMPARED = (".tfrecord", "_inputs", "_targets", "_predictions", "info.", "stats.")
+STEPS = 6
+
+
+def sequence(place: str, steps: int = STEPS) -> None:
+    """Runs T0's commands with all folders below a place.
+
+    Raises:
+      subprocess.CalledProcessError: If one fails.
+    """
+    variables = {
+        "CACHE_DIR": f"{place}/cache",
+        "MODEL_DIR": f"{place}/model",
+        "TRAIN_STEPS": str(steps),
+        "NUM_EVAL_EXAMPLES": "24",
+    }
+    mixtures = "demo_train,demo_eval_score_eval"
+    cache = ["--module_import=t0repro.tasks.demo", f"--mixture={mixtures}", "--min_shards=2"]
+    lines = [
+        [f"{ROOT}/.venv/bin/t0repro", "cache", *cache, f"--output_cache_dir={place}/cache"],
+        ["bash", "scripts/train.sh", "--backend=jax"],
+        ["bash", "scripts/rank_eval.sh", "--backend=jax"],
+    ]
+    for line in lines:
+        print(" ".join(line), f"  # {place}", flush=True)
+        subprocess.run(line, cwd=ROOT, env={**os.environ, **variables}, check=True)
+
+
+def differences(address: str, folder: Path, steps: int = STEPS) -> Iterator[str]:
+    """What differs between a bucket's files and a folder's, one sentence each."""
+    from t0repro import buckets
+    from t0repro.training.checkpoints import load_tree
+
+    there = set(buckets.objects(address))
+    here = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    compared = {
+        name
+        for name in there | here
+        if any(part in name for part in _COMPARED)
+        and not any(part in f"/{name}" for part in _NOT_COMPARED)
+        and "checkpoint_" not in name
+    }
+    if not compared:
+        yield "nothing was written that could be compared"
+    for name in sorted(compared):
+        if name not in there or name not in here:
+            yield f"{name} is only {'on this disk' if name in here else 'in the bucket'}"
+        elif buckets.read(f"{address}/{name}") != (folder / name).read_bytes():
+            yield f"{name} differs"
+    print(f"{len(compared)} files were compared byte for byte")
+    curve = [_losses(buckets.read(f"{address}/model/metrics.jsonl"))]
+    curve.append(_losses((folder / "model" / "metrics.jsonl").read_bytes()))
+    if curve[0] != curve[1] or len(curve[0]) < steps:
+        yield f"losses differ: {curve}"
+    trees = [load_tree(f"{place}/model/checkpoint_{steps}") for place in (address, str(folder))]
+    if trees[0].keys() != trees[1].keys():
+        yield "the checkpoints have other arrays"
+    for name in trees[0].keys() & trees[1].keys():
+        if not np.array_equal(np.asarray(trees[0][name]), np.asarray(trees[1][name])):
+            yield f"checkpoint_{steps}: {name} differs"
+    print(f"{len(trees[0])} arrays of checkpoint_{steps} were compared bit for bit")
+
+
+def _losses(lines: bytes) -> dict[int, float]:
+    rows = map(json.loads, lines.splitlines())
+    return {row["step"]: row["loss"] for row in rows if row.get("split") == "train"}
+
+
+def main() -> int:
+    """Runs both sequences and prints what differs."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--store", choices=("gs", "s3"), default="gs")
+    store = parser.parse_args().store
+    import bucket_servers
+
+    server = bucket_servers.GoogleStorage() if store == "gs" else bucket_servers.S3()
+    os.environ.update(server.environment(server.port))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            address = f"{server.address}/t0"
+            sequence(address)
+            sequence(folder)
+            found = list(differences(address, Path(folder)))
+    finally:
+        server.stop()
+    print("\n".join(found) or f"{address} and a local folder hold the same.")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
