@@ -5,7 +5,7 @@ rename or append: a reader sees an object's old content or its new one, never a 
 happen once, such as taking a lock, is a `create`, which the store refuses if the object is there.
 
 Everything here takes addresses (`gs://bucket/name`). What takes local paths too is
-`t0repro.working_copy`.
+`t0repro.working_copies`.
 """
 
 from __future__ import annotations
