@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from t0repro import buckets
-from t0repro.buckets import scheme_of
+from t0repro.buckets import explained, located, scheme_of
 from t0repro.errors import UserError
 from t0repro.files import make_folder
 from t0repro.progress import byte_progress
 from t0repro.words import sized
 
 _CHUNK_BYTES = 1 << 26
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 def is_remote(path: str) -> bool:
@@ -46,32 +41,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return path.removeprefix("file://")
 
 
-def _at(path: str) -> tuple[Any, str]:
-    return buckets.file_system(path.partition("://")[0].lower()), path
-
-
-def _explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Makes a UserError of what a store's library raises, unless it says that there is no file."""
-
-    @functools.wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        try:
-            return function(*args, **kwargs)
-        except (UserError, FileNotFoundError):
-            raise
-        except Exception as error:  # each library has exceptions of its own
-            if not is_remote(path := str(args[0])):
-                raise
-            raise UserError(
-                f"The store did not answer as it should: {error}",
-                where=path,
-                fix="Check the connection and the permissions, then start the same command again.",
-            ) from error
-
-    return call
-
-
-@_explained
+@explained
 def is_file(path: str) -> bool:
     """Whether there is a file of this name."""
     if not is_remote(path):
@@ -79,7 +49,7 @@ def is_file(path: str) -> bool:
     return _type(path) == "file"
 
 
-@_explained
+@explained
 def is_directory(path: str) -> bool:
     """Whether there is a directory of this name."""
     if not is_remote(path):
@@ -89,7 +59,7 @@ def is_directory(path: str) -> bool:
 
 def _type(path: str) -> str | None:
     """What is at a remote address, "file" or "directory"; None if nothing is."""
-    system, path = _at(path)
+    system, path = located(path)
     try:
         # Not isfile and isdir: fsspec's answer False to every error, a lost connection too.
         return system.info(path)["type"]
@@ -97,14 +67,14 @@ def _type(path: str) -> str | None:
         return None
 
 
-@_explained
+@explained
 def names(path: str) -> list[str]:
     """Lists the names in a directory; empty if there is no such directory."""
     if not is_directory(path):
         return []
     if not is_remote(path):
         return sorted(os.listdir(path))
-    system, path = _at(path)
+    system, path = located(path)
     # Some file systems end a directory's entry with a slash or give it with the whole address.
     return sorted(entry.rstrip("/").rpartition("/")[2] for entry in system.ls(path, detail=False))
 
@@ -127,7 +97,7 @@ def is_inside(name: str) -> bool:
     return bool(name) and "://" not in name and not os.path.isabs(name) and ".." not in parts
 
 
-@_explained
+@explained
 def size(path: str) -> int:
     """Returns a file's size in bytes.
 
@@ -136,7 +106,7 @@ def size(path: str) -> int:
     """
     if not is_remote(path):
         return os.path.getsize(path)
-    system, path = _at(path)
+    system, path = located(path)
     return system.size(path)
 
 
@@ -153,14 +123,14 @@ def walk(path: str) -> Iterator[str]:
 def refresh(path: str) -> None:
     """Drops the cached listings of a remote path's file system."""
     if is_remote(path):
-        _at(path)[0].invalidate_cache()
+        located(path)[0].invalidate_cache()
 
 
-@_explained
+@explained
 def stamp(path: str) -> list[Any]:
     """Returns what changes when a file is written: size and mtime, or a remote store's key."""
     if is_remote(path):
-        system, place = _at(path)
+        system, place = located(path)
         return [size(path), system.ukey(place)]
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns]
@@ -181,14 +151,14 @@ def blocks(path: str) -> Iterator[bytes]:
     Raises:
       OSError: If it cannot be read.
     """
-    system, path = _at(path) if is_remote(path) else (None, path)
+    system, path = located(path) if is_remote(path) else (None, path)
     opened = system.open(path, "rb", block_size=1 << 24) if system else open(path, "rb")
     with opened as file:
         while block := file.read(1 << 22):
             yield block
 
 
-@_explained
+@explained
 def read_into(path: str, start: int, array: np.ndarray) -> bool:
     """Fills an array with a file's bytes from `start` on; returns whether there were enough.
 
@@ -196,7 +166,7 @@ def read_into(path: str, start: int, array: np.ndarray) -> bool:
       OSError: If the file cannot be read.
     """
     room = array.reshape(-1).view(np.uint8).data
-    system, path = _at(path) if is_remote(path) else (None, path)
+    system, path = located(path) if is_remote(path) else (None, path)
     # Unbuffered: what is read goes straight into the array's memory.
     opened = system.open(path, "rb", block_size=1 << 24) if system else open(path, "rb", 0)
     with opened as file:
@@ -251,14 +221,14 @@ class LocalCopy:
                         done(len(data))
 
 
-@_explained
+@explained
 def read_range(path: str, start: int, count: int | None) -> bytes:
     """Reads up to `count` bytes of a file from `start` on; all of them if `count` is None."""
     if not is_remote(path):
         with open(path, "rb") as file:
             file.seek(start)
             return file.read() if count is None else file.read(count)
-    system, path = _at(path)
+    system, path = located(path)
     with system.open(path, "rb", block_size=1 << 24) as file:
         file.seek(start)
         return file.read() if count is None else file.read(count)

@@ -221,12 +221,16 @@ def file_system(scheme: str) -> Any:
         ) from None
 
 
-def _at(address: str) -> tuple[Any, str]:
-    return file_system(address.partition("://")[0]), address
+def located(address: str) -> tuple[Any, str]:
+    """The file system of an address, and the address as it takes it."""
+    return file_system(address.partition("://")[0].lower()), address
 
 
-def _explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Makes a UserError of what a store's library raises, unless it says that there is no file."""
+def explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Makes a UserError of what a store's library raises, unless it says that there is no file.
+
+    What a call for local paths raises is passed on.
+    """
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -235,19 +239,23 @@ def _explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Res
         except (UserError, FileNotFoundError):
             raise
         except Exception as error:  # each library has exceptions of its own
+            places = [os.fspath(arg) for arg in args if isinstance(arg, str | os.PathLike)]
+            address = next((each for each in places if is_address(each) and "://" in each), None)
+            if address is None:
+                raise
             raise UserError(
                 f"The store did not answer as it should: {error}",
-                where=str(next(arg for arg in args if "://" in str(arg))),
+                where=address,
                 fix="Check the connection and the permissions, then start the same command again.",
             ) from error
 
     return call
 
 
-@_explained
+@explained
 def exists(address: str) -> bool:
     """Whether there is an object, or one whose name continues this one after a slash."""
-    system, path = _at(address)
+    system, path = located(address)
     try:
         # Not fsspec's exists: it answers False to every error, a lost connection too.
         system.info(path)
@@ -256,32 +264,32 @@ def exists(address: str) -> bool:
     return True
 
 
-@_explained
+@explained
 def read(address: str) -> bytes:
     """An object's content.
 
     Raises:
       FileNotFoundError: If there is no such object.
     """
-    system, path = _at(address)
+    system, path = located(address)
     return system.cat_file(path)
 
 
-@_explained
+@explained
 def write(address: str, content: bytes) -> None:
     """Writes an object as a whole, in place of one of that name."""
-    system, path = _at(address)
+    system, path = located(address)
     system.pipe_file(path, content)
 
 
-@_explained
+@explained
 def create(address: str, content: bytes) -> bool:
     """Writes an object if there is none of that name; of several that try, one succeeds.
 
     Returns:
       Whether this call wrote it.
     """
-    system, path = _at(address)
+    system, path = located(address)
     # Asked first too: emulators overwrite where the store itself would refuse.
     if exists(address):
         return False
@@ -297,10 +305,10 @@ def create(address: str, content: bytes) -> bool:
     return True
 
 
-@_explained
+@explained
 def objects(address: str) -> dict[str, int]:
     """The objects below an address: name relative to it -> size in bytes; sorted by name."""
-    system, path = _at(address)
+    system, path = located(address)
     root = system._strip_protocol(path).rstrip("/")  # how the library spells what it lists
     found = system.find(path, detail=True)
     sizes = {
@@ -312,10 +320,10 @@ def objects(address: str) -> dict[str, int]:
     return dict(sorted(sizes.items()))
 
 
-@_explained
+@explained
 def remove(address: str) -> None:
     """Removes an object; nothing if there is none."""
-    system, path = _at(address)
+    system, path = located(address)
     try:
         system.rm_file(path)
     except FileNotFoundError:
@@ -333,10 +341,10 @@ def remove_all(address: str, first: Sequence[str] = ()) -> None:
         remove(f"{address}/{name}")
 
 
-@_explained
+@explained
 def upload(path: Path, address: str) -> None:
     """Copies a file of this machine to an object, which appears once it is complete."""
-    system, target = _at(address)
+    system, target = located(address)
     system.put_file(str(path), target)
 
 
@@ -354,14 +362,14 @@ def upload_tree(folder: Path, address: str, last: Sequence[str] = ()) -> None:
         upload(folder / name, f"{address}/{name}")
 
 
-@_explained
+@explained
 def download(address: str, path: Path) -> None:
     """Copies an object to a file in a folder that exists.
 
     Raises:
       FileNotFoundError: If there is no such object.
     """
-    system, source = _at(address)
+    system, source = located(address)
     system.get_file(source, str(path))
 
 

@@ -139,7 +139,7 @@ def _is_free(holder: Mapping[str, Any]) -> bool:
     """Whether a lease was released or its owner is known to be dead: a process of this machine."""
     if holder.get("released"):
         return True
-    return holder.get("machine") == _machine() and not _is_alive(int(holder.get("process", 0)))
+    return holder.get("machine") == _machine() and not is_alive(int(holder.get("process", 0)))
 
 
 def _await_death(
@@ -177,7 +177,8 @@ def _place(holder: Mapping[str, Any]) -> str:
     return f"process {holder.get('process', '?')} on {holder.get('host', 'another machine')}"
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Whether this machine has a process of this number."""
     try:
         os.kill(process, 0)  # sends nothing
     except ProcessLookupError:

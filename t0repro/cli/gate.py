@@ -119,7 +119,7 @@ def _search_working_folder() -> None:
 
 
 def _keep_secrets_out_of_tracebacks() -> None:
-    """Redacts what Python prints of an exception that nobody catches, in any thread."""
+    """Redacts the tracebacks that Python prints for uncaught exceptions, in any thread."""
     # They stay, as an exception is printed after the command's body has ended.
     sys.excepthook = _print_traceback
     threading.excepthook = lambda ended: _print_traceback(

@@ -15,6 +15,7 @@ harness's. Whether greedy decoding gives a choice is not known then, and null.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -127,13 +128,8 @@ def _import_task(task: str, samples: Path, expected: int | None, eval_dir: Path)
     columns = zip(*pairs, strict=True)
     endings = ("inputs", "targets", f"{STEP}_predictions")
     for ending, values in zip(endings, columns, strict=True):
-        file = LineFile(eval_dir / f"{name}_{ending}")
-        try:
+        with _whole_file(eval_dir / f"{name}_{ending}") as file:
             file.write(values)
-        except BaseException:
-            file.discard()
-            raise
-        file.commit()
 
 
 def _pairs(sample: Mapping[str, Any]) -> Iterator[tuple[str, Any, float]]:
@@ -149,6 +145,18 @@ def _pairs(sample: Mapping[str, Any]) -> Iterator[tuple[str, Any, float]]:
         # Equal choices are equally right, as in T0's tasks.
         correct = 0 <= answer < len(choices) and choices[number] == choices[answer]
         yield texts[number]["arg_0"], ((example, number), correct, 1.0, 0), score
+
+
+@contextlib.contextmanager
+def _whole_file(path: Path) -> Iterator[LineFile]:
+    """A file of lines that appears when the block has ended, and not if it fails."""
+    file = LineFile(path)
+    try:
+        yield file
+    except BaseException:
+        file.discard()
+        raise
+    file.commit()
 
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
@@ -211,15 +219,10 @@ def export_results(eval_dir: Path, step: int, split: str, folder: Path) -> Path:
         name = scores.task.removesuffix(SCORE_EVAL_SUFFIX)
         task = task_descriptions()[scores.task]
         right = []
-        file = LineFile(folder / f"samples_{name}_{date}.jsonl")
-        try:
+        with _whole_file(folder / f"samples_{name}_{date}.jsonl") as file:
             for sample in _samples(scores, task, split):
                 right.append(sample["acc"])
                 file.write([json.dumps(sample, ensure_ascii=False)])
-        except BaseException:
-            file.discard()
-            raise
-        file.commit()
         error = float(np.std(right, ddof=1) / len(right) ** 0.5) if len(right) > 1 else "N/A"
         results[name] = {
             "name": name,

@@ -119,7 +119,8 @@ def make_report(
     ranked, decoded = _by_mode(run, records, options.tasks)
     results = rank_folder(run.eval_dir, prompts, step=step, tasks=ranked)
     extras = _extras(run, prompts, ranked, options.extras, records)
-    for task, accuracy in accuracies_without(results, options.overlap).items():
+    without = accuracies_without(results, options.overlap)
+    for task, accuracy in without.items():
         extras.setdefault(task, {})["without_overlap"] = accuracy
     groups, datasets = _summarize(
         results,
@@ -150,7 +151,7 @@ def make_report(
         losses=_losses(beside),
         loss_curve=None if beside.metrics is None else loss_curve(beside.metrics, run.label),
         conversion=beside.conversion,
-        notes=(*options.notes, *_overlap_notes(results, prompts, options.overlap)),
+        notes=(*options.notes, *_overlap_notes(results, prompts, options.overlap, without)),
         published=published_figures({dataset.dataset for dataset in datasets}),
         tasks=task_costs(records, evaluated),
         generation=generation,
@@ -240,9 +241,9 @@ def _overlap_notes(
     results: Sequence[RankResult],
     prompts: Mapping[str, PromptInfo],
     overlap: Mapping[str, Sequence[int]],
+    without: Mapping[str, float],
 ) -> Iterator[str]:
     """A sentence for each dataset of which examples share text with training rows."""
-    without = accuracies_without(results, overlap)
     by_dataset: dict[str, list[RankResult]] = {}
     for result in results:
         by_dataset.setdefault(dataset_label(result.task, prompts), []).append(result)

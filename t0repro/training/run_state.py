@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from t0repro.errors import UserError
 from t0repro.files import input_path, output_path, write_atomically, writing
+from t0repro.leases import is_alive
 from t0repro.training.actions import Action
 from t0repro.training.metrics import StepMetrics
 
@@ -87,20 +88,10 @@ def read_run_state(model_dir: str | os.PathLike[str]) -> RunState | None:
         ) from error
     # A process number means something only on the machine that gave it.
     if state.state == "running" and state.host == socket.gethostname():
-        if not _is_alive(state.process):
+        if not is_alive(state.process):
             reason = "its process is gone: it was killed, or the machine went down"
             return dataclasses.replace(state, state="failed", reason=reason)
     return state
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)  # sends nothing
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's process, which is there
-        return True
-    return True
 
 
 class RecordRunState(Action):

@@ -362,7 +362,7 @@ def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
 
 
 def _absent_modules(inputs: T5xInputs, absent: Sequence[str]) -> list[str]:
-    """A line for each module of T5X that a file imports for its effect, which it has not here."""
+    """A line for each module of T5X that a file imports only for its tasks and that is missing."""
     if not absent:
         return []
     folders = (*inputs.gin_search_paths, str(shipped_files()))
