@@ -3,7 +3,7 @@
 # to pytest.
 #   bash scripts/test.sh                   # all but the slow and the hard life
 #   bash scripts/test.sh --fast            # under 3 minutes on two idle cores: tests/fast_tier.txt
-#   bash scripts/test.sh tests/mesh -x     # these tests, after lint and types
+#   bash scripts/test.sh tests/mtf -x     # these tests, after lint and types
 #   bash scripts/test.sh --coverage        # which lines and branches the tests run; slower by a third
 #   bash scripts/test.sh -m slow           # those that take more than a minute each
 #   bash scripts/test.sh -m hardlife       # kills, full disks, power loss, remote stores: nightly

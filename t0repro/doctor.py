@@ -175,7 +175,7 @@ def _mesh_tensorflow() -> tuple[State, str, str]:
         return "missing", "no tensorflow: no --backend=mtf, prompts or SeqIO", _SETUP
     ended = subprocess.run(
         # -P keeps the checkout's folder gin/ from being imported instead of gin-config.
-        [sys.executable, "-P", "-c", "from t0repro.mesh import trial; trial.main()"],
+        [sys.executable, "-P", "-c", "from t0repro.mtf import trial; trial.main()"],
         capture_output=True,
         text=True,
         timeout=_TRIAL_SECONDS,

@@ -243,7 +243,7 @@ def test_t5s_parse_tb_writes_its_table_and_the_best_step_of_each_group(tmp_path,
     )
     assert written.returncode == 0, written.stderr
     flags = [f"--summary_dir={events}", f"--out_file={table}"]
-    command = [sys.executable, "-P", "-m", "t0repro.mesh", "t5.scripts.parse_tb", *flags]
+    command = [sys.executable, "-P", "-m", "t0repro.mtf", "t5.scripts.parse_tb", *flags]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert table.read_text().splitlines() == [

@@ -44,7 +44,7 @@ def test_a_peers_own_unit_tests_pass_in_this_environment(package, tmp_path):
     # Bare functions called test_... are helpers in seqio.test_utils: the tests are all TestCases.
     settings.write_text("[pytest]\npython_functions = none\n")
     report = tmp_path / "report.xml"
-    command = [sys.executable, "-P", "-m", "t0repro.mesh", "pytest", "--pyargs", package]
+    command = [sys.executable, "-P", "-m", "t0repro.mtf", "pytest", "--pyargs", package]
     command += ["-q", "-c", str(settings), "--rootdir", str(tmp_path), f"--junitxml={report}"]
     command += ["-p", "no:cacheprovider", "-p", "peers_plugin", "-W", "ignore"]
     folder = Path(importlib.util.find_spec(package).origin).parent

@@ -309,7 +309,7 @@ def train_records(out: Path) -> None:
 
 
 def mesh_records(out: Path) -> None:
-    from t0repro.mesh.hooks import MetricsFile
+    from t0repro.mtf.hooks import MetricsFile
     from t0repro.training.model_dir import held_for_training
 
     with held_for_training(out, "mtf", None):

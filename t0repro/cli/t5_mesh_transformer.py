@@ -218,7 +218,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
 
     from t0repro.config.configuration import NotOnJax
     from t0repro.config.mtf import parser
-    from t0repro.mesh.run import run
+    from t0repro.mtf.run import run
     from t0repro.runs.preflight import check_mesh_transformer
 
     configuration = None

@@ -1,6 +1,6 @@
 """Runs a module of t5, Mesh TensorFlow or SeqIO as a program, with compat's patches applied.
 
-    python -m t0repro.mesh t5.scripts.parse_tb --summary_dir=DIR --out_file=FILE
+    python -m t0repro.mtf t5.scripts.parse_tb --summary_dir=DIR --out_file=FILE
 
 does what `python -m t5.scripts.parse_tb ...` did on the TensorFlow and pandas of t5's own time.
 """
@@ -44,7 +44,7 @@ def read_events_in_either_form() -> None:
 def main() -> None:
     """Runs the module named by the first argument with the remaining arguments."""
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python -m t0repro.mesh MODULE [the module's own arguments]")
+        sys.exit("usage: python -m t0repro.mtf MODULE [the module's own arguments]")
     # The module must see its own name and arguments, as if it had been started directly.
     del sys.argv[0]
     compat.install()

@@ -30,7 +30,7 @@ from t0repro.evaluation.task_output import (
     ranks_choices,
     without_padding,
 )
-from t0repro.mesh.hooks import MetricsFile, numbers
+from t0repro.mtf.hooks import MetricsFile, numbers
 
 
 def record_evaluation(utils: Any, metrics: MetricsFile) -> None:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from t0repro.mesh import hooks
-from t0repro.mesh.hooks import MetricsFile, Progress
+from t0repro.mtf import hooks
+from t0repro.mtf.hooks import MetricsFile, Progress
 
 pytestmark = pytest.mark.mtf
 

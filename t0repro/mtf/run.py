@@ -1,7 +1,7 @@
 """Runs what gin configures on Mesh TensorFlow: the part of t5's main that follows gin's parsing.
 
 `mesh_tensorflow.transformer.utils.run` chooses the mode by run.mode; with --use_model_api,
-t0repro.mesh.run chooses it by --mode. No library code is copied: both are called as t5 calls
+t0repro.mtf.run chooses it by --mode. No library code is copied: both are called as t5 calls
 them.
 """
 
@@ -19,7 +19,7 @@ from t0repro.config.mtf.arguments import refuse_on_mesh_tensorflow
 from t0repro.config.mtf.model_api import check_mode, checkpoint_steps
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
-from t0repro.mesh import hooks
+from t0repro.mtf import hooks
 from t0repro.progress import working
 from t0repro.redaction import without_passwords
 

@@ -49,7 +49,7 @@ def install(model_dir: str) -> None:
     from mesh_tensorflow.transformer import utils
     from tensorflow.python.tpu import tpu_estimator
 
-    from t0repro.mesh import evaluation_hooks
+    from t0repro.mtf import evaluation_hooks
 
     metrics = MetricsFile(os.path.join(model_dir, METRICS_FILE))
     record_training(tpu_estimator.TPUEstimator, metrics)
