@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from .mesh.mesh_commands import run_python
+from .mtf.mesh_commands import run_python
 
 pytestmark = pytest.mark.mtf
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ..mesh.mesh_commands import CommandServer
+from ..mtf.mesh_commands import CommandServer
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 
