@@ -88,6 +88,13 @@ def explain(
         with t5x_command():
             _explain_t5x(run_mode, *t5x_inputs, as_json=as_json, dialect=dialect)
         return
+    if gin_bindings:
+        raise UserError(
+            "--gin.NAME=VALUE overrides T5X's gin files, and without --run_mode they are read as"
+            " Mesh TensorFlow's.",
+            where=f"--gin.{gin_bindings[0]}",
+            fix="Add --run_mode=train, eval, infer or precompile; or write --gin_param.",
+        )
     echo("reading gin files, with t5 and Mesh TensorFlow ...", err=True)
     from t0repro.config.explain import render
     from t0repro.config.mtf.dialect import load

@@ -10,10 +10,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import click
+
 WIDTH = 74  # of an example's lines, which Click indents by 4
 _WORD = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")
 _EXAMPLE = re.compile(
-    r"(?P<before>.*?)(?P<name>[^.:]*):\s+(?P<commands>(?:[A-Z0-9_]+=\S+ )?t0repro .*)", re.S
+    r"(?P<before>.*?)(?P<name>[^.:]*):\s+(?P<commands>(?:[A-Z0-9_]+=\S+ )?"
+    r"(?:t0repro|t5_mesh_transformer) .*)",
+    re.S,
 )
 
 
@@ -25,6 +29,25 @@ def arrange(command: Any) -> None:
     command.help = _text(command.help or "")
     command.epilog = _text(command.epilog or "")
     command.format_options = functools.partial(_format_options, command)
+
+
+def page(program: str, text: str, sections: dict[str, list[tuple[str, str]]]) -> str:
+    """The help page of a command that Typer does not parse: its text, then flags by headings.
+
+    Args:
+      program: the command's name.
+      text: what it does, and an example, as a Typer command's help.
+      sections: heading -> each flag with its kind of value, and its help.
+    """
+    formatter = click.HelpFormatter(width=80)
+    formatter.write_usage(program, "[FLAGS]")
+    formatter.write_paragraph()
+    with formatter.indentation():
+        formatter.write_text(_text(text))
+    for heading, records in sections.items():
+        with formatter.section(heading):
+            formatter.write_dl(records)
+    return formatter.getvalue()
 
 
 def _summary(text: str) -> str:

@@ -252,9 +252,9 @@ def define_process_flags() -> None:
     from absl import flags
 
     flags.DEFINE_boolean(
-        "multiprocess_gpu", False, "Be one of several processes; JAX finds out what is not given."
+        "multiprocess_gpu", False, "Join a multi-process run; JAX detects what you omit."
     )
-    flags.DEFINE_string("coordinator_address", None, "HOST:PORT where process 0 is reached.")
+    flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0.")
     flags.DEFINE_integer("process_count", None, "Number of processes.")
     flags.DEFINE_integer("process_index", None, "This process's number, from 0.")
     flags.DEFINE_integer("initialization_timeout", None, "Seconds to wait for the others.")

@@ -4,11 +4,6 @@ It takes every flag of t5's command (t5 itself defines them) and more: --backend
 --at_hand, --allow_changed, --gin_import_allowlist, --tracker, --debug, and those of auxiliary jobs
 (docs/auxiliary_jobs.md). Inputs are checked before anything is built or written; a mistake ends
 with a message on stderr and exit code 2.
-
-Example:
-  t5_mesh_transformer --model_dir=DIR --module_import=t0repro.tasks.demo \
-    --gin_file=dataset.gin --gin_param="MIXTURE_NAME = 'demo_train'" \
-    --gin_file=models/t5.1.1.small.gin --gin_param="utils.run.mesh_shape = []"
 """
 
 from __future__ import annotations
@@ -16,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 import typing
 from collections.abc import Iterator, Sequence
@@ -24,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
 
+from t0repro.cli import help_pages
 from t0repro.cli.gate import USER_ERROR, gate
 from t0repro.cli.options import (
     TRACKER_HELP,
+    ProcessOptions,
     allowlist_of,
     define_process_flags,
     process_options_of,
@@ -53,7 +51,6 @@ def console_entry_point() -> None:
         # First, since even the flags are t5's own, whose import takes seconds.
         echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
         define_flags()
-        sys.modules["__main__"].__doc__ = __doc__  # what absl prints above the flags on --help
 
         def main(arguments: Sequence[str]) -> None:
             settings.debug, settings.long_work = flags.FLAGS.debug, True
@@ -93,8 +90,8 @@ def define_flags() -> None:
         flags.DEFINE_boolean(
             "at_hand",
             False,
-            "Use the part of the mixture whose rows or caches are here, with its rates; the rest is"
-            " named.",
+            "Use only the tasks of the mixture whose rows or caches are on this machine, with their"
+            " rates, and list the others.",
         )
         flags.DEFINE_multi_string(
             "gin_import_allowlist",
@@ -119,16 +116,86 @@ def define_flags() -> None:
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
 
-_HELP = {"help", "helpshort", "helpfull", "helpxml", "?"}
+_HELP = {"help", "helpshort", "h", "?"}
+_TEXT = """Train or evaluate as T0's README does: t5 0.9.4's command, on Mesh TensorFlow or on JAX.
+
+It takes every flag of t5's command and adds those below that t5 does not have. Inputs are checked
+before anything is built or written; a mistake ends with a message and exit code 2.
+
+Example: t5_mesh_transformer --backend=jax --model_dir=runs/demo --module_import=t0repro.tasks.demo
+  --gin_file=dataset.gin --gin_param="MIXTURE_NAME = 'demo_train'" --gin_file=demo/t5.1.1.demo.gin
+  --gin_file=learning_rate_schedules/constant_0_001.gin --gin_param="run.train_steps = 20"
+  --gin_param="run.batch_size = ('tokens_per_batch', 1024)"
+  --gin_param="run.sequence_length = {'inputs': 128, 'targets': 16}"
+  --gin_param="utils.run.mesh_shape = []"
+"""
+# The flags of t5's command that T0's README uses, and ours beside them; of the rest, t5's module
+# has those of its Model API.
+_HEADINGS = {
+    "Gin files": (
+        "gin_file", "gin_param", "gin_location_prefix", "gin_import_allowlist",
+        "skip_all_gin_unknowns", "additional_deprecated_gin_references",
+    ),
+    "Tasks": (
+        "module_import", "additional_task_cache_dirs", "at_hand", "vocab", "t5_tfds_data_dir",
+    ),
+    "The run": ("model_dir", "backend", "allow_changed", "tracker", "debug"),
+    "Several processes": tuple(field.name for field in dataclasses.fields(ProcessOptions)),
+    "Auxiliary jobs": tuple(field.name for field in dataclasses.fields(AuxiliaryOptions)),
+    "TPUs": ("tpu", "gcp_project", "tpu_zone", "tpu_job_name"),
+}  # fmt: skip
+# In place of t5's few words for the flags that everybody uses.
+_WORDS = {
+    "gin_file": "A gin file of t5, of this project or of --gin_location_prefix; repeatable.",
+    "gin_param": "A binding that overrides the files'; repeatable.",
+    "gin_location_prefix": "Folders to look for gin files in.",
+    "skip_all_gin_unknowns": "Ignore bindings of configurables that do not exist.",
+    "additional_deprecated_gin_references": "Configurables whose bindings are ignored.",
+    "module_import": "A module that registers tasks; repeatable.",
+    "additional_task_cache_dirs": "Folders that hold cached tasks.",
+    "t5_tfds_data_dir": "The folder of TensorFlow Datasets' data, for all tasks.",
+    "model_dir": "The folder of the run's checkpoints and metrics.",
+}
 
 
 def _parse_flags(arguments: Sequence[str]) -> list[str]:
+    if _HELP.intersection(word.lstrip("-") for word in arguments if word.startswith("-")):
+        echo(_help().rstrip())
+        sys.exit(0)
     try:
         return app.parse_flags_with_usage(canonical_arguments(arguments))
     except SystemExit:
-        # absl exits with 1 after any text about flags: the help that was asked for, too.
-        asked = _HELP.intersection(word.lstrip("-").partition("=")[0] for word in arguments)
+        # absl exits with 1 after any text about flags: those that it was asked for, too.
+        asked = {"helpfull", "helpxml"} & {word.strip("-") for word in arguments}
         sys.exit(0 if asked else USER_ERROR)
+
+
+def _help() -> str:
+    """The page of --help; --helpfull is absl's, with the flags of every library."""
+    known = {flag.name: flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])}
+    sections = {
+        heading: [_record(known.pop(name)) for name in names]
+        for heading, names in _HEADINGS.items()
+    }
+    sections["The Model API"] = [_record(known.pop("use_model_api")), *map(_record, known.values())]
+    return help_pages.page("t5_mesh_transformer", _TEXT, sections)
+
+
+def _record(flag: Any) -> tuple[str, str]:
+    """A flag with its kind of value, and its help with the default if there is one."""
+    if flag.boolean:
+        name = f"--[no]{flag.name}"
+    elif choices := getattr(flag.parser, "enum_values", None):
+        name = f"--{flag.name} <{'|'.join(choices)}>"
+    else:
+        kind = flag.parser.flag_type()
+        name = f"--{flag.name} <{'str,...' if 'list' in kind else kind.replace('string', 'str')}>"
+    # absl adds the choices before a help text, and how to repeat a flag after it.
+    text = re.sub(r"^<[^>]*>: |;\s+repeat this option.*", "", flag.help, flags=re.S)
+    text = _WORDS.get(flag.name, " ".join(text.split()))
+    default = flag.default_as_str
+    has_default = flag.default not in (None, False, "", [])
+    return name, f"{text}  [default: {default.strip(chr(39))}]" if has_default else text
 
 
 def run(options: Any) -> None:
@@ -293,7 +360,7 @@ def define_job_flags() -> None:
         type_, option = typing.get_args(types[name])
         kinds = typing.get_args(type_) or (type_,)  # str | None
         if name == _TAKEN_FOR_GRANTED:
-            flags.DEFINE_boolean(name, True, "Taken for granted: a job reads its own file.")
+            flags.DEFINE_boolean(name, True, "Always on here: a job reads only its own file.")
         elif int in kinds:
             flags.DEFINE_integer(name, default, option.help, lower_bound=option.min)
         elif float in kinds:

@@ -11,7 +11,7 @@ import typer
 from t0repro.cli.options import AsJson, GinBindings, GinFiles, with_groups
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
-from t0repro.cloud.arguments import MESH_TRANSFORMER
+from t0repro.cloud.arguments import MESH_TRANSFORMER, check_not_export
 from t0repro.cloud.xmanager import Executor
 from t0repro.errors import UserError
 
@@ -124,6 +124,11 @@ class TrackingOptions:
         )
 
 
+def _not_export(run_mode: str | None) -> str | None:
+    check_not_export(run_mode)
+    return run_mode
+
+
 @app.command()
 @with_groups
 def submit(
@@ -147,7 +152,12 @@ def submit(
     ] = None,
     run_mode: Annotated[
         str | None,
-        typer.Option(help="train, eval, infer, precompile, rank-eval or aux."),
+        typer.Option(
+            # Eager, so that export is refused before the options that it would also need.
+            callback=_not_export,
+            is_eager=True,
+            help="train, eval, infer, precompile, rank-eval or aux.",
+        ),
     ] = None,
     gin_file: GinFiles = None,
     gin_bindings: GinBindings = None,

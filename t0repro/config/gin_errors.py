@@ -81,6 +81,8 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
             fix=f"Correct the name: {nearest_gin_files(missing[1], _listed(missing[2]))}; or name"
             f" the file's folder with {folders}. Searched config paths: {_short(missing[2])}.",
         )
+    if re.match(r"'[\w.]+' was not provided by an import statement", text):
+        return _without_import(text, _place_in(text) or file or _ANYWHERE)
     if isinstance(error, UnicodeDecodeError):
         return UserError(
             f"The gin file is not UTF-8 text: {error.reason} at byte {error.start}.",
@@ -98,6 +100,23 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
     where = _place_of(error, file) or _place_of_call(text, bindings) or _ANYWHERE
     fix = _fix_of_value(error) or _nearest_parameter(text) or _FIX
     return UserError(_words(error), where=where, fix=fix)
+
+
+def _without_import(text: str, where: str) -> UserError:
+    """The error for a name that no `import` line defines, of which only T5X's files have any."""
+    name = text.split("'")[1]
+    if of_command("Mesh TensorFlow", "T5X") == "T5X":
+        return UserError(
+            f"No import line of the gin file defines {name!r}.",
+            where=where,
+            fix=f"Add an `import` or `from ... import {name}` line to that file.",
+        )
+    return UserError(
+        "This gin file is T5X's, and this command reads Mesh TensorFlow's.",
+        where=where,
+        fix="Run it with `t0repro train`, `t0repro eval` or `t0repro infer`; with `t0repro"
+        " explain`, add --run_mode=train, eval, infer or precompile.",
+    )
 
 
 def _listed(text: str) -> list[str]:

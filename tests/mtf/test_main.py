@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shlex
 import shutil
 import struct
 from pathlib import Path
@@ -258,6 +260,37 @@ def test_a_bad_parameter_on_the_real_command_line_prints_little_but_the_message(
 def test_help_is_no_mistake(server):
     assert server.run(["--help"])[0] == 0
     assert server.run(["--helpful"])[0] == 2
+    assert server.run(["--helpfull"])[0] == 0
+
+
+def test_help_fits_80_columns_and_has_every_flag_under_a_heading(server):
+    _, text = server.run(["--help"])
+    page = text.partition("Usage:")[2]
+    assert max(map(len, page.splitlines())) <= 80
+    headings = re.findall(r"^(\w.*):$", page, re.M)
+    assert headings[:3] == ["Gin files", "Tasks", "The run"] and len(headings) == 7
+    by_absl = set(re.findall(r"^  --(?:\[no\])?(\w+)", _flags_of_t5(server), re.M))
+    assert by_absl <= set(re.findall(r"^  --(?:\[no\])?(\w+)", page, re.M))
+    assert "repeat this option" not in page
+
+
+def _flags_of_t5(server) -> str:
+    """What absl lists of the flags of t5's command and of Mesh TensorFlow's utils."""
+    _, text = server.run(["--helpfull"])
+    return "\n".join(re.findall(
+        r"^(?:t5\.models\.mesh_transformer_main|mesh_tensorflow\.transformer\.utils):\n(.*?)\n\n",
+        text, re.M | re.S,
+    ))  # fmt: skip
+
+
+def test_the_example_of_help_can_be_pasted(server):
+    _, text = server.run(["--help"])
+    example = text.partition("Example:\n")[2].partition("\n\n")[0]
+    program, *words = shlex.split(example)
+    assert program == "t5_mesh_transformer"
+    # The run itself is the quick start's; here the words are parsed, and no more.
+    code, said = server.run([*words, "--gin_param=run.no_such = 1"])
+    assert code == 2 and "no_such" in said, said
 
 
 def test_debug_shows_the_traceback(server, tmp_path):
