@@ -174,7 +174,7 @@ def _activations(config: Mapping[str, Any], where: str) -> tuple[Activation, ...
     gated = bool(config.get("is_gated_act", gate))
     if name not in _ACTIVATIONS:
         raise UserError(
-            f"The activation {name!r} is none that a T5 here has.",
+            f"The activation {name!r} is in no T5 that is supported here.",
             where=f"{where}, feed_forward_proj",
             fix=f"Convert a model with one of these: {', '.join(_ACTIVATIONS)}.",
         )

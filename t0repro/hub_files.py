@@ -168,7 +168,7 @@ class RemoteFiles(abc.ABC):
                 self._reached = True
             except (requests.exceptions.InvalidSchema, requests.TooManyRedirects) as error:
                 raise UserError(
-                    f"The server redirects to where nothing is fetched from: {error}.",
+                    f"The server redirects to an address that is not followed: {error}.",
                     where=url,
                     fix="Give another --base-url; only http and https addresses are followed.",
                 ) from error
@@ -215,7 +215,7 @@ class RemoteFiles(abc.ABC):
                     f"The transfer breaks off repeatedly at byte {have:,} of"
                     f" {file.size:,}: {error}.",
                     where=self._url(file),
-                    fix="Start the command again: it continues there.",
+                    fix="Start the command again: it resumes there.",
                 )
             time.sleep(delay)
 
@@ -230,7 +230,7 @@ class RemoteFiles(abc.ABC):
         with answer:
             if answer.status_code in (404, 416):
                 raise UserError(
-                    f"The file is listed, but asked for it the server says {answer.status_code}.",
+                    f"The server lists this file but answers {answer.status_code} for it.",
                     where=self._url(file),
                     fix="Try again later, or from another --base_url.",
                 )

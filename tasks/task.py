@@ -329,7 +329,7 @@ def rows_at_hand(tasks: Iterable[str], split: str) -> list[str]:
     ]
     if not found:
         raise UserError(
-            f"The rows of split {split!r} of none of {counted(len(names), 'task')} are here.",
+            f"None of {counted(len(names), 'task')} has rows of split {split!r} on this machine.",
             where="--at_hand",
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
         )

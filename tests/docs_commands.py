@@ -70,9 +70,13 @@ command_not_found_handle() { printf '%s\0' "$@" >&9; printf '\1\0' >&9; }
 enable -n source
 """
 _PROGRAM = (
-    r"(?:\S+/)?(?:t0repro|t5_mesh_transformer|seqio_cache_tasks|bash|python|pip|pytest|gcloud)"
+    r"(?:\S+/)?(?:t0repro|t5_mesh_transformer|seqio_cache_tasks|bash|python|pip|pytest|gcloud|docker"
+    r"|mkdir)"
 )
-_SHELL = re.compile(rf"^(?:\$ )?(?:export )?(?:[A-Z_0-9]+=\S+ +)*(?:{_PROGRAM} |[a-z]+=\")", re.M)
+_VARIABLE = r"[A-Z_0-9]+=\S+"
+_SHELL = re.compile(
+    rf"^(?:\$ )?(?:(?:{_VARIABLE}\s+(?:\\\n\s*)?)*{_PROGRAM} |export {_VARIABLE}|[a-z]+=\")", re.M
+)
 
 
 def shell_blocks(text: str) -> Iterator[str]:
@@ -102,3 +106,19 @@ def programs_started(script: str, folder: Path) -> list[list[str]]:
     assert not done.stderr, f"{done.stderr}\n{script}"
     programs = record.read_text().split("\1\0")[:-1]
     return [program.split("\0")[:-1] for program in programs]
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of a page's blocks, each with the lines that continue it, without comments."""
+    found: list[str] = []
+    begun = ""
+    for line in "".join(shell_blocks(page.read_text())).splitlines():
+        line = re.sub(r"\s+# .*|^# .*", "", line)
+        begun = f"{begun}\n{line}" if begun else line
+        # A text within quotation marks may have lines of its own.
+        whole = not line.endswith("\\") and begun.count('"') % 2 == 0 == begun.count("'") % 2
+        if whole:
+            found += [begun] if begun.strip() else []
+            begun = ""
+    assert not begun, f"{page.name}: {begun}"
+    return found

@@ -173,7 +173,10 @@ def _end_unread(command: str, settings: Settings) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if not settings.long_work:
         sys.exit(0)
-    print(f"{command}: nobody reads its output.\n  to do: {settings.go_on}", file=sys.stderr)
+    print(
+        f"{command}: the program that read its output has ended.\n  to do: {settings.go_on}",
+        file=sys.stderr,
+    )
     sys.exit(FAILURE)
 
 

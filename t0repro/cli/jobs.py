@@ -63,7 +63,7 @@ def aux(
         raise UserError(
             "There is no folder to watch for checkpoints.",
             where="--model_dir",
-            fix="Give the folder of the training; it may not exist yet.",
+            fix="Give the folder of the training run; it may not exist yet.",
         )
     gin = t5x_inputs("train", gin_file, gin_bindings, gin_search_paths)
     with heard_by(typer.echo):
@@ -161,7 +161,7 @@ def launch(
         )
     if machines is None and (platform or cell):
         raise UserError(
-            f"No file says what {platform or cell} stands for.",
+            f"No file of machines defines {platform or cell}.",
             where="--platform" if platform else "--cell",
             fix="Name the file of machines: --machines FILE.",
         )

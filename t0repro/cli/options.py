@@ -228,7 +228,7 @@ class ProcessOptions:
                 f"--process_count={self.process_count} needs --coordinator_address and"
                 " --process_index.",
                 where="--process_count",
-                fix="Give all three; or add --multiprocess_gpu where JAX knows the cluster.",
+                fix="Give all three; or add --multiprocess_gpu where JAX can detect the cluster.",
             )
 
     def joined(self) -> contextlib.AbstractContextManager[None]:

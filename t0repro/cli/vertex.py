@@ -295,7 +295,7 @@ def _check_options(context: typer.Context, arguments: Arguments) -> None:
 def _labels(pairs: list[str]) -> dict[str, str]:
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
-        raise UserError(f"{wrong[0]} is no label.", where="--labels", fix="Write KEY=VALUE.")
+        raise UserError(f"{wrong[0]}is not a label.", where="--labels", fix="Write KEY=VALUE.")
     return dict(pair.split("=", 1) for pair in pairs)
 
 
@@ -445,7 +445,7 @@ def cancel(job: Job, project: Project, location: Location) -> None:
     from t0repro.cloud.google import Place
 
     custom_jobs.cancel(job, Place(project, location))
-    typer.echo("Asked to end; `t0repro vertex status` says when it has.")
+    typer.echo("Asked to end; `t0repro vertex status` reports when it has ended.")
 
 
 @app.command()

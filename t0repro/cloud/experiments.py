@@ -99,7 +99,7 @@ def check(tracking: Tracking, place: Place) -> None:
         raise UserError(
             f"The experiment {tracking.experiment} has a run {tracking.run_name} already.",
             where="--run_name",
-            fix="Choose another name; a run is never written over.",
+            fix="Choose another name; a run is never overwritten.",
         )
     if tracking.tensorboard is not None:
         with cloud_errors(

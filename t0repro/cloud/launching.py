@@ -179,7 +179,7 @@ def _sbatch_word(option: str) -> str:
     whole = option.startswith("-") and not option.endswith("=")
     if not whole or len(option.splitlines()) > 1:
         raise UserError(
-            f"{option!r} is no option that a script for sbatch can have.",
+            f"{option!r} cannot be an option in a script for sbatch.",
             where="--option, --name",
             fix="Write it on one line and with its value, as --option=--partition=gpu.",
         )

@@ -196,7 +196,7 @@ def _tracking(folder: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(
-            f"This is no JSON: {error}.",
+            f"This is not JSON: {error}.",
             where=str(path),
             fix="Remove the file: the run then starts over in the tracker.",
         ) from error

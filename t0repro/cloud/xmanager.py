@@ -195,7 +195,7 @@ def _vertex_executors(machines: Machines) -> list[Any]:
         raise UserError(
             f"For {machines} XManager would choose {chosen}.",
             where="--machine_type",
-            fix="Choose a machine that XManager knows, or submit without --xmanager.",
+            fix="Choose a machine that XManager supports, or submit without --xmanager.",
         )
     others = machines.replica_count - 1
     return [primary, executor(others)] if others else [primary]

@@ -42,8 +42,8 @@ def note_uncached(use_cached: bool) -> None:
     """Reports once, before a training run, what SeqIO would warn of for every task."""
     if not use_cached:
         say(
-            "note: the tasks are not cached, so that their examples are made while they are read;"
-            " `t0repro cache` makes them once"
+            "note: the tasks are not cached, so the run renders examples as it reads them;"
+            " `t0repro cache` renders them once"
         )
 
 
@@ -193,8 +193,8 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     if len(missing) > _NAMES_SHOWN:
         shown += f" and {len(missing) - _NAMES_SHOWN} more"
     raise UserError(
-        f"use_cached = True, but of {counted(len(tasks), 'task')} of {name!r}, {len(missing)} not"
-        f" cached: {shown}.",
+        f"use_cached = True, but tasks of {name!r} are not cached ({len(missing)} of {len(tasks)}):"
+        f" {shown}.",
         where="searched " + (", ".join(searched) or "nowhere: no folder of caches is named"),
         fix=f"{command}, with this run's --module_import. Name the folder with"
         f" {of_command('--additional_task_cache_dirs', '--seqio_additional_cache_dirs')}; or read"

@@ -179,7 +179,7 @@ class ResumableBatches(abc.ABC):
         if not self._is_resumed(say):
             return {}
         if saved is None or not (saved / POSITION).is_file():
-            say("data: from the beginning, since the checkpoint does not say where they were")
+            say("data: from the beginning, because the checkpoint has no data position")
             return {}
         position = json.loads((saved / POSITION).read_text())
         ours, theirs = self._arguments(), _UNRECORDED | position["arguments"]

@@ -64,7 +64,7 @@ class SeqioTrainBatches(ResumableBatches):
 
     def _is_resumed(self, say: Say) -> bool:
         if self._resumed and not self._save_dataset:
-            say("data: from the beginning, since save_dataset is False")
+            say("data: from the beginning, because save_dataset is False")
         return self._resumed and self._save_dataset
 
     def _can_save_iterator(self, dataset: Any) -> bool:

@@ -42,7 +42,7 @@ def seqio_vocabulary(record: Any) -> Any:
     if isinstance(record, seqio.Vocabulary):
         return record  # bound in a gin file to an object of the user's own
     raise UserError(
-        f"{record!r} is no vocabulary.",
+        f"{record!r}is not a vocabulary.",
         fix="Bind @seqio.SentencePieceVocabulary(), @seqio.ByteVocabulary() or"
         " @seqio.PassThroughVocabulary().",
     )

@@ -211,7 +211,7 @@ def _check_pairs(scores: TaskScores, order: np.ndarray) -> None:
     if again.any():
         at = int(np.argmax(again))
         raise UserError(
-            f"Task {scores.task!r}: the idx ({inputs[at]}, {choices[at]}) comes more than once.",
+            f"Task {scores.task!r}: the idx ({inputs[at]}, {choices[at]}) occurs more than once.",
             fix="Give each example of the task its own idx, and each choice its position in it.",
         )
 

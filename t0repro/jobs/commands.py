@@ -132,7 +132,7 @@ def check(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
         )
     if settings.final_steps < 0:
         raise UserError(
-            f"{settings.final_steps} steps of fine-tuning are none.",
+            f"{settings.final_steps} is not a number of fine-tuning steps.",
             where="--final_auxiliary_job_steps",
             fix="Give 0 for continuous evaluation, or the number of steps.",
         )
@@ -161,7 +161,7 @@ def _check_command(build_target: str) -> None:
         ) from error
     if not words:
         raise UserError(
-            "The jobs' command has no words.",
+            "The jobs' command is empty.",
             where="--auxiliary_job_build_target_path",
             fix="Give eval, train, rank-eval with its options, or a command.",
         )

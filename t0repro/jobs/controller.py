@@ -102,8 +102,9 @@ class Controller:
           UserError: if another controller has the folder, its jobs did something else, or the
             engine refuses a job.
         """
-        with folder_lock(self._folder, "auxiliary jobs", fix="One controller is enough; see it by"
-                         f" `t0repro aux status {self._model_dir}`."):  # fmt: skip
+        inspect = f"`t0repro aux status {self._model_dir}`"
+        fix = f"A controller is already running; inspect it with {inspect}."
+        with folder_lock(self._folder, "auxiliary jobs", fix=fix):
             self._journal = Journal(self._folder)
             self._check_settings()
             self._try_again()
@@ -136,7 +137,7 @@ class Controller:
                 continue
             kept = pins.pin(ref, self._folder)
             if kept is None:
-                say(f"step {step:,} was deleted by the training before it could be kept")
+                say(f"step {step:,} was deleted by the training run before it could be pinned")
             for point in new:
                 self._journal.add("seen" if kept else "missed", point)
 

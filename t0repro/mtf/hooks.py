@@ -116,7 +116,7 @@ def record_training(estimator_class: Any, metrics: MetricsFile) -> None:
         # The Estimator takes the end of the data for the end of training, and counts a step for it.
         if recorder.steps == 0:
             raise UserError(
-                "There was not one batch to train on; the checkpoint that was saved now holds the"
+                "There are no batches to train on; the checkpoint that was saved now holds the"
                 " parameters that training began with.",
                 where=self.model_dir,
                 fix="Check that the task has rows in this split, and that they are not filtered"

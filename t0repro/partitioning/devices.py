@@ -282,7 +282,7 @@ def check_divides(
     for name, size, axis, parts in divided:
         if size % parts:
             raise UserError(
-                f"{name} = {size:,} does not divide among {axis} {parts}.",
+                f"{name} = {size:,} does not divide evenly across {axis} {parts}.",
                 where=where,
                 fix=f"Choose a size of the axis {axis} that divides {size:,}.",
             )

@@ -170,7 +170,7 @@ def with_environment(asked: Asked, environment: Mapping[str, str]) -> Asked:
         )
     if index and count is None:
         raise UserError(
-            f"This is process {index}, but it is not said of how many.",
+            f"This is process {index}, but the number of processes is missing.",
             where="--process_index",
             fix="Give --process_count and --coordinator_address too.",
         )
@@ -211,7 +211,7 @@ def _replicas_of_vertex_ai(
 
 def _number(variable: str, text: str) -> int:
     if not text.isdecimal():
-        raise UserError(f"{variable} is {text!r}, which is no number.", where=variable)
+        raise UserError(f"{variable} is {text!r}, which is not a number.", where=variable)
     return int(text)
 
 
@@ -261,7 +261,7 @@ def _initialize(asked: Asked) -> None:
     except (ValueError, RuntimeError) as error:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"The processes of this run do not find each other: {line}",
+            f"The processes of this run cannot reach each other: {line}",
             where=f"coordinator {asked.address or 'not given'}, process {asked.index or 0} of"
             f" {asked.count or 'unknown'}",
             fix="Start --process_count processes with the same --coordinator_address HOST:PORT,"

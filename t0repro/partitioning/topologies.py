@@ -115,7 +115,7 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, **family.options)
     except Exception as error:  # libtpu raises what it likes for a slice that does not exist
         raise UserError(
-            f"libtpu knows no slice {topology} ({name}): {str(error).splitlines()[0]}",
+            f"libtpu does not support the slice {topology} ({name}): {str(error).splitlines()[0]}",
             where="--topology",
             fix="Choose a size that Google Cloud offers.",
         ) from error

@@ -273,7 +273,7 @@ def _data(
     yield f"{counted(len(tasks), 'task')} of {name} with the split {split!r}"
     checks.check_readable(name, split, use_cached=data.use_cached, tasks=tasks)
     checks.check_shards(name, split, data.num_shards, use_cached=data.use_cached)
-    yield "cached" if data.use_cached else "not cached: made from rows"
+    yield "cached" if data.use_cached else "not cached: rendered from rows"
     checks.check_lengths(name, data.sequence_length)
     check_vocabularies(name, *vocabularies)
     check_rows(model.vocab_size, *vocabularies)

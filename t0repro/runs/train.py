@@ -227,7 +227,7 @@ def _say_how_it_ended(
         # T5X's kind of training saves the state before the first step.
         kept = f"; {saved} holds the state that it started from." if saved.is_dir() else None
         raise UserError(
-            f"There was not one batch to train on{kept or ', and nothing was saved.'}",
+            f"There are no batches to train on{kept or ', and nothing was saved.'}",
             where="the training data" if data is None else _data_of(data),
             fix="Check that the task has rows in this split, and that they are not filtered out.",
         )

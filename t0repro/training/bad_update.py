@@ -145,7 +145,7 @@ def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
             batch = {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError) as error:
         raise UserError(
-            f"This is no folder of a bad update: {error}.",
+            f"This is not a bad_update folder: {error}.",
             where=str(folder),
             fix="Name a bad_update_<step> folder, which TerminateOnNanAction writes.",
         ) from error

@@ -92,9 +92,7 @@ class Feed:
         here = {row // (rows // count) for row in partitioning.rows_here(rows)}
         batches.make_only(sorted(here))
         self._is_sharded = True
-        say(
-            f"data: {count} shards, of which each process makes those of its rows, {len(here)} here"
-        )
+        say(f"data: {count} shards, of which this process reads {len(here)}")
 
     def open(self, start: Start) -> Iterable[Any]:
         """The batches from where training continues, checked as they come."""

@@ -330,7 +330,7 @@ def _whole(path: PathLike) -> dict[str, Written]:
     """What was written to each of a checkpoint's files; a UserError if there is no checkpoint."""
     if not is_orbax(os.fspath(path)):
         raise UserError(
-            "There is no whole JAX checkpoint here.",
+            "There is no complete JAX checkpoint here.",
             where=str(path),
             fix="Name a checkpoint_<step> directory that a training run or a conversion wrote.",
         )

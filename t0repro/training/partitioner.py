@@ -71,7 +71,7 @@ class Partitioner:
         parts = self.mesh.shape[DATA]
         size = parts if batch_size is None else batch_size
         if size % parts:
-            raise ValueError(f"A batch of {size} rows does not divide among {parts} parts.")
+            raise ValueError(f"A batch of {size} rows does not divide evenly across {parts} parts.")
         return DataLayout(size, 0, 1, jax.process_index() == 0)
 
     def get_logical_axes(self, train_state: Any) -> Any:

@@ -84,7 +84,7 @@ def read_run_state(model_dir: str | os.PathLike[str]) -> RunState | None:
         raise UserError(
             f"The record of this run cannot be read: {error}.",
             where=str(path),
-            fix="Remove it; the next training writes a new one.",
+            fix="Remove it; the next run writes a new one.",
         ) from error
     # A process number means something only on the machine that gave it.
     if state.state == "running" and state.host == socket.gethostname():

@@ -103,7 +103,7 @@ def chosen_seed(plan: TrainingPlan, say: Callable[[str], None]) -> int:
         return plan.random_seed
     # Of several processes, one clock decides: all must draw the same parameters.
     seed = from_first(lambda: int(time.time()))
-    say(f"seed: {seed}, since random_seed is None")
+    say(f"seed: {seed}, because random_seed is None")
     return seed
 
 

@@ -37,6 +37,16 @@ def test_each_value_stands_beside_its_place():
     assert " 1000 " in period and "  t5x/configs/runs/pretrain.gin:" in period
 
 
+def test_t5x_files_without_a_run_mode_are_named_as_such():
+    command = [sys.executable, "-P", "-m", "t0repro.cli", "explain", *FILES]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "This gin file is T5X's" in done.stderr and "add --run_mode=train" in done.stderr
+    done = subprocess.run([*command, *MACROS], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--gin.MODEL_DIR" in done.stderr and "Add --run_mode=train" in done.stderr
+
+
 def test_json_has_every_value_and_what_the_files_import(tmp_path):
     (tmp_path / "mine.gin").write_text("import t5.data.mixtures\n")
     folder = f"--gin_search_paths=nowhere,{tmp_path}"

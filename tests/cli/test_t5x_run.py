@@ -49,7 +49,7 @@ def test_a_dry_run_checks_and_writes_nothing_and_a_run_evaluates(checkpoint, tmp
     lines = shown.splitlines()
     assert code == 0 and not output.exists()
     assert f"examples: 1 task of {TASK} with the split 'validation'" in lines
-    assert "examples: not cached: made from rows" in lines
+    assert "examples: not cached: rendered from rows" in lines
     assert "checkpoints: " in lines[-1] and "match; initialized: none; not used: none" in lines[-1]
     code, shown, said = run(
         "eval", *macros(checkpoint, output), "--gin.seqio.Evaluator.num_examples=4"

@@ -175,3 +175,6 @@ def test_an_export_is_refused_with_the_reason(cloud, vertex):
     places = ("--staging_bucket=gs://b", "--image_uri=i", "--display_name=d")
     code, _, err = vertex("submit", *places, "--run_mode=export")
     assert code == 2 and "a SavedModel" in err
+    # Not first a complaint of options that would not help.
+    code, _, err = vertex("submit", "--run_mode=export")
+    assert code == 2 and "a SavedModel" in err

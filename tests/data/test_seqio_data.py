@@ -253,7 +253,7 @@ def test_without_save_dataset_the_data_start_over_and_a_seed_is_warned_of(tmp_pa
     assert not [*tmp_path.iterdir()]
     again, _ = opened(data, 5, save_dataset=False, saved=tmp_path, resumed=True, said=said)
     assert_equal(again, begun)
-    assert "data: from the beginning, since save_dataset is False" in said
+    assert "data: from the beginning, because save_dataset is False" in said
 
 
 def test_no_warning_where_the_seed_is_drawn_or_the_data_are_saved():

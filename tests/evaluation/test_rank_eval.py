@@ -375,7 +375,7 @@ def test_a_damaged_cache_of_prompted_tasks_is_refused_before_anything_is_scored(
 
 
 def test_tasks_that_are_not_cached_are_named(model_dir, prompts, tmp_path):
-    with pytest.raises(UserError, match=f"of {MIXTURE!r}, . not cached: demo_"):
+    with pytest.raises(UserError, match=rf"of {MIXTURE!r} are not cached \(. of .\): demo_"):
         evaluate(model_dir, tmp_path / "out", dataclasses.replace(SETTINGS, use_cached=True))
 
 

@@ -119,9 +119,9 @@ def test_a_name_becomes_one_that_job_set_and_tpus_take(name):
 @pytest.mark.parametrize(
     ("to", "fields", "message"),
     [
-        (slurm_script, {"options": ["partition=gpu"]}, "'partition=gpu' is no option"),
-        (slurm_script, {"options": ["--comment=a\nb"]}, "is no option"),
-        (slurm_script, {"options": ["--partition="]}, "is no option"),
+        (slurm_script, {"options": ["partition=gpu"]}, "'partition=gpu' cannot be an option"),
+        (slurm_script, {"options": ["--comment=a\nb"]}, "cannot be an option"),
+        (slurm_script, {"options": ["--partition="]}, "cannot be an option"),
         (slurm_script, {"environment": {"A-B": "1"}}, "No variable can be called 'A-B'"),
         (tpu_vm_commands, {"options": ["--zone="]}, "without --zone"),
     ],

@@ -286,7 +286,7 @@ def _flags_of_t5(server) -> str:
 def test_the_example_of_help_can_be_pasted(server):
     _, text = server.run(["--help"])
     example = text.partition("Example:\n")[2].partition("\n\n")[0]
-    program, *words = shlex.split(example)
+    program, *words = shlex.split(example.replace("\\\n", " "))
     assert program == "t5_mesh_transformer"
     # The run itself is the quick start's; here the words are parsed, and no more.
     code, said = server.run([*words, "--gin_param=run.no_such = 1"])
@@ -315,7 +315,7 @@ def test_a_task_without_rows_is_no_training_that_succeeded(server, tmp_path):
     flags = _train_with(tmp_path / "new", "--gin_param=MIXTURE_NAME = 'tiny_empty'")
     code, stderr = server.run(flags)
     assert code == 2, stderr
-    assert "t5_mesh_transformer: There was not one batch to train on" in stderr
+    assert "t5_mesh_transformer: There are no batches to train on" in stderr
     # No address of a function in memory, which gin adds to errors.
     assert stderr.splitlines()[-1].startswith("  to do: Check that the task has rows")
 

@@ -17,12 +17,12 @@ EIGHT = jax.devices()[:1] * 8  # only counted: every layout here is refused
 @pytest.mark.parametrize(
     ("layout", "rows", "message"),
     [
-        (Layout(1, 8), None, "num_heads = 2 does not divide among model 8"),
+        (Layout(1, 8), None, "num_heads = 2 does not divide evenly across model 8"),
         (Layout(model=3), None, "8 devices do not divide into groups of 3"),
         (Layout(64, 16, topology="v3-1024"), None, "8 devices do not divide into groups of 16"),
         (Layout(4, 4), None, "takes 16 devices; there are 8"),
-        (Layout(8, 1), 12, "rows of a microbatch = 12 does not divide among data 8"),
-        (Layout(8, 1, fully_sharded=True), 8, "d_model = 12 does not divide among data 8"),
+        (Layout(8, 1), 12, "rows of a microbatch = 12 does not divide evenly across data 8"),
+        (Layout(8, 1, fully_sharded=True), 8, "d_model = 12 does not divide evenly across data 8"),
     ],
 )
 def test_a_layout_that_cannot_be_names_the_dimension(layout, rows, message):

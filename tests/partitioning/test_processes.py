@@ -150,7 +150,7 @@ def test_each_process_makes_the_shards_of_its_rows_and_the_batches_are_the_same(
     assert codes == [0, 0], said
     made = [json.loads((tmp_path / f"shards_{index}.json").read_text()) for index in range(2)]
     assert made == [[0, 1], [2, 3]]
-    assert "data: 4 shards, of which each process makes those of its rows, 2 here" in said[0]
+    assert "data: 4 shards, of which this process reads 2" in said[0]
     # One process goes on with all shards.
     trained(tmp_path, 6, say=lambda line: None, in_shards=True)
     assert_same(tmp_path, one_process, 6)

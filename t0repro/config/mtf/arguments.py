@@ -114,7 +114,7 @@ def jax_model(
     """
     if recompute is not None and recompute not in (ways := get_args(Recompute)):
         raise UserError(
-            f"There is no way to recompute {recompute!r}.",
+            f"{recompute!r} does not name what to recompute.",
             where=f"{JAX_MODEL}.recompute",
             fix=f"Bind one of {', '.join(ways)}.",
         )

@@ -209,7 +209,7 @@ def _action(record: Any, name: str, places: Places) -> ActionConfig:
     if made is None:
         kind = type(record)
         raise UserError(
-            f"{name} has @{kind.__module__}.{kind.__qualname__}, which is no action.",
+            f"{name} has @{kind.__module__}.{kind.__qualname__}, which is not an action.",
             where=places.place(name),
             fix="Derive it from t0repro.training.trainer.BaseAction (docs/trainer.md).",
         )

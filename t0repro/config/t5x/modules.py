@@ -137,7 +137,7 @@ class _Served:
     def __getattr__(self, name: str) -> Any:
         known = [key for key in self.__dict__ if not key.startswith("_")]
         raise UserError(
-            f"{self._name}.{name} is nothing that t0repro does for a T5X gin file.",
+            f"{self._name}.{name}is not supported in a T5X gin file.",
             fix=f"Known here: {nearest_names(name, known, count=3)} (of {', '.join(known)}).",
         )
 
@@ -234,7 +234,7 @@ def _module(name: str) -> _Served | _Optax:
     if not contents and not inside:
         parent = name.rpartition(".")[0]
         raise UserError(
-            f"t0repro does not know the module {name}.",
+            f"t0repro does not support the module {name}.",
             fix=f"Known: {nearest_names(name, _MODULES, count=3)}"
             + (f" (of {parent})." if parent else "."),
         )

@@ -1,0 +1,268 @@
+"""The commands of the pages run, in their order, in a clean folder, as a reader would run them.
+
+`SKIPPED` lists what does not run here, with the reason, and `TINY` what is made smaller. A model of
+two layers, the demo's rows and a few made-up ones stand for what a page says that its reader has:
+local gin files of T5X's names come before the package's.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from t0repro.tasks.demo.datasets import VOCABULARY
+
+from .docs_commands import ROOT, commands, pages
+
+INDEX = "installs packages from an index"
+HUB = "downloads from a hub"
+REAL = "takes real datasets and hours"
+CLOUD = "takes an account of Google Cloud"
+ACCELERATOR = "takes an accelerator and a model of billions of parameters"
+SUITE = "runs this suite of tests itself"
+EXTRA = "takes an extra that CI does not install"
+
+# (page, pattern) -> why a command that matches is not run.
+SKIPPED: dict[tuple[str, str], str] = {
+    ("", r"^(EXTRAS=\S+ )?bash scripts/setup\.sh"): INDEX,
+    ("", r"^T0REPRO_DATA_DIR=DIR "): REAL,
+    ("", r"^T0REPRO_CHECKPOINT_HUB=1 "): HUB,
+    ("", r"bash scripts/test\.sh|bash \.ci/run|-m pytest|scripts/mutation\.py"): SUITE,
+    ("", r"^gcloud |^docker |google\.cloud"): CLOUD,
+    ("vertex.md", r"t0repro vertex (?!submit .*--dry_run)"): CLOUD,
+    ("vertex.md", r"scripts/bench/vertex_cost\.py"): EXTRA,
+    ("cache.md", r"gs://BUCKET"): CLOUD,
+    ("benchmarks.md", r"scripts/bench"): ACCELERATOR,
+    ("tasks.md", r"tasks fetch-p3|cache_dirs=runs/p3"): HUB,
+    ("trackers.md", r"--tracker"): EXTRA,
+    ("any_model.md", r"^lm_eval run|t0repro\.lm_eval run|lm-eval|t0repro compare"): EXTRA,
+    ("any_model.md", r"^python scripts/demo/decoder_only\.py"): EXTRA,
+    ("any_model.md", r"^source "): "the environment is the one that runs the tests",
+    ("auxiliary_jobs.md", r"topics"): REAL,
+}
+
+DEMO = (
+    "--module_import=t0repro.tasks.demo --gin_file=dataset.gin --gin_file=small.gin"
+    """ --gin_param="MIXTURE_NAME = 'demo_train'" --gin_param="run.train_steps = 2" """
+    """--gin_param="run.batch_size = ('tokens_per_batch', 256)" --model_dir=runs/rest"""
+    """ --gin_param="run.sequence_length = {'inputs': 64, 'targets': 16}" --backend=jax"""
+    """ --gin_param="pack_dataset.use_custom_ops = False" """
+    """--gin_param="utils.run.mesh_shape = []" """
+)
+# (page, pattern, what is run in its place): smaller, or what stands for a placeholder.
+TINY: list[tuple[str, str, str]] = [
+    ("", r"TRAIN_STEPS=1\d+", "TRAIN_STEPS=2"),
+    ("", r"bash scripts/(train|quickstart)\.sh", r"TRAIN_STEPS=2 bash scripts/\1.sh"),
+    ("", r"TRAIN_STEPS=1000 (.*) TRAIN_STEPS=2 bash", r"TRAIN_STEPS=4 \1 bash"),
+    ("", r"bash scripts/rank_eval\.sh", "NUM_EVAL_EXAMPLES=8 bash scripts/rank_eval.sh"),
+    ("", r"--topology v\S+", "--topology cpu-8"),
+    ("", r"--limit \d+", "--limit 4"),
+    ("", r"rank-eval (.*)--out", r"rank-eval \1--limit 4 --out"),
+    ("", r"--limit 4 (.*)--limit 4", r"\1--limit 4"),
+    ("", r"^t5_mesh_transformer (.*) \.\.\.", rf"t5_mesh_transformer {DEMO} \1"),
+    ("", r"--checkpoint (C|CHECKPOINT)\b", "--checkpoint runs/demo/model"),
+    ("auxiliary_jobs.md", r"runs/c4 --aux", "runs/c4 --poll_seconds 0.1 --aux"),
+    ("auxiliary_jobs.md", r"--name=", "--poll_seconds 0.1 --name="),
+    ("cache.md", r"/shared/cache", "runs/shared_cache"),
+    ("cache.md", r"=\.\.\.$", "=rows"),
+    ("checkpoints.md", r" PATH( \[--json\])?", " runs/demo/model --json"),
+    ("checkpoints.md", r"verify runs/demo/model --json", "verify runs/demo/model"),
+    ("checkpoints.md", r"diff A B \[--tol 1e-6\]", "diff runs/demo/model runs/t0_3b_hf --tol 1e-6"),
+    ("evaluation.md", r"MODEL_DIR/validation_eval", "runs/demo/model/validation_eval"),
+    ("howto_checkpoint.md", r"MODEL_GIN=\S+", "MODEL_GIN=small.gin"),
+    ("howto_t0_3b.md", r"models/t5\.1\.1\.xl\.gin", "small.gin"),
+    ("howto_t0_3b.md", r"runs/lm100k/model\.ckpt-1100000", "runs/demo/mtf/model.ckpt-4"),
+    ("howto_t0_3b.md", r"1112200", "6"),
+    ("howto_t0_3b.md", r"1048576|= 1024$", "1024"),
+    ("howto_t0_3b.md", r"'inputs': 1024, 'targets': 256", "'inputs': 64, 'targets': 16"),
+    ("howto_t0_3b.md", r"per_replica = 1024", "per_replica = 64"),
+    ("parity.md", r"= 20\"|--steps 20", r"= 2"),
+    ("parity.md", r"= 2 --eval", r"--steps 2 --eval"),
+    ("scaling.md", r"train \.\.\. (.*)HOST:PORT (.*)$", r"train --help"),
+    ("tasks.md", r"(t0repro rank-eval .*) \.\.\.", r"\1 --checkpoint runs/demo/model --out runs/e"),
+    ("tasks.md", r"(t0repro cache .*) \.\.\.", r"\1 --output_cache_dir runs/at_hand"),
+]
+
+# These take seconds; the others are slow.
+QUICK = ("gin.md", "scaling.md", "vertex.md")
+
+
+def pages_with_commands() -> list[Path]:
+    """The pages that have commands."""
+    return [page for page in pages() if commands(page)]
+
+
+def reason(page: Path, command: str) -> str | None:
+    """Why a command of a page is not run; None if it is."""
+    joined = command.replace("\\\n", " ")
+    for (name, pattern), why in SKIPPED.items():
+        if name in ("", page.name) and re.search(pattern, joined):
+            return why
+    return None
+
+
+def tiny(page: Path, command: str) -> str:
+    """A command with tiny settings, and with what stands for its placeholders."""
+    command = re.sub(r"\s*\\\n\s*", " ", command)
+    for name, pattern, instead in TINY:
+        if name in ("", page.name):
+            command = re.sub(pattern, instead, command, flags=re.M)
+    return command
+
+
+# ---- What the pages say that their reader has ----------------------------------------------------
+
+SMALL_GIN = """include 'demo/t5.1.1.demo.gin'
+d_model = 16
+d_ff = 16
+num_layers = 1
+num_heads = 2
+d_kv = 8
+"""
+T5X_SMALL = """include 't5x/examples/t5/t5_1_1/tiny.gin'
+from __gin__ import dynamic_registration
+import seqio
+from t5x.examples.t5 import network
+network.T5Config.vocab_size = 1408
+seqio.SentencePieceVocabulary.sentencepiece_model_file = 'sentencepiece.model'
+seqio.SentencePieceVocabulary.extra_ids = 100
+"""
+MY_TASKS = """import t0repro.tasks.demo
+from t0repro.tasks.texts import add_text_task
+for name in ("my_task", "c4_v220_span_corruption"):
+    add_text_task(name, {"train": "texts.txt", "validation": "texts.txt"})
+"""
+MY_TRAIN = """include 't5x/examples/t5/t5_1_1/small.gin'
+include 't5x/configs/runs/pretrain.gin'
+import my_tasks
+MIXTURE_OR_TASK_NAME = 'my_task'
+TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 16}
+DROPOUT_RATE = 0.1
+USE_CACHED_TASKS = False
+"""
+ROWS_OF = {
+    "super_glue/rte": {"premise": "It rained.", "hypothesis": "Rain fell.", "idx": 0, "label": 1},
+    "rotten_tomatoes/default": {"text": "A quiet, lovely film.", "label": 1},
+    "my_reviews/default": {"text": "A quiet, lovely film.", "label": 1},
+}
+
+
+def a_readers_folder(folder: Path) -> None:
+    """The repository's scripts, a vocabulary, a few rows, gin files and tasks of the reader's."""
+    for name in ("scripts", "tasks", "docker", ".venv"):
+        if (ROOT / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    shutil.copy(VOCABULARY, folder / "sentencepiece.model")
+    for dataset, row in ROWS_OF.items():
+        for split in ("train", "validation"):
+            file = folder / "rows" / dataset / f"{split}.jsonl"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text((json.dumps(row) + "\n") * 4)
+    (folder / "small.gin").write_text(SMALL_GIN)
+    small = folder / "t5x" / "examples" / "t5" / "t5_1_1" / "small.gin"
+    small.parent.mkdir(parents=True)
+    small.write_text(T5X_SMALL)
+    (folder / "texts.txt").write_text("It rained all day and the river rose.\n" * 50)
+    (folder / "my_tasks.py").write_text(MY_TASKS)
+    (folder / "stranger.gin").write_text("import my_tasks\n")
+    (folder / "my_train.gin").write_text(MY_TRAIN)
+    guide = (ROOT / "docs" / "howto_data.md").read_text()
+    (prompts,) = re.findall(r"```yaml\n(.*?)```", guide, re.S)
+    (folder / "my_prompts.yaml").write_text(prompts)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The tests' own environment with this Python's programs first, and no dataset."""
+    dropped = {name for name in os.environ if name.startswith("T0REPRO_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {**kept, "PATH": path, **more}
+
+
+def _train_the_demo(folder: Path) -> None:
+    """`runs/demo` as scripts/train.sh and rank_eval.sh leave it, of a tiny model and 4 steps."""
+    a_readers_folder(folder)
+    script = """set -e
+    t0repro cache --module_import t0repro.tasks.demo --mixture demo_train,demo_eval_score_eval \
+      --output_cache_dir runs/demo/cache --min_shards 1
+    MODEL_GIN=small.gin TRAIN_STEPS=4 TOKENS_PER_BATCH=256 bash scripts/train.sh --backend=jax \
+      --gin_param="run.save_checkpoints_steps = 2"
+    NUM_EVAL_EXAMPLES=8 EVAL_STEP="'all'" bash scripts/rank_eval.sh --backend=jax
+    t0repro convert runs/demo/model runs/demo/mtf --to mtf
+    t0repro convert runs/demo/model runs/t0_3b_hf --to hf --vocab sentencepiece.model
+    """
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=folder, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Pages whose reader has trained the demo.
+WITH_THE_DEMO = (
+    "any_model.md", "checkpoints.md", "evaluation.md", "from_t0.md", "howto_checkpoint.md",
+    "howto_t0_3b.md", "README.md", "runs.md", "tasks.md",
+)  # fmt: skip
+ROWS = {"T0REPRO_DATA_DIR": "rows", "T0REPRO_VOCAB": "sentencepiece.model"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[] if page.name in QUICK else pytest.mark.slow, id=page.name)
+        for page in pages_with_commands()
+    ],
+)
+def test_every_command_of_a_page_succeeds_in_a_clean_folder(page, once, tmp_path):
+    a_readers_folder(tmp_path)
+    if page.name in WITH_THE_DEMO:
+        trained = once("the_demo_that_pages_have", _train_the_demo)
+        shutil.copytree(trained / "runs", tmp_path / "runs")
+        for name in ("a", "b"):
+            shutil.copytree(trained / "runs" / "demo" / "model", tmp_path / "runs" / name)
+    failed = list(_failures(page, tmp_path))
+    assert not failed, "\n\n".join(failed)
+
+
+def _failures(page: Path, folder: Path) -> Iterator[str]:
+    """Runs the page's commands in one shell; yields those that fail, with what they printed."""
+    run = [each for each in commands(page) if reason(page, each) is None]
+    logs = folder / ".logs"
+    logs.mkdir()
+    lines = [f"{{ {tiny(page, each)}\n}} >.logs/{number} 2>&1 </dev/null; echo $? >>.logs/codes"
+             for number, each in enumerate(run)]  # fmt: skip
+    subprocess.run(
+        ["bash", "-c", "\n".join(lines)], cwd=folder, env=environment(**ROWS), check=False,
+        timeout=1200,
+    )  # fmt: skip
+    codes = (logs / "codes").read_text().split() if run else []
+    assert len(codes) == len(run), f"{page.name}: the shell ended after {len(codes)} commands"
+    for number, (command, code) in enumerate(zip(run, codes, strict=True)):
+        if code != "0":
+            text = (logs / str(number)).read_text(errors="replace")
+            yield f"{tiny(page, command)}\nexit code {code}\n{text[-1500:]}"
+
+
+def test_every_reason_and_every_replacement_is_of_some_command():
+    every = [(page, each) for page in pages_with_commands() for each in commands(page)]
+    assert len(every) > 120
+    for name, pattern in SKIPPED:
+        assert any(
+            name in ("", page.name) and re.search(pattern, each.replace("\\\n", " "))
+            for page, each in every
+        ), (name, pattern)
+    run = [each for page, each in every if reason(page, each) is None]
+    assert len(run) > len(every) / 2
+
+
+def test_a_command_that_fails_is_reported(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n    t0repro doctr\n")
+    a_readers_folder(tmp_path)
+    (failure,) = _failures(page, tmp_path)
+    assert "exit code 2" in failure and "doctr" in failure
