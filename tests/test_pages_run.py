@@ -152,6 +152,16 @@ ROWS_OF = {
     "my_reviews/default": {"text": "A quiet, lovely film.", "label": 1},
 }
 
+ANLI = {"uid": "0", "premise": "It rained.", "hypothesis": "Rain fell.", "label": 0, "reason": ""}
+MINE = """dataset: super_glue
+subset: rte
+templates:
+  5b1c9f7e-0000-0000-0000-000000000003: !Template
+    name: mine
+    jinja: "{{premise}} So {{hypothesis}} ||| {{answer_choices[label]}}"
+    answer_choices: yes ||| no
+"""
+
 
 def a_readers_folder(folder: Path) -> None:
     """The repository's scripts, a vocabulary, a few rows, gin files and tasks of the reader's."""
@@ -164,6 +174,10 @@ def a_readers_folder(folder: Path) -> None:
             file = folder / "rows" / dataset / f"{split}.jsonl"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text((json.dumps(row) + "\n") * 4)
+    for split in ("train_r1", "dev_r1", "test_r1"):
+        file = folder / "rows" / "anli" / "default" / f"{split}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(ANLI) + "\n")
     (folder / "small.gin").write_text(SMALL_GIN)
     small = folder / "t5x" / "examples" / "t5" / "t5_1_1" / "small.gin"
     small.parent.mkdir(parents=True)
@@ -171,6 +185,7 @@ def a_readers_folder(folder: Path) -> None:
     (folder / "texts.txt").write_text("It rained all day and the river rose.\n" * 50)
     (folder / "my_tasks.py").write_text(MY_TASKS)
     (folder / "stranger.gin").write_text("import my_tasks\n")
+    (folder / "mine.yaml").write_text(MINE)
     (folder / "my_train.gin").write_text(MY_TRAIN)
     guide = (ROOT / "docs" / "howto_data.md").read_text()
     (prompts,) = re.findall(r"```yaml\n(.*?)```", guide, re.S)
