@@ -157,7 +157,7 @@ def bucket_servers():
 
 @pytest.fixture(params=["memory", "gs", "s3"])
 def bucket(request, bucket_servers, monkeypatch):
-    """The address of a folder in a bucket, which is empty; of a bucket of each scheme by turns."""
+    """The address of a folder in a bucket, which is empty; of a bucket of each scheme in turn."""
     from t0repro import buckets, working_copies
 
     for name, value in bucket_servers.get(request.param, {}).items():

@@ -250,7 +250,7 @@ def _memory(configured: Configured, arguments: Arguments, machines: Machines) ->
         return
     kind = ACCELERATORS.get(machines.accelerator_type or "")
     if kind is None:
-        yield "memory: not checked, for want of figures about the machine"
+        yield "memory: not checked, because no figures are known for this machine"
         return
     # The count is each machine's; a TPU slice is one replica.
     devices = machines.accelerator_count * machines.replica_count

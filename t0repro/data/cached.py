@@ -27,7 +27,7 @@ from t0repro.words import counted
 
 FEATURES = ("inputs", "targets")
 _SHUFFLED = 1000  # examples among which the next one is drawn, as in SeqIO
-_FILES = 16  # files that are read by turns, and
+_FILES = 16  # files that are read in turn, and
 _TURN = 16  # records of each turn, as in SeqIO's FileDataSource
 _EOS = 1  # of every T5's vocabulary
 

@@ -176,7 +176,7 @@ def _gathered(
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """The inputs by number, each once with all of its rows, which are held until the last is read.
 
-    SeqIO reads a cache's files by turns of 16 rows, and Beam writes them in any order, so that an
+    SeqIO reads a cache's files in turn of 16 rows, and Beam writes them in any order, so that an
     input's choices come apart.
     """
     whole: dict[int, list[dict[str, Any]]] = {}

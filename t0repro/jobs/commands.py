@@ -155,7 +155,7 @@ def _check_command(build_target: str) -> None:
         words = shlex.split(build_target)
     except ValueError as error:
         raise UserError(
-            f"The jobs' command cannot be taken apart into words: {error}.",
+            f"The jobs' command cannot be split into words: {error}.",
             where=f"--auxiliary_job_build_target_path={build_target}",
             fix="Close every quote, as for a shell.",
         ) from error

@@ -33,7 +33,7 @@ class Fetched:
     Attributes:
       metrics: metrics by name.
       seconds: from the end of the update before on the device to the end of this one.
-      input_wait: how much of that the device sat idle for want of a batch.
+      input_wait: how much of that the device waited for a batch.
     """
 
     metrics: MetricMap

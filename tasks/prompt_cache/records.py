@@ -135,7 +135,7 @@ def read_records(path: Path) -> Iterator[bytes]:
 def read_block(path: Path, start: int, count: int) -> tuple[list[bytes], int]:
     """Up to `count` records from a byte on, with their checksums verified, and where they end.
 
-    The file is closed in between, so that any number of files can be read by turns.
+    The file is closed in between, so that any number of files can be read in turn.
 
     Raises:
       UserError: If the file is broken; names the file and the byte.

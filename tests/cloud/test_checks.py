@@ -29,7 +29,7 @@ def test_a_training_is_read_as_the_container_will():
     assert (configured.output, configured.mixture, configured.split) == ("gs://b/m", "m", "train")
     assert "Total number of parameters: " in configured.architecture
     assert "MODEL_DIR = 'gs://b/m'" in configured.text
-    assert lines == ("memory: not checked, for want of figures about the machine",)
+    assert lines == ("memory: not checked, because no figures are known for this machine",)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_examples_of_any_lengths_make_seqios_rows(tmp_path_factory, lengths, siz
 
 
 @given(
-    # Files that end within a turn, with it, or hold nothing; more of them than are read by turns.
+    # Files that end within a turn, with it, or hold nothing; more of them than are read in turn.
     st.lists(st.sampled_from([0, 1, 15, 16, 17, 32, 40]), min_size=1, max_size=40).filter(any),
 )
 @example([40] * 16)
