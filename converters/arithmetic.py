@@ -1,7 +1,7 @@
 """How a checkpoint's model computes, where its tensors do not say: from config.json and from gin.
 
-A directory that transformers reads says so in config.json. Other checkpoints leave it to the gin
-file that they were trained with: `operative_config.gin` beside them, or T5X's `config.gin`.
+transformers' directories state it in config.json. For other checkpoints, the gin file of the
+training run does: `operative_config.gin` beside them, or T5X's `config.gin`.
 """
 
 from __future__ import annotations

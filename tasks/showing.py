@@ -1,4 +1,4 @@
-"""What `t0repro tasks` show and check compute: prompted examples, their tokens, what is cut off."""
+"""What `t0repro tasks` show and check compute: prompted examples, their tokens, truncation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Turns errors and Ctrl-C into messages and exit codes; every command runs inside `gate`.
 
-Exit codes: 0 success; 1 failure (or, for commands that judge, the answer is no); 2 a mistake of the
-user's; 75 a training run that SIGTERM or a preemption ended, saved (t0repro.training.actions); 130
-interrupted.
+Exit codes: 0 success; 1 failure (also of a check, such as `compare --tol`); 2 a mistake in the
+input; 75 a training run that a signal ended, saved (t0repro.training.actions); 130 interrupted.
 """
 
 from __future__ import annotations

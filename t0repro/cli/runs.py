@@ -1,4 +1,4 @@
-"""`t0repro runs`, `plot` and `replay`: how training runs stand, and an update that went NaN."""
+"""`t0repro runs`, `plot` and `replay`: the status of training runs, and an update that went NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every experiment tracker offers, and which there are.
+"""The interface of every experiment tracker, and the list of trackers.
 
 A tracker follows the run's folder: whatever stack trains, its metrics are lines of metrics.jsonl.
 `tracking` passes each line on once, also over restarts.

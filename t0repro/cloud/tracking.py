@@ -1,7 +1,7 @@
 """Follows a run's folder and passes its metrics and files on to trackers, each once.
 
-What was sent is kept in `tracking.json` beside the metrics. A run that is killed and started again
-continues in the same run of the tracker, without what that has already.
+What was sent is kept in `tracking.json` beside the metrics. A run that is killed and restarted
+continues the same run of the tracker; nothing is sent twice.
 """
 
 from __future__ import annotations

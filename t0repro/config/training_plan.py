@@ -1,7 +1,7 @@
 """What a run has besides its model and optimizer: data, checkpoints, evaluations, actions.
 
 Every RunConfig has a plan. T5X's dialect fills in what the gin files say. Mesh TensorFlow's fills
-in the rhythm of mesh_transformer_main (`mesh_transformer_plan`). Where T5X's arguments mean the
+in the intervals of mesh_transformer_main (`mesh_transformer_plan`). Where T5X's arguments mean the
 same under a clear name, they keep it.
 """
 

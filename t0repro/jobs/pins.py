@@ -1,8 +1,8 @@
-"""Keeps a checkpoint for as long as jobs need it, whatever the training deletes.
+"""Keeps a checkpoint for as long as jobs need it, whatever the training run deletes.
 
-A pin is the checkpoint's files once more, under the same names, as hard links: it takes no space
-and no time, needs nothing of the program that trains, and outlives the original. Beside it lies a
-copy of the training run's operative_config.gin, which the training may still rewrite.
+A pin is a folder of hard links to the checkpoint's files, under the same names. It takes no space
+and no time, needs no help from the program that trains, and outlives the original. Beside it is a
+copy of the training run's operative_config.gin, which that run may still rewrite.
 """
 
 from __future__ import annotations

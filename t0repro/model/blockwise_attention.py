@@ -2,7 +2,7 @@
 
 The weights of one layer are as large as [batch, heads, length, keys], and the backward pass keeps
 several such arrays of every layer. Here only a block of their rows exists at a time, and the
-backward pass computes it again from two numbers for each query, as FlashAttention does (Dao et al.,
+backward pass recomputes it from two numbers for each query, as FlashAttention does (Dao et al.,
 2022). It is written in JAX, so XLA compiles it for every platform, and it has the gradient of T5's
 learned position bias, which kernels for one platform mostly lack.
 """

@@ -1,4 +1,4 @@
-"""Dropout, and its keys in a layer whose number is known only on the device."""
+"""Dropout, and its keys in scanned layers, whose number is known only on the device."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     by layer    {"encoder": {"layers_0": {"mlp": ...}, "layers_1": {"mlp": ...}, ...}}
     stacked     {"encoder": {"layers_*": {"mlp": an axis more, of layers}, ...}}
 
-A tower that is one body in a loop (t0repro.model.blocks) reads its layers as stacks. Where it is
+A scanned tower (t0repro.model.blocks) reads its layers as stacks. Where it is
 given them so, nothing has to be copied in each step, and an update is one operation for all layers
 of a tower. Checkpoints and users know the layers by their own names.
 

@@ -1,8 +1,8 @@
 """Several processes, on one machine or many, that train or evaluate together.
 
-Every process runs the same program on the devices of all of them (jax.distributed). Whatever they
-must not each do on their own goes through here: only the first process writes, its choices hold for
-all (`from_first`), and nobody continues before something is there (`wait_for_all`).
+Every process runs the same program on the devices of all of them (jax.distributed). This module
+coordinates them: only the first process writes, the others take over its choices (`from_first`),
+and all wait for one another before they use what was written (`wait_for_all`).
 
 A process on its own is the first of one, and for it all of this does nothing.
 """

@@ -1,4 +1,4 @@
-"""Ends a process as soon as another process of its run has ended, and says which it was.
+"""Ends a process as soon as another process of its run has ended, and names that one.
 
 JAX notices a dead process by its heartbeat, half a minute late; until then the others hang in a
 collective operation. Here each process holds a TCP connection to the first one, which the system

@@ -1,4 +1,4 @@
-"""What the pages of comparisons and of a history say."""
+"""The content of the pages of comparisons and of a history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page of a report says."""
+"""The content of a report's page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles a run's steps for devices that need not be here, and says what they would need.
+"""Compiles a run's steps for devices that need not be attached, and reports what they would need.
 
 Nothing is allocated: the compiler is given shapes. For TPU slices it is libtpu's own.
 """

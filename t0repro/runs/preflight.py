@@ -1,4 +1,4 @@
-"""Checks of a run before it starts: one list per mode, cheap checks before dear ones.
+"""Checks of a run before it starts: one list per mode, cheap checks before costly ones.
 
     mode                      check        cost     what is checked
     Mesh TensorFlow's files   outputs      NAMES    bindings that name places to write to

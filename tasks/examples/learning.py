@@ -1,8 +1,8 @@
 """What a small model can learn: mixtures `learning_train` and `learning_eval_score_eval`.
 
-scripts/small_texts.sh trains on prompts of four datasets, and ranks the answers of other prompts of
-these, of a dataset of a kind that is trained on (imdb: opinions on films, as in rotten_tomatoes),
-and of datasets of other kinds, as T0 held them out. Rows come from T0REPRO_DATA_DIR; larger sets
+scripts/small_texts.sh trains on prompts of four datasets. It evaluates other prompts of these, a
+held-out dataset of a task type that is trained on (imdb: film reviews, as in rotten_tomatoes), and
+datasets of T0's held-out task types. Rows come from T0REPRO_DATA_DIR; larger sets
 are evaluated on evenly spaced rows, so that many checkpoints can be. ag_news and trec have no
 validation split, so their test splits are evaluated, and imdb's larger split, which nothing trains.
 """

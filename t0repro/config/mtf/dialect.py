@@ -3,8 +3,8 @@
 gin, Mesh TensorFlow and t5 do the parsing, so that a typo fails here in the words in which it fails
 there. The RunConfig is then read off what gin configured (the arguments of `utils.run`, the model
 that `build_model` makes, the optimizer class, the schedule function), not off the text. A binding
-that would change a Mesh TensorFlow run but that the JAX stack does not know is an error that names
-the binding and its place; none is ignored.
+that would change a Mesh TensorFlow run but that the JAX stack does not support is an error that
+names the binding and its place; none is ignored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bindings that Mesh TensorFlow takes otherwise than they read.
+"""Bindings that mean something else to Mesh TensorFlow than they seem to say.
 
 It takes any text for True, `'False'` too, and gin keeps what is bound in a scope that nothing
 enters, where it has no effect. Mesh TensorFlow runs all the same, so there it is a warning; on the

@@ -1,6 +1,6 @@
 """Reads a ModelConfig off the model objects that Mesh TensorFlow's build_model makes.
 
-Whatever those objects hold that the JAX model does not do is refused by the name of the binding
+If those objects hold something that the JAX model does not support, the error names the binding
 that asked for it.
 """
 

@@ -1,4 +1,4 @@
-"""The modules that a T5X gin file imports, served to gin alone.
+"""The modules that a T5X gin file imports; only gin sees them.
 
 While a file is parsed, gin's own import function is replaced: names of T5X, SeqIO and `__main__`
 lead to the records of this package, and any other module is imported when something of it is first

@@ -1,6 +1,6 @@
 """T5X's functions and classes that are the default of an argument: here there is nothing else.
 
-A gin file that names one asks for what is done in any case. Others in their place are refused.
+A gin file that names one changes nothing. Any other function or class in its place is refused.
 """
 
 from __future__ import annotations
