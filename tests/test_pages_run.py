@@ -163,9 +163,12 @@ templates:
 
 def a_readers_folder(folder: Path) -> None:
     """The repository's scripts, a vocabulary, a few rows, gin files and tasks of the reader's."""
-    for name in ("scripts", "tasks", "docker", ".venv"):
+    for name in ("tasks", "docker", ".venv"):
         if (ROOT / name).exists():
             (folder / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
+    # The environment is the one that runs the tests; quickstart.sh would install it again.
+    (folder / "scripts" / "setup.sh").write_text("")
     shutil.copy(VOCABULARY, folder / "sentencepiece.model")
     for dataset, row in ROWS_OF.items():
         for split in ("train", "validation"):
