@@ -8,7 +8,6 @@ import io
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,6 @@ from t0repro.cli import app
 from t0repro.cli.spelling import canonical, with_t5x_overrides
 from t0repro.config.mtf.reader import KNOWN_BINDINGS
 from t0repro.config.t5x.modules import records_by_module
-from t0repro.tasks.demo.datasets import VOCABULARY
 
 from .docs_commands import (
     ROOT,
@@ -257,23 +255,3 @@ def test_the_diagrams_show_their_texts_and_the_import_contract():
     assert len(pictures) == 6
     for path, svg in pictures.items():
         assert path.read_text() == svg, f"run scripts/pictures.py: {path.name} is older"
-
-
-@pytest.mark.slow
-def test_a_reader_adds_a_dataset_with_the_pages_files_and_commands(tmp_path):
-    """docs/howto_data.md, run as it stands in an empty folder, up to the training."""
-    page = (ROOT / "docs" / "howto_data.md").read_text().partition("## Train and evaluate")[0]
-    (prompts,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
-    (tmp_path / "my_prompts.yaml").write_text(prompts)
-    shutil.copy(VOCABULARY, tmp_path / "sentencepiece.model")
-    blocks = "\n".join(re.sub(r"^ {4}", "", each, flags=re.M)
-                       for each in re.findall(r"(?:^ {4}.*\n)+", page, re.M)
-                       if each not in prompts)  # fmt: skip
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-e", "-c", blocks],
-        cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "my_reviews_was_it_good" in done.stdout and "A quiet, lovely film." in done.stdout
-    assert list((tmp_path / "runs" / "my_cache" / "my_reviews_recommend").glob("COMPLETED"))

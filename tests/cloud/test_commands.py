@@ -93,7 +93,7 @@ def test_a_failed_job_is_an_exit_code_and_says_how_to_go_on(cloud, experiment, s
         (("a", "--run_mode", "evaluate"), "no run mode 'evaluate'"),
         (("a",), "nothing to do"),
         (("a", "--gin_file", "x.gin"), "are for run modes"),
-        (("a", "--run_mode", "aux", "--labels", "x"), "x is no label"),
+        (("a", "--run_mode", "aux", "--labels", "x"), "x is not a label"),
     ],
 )
 def test_a_mistake_ends_with_2_before_anything_is_asked_of_the_services(

@@ -233,7 +233,7 @@ def test_a_nan_score_names_task_example_and_step():
 
 def test_an_idx_that_comes_twice_is_an_error():
     targets = [((1, 2), True, 1.0, 1), ((0, 0), False, 1.0, 1), ((1, 2), False, 1.0, 1)]
-    with pytest.raises(UserError, match=r"idx \(1, 2\) comes more than once"):
+    with pytest.raises(UserError, match=r"idx \(1, 2\) occurs more than once"):
         rank_classification(task_scores(targets, [-1.0, -2.0, -3.0]))
 
 

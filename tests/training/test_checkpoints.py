@@ -170,7 +170,7 @@ def test_a_directory_that_is_no_checkpoint_is_a_user_error(tmp_path, make):
     path = tmp_path / "checkpoint_1"
     if make:
         path.mkdir()
-    with pytest.raises(UserError, match="no whole JAX checkpoint"):
+    with pytest.raises(UserError, match="no complete JAX checkpoint"):
         checkpoints.load_tree(path)
 
 

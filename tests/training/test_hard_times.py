@@ -83,7 +83,7 @@ def test_a_line_of_metrics_that_does_not_fit_leaves_no_part_of_itself(tmp_path):
 
 def test_training_without_a_single_batch_is_an_error_that_names_no_checkpoint(tmp_path):
     said = []
-    with pytest.raises(UserError, match="not one batch to train on, and nothing was saved"):
+    with pytest.raises(UserError, match="no batches to train on, and nothing was saved"):
         train(tiny.run_config(tmp_path, 2), [], say=said.append)
     assert not [line for line in said if line.startswith("checkpoint:")]
     assert checkpoints.list_checkpoints(tmp_path) == []
@@ -104,7 +104,7 @@ def test_what_training_without_a_batch_leaves_does_not_hinder_another_model(tmp_
 def test_t5xs_training_without_a_batch_says_that_its_start_was_saved(tmp_path):
     """As T5X does it saves the state before the first step."""
     config = tiny.run_config(tmp_path, 2, plan=tiny.PLAN)
-    with pytest.raises(UserError, match="not one batch to train on") as caught:
+    with pytest.raises(UserError, match="no batches to train on") as caught:
         train(config, [], say=lambda line: None)
     assert "nothing was saved" not in caught.value.what
     assert str(checkpoints.checkpoint_path(tmp_path, 0)) in caught.value.what

@@ -114,7 +114,10 @@ def test_what_cannot_be_used_is_refused_with_its_line(extension, tmp_path):
         file.write("\n\nclass Nothing:\n    pass\n")
     for line, message in (
         ("trainer_cls = @my_extension.Nothing", "trainer_cls is @my_extension.Nothing"),
-        ("actions = {'TRAIN': [@my_extension.Nothing()]}", "my_extension.Nothing, which is no ac"),
+        (
+            "actions = {'TRAIN': [@my_extension.Nothing()]}",
+            "my_extension.Nothing, which is not an ac",
+        ),
     ):
         with pytest.raises(UserError, match=message) as raised:
             train_config(extension(f"train_script.train.{line}"))
