@@ -49,7 +49,7 @@ from t0repro.runs.train import train
 
 model_dir = sys.argv[1]
 for last_step in (1, 2):
-    state = train(tiny.run_config(model_dir, last_step), tiny.batches(1), say=lambda line: None)
+    state = train(tiny.run_config(model_dir, last_step), tiny.batches(1))
 examples = [{"inputs": [5, 6, 1], "targets": [7, 1]}, {"inputs": [5, 6, 1], "targets": [8, 1]}]
 scores = score_examples(state.params, tiny.model(), examples, None)
 assert int(state.step) == 2 and scores.shape == (2,) and (scores < 0).all(), (state.step, scores)

@@ -63,7 +63,7 @@ def tensorflow_batches(counts: dict[Path, int], ours: bool) -> Iterator[dict[str
         "serialize_num_microbatches.tokens_per_microbatch_per_replica = None",
     )  # fmt: skip
     files = ("dataset.gin", "models/t5.1.1.small.gin", "learning_rate_schedules/constant_0_001.gin")
-    return TrainBatches(load(MeshInputs("unused", files, params)).run).open(0, None, print)
+    return TrainBatches(load(MeshInputs("unused", files, params)).run).open(0, None)
 
 
 def numpy_batches(counts: dict[Path, int]) -> Iterator[dict[str, Any]]:
@@ -71,7 +71,7 @@ def numpy_batches(counts: dict[Path, int]) -> Iterator[dict[str, Any]]:
     from t0repro.data.cached import CachedBatches
 
     rates = {str(folder): float(count) for folder, count in counts.items()}
-    return CachedBatches(rates, LENGTHS, ROWS, seed=17).open(0, None, print)
+    return CachedBatches(rates, LENGTHS, ROWS, seed=17).open(0, None)
 
 
 def thread_seconds() -> dict[str, float]:

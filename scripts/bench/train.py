@@ -136,7 +136,7 @@ def prepare(options: argparse.Namespace) -> None:
     files, params = gin_files(options), tuple(overrides(options))
     inputs = MeshInputs("unused", files, params, module_imports=(MODULE,))
     config = load(inputs).run
-    batches = iter(TrainBatches(config).open(0, None, print))
+    batches = iter(TrainBatches(config).open(0, None))
     kept = [next(batches) for _ in range(options.steps + 1)]
     (options.folder / "run.json").write_text(config.to_json())
     np.savez(

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.data.resuming import Batch, ResumableBatches, Say
+from t0repro.data.resuming import Batch, ResumableBatches
 from t0repro.errors import UserError
+from t0repro.progress import say
 from t0repro.tasks.prompt_cache.folders import PROVENANCE, damage, shard_names
 from t0repro.tasks.prompt_cache.records import integers, read_block, read_records
 from t0repro.words import counted
@@ -92,7 +93,7 @@ class CachedBatches(ResumableBatches):
         self._pack, self._shuffle = pack, shuffle
         super().__init__(seed)
 
-    def open(self, step: int, saved: Path | None, say: Say) -> Iterator[Batch]:
+    def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
         """Batches from where the run continues; see `training.batches.BatchSource`."""
         if unfinished := [name for name in self._rates if not _ends_in_eos(name, self._split)]:
             say(
@@ -101,11 +102,11 @@ class CachedBatches(ResumableBatches):
                 " CacheDatasetPlaceholder, such as adding EOS or masking spans, is not done here,"
                 " but by the commands that train with SeqIO"
             )
-        return super().open(step, saved, say)
+        return super().open(step, saved)
 
-    def _position(self, saved: Path | None, say: Say) -> dict[str, Any]:
+    def _position(self, saved: Path | None) -> dict[str, Any]:
         # Without a checkpoint there is nothing to continue from, and nothing to say about it.
-        return {} if saved is None else super()._position(saved, say)
+        return {} if saved is None else super()._position(saved)
 
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
         return dict(element)

@@ -28,7 +28,7 @@ import json
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,14 +37,13 @@ import numpy as np
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.partitioning.processes import from_first
-from t0repro.progress import count_progress
+from t0repro.progress import count_progress, say
 from t0repro.words import counted
 
 POSITION, ITERATOR = "position.json", "iterator"
 _UNRECORDED = {"num_shards": 1}  # arguments that older versions did not have
 _FEW = 50  # skipping fewer batches than this shows no progress bar
 
-Say = Callable[[str], None]
 Batch = dict[str, np.ndarray]
 
 
@@ -71,9 +70,9 @@ class ResumableBatches(abc.ABC):
         """Leaves the rows of other shards, which other processes make, zeros; before `open`."""
         self._here = shards
 
-    def open(self, step: int, saved: Path | None, say: Say) -> Iterator[Batch]:
+    def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
         """Batches from where the run continues; see `training.batches.BatchSource`."""
-        position = self._position(saved, say)
+        position = self._position(saved)
         if self._seed is None:
             # Drawn here and saved: without a seed, a resumed run could not make its batches again.
             # The seed drawn is never 0, which `or` would take for one that was not
@@ -86,7 +85,7 @@ class ResumableBatches(abc.ABC):
         self._iterators = {index: iter(dataset) for index, dataset in datasets.items()}
         elements = self._elements()
         if self._taken:
-            self._go_on(elements, saved, position, say)
+            self._go_on(elements, saved, position)
         batches = map(self._assembled, elements)
         # What is saved of tf.data's iterator is where it is, so it must not be ahead.
         return self._counted(batches if self._saves_iterator else read_ahead(batches))
@@ -118,9 +117,8 @@ class ResumableBatches(abc.ABC):
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
         """A batch of int32 arrays [rows, length] from an element of the dataset."""
 
-    def _is_resumed(self, say: Say) -> bool:
+    def _is_resumed(self) -> bool:
         """Whether the position in a checkpoint is to be used."""
-        del say
         return True
 
     def _can_save_iterator(self, dataset: Any) -> bool:
@@ -174,9 +172,9 @@ class ResumableBatches(abc.ABC):
             self._taken += 1
             yield batch
 
-    def _position(self, saved: Path | None, say: Say) -> dict[str, Any]:
+    def _position(self, saved: Path | None) -> dict[str, Any]:
         """The position that a checkpoint records, or {} to start over, with the reason reported."""
-        if not self._is_resumed(say):
+        if not self._is_resumed():
             return {}
         if saved is None or not (saved / POSITION).is_file():
             say("data: from the beginning, because the checkpoint has no data position")
@@ -194,7 +192,7 @@ class ResumableBatches(abc.ABC):
         return position
 
     def _go_on(
-        self, elements: Iterator[Any], saved: Path | None, position: Mapping[str, Any], say: Say
+        self, elements: Iterator[Any], saved: Path | None, position: Mapping[str, Any]
     ) -> None:
         """Moves the iterators past the batches already taken."""
         taken = counted(self._taken, "batch", "batches")

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.training_plan import SeqioDataConfig, TrainingPlan
-from t0repro.data.resuming import Batch, ResumableBatches, Say
+from t0repro.data.resuming import Batch, ResumableBatches
 from t0repro.errors import UserError
+from t0repro.progress import say
 
 # seqio.EncDecFeatureConverter's features -> those of t0repro.data.batches.
 FEATURE_NAMES = {
@@ -47,7 +48,7 @@ class SeqioTrainBatches(ResumableBatches):
         super().__init__(data.seed, data.num_shards)
         self._data, self._save_dataset, self._resumed = data, save_dataset, resumed
 
-    def open(self, step: int, saved: Path | None, say: Say) -> Iterator[Batch]:
+    def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
         """Batches from where the run continues; see `training.batches.BatchSource`."""
         if self._data.seed is not None and not self._save_dataset:
             say(
@@ -55,14 +56,14 @@ class SeqioTrainBatches(ResumableBatches):
                 " the run sees the same examples from the beginning; bind"
                 " utils.SaveCheckpointConfig.save_dataset = True"
             )
-        return super().open(step, saved, say)
+        return super().open(step, saved)
 
     def save(self, folder: Path) -> None:
         """Writes the position after the last batch taken, if the dataset is to be saved."""
         if self._save_dataset:
             super().save(folder)
 
-    def _is_resumed(self, say: Say) -> bool:
+    def _is_resumed(self) -> bool:
         if self._resumed and not self._save_dataset:
             say("data: from the beginning, because save_dataset is False")
         return self._resumed and self._save_dataset
@@ -105,7 +106,7 @@ def train_eval_batches(data: SeqioDataConfig, eval_steps: int) -> dict[str, Eval
     }
 
 
-def train_eval(plan: TrainingPlan, say: Say) -> Mapping[str, EvalBatches]:
+def train_eval(plan: TrainingPlan) -> Mapping[str, EvalBatches]:
     """Batches for evaluating a run's loss, by task; none if no task has the split."""
     data = plan.train_eval_data
     if data is None:

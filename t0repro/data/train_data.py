@@ -12,7 +12,7 @@ import numpy as np
 from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import TrainDataConfig
 from t0repro.data.batches import MODEL_FEATURES
-from t0repro.data.resuming import Batch, ResumableBatches, Say
+from t0repro.data.resuming import Batch, ResumableBatches
 from t0repro.data.seqio_data import SeqioTrainBatches, runs_python
 from t0repro.errors import UserError
 
@@ -33,8 +33,7 @@ class TrainBatches(ResumableBatches):
         self._has_checkpoint = has_checkpoint
         super().__init__(self._data.seed, self._data.num_shards)
 
-    def _is_resumed(self, say: Say) -> bool:
-        del say
+    def _is_resumed(self) -> bool:
         # Bound either way, skip_seen_data is Mesh TensorFlow's own way to resume and
         # decides alone.
         return self._data.skip_seen_data is None and self._has_checkpoint

@@ -24,6 +24,7 @@ from t0repro.model.layer_stacks import by_layer, stacks_in
 from t0repro.model.t5 import T5
 from t0repro.model.t5x_decoding import Decodes, generate
 from t0repro.partitioning.devices import across_devices_of, data_parts, fetched
+from t0repro.progress import say
 
 if TYPE_CHECKING:
     from t0repro.training.loop import TrainingLoop
@@ -276,14 +277,13 @@ class TaskEvaluator:
 
 
 def infer_eval(
-    config: RunConfig, folder: str | os.PathLike[str], say: Callable[[str], None]
+    config: RunConfig, folder: str | os.PathLike[str]
 ) -> Callable[[TrainingLoop], Mapping[str, Mapping[str, float]]] | None:
     """Evaluates the tasks' own metrics in a training run; None if the run has no such evaluation.
 
     Args:
       config: The run.
       folder: See `TaskEvaluator`.
-      say: Receives a line if no task has the split and a metric.
     """
     data, evaluator, decoding = (
         config.plan.infer_eval_data,

@@ -144,7 +144,7 @@ def make_job(
         )
     # Results of an earlier comparison: their checkpoints would be found as well.
     shutil.rmtree(out / MESH_FOLDER, ignore_errors=True)
-    source = TrainBatches(config).open(0, None, lambda line: None)
+    source = TrainBatches(config).open(0, None)
     batches = list(itertools.islice(source, steps))
     task = None if eval_task is None else _task(eval_task, config)
     return Job(config, inputs, out, batches, task, float32, _mesh_checkpoint(start, out))

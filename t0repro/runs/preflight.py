@@ -42,7 +42,7 @@ from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.words import counted
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 NO_CHECKPOINT_YET = "T0REPRO_NO_CHECKPOINT_YET"
 """Set where auxiliary jobs are checked before their training has saved the first checkpoint."""
 _SHOWN = 5  # names of parameters that a line shows
@@ -74,13 +74,13 @@ class Check:
 
 
 def run_checks(
-    checks: Sequence[Check], say: Callable[[str, str], None], *, all_at_once: bool = True
+    checks: Sequence[Check], report: Callable[[str, str], None], *, all_at_once: bool = True
 ) -> None:
     """Runs a list of checks in its order.
 
     Args:
       checks: The list.
-      say: Receives a check's name and a line of it.
+      report: Receives a check's name and a line of it.
       all_at_once: Whether all checks run before what is wrong is raised; the first wrong thing ends
         the list otherwise.
 
@@ -92,7 +92,7 @@ def run_checks(
     for check in checks:
         try:
             for line in check.run() or ():
-                say(check.name, line)
+                report(check.name, line)
         except UserError as error:
             if not all_at_once:
                 raise
@@ -131,12 +131,14 @@ def check_mesh_transformer(configuration: Configuration, *, jax: bool, at_hand: 
     run_checks(listed, _silent, all_at_once=False)
 
 
-def check_inference(plan: InferencePlan, say: Say | None = None, *, starts: bool = False) -> None:
+def check_inference(
+    plan: InferencePlan, report: Report | None = None, *, starts: bool = False
+) -> None:
     """Checks an evaluation or an inference.
 
     Args:
       plan: The run.
-      say: Receives a line about each thing that was checked.
+      report: Receives a line about each thing that was checked.
       starts: Whether the run begins now, and opens its checkpoints itself.
 
     Raises:
@@ -154,18 +156,18 @@ def check_inference(plan: InferencePlan, say: Say | None = None, *, starts: bool
         listed.append(
             Check("checkpoints", Cost.INDEX, lambda: _checkpoints(plan.restore, plan.model))
         )
-    run_checks(listed, _named(say))
+    run_checks(listed, _named(report))
 
 
 def check_training(
-    config: RunConfig, vocabularies: tuple[Any, Any], say: Say | None = None
+    config: RunConfig, vocabularies: tuple[Any, Any], report: Report | None = None
 ) -> None:
     """Checks a training run; see `check_inference`.
 
     Args:
       config: The run.
       vocabularies: The records of the model's vocabularies of inputs and targets.
-      say: Receives a line about each thing that was checked.
+      report: Receives a line about each thing that was checked.
     """
     plan = config.plan
     datasets = {
@@ -181,7 +183,7 @@ def check_training(
     if (restore := plan.restore) is not None:
         listed.append(Check("restore", Cost.INDEX, lambda: _restored(restore, config)))
     listed.insert(0, Check("batch", Cost.NAMES, lambda: _batch(config)))
-    run_checks(listed, _named(say))
+    run_checks(listed, _named(report))
 
 
 def _data_check(
@@ -191,8 +193,8 @@ def _data_check(
     return lambda: _data(data, model, vocabularies, reads)
 
 
-def _named(say: Say | None) -> Callable[[str, str], None]:
-    return _silent if say is None else lambda name, line: say(f"{name}: {line}")
+def _named(report: Report | None) -> Callable[[str, str], None]:
+    return _silent if report is None else lambda name, line: report(f"{name}: {line}")
 
 
 def _silent(name: str, line: str) -> None:

@@ -22,6 +22,7 @@ from t0repro.converters.arithmetic import check_configured, open_configured, rep
 from t0repro.errors import UserError
 from t0repro.parameters import layout
 from t0repro.parameters.assignment import assigned_names, names_in_mtf
+from t0repro.progress import say
 from t0repro.training.train_state import (
     FlatTree,
     OpenTree,
@@ -31,16 +32,13 @@ from t0repro.training.train_state import (
 )
 from t0repro.words import counted
 
-Say = Callable[[str], None]
 
-
-def starting_tree(config: RunConfig, fresh: Callable[[], TrainState], say: Say) -> OpenTree | None:
+def starting_tree(config: RunConfig, fresh: Callable[[], TrainState]) -> OpenTree | None:
     """A checkpoint that another program wrote into model_dir, or else what the plan restores.
 
     Args:
       config: A run without a checkpoint of its own.
       fresh: Makes the state that it would start with otherwise, for what is not restored.
-      say: Receives lines about what is restored.
 
     Returns:
       A flat tree with the model's names; None for initialized parameters.
@@ -60,7 +58,7 @@ def starting_tree(config: RunConfig, fresh: Callable[[], TrainState], say: Say) 
     if rules.variable_filter is not None:
         place = places.get("plan.restore.variable_filter")
         tree = open_configured(ref, config.model)
-        return keep_matching(tree, rules.variable_filter, config.model, fresh, place, say)
+        return keep_matching(tree, rules.variable_filter, config.model, fresh, place)
     check_configured(ref, config.model)
     say(f"restore: {ref.path}")
     tree: dict[str, Any] = dict(sources.load_any(ref.path))
@@ -68,7 +66,7 @@ def starting_tree(config: RunConfig, fresh: Callable[[], TrainState], say: Say) 
     tree |= {name: tree[shared] for name, shared in repeated_biases(tree, config.model).items()}
     # Values, not only shapes: what the rules leave out of the checkpoint is taken from here.
     new = to_flat_tree(jax.device_get(fresh()))
-    return restored(tree, new, rules, places.get("plan.restore.path"), say)
+    return restored(tree, new, rules, places.get("plan.restore.path"))
 
 
 # ---- T5X's rules: renaming, what may be missing, rounding ----------------------------------------
@@ -79,7 +77,6 @@ def restored(
     fresh: FlatTree,
     config: RestoreConfig,
     where: str | None = None,
-    say: Say = lambda line: None,
 ) -> dict[str, np.ndarray]:
     """A checkpoint's entries under the names of the model that is about to be trained.
 
@@ -88,7 +85,6 @@ def restored(
       fresh: a new state of the model, for its names and for what the checkpoint does not give.
       config: the rules.
       where: where they were set.
-      say: receives what `say_unmatched` says.
 
     Raises:
       UserError: if a rule matches nothing or leads to nothing, or if slots are missing although
@@ -104,14 +100,14 @@ def restored(
     wanted = [name for name in fresh if not name.startswith(layout.SLOTS) or fresh[name].size > 1]
     if config.strict:
         _check_slots(result, [name for name in wanted if name.startswith(layout.SLOTS)], where)
-    say_unmatched(tree, wanted, {new: old for new, old in names.items() if old is not None}, say)
+    say_unmatched(tree, wanted, {new: old for new, old in names.items() if old is not None})
     if config.dtype in (None, "float32"):
         return result
     return with_parameters_in(result, config.dtype)
 
 
 def say_unmatched(
-    tree: Collection[str], wanted: Collection[str], filled: Mapping[str, str], say: Say
+    tree: Collection[str], wanted: Collection[str], filled: Mapping[str, str]
 ) -> None:
     """Lists what a partial restore leaves new, and what it leaves in the checkpoint.
 
@@ -122,7 +118,6 @@ def say_unmatched(
       tree: names of the checkpoint's entries.
       wanted: names of the model's entries.
       filled: name in the model -> name in the checkpoint, of what is restored.
-      say: receives a line for each kind; none if everything is restored.
     """
     kinds = {
         "initialised, not restored": [name for name in wanted if name not in filled],
@@ -159,7 +154,6 @@ def keep_matching(
     model: ModelConfig,
     fresh: Callable[[], TrainState],
     place: str | None = None,
-    say: Say = lambda line: None,
 ) -> OpenTree:
     """Keeps only those entries of a checkpoint whose names match a pattern.
 
@@ -172,7 +166,6 @@ def keep_matching(
       model: the model.
       fresh: makes the new state.
       place: where the pattern was set.
-      say: receives what `t0repro.runs.restore.say_unmatched` says.
 
     Raises:
       UserError: if the pattern matches nothing.
@@ -190,7 +183,7 @@ def keep_matching(
             fix=f"Names are for instance {', '.join(list(variables.values())[:3])}.",
         )
     wanted = [key for key, name in names.items() if name]
-    say_unmatched(kept, wanted, {key: key for key in kept}, say)
+    say_unmatched(kept, wanted, {key: key for key in kept})
     for path, value in flax.traverse_util.flatten_dict(fresh().params, sep="/").items():
         # Slots and the step need no entry: `from_flat_tree` starts missing ones at zero.
         kept.setdefault(layout.PARAMETERS + path, np.asarray(value))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from t0repro.training.metrics import OpenWriter
 from t0repro.training.model_dir import held_for_training
 from t0repro.training.planned import Evaluations
 
-Say = Callable[[str], None]
-
 
 def start_training(
     config: RunConfig,
@@ -33,7 +30,6 @@ def start_training(
     config_text: str | None = None,
     vocabularies: tuple[Any, Any] = (None, None),
     allow_changed: bool = False,
-    say: Say | None = None,
 ) -> None:
     """Trains from model_dir's latest checkpoint, what the plan restores, or initialized parameters.
 
@@ -43,12 +39,10 @@ def start_training(
       config_text: The configuration in Markdown, for TensorBoard.
       vocabularies: SeqIO's of inputs and targets, for a model of the user's.
       allow_changed: Whether to continue in a model_dir although settings changed.
-      say: Receives lines about what is being done; prints to standard error by default.
 
     Raises:
       UserError: If the data, the checkpoint or the folder does not fit the run.
     """
-    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
     plan, model_dir = config.plan, os.fspath(config.model_dir)
     # Take the lock, and check that the settings match, before model_dir is read or written.
     with held_for_training(model_dir, "jax", config, allow_changed=allow_changed) as check:
@@ -59,13 +53,12 @@ def start_training(
             config,
             train_batches(config, resumed=resumed),
             check=check,
-            restore_from=lambda fresh: starting_tree(config, fresh, say),
-            evaluations=Evaluations(train_eval(plan, say), infer_eval(config, written, say)),
+            restore_from=functools.partial(starting_tree, config),
+            evaluations=Evaluations(train_eval(plan), infer_eval(config, written)),
             writers=[event_writer(written)] if plan.log == "steps" else (),
             open_writers=lambda step: _opener_of_writers(written, config_text, step),
             describe=describe,
             vocabularies=vocabularies,
-            say=say,
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from t0repro.model.t5 import T5, count_parameters
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.processes import is_first
 from t0repro.partitioning.topologies import memory_of
+from t0repro.progress import say
 from t0repro.training.actions import Action, StopOnSignal, StoppedBySignal
 from t0repro.training.assembling import model_of
 from t0repro.training.batches import Batches, Feed
@@ -34,7 +34,6 @@ from t0repro.training.train_state import TrainState
 from t0repro.training.trainer import PreemptionError
 from t0repro.words import counted
 
-Say = Callable[[str], None]
 # Writes what a run records about itself.
 Describe = Callable[[TrainState, Partitioning], None]
 
@@ -52,7 +51,6 @@ def train(
     describe: Describe | None = None,
     vocabularies: tuple[Any, Any] = (None, None),
     check: Callable[[TrainState], None] | None = None,
-    say: Say | None = None,
 ) -> TrainState:
     """Trains until the global step reaches config.train_steps and returns the last state.
 
@@ -78,14 +76,12 @@ def train(
       vocabularies: SeqIO's of inputs and targets, for a model of the user's.
       check: Given the state's shapes before a checkpoint is restored; raises a UserError if the
         state of model_dir is of another kind (t0repro.training.model_dir).
-      say: Receives lines about what is being done; prints to standard error by default.
 
     Raises:
       UserError: If the configuration cannot be trained, a checkpoint does not fit, or a loss is NaN
         or Inf.
       StoppedBySignal: After SIGTERM or SIGINT, once the state has been saved.
     """
-    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
     plan, evaluations = config.plan, evaluations or Evaluations()
 
     # ---- Devices --------------------------------------------------------------------------------
@@ -105,7 +101,7 @@ def train(
     config, why = decided(config, partitioning, memory)
     module = T5(config.model, config.dtypes)
     model = model_of(config, module, optimizer, vocabularies=vocabularies, decoding=plan.decoding)
-    seed = chosen_seed(plan, say) if seed is None else seed
+    seed = chosen_seed(plan) if seed is None else seed
     initial_key, dropout_key = keys(seed, plan.keys)
     fresh = functools.partial(new_state, model, initial_key)
     # Shapes only: a restored run never allocates the parameters that it would throw away.
@@ -120,7 +116,7 @@ def train(
     if check is not None:
         check(shapes)
     restoring = time.perf_counter()
-    start = started(config, shapes, fresh, restore_from, say)
+    start = started(config, shapes, fresh, restore_from)
     seconds = time.perf_counter() - restoring
     if start.is_new:
         say(f"start: parameters initialized from seed {seed}")
@@ -136,11 +132,11 @@ def train(
     microbatches = counted(config.num_microbatches, "microbatch", "microbatches")
     parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
     say(f"train: steps {start.step:,} to {end_step:,}, a batch is {parts}")
-    feed = Feed(batches, config, model, partitioning, say)
+    feed = Feed(batches, config, model, partitioning)
 
     # ---- Loop -----------------------------------------------------------------------------------
     # The last of the actions: it reports how long the others took to save.
-    signals = StopOnSignal(say, plan.save is not None)
+    signals = StopOnSignal(plan.save is not None)
     loop = loop_of(
         config,
         model,
@@ -154,7 +150,6 @@ def train(
         actions=[*actions, signals],
         writers=writers,
         open_writers=open_writers,
-        say=say,
     )
     trainer = loop.trainer
 
@@ -187,7 +182,7 @@ def train(
     if start.step >= end_step:
         say(nothing)
     else:
-        _say_how_it_ended(loop, end_step, done, signals, config, say)
+        _say_how_it_ended(loop, end_step, done, signals, config)
     return trainer.release()
 
 
@@ -207,7 +202,6 @@ def _say_how_it_ended(
     done: int,
     signals: StopOnSignal,
     config: RunConfig,
-    say: Say,
 ) -> None:
     """Tells where training ended and why.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -19,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from t0repro.config.training_plan import SaveConfig
 from t0repro.partitioning.processes import SharedSignal, from_first, is_alone
-from t0repro.progress import working
+from t0repro.progress import say, working
 from t0repro.training.checkpoints import (
     list_checkpoints,
     metric_by_step,
@@ -87,7 +86,6 @@ class SaveCheckpoints(Action):
       save_data: writes the position in the data into a folder of the checkpoint.
       progress: gives the step at which the run first began, and notes for the checkpoint; None if
         periods do not count from there.
-      say: receives a line if a save takes longer than a preemption leaves; logged by default.
     """
 
     def __init__(
@@ -97,11 +95,10 @@ class SaveCheckpoints(Action):
         save_data: Callable[[Path], None] | None = None,
         *,
         progress: Progress | None = None,
-        say: Callable[[str], None] = logging.warning,
     ):
         self._model_dir, self._rules = model_dir, save
         self._progress = progress if save.from_first_step else None
-        self._save_data, self._say = save_data, say
+        self._save_data = save_data
         self._is_slow = False
         self._first = self._saved = self._last = 0
         self._writing: concurrent.futures.Future[None] | None = None
@@ -165,7 +162,7 @@ class SaveCheckpoints(Action):
         seconds = self._ended_at - self._started_at
         if seconds > NOTICE_SECONDS and not self._is_slow:
             self._is_slow = True
-            self._say(
+            say(
                 f"warning: a save takes {seconds:.0f} s; a machine that is taken away"
                 f" {NOTICE_SECONDS:.0f} s after the notice would lose the steps since the"
                 " checkpoint before"
@@ -210,15 +207,14 @@ class StopOnSignal(Action):
     when jax itself has noticed that one of their machines is about to be preempted.
 
     Args:
-      say: receives a line when the signal arrives, and one when all is saved.
       saves: whether the training saves checkpoints at all.
 
     Attributes:
       received: the number of the signal that ended training, or None.
     """
 
-    def __init__(self, say: Callable[[str], None], saves: bool = True):
-        self._say, self._saves = say, saves
+    def __init__(self, saves: bool = True):
+        self._saves = saves
         self.received: int | None = None
         self._noted: int | None = None
         self._noted_at = 0.0
@@ -240,7 +236,7 @@ class StopOnSignal(Action):
             # To be asked at every step by every process; true at the one step they agree on.
             if _jax_was_told(loop.step) and self._noted is None:
                 self._noted, self._noted_at = signal.SIGTERM, time.monotonic()
-                self._say("stopping: jax reported that a machine is about to be taken away")
+                say("stopping: jax reported that a machine is about to be taken away")
             self.received = self._shared.after_step(self._noted or 0) or None
         else:
             self.received = self._noted
@@ -253,9 +249,7 @@ class StopOnSignal(Action):
         if self._noted is not None and self._saves and not loop.failed:
             seconds = time.monotonic() - self._noted_at
             late = f", more than the {NOTICE_SECONDS:.0f} s that a preempted machine gets"
-            self._say(
-                f"saved {seconds:.1f} s after the signal{late if seconds > NOTICE_SECONDS else ''}"
-            )
+            say(f"saved {seconds:.1f} s after the signal{late if seconds > NOTICE_SECONDS else ''}")
 
     def _note(self, number: int, frame: Any) -> None:
         del frame
@@ -264,7 +258,7 @@ class StopOnSignal(Action):
         self._restore()
         again = " (Ctrl-C again stops at once)" if number == signal.SIGINT else ""
         saved = " and saved" if self._saves else ""
-        self._say(f"stopping: the current step is finished{saved} first{again}")
+        say(f"stopping: the current step is finished{saved} first{again}")
 
     def _restore(self) -> None:
         while self._before:

@@ -27,6 +27,7 @@ from t0repro.model.layer_stacks import by_layer, rows, stacks_in
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.partitioning.devices import fetched
 from t0repro.partitioning.processes import from_first, is_first
+from t0repro.progress import say
 from t0repro.redaction import without_passwords
 from t0repro.training.actions import Action
 from t0repro.training.assembling import model_of
@@ -74,11 +75,10 @@ class ReportBadUpdate(Action):
 
     Args:
       config: the run's configuration.
-      say: receives a line.
     """
 
-    def __init__(self, config: RunConfig, say: Callable[[str], None]):
-        self._config, self._say, self._is_reported = config, say, False
+    def __init__(self, config: RunConfig):
+        self._config, self._is_reported = config, False
 
     def on_bad_update(self, loop: TrainingLoop, batch: NumpyBatch, metrics: StepMetrics) -> None:
         """Writes the folder and stops."""
@@ -93,9 +93,7 @@ class ReportBadUpdate(Action):
             write_bad_update(folder, self._config, loop.step, features, key)
         nothing = "loss and gradients are finite when recomputed: the optimizer overflowed"
         what = nothing if bad is None else str(bad)
-        self._say(
-            f"step {metrics.step} was not done: {what}; see it again by `t0repro replay {folder}`"
-        )
+        say(f"step {metrics.step} was not done: {what}; see it again by `t0repro replay {folder}`")
         loop.stop(f"step {metrics.step} is NaN or Inf: {what}")
         self._is_reported = True
 

@@ -10,11 +10,10 @@ from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.processes import is_alone
+from t0repro.progress import say
 from t0repro.training.models import T5Model
 from t0repro.training.start import Start
 from t0repro.training.trainer import NumpyBatch
-
-Say = Callable[[str], None]
 
 _TOKENS = {"inputs", "targets"}
 
@@ -23,16 +22,13 @@ _TOKENS = {"inputs", "targets"}
 class BatchSource(Protocol):
     """Batches whose position is saved in checkpoints, so that a resumed run continues from it."""
 
-    def open(
-        self, step: int, saved: Path | None, say: Callable[[str], None]
-    ) -> Iterable[NumpyBatch]:
+    def open(self, step: int, saved: Path | None) -> Iterable[NumpyBatch]:
         """Batches for the updates after a global step.
 
         Args:
           step: The global step that training starts from.
           saved: The folder that `save` wrote, in the checkpoint that training resumes from; None if
             there is no such folder, or if training begins in this model_dir.
-          say: Receives one line about what is being done.
         """
         ...
 
@@ -66,7 +62,6 @@ class Feed:
       config: The run, for the rows of a batch and the number of tokens that the model knows.
       model: Names the features that it reads.
       partitioning: The devices.
-      say: Receives lines about what is being done.
 
     Attributes:
       is_source: Whether the batches know their position, and their shapes before they are read.
@@ -79,9 +74,8 @@ class Feed:
         config: RunConfig,
         model: T5Model,
         partitioning: Partitioning,
-        say: Say,
     ):
-        self._batches, self._model, self._say = batches, model, say
+        self._batches, self._model = batches, model
         self._vocab_size, rows = config.model.vocab_size, config.batch_size
         self._put, self._is_sharded = partitioning.put_batch, False
         self.is_source = isinstance(batches, BatchSource)
@@ -98,7 +92,7 @@ class Feed:
         """The batches from where training continues, checked as they come."""
         batches = self._batches
         if isinstance(batches, BatchSource):
-            batches = batches.open(start.step, start.data, self._say)
+            batches = batches.open(start.step, start.data)
         elif callable(batches):
             batches = batches()
         checked = self._checked(batches)

@@ -18,6 +18,7 @@ from t0repro.config.training_plan import TerminateOnNanConfig, TrainingPlan
 from t0repro.files import output_path, write_atomically
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.processes import from_first, is_first, output_folder
+from t0repro.progress import say
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress
 from t0repro.training.assembling import trainer_of
 from t0repro.training.bad_update import ReportBadUpdate
@@ -71,7 +72,6 @@ def loop_of(
     actions: Sequence[Action],
     writers: Sequence[Writer],
     open_writers: Callable[[int], OpenWriter] | None,
-    say: Callable[[str], None],
 ) -> TrainingLoop:
     """The loop of a run: its metrics log, its trainer, and what the plan does between steps.
 
@@ -88,7 +88,6 @@ def loop_of(
       actions: What runs after the plan's actions.
       writers: Receive the lines of steps in addition to metrics.jsonl.
       open_writers: Given the step that training starts from, opens the writers of summaries.
-      say: Receives lines about what is being done.
     """
     plan = config.plan
     # Only a held update leaves the state that explains it, and nothing must follow it.
@@ -113,7 +112,7 @@ def loop_of(
     )
     if plan.save is None:
         say("no checkpoint will be saved: utils.CheckpointConfig.save is None")
-    planned = planned_actions(config, evaluations, files, start, end_step, save_data, holds, say)
+    planned = planned_actions(config, evaluations, files, start, end_step, save_data, holds)
     return TrainingLoop(
         trainer,
         log=log,
@@ -133,7 +132,6 @@ def planned_actions(
     end_step: int,
     save_data: Callable[[Path], None] | None,
     holds: bool,
-    say: Callable[[str], None],
 ) -> Sequence[Action]:
     """What happens between steps, in the order in which T5X does it.
 
@@ -145,11 +143,10 @@ def planned_actions(
       end_step: The step at which it ends.
       save_data: Writes the position in the data into a checkpoint's folder.
       holds: Whether an update that is NaN or Inf is held back, and reported.
-      say: Receives lines about what is being done.
     """
     plan = config.plan
     period = plan.stats_period or shortest_period(plan, end_step - start.step)
-    on_metrics = {mode: make_actions(items, say) for mode, items in plan.actions.items()}
+    on_metrics = {mode: make_actions(items) for mode, items in plan.actions.items()}
     progress = Progress(
         config.model_dir,
         start.step,
@@ -162,11 +159,9 @@ def planned_actions(
     if plan.gc_period:
         actions.append(CollectGarbage(plan.gc_period))
     if plan.save is not None:
-        actions.append(
-            SaveCheckpoints(config.model_dir, plan.save, save_data, progress=progress, say=say)
-        )
+        actions.append(SaveCheckpoints(config.model_dir, plan.save, save_data, progress=progress))
     if holds:
-        actions.append(ReportBadUpdate(config, say))
+        actions.append(ReportBadUpdate(config))
     # After the save, as in T5X, so that a metric that fails loses no step.
     if inputs.train_eval or inputs.infer_eval:
         assert files is not None, "a run that evaluates writes summaries"

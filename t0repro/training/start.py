@@ -19,6 +19,7 @@ from t0repro.errors import UserError
 from t0repro.files import check_is_no_pattern
 from t0repro.model.t5 import initial_parameters
 from t0repro.partitioning.processes import from_first
+from t0repro.progress import say
 from t0repro.training.checkpoints import (
     checkpoint_path,
     data_folder,
@@ -29,7 +30,6 @@ from t0repro.training.checkpoints import (
 from t0repro.training.models import T5Model, is_own
 from t0repro.training.train_state import OpenTree, TrainState, from_flat_tree, new_train_state
 
-Say = Callable[[str], None]
 RestoreFrom = OpenTree | str | Path | Callable[[Callable[[], TrainState]], OpenTree | None] | None
 
 
@@ -58,7 +58,6 @@ def started(
     shapes: TrainState,
     fresh: Callable[[], TrainState],
     restore_from: RestoreFrom,
-    say: Say,
 ) -> Start:
     """The state of the latest checkpoint, of `restore_from`, or a new one."""
     model_dir = os.fspath(config.model_dir)
@@ -97,7 +96,7 @@ def new_state(model: T5Model, key: jax.Array, like: TrainState | None = None) ->
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
 
 
-def chosen_seed(plan: TrainingPlan, say: Callable[[str], None]) -> int:
+def chosen_seed(plan: TrainingPlan) -> int:
     """The plan's seed, or one drawn from the clock, with a message."""
     if plan.random_seed is not None:
         return plan.random_seed

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import abc
 import enum
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from t0repro.config.training_plan import ActionConfig, TerminateOnNanConfig, UserClass
+from t0repro.progress import say
 from t0repro.training.train_state import single_layers
 from t0repro.training.user_classes import made
 
 Results = Mapping[str, Mapping[str, Any]]  # task -> metric -> value
-Say = Callable[[str], None]
 
 
 class ActionMode(enum.Enum):
@@ -70,7 +69,6 @@ class EarlyStoppingAction(BaseAction):
       patience: see above.
       atol, rtol: tolerances, not negative.
       reference: what a value is compared with.
-      say: receives a line when the metric is missing and when it stops; logged by default.
 
     Raises:
       ValueError: for another mode or reference, a negative tolerance, or a patience below 1.
@@ -85,7 +83,6 @@ class EarlyStoppingAction(BaseAction):
         rtol: float = 0.0,
         *,
         reference: Literal["best", "previous"] = "previous",
-        say: Say | None = None,
     ):
         if mode not in ("min", "max"):
             raise ValueError(f"mode is 'min' or 'max', not {mode!r}.")
@@ -95,20 +92,20 @@ class EarlyStoppingAction(BaseAction):
             raise ValueError("atol and rtol are at least 0, and patience at least 1.")
         self._task, self._metric = metric
         self._mode, self._patience, self._atol, self._rtol = mode, patience, atol, rtol
-        self._reference, self._say = reference, say or logging.warning
+        self._reference = reference
         self._history: list[float] = []  # previous: the window; best: the best, and what came since
 
     def run(self, train_state: Any, metrics_by_task: Results) -> bool:
         """Whether to stop; False, with a message, if the metric is missing."""
         del train_state
-        value = _value(metrics_by_task, self._task, self._metric, self._say)
+        value = _value(metrics_by_task, self._task, self._metric)
         if value is None:
             return False
         follow = self._since_best if self._reference == "best" else self._in_window
         stops = follow(value)
         if stops:
             values = ", ".join(f"{value:g}" for value in self._history)
-            self._say(
+            say(
                 f"stopping early: {self._metric} of {self._task} has not improved in"
                 f" {self._patience} evaluations: {values}"
             )
@@ -162,19 +159,18 @@ class TerminateOnNanAction(BaseAction):
     Args:
       task: the task; `train` for the training run's own metrics.
       metric: the metric.
-      say: receives a line when the metric is missing and when it stops; logged by default.
     """
 
-    def __init__(self, task: str, metric: str = "loss", *, say: Say | None = None):
-        self._task, self._metric, self._say = task, metric, say or logging.warning
+    def __init__(self, task: str, metric: str = "loss"):
+        self._task, self._metric = task, metric
 
     def run(self, train_state: Any, metrics_by_task: Results) -> bool:
         """Whether to stop; False, with a message, if the metric is missing."""
         del train_state
-        value = _value(metrics_by_task, self._task, self._metric, self._say)
+        value = _value(metrics_by_task, self._task, self._metric)
         if value is None or math.isfinite(value):
             return False
-        self._say(f"stopping: {self._metric} of {self._task} is {value}")
+        say(f"stopping: {self._metric} of {self._task} is {value}")
         return True
 
 
@@ -200,16 +196,16 @@ class RunActions:
         return any([action.run(train_state, results) for action in self.actions])
 
 
-def make_actions(configs: Sequence[ActionConfig], say: Say) -> RunActions:
+def make_actions(configs: Sequence[ActionConfig]) -> RunActions:
     """The actions that a plan describes."""
-    return RunActions([_made(config, say) for config in configs])
+    return RunActions([_made(config) for config in configs])
 
 
-def _made(config: ActionConfig, say: Say) -> BaseAction:
+def _made(config: ActionConfig) -> BaseAction:
     if isinstance(config, UserClass):
-        return made(config, {"say": say}, "train.actions")
+        return made(config, {}, "train.actions")
     if isinstance(config, TerminateOnNanConfig):
-        return TerminateOnNanAction(config.task, config.metric, say=say)
+        return TerminateOnNanAction(config.task, config.metric)
     return EarlyStoppingAction(
         (config.task, config.metric),
         config.mode,
@@ -217,11 +213,10 @@ def _made(config: ActionConfig, say: Say) -> BaseAction:
         config.atol,
         config.rtol,
         reference=config.reference,
-        say=say,
     )
 
 
-def _value(results: Results, task: str, metric: str, say: Say) -> float | None:
+def _value(results: Results, task: str, metric: str) -> float | None:
     if task not in results:
         say(f"warning: no results of {task}; there are {', '.join(results) or 'none'}")
         return None

@@ -15,6 +15,7 @@ from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.data.cached import CachedBatches
 from t0repro.data.seqio_data import renamed, seqio_dataset
 from t0repro.errors import UserError
+from t0repro.progress import heard_by
 from t0repro.tasks.prompt_cache.folders import shard_names
 
 from ..tasks.prompt_caches import make
@@ -38,7 +39,7 @@ def cache(tmp_path_factory):
 
 
 def first(batches: CachedBatches, count: int, saved=None) -> list[dict[str, np.ndarray]]:
-    return list(itertools.islice(batches.open(0, saved, print), count))
+    return list(itertools.islice(batches.open(0, saved), count))
 
 
 def in_order(folder, lengths, pack, count) -> list[dict[str, np.ndarray]]:
@@ -215,7 +216,7 @@ def test_a_resumed_run_goes_on_with_the_same_batches(cache, tmp_path, seed):
     # Rows of several examples, of which 200 are packed at a time: saved in the middle of these.
     lengths = {"inputs": 200, "targets": 100}
     source = CachedBatches(folders, lengths, 4, seed=seed)
-    batches = source.open(0, None, print)
+    batches = source.open(0, None)
     list(itertools.islice(batches, 9))
     source.save(tmp_path)
     expected = list(itertools.islice(batches, 20))
@@ -228,7 +229,8 @@ def test_another_batch_size_starts_over_and_says_so(cache, tmp_path):
     first(source, 3)
     source.save(tmp_path)
     changed = CachedBatches(folders, LENGTHS, 2, seed=7)
-    begun = list(itertools.islice(changed.open(3, tmp_path, said.append), 3))
+    with heard_by(said.append):
+        begun = list(itertools.islice(changed.open(3, tmp_path), 3))
     assert said == ["data: from the beginning, since batch_size changed"]
     assert_equal(begun, first(CachedBatches(folders, LENGTHS, 2, seed=7), 3))
 
@@ -269,7 +271,8 @@ def test_targets_that_get_their_eos_after_the_cache_are_warned_of(cache, tmp_pat
     write_records(tmp_path / "t5_task", of_a_task_in_t5s_form())
     said = []
     source = CachedBatches([tmp_path / "t5_task", cache / "one" / TASK], LENGTHS, 4)
-    source.open(0, None, said.append)
+    with heard_by(said.append):
+        source.open(0, None)
     (line,) = said
     assert "the targets of 1 cached task do not end in EOS (1), t5_task first" in line
 

@@ -97,7 +97,7 @@ def batches_of(task, **changes):
         sequence_length={"inputs": 4, "targets": 4},
         batch_size=3,
     )
-    return TrainBatches(config).open(0, None, print)
+    return TrainBatches(config).open(0, None)
 
 
 def test_a_task_that_seqio_cannot_cache_is_read_without(without_placeholder):

@@ -18,6 +18,7 @@ from t0repro.data.seqio_data import (
     train_eval_batches,
 )
 from t0repro.errors import UserError
+from t0repro.progress import heard_by
 
 from .. import tiny_models as tiny
 
@@ -118,7 +119,8 @@ def first(batches, count):
 def opened(data, count, *, saved=None, said=None, **options):
     """The next `count` batches, and the source that they came from."""
     source = SeqioTrainBatches(data, **{"save_dataset": True, **options})
-    batches = source.open(0, saved, [].append if said is None else said.append)
+    with heard_by([].append if said is None else said.append):
+        batches = source.open(0, saved)
     return first(batches, count), source
 
 
@@ -162,7 +164,7 @@ def test_batches_and_their_order_are_those_of_seqio(name, shuffle, pack):
 def test_a_resumed_run_goes_on_with_the_same_batches(tmp_path, name, by, seed):
     data = data_config(name, seed=seed)
     source = SeqioTrainBatches(data, save_dataset=True)
-    batches = source.open(0, None, [].append)
+    batches = source.open(0, None)
     first(batches, 9)
     source.save(tmp_path)
     expected = first(batches, 9)
@@ -205,14 +207,14 @@ def test_shards_are_what_seqio_reads_on_as_many_hosts(name, pack):
 def test_processes_that_make_their_own_shards_make_the_same_batches(tmp_path):
     data = data_config(num_shards=4)
     source = SeqioTrainBatches(data, save_dataset=True)
-    batches = source.open(0, None, [].append)
+    batches = source.open(0, None)
     first(batches, 9)
     source.save(tmp_path)
     expected, parts = first(batches, 9), []
     for shards in ([0, 2], [1, 3]):
         part = SeqioTrainBatches(data, save_dataset=True, resumed=True)
         part.make_only(shards)
-        parts.append(first(part.open(0, tmp_path, [].append), 9))
+        parts.append(first(part.open(0, tmp_path), 9))
         others = [row for row in range(4) if row not in shards]
         assert not any(x[others].any() for batch in parts[-1] for x in batch.values())
     assert_equal(
@@ -304,7 +306,8 @@ def test_a_task_without_the_split_is_not_evaluated_and_an_empty_one_is_refused(t
     assert train_eval_batches(data, 1) == {}
     said = []
     plan = dataclasses.replace(tiny.PLAN, train_eval_data=data)
-    assert train_eval(plan, said.append) == {}
+    with heard_by(said.append):
+        assert train_eval(plan) == {}
     assert said == [f"train_eval: no task of {data.mixture_or_task_name} has validation"]
     (tmp_path / "empty.txt").write_text("")
     feature = seqio.Feature(seqio.ByteVocabulary(), dtype=tf.int32)

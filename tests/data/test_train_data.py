@@ -58,7 +58,7 @@ def mesh_dataset(**changes):
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_batches_of_a_cached_mixture_are_mesh_tensorflows(mixture, pack, shuffle):
-    ours = source(pack=pack, shuffle=shuffle).open(0, None, print)
+    ours = source(pack=pack, shuffle=shuffle).open(0, None)
     theirs = mesh_dataset(pack=pack, shuffle=shuffle).batch(16).as_numpy_iterator()
     # Several epochs of both tasks.
     for one, other in itertools.islice(zip(ours, theirs, strict=False), 120):
@@ -73,7 +73,7 @@ def test_a_shard_reads_its_own_files_alone_and_packs_them_as_mesh_tensorflow_doe
     import seqio
     from mesh_tensorflow.transformer import dataset as transformer_dataset
 
-    ours = source(pack=pack, num_shards=4).open(0, None, print)
+    ours = source(pack=pack, num_shards=4).open(0, None)
     provider, shards = seqio.get_mixture_or_task(MIXTURE), []
     for index in range(4):
         examples = provider.get_dataset(
@@ -101,12 +101,12 @@ def test_a_shard_reads_its_own_files_alone_and_packs_them_as_mesh_tensorflow_doe
     assert len(files) == 2 * 3
     alone = source(pack=pack, num_shards=4)
     alone.make_only([3])
-    whole = source(pack=pack, num_shards=4).open(0, None, print)
+    whole = source(pack=pack, num_shards=4).open(0, None)
     expected = list(itertools.islice(whole, 30))
     for file in files:
         file.write_bytes(b"damaged")
     try:
-        for batch, wanted in zip(alone.open(0, None, print), expected, strict=False):
+        for batch, wanted in zip(alone.open(0, None), expected, strict=False):
             for name in batch:
                 assert not batch[name][:12].any()
                 np.testing.assert_array_equal(batch[name][12:], wanted[name][12:])

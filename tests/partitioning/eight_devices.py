@@ -31,6 +31,7 @@ from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning import memory
 from t0repro.partitioning.devices import choose
 from t0repro.partitioning.program_costs import collectives, counts
+from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree
 from t0repro.training.models import T5Model
@@ -154,7 +155,8 @@ def resumed():
             lines = []
             for steps, layout in zip((3, 6), layouts, strict=True):
                 config = run_config(folder, steps, model=MODEL, batch_size=8, layout=layout)
-                train(config, data[steps - 3 : steps], say=lines.append)
+                with heard_by(lines.append):
+                    train(config, data[steps - 3 : steps])
             tree = load_tree(Path(folder) / "checkpoint_6")
         size = sum(float(np.abs(value).sum()) for value in tree.values())
         runs[name] = {"lines": lines, "size": size}

@@ -55,7 +55,7 @@ MODEL = model_config(
 class Batches:
     """The same batches for whoever asks; the one of a step is decided by its number."""
 
-    def open(self, step, saved, say):
+    def open(self, step, saved):
         assert (saved is not None) == (step > 0), "the position was saved by the first process"
         return batches(20, rows=8)[step:]
 
@@ -89,11 +89,11 @@ class NoticedBatches(Batches):
     def __init__(self, index):
         self._index = index
 
-    def open(self, step, saved, say):
+    def open(self, step, saved):
         if jax.process_index() == self._index:
             # Here the signal's handler is still jax's own, which looks for it once a second.
             os.kill(os.getpid(), signal.SIGTERM)
-        return self._slowly(super().open(step, saved, say))
+        return self._slowly(super().open(step, saved))
 
     def _slowly(self, batches):
         for batch in batches:
@@ -112,7 +112,7 @@ class SignalMyself(Action):
             os.kill(os.getpid(), self._signals[trainer.step])
 
 
-def trained(folder, steps, signals=(), say=None, notice=None, in_shards=False, **layout):
+def trained(folder, steps, signals=(), notice=None, in_shards=False, **layout):
     """Trains to a step, from the latest checkpoint."""
     config = run_config(
         folder,
@@ -124,7 +124,7 @@ def trained(folder, steps, signals=(), say=None, notice=None, in_shards=False, *
     )
     source = Batches() if notice is None else NoticedBatches(notice)
     source = BatchesInShards() if in_shards else source
-    return train(config, source, actions=[SignalMyself(dict(signals))], say=say)
+    return train(config, source, actions=[SignalMyself(dict(signals))])
 
 
 def overflowing(folder, **layout):

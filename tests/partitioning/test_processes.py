@@ -124,7 +124,7 @@ def assert_same(folder, reference, step):
 def one_process(tmp_path_factory):
     """The folder of a training of six steps in this process."""
     folder = tmp_path_factory.mktemp("one")
-    trained(folder, 6, say=lambda line: None)
+    trained(folder, 6)
     return folder
 
 
@@ -137,7 +137,7 @@ def test_two_processes_stop_at_one_step_and_one_goes_on(tmp_path, one_process):
     assert "processes: 2" in said[0] and "devices: 2 x cpu, data 2, model 1, fully" in said[0]
     assert "stopped by a signal" in said[0] and "train" not in said[1]
     assert list_checkpoints(tmp_path) == [2, 4]
-    trained(tmp_path, 6, say=lambda line: None)
+    trained(tmp_path, 6)
     assert_same(tmp_path, one_process, 6)
 
 
@@ -152,7 +152,7 @@ def test_each_process_makes_the_shards_of_its_rows_and_the_batches_are_the_same(
     assert made == [[0, 1], [2, 3]]
     assert "data: 4 shards, of which this process reads 2" in said[0]
     # One process goes on with all shards.
-    trained(tmp_path, 6, say=lambda line: None, in_shards=True)
+    trained(tmp_path, 6, in_shards=True)
     assert_same(tmp_path, one_process, 6)
     assert counts(tmp_path) == counts(one_process)
 
@@ -194,8 +194,8 @@ def test_at_jaxs_own_notice_to_one_all_stop_at_one_step_and_a_restart_goes_on(tm
     assert "jax reported" in said[0] and "s after the signal" in said[0]
     last = list_checkpoints(tmp_path / "run")[-1]
     assert 1 < last < 20 and max(losses(tmp_path / "run")) == last
-    trained(tmp_path / "run", 20, say=lambda line: None)
-    trained(tmp_path / "whole", 20, say=lambda line: None)
+    trained(tmp_path / "run", 20)
+    trained(tmp_path / "whole", 20)
     assert_same(tmp_path / "run", tmp_path / "whole", 20)
 
 

@@ -13,7 +13,7 @@ from t0repro.runs.train import train
 
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name]))
-train(tiny.run_config(sys.argv[1], 1), tiny.batches(1), say=lambda line: None)
+train(tiny.run_config(sys.argv[1], 1), tiny.batches(1))
 print(*(events[f"/jax/compilation_cache/cache_{kind}"] for kind in ("hits", "misses")))
 """
 

@@ -150,7 +150,7 @@ def start_of(config):
             initial_parameters(model, jax.random.key(0)), make_optimizer(config.optimizer)
         )
 
-    return starting_tree(config, fresh, lambda line: None)
+    return starting_tree(config, fresh)
 
 
 @pytest.mark.parametrize("model", WRITTEN)
@@ -201,9 +201,7 @@ def test_first_losses_and_scores_are_the_same_in_every_form(forms, model, tmp_pa
     for form in FORMS[model]:
         folder = tmp_path / form
         run = training(model, forms[model, form], folder)
-        start_training(
-            train_config(run), describe=lambda state, devices: None, say=lambda line: None
-        )
+        start_training(train_config(run), describe=lambda state, devices: None)
         rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         losses[form] = next(row["loss"] for row in rows if row["split"] == "train")
         (file,) = infer(inference(model, forms[model, form], folder / "scored"))

@@ -40,7 +40,7 @@ class Source:
     def __init__(self, on_save):
         self._on_save = on_save
 
-    def open(self, step, saved, say):
+    def open(self, step, saved):
         self.step = step
         return self._batches()
 
@@ -103,7 +103,6 @@ def run(folder, moment=None, step=0, do=lambda: None, patience=2, last_step=LAST
         Source(on_save),
         evaluations=Evaluations(train_eval={"a_task": evaluated}, infer_eval=infer_eval),
         actions=[Behind(lambda here: at("behind a step", here))],
-        say=lambda line: None,
     )
 
 

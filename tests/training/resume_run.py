@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from t0repro.data.train_data import TrainBatches
+from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training.actions import Action
 from t0repro.training.checkpoints import list_checkpoints
@@ -59,7 +60,8 @@ def run(model_dir, *actions, last_step=LAST_STEP, **data):
     said = []
     settings = config(model_dir, last_step, **data)
     source = TrainBatches(settings, has_checkpoint=bool(list_checkpoints(model_dir)))
-    state = train(settings, source, actions=actions, say=said.append)
+    with heard_by(said.append):
+        state = train(settings, source, actions=actions)
     return to_flat_tree(state), said
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from t0repro.config.training_plan import SaveConfig
 from t0repro.errors import UserError
+from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training import actions, checkpoints, commits
 from t0repro.training.actions import Action, SaveCheckpoints, StoppedBySignal
@@ -89,7 +90,7 @@ def test_an_error_of_the_background_ends_training_in_its_own_words(tmp_path, mon
     monkeypatch.setattr(commits, "describe_files", full)
     config = tiny.run_config(tmp_path, 50, plan=tiny.mesh_plan(save_checkpoints_steps=every))
     with pytest.raises(UserError, match="The disk is full") as error:
-        train(config, tiny.batches(50), say=lambda line: None)
+        train(config, tiny.batches(50))
     assert str(tmp_path) in str(error.value.where)
     run = read_run_state(tmp_path)
     # At the latest where the next save begins, and after the last step: not as a finished run.
@@ -142,7 +143,8 @@ def test_a_save_that_a_preemption_would_outrun_is_told(tmp_path, monkeypatch, no
 
     config = tiny.run_config(tmp_path, 9, plan=tiny.mesh_plan(save_checkpoints_steps=2))
     with pytest.raises(StoppedBySignal):
-        train(config, batches(), say=said.append)
+        with heard_by(said.append):
+            train(config, batches())
     told = [line for line in said if "a save takes" in line]
     (saved,) = [line for line in said if line.startswith("saved")]
     assert len(told) == ("more than" in saved) == (notice == 0.0), said

@@ -17,8 +17,8 @@ class Source:
     def __init__(self, batches, compiled):
         self._batches, self._compiled, self.in_time = batches, compiled, False
 
-    def open(self, step, saved, say):
-        del step, saved, say
+    def open(self, step, saved):
+        del step, saved
         self.in_time = self._compiled.wait(timeout=60)
         yield from self._batches
 
@@ -46,9 +46,9 @@ def test_the_step_is_there_before_the_first_batch(tmp_path, compilations):
     names, first = compilations
     batches = tiny.batches(2)
     source = Source(batches, first)
-    ahead = train(tiny.run_config(tmp_path / "ahead", 2), source, say=lambda line: None)
+    ahead = train(tiny.run_config(tmp_path / "ahead", 2), source)
     assert source.in_time and len(names) == 1
-    plain = train(tiny.run_config(tmp_path / "plain", 2), batches, say=lambda line: None)
+    plain = train(tiny.run_config(tmp_path / "plain", 2), batches)
     for one, other in zip(jax.tree.leaves(ahead), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -56,5 +56,5 @@ def test_the_step_is_there_before_the_first_batch(tmp_path, compilations):
 def test_batches_of_other_shapes_than_configured_are_trained_on(tmp_path, compilations):
     names, first = compilations
     shorter = [{name: x[:, :4] for name, x in batch.items()} for batch in tiny.batches(1)]
-    state = train(tiny.run_config(tmp_path, 1), Source(shorter, first), say=lambda line: None)
+    state = train(tiny.run_config(tmp_path, 1), Source(shorter, first))
     assert int(state.step) == 1 and len(names) == 2

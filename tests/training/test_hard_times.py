@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from t0repro.errors import UserError
+from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training import checkpoints
 from t0repro.training.model_dir import held_for_training
@@ -45,7 +46,7 @@ def test_a_full_disk_ends_training_with_its_file_and_the_run_goes_on_later(tmp_p
     def run():
         done = checkpoints.latest_step(model_dir) or 0
         config = tiny.run_config(model_dir, 4, plan=tiny.mesh_plan(save_checkpoints_steps=1))
-        train(config, batches[done:], say=lambda line: None)
+        train(config, batches[done:])
 
     with small_disk(model_dir, size) as resize:
         with pytest.raises(UserError, match="The disk is full") as error:
@@ -84,7 +85,8 @@ def test_a_line_of_metrics_that_does_not_fit_leaves_no_part_of_itself(tmp_path):
 def test_training_without_a_single_batch_is_an_error_that_names_no_checkpoint(tmp_path):
     said = []
     with pytest.raises(UserError, match="no batches to train on, and nothing was saved"):
-        train(tiny.run_config(tmp_path, 2), [], say=said.append)
+        with heard_by(said.append):
+            train(tiny.run_config(tmp_path, 2), [])
     assert not [line for line in said if line.startswith("checkpoint:")]
     assert checkpoints.list_checkpoints(tmp_path) == []
 
@@ -97,7 +99,7 @@ def test_what_training_without_a_batch_leaves_does_not_hinder_another_model(tmp_
         config = tiny.run_config(tmp_path, 2, model=model)
         with held_for_training(tmp_path, "jax", config):
             with contextlib.nullcontext() if batches else pytest.raises(UserError, match="batch"):
-                train(config, batches, say=lambda line: None)
+                train(config, batches)
     assert checkpoints.list_checkpoints(tmp_path) == [2]
 
 
@@ -105,11 +107,11 @@ def test_t5xs_training_without_a_batch_says_that_its_start_was_saved(tmp_path):
     """As T5X does it saves the state before the first step."""
     config = tiny.run_config(tmp_path, 2, plan=tiny.PLAN)
     with pytest.raises(UserError, match="no batches to train on") as caught:
-        train(config, [], say=lambda line: None)
+        train(config, [])
     assert "nothing was saved" not in caught.value.what
     assert str(checkpoints.checkpoint_path(tmp_path, 0)) in caught.value.what
     assert checkpoints.list_checkpoints(tmp_path) == [0]
-    state = train(config, tiny.batches(2), say=lambda line: None)
+    state = train(config, tiny.batches(2))
     assert int(state.step) == 2
 
 
@@ -117,7 +119,7 @@ def test_t5xs_training_without_a_batch_says_that_its_start_was_saved(tmp_path):
 def test_no_checkpoint_is_removed_unless_a_number_of_them_is_kept(tmp_path, keep):
     plan = tiny.mesh_plan(save_checkpoints_steps=1, keep_checkpoint_max=keep)
     config = tiny.run_config(tmp_path, 3, plan=plan)
-    train(config, tiny.batches(3), say=lambda line: None)
+    train(config, tiny.batches(3))
     assert checkpoints.list_checkpoints(tmp_path) == [1, 2, 3]
 
 

@@ -25,7 +25,7 @@ from . import resume_run
 def trained(model_dir, **changes):
     config = tiny.run_config(model_dir, 2, **changes)
     with held_for_training(model_dir, "jax", config) as check:
-        train(config, tiny.batches(2), check=check, say=lambda line: None)
+        train(config, tiny.batches(2), check=check)
     return config
 
 

@@ -16,6 +16,7 @@ from t0repro.config.training_plan import (
     TerminateOnNanConfig,
 )
 from t0repro.errors import UserError
+from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training.actions import PREEMPTED, StoppedBySignal
 from t0repro.training.checkpoints import list_checkpoints, load_tree
@@ -27,17 +28,13 @@ T5X = Arithmetic(True, *[True] * 7)
 BATCHES = tiny.batches(8)
 
 
-def quiet(line):
-    del line
-
-
 def planned(folder, steps, batches=BATCHES, inputs=None, model=None, restore_from=None, **changes):
     """Trains by PLAN with changes; the batches before the step that it resumes at are skipped."""
     plan = dataclasses.replace(PLAN, **changes)
     config = tiny.run_config(folder, steps, plan=plan)
     config = dataclasses.replace(config, model=model or config.model, weight_metrics_every=1)
     done = max(list_checkpoints(folder), default=0) if folder.exists() else 0
-    return train(config, batches[done:], evaluations=inputs, say=quiet, restore_from=restore_from)
+    return train(config, batches[done:], evaluations=inputs, restore_from=restore_from)
 
 
 def lines(folder, split="train"):
@@ -58,11 +55,11 @@ def test_t5xs_kind_of_run_equals_mesh_tensorflows_bit_for_bit(tmp_path):
     mesh = tiny.run_config(tmp_path / "mesh", 6)
     factors = {"factors": "constant", "base_learning_rate": 0.01}
     schedule = ScheduleConfig("create_learning_rate_scheduler", factors, 6)
-    expected = train(mesh, BATCHES, restore_from=start, say=quiet)
+    expected = train(mesh, BATCHES, restore_from=start)
     config = tiny.run_config(tmp_path / "t5x", 6, plan=PLAN)
     model = dataclasses.replace(config.model, loss_denominator=20.0, arithmetic=T5X)
     config = dataclasses.replace(config, model=model, schedule=schedule)
-    ours = train(config, BATCHES, restore_from=start, say=quiet)
+    ours = train(config, BATCHES, restore_from=start)
     assert_same_bits(ours, expected)
     losses = [row["loss"] for row in lines(tmp_path / "t5x")]
     assert losses == [row["loss"] for row in lines(tmp_path / "mesh")]
@@ -196,7 +193,8 @@ def test_a_training_that_saves_nothing_does_not_say_that_it_was_saved(tmp_path, 
     plan = PLAN if saves else dataclasses.replace(PLAN, save=None)
     said = []
     with pytest.raises(StoppedBySignal) as stopped:
-        train(tiny.run_config(tmp_path, 8, plan=plan), batches(), say=said.append)
+        with heard_by(said.append):
+            train(tiny.run_config(tmp_path, 8, plan=plan), batches())
     assert stopped.value.code == (PREEMPTED if saves else 128 + signal.SIGTERM)
     assert bool(list_checkpoints(tmp_path)) == saves
     assert any("and saved first" in line for line in said) == saves

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.topologies import GIB, chip_of
+from t0repro.progress import heard_by
 from t0repro.runs import train as training
 from t0repro.training import rematerialization
 from t0repro.training.rematerialization import decided, step_bytes
@@ -104,7 +105,8 @@ def test_a_training_on_a_small_device_recomputes_says_so_and_has_the_same_losses
             feature: draw.integers(2, 100, (8, length), np.int32)
             for feature, length in RUN.sequence_length.items()
         }
-        state = training.train(run, [tokens] * 4, say=lines.append)
+        with heard_by(lines.append):
+            state = training.train(run, [tokens] * 4)
         metrics = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         return lines, [json.loads(line)["loss"] for line in metrics if "loss" in line], state
 

@@ -5,6 +5,7 @@ import pytest
 
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.errors import UserError
+from t0repro.progress import heard_by
 from t0repro.runs.restore import restored
 
 FRESH = {
@@ -50,7 +51,8 @@ def test_what_is_missing_falls_back_to_scratch_only_if_it_may():
 def test_what_is_not_restored_is_listed_on_both_sides():
     def said(tree, config):
         lines = []
-        restored(tree, FRESH, config, say=lines.append)
+        with heard_by(lines.append):
+            restored(tree, FRESH, config)
         return lines
 
     assert said(TREE, rules()) == []

@@ -25,7 +25,7 @@ class Do(Action):
 
 
 def run(folder, batches, do=lambda trainer: None):
-    train(tiny.run_config(folder, 4), batches, say=lambda line: None, actions=[Do(do)])
+    train(tiny.run_config(folder, 4), batches, actions=[Do(do)])
 
 
 def test_a_finished_training_says_how_far_and_how_fast_it_was(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
 from t0repro.errors import UserError
+from t0repro.progress import heard_by
 from t0repro.runs.restore import keep_matching
 from t0repro.runs.train import train
 from t0repro.training.train_state import to_flat_tree
@@ -31,7 +32,8 @@ def test_what_the_pattern_leaves_out_begins_anew(tmp_path):
     tree = checkpoint()
     pattern = "^shared/|^encoder/.*SelfAttention"
     said = []
-    kept = keep_matching(tree, pattern, tiny.MODEL, tiny.new_state, say=said.append)
+    with heard_by(said.append):
+        kept = keep_matching(tree, pattern, tiny.MODEL, tiny.new_state)
     fresh = to_flat_tree(tiny.new_state(seed=0))
     query = "target/encoder/layers_0/attention/query/kernel"
     out = "target/decoder/layers_0/mlp/wo/kernel"

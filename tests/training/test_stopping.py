@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from t0repro.config.training_plan import EarlyStoppingConfig, TerminateOnNanConfig
+from t0repro.progress import heard_by
 from t0repro.training.metric_classes import Scalar
 from t0repro.training.stopping import EarlyStoppingAction, TerminateOnNanAction, make_actions
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def stops_at(values, mode="min", patience=3, atol=0.0, rtol=0.0, reference="previous"):
     """The index of the value at which it stops; None if it never does."""
     config = EarlyStoppingConfig("task", "loss", mode, patience, atol, rtol, reference)
-    run = make_actions([config], lambda line: None)
+    run = make_actions([config])
     stopped = (index for index, value in enumerate(values) if run(None, {"task": {"loss": value}}))
     return next(stopped, None)
 
@@ -83,25 +84,25 @@ def test_a_value_may_be_a_number_or_have_one():
 
 @pytest.mark.parametrize("value, stops", [(1.0, False), (math.nan, True), (-math.inf, True)])
 def test_terminate_on_nan(value, stops):
-    run = make_actions([TerminateOnNanConfig("train", "loss")], lambda line: None)
+    run = make_actions([TerminateOnNanConfig("train", "loss")])
     assert run(None, {"train": {"loss": value}}) is stops
 
 
 def test_a_task_or_metric_that_is_not_there_is_told_and_does_not_stop():
     told = []
-    run = make_actions([TerminateOnNanConfig("train", "loss")], told.append)
-    assert not run(None, {"other": {"loss": math.nan}}) and not run(
-        None, {"train": {"accuracy": math.nan}}
-    )
+    run = make_actions([TerminateOnNanConfig("train", "loss")])
+    with heard_by(told.append):
+        assert not run(None, {"other": {"loss": math.nan}})
+        assert not run(None, {"train": {"accuracy": math.nan}})
     assert "no results of train; there are other" in told[0] and "no metric loss" in told[1]
 
 
 def test_all_actions_run_whatever_the_first_one_says():
     early = EarlyStoppingConfig("task", "loss", "min", 2, 0.0, 0.0, "previous")
-    run = make_actions([TerminateOnNanConfig("task", "loss"), early], lambda line: None)
+    run = make_actions([TerminateOnNanConfig("task", "loss"), early])
     assert run(None, {"task": {"loss": math.inf}}) and run(None, {"task": {"loss": 1.0}}) is False
     assert run(None, {"task": {"loss": 1.0}})
 
 
 def test_no_actions_never_stop():
-    assert not make_actions([], print)(None, {"task": {"loss": math.nan}})
+    assert not make_actions([])(None, {"task": {"loss": math.nan}})

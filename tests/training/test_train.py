@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from t0repro.errors import UserError
+from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree
 from t0repro.training.train_state import to_flat_tree
@@ -13,12 +14,9 @@ from .. import tiny_models as tiny
 
 def run(model_dir, train_steps, batches, **options):
     said = []
-    state = train(
-        tiny.run_config(model_dir, train_steps, **options.pop("config", {})),
-        batches,
-        say=said.append,
-        **options,
-    )
+    config = tiny.run_config(model_dir, train_steps, **options.pop("config", {}))
+    with heard_by(said.append):
+        state = train(config, batches, **options)
     return state, said
 
 
@@ -78,7 +76,7 @@ def test_a_token_beyond_the_vocabulary_is_an_error_and_not_the_last_one(tmp_path
 def test_batches_without_targets_are_refused_by_name(tmp_path):
     batches = [{"inputs": batch["inputs"]} for batch in tiny.batches(1)]
     with pytest.raises(UserError, match="A batch has no targets; it has inputs"):
-        train(tiny.run_config(tmp_path, 1), batches, say=lambda line: None)
+        train(tiny.run_config(tmp_path, 1), batches)
 
 
 def test_a_run_starts_from_a_flat_tree_with_its_step_and_slots(whole, tmp_path):
