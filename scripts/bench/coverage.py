@@ -4,7 +4,8 @@ Suites with known truth are drawn and given to t0repro.reports.statistics. An ou
 a normal variable, shared among an example's prompts (and runs) as far as `icc` says, is below the
 quantile of the prompt's true accuracy.
 
-    python scripts/bench/coverage.py --suites 10000 > coverage.txt
+    python scripts/bench/coverage.py --suites 2000 > coverage.txt
+    python scripts/bench/coverage.py --suites 10000 --resamples 500 --published
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from t0repro.reports.statistics import (
     Interval,
     Outcomes,
     Reweighted,
+    difference_over_seeds,
     mean_over_datasets,
     random_prompts_interval,
 )
@@ -180,6 +182,27 @@ class Simulation:
             seen.append(self._covered(found, 100 * (better - suite.accuracy)))
         return coverage(seen)
 
+    def seeds(self, suite: Suite, seeds: tuple[int, int], effects: Effects) -> dict[str, Coverage]:
+        """The difference of two models over seeds: our interval, and a crossed bootstrap's.
+
+        Args:
+          suite: examples, prompts, accuracy of both models and icc.
+          seeds: number of runs of each model.
+          effects: of what is random besides examples.
+        """
+        ours, crossed = [], []
+        for rng, count in self._parts(suite):
+            for _ in range(count):
+                right = effects.draw(rng, suite, seeds)
+                outcomes = [[Outcomes(run, np.ones_like(run)) for run in model] for model in right]
+                found = difference_over_seeds(*outcomes, self.bootstrap).interval
+                ours.append([[found.low <= 0 <= found.high, found.high - found.low]])
+                if len(crossed) < self.suites // 10:
+                    low, high = crossed_bootstrap(rng, right, self.bootstrap)
+                    crossed.append([[low <= 0 <= high, high - low]])
+        parts = {"ours": ours, "crossed bootstrap": crossed}
+        return {name: coverage([np.array(each) for each in seen]) for name, seen in parts.items()}
+
     def prompts_as_a_sample(self, suite: Suite, effect: float) -> Coverage:
         """The interval of the mean over all prompts that could have been written.
 
@@ -202,6 +225,55 @@ class Simulation:
                 held = found.low <= 100 * suite.accuracy <= found.high
                 seen.append(np.array([[held, found.high - found.low]]))
         return coverage(seen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Effects:
+    """Standard deviations of effects on the latent variable, whose own is 1.
+
+    Attributes:
+      prompt: of a prompt, the same for both models.
+      wording: of a prompt on one model alone.
+      seed: of a run.
+    """
+
+    prompt: float
+    wording: float
+    seed: float
+
+    def draw(
+        self, rng: np.random.Generator, suite: Suite, seeds: tuple[int, int]
+    ) -> list[np.ndarray]:
+        """Both models' outcomes, [seeds, examples, prompts] each, of equal true accuracy."""
+        scale = np.sqrt(1 + self.prompt**2 + self.wording**2 + self.seed**2)
+        of_prompt = self.prompt * rng.normal(size=suite.prompts)
+        shared = np.sqrt(suite.icc) * rng.normal(size=(suite.examples, 1))
+        found = []
+        for count in seeds:
+            of_both = of_prompt + self.wording * rng.normal(size=suite.prompts)
+            of_seed = self.seed * rng.normal(size=(count, 1, 1))
+            own = rng.normal(size=(count, suite.examples, suite.prompts))
+            drawn = shared + np.sqrt(1 - suite.icc) * own
+            threshold = ndtri(suite.accuracy) * scale + of_both + of_seed
+            found.append((drawn < threshold).astype(float))
+        return found
+
+
+def crossed_bootstrap(
+    rng: np.random.Generator, right: list[np.ndarray], bootstrap: Bootstrap
+) -> tuple[float, float]:
+    """Percentiles of the difference with examples, prompts and seeds drawn again."""
+    _, examples, prompts = right[0].shape
+
+    def weights(count: int) -> np.ndarray:
+        return rng.multinomial(count, np.full(count, 1 / count), bootstrap.replicates) / count
+
+    of_examples, of_prompts, means = weights(examples), weights(prompts), []
+    for runs in right:
+        by_seed = np.einsum("re,sep,rp->rs", of_examples, runs, of_prompts, optimize=True)
+        means.append((by_seed * weights(len(runs))).sum(-1))
+    low, high = np.percentile(100 * (means[1] - means[0]), [2.5, 97.5])
+    return float(low), float(high)
 
 
 def coverage(parts: list[np.ndarray]) -> Coverage:
@@ -264,10 +336,78 @@ def sample_lines(simulation: Simulation) -> Iterator[str]:
         yield f"{prompts:2} {size:4} {accuracy:5} 0.8 {effect:4} | {shown(found)}"
 
 
+def seed_lines(simulation: Simulation) -> Iterator[str]:
+    """Lines of the table of differences over seeds."""
+    yield "seeds prompts examples accuracy icc prompt wording seed | ours, crossed bootstrap"
+    sizes = itertools.product(((1, 3), (2, 2), (3, 3), (5, 5), (10, 10)), (5, 10), (56, 277))
+    for seeds, prompts, size in sizes:
+        for accuracy, effects in (
+            (0.5, (0.2, 0.1, 0.0)),
+            (0.7, (0.2, 0.1, 0.1)),
+            (0.9, (0.2, 0.1, 0.3)),
+        ):
+            suite = Suite(size, accuracy, 0.8, prompts)
+            found = simulation.seeds(suite, seeds, Effects(*effects))
+            case = f"{seeds[0]:2} {seeds[1]:2} {prompts:2} {size:4} {accuracy} 0.8 {effects}"
+            yield f"{case} | {' '.join(map(shown, found.values()))}"
+
+
+def published_lines(simulation: Simulation) -> Iterator[str]:
+    """The table of docs/evaluation.md: each interval where the wide tables find it least sure."""
+    yield "| interval | suite | holds the truth | mean width |"
+    yield "|---|---|---|---|"
+    for suite in (
+        Suite(277, 0.5, 1.0, 10, "unequal"),
+        Suite(64, 0.5, 0.5, 10, "equal", True, 0.3),
+        Suite(16, 0.9, 0.0, 10),
+    ):
+        for name, found in simulation.dataset(suite).items():
+            figure = f"{name}'s accuracy" if name == "prompt" else f"{name} over prompts"
+            yield line_of(f"a {figure}" if name == "prompt" else figure, suite, found)
+    for suite in (Suite(16, 0.5, 0.5, 3, "unequal"), Suite(64, 0.9, 1.0, 5)):
+        yield line_of("mean over 11 datasets", suite, simulation.group((suite,) * 11))
+    for suite, effect in (
+        (Suite(277, 0.5, 0.8, 5), 0.2),
+        (Suite(277, 0.8, 0.8, 10), 0.5),
+        (Suite(56, 0.95, 0.8, 15), 0.2),
+        (Suite(277, 0.5, 0.8, 3), 0.2),
+    ):
+        found = simulation.prompts_as_a_sample(suite, effect)
+        yield line_of(f"prompts as a sample, effect {effect}", suite, found)
+    for suite, gain, unlike in (
+        (Suite(277, 0.5, 1.0, 10), 0.1, 0.2),
+        (Suite(64, 0.5, 1.0, 10, "unequal", True), 0.0, 1.0),
+        (Suite(16, 0.9, 0.0, 10), 0.05, 0.1),
+    ):
+        found = simulation.difference(suite, gain, unlike)
+        yield line_of(f"difference of two runs, {100 * gain:.0f} points", suite, found)
+    for seeds, effects in (
+        ((1, 3), Effects(0.2, 0.1, 0.3)),
+        ((3, 3), Effects(0.2, 0.1, 0.1)),
+        ((5, 5), Effects(0.2, 0.1, 0.3)),
+    ):
+        suite = Suite(277, 0.8, 0.8, 10)
+        count = f"{seeds[0]} and {seeds[1]} seeds of effect {effects.seed}"
+        for name, found in simulation.seeds(suite, seeds, effects).items():
+            who = "difference" if name == "ours" else "a crossed bootstrap"
+            yield line_of(f"{who}, {count}", suite, found)
+
+
+def line_of(interval: str, suite: Suite, found: Coverage) -> str:
+    """A line of the published table."""
+    what = f"{suite.examples} examples, {suite.prompts} prompts, {100 * suite.accuracy:g}% right"
+    what += f", icc {suite.icc:g}" + (", rows dropped" if suite.rows == "unequal" else "")
+    what += ", weighted" if suite.weighted else ""
+    return f"| {interval} | {what} | {found.percent:.1f}% | {found.width:.1f} |"
+
+
 def shown(found: Coverage) -> str:
     """A cell."""
     mark = "" if 93 <= found.percent <= 98 else "<" if found.percent < 93 else "+"
     return f"{found.percent:5.1f}{mark:1} ({found.width:4.1f})"
+
+
+EVERY = (seed_lines, sample_lines, group_lines, difference_lines, dataset_lines)
 
 
 def main() -> None:
@@ -275,9 +415,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--suites", type=int, default=2000, help="suites of each line")
     parser.add_argument("--resamples", type=int, default=1000, help="weightings of each interval")
+    parser.add_argument("--published", action="store_true", help="the documentation's table alone")
     given = parser.parse_args()
     simulation = Simulation(given.suites, Bootstrap(given.resamples))
-    for lines in (dataset_lines, group_lines, difference_lines, sample_lines):
+    every = (published_lines,) if given.published else EVERY
+    for lines in every:
         for line in lines(simulation):
             print(line, flush=True)
 

@@ -89,7 +89,7 @@ def measured(
     partitioning = choose(Layout(**values["layout"]), model.config)
     params = random_parameters(model, partitioning)
     pairs = random_pairs(lengths, model.config.vocab_size)
-    plan = make_plan(pairs, tokens_per_batch or suited_tokens(params))
+    plan = make_plan(pairs, tokens_per_batch or suited_tokens())
     engine = Engine(params, model)
     before = time.perf_counter()
     first_of_each = {_shape(batch): batch for batch in reversed(plan.batches)}

@@ -72,7 +72,9 @@ _TargetsLength = Annotated[
 ]
 _TokensPerBatch = Annotated[
     int | None,
-    typer.Option(min=1, help="Input tokens per batch.", show_default="what suits the device"),
+    typer.Option(
+        min=1, help="Input tokens per batch of a device.", show_default="what suits the device"
+    ),
 ]
 _ModelParallelism = Annotated[
     int, typer.Option(min=1, help="Devices that shard each layer; the rest shard the rows.")
@@ -237,6 +239,8 @@ def _evaluate(
     # In brief: everything is in the files.
     print_page(brief_page(report))
     _print_speed(outcome)
+    if report.provenance.scores_sha256:
+        typer.echo(f"SHA-256 of the scores: {report.provenance.scores_sha256}")
     for path in paths:
         echo(f"wrote {path}")
 

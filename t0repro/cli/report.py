@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from t0repro.cli.options import (
     BootstrapSeed,
     Label,
     Modules,
+    ModulesOrT0,
     Resamples,
     Title,
     TrainMixtures,
@@ -172,6 +174,57 @@ def make(
 
 
 @app.command()
+def verify(
+    report: Annotated[
+        Path, typer.Argument(metavar="REPORT", help="A report.json, or the folder that holds it.")
+    ],
+    sample: Annotated[
+        int, typer.Option(min=1, help="Number of random examples to score again.")
+    ] = 20,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed of the sample.", show_default="another sample each time"),
+    ] = None,
+    module_import: ModulesOrT0 = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Where the checkpoint is now.", show_default="as recorded")
+    ] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="SeqIO's cache of the tasks.")] = None,
+) -> None:
+    """Compute a report's figures again, and a sample of its scores from the checkpoint.
+
+    Figures, files of scores, prompts and rows are compared in full, by their values or hashes;
+    random examples are rendered and scored again. Exits with 1 if anything differs.
+
+    Example: t0repro report verify runs/demo/rank_eval --sample 20
+    --module_import t0repro.tasks.demo
+    """
+    from t0repro.reports.prompts import load_prompts
+    from t0repro.runs.verify import noticed, verify
+
+    echo("importing JAX, and the tasks with SeqIO ...", err=True)
+    prompts = load_prompts(modules_or_t0(module_import), into_seqio=True)
+    if cache_dir is not None:
+        import seqio
+
+        seqio.add_global_cache_dirs([str(cache_dir)])
+    differ = cells = 0
+    for found in verify(report, prompts, sample=sample, seed=seed, checkpoint=checkpoint):
+        differ += not found.agrees
+        cells += found.is_cell
+        details = f": {found.details}" if found.details else ""
+        echo(f"{'agrees ' if found.agrees else 'DIFFERS'}  {found.what}{details}")
+    shares = ", ".join(f"{100 * noticed(f, cells):.0f}% if {100 * f:g}% were" for f in _SHARES)
+    if cells:
+        echo(f"Changed examples are noticed with a probability of {shares}.")
+    if differ:
+        raise typer.Exit(1)
+
+
+_SHARES = (0.01, 0.05, 0.1, 0.2)
+
+
+@app.command()
 def history(
     eval_dir: Annotated[
         Path, typer.Argument(metavar="DIR", help="A <split>_eval folder with several steps.")
@@ -256,7 +309,8 @@ _Runs = Annotated[
     typer.Argument(
         metavar="[LABEL=]A [LABEL=]B ...",
         help="metrics.jsonl files, to compare losses; or evaluation folders, rank-eval folders or"
-        " reports, to compare scores, predictions and accuracies. All are compared with the first.",
+        " reports, to compare scores, predictions and accuracies. All are compared with the first,"
+        " and models with each other; runs with one label are a model's seeds.",
     ),
 ]
 _Tolerance = Annotated[
@@ -349,8 +403,9 @@ def _evaluations(
     modules: Sequence[str],
     bootstrap,
 ) -> tuple[Page, str, bool]:
-    from t0repro.reports.comparison import compare_runs, corrected, to_json
+    from t0repro.reports.comparison import compare_runs, to_json
     from t0repro.reports.comparison_page import comparison_page
+    from t0repro.reports.models import compare_models, corrected, corrected_by
     from t0repro.reports.prompts import load_prompts
     from t0repro.reports.run import Run, find_evaluation
 
@@ -360,18 +415,38 @@ def _evaluations(
         Run(label, folder, steps[at] if steps else step)
         for at, (label, (folder, step)) in enumerate(zip(_labels(given), found, strict=True))
     ]
+    # As columns, a model's seeds need names of their own.
+    first, *others = (
+        dataclasses.replace(run, label=label)
+        for run, label in zip(runs, _numbered([run.label for run in runs]), strict=True)
+    )
     compared = [
         # To judge scores by a tolerance, both runs must have scored the same pairs.
-        compare_runs(runs[0], run, prompts, bootstrap, same_pairs=tol is not None)
-        for run in runs[1:]
+        compare_runs(first, run, prompts, bootstrap, same_pairs=tol is not None)
+        for run in others
     ]
     within = tol is None or all(entry.within(tol) for entry in compared)
-    compared = corrected(compared)
-    return comparison_page(compared), to_json(compared), within
+    models = compare_models(runs, prompts, bootstrap) if len({r.label for r in runs}) > 1 else None
+    if models is not None and set(models.seeds.values()) == {1}:
+        compared = corrected_by(models, compared)
+    else:
+        compared = corrected(compared)
+    return comparison_page(compared, models), to_json(compared, models), within
+
+
+def _numbered(labels: Sequence[str]) -> list[str]:
+    """Labels that are there several times, each with its number: `t0 (1)`, `t0 (2)`."""
+    return [
+        f"{label} ({labels[: at + 1].count(label)})" if labels.count(label) > 1 else label
+        for at, label in enumerate(labels)
+    ]
 
 
 def _labels(given: Sequence[Given]) -> list[str]:
-    """The labels, or else the names of the runs' folders; a, b, ... if those are not distinct."""
+    """The labels, or else the names of the runs' folders; a, b, ... if those are not distinct.
+
+    A label that is given twice stays: it names one model's seeds.
+    """
     labels = [label or _name(path) for label, path in given]
     # Labels head columns, so they have to differ.
     if len(set(labels)) == len(labels) and all(labels):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.evaluation.grouping import DecoderRows, Plan, PlannedBatch, make_plan
+from t0repro.evaluation.grouping import DecoderRows, Plan, PlannedBatch, make_plan, side_by_side
 from t0repro.evaluation.pairs import Pairs, distinct_pairs
 from t0repro.model.blocks import Memory
 from t0repro.model.shapes import Array, Float, Int
@@ -73,14 +73,15 @@ class Engine:
     def run(self, pairs: Pairs, plan: Plan) -> Iterator[Scored]:
         """Yields each batch's scores, in the plan's order.
 
-        While the device works on one batch, the host prepares the next. A batch that does not fit
-        in the device's memory is split in two, and so is every later batch of that size.
+        While the device works on one batch, the host prepares the next. Devices that divide the
+        rows get a batch of the plan each. A batch that does not fit in the device's memory is split
+        in two, and so is every later batch of that size.
 
         Raises:
           UserError: if not even one row fits.
         """
         waiting: deque[tuple[PlannedBatch, Any]] = deque()
-        for batch in plan.batches:
+        for batch in side_by_side(plan.batches, data_parts(self.params)):
             waiting.append((batch, self._attempt(batch, pairs)))
             if len(waiting) >= _IN_FLIGHT:
                 yield self._finish(*waiting.popleft(), pairs)
@@ -176,16 +177,16 @@ def score_pairs(
       pairs: what to score.
       tokens_per_batch: see grouping.make_plan; defaults to a size for the device.
     """
-    tokens = tokens_per_batch or suited_tokens(params)
+    tokens = tokens_per_batch or suited_tokens()
     scores = np.zeros(len(pairs))
     for scored in Engine(params, model).run(pairs, make_plan(pairs, tokens)):
         scores[scored.pairs] = scored.scores
     return scores
 
 
-def suited_tokens(params: dict) -> int:
-    """Default number of tokens per batch for the devices that hold a model's parameters."""
-    return TOKENS_PER_BATCH.get(jax.default_backend(), 4096) * data_parts(params)
+def suited_tokens() -> int:
+    """Default number of tokens that a device computes at once."""
+    return TOKENS_PER_BATCH.get(jax.default_backend(), 4096)
 
 
 def score_examples(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -15,13 +16,13 @@ from typing import Any
 from t0repro.errors import as_shown
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import digest_of_texts, read_records
-from t0repro.files import write_atomically
+from t0repro.files import naming, write_atomically
 from t0repro.redaction import without_passwords
 from t0repro.words import counted
 
 # An evaluation may leave this file beside its outputs: a JSON object with any of the fields
 # step, checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source,
-# versions, templates_hash, data_revision and data.
+# versions, templates_hash, data_revision, scores_sha256 and data.
 EVALUATION_FACTS = "provenance.json"
 
 _PACKAGES = (
@@ -51,7 +52,12 @@ def write_facts(folder: Path, checkpoint: Checkpoint, names: Sequence[str], devi
     """
     records = read_records(folder, checkpoint.step)
     used = {name: records[name] for name in names if name in records}
-    facts = {**_facts(checkpoint, used), "device": device, **_energy(list(used.values()))}
+    facts = {
+        **_facts(checkpoint, used),
+        "scores_sha256": scores_sha256(folder, used),
+        "device": device,
+        **_energy(list(used.values())),
+    }
     write_atomically(folder / EVALUATION_FACTS, json.dumps(facts, indent=1))
 
 
@@ -106,6 +112,18 @@ def _facts(checkpoint: Checkpoint, used: Mapping[str, Mapping[str, Any]]) -> dic
         "data_revision": digest_of_texts(record["rows"] for record in records),
         "data": _origins(used),
     }
+
+
+def scores_sha256(folder: Path, records: Mapping[str, Mapping[str, Any]]) -> str:
+    """SHA-256 of all scores and decoded texts: of each task's name and file, by name."""
+    digest = hashlib.sha256()
+    for name in sorted(records):
+        digest.update(f"{name}\n".encode())
+        path = folder / f"{name}_{records[name]['key']['step']}_predictions"
+        with naming(path), open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def _origins(used: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

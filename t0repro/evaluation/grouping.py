@@ -2,13 +2,19 @@
 
 A batch holds encoder rows of packed inputs (see packing), all of one length, and decoder rows of
 their choices, all of another, so that each input is encoded once however many choices it has. Row
-lengths are chosen to minimise the estimated cost on the available data.
+lengths are chosen to minimise the estimated cost on the available data, from few that all plans
+share, so that plans made one by one compile few shapes together.
+
+A batch is what one device computes at once. Scores are the same to the last bit wherever a batch
+is the same, so plans do not depend on the number of devices or on what was scored before.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -17,8 +23,8 @@ from t0repro.evaluation.packing import Item, Row
 from t0repro.evaluation.pairs import Pairs
 from t0repro.model.shapes import Int
 
-# Row lengths are rounded up to multiples of these.
-INPUTS_MULTIPLE, TARGETS_MULTIPLE = 8, 4
+# Row lengths are powers of two times these, and for targets half as much again: 16, 24, 32, 48.
+SHORTEST_INPUTS, SHORTEST_TARGETS = 32, 16
 # Cost of one more shape, in encoder tokens: about what a CPU computes with a small T5 in the time
 # that XLA takes to compile it.
 TOKENS_PER_SHAPE = 4096
@@ -29,7 +35,7 @@ TARGET_COST = 2.0
 ATTENTION_LENGTH = 1100
 MAX_INPUT_LEVELS, MAX_TARGET_LEVELS = 8, 4
 # Shortest rows to try; each further length is twice the one before.
-_SHORTEST_ROWS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
+_SHORTEST_ROWS = (32, 64, 128, 256, 512)
 _MOST_CUTS = 64  # candidate boundaries between groups; bounds the search's quadratic cost
 _FILLED = 0.95  # assumed fill of packed rows when estimating costs
 _MORE = (1, 1.15, 1.3, 1.5, 1.75, 2.0)  # multiples of the estimated target tokens a row, to try
@@ -68,6 +74,19 @@ class PlannedBatch:
     size: int
     inputs_length: int
     targets_length: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows, input tokens of a row and target tokens of a row."""
+        return self.size, self.inputs_length, self.targets_length
+
+    def digest(self, pairs: Pairs) -> bytes:
+        """16-byte digest of all that the batch's scores depend on besides model and device."""
+        digest = hashlib.blake2b(repr(self.shape).encode(), digest_size=16)
+        for row in self.rows:
+            for piece in row.pieces:
+                digest.update(b"".join(pairs.digest(pair) for pair in piece) + b";")
+        return digest.digest()
 
     @property
     def pairs(self) -> Int[np.ndarray, " pairs"]:
@@ -139,7 +158,7 @@ class Plan:
     @property
     def shapes(self) -> set[tuple[int, int, int]]:
         """The distinct shapes to compile: (size, inputs_length, targets_length)."""
-        return {(b.size, b.inputs_length, b.targets_length) for b in self.batches}
+        return {batch.shape for batch in self.batches}
 
     @property
     def padding(self) -> float:
@@ -157,7 +176,7 @@ def make_plan(
       pairs: the distinct pairs.
       tokens_per_batch: maximum entries of a batch's inputs, padding included, and a quarter of that
         for its targets, since each target's logits have the vocabulary's size. A batch has at
-        least one row, whatever the limit.
+        least one row, whatever the limit. It is what one device computes at once.
       todo: the pairs to score; None for all. A pair whose target is empty is left out (its score
         is 0).
     """
@@ -173,7 +192,7 @@ def make_plan(
         for number in {item.number for item in fillers} - {item.number for item in left}:
             del waiting[number]
         batches += _batches(rows, tokens_per_batch, shape.length)
-    batches.sort(key=lambda batch: -batch.size * (batch.inputs_length + 4 * batch.targets_length))
+    batches.sort(key=lambda batch: (-_cost(batch), batch.shape))
     return Plan(
         batches=tuple(batches),
         input_tokens=sum(len(pairs.inputs[item.number]) for item in items),
@@ -186,6 +205,38 @@ def make_plan(
             for batch in batches
         ),
     )
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """Plans of different pairs as one, batches of a shape one after the other."""
+    batches = [batch for plan in plans for batch in plan.batches]
+    return Plan(
+        # Batches with the most computation first; equal shapes stay in the plans' order.
+        tuple(sorted(batches, key=lambda batch: (-_cost(batch), batch.shape))),
+        *(
+            sum(getattr(plan, name) for plan in plans)
+            for name in ("input_tokens", "target_tokens", "padded_inputs", "padded_targets")
+        ),
+    )
+
+
+def side_by_side(batches: Iterable[PlannedBatch], parts: int) -> Iterator[PlannedBatch]:
+    """Puts consecutive batches of one shape together, so that each of `parts` devices has one.
+
+    Every device then computes arrays of the planned shape, however many devices there are.
+    """
+    empty = Row((), ((),), 0, 0)
+    for _, alike in itertools.groupby(batches, lambda batch: batch.shape):
+        while together := list(itertools.islice(alike, parts)):
+            rows = [(*b.rows, *[empty] * (b.size - len(b.rows))) for b in together]
+            whole = dataclasses.replace(
+                together[0], rows=tuple(itertools.chain(*rows)), size=parts * together[0].size
+            )
+            yield whole if parts > 1 else together[0]
+
+
+def _cost(batch: PlannedBatch) -> int:
+    return batch.size * (batch.inputs_length + 4 * batch.targets_length)
 
 
 def _items(pairs: Pairs, todo: Int[np.ndarray, " todo"]) -> list[Item]:
@@ -245,8 +296,7 @@ def choose_shapes(items: Sequence[Item]) -> list[Shape]:
 
 def _row_lengths(longest: int) -> Iterator[list[int]]:
     """Yields sets of row lengths to try, ascending, each with room for the longest input."""
-    # Rounded up to a multiple.
-    last = -(-longest // INPUTS_MULTIPLE) * INPUTS_MULTIPLE
+    last = int(2 ** np.ceil(np.log2(max(longest, SHORTEST_INPUTS))))
     yield [last]
     for shortest in _SHORTEST_ROWS:
         found = []
@@ -301,9 +351,7 @@ def _split(
     for end in range(1, n + 1):
         used, filled = inputs[end] - inputs[:end], outputs[end] - outputs[:end]
         # At least the most target tokens of an item; beyond that, in proportion to the inputs.
-        size[:end, end] = _rounded(
-            np.maximum(targets[cuts[end] - 1], row_length * filled / used), TARGETS_MULTIPLE
-        )
+        size[:end, end] = _rounded(np.maximum(targets[cuts[end] - 1], row_length * filled / used))
         # Two inputs longer than half a row cannot share one, however full rows are on average.
         rows = np.maximum(used / (_FILLED * row_length), halves[end] - halves[:end])
         rows = np.maximum(rows, filled / (_FILLED * size[:end, end]))
@@ -330,7 +378,7 @@ def _best_targets(own: Sequence[Item], shape: Shape) -> int:
         rows, _ = packing.pack(sample, (), shape.length, targets)
         return len(rows) * (shape.length + TARGET_COST * targets)
 
-    tried = {int(_rounded(np.array(shape.targets * more), TARGETS_MULTIPLE)) for more in _MORE}
+    tried = {int(_rounded(np.array(shape.targets * more))) for more in _MORE}
     return min(sorted(tried), key=cost) if sample else shape.targets
 
 
@@ -338,20 +386,23 @@ def _best_targets(own: Sequence[Item], shape: Shape) -> int:
 
 
 def _batches(rows: Sequence[Row], tokens: int, length: int) -> list[PlannedBatch]:
-    """Splits rows into as few batches as the limit allows, all of one size."""
+    """Splits rows into batches of as many as the limit allows; the last is the least that holds."""
     if not rows:
         return []
-    targets = int(_rounded(np.array(max(row.targets for row in rows)), TARGETS_MULTIPLE))
+    targets = int(_rounded(np.array(max(row.targets for row in rows))))
     limit = max(min(tokens // length, tokens // (4 * targets)), 1)
-    count = -(-len(rows) // limit)
-    # Spread evenly, so that the last batch is not nearly empty.
-    size = -(-len(rows) // count)
-    return [
-        PlannedBatch(tuple(rows[start : start + size]), size, length, targets)
-        for start in range(0, len(rows), size)
-    ]
+    batches = []
+    for start in range(0, len(rows), limit):
+        part = tuple(rows[start : start + limit])
+        # Of few sizes: the limit, three quarters, half, three eighths of it, and so on.
+        sizes = (-(-limit * share // 2**halved) for halved in range(2, 40) for share in (4, 3))
+        size = min(size for size in sizes if size >= len(part))
+        batches.append(PlannedBatch(part, size, length, targets))
+    return batches
 
 
-def _rounded(lengths: np.ndarray, multiple: int) -> Int[np.ndarray, " lengths"]:
-    """Lengths rounded up to a multiple, at least one multiple."""
-    return np.maximum(np.ceil(lengths / multiple), 1).astype(np.int64) * multiple
+def _rounded(targets: np.ndarray) -> Int[np.ndarray, " lengths"]:
+    """Numbers of target tokens rounded up to the lengths that rows may have."""
+    targets = np.maximum(targets, SHORTEST_TARGETS)
+    power = 2.0 ** np.ceil(np.log2(targets))
+    return np.where(0.75 * power >= targets, 0.75 * power, power).astype(np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -226,13 +227,13 @@ def read_first_input(eval_dir: str | os.PathLike[str], task: str) -> str | None:
     return _input_text(line.rstrip("\n")) or None
 
 
-def read_first_line(eval_dir: str | os.PathLike[str], file: str) -> str | None:
-    """The first line of one of a task's files; None if there is no such file."""
-    path = Path(eval_dir) / file
-    if not path.is_file():
+def read_line_of(path: str | os.PathLike[str], number: int) -> str | None:
+    """A line of one of a task's files, by its number from 0; None if there is none."""
+    if not Path(path).is_file():
         return None
     with open(path, encoding="utf-8", newline="\n") as lines:
-        return lines.readline().rstrip("\n")
+        line = next(itertools.islice(lines, number, None), None)
+    return None if line is None else line.rstrip("\n")
 
 
 def read_inputs_of(

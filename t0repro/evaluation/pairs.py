@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,18 @@ class Pairs:
         # The length keeps apart pairs whose concatenated tokens are equal.
         text = len(source).to_bytes(4, "little") + source.tobytes() + target.tobytes()
         return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def side_by_side(parts: Sequence[Pairs]) -> Pairs:
+    """Several examples' pairs, numbered on; pairs that are equal in two parts stay two."""
+    inputs = np.cumsum([0, *(len(part.inputs) for part in parts)])
+    pairs = np.cumsum([0, *map(len, parts)])
+    return Pairs(
+        inputs=tuple(tokens for part in parts for tokens in part.inputs),
+        targets=tuple(tokens for part in parts for tokens in part.targets),
+        input_of=np.concatenate([p.input_of + at for p, at in zip(parts, inputs, strict=False)]),
+        index=np.concatenate([p.index + at for p, at in zip(parts, pairs, strict=False)]),
+    )
 
 
 def distinct_pairs(

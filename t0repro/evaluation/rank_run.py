@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from t0repro.evaluation.energy import Cost, EnergyMeter
-from t0repro.evaluation.grouping import Plan, make_plan
+from t0repro.evaluation.grouping import Plan, joined, make_plan
 from t0repro.evaluation.journal import DIGEST, Journal
-from t0repro.evaluation.pairs import Pairs, distinct_pairs
+from t0repro.evaluation.pairs import Pairs, distinct_pairs, side_by_side
 from t0repro.evaluation.task_output import check_finite
 from t0repro.progress import count_progress, say
 from t0repro.words import counted
@@ -34,12 +35,14 @@ class ScoredPart:
       scores: log-likelihood of each example's choice, float32, natural log.
       content_free: float64 scores of the same choices given the content-free input, or None.
       cost: of scoring its pairs; a pair that tasks share counts for each of them.
+      tokens_per_batch: that the batches were planned with.
     """
 
     part: Part
     scores: Float[np.ndarray, " examples"]
     content_free: Float[np.ndarray, " examples"] | None
     cost: Cost
+    tokens_per_batch: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,23 +77,28 @@ class RankRun:
         content_free: np.ndarray | None = None,
     ):
         self.checkpoint, self.journal = checkpoint, journal
-        examples = [example for part in parts for example in part.examples]
-        if content_free is not None:
-            # The same choices again, below another input: the second half of the
-            # examples.
-            examples += [{**example, "inputs": content_free} for example in examples]
-        self.pairs: Pairs = distinct_pairs(examples, lengths)
+        # Pairs and batches of each part by itself: what else is in the window, what earlier runs
+        # have scored and how many devices there are change no batch, and so no score.
+        own = [
+            distinct_pairs(examples, lengths)
+            for part in parts
+            for examples in _sections(part, content_free)
+        ]
+        self.pairs: Pairs = side_by_side(own)
         self._places = _places(parts, self.pairs.index, content_free is not None)
-        self._recall()
-        unknown = np.flatnonzero(np.isnan(self.scores))
         if tokens_per_batch is None:
             from t0repro.evaluation.engine import suited_tokens
 
-            tokens_per_batch = suited_tokens(checkpoint.params)
-        self.plan: Plan = make_plan(self.pairs, tokens_per_batch, unknown)
-        # A choice without tokens is not in the plan; its sum over no tokens is 0.
-        without = [pair for pair in unknown if not len(self.pairs.targets[pair])]
-        self.scores[np.array(without, np.int64)] = 0.0
+            tokens_per_batch = suited_tokens()
+        self._tokens_per_batch = tokens_per_batch
+        ends = np.cumsum([len(pairs) for pairs in own])
+        self.plan: Plan = joined(
+            [
+                make_plan(self.pairs, tokens_per_batch, np.arange(end - len(pairs), end))
+                for pairs, end in zip(own, ends, strict=True)
+            ]
+        )
+        self._recall()
         self.scored = 0
         self._meter = EnergyMeter()
 
@@ -98,11 +106,12 @@ class RankRun:
         """Scores all pairs, calling `done` with each finished part; returns the seconds taken."""
         from t0repro.evaluation.engine import Engine
 
-        total = sum(len(batch.pairs) for batch in self.plan.batches)
+        plan = self._left()
+        total = sum(len(batch.pairs) for batch in plan.batches)
         say(
             f"{counted(len(self.pairs.index), 'pair')}, {len(self.pairs):,} distinct, {total:,} to"
-            f" score; {counted(len(self.plan.batches), 'batch', 'batches')} of"
-            f" {counted(len(self.plan.shapes), 'shape')},"
+            f" score; {counted(len(plan.batches), 'batch', 'batches')} of"
+            f" {counted(len(plan.shapes), 'shape')},"
             f" {100 * self.plan.padding:.1f}% padding"
         )
         engine = Engine(self.checkpoint.params, self.checkpoint.model)
@@ -110,7 +119,7 @@ class RankRun:
         started = last = handed_out = time.monotonic()
         waiting = self._hand_out(self._places, done)
         with count_progress(total, "scoring", "pair", "scored") as advance:
-            for found in engine.run(self.pairs, self.plan):
+            for found in engine.run(self.pairs, plan):
                 self._check(found.pairs, found.scores)
                 now = time.monotonic()
                 self._keep(found.pairs, found.scores, now - last)
@@ -123,13 +132,31 @@ class RankRun:
 
     def _recall(self) -> None:
         """Loads known scores from the journal; the others are NaN."""
-        count = len(self.pairs)
-        self._digests = np.array([self.pairs.digest(pair) for pair in range(count)], DIGEST)
-        known = np.zeros((3, count))
-        known[0] = np.nan
+        # A choice without tokens is in no batch; its sum over no tokens is 0.
+        known = np.zeros((3, len(self.pairs)))
+        self._digests = np.zeros(len(self.pairs), DIGEST)
+        planned = np.zeros(len(self.pairs), bool)
+        for batch in self.plan.batches:
+            planned[batch.pairs] = True
+            # A score is known only as that of the same pair in the same batch.
+            key = batch.digest(self.pairs)
+            self._digests[batch.pairs] = [
+                hashlib.blake2b(key + self.pairs.digest(pair), digest_size=16).digest()
+                for pair in batch.pairs
+            ]
+        known[0, planned] = np.nan
         if self.journal is not None:
-            known = self.journal.look_up(self._digests)
+            known[:, planned] = self.journal.look_up(self._digests[planned])
         self.scores, self._seconds, self._joules = known
+
+    def _left(self) -> Plan:
+        """The plan without the batches whose scores are all known."""
+        return dataclasses.replace(
+            self.plan,
+            batches=tuple(
+                batch for batch in self.plan.batches if np.isnan(self.scores[batch.pairs]).any()
+            ),
+        )
 
     def _keep(self, pairs: np.ndarray, scores: np.ndarray, seconds: float) -> None:
         """Stores a batch's scores; its seconds and joules are split evenly among its pairs."""
@@ -168,6 +195,7 @@ class RankRun:
                 joules if self._meter.source and np.isfinite(joules) else None,
                 self._meter.source,
             ),
+            self._tokens_per_batch,
         )
 
     def _check(self, pairs: np.ndarray, scores: np.ndarray) -> None:
@@ -188,12 +216,18 @@ class RankRun:
 def _places(
     parts: Sequence[Part], index: Int[np.ndarray, " examples"], with_free: bool
 ) -> list[_Place]:
-    """Each part's pairs; the second half of `index` belongs to the content-free input."""
-    # Examples come twice if there is a content-free input, in the same order.
-    half, start, found = len(index) // 2, 0, []
+    """Each part's pairs; those with the content-free input follow its own."""
+    start, found = 0, []
     for part in parts:
         end = start + len(part.examples)
-        free = index[start + half : end + half] if with_free else index[:0]
-        found.append(_Place(part, index[start:end], free))
-        start = end
+        after = end + len(part.examples) if with_free else end
+        found.append(_Place(part, index[start:end], index[end:after]))
+        start = after
     return found
+
+
+def _sections(part: Part, content_free: np.ndarray | None) -> list[Sequence[Mapping[str, Any]]]:
+    """A part's examples and, if asked for, the same choices with the content-free input."""
+    if content_free is None:
+        return [part.examples]
+    return [part.examples, [{**each, "inputs": content_free} for each in part.examples]]

@@ -19,10 +19,12 @@ from t0repro.tasks.task import task_descriptions
 
 Item = TypeVar("Item")
 
+PARTS_IN_WINDOW = 8
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """Consecutive examples of one task; nearly always all of them.
+    """Consecutive examples of one task, which are scored in batches of their own.
 
     Attributes:
       task: the task's name.
@@ -134,29 +136,41 @@ def _lot(number: int) -> bytes:
 def windows(
     tasks: Iterable[tuple[str, Iterable[dict[str, Any]]]], most_examples: int
 ) -> Iterator[list[Part]]:
-    """Groups examples into windows to evaluate together: whole tasks as long as they fit.
+    """Groups examples into windows to evaluate together: parts of tasks as long as they fit.
 
     Args:
       tasks: each task's name and examples, which are read only as far as a window reaches.
-      most_examples: maximum number in a window. The choices of an input stay together, so one input
-        with more choices than that exceeds it.
+      most_examples: maximum number in a window.
     """
     window: list[Part] = []
     room = most_examples
     for name, rows in tasks:
-        examples: list[dict[str, Any]] = []
-        for _, choices in _by_input(rows):
-            # The window is full: hand it over, with the part of this task that was read already.
-            if room < len(choices) and (window or examples):
-                if examples:
-                    window.append(Part(name, examples, last=False))
+        for part in parts_of(name, rows, max(most_examples // PARTS_IN_WINDOW, 1)):
+            if room < len(part.examples) and window:
                 yield window
-                window, examples, room = [], [], most_examples
-            examples += choices
-            room -= len(choices)
-        window.append(Part(name, examples))
+                window, room = [], most_examples
+            window.append(part)
+            room -= len(part.examples)
     if window:
         yield window
+
+
+def parts_of(name: str, rows: Iterable[dict[str, Any]], most_examples: int) -> Iterator[Part]:
+    """Divides a task's examples into parts, which depend on nothing but the task.
+
+    Args:
+      name: the task's name.
+      rows: its examples.
+      most_examples: maximum number in a part. The choices of an input stay together, so one input
+        with more choices than that exceeds it.
+    """
+    examples: list[dict[str, Any]] = []
+    for _, choices in _by_input(rows):
+        if examples and len(examples) + len(choices) > most_examples:
+            yield Part(name, examples, last=False)
+            examples = []
+        examples += choices
+    yield Part(name, examples)
 
 
 def _by_input(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:

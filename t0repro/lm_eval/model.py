@@ -104,7 +104,7 @@ class T0ReproLM(LM):
         ]
         pairs = distinct_pairs(examples, self._lengths)
         params, model = self._checkpoint.params, self._checkpoint.model
-        plan = make_plan(pairs, self._tokens_per_batch or suited_tokens(params))
+        plan = make_plan(pairs, self._tokens_per_batch or suited_tokens())
         scores, misses = np.zeros(len(pairs)), np.ones(len(pairs))
         with count_progress(len(pairs), "scoring", "pair", "scored") as advance:
             for found in Engine(params, model, misses=True).run(pairs, plan):

@@ -32,7 +32,7 @@ from t0repro.evaluation.outputs import TaskScores, iterate_task_scores
 from t0repro.evaluation.task_output import LineFile
 from t0repro.files import make_folder, write_atomically
 from t0repro.lm_eval.export import harness_task, rendered
-from t0repro.reports.provenance import recorded_facts
+from t0repro.reports.run import recorded_facts
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX, TaskDescription, task_descriptions
 
 STEP = 0

@@ -14,12 +14,13 @@ update, with float32's full precision.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import tensorflow
 from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
 from t0repro.files import make_folder, naming, write_atomically
-from t0repro.training.metrics import drop_half_line
+from t0repro.training.metrics import drop_half_line, step_line
 
 tf = tensorflow.compat.v1
 
@@ -111,8 +112,9 @@ def record_training(estimator_class: Any, metrics: MetricsFile) -> None:
             structure.update({name: index for index, name in enumerate(names)})
             return dataset
 
-        recorder = LossRecorder(metrics, structure, kwargs.get("max_steps"))
-        result = original(self, noting_structure, hooks=[*(hooks or ()), recorder], **kwargs)
+        with noted_denominators() as denominators:
+            recorder = LossRecorder(metrics, structure, kwargs.get("max_steps"), denominators)
+            result = original(self, noting_structure, hooks=[*(hooks or ()), recorder], **kwargs)
         # The Estimator takes the end of the data for the end of training, and counts a step for it.
         if recorder.steps == 0:
             raise UserError(
@@ -127,6 +129,26 @@ def record_training(estimator_class: Any, metrics: MetricsFile) -> None:
     estimator_class.train = train
 
 
+@contextlib.contextmanager
+def noted_denominators() -> Iterator[list[float]]:
+    """Notes what each graph that is built meanwhile divides its summed loss by."""
+    from mesh_tensorflow.transformer.transformer import Unitransformer
+
+    found: list[float] = []
+    original = Unitransformer.loss_denominator
+
+    @functools.wraps(original)
+    def noting(self: Any, targets: Any, num_microbatches: int) -> float:
+        found.append(original(self, targets, num_microbatches))
+        return found[-1]
+
+    Unitransformer.loss_denominator = noting
+    try:
+        yield found
+    finally:
+        Unitransformer.loss_denominator = original
+
+
 class LossRecorder(tf.train.SessionRunHook):
     """Writes one metrics line per training step and shows progress.
 
@@ -135,13 +157,21 @@ class LossRecorder(tf.train.SessionRunHook):
       structure: Feature name -> its index among the tensors of the input iterator; filled in when
         the input function has run, which is before `begin`.
       last_step: The global step at which training ends, or None.
+      denominators: What the model function divided the summed loss by, last; filled in with the
+        graph.
 
     Attributes:
       steps: Number of steps done; None before the session begins, as where no step is left to do.
     """
 
-    def __init__(self, metrics: MetricsFile, structure: Mapping[str, int], last_step: int | None):
-        self._metrics, self._structure = metrics, structure
+    def __init__(
+        self,
+        metrics: MetricsFile,
+        structure: Mapping[str, int],
+        last_step: int | None,
+        denominators: Sequence[float] = (),
+    ):
+        self._metrics, self._structure, self._denominators = metrics, structure, denominators
         self.steps: int | None = None
         self._progress = Progress(last_step)
         self._fetches: dict[str, Any] = {}
@@ -176,7 +206,11 @@ class LossRecorder(tf.train.SessionRunHook):
         loss = float(values["loss"])
         self._metrics.append({"split": "train", "step": self._step, "loss": loss})
         self._progress.show(
-            self._step, loss, int(values.get("examples", 0)), int(values.get("tokens", 0))
+            self._step,
+            loss,
+            int(values.get("examples", 0)),
+            int(values.get("tokens", 0)),
+            self._denominators[-1] if self._denominators else None,
         )
 
     def end(self, session: Any) -> None:
@@ -220,8 +254,18 @@ class Progress:
         self._examples = self._tokens = 0
         self._terminal = sys.stderr.isatty()
 
-    def show(self, step: int, loss: float, examples: int, tokens: int) -> None:
-        """Counts one step and shows the line when it is due."""
+    def show(
+        self, step: int, loss: float, examples: int, tokens: int, denominator: float | None = None
+    ) -> None:
+        """Counts one step and shows the line when it is due.
+
+        Args:
+          step: The global step.
+          loss: Mesh TensorFlow's loss.
+          examples: Those of the batch.
+          tokens: The batch's target tokens.
+          denominator: What the loss was divided by, padding included.
+        """
         now = time.monotonic()
         if self._first_step is None:
             # The first step includes building and warming up the graph, so rates start after it.
@@ -235,24 +279,21 @@ class Progress:
         if not last and now - self._shown < (0.1 if self._terminal else _SECONDS_BETWEEN_LINES):
             return
         self._shown = now
-        line = f"step {step}{f'/{self._last_step}' if self._last_step else ''}  loss {loss:.4f}"
-        line += self._rates(step, now - self._start)
+        per_token = loss * denominator / tokens if denominator and tokens else None
+        line = step_line(
+            step, self._last_step, per_token, loss, *self._rates(step, now - self._start)
+        )
         sys.stderr.write(f"\r{line}\033[K" if self._terminal else f"{line}\n")
         sys.stderr.flush()
 
-    def _rates(self, step: int, seconds: float) -> str:
+    def _rates(self, step: int, seconds: float) -> tuple[tuple[float, float] | None, float | None]:
+        """Examples and target tokens per second, and seconds left; None where not known."""
         assert self._first_step is not None
         steps = step - self._first_step
         if not steps or seconds <= 0:
-            return ""
-        rates = ""
-        if self._examples:
-            rates = f"  {self._examples / seconds:.1f} examples/s"
-            rates += f"  {self._tokens / seconds:.0f} target tokens/s"
-        if self._last_step:
-            left = int((self._last_step - step) * seconds / steps)
-            rates += f"  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
-        return rates
+            return None, None
+        speed = (self._examples / seconds, self._tokens / seconds) if self._examples else None
+        return speed, (self._last_step - step) * seconds / steps if self._last_step else None
 
     def close(self) -> None:
         """Ends the line that a terminal shows."""

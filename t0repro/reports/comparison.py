@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,18 +22,19 @@ from t0repro.errors import UserError
 from t0repro.evaluation.outputs import TaskScores, find_tasks, read_task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
 from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes
-from t0repro.reports.provenance import recorded_facts
 from t0repro.reports.results import rank_folder
-from t0repro.reports.run import Run
+from t0repro.reports.run import Run, recorded_facts
 from t0repro.reports.statistics import (
     Bootstrap,
     Interval,
     Outcomes,
     detectable_difference,
-    holm,
     mcnemar,
     reweighted,
 )
+
+if TYPE_CHECKING:
+    from t0repro.reports.models import Models
 
 MAX_FLIPS_KEPT = 200
 
@@ -156,6 +158,14 @@ class RunComparison:
         return self.checkpoint_a == self.checkpoint_b
 
     @property
+    def alike(self) -> tuple[str, ...] | None:
+        """Datasets on which the runs cannot be told apart; None if p-values are not corrected."""
+        if any(entry.p_adjusted is None for entry in self.datasets) or not self.datasets:
+            return None
+        limit = 1 - self.bootstrap.confidence
+        return tuple(entry.dataset for entry in self.datasets if (entry.p_adjusted or 0.0) > limit)
+
+    @property
     def pairs(self) -> int:
         """(example, choice) pairs whose scores are compared."""
         return sum(task.pairs for task in self.tasks)
@@ -259,9 +269,12 @@ def compare_runs(
     )
 
 
-def to_json(comparisons: Sequence[RunComparison]) -> str:
-    """The comparisons as indented JSON."""
-    found = [{**dataclasses.asdict(entry), "flipped": entry.flipped} for entry in comparisons]
+def to_json(comparisons: Sequence[RunComparison], models: Models | None = None) -> str:
+    """The comparisons as indented JSON, a list; each has what was found about all models too."""
+    more = {} if models is None else {"models": dataclasses.asdict(models)}
+    found = [
+        {**dataclasses.asdict(entry), "flipped": entry.flipped, **more} for entry in comparisons
+    ]
     return json.dumps(found, indent=1) + "\n"
 
 
@@ -408,21 +421,6 @@ def _standard_error(first: Outcomes, second: Outcomes) -> float:
     moves = 100 * (gain - gain.mean())
     examples = len(moves)
     return math.sqrt((moves**2).sum() * examples / max(examples - 1, 1))
-
-
-def corrected(comparisons: Sequence[RunComparison]) -> list[RunComparison]:
-    """The comparisons with p-values by Holm's correction over all of their datasets."""
-    adjusted = iter(holm([d.p_value for compared in comparisons for d in compared.datasets]))
-    return [
-        dataclasses.replace(
-            compared,
-            datasets=tuple(
-                dataclasses.replace(dataset, p_adjusted=next(adjusted))
-                for dataset in compared.datasets
-            ),
-        )
-        for compared in comparisons
-    ]
 
 
 # ---- Accuracy by checkpoint ----------------------------------------------------------------------

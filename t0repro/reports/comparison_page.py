@@ -7,15 +7,19 @@ from typing import Literal
 
 from t0repro.reports.comparison import History, RunComparison
 from t0repro.reports.losses import LossComparison, LossRow, thinned_losses
+from t0repro.reports.models import DatasetModels, Models
 from t0repro.reports.page import Cell, Column, Page, Section
 from t0repro.reports.plots import history_plot
 from t0repro.reports.prompts import synthetic_datasets, synthetic_warning
 from t0repro.words import counted
 
 
-def comparison_page(comparisons: Sequence[RunComparison]) -> Page:
-    """Runs compared with the first one: accuracies, scores, and examples predicted differently."""
-    sections = []
+def comparison_page(comparisons: Sequence[RunComparison], models: Models | None = None) -> Page:
+    """Runs compared with the first one: accuracies, scores, and examples predicted differently.
+
+    Models, if there are any, come first.
+    """
+    sections = [] if models is None else models_sections(models)
     for compared in comparisons:
         sections += [accuracy_section(compared), scores_section(compared, "Scores, task by task")]
         sections += flips_section(compared)
@@ -30,8 +34,76 @@ _METHOD = (
     " Gaffke's over examples, paired by index: the low end counts one further example that only the"
     " first run gets right, the high end one that only the second does. So runs that agree on few"
     " examples may still differ. McNemar's test takes an example with all of its prompts as one"
-    " cluster. Nothing is corrected for looking at several datasets."
+    " cluster. Corrected p-values are Holm's over all datasets and all pairs of models. Two models"
+    " are told apart where that is at most what the intervals leave out. Models of one set may yet"
+    " differ by less than these examples show."
 )
+
+
+def models_sections(models: Models) -> list[Section]:
+    """Which models cannot be told apart, by dataset; with seeds, every pair's difference."""
+    labels = list(models.seeds)
+    rows = tuple(
+        (
+            entry.dataset,
+            *(_mean_and_spread(entry, label) for label in labels),
+            sets_in_words(entry.alike),
+        )
+        for entry in models.datasets
+    )
+    heads = [
+        f"{label} ({counted(count, 'seed')})" if count > 1 else label
+        for label, count in models.seeds.items()
+    ]
+    lines = (
+        f"On no dataset told apart: {sets_in_words(models.never_apart)}."
+        if models.never_apart
+        else "Every two models are told apart on at least one dataset.",
+    )
+    lines += tuple(
+        f"Clearly below chance on {entry.dataset}: {', '.join(entry.below_chance)}."
+        for entry in models.datasets
+        if entry.below_chance
+    )
+    header = (Column("dataset"), *heads, Column("cannot be told apart"))
+    sections = [Section("Models", lines=lines, header=header, rows=rows)]
+    pairs = tuple(
+        (
+            entry.dataset,
+            f"{pair.a} and {pair.b}",
+            f"{pair.difference:+.1f}",
+            Cell(f"{pair.interval.low:+.1f} to {pair.interval.high:+.1f}", pair.interval.low),
+            f"{pair.p_value:.3g}",
+            f"{pair.p_adjusted:.3g}",
+        )
+        for entry in models.datasets
+        for pair in entry.pairs
+        if pair.interval is not None
+    )
+    if pairs:
+        header = (
+            Column("dataset"), Column("models"), "difference",
+            f"{models.bootstrap.percent} interval", "p", "p, corrected",
+        )  # fmt: skip
+        sections.append(Section("Differences over seeds", note=_SEEDS, header=header, rows=pairs))
+    return sections
+
+
+_SEEDS = (
+    "Examples, prompts and seeds are all random here: the interval is of the difference between"
+    " the two ways to train, with any seed and any prompt. It is a t interval with Satterthwaite's"
+    " degrees of freedom; seeds are taken to vary equally in both models."
+)
+
+
+def _mean_and_spread(entry: DatasetModels, label: str) -> Cell:
+    mean, spread = entry.accuracy[label], entry.over_seeds.get(label)
+    return Cell(f"{mean:.1f}" + ("" if spread is None else f" (sd {spread:.1f})"), mean)
+
+
+def sets_in_words(sets: Sequence[Sequence[str]]) -> str:
+    """The sets of models that cannot be told apart; a model by itself is in none."""
+    return "; ".join(" = ".join(each) for each in sets if len(each) > 1) or "none"
 
 
 def losses_page(comparisons: Sequence[LossComparison]) -> Page:
@@ -121,6 +193,14 @@ def scores_in_words(compared: RunComparison) -> list[str]:
     """Sentences: where predictions differ, the largest differences, tasks in one run only."""
     worst = compared.worst
     lines = [checkpoints_in_words(compared)]
+    if compared.alike is not None:
+        alike, every = compared.alike, len(compared.alike) == len(compared.datasets)
+        names = "any dataset" if every else ", ".join(alike)
+        found = f"cannot be told apart on {names}" if alike else "are told apart on every dataset"
+        lines.append(
+            f"{compared.label_a} and {compared.label_b} {found} ({compared.bootstrap.percent}"
+            " confidence, Holm's correction)."
+        )
     where = f"on {counted(compared.flipped, 'example')}" if compared.flipped else "nowhere"
     lines += [
         f"Predictions differ: {where} ({counted(compared.pairs, 'pair')} of"

@@ -12,11 +12,10 @@ import numpy as np
 from t0repro.evaluation.outputs import find_tasks, latest_step
 from t0repro.evaluation.rank import RankResult
 from t0repro.evaluation.records import read_records
-from t0repro.reports import provenance
 from t0repro.reports.comparison import RunComparison, compare_runs
-from t0repro.reports.comparison import corrected as corrected_comparisons
 from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
+from t0repro.reports.models import corrected as corrected_comparisons
 from t0repro.reports.prompts import PromptInfo, dataset_label, synthetic_datasets
 from t0repro.reports.report import Report, published_figures, task_costs
 from t0repro.reports.results import (
@@ -31,7 +30,7 @@ from t0repro.reports.results import (
     prompt_result,
     rank_folder,
 )
-from t0repro.reports.run import Run
+from t0repro.reports.run import Run, collect_provenance
 from t0repro.reports.statistics import (
     Bootstrap,
     DatasetMean,
@@ -137,7 +136,7 @@ def make_report(
     evaluated = [result.task for result in results] + [result.task for result in generation]
     return Report(
         title=options.title,
-        provenance=provenance.collect(
+        provenance=collect_provenance(
             run,
             step,
             checkpoint=options.checkpoint,

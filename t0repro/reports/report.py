@@ -13,6 +13,7 @@ What each schema added, so that readers know what older reports lack:
         cut_inputs, cut_targets, and an entry for each decoded task
     5   datasets: p_above_chance, p_below_chance, p_above_majority, random_prompts_interval,
         detectable; stacks.datasets: p_adjusted, detectable
+    6   provenance: scores_sha256; models
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ import dacite
 from t0repro.errors import UserError
 from t0repro.reports.comparison import RunComparison
 from t0repro.reports.losses import LossComparison, LossCurve
-from t0repro.reports.provenance import Provenance
 from t0repro.reports.results import DatasetResult, GenerationResult, GroupResult
+from t0repro.reports.run import Provenance
 from t0repro.reports.statistics import Bootstrap
 
-SCHEMA_VERSION = 5  # earlier reports lack what is listed above; they are still read
+SCHEMA_VERSION = 6  # earlier reports lack what is listed above; they are still read
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ from t0repro.reports.comparison_page import flips_section, losses_section, score
 from t0repro.reports.page import Card, Cell, Column, Page, Section
 from t0repro.reports.plots import loss_plot
 from t0repro.reports.prompts import synthetic_warning
-from t0repro.reports.provenance import Provenance
 from t0repro.reports.report import Report, TaskCost
 from t0repro.reports.results import DatasetResult, GroupResult
+from t0repro.reports.run import Provenance
 from t0repro.reports.sections import (
     accuracy_sections,
     diagnostic_sections,
@@ -359,6 +359,7 @@ def _facts(source: Provenance) -> list[tuple[str, str | None]]:
         ("Energy", _energy(source)),
         ("Hash of the templates", source.templates_hash),
         ("Hash of the rendered data", source.data_revision),
+        ("SHA-256 of the scores", source.scores_sha256),
     ]
 
 

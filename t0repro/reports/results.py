@@ -13,8 +13,8 @@ import numpy as np
 from t0repro.evaluation.outputs import (
     iterate_task_scores,
     read_first_input,
-    read_first_line,
     read_inputs_of,
+    read_line_of,
 )
 from t0repro.evaluation.rank import RankResult, rank_classification
 from t0repro.reports.diagnostics import Calibration, Confusion, PromptFlip
@@ -449,8 +449,8 @@ def generation_results(
                 examples=record["examples"],
                 metrics=dict(record["metrics"]),
                 first_input=read_first_input(eval_dir, task),
-                first_target=read_first_line(eval_dir, f"{task}_targets"),
-                first_output=read_first_line(eval_dir, f"{task}_{step}_predictions"),
+                first_target=read_line_of(os.path.join(eval_dir, f"{task}_targets"), 0),
+                first_output=read_line_of(os.path.join(eval_dir, f"{task}_{step}_predictions"), 0),
                 seconds=record["seconds"],
             )
         )

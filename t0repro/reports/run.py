@@ -1,13 +1,17 @@
-"""A run to report on, and how a path on the command line is resolved to one."""
+"""A run to report on: how a path is resolved to one, and where its numbers come from."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
-from t0repro.errors import UserError
+from t0repro.errors import UserError, as_shown
+from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versions
 from t0repro.files import input_path
 
 _FIX = "Give the <split>_eval folder, the --out folder of rank-eval, or a report.json."
@@ -87,3 +91,117 @@ def _evaluation_of_report(path: Path) -> tuple[Path, int]:
             fix="Give the <split>_eval folder; relative paths start where the report was made.",
         )
     return folder, step
+
+
+# ---- Where its numbers come from ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Where the numbers come from; None where it is not known."""
+
+    created: str
+    label: str
+    eval_dir: str
+    checkpoint: str | None
+    step: int
+    device: str | None
+    duration_seconds: float | None
+    versions: dict[str, str]
+    git_commit: str | None
+    operative_config: str | None
+    checkpoint_hash: str | None = None
+    templates_hash: str | None = None
+    data_revision: str | None = None
+    energy_joules: float | None = None
+    energy_source: str | None = None
+    data: dict[str, str] = dataclasses.field(default_factory=dict)
+    scores_sha256: str | None = None
+
+
+def collect_provenance(
+    run: Run,
+    step: int,
+    *,
+    checkpoint: str | None = None,
+    device: str | None = None,
+    duration_seconds: float | None = None,
+) -> Provenance:
+    """Collects an evaluation's provenance; arguments override provenance.json in its folder.
+
+    The operative configuration is operative_config.gin in the folder, or in the model_dir above it.
+
+    Raises:
+      UserError: if provenance.json is there and is not a JSON object.
+    """
+    folder = Path(run.eval_dir)
+    facts = recorded_facts(folder, step)
+    return Provenance(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        label=run.label,
+        # A bucket's address, where the folder is a working copy of it.
+        eval_dir=as_shown(str(run.eval_dir)),
+        checkpoint=checkpoint or facts.get("checkpoint"),
+        step=step,
+        device=device or facts.get("device"),
+        # 0 is a duration too.
+        duration_seconds=facts.get("duration_seconds")
+        if duration_seconds is None
+        else duration_seconds,
+        # An evaluation that recorded none is given those that write the report.
+        versions=facts.get("versions") or package_versions(),
+        git_commit=git_commit(),
+        operative_config=_operative_config(folder),
+        checkpoint_hash=facts.get("checkpoint_hash"),
+        templates_hash=facts.get("templates_hash"),
+        data_revision=facts.get("data_revision"),
+        energy_joules=facts.get("energy_joules"),
+        energy_source=facts.get("energy_source"),
+        data=facts.get("data") or {},
+        scores_sha256=facts.get("scores_sha256"),
+    )
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this code runs from, with `-dirty` if it has changes."""
+    try:
+        found = subprocess.run(
+            # --exclude=*: no tag is matched, so that only the commit is printed.
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, or no checkout
+        return None
+    return found.stdout.strip() or None
+
+
+def recorded_facts(folder: str | os.PathLike[str], step: int) -> dict[str, Any]:
+    """What an evaluation recorded in provenance.json; empty if it was of another step.
+
+    Raises:
+      UserError: if the file is there and is not a JSON object.
+    """
+    path = Path(folder) / EVALUATION_FACTS
+    if not path.is_file():
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"This is not JSON: {error}", where=str(path)) from error
+    if not isinstance(facts, dict):
+        raise UserError("This is not a JSON object.", where=str(path))
+    # A folder may hold several steps; the file is of the last one evaluated.
+    return facts if facts.get("step", step) == step else {}
+
+
+def _operative_config(folder: Path) -> str | None:
+    # rank_eval writes it into the folder, training into the model_dir above.
+    for place in (folder, folder.resolve().parent):
+        path = place / "operative_config.gin"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None

@@ -254,12 +254,92 @@ def random_prompts_interval(
 
 def t_quantile(freedom: float, confidence: float) -> float:
     """What a variable with Student's t distribution stays within, with the given probability."""
-    # With t = sqrt(freedom) * tan(angle), the density of the angle is a power of its cosine.
+    angles, below = _t_angles(freedom)
+    angle = np.interp(confidence, below, angles)
+    return math.sqrt(freedom) * math.tan(angle)
+
+
+def t_p_value(freedom: float, t: float) -> float:
+    """How often a variable with Student's t distribution is at least as far from 0 as `t`."""
+    angles, below = _t_angles(freedom)
+    return float(1 - np.interp(math.atan(abs(t) / math.sqrt(freedom)), angles, below))
+
+
+def _t_angles(freedom: float) -> tuple[np.ndarray, np.ndarray]:
+    """Angles with t = sqrt(freedom) * tan(angle), and how often |t| is below each."""
+    # The density of the angle is a power of its cosine.
     angles = np.linspace(0, math.pi / 2, 20_001)
     density = np.cos(angles) ** (freedom - 1)
-    below = np.cumsum((density[1:] + density[:-1]) / 2)
-    angle = np.interp(confidence * below[-1], below, angles[1:])
-    return math.sqrt(freedom) * math.tan(angle)
+    below = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return angles, below / below[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class SeedsDifference:
+    """The difference of two models that were trained with several seeds, in percentage points.
+
+    Attributes:
+      difference: of the means over seeds and prompts.
+      interval: with examples, prompts and seeds random samples.
+      p_value: two-sided, of the claim that there is no difference.
+    """
+
+    difference: float
+    interval: Interval
+    p_value: float
+
+
+def difference_over_seeds(
+    first: Sequence[Outcomes], second: Sequence[Outcomes], bootstrap: Bootstrap
+) -> SeedsDifference:
+    """Compares two models whose runs differ by seed: examples, prompts and seeds are all random.
+
+    Examples and prompts are crossed with the models and with each model's seeds, so the variance is
+    the sum of those of the means over each factor's levels: of the difference over examples, of the
+    difference over prompts (none for a single prompt), and of the models' accuracies over seeds,
+    which are taken to vary equally: one model may have a single run. The quantile is Student's with
+    Satterthwaite's degrees of freedom. A bootstrap that draws all three factors again holds the
+    truth too rarely with few seeds (`scripts/bench/coverage.py`).
+
+    Args:
+      first: one run's outcomes each, [examples, prompts], the same examples and prompts in all.
+      second: those of the other model.
+      bootstrap: the confidence.
+
+    Raises:
+      ValueError: if neither model has two runs.
+    """
+    runs = {1.0: second, -1.0: first}
+    of_example = sum(
+        sign * np.mean([(o.share * o.right).mean(-1) for o in found], 0)
+        for sign, found in runs.items()
+    )
+    of_prompt = sum(sign * np.mean([o.accuracy for o in found], 0) for sign, found in runs.items())
+    assert isinstance(of_example, np.ndarray) and isinstance(of_prompt, np.ndarray)
+    examples, prompts = len(of_example), len(of_prompt)
+    moves = 100 * (of_example - of_example.mean())
+    # Each entry: a variance and its degrees of freedom.
+    terms = [(float((moves**2).sum() * examples / max(examples - 1, 1)), examples - 1)]
+    if prompts > 1:
+        terms.append((float(of_prompt.var(ddof=1)) / prompts, prompts - 1))
+    means = [[float(o.accuracy.mean()) for o in found] for found in (first, second)]
+    seeds = sum(len(each) - 1 for each in means)
+    if not seeds:
+        raise ValueError("Neither model was trained with two seeds.")
+    pooled = sum(len(each) * float(np.var(each)) for each in means) / seeds
+    terms.append((pooled * sum(1 / len(each) for each in means), seeds))
+    total = sum(variance for variance, _ in terms)
+    difference = float(of_prompt.mean())
+    if not total:
+        return SeedsDifference(difference, Interval(difference, difference), float(not difference))
+    freedom = total**2 / sum(variance**2 / max(free, 1) for variance, free in terms)
+    # As for prompts: few levels estimate their variance too badly for Satterthwaite's rule.
+    few = [free for _, free in terms[1:] if free < _FEW_PROMPTS - 1]
+    freedom = min([freedom, *few])
+    error = math.sqrt(total)
+    reach = t_quantile(freedom, bootstrap.confidence) * error
+    interval = Interval(max(difference - reach, -100.0), min(difference + reach, 100.0))
+    return SeedsDifference(difference, interval, t_p_value(freedom, difference / error))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -7,7 +7,9 @@
 A task is skipped if its record's key (checkpoint, task, prompt text, data, split, limit, lengths,
 activations, rendering and scoring code) still matches, and a pair that is in the journal is not
 scored again. Tasks are read, scored and written one window at a time, so that the texts and tokens
-in memory do not grow with the number or size of tasks.
+in memory do not grow with the number or size of tasks. Which pairs are scored in one batch depends
+on their task alone, so scores are the same bits after a restart, on any number of devices that
+divide the rows, and in any mixture.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from t0repro.evaluation.generation import decode_examples
 from t0repro.evaluation.journal import Journal
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredPart
-from t0repro.evaluation.reading import TaskReader, windows
+from t0repro.evaluation.reading import PARTS_IN_WINDOW, TaskReader, windows
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
 from t0repro.files import output_path, write_atomically
@@ -38,8 +40,7 @@ from t0repro.reports.prompts import PromptInfo, training_datasets
 from t0repro.reports.report import Report
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
-from t0repro.reports.tables import write_tables
-from t0repro.reports.write import write_report
+from t0repro.reports.write import write_report, write_tables
 from t0repro.words import counted
 
 CONTENT_FREE = "N/A"
@@ -47,6 +48,11 @@ CONTENT_FREE = "N/A"
 
 # About 2.5 KB each. Smaller windows would mean more shapes to compile and looser packing.
 PAIRS_IN_MEMORY = 131_072
+
+
+def part_size() -> int:
+    """Most examples of a part of a task, which are scored in batches of their own."""
+    return max(PAIRS_IN_MEMORY // PARTS_IN_WINDOW, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,8 +217,11 @@ class _Evaluation:
         if not names:
             return
         settings, free = self.settings, None
+        from t0repro.evaluation.engine import suited_tokens
+
         if settings.calibrated:
             free = np.array(self.vocabulary.encode(CONTENT_FREE), np.int32)
+        tokens = settings.tokens_per_batch or suited_tokens()
         journal = Journal(self.out / "scores" / scores_key(self.checkpoint) / "pairs.bin")
         # The readers are kept: `available` is known only once each was read to its end.
         readers = {name: self._reader(name) for name in names}
@@ -224,7 +233,7 @@ class _Evaluation:
                     parts,
                     settings.lengths,
                     journal,
-                    tokens_per_batch=settings.tokens_per_batch,
+                    tokens_per_batch=tokens,
                     content_free=free,
                 )
                 seconds = run.score(lambda part: self._add(tasks, readers, part))
@@ -252,7 +261,7 @@ class _Evaluation:
         name = scored.part.task
         # Made for the first part alone: making one empties the files that the task has so far.
         if name not in tasks:
-            tasks[name] = _RankedTask(self._output(readers[name]))
+            tasks[name] = _RankedTask(self._output(readers[name]), scored.tokens_per_batch)
         task = tasks[name]
         task.add(scored)
         if not scored.part.last:
@@ -315,10 +324,15 @@ class _Evaluation:
 
 
 class _RankedTask:
-    """Accumulates a task's output and cost until all of its pairs are scored."""
+    """Accumulates a task's output and cost until all of its pairs are scored.
 
-    def __init__(self, output: TaskOutput):
-        self.output = output
+    Args:
+      output: the task's output.
+      tokens_per_batch: recorded, because with the task it decides what each batch holds.
+    """
+
+    def __init__(self, output: TaskOutput, tokens_per_batch: int):
+        self.output, self._tokens = output, tokens_per_batch
         self._cost = Cost(0.0, joules=0.0)
         self._indices: list[np.ndarray] = []
         self._free: list[np.ndarray] = []
@@ -333,8 +347,12 @@ class _RankedTask:
             self._free.append(scored.content_free)
 
     def details(self) -> dict[str, Any]:
-        """Cost and content-free scores, as they go into the task's record."""
-        found: dict[str, Any] = {**self._cost.as_record(), "content_free": None}
+        """Cost, batches and content-free scores, as they go into the task's record."""
+        found: dict[str, Any] = {
+            **self._cost.as_record(),
+            "tokens_per_batch": self._tokens,
+            "content_free": None,
+        }
         if self._free:
             indices = np.array(self._indices)
             order = np.lexsort((indices[:, 1], indices[:, 0]))  # as in TaskScores

@@ -25,7 +25,7 @@ from t0repro.training.checkpoints import (
     remove_superfluous,
     start_checkpoint,
 )
-from t0repro.training.metrics import StepMetrics
+from t0repro.training.metrics import StepMetrics, step_line
 from t0repro.training.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -278,8 +278,8 @@ class ShowProgress(Action):
 
     Until the first step's metrics are there, it says that the step is being compiled.
 
-    Each line has the step, the loss, examples and target tokens per second over the latest steps,
-    and the time left.
+    Each line has the step, the loss per target token, examples and target tokens per second over
+    the latest steps, and the time left.
 
     Args:
       interval: seconds between lines when there is no terminal.
@@ -330,7 +330,7 @@ class ShowProgress(Action):
             self._bar.update(task, completed=done, total=total, description=self._text())
         elif time.monotonic() - self._shown_at >= self._interval or metrics.step == self._last:
             self._shown_at = time.monotonic()
-            print(self._text() + ", " + self._time_left() + " left", file=self._stream, flush=True)
+            print(self._text(self._seconds_left()), file=self._stream, flush=True)
 
     def end(self, loop: TrainingLoop) -> None:
         """Closes the live line and prints its last state."""
@@ -341,19 +341,17 @@ class ShowProgress(Action):
             if self._recent:
                 print(self._text(), file=self._stream, flush=True)
 
-    def _text(self) -> str:
+    def _text(self, seconds_left: float | None = None) -> str:
         latest = self._recent[-1]
         # Where no time was measured, an infinite one makes the speed 0, not a division by zero.
         seconds = sum(row.seconds for row in self._recent) or float("inf")
         examples = sum(row.examples for row in self._recent) / seconds
         tokens = sum(row.target_tokens for row in self._recent) / seconds
-        return (
-            f"step {latest.step:,} of {self._last:,}, loss {latest.loss:.4f},"
-            f" {examples:,.1f} examples/s, {tokens:,.0f} target tokens/s"
+        per_token = latest.loss_per_target_token
+        return step_line(
+            latest.step, self._last, per_token, latest.loss, (examples, tokens), seconds_left
         )
 
-    def _time_left(self) -> str:
+    def _seconds_left(self) -> float:
         per_step = sum(row.seconds for row in self._recent) / len(self._recent)
-        seconds = round((self._last - self._recent[-1].step) * per_step)
-        hours, minutes = seconds // 3600, seconds // 60 % 60
-        return f"{hours}:{minutes:02}:{seconds % 60:02}"
+        return (self._last - self._recent[-1].step) * per_step

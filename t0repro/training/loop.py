@@ -229,15 +229,17 @@ class TrainingLoop:
         """Waits for an update, then writes its metrics and passes them to the actions."""
         fetched = pending.fetched.result()
         values, counts = fetched.metrics, pending.counts or _counts(pending.batch)
+        loss, tokens = _number(values, "loss"), int(counts["target_tokens"])
         metrics = StepMetrics(
             step=pending.step,
-            loss=_number(values, "loss"),
+            loss=loss,
             learning_rate=_number(values, "learning_rate"),
             seconds=round(fetched.seconds, 6),
             **{name: int(count) for name, count in counts.items()},
             input_wait_seconds=round(fetched.input_wait, 6),
             # Only for the log: a training run with summaries has them there.
             others={} if self._log is None else _others(fetched),
+            loss_per_target_token=self._per_target_token(loss, tokens, pending.batch),
         )
         held = "update_held" in values and bool(values["update_held"].compute())
         if held:
@@ -254,6 +256,10 @@ class TrainingLoop:
             self._log.write_step(metrics)
         for action in self._actions:
             action.on_metrics(metrics)
+
+    def _per_target_token(self, loss: float, tokens: int, batch: NumpyBatch) -> float | None:
+        of_model = getattr(self.trainer.model, "per_target_token", None)
+        return None if of_model is None else of_model(loss, tokens, batch)
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:

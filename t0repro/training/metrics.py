@@ -38,6 +38,8 @@ class StepMetrics:
       input_tokens: number of inputs in the batch that are not padding.
       input_wait_seconds: how long the device sat idle because the batch was not there yet.
       others: the rest by T5X's names, such as accuracy and timing/mfu.
+      loss_per_target_token: the summed loss over `target_tokens`, whatever divides `loss`; None
+        where a model does not say what divides it.
     """
 
     step: int
@@ -49,6 +51,37 @@ class StepMetrics:
     input_tokens: int = 0
     input_wait_seconds: float = 0.0
     others: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    loss_per_target_token: float | None = None
+
+
+def step_line(
+    step: int,
+    last_step: int | None,
+    loss_per_target_token: float | None,
+    loss: float,
+    speed: tuple[float, float] | None = None,
+    seconds_left: float | None = None,
+) -> str:
+    """A step in one line, the same on both stacks and in both dialects.
+
+    Args:
+      step: the global step.
+      last_step: where training ends, if known.
+      loss_per_target_token: what the line shows; without it, `loss` as it is.
+      loss: the loss as its dialect defines it.
+      speed: examples and target tokens per second, if measured.
+      seconds_left: until the last step, if known.
+    """
+    of = f" of {last_step:,}" if last_step else ""
+    shown = loss if loss_per_target_token is None else loss_per_target_token
+    unit = "" if loss_per_target_token is None else " per target token"
+    line = f"step {step:,}{of}, loss {shown:.4f}{unit}"
+    if speed is not None:
+        line += f", {speed[0]:,.1f} examples/s, {speed[1]:,.0f} target tokens/s"
+    if seconds_left is not None:
+        seconds = round(seconds_left)
+        line += f", {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
+    return line
 
 
 class MetricLog:
@@ -78,6 +111,7 @@ class MetricLog:
         """Writes one training step's metrics."""
         values = dataclasses.asdict(metrics)
         step, others = values.pop("step"), values.pop("others")
+        del values["loss_per_target_token"]  # follows from the loss; T5X has no such tag
         self.write("train", step, {**values, **others})
 
     def write(

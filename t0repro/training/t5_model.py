@@ -172,6 +172,22 @@ class T5Model(BaseModel):
         loss, sums = loss_and_sums(self.module, params, batch, **options)
         return loss, metrics_of(sums, packed="targets_segmentation" in batch)
 
+    def per_target_token(self, loss: float, tokens: int, batch: Batch) -> float | None:
+        """A batch's loss as a mean over its target tokens, whatever the loss is divided by.
+
+        Args:
+          loss: the loss of `loss_fn`.
+          tokens: target tokens of the batch, without padding.
+          batch: any process's part has the shape of a full batch.
+        """
+        config = self.module.config
+        if not self.has_own_loss():
+            return None
+        # By name, the divisor counts target tokens already, or the sequences of such means.
+        if isinstance(config.loss_denominator, str):
+            return loss
+        return loss * float(loss_denominator(config, own_features(batch))) / max(tokens, 1)
+
     def has_own_loss(self) -> bool:
         """Whether the loss is this class's, and not one of a subclass."""
         return type(self).loss_fn is T5Model.loss_fn

@@ -63,7 +63,7 @@ NOT_WRITTEN = frozenset(
     """ --auxiliary_job_gin_file --base_url --checkpoint --from --gin_file --gin_files
     --gin_import_allowlist --gin_location_prefix --gin_search_paths --losses --other
     --seqio_additional_cache_dirs
-    --tfds_data_dir --vocab A B NAME PATH RUNS SRC"""
+    --tfds_data_dir --vocab A B NAME PATH REPORT RUNS SRC"""
     # Vertex AI's own folder for its jobs; explain shows a run and writes nothing
     """ --staging_bucket --model_dir"""
     # gin's, which test_a_gin_binding_... below covers; runs/NAME, which has a test of its own

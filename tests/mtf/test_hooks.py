@@ -46,12 +46,12 @@ def test_dropping_from_a_file_that_is_not_there_writes_none(tmp_path):
 def test_progress_off_a_terminal_is_one_line_now_and_then_and_one_at_the_end(capsys):
     progress = Progress(last_step=100)
     for step in range(1, 101):
-        progress.show(step, 1.25, examples=3, tokens=10)
+        progress.show(step, 1.25, examples=3, tokens=10, denominator=20)
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert lines[0] == "step 1/100  loss 1.2500"
-    assert lines[1].startswith("step 100/100  loss 1.2500")
+    assert lines[0] == "step 1 of 100, loss 2.5000 per target token"
+    assert lines[1].startswith("step 100 of 100, loss 2.5000 per target token, ")
     assert lines[1].endswith("0:00:00 left")
     assert "examples/s" in lines[1]
     assert "target tokens/s" in lines[1]

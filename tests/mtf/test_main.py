@@ -46,7 +46,7 @@ def test_training_writes_checkpoints_and_one_metrics_line_per_step(trained):
 def test_training_shows_step_loss_rates_and_time_left_and_nothing_of_the_libraries(trained):
     _, stderr = trained
     last = stderr.splitlines()[-1]
-    for part in ("step 4/4", "loss ", "examples/s", "target tokens/s", "left"):
+    for part in ("step 4 of 4", " per target token", "examples/s", "target tokens/s", "left"):
         assert part in last
     assert foreign_lines(stderr) == []
 

@@ -5,6 +5,8 @@ by Adafactor), packed batches in four microbatches; then a T5 1.0, tied, unpacke
 schedule and label smoothing. The tolerances are the project's definition of agreement.
 """
 
+import re
+
 import numpy as np
 import pytest
 
@@ -106,3 +108,19 @@ def test_all_log_likelihoods_of_an_evaluation_agree_and_so_do_the_predictions(
     assert comparison.worst.max_difference_per_token <= PER_TOKEN
     assert comparison.flipped == 0
     assert comparison.max_metric_difference == 0
+
+
+def last_loss_line(said):
+    """Step and loss of the last line of progress."""
+    line = re.findall(r"step (\d+) of 20, loss ([\d.]+) per target token, .*target tokens/s", said)
+    return line[-1]
+
+
+def test_both_stacks_print_the_loss_per_target_token_in_one_line_format(stacks, twenty_steps):
+    lines = [last_loss_line(stacks.said[model_dir]) for model_dir in twenty_steps]
+    (step, mtf), (our_step, jax) = ((int(step), float(loss)) for step, loss in lines)
+    assert step == our_step == 20
+    # As closely as the losses agree, and the last of the four digits that are printed.
+    assert abs(jax - mtf) <= ALL_STEPS * mtf + 1e-4
+    # Mesh TensorFlow's own loss is a mean over padding too.
+    assert mtf > losses(twenty_steps[0])[20]

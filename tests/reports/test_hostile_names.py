@@ -18,8 +18,7 @@ from t0repro.reports.report import load_report
 from t0repro.reports.report_page import brief_page, report_page
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
-from t0repro.reports.tables import write_tables
-from t0repro.reports.write import write_report
+from t0repro.reports.write import write_report, write_tables
 
 from .scored_folder import write_scores
 from .suites import Page as ParsedPage

@@ -219,3 +219,15 @@ def test_a_language_model_is_trained_on_texts_alone(packed):
         "timing/real_input_tokens_per_second",
         *(name for name in both if "encoder" in name),
     }
+
+
+def test_the_loss_of_a_target_token_is_the_same_whatever_the_dialect_divides_by():
+    shown = []
+    # Mesh TensorFlow's divisor (padding too), T5X's sum, and T5X's count of target tokens.
+    for denominator in (None, 1.0, "NUM_REAL_TARGET_TOKENS"):
+        model = T5(dataclasses.replace(tiny.T5_1_1, loss_denominator=denominator), tiny.FLOAT32)
+        parameters = initial_parameters(model, jax.random.key(0))
+        trained = T5Model(model)
+        loss, _ = trained.loss_fn(parameters, PACKED, None)
+        shown.append(trained.per_target_token(float(loss), 9, PACKED))
+    np.testing.assert_allclose(shown, shown[0], rtol=1e-6)

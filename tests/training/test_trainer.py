@@ -284,7 +284,15 @@ class Stopped:
 
 
 def step_metrics(step):
-    return StepMetrics(step, 1.25, 0.01, target_tokens=300, examples=20, seconds=0.5)
+    return StepMetrics(
+        step,
+        375.0,
+        0.01,
+        target_tokens=300,
+        examples=20,
+        seconds=0.5,
+        loss_per_target_token=1.25,
+    )
 
 
 def test_progress_lines_say_step_loss_speed_and_time_left():
@@ -295,7 +303,8 @@ def test_progress_lines_say_step_loss_speed_and_time_left():
     progress.on_metrics(step_metrics(130))
     first, last = stream.getvalue().splitlines()
     assert first == (
-        "step 11 of 130, loss 1.2500, 40.0 examples/s, 600 target tokens/s, 0:01:00 left"
+        "step 11 of 130, loss 1.2500 per target token, 40.0 examples/s, 600 target tokens/s,"
+        " 0:01:00 left"
     )
     assert last.startswith("step 130 of 130") and last.endswith("0:00:00 left")
 
@@ -319,4 +328,5 @@ def test_a_terminal_gets_a_live_line():
     progress.start(Stopped(), 130)
     progress.on_metrics(step_metrics(11))
     progress.end(Stopped())
-    assert "step 11 of 130, loss 1.2500, 40.0 examples/s, 600 target tokens/s" in stream.getvalue()
+    line = "step 11 of 130, loss 1.2500 per target token, 40.0 examples/s, 600 target tokens/s"
+    assert line in stream.getvalue()

@@ -1,0 +1,275 @@
+"""Several models on the same tasks: which of them can be told apart, and on which datasets.
+
+Runs with one label are one model, trained with several seeds. Two models with a run each are told
+apart by McNemar's test; where one has several, by a test that takes seeds, prompts and examples for
+random samples (statistics.difference_over_seeds). Holm's correction covers all pairs of models on
+all datasets, so that any false claim is made with at most the probability that the confidence
+leaves out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from t0repro.errors import UserError
+from t0repro.evaluation.rank import RankResult
+from t0repro.reports.comparison import RunComparison
+from t0repro.reports.prompts import PromptInfo, dataset_label
+from t0repro.reports.results import CLEAR, rank_folder
+from t0repro.reports.run import Run
+from t0repro.reports.statistics import (
+    Bootstrap,
+    Interval,
+    Outcomes,
+    difference_over_seeds,
+    holm,
+    mcnemar,
+    reweighted,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPair:
+    """Two models on one dataset.
+
+    Attributes:
+      a: the first model's label; b the second's.
+      difference: percentage points by which the second is better.
+      interval: over examples, prompts and seeds; None where neither has several seeds.
+      p_value: two-sided, of no difference.
+      p_adjusted: by Holm's correction over all pairs of models on all datasets.
+    """
+
+    a: str
+    b: str
+    difference: float
+    p_value: float
+    interval: Interval | None = None
+    p_adjusted: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetModels:
+    """All models on one dataset.
+
+    Attributes:
+      accuracy: label -> mean over prompts and seeds, in percent, of what all runs have.
+      over_seeds: label -> standard deviation of its runs' accuracies, of models with several.
+      pairs: every two models.
+      below_chance: models that are clearly below chance with each of their runs, by Holm's
+        correction over all runs and datasets.
+      alike: the largest sets of models that cannot be told apart, the best model's first; a model
+        that differs from all others is a set of its own.
+    """
+
+    dataset: str
+    accuracy: dict[str, float]
+    over_seeds: dict[str, float]
+    pairs: tuple[ModelPair, ...]
+    below_chance: tuple[str, ...] = ()
+    alike: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """Models compared with each other.
+
+    Attributes:
+      seeds: label -> number of runs, in the order of the labels.
+      datasets: by name.
+      never_apart: the largest sets of models of which no two are told apart on any dataset.
+    """
+
+    seeds: dict[str, int]
+    datasets: tuple[DatasetModels, ...]
+    never_apart: tuple[tuple[str, ...], ...]
+    bootstrap: Bootstrap = Bootstrap()
+
+
+def compare_models(
+    runs: Sequence[Run], prompts: Mapping[str, PromptInfo], bootstrap: Bootstrap
+) -> Models:
+    """Compares every two models on the tasks and examples that all runs have.
+
+    Args:
+      runs: two or more labels; runs with one label are a model's seeds.
+      prompts: task name -> its prompt, to group tasks by dataset; may be empty.
+      bootstrap: the confidence.
+
+    Raises:
+      UserError: if all runs have one label, or they share no task.
+    """
+    labels = list(dict.fromkeys(run.label for run in runs))
+    if len(labels) < 2:
+        raise UserError(
+            f"All runs have the label {labels[0]}: they are one model's seeds.",
+            fix="Name the runs of a second model with another label.",
+        )
+    found = [
+        {result.task: result for result in rank_folder(run.eval_dir, prompts, step=run.step)}
+        for run in runs
+    ]
+    shared = sorted(set.intersection(*map(set, found)))
+    if not shared:
+        raise UserError(
+            "The runs have no task that is in all of them.",
+            where=" and ".join(str(run.eval_dir) for run in runs),
+            fix="Evaluate the same mixture in all.",
+        )
+    by_dataset: dict[str, list[str]] = {}
+    for task in shared:
+        by_dataset.setdefault(dataset_label(task, prompts), []).append(task)
+    datasets, p_below = [], []
+    for dataset, tasks in sorted(by_dataset.items()):
+        outcomes = common_outcomes([[each[task] for task in tasks] for each in found])
+        of_label = {
+            label: [o for run, o in zip(runs, outcomes, strict=True) if run.label == label]
+            for label in labels
+        }
+        datasets.append(_dataset(dataset, of_label, bootstrap))
+        p_below += [
+            _p_below_chance(outcome, [each[task] for task in tasks], dataset, bootstrap)
+            for outcome, each in zip(outcomes, found, strict=True)
+        ]
+    below = iter(holm(p_below))
+    clear = [[next(below) <= CLEAR for _ in runs] for _ in datasets]
+    datasets = [
+        dataclasses.replace(
+            entry,
+            below_chance=tuple(
+                label
+                for label in labels
+                if all(
+                    is_below for run, is_below in zip(runs, own, strict=True) if run.label == label
+                )
+            ),
+        )
+        for entry, own in zip(datasets, clear, strict=True)
+    ]
+    return _told_apart(datasets, {label: len(of_label[label]) for label in labels}, bootstrap)
+
+
+def _p_below_chance(
+    outcomes: Outcomes, results: Sequence[RankResult], dataset: str, bootstrap: Bootstrap
+) -> float:
+    mean = reweighted(outcomes, dataset, bootstrap).each(lambda values: values.mean(-1))
+    return mean.p_below(float(np.mean([result.chance for result in results])))
+
+
+def common_outcomes(runs: Sequence[Sequence[RankResult]]) -> list[Outcomes]:
+    """Each run's outcomes of a dataset's prompts, of the examples that all runs have.
+
+    Args:
+      runs: for each run, the results of the same prompts in the same order.
+    """
+    examples = np.unique(np.concatenate([r.example for results in runs for r in results]))
+    shape = (len(runs), len(examples), len(runs[0]))
+    right, weight = np.zeros(shape), np.zeros(shape)
+    for at, results in enumerate(runs):
+        for column, result in enumerate(results):
+            rows = np.searchsorted(examples, result.example)
+            right[at, rows, column], weight[at, rows, column] = result.correct, result.weight
+    weight = np.where((weight > 0).all(0), weight, 0.0)
+    kept = (weight > 0).any((0, 2))
+    return [Outcomes(r[kept], w[kept]) for r, w in zip(right, weight, strict=True)]
+
+
+def _dataset(
+    dataset: str, of_label: Mapping[str, Sequence[Outcomes]], bootstrap: Bootstrap
+) -> DatasetModels:
+    means = {label: [float(o.accuracy.mean()) for o in found] for label, found in of_label.items()}
+    return DatasetModels(
+        dataset,
+        {label: float(np.mean(each)) for label, each in means.items()},
+        {label: float(np.std(each, ddof=1)) for label, each in means.items() if len(each) > 1},
+        tuple(
+            _pair(a, b, of_label[a], of_label[b], bootstrap)
+            for a, b in itertools.combinations(of_label, 2)
+        ),
+    )
+
+
+def _pair(
+    a: str, b: str, first: Sequence[Outcomes], second: Sequence[Outcomes], bootstrap: Bootstrap
+) -> ModelPair:
+    if len(first) == len(second) == 1:
+        gain = (second[0].right - first[0].right) * (second[0].weight > 0)
+        difference = float(second[0].accuracy.mean() - first[0].accuracy.mean())
+        return ModelPair(a, b, difference, mcnemar(gain.astype(np.int64).sum(-1)))
+    found = difference_over_seeds(first, second, bootstrap)
+    return ModelPair(a, b, found.difference, found.p_value, found.interval)
+
+
+def _told_apart(
+    datasets: Sequence[DatasetModels], seeds: Mapping[str, int], bootstrap: Bootstrap
+) -> Models:
+    adjusted = iter(holm([pair.p_value for dataset in datasets for pair in dataset.pairs]))
+    ever: set[frozenset[str]] = set()
+    found = []
+    for dataset in datasets:
+        pairs = tuple(
+            dataclasses.replace(pair, p_adjusted=next(adjusted)) for pair in dataset.pairs
+        )
+        apart = {frozenset((p.a, p.b)) for p in pairs if p.p_adjusted <= 1 - bootstrap.confidence}
+        ever |= apart
+        best_first = sorted(seeds, key=lambda label: -dataset.accuracy[label])
+        found.append(dataclasses.replace(dataset, pairs=pairs, alike=sets_alike(best_first, apart)))
+    never = sets_alike(list(seeds), ever)
+    return Models(
+        dict(seeds), tuple(found), tuple(each for each in never if len(each) > 1), bootstrap
+    )
+
+
+def sets_alike(labels: Sequence[str], apart: set[frozenset[str]]) -> tuple[tuple[str, ...], ...]:
+    """The largest sets of labels of which no two are told apart, in the order of their labels.
+
+    A label may be in several: with A and B alike, and B and C, but not A and C.
+    """
+    sets: list[frozenset[str]] = [frozenset()]
+    for label in labels:
+        friends = frozenset(other for other in labels if frozenset((label, other)) not in apart)
+        sets += [(each & friends) | {label} for each in sets]
+        sets = [each for each in dict.fromkeys(sets) if not any(each < other for other in sets)]
+    ordered = (tuple(label for label in labels if label in each) for each in sets)
+    return tuple(sorted(ordered, key=lambda each: [labels.index(label) for label in each]))
+
+
+def corrected_by(models: Models, comparisons: Sequence[RunComparison]) -> list[RunComparison]:
+    """The comparisons with the first run, with p-values corrected over all pairs of the models."""
+    values = {
+        (pair.a, pair.b, dataset.dataset): pair.p_adjusted
+        for dataset in models.datasets
+        for pair in dataset.pairs
+    }
+    return [
+        dataclasses.replace(
+            compared,
+            datasets=tuple(
+                dataclasses.replace(
+                    entry,
+                    p_adjusted=values.get((compared.label_a, compared.label_b, entry.dataset)),
+                )
+                for entry in compared.datasets
+            ),
+        )
+        for compared in comparisons
+    ]
+
+
+def corrected(comparisons: Sequence[RunComparison]) -> list[RunComparison]:
+    """The comparisons with p-values by Holm's correction over all of their datasets."""
+    adjusted = iter(holm([d.p_value for compared in comparisons for d in compared.datasets]))
+    return [
+        dataclasses.replace(
+            compared,
+            datasets=tuple(
+                dataclasses.replace(dataset, p_adjusted=next(adjusted))
+                for dataset in compared.datasets
+            ),
+        )
+        for compared in comparisons
+    ]

@@ -1,0 +1,385 @@
+"""What `t0repro report verify` does: recomputes a report's figures, and a sample of its scores.
+
+Four things are checked, the cheap ones first:
+
+    figures     every figure of report.json is recomputed from the scores in the folder, and
+                report.md and report.html are drawn again from report.json
+    hashes      the files of scores, the prompts, the rows and the checkpoint are what was recorded
+    cells       random examples are read from the rows or the cache, rendered, tokenized and scored
+                again with the checkpoint, each in the batch in which it was scored
+
+Where some share f of the examples was changed, with all records and figures made to match, k cells
+do not all agree with probability 1 - (1 - f) ** k at least.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from t0repro.errors import UserError
+from t0repro.evaluation.evaluation_facts import jax_device, package_versions, scores_sha256
+from t0repro.evaluation.outputs import read_line_of
+from t0repro.evaluation.records import digest_of_texts, read_records
+from t0repro.progress import say
+from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.prompts import PromptInfo
+from t0repro.reports.render import render_html, render_markdown
+from t0repro.reports.report import Report, load_report
+from t0repro.reports.report_page import report_page
+from t0repro.reports.run import Run, find_evaluation
+
+if TYPE_CHECKING:
+    from t0repro.evaluation.opened import Checkpoint
+    from t0repro.evaluation.reading import Part
+
+PER_TOKEN = 1e-4
+"""How far a score may be from the recorded one per target token, on another device."""
+
+_FIGURE = 1e-6  # percentage points; sums of other processors differ by less
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was recomputed.
+
+    Attributes:
+      what: what it is, with the task and example of a cell.
+      agrees: whether it is what was recorded.
+      details: how the two differ, or how closely they agree.
+      is_cell: whether it is an example of the sample.
+    """
+
+    what: str
+    agrees: bool
+    details: str = ""
+    is_cell: bool = False
+
+
+def verify(
+    path: str | os.PathLike[str],
+    prompts: Mapping[str, PromptInfo],
+    *,
+    sample: int = 20,
+    seed: int | None = None,
+    checkpoint: str | None = None,
+) -> Iterator[Finding]:
+    """Yields what agrees with a report and what does not; see the module.
+
+    The tasks must be registered with SeqIO, and the rows or the cache be where the tasks find them.
+
+    Args:
+      path: a report.json, or the folder that holds it.
+      prompts: task name -> its prompt.
+      sample: number of cells to recompute.
+      seed: chooses the cells; by default nobody can know beforehand which they will be.
+      checkpoint: where the checkpoint is now; by default where it was.
+
+    Raises:
+      UserError: if there is no report or no evaluation, or the evaluation recorded too little.
+    """
+    report = load_report(path)
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    eval_dir, step = find_evaluation(path)
+    step = report.provenance.step if step is None else step
+    records = {
+        name: record
+        for name, record in read_records(eval_dir, step).items()
+        if record.get("mode") == "rank" and "tokens_per_batch" in record
+    }
+    if not records or report.provenance.checkpoint_hash is None:
+        raise UserError(
+            "The evaluation did not record what is needed to compute its scores again.",
+            where=str(eval_dir),
+            fix="Only what this version's rank-eval wrote can be verified: evaluate again.",
+        )
+    yield from _figures(report, eval_dir, step, prompts)
+    yield from _pages(report, folder)
+    yield from _hashes(report, eval_dir, records, prompts)
+    opened = _opened(report, checkpoint, records)
+    if opened.digest != report.provenance.checkpoint_hash:
+        yield Finding("checkpoint", False, f"its hash is {opened.digest}")
+        return
+    yield Finding("checkpoint", True, f"hash {opened.digest}")
+    exact = (
+        report.provenance.device == jax_device()
+        and report.provenance.versions == package_versions()
+    )
+    for task, cells in chosen_cells(records, sample, seed).items():
+        yield from _recomputed(opened, eval_dir, records[task], cells, exact)
+
+
+def noticed(share: float, cells: int) -> float:
+    """How often a sample of so many cells notices that a share of all cells was changed."""
+    return 1 - (1 - share) ** cells
+
+
+# ---- Figures -------------------------------------------------------------------------------------
+
+
+def _figures(
+    report: Report, eval_dir: Path, step: int, prompts: Mapping[str, PromptInfo]
+) -> Iterator[Finding]:
+    """Makes the report again from the files; one finding for all of its figures."""
+    run = Run(report.provenance.label, eval_dir, step)
+    try:
+        again = make_report(run, prompts, options_of(report))
+    except UserError as error:
+        yield Finding("figures", False, str(error))
+        return
+    parts = ("groups", "datasets", "generation", "tasks", "published", "synthetic")
+    count, differences = 0, []
+    for name in parts:
+        for place, recorded, found in _leaves(getattr(report, name), getattr(again, name), name):
+            count += 1
+            if not _equal(recorded, found):
+                differences.append(f"{place} is {recorded}, recomputed {found}")
+    yield Finding(
+        f"{count:,} figures of report.json",
+        not differences,
+        "; ".join(differences[:5]) + ("; ..." if len(differences) > 5 else ""),
+    )
+
+
+def options_of(report: Report) -> ReportOptions:
+    """The options that a report was made with, as far as its figures depend on them."""
+    groups = {dataset.group for dataset in report.datasets}
+    extras = {name for d in report.datasets for prompt in d.prompts for name in prompt.extras} - {
+        "without_overlap"
+    }
+    return ReportOptions(
+        bootstrap=report.bootstrap,
+        # Only `held_out_prompts` needs a dataset's name; "datasets" stands for what is unknown.
+        training_datasets=None
+        if groups <= {"datasets", "trained_prompts"}
+        else {d.dataset for d in report.datasets if d.group == "held_out_prompts"},
+        training_tasks={
+            prompt.task.removesuffix("_score_eval")
+            for d in report.datasets
+            if d.group == "trained_prompts"
+            for prompt in d.prompts
+        },
+        tasks=[p.task for d in report.datasets for p in d.prompts]
+        + [result.task for result in report.generation],
+        extras=sorted(extras),
+    )
+
+
+def _leaves(recorded: Any, found: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+    """Every value of a part of the report with where it is, and the same of the new report.
+
+    What the first does not have is not compared: a later version's fields, and overlaps.
+    """
+    if dataclasses.is_dataclass(recorded) and dataclasses.is_dataclass(found):
+        for field in dataclasses.fields(recorded):
+            pair = getattr(recorded, field.name), getattr(found, field.name)
+            yield from _leaves(*pair, f"{place}.{field.name}")
+    elif isinstance(recorded, Mapping) and isinstance(found, Mapping):
+        for name in recorded.keys() - {"without_overlap"}:
+            yield from _leaves(recorded[name], found.get(name), f"{place}.{name}")
+    elif isinstance(recorded, tuple | list) and isinstance(found, tuple | list):
+        if len(recorded) != len(found):
+            yield f"the number of {place}", len(recorded), len(found)
+        for at, pair in enumerate(zip(recorded, found, strict=False)):
+            yield from _leaves(*pair, f"{place}[{at}]")
+    else:
+        yield place, recorded, found
+
+
+def _equal(recorded: Any, found: Any) -> bool:
+    if isinstance(recorded, float) and isinstance(found, float):
+        same = math.isclose(recorded, found, rel_tol=1e-9, abs_tol=_FIGURE)
+        return same or (math.isnan(recorded) and math.isnan(found))
+    return recorded == found
+
+
+def _pages(report: Report, folder: Path) -> Iterator[Finding]:
+    """The pages beside report.json, against those drawn from it."""
+    page = report_page(report)
+    for name, text in (
+        ("report.md", render_markdown(page)),
+        ("report.html", render_html(page)),
+    ):
+        path = folder / name
+        if path.is_file():
+            same = path.read_text(encoding="utf-8").strip() == text.strip()
+            yield Finding(name, same, "" if same else "it does not show what report.json says")
+
+
+# ---- Hashes --------------------------------------------------------------------------------------
+
+
+def _hashes(
+    report: Report,
+    eval_dir: Path,
+    records: Mapping[str, Mapping[str, Any]],
+    prompts: Mapping[str, PromptInfo],
+) -> Iterator[Finding]:
+    """The files of scores, the prompts, and the rows, by their hashes."""
+    from t0repro.evaluation.reading import data_origin
+
+    source = report.provenance
+    if source.scores_sha256 is not None:
+        whole = read_records(eval_dir, source.step)
+        found = scores_sha256(eval_dir, whole)
+        yield Finding("SHA-256 of the scores", found == source.scores_sha256, found)
+    templates = {name: prompts[name].prompt if name in prompts else "" for name in records}
+    changed = [
+        name
+        for name, record in records.items()
+        if digest_of_texts([templates[name] or ""]) != record["key"]["prompt"]
+    ]
+    yield Finding(f"{len(records)} prompts", not changed, ", ".join(changed[:5]))
+    changed = []
+    for name, record in records.items():
+        key = record["key"]
+        cached = "cache" in (key["data"] or {})
+        origin = data_origin(name, key["split"], cached)
+        if json.loads(json.dumps(origin)) != key["data"]:
+            changed.append(name)
+    yield Finding(f"rows of {len(records)} tasks", not changed, ", ".join(changed[:5]))
+
+
+def _opened(
+    report: Report, checkpoint: str | None, records: Mapping[str, Mapping[str, Any]]
+) -> Checkpoint:
+    from t0repro.evaluation.opened import open_checkpoint
+
+    path = checkpoint or report.provenance.checkpoint
+    if path is None:
+        raise UserError("The report names no checkpoint.", fix="Give it with --checkpoint.")
+    activation = next(iter(records.values()))["key"]["activation"]
+    return open_checkpoint(path, report.provenance.step or None, activation)
+
+
+# ---- Cells ---------------------------------------------------------------------------------------
+
+
+def chosen_cells(
+    records: Mapping[str, Mapping[str, Any]], sample: int, seed: int | None
+) -> dict[str, list[int]]:
+    """A random sample of all tasks' inputs, none twice: task -> numbers of its inputs."""
+    names = sorted(records)
+    ends = np.cumsum([int(records[name]["inputs"]) for name in names])
+    drawn = np.random.default_rng(seed).choice(ends[-1], min(sample, ends[-1]), replace=False)
+    cells: dict[str, list[int]] = {}
+    for at in np.sort(drawn):
+        task = int(np.searchsorted(ends, at, side="right"))
+        first = int(ends[task - 1]) if task else 0
+        cells.setdefault(names[task], []).append(int(at) - first)
+    return cells
+
+
+def _recomputed(
+    checkpoint: Checkpoint,
+    eval_dir: Path,
+    record: Mapping[str, Any],
+    cells: Sequence[int],
+    exact: bool,
+) -> Iterator[Finding]:
+    """Reads a task again, scores the batches that hold the cells, and compares line by line."""
+    from t0repro.evaluation.reading import TaskReader, parts_of
+    from t0repro.runs.rank_eval import part_size
+
+    key = record["key"]
+    name, step = key["task"], key["step"]
+    reader = TaskReader(
+        name, key["split"], key["lengths"], key["limit"], "cache" in (key["data"] or {})
+    )
+    say(f"recomputing {len(cells)} of {name}")
+    # A cell is counted among the task's inputs, in their order.
+    wanted, start, inputs = set(cells), 0, 0
+    missing = set(wanted)
+    for part in parts_of(name, reader.examples(), part_size()):
+        numbers = _input_numbers(part, inputs)
+        inside = wanted & set(numbers)
+        if inside:
+            missing -= inside
+            scores = _scores(checkpoint, part, record, inside, numbers)
+            for at in sorted(inside):
+                rows = [row for row, number in enumerate(numbers) if number == at]
+                yield _compared(reader, part, rows, start, scores, eval_dir, step, exact)
+        start += len(part.examples)
+        inputs = (numbers[-1] + 1) if numbers else inputs
+    for at in sorted(missing):
+        yield Finding(f"{name}, input {at}", False, "the rows no longer have it", True)
+
+
+def _input_numbers(part: Part, first: int) -> list[int]:
+    """For each example of a part, the number of its input among the task's inputs."""
+    numbers, last, at = [], None, first - 1
+    for example in part.examples:
+        own = int(example["idx"][0]) if "idx" in example else None
+        if own is None or own != last:
+            at, last = at + 1, own
+        numbers.append(at)
+    return numbers
+
+
+def _scores(
+    checkpoint: Checkpoint,
+    part: Part,
+    record: Mapping[str, Any],
+    inside: Collection[int],
+    numbers: Sequence[int],
+) -> np.ndarray:
+    """Scores of the part's examples, float32; NaN where their batch was not needed."""
+    from t0repro.evaluation.engine import Engine
+    from t0repro.evaluation.grouping import make_plan
+    from t0repro.evaluation.pairs import distinct_pairs
+
+    pairs = distinct_pairs(part.examples, record["key"]["lengths"])
+    plan = make_plan(pairs, record["tokens_per_batch"])
+    own = {int(pairs.index[row]) for row, number in enumerate(numbers) if number in inside}
+    needed = tuple(batch for batch in plan.batches if own & set(batch.pairs.tolist()))
+    scores = np.full(len(pairs), np.nan)
+    scores[[not len(target) for target in pairs.targets]] = 0.0
+    engine = Engine(checkpoint.params, checkpoint.model)
+    for found in engine.run(pairs, dataclasses.replace(plan, batches=needed)):
+        scores[found.pairs] = found.scores
+    return pairs.of_examples(scores).astype(np.float32)
+
+
+def _compared(
+    reader: Any,
+    part: Part,
+    rows: Sequence[int],
+    start: int,
+    scores: np.ndarray,
+    eval_dir: Path,
+    step: int,
+    exact: bool,
+) -> Finding:
+    """One cell: its lines in the three files, against those recomputed."""
+    what = f"{part.task}, line {start + rows[0] + 1}"
+    worst = 0.0
+    for row in rows:
+        example, line = part.examples[row], start + row
+        text = example.get("inputs_pretokenized", b"")
+        text = text.decode("utf-8") if isinstance(text, bytes) else str(text)
+        again = {
+            f"{part.task}_inputs": text,
+            f"{part.task}_targets": str(reader.judge.target(example)),
+        }
+        for file, computed in again.items():
+            recorded = read_line_of(eval_dir / file, line)
+            if recorded != computed.replace("\n", " "):
+                return Finding(what, False, f"{file} has another line than the rows give", True)
+        score = reader.judge.postprocess(scores[row], example=example)
+        recorded = read_line_of(eval_dir / f"{part.task}_{step}_predictions", line)
+        if recorded == str(score):
+            continue
+        length = max(np.count_nonzero(example["targets"]), 1)
+        difference = abs(float(recorded or "nan") - float(score)) / length
+        if exact or not difference <= PER_TOKEN:
+            return Finding(what, False, f"its score is {recorded}, recomputed {score}", True)
+        worst = max(worst, difference)
+    closely = "to the last bit" if not worst else f"within {worst:.0e} per target token"
+    return Finding(what, True, closely, True)
