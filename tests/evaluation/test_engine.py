@@ -134,24 +134,26 @@ class OutOfMemory:
 
 
 def test_a_batch_that_memory_does_not_hold_is_halved_and_said(params, monkeypatch):
-    examples = [{"inputs": [n] * 8, "targets": [n, 1]} for n in range(2, 26)]
-    expected = score_examples(params, MODEL, examples, None, 192)
+    examples = [
+        {"inputs": [n] * length, "targets": [n, 1]} for length in (31, 32) for n in range(2, 26)
+    ]
+    expected = score_examples(params, MODEL, examples, None, 768)
     device, said = OutOfMemory(3), []
     monkeypatch.setattr(engine, "encode", device)
     pairs = distinct_pairs(examples)
     with heard_by(said.append):
-        scores = score_pairs(params, MODEL, pairs, 192)
+        scores = score_pairs(params, MODEL, pairs, 768)
     np.testing.assert_allclose(pairs.of_examples(scores), expected, atol=1e-5)
     assert said == [
-        "Out of memory with 12 rows of 8 input and 4 target tokens: continuing with 6.",
-        "Out of memory with 6 rows of 8 input and 4 target tokens: continuing with 3.",
+        "Out of memory with 12 rows of 64 input and 16 target tokens: continuing with 6.",
+        "Out of memory with 6 rows of 64 input and 16 target tokens: continuing with 3.",
     ]
     assert device.tried.count(12) == 1  # later batches are halved before they are tried
 
 
 def test_one_row_that_memory_does_not_hold_is_a_users_error(params, monkeypatch):
     monkeypatch.setattr(engine, "encode", OutOfMemory(0))
-    with pytest.raises(UserError, match="Not even one input of 8 input and 4 target tokens fits"):
+    with pytest.raises(UserError, match="Not even one input of 32 input and 16 target tokens fits"):
         score_examples(params, MODEL, [{"inputs": [5], "targets": [6, 1]}], None)
 
 
