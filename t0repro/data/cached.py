@@ -1,11 +1,10 @@
 """Training batches read from a prompt cache with numpy alone: no TensorFlow, no SeqIO.
 
-The examples, their trimming and their packing are SeqIO's, and so is the order of a task that is
-not shuffled: its batches are the same, entry by entry, if each example has tokens in both features
-and the task has no preprocessors after SeqIO's CacheDatasetPlaceholder. Mesh TensorFlow's are the
-same too, but where it cuts targets it puts EOS in their row's last place.
-Shuffling and the mixing of tasks draw from numpy's generator, so the order is another one than
-SeqIO's with the same seed.
+The batches are SeqIO's, entry by entry, if each example has tokens in both features and the tasks
+have no preprocessors after SeqIO's CacheDatasetPlaceholder: the examples, their trimming and
+packing, and, with the same seed, rates and order of the tasks, which example comes next
+(`tf_order`). Mesh TensorFlow's are the same too, but where it cuts targets it puts EOS in their
+row's last place.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.data.resuming import Batch, ResumableBatches
+from t0repro.data.tf_order import ShuffleSeeds, draws, shuffled
 from t0repro.errors import UserError
 from t0repro.progress import say
 from t0repro.tasks.prompt_cache.folders import PROVENANCE, damage, shard_names
@@ -28,8 +28,10 @@ from t0repro.words import counted
 
 FEATURES = ("inputs", "targets")
 _SHUFFLED = 1000  # examples among which the next one is drawn, as in SeqIO
+_HELD = 10_000  # fewer examples SeqIO keeps in memory, so that their files are shuffled once
 _FILES = 16  # files that are read in turn, and
 _TURN = 16  # records of each turn, as in SeqIO's FileDataSource
+_ORDER = "tf.data"  # earlier versions drew from numpy's generator, and recorded no order
 _EOS = 1  # of every T5's vocabulary
 
 Example = dict[str, np.ndarray]
@@ -48,7 +50,7 @@ class CachedBatches(ResumableBatches):
       batch_size: Rows in a batch.
       split: The split to read.
       pack: Whether a row holds as many examples as fit.
-      shuffle: Whether examples are drawn in a random order; otherwise in SeqIO's order.
+      shuffle: Whether examples come in SeqIO's random order; otherwise in that of the files.
       seed: Seed for the order; None draws one, which checkpoints record.
 
     Raises:
@@ -71,6 +73,7 @@ class CachedBatches(ResumableBatches):
         given = dict(folders) if isinstance(folders, Mapping) else counts
         # A task without examples would be drawn from for ever.
         self._rates = {str(folder): float(given[folder]) for folder in given if counts[str(folder)]}
+        self._counts = counts
         if not self._rates:
             raise UserError(f"No task has an example in {split!r}.", where=", ".join(counts))
         if absent := [name for name in FEATURES if name not in sequence_length]:
@@ -119,7 +122,7 @@ class CachedBatches(ResumableBatches):
             "batch_size": self._batch_size,
             "pack": self._pack,
             "shuffle": self._shuffle,
-        }
+        } | ({"order": _ORDER} if self._shuffle or len(self._rates) > 1 else {})
 
     # ---- The examples' way into batches ---------------------------------------------------------
 
@@ -136,26 +139,28 @@ class CachedBatches(ResumableBatches):
 
     def _mixed(self, seed: int) -> Iterator[Example]:
         """Examples of all tasks, each task drawn with its rate."""
-        # Streams of their own, so that a task's order does not depend on the other tasks.
-        choices, *seeds = np.random.SeedSequence(seed).spawn(len(self._rates) + 1)
-        tasks = [
-            self._examples(Path(folder), np.random.default_rng(own))
-            for folder, own in zip(self._rates, seeds, strict=True)
-        ]
-        rates = np.array([*self._rates.values()])
-        generator = np.random.default_rng(choices)
-        while True:
-            for at in generator.choice(len(tasks), size=1024, p=rates / rates.sum()):
-                yield next(tasks[at])
+        # SeqIO gives one seed to every task and to the draws; it leaves out tasks with rate 0.
+        rates = {folder: rate for folder, rate in self._rates.items() if rate}
+        tasks = [self._examples(folder, seed) for folder in rates]
+        if len(tasks) == 1:
+            return tasks[0]
+        return (next(tasks[at]) for at in draws([*rates.values()], seed))
 
-    def _examples(self, folder: Path, generator: np.random.Generator) -> Iterator[Example]:
-        """A task's examples without end; shuffled, each epoch has an order of its own."""
-        shards = [folder / name for name in _shards(folder, self._split)]
-        while True:
-            order = generator.permutation(len(shards)) if self._shuffle else range(len(shards))
-            records = _by_turns([shards[at] for at in order])
-            epoch = (integers(record, FEATURES) for record in records)
-            yield from _shuffled(epoch, generator) if self._shuffle else epoch
+    def _examples(self, folder: str, seed: int) -> Iterator[Example]:
+        """A task's examples without end; shuffled, they are drawn from across epochs."""
+        epochs = self._epochs(folder, seed)
+        # One buffer for all epochs: SeqIO repeats a task before it shuffles its examples.
+        return shuffled(epochs, _SHUFFLED, ShuffleSeeds(seed)) if self._shuffle else epochs
+
+    def _epochs(self, folder: str, seed: int) -> Iterator[Example]:
+        """A task's examples, its files read over and over; shuffled, in a random order of files."""
+        order = shards = [Path(folder, name) for name in _shards(Path(folder), self._split)]
+        seeds = ShuffleSeeds(seed)
+        for epoch in itertools.count():
+            if self._shuffle and (epoch == 0 or self._counts[folder] >= _HELD):
+                order = [*shuffled(iter(shards), len(shards), seeds)]
+            for record in _by_turns(order):
+                yield integers(record, FEATURES)
 
 
 def _count(folder: Path, split: str) -> int:
@@ -207,17 +212,6 @@ def _by_turns(shards: Sequence[Path]) -> Iterator[bytes]:
                 begun.append((shard, end))
             elif another := next(waiting, None):
                 begun.append((another, 0))
-
-
-def _shuffled(examples: Iterator[Example], generator: np.random.Generator) -> Iterator[Example]:
-    """Draws each example from the next _SHUFFLED ones."""
-    buffer = list(itertools.islice(examples, _SHUFFLED))
-    for example in examples:
-        at = int(generator.integers(len(buffer)))
-        yield buffer[at]
-        buffer[at] = example
-    for at in generator.permutation(len(buffer)):
-        yield buffer[at]
 
 
 def _packed(examples: Iterator[Example], lengths: Mapping[str, int]) -> Iterator[list[Example]]:
