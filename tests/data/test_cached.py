@@ -193,7 +193,7 @@ def mixture_cached_in(folders, rates):
     rates=st.tuples(*[st.floats(0.125, 1e6)] * 2) | st.just((0.0, 1.0)),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_with_a_seed_shuffled_and_mixed_batches_are_seqios(
     tmp_path_factory, pack, held, counts, rates, seed
 ):

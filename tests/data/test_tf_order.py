@@ -34,7 +34,7 @@ def test_shuffled_items_have_tf_datas_order_in_every_epoch(tf, count, buffer_siz
 
 
 @given(st.lists(st.floats(1e-3, 1e6), min_size=2, max_size=40), SEEDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_tasks_are_drawn_as_tf_data_draws_them(tf, weights, seed):
     datasets = [tf.data.Dataset.from_tensors(index).repeat() for index in range(len(weights))]
     sampled = tf.data.Dataset.sample_from_datasets(datasets, weights, seed=seed).take(2000)
