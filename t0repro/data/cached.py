@@ -2,8 +2,7 @@
 
 The batches are SeqIO's, entry by entry, if each example has tokens in both features and the tasks
 have no preprocessors after SeqIO's CacheDatasetPlaceholder: the examples, their trimming and
-packing, and, with the same seed, rates and order of the tasks, which example comes next
-(`tf_order`). Mesh TensorFlow's are the same too, but where it cuts targets it puts EOS in their
+packing, and, with the same seed and rates, which example comes next (`tf_order`). Mesh TensorFlow's are the same too, but where it cuts targets it puts EOS in their
 row's last place.
 """
 
@@ -139,8 +138,10 @@ class CachedBatches(ResumableBatches):
 
     def _mixed(self, seed: int) -> Iterator[Example]:
         """Examples of all tasks, each task drawn with its rate."""
-        # SeqIO gives one seed to every task and to the draws; it leaves out tasks with rate 0.
-        rates = {folder: rate for folder, rate in self._rates.items() if rate}
+        # SeqIO gives one seed to every task and to the draws, leaves out tasks with rate 0, and sorts
+        # tasks by name, which is that of a task's folder.
+        folders = sorted(self._rates, key=lambda folder: Path(folder).name)
+        rates = {folder: self._rates[folder] for folder in folders if self._rates[folder]}
         tasks = [self._examples(folder, seed) for folder in rates]
         if len(tasks) == 1:
             return tasks[0]

@@ -199,7 +199,7 @@ def test_with_a_seed_shuffled_and_mixed_batches_are_seqios(
 ):
     from seqio import dataset_providers
 
-    folders = [tmp_path_factory.mktemp("task") for _ in counts]
+    folders = [tmp_path_factory.mktemp("cache") / task for task in (TASK, OTHER)]
     sizes = itertools.cycle([(3, 1), (1, 2), (9, 5), (4, 4)])
     for folder, files in zip(folders, counts, strict=True):
         write_cache(folder, *([*itertools.islice(sizes, count)] for count in files))
@@ -222,7 +222,8 @@ def test_a_run_whose_order_an_older_version_drew_starts_its_data_over(cache, tmp
     position = json.loads((tmp_path / "position.json").read_text())
     del position["arguments"]["order"]
     (tmp_path / "position.json").write_text(json.dumps(position))
-    source.open(1, tmp_path, said.append)
+    with heard_by(said.append):
+        source.open(1, tmp_path)
     assert said == ["data: from the beginning, since order changed"]
 
 
