@@ -2,8 +2,8 @@
 
 The batches are SeqIO's, entry by entry, if each example has tokens in both features and the tasks
 have no preprocessors after SeqIO's CacheDatasetPlaceholder: the examples, their trimming and
-packing, and, with the same seed and rates, which example comes next (`tf_order`). Mesh TensorFlow's are the same too, but where it cuts targets it puts EOS in their
-row's last place.
+packing, and, with the same seed and rates, which example comes next (`tf_order`). Mesh TensorFlow's
+are the same too, but where it cuts targets it puts EOS in their row's last place.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class CachedBatches(ResumableBatches):
 
     def _mixed(self, seed: int) -> Iterator[Example]:
         """Examples of all tasks, each task drawn with its rate."""
-        # SeqIO gives one seed to every task and to the draws, leaves out tasks with rate 0, and sorts
-        # tasks by name, which is that of a task's folder.
+        # SeqIO gives one seed to every task and to the draws, leaves out tasks with rate 0, and
+        # sorts tasks by name, which is that of a task's folder.
         folders = sorted(self._rates, key=lambda folder: Path(folder).name)
         rates = {folder: self._rates[folder] for folder in folders if self._rates[folder]}
         tasks = [self._examples(folder, seed) for folder in rates]
