@@ -23,8 +23,8 @@ COPY gin gin
 
 # The lock and the package, as on any other machine.
 RUN case "$ACCELERATOR" in \
-      cpu) extras=${EXTRAS#,} ;; \
-      gpu | tpu) extras=$ACCELERATOR$EXTRAS ;; \
+      cpu) extras=gs$EXTRAS ;; \
+      gpu | tpu) extras=$ACCELERATOR,gs$EXTRAS ;; \
       *) echo "ACCELERATOR is cpu, gpu or tpu, not '$ACCELERATOR'" >&2; exit 2 ;; \
     esac \
     && EXTRAS=$extras bash scripts/setup.sh

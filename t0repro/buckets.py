@@ -265,6 +265,16 @@ def exists(address: str) -> bool:
 
 
 @explained
+def is_object(address: str) -> bool:
+    """Whether there is an object of this very name."""
+    system, path = located(address)
+    try:
+        return system.info(path)["type"] == "file"
+    except FileNotFoundError:
+        return False
+
+
+@explained
 def read(address: str) -> bytes:
     """An object's content.
 

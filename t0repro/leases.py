@@ -70,6 +70,10 @@ class Lease:
             # Another run was faster. A listing that lags behind may not have shown a later number.
             number += 1
             other = buckets.read_json(_object(self._address, number))
+            if other is not None and other.get("owner") == self._owner["owner"]:
+                # The store had taken it, but its answer was lost and the library asked again.
+                number -= 1
+                break
             if other is not None and not _is_free(other):
                 raise _is_held(self._address, other, fix)
         self._number = number + 1

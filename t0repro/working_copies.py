@@ -112,7 +112,7 @@ class WorkingCopy:
                 for name, size in found.items()
                 if not (_HIDDEN.search(name) or _CHECKPOINT.search(name))
             }
-            if not found and prefix and buckets.exists(self.address):
+            if not found and prefix and buckets.is_object(self.address):
                 names = {self.path.name: -1}  # one file
             with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
                 list(pool.map(lambda name: self._fetch(name, names[name]), names))
@@ -123,7 +123,8 @@ class WorkingCopy:
         path.parent.mkdir(parents=True, exist_ok=True)  # in a folder that was just made for it
         if self.writes and _LARGE.search(name):
             _hollow(path, size)
-        else:
+            return
+        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
             buckets.download(f"{self._above}/{name}", path)
 
     def upload(self) -> None:

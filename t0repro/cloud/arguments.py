@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import os
+import re
 from collections.abc import Mapping, Sequence
 
 from t0repro.errors import UserError
 
 MESH_TRANSFORMER = "t5_mesh_transformer"
+MOUNT = "/gcs"  # where Vertex AI mounts every bucket in a container, by Cloud Storage FUSE
 _AUXILIARY = "--auxiliary_job_gin_file"
 
 
@@ -122,8 +125,8 @@ def _read(words: tuple[str, ...], mode: JobMode | None) -> Arguments:
         mode=mode,
         # The commands' own defaults.
         backend=found.backend or ("mtf" if mode is None else "jax"),
-        gin_files=tuple(found.gin_file),
-        auxiliary_gin_files=tuple(found.auxiliary_job_gin_file),
+        gin_files=tuple(map(_readable, found.gin_file)),
+        auxiliary_gin_files=tuple(map(_readable, found.auxiliary_job_gin_file)),
         search_paths=(*folders, *found.gin_location_prefix),
         bindings=(*overrides, *found.gin_bindings, *found.gin_param),
         module_imports=tuple(found.module_import),
@@ -131,6 +134,16 @@ def _read(words: tuple[str, ...], mode: JobMode | None) -> Arguments:
         checkpoint=found.checkpoint,
         mixture=found.mixture or found.auxiliary_job_mixtures,
     )
+
+
+def address_of(path: str) -> str:
+    """The address of a path below the mounted buckets; any other path as it is."""
+    return re.sub(f"^{MOUNT}/", "gs://", path)
+
+
+def _readable(name: str) -> str:
+    """A gin file's name, or its address where only the container has the bucket mounted."""
+    return name if os.path.exists(name) else address_of(name)
 
 
 def gin_files_replaced(

@@ -8,9 +8,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from t0repro.cloud.arguments import MESH_TRANSFORMER, Arguments, JobMode
+from t0repro.cloud.arguments import MESH_TRANSFORMER, MOUNT, Arguments, JobMode
 from t0repro.cloud.spec import ACCELERATORS, Machines, check_machines
-from t0repro.cloud.staging import MOUNT, mounted
 from t0repro.config.run_config import ModelConfig, RunConfig
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.errors import UserError
@@ -191,7 +190,7 @@ def check(
             Check("machines", Cost.NAMES, lambda: check_machines(machines, location)),
             Check("replicas", Cost.NAMES, lambda: _check_replicas(arguments, machines)),
             Check("gin", Cost.FILES, lambda: [f"warning: {x}" for x in configured().warnings]),
-            Check("paths", Cost.FILES, lambda: _check_paths(configured(), arguments)),
+            Check("paths", Cost.FILES, lambda: _check_paths(configured())),
             Check("memory", Cost.COMPILE, lambda: _memory(configured(), arguments, machines)),
         ),
         lambda name, line: lines.append(line),
@@ -212,10 +211,9 @@ def _check_replicas(arguments: Arguments, machines: Machines) -> None:
         )
 
 
-def _check_paths(configured: Configured, arguments: Arguments) -> None:
-    """Refuses results that would vanish with the machine, or that the stack cannot write."""
-    # What a container can open: addresses of stores, and buckets where they are mounted. It writes
-    # to the latter alone, into which `staging.stage` turns gs:// on the command line.
+def _check_paths(configured: Configured) -> None:
+    """Refuses results that would vanish with the machine, and checkpoints that are only here."""
+    # What a container can open: addresses of stores, and buckets where they are mounted.
     written = ("gs://", f"{MOUNT}/")
     seen = (*written, "hf://", "s3://")
     fix = f"Give a folder in a bucket: gs://BUCKET/..., which containers see at {MOUNT}/BUCKET/..."
@@ -228,15 +226,6 @@ def _check_paths(configured: Configured, arguments: Arguments) -> None:
     for path in configured.checkpoints:
         if not path.startswith(seen):
             raise UserError(f"The job's container has no checkpoint {path}.", where=path, fix=fix)
-    output = configured.output or ""
-    # `staging.stage` rewrites the command line for the container; gin files are sent as they are.
-    on_line = any(output in word for word in arguments.words)
-    if output.startswith("gs://") and arguments.backend == "jax" and not on_line:
-        raise UserError(
-            f"The gin files put the results at {output}, but the JAX stack writes files.",
-            where=output,
-            fix=f"Bind {mounted(output)}, at which the container sees it.",
-        )
 
 
 def _memory(configured: Configured, arguments: Arguments, machines: Machines) -> Iterator[str]:

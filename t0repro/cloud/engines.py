@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from t0repro import yaml_files
-from t0repro.cloud import custom_jobs, staging
+from t0repro.cloud import custom_jobs
+from t0repro.cloud.arguments import MOUNT
 from t0repro.cloud.google import Place, cloud_errors, connect
 from t0repro.cloud.machines import LAUNCHERS, Machine, VertexMachine
 from t0repro.cloud.spec import JobSpec, Machines
@@ -314,7 +315,7 @@ class VertexLauncher:
     """
 
     machine: VertexMachine
-    mount: str = staging.MOUNT
+    mount: str = MOUNT
 
     @property
     def _place(self) -> Place:
@@ -353,7 +354,7 @@ class VertexLauncher:
             ),
             command=("python",),  # in place of the image's entry point
             # The same file as the container sees it.
-            arguments=("-m", "t0repro.jobs.worker", path.replace(self.mount, staging.MOUNT, 1)),
+            arguments=("-m", "t0repro.jobs.worker", path.replace(self.mount, MOUNT, 1)),
             labels=machine.labels,
             service_account=machine.service_account,
             network=machine.network,

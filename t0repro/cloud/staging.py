@@ -24,11 +24,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from t0repro.cloud.arguments import Arguments, gin_files_replaced
+from t0repro.cloud.arguments import MOUNT, Arguments, gin_files_replaced
 from t0repro.cloud.google import cloud_errors
 from t0repro.errors import UserError
-
-MOUNT = "/gcs"  # where Vertex AI mounts every bucket in a container, by Cloud Storage FUSE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +60,7 @@ def mounted(address: str) -> str:
     return re.sub("^gs://", f"{MOUNT}/", address)
 
 
-def address_of(path: str) -> str:
-    """The address of a path below the mounted buckets; any other path as it is."""
-    return re.sub(f"^{MOUNT}/", "gs://", path)
-
-
-def stage(arguments: Arguments, folder: str, output: str | None = None) -> Staged:
+def stage(arguments: Arguments, folder: str) -> Staged:
     """Plans the copies of a command's gin files.
 
     Files that come with this package, with t5 or with Mesh TensorFlow, and those that are in Cloud
@@ -76,8 +69,6 @@ def stage(arguments: Arguments, folder: str, output: str | None = None) -> Stage
     Args:
       arguments: the command line.
       folder: the job's own, `gs://...`.
-      output: the folder of results. The JAX stack writes files, so for it an address becomes the
-        path at which the container sees it.
 
     Raises:
       UserError: If a gin file includes another by a path that the container cannot have.
@@ -100,8 +91,6 @@ def stage(arguments: Arguments, folder: str, output: str | None = None) -> Stage
     files |= {f"include/{name}": data for name, data in included.items()}
     search = f"{mounted(folder)}/include" if included else None
     words = gin_files_replaced(arguments, places, search)
-    if output is not None and arguments.backend == "jax":
-        words = tuple(word.replace(output, mounted(output)) for word in words)
     return Staged(folder, files, words)
 
 

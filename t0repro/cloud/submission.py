@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.cloud import custom_jobs, experiments, staging, xmanager
-from t0repro.cloud.arguments import Arguments, read_arguments
+from t0repro.cloud.arguments import Arguments, address_of, read_arguments
 from t0repro.cloud.checks import Configured
 from t0repro.cloud.custom_jobs import Look, wait_until_ended
 from t0repro.cloud.experiments import ExperimentsRun, Facts, Record, Tracking
@@ -74,7 +74,7 @@ def prepare(request: Request, configured: Configured, place: Place) -> Prepared:
             fix="Give gs://BUCKET, in the job's region.",
         )
     folder = staging.new_folder(place.staging_bucket, request.display_name)
-    staged = staging.stage(arguments, folder, configured.output)
+    staged = staging.stage(arguments, folder)
     if configured.text:
         staged.files[CONFIGURATION] = configured.text.encode()
     if configured.architecture:
@@ -156,7 +156,7 @@ def submit_and_track(
             experiment=tracking.experiment,
             run_name=tracking.run_name,
             execution=run.execution.resource_name,
-            output=configured.output and staging.address_of(configured.output),
+            output=configured.output and address_of(configured.output),
             tensorboard=run.tensorboard,
         )
         # Before the job is made, so that no job leads to a file that is missing.
@@ -217,7 +217,7 @@ def _facts(configured: Configured, staged: staging.Staged) -> Facts:
     return Facts(
         configuration=staged_as(CONFIGURATION),
         architecture=staged_as(ARCHITECTURE),
-        output=configured.output and staging.address_of(configured.output),
+        output=configured.output and address_of(configured.output),
         mixture=configured.mixture,
         split=configured.split,
     )

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from t0repro import buckets
 from t0repro.cloud.arguments import read_arguments
 from t0repro.cloud.checks import check
 from t0repro.cloud.spec import Machines, check_machines
@@ -46,12 +47,25 @@ def test_what_the_run_would_refuse_is_refused(change, message):
         checked(*filter(None, words))
 
 
-def test_an_address_for_results_that_only_a_gin_file_knows_is_refused(tmp_path):
-    (tmp_path / "my.gin").write_text("MODEL_DIR = 'gs://b/m'\n")
+@pytest.mark.parametrize("folder", ["gs://b/m", "/gcs/b/m"])
+def test_a_folder_for_results_may_stand_in_a_gin_file(folder, tmp_path):
+    (tmp_path / "my.gin").write_text(f"MODEL_DIR = '{folder}'\n")
     words = [word for word in TRAIN if "MODEL_DIR" not in word]
-    with pytest.raises(UserError, match="the JAX stack writes files") as refused:
-        checked(*words, f"--gin_file={tmp_path / 'my.gin'}")
-    assert "Bind /gcs/b/m" in str(refused.value)
+    configured, _ = checked(*words, f"--gin_file={tmp_path / 'my.gin'}")
+    assert configured.output == folder
+
+
+def test_a_gin_file_below_gcs_is_read_here_from_its_bucket(bucket_servers, monkeypatch):
+    for name, value in bucket_servers["gs"].items():
+        monkeypatch.setenv(name, value)
+    buckets.file_system.cache_clear()
+    buckets.write("gs://bucket/my.gin", b"MODEL_DIR = 'gs://b/m'\n")
+    words = [word for word in TRAIN if "MODEL_DIR" not in word]
+    configured, _ = checked(*words, "--gin_file=/gcs/bucket/my.gin")
+    assert configured.output == "gs://b/m"
+    with pytest.raises(UserError, match="There is no gin file gs://bucket/other.gin"):
+        checked(*words, "--gin_file=/gcs/bucket/other.gin")
+    buckets.file_system.cache_clear()
 
 
 def test_an_evaluation_and_an_inference_have_their_configuration_too():

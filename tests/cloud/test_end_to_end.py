@@ -88,8 +88,7 @@ def test_a_dry_run_prints_what_would_be_sent_and_sends_nothing(
     (pool,) = yaml.safe_load(out)["worker_pool_specs"]
     mode, file, steps, model_dir, search = pool["container_spec"]["args"]
     assert (mode, steps) == ("--run_mode=train", "--gin.TRAIN_STEPS=4")
-    # The JAX stack writes files, which Cloud Storage FUSE makes of the address.
-    assert model_dir == "--gin.MODEL_DIR='/gcs/bucket/model'"
+    assert model_dir == "--gin.MODEL_DIR='gs://bucket/model'"
     assert re.fullmatch("--gin_file=/gcs/bucket/t0repro/small-.*/gin/0-train.gin", file)
     assert search.endswith("/include")
     assert not (cloud.services.calls or cloud.staged())

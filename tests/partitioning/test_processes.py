@@ -13,11 +13,12 @@ import flax.traverse_util
 import numpy as np
 import pytest
 
+from t0repro import buckets
 from t0repro.errors import UserError
 from t0repro.partitioning.processes import Asked, cluster, is_several, with_environment
 from t0repro.training.actions import PREEMPTED
 from t0repro.training.bad_update import replay
-from t0repro.training.checkpoints import list_checkpoints, load_tree
+from t0repro.training.checkpoints import list_checkpoints, load_tree, save_tree
 
 from ..tiny_models import batches
 from .member import evaluated, trained
@@ -316,3 +317,25 @@ def test_a_cluster_that_cannot_be_read_is_refused(spec):
 def test_impossible_numbers_are_refused(asked):
     with pytest.raises(UserError):
         with_environment(asked, {})
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_checkpoint_to_a_bucket_as_one_process_does(
+    bucket_servers, monkeypatch, one_process, tmp_path
+):
+    for name, value in bucket_servers["gs"].items():
+        monkeypatch.setenv(name, value)
+    buckets.file_system.cache_clear()
+    address = "gs://bucket/two_processes"
+    codes, _, errors, _ = members(2, folder=address, steps=4, data=2)
+    assert codes == [0, 0], errors
+    assert list_checkpoints(address) == [2, 4]
+    # Started again, both read their parts from the bucket.
+    codes, _, errors, _ = members(2, folder=address, steps=6, data=2)
+    assert codes == [0, 0], errors
+    written = buckets.objects(f"{address}/checkpoint_6")
+    assert any("ocdbt.process_1/" in name for name in written), written
+    (tmp_path / "metrics.jsonl").write_bytes(buckets.read(f"{address}/metrics.jsonl"))
+    save_tree(tmp_path / "checkpoint_6", load_tree(f"{address}/checkpoint_6"))
+    assert_same(tmp_path, one_process, 6)
+    buckets.file_system.cache_clear()

@@ -1,0 +1,141 @@
+"""A training run in a bucket whose store fails, and one that is killed at each kind of write."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from t0repro import buckets
+from t0repro.training.checkpoints import list_checkpoints, load_tree
+
+from ..bucket_servers import GoogleStorage
+from ..faulty_store import FaultyStore
+from .jobs import LAST_STEP
+
+pytestmark = pytest.mark.hardlife
+
+# Kind of write -> what its objects are called, in the order in which a run first writes them.
+WRITES = {
+    "lock": r"/\.t0repro\.lease/",
+    "record": r"/trained_with\.json$",
+    "configuration": r"/operative_config\.gin$",
+    "event file": r"/events\.out\.tfevents",
+    "metrics": r"/metrics\.jsonl$",
+    "state of the run": r"/run_state\.json$",
+    "array": r"/checkpoint_\d+/(ocdbt\.process_0/)?d/",
+    "index of arrays": r"/checkpoint_\d+/manifest\.ocdbt$",
+    "description": r"/checkpoint_\d+/_METADATA$",
+    "data position": r"/checkpoint_\d+/data/position\.json$",
+    "marker": r"/checkpoint_\d+/commit_success\.txt$",
+    "checksums": r"/checkpoint_\d+/integrity\.json$",
+}
+BOTH_MOMENTS = ("lock", "metrics", "array", "data position", "marker", "checksums")
+MOMENTS = [
+    (kind, moment)
+    for kind in WRITES
+    for moment in ("before", "after")
+    if moment == "before" or kind in BOTH_MOMENTS
+]
+
+
+@pytest.fixture
+def store(monkeypatch, request):
+    """A server, and a proxy in front of it; this process speaks with the server itself."""
+    server = GoogleStorage()
+    proxy = FaultyStore(server.port, seed=request.node.name)
+    for name, value in server.environment(server.port).items():
+        monkeypatch.setenv(name, value)
+    buckets.file_system.cache_clear()
+    yield proxy
+    proxy.close()
+    server.stop()
+    buckets.file_system.cache_clear()
+
+
+@pytest.fixture
+def training(whole, store):
+    """The training job in a bucket behind the proxy, and what it gives on a disk."""
+    job, expected, _ = whole("train")
+    # A checkpoint at every step, so that each dead run gets a little further.
+    environment = GoogleStorage.environment(None, store.port)
+    in_bucket = dataclasses.replace(
+        job,
+        command=lambda folder: [*job.command(folder), "--gin_param=run.keep_checkpoint_max = 2"],
+        environment=lambda folder: {**job.environment(folder), **environment},
+        result=result,
+    )
+    return in_bucket, expected
+
+
+def result(address):
+    """Losses by step and the last checkpoint's arrays, as `jobs.train_job` gives them."""
+    lines = buckets.read(f"{address}/metrics.jsonl").splitlines()
+    rows = [row for row in map(json.loads, lines) if row.get("split") == "train"]
+    losses = {f"loss {row['step']}": repr(row["loss"]).encode() for row in rows}
+    assert len(losses) == len(rows)  # each step at most once
+    tree = load_tree(f"{address}/checkpoint_{LAST_STEP}")
+    return {**{name: np.asarray(value).tobytes() for name, value in tree.items()}, **losses}
+
+
+def assert_nothing_half_written(address):
+    """What is listed as a checkpoint has all of its arrays and its position in the data."""
+    for step in list_checkpoints(address):
+        tree = load_tree(f"{address}/checkpoint_{step}")
+        assert int(tree["state/step"]) == step
+        json.loads(buckets.read(f"{address}/checkpoint_{step}/data/position.json"))
+        rows = map(json.loads, buckets.read(f"{address}/metrics.jsonl").splitlines())
+        assert {row["step"] for row in rows} >= set(range(1, step + 1))
+
+
+def test_a_store_that_fails_now_and_then_changes_nothing(store, training, outcome):
+    job, expected = training
+    store.refused, store.cut_before, store.cut_after, store.slow = 0.06, 0.03, 0.03, 0.1
+    store.lag = 2.0
+    for attempt in range(1, 4):
+        code, said = job.run("gs://bucket/run")
+        if code == 0:
+            break
+        assert code == 2 and "Traceback" not in said, said[-4000:]
+        assert_nothing_half_written("gs://bucket/run")
+    assert code == 0 and job.result("gs://bucket/run") == expected
+    faults = ", ".join(f"{count} x {kind}" for kind, count in store.counts.items())
+    outcome(f"a store that fails: {faults}: {attempt} runs ended with the same results")
+    assert all(store.counts.values())
+
+
+def test_killed_at_each_kind_of_write_and_resumed_a_run_ends_with_the_same_bytes(
+    store, training, outcome
+):
+    job, expected = training
+    address, deaths, steps = "gs://bucket/run", [], []
+    for kind, moment in MOMENTS:
+        process, dead = None, threading.Event()
+
+        def strike(request, kind=kind, moment=moment, dead=dead):
+            if (request.writes, request.moment) != (True, moment) or dead.is_set():
+                return
+            if process is not None and re.search(WRITES[kind], f"/{request.name}"):
+                dead.set()
+                os.killpg(process.pid, signal.SIGKILL)
+
+        store.seen = strike
+        process = job.start(address)
+        said, _ = process.communicate(timeout=900)
+        store.seen = lambda request: None
+        if not dead.is_set():  # the end came first; nothing of this kind was left to write
+            assert process.returncode == 0, said[-4000:]
+        else:
+            deaths.append((kind, moment))
+        assert_nothing_half_written(address)
+        steps.append(len(list_checkpoints(address)))
+    assert job.finish(address) == expected
+    assert {kind for kind, _ in deaths} == set(WRITES), deaths
+    outcome(
+        f"kill -9 at each kind of write to a bucket: died {len(deaths)} times at"
+        f" {len(WRITES)} kinds, and ended with the same {len(expected)} results"
+    )
