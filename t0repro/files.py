@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from t0repro.buckets import checked, is_address, spelled
+from t0repro.buckets import checked, is_address, spelled, upload
 from t0repro.errors import UserError
 from t0repro.working_copies import read_at, written_at
 
@@ -194,6 +194,23 @@ def write_atomically(
         with contextlib.suppress(OSError):
             # After a rename there is nothing left under this name.
             temporary.unlink(missing_ok=True)
+
+
+def put_file(source: Path, target: Path) -> None:
+    """Copies or links a file to a path, or copies it to an address, where it appears complete."""
+    if is_address(target):
+        upload(source, spelled(target))
+        return
+    make_folder(target.parent)
+    temporary = target.with_name(f".{target.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copy2(source, temporary)
+    os.replace(temporary, target)
+    # Renaming one name of a file to another name of the same file leaves both.
+    temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -66,6 +66,29 @@ class Lease:
         number, holder = _latest(self._address)
         if holder is not None and not _is_free(holder):
             _await_death(self._address, number, holder, fix)
+        if faster := self._create_after(number):
+            raise _is_held(self._address, faster, fix)
+
+    def acquire_now(self, also_free: str = "") -> bool:
+        """Takes the lease if it is free, without waiting to see whether its owner is alive.
+
+        Args:
+          also_free: a purpose whose owners are known to be dead.
+
+        Returns:
+          Whether it is held now.
+        """
+        number, holder = _latest(self._address)
+        if holder is not None and not (_is_free(holder) or holder.get("purpose") == also_free):
+            return False
+        return self._create_after(number) is None
+
+    def _create_after(self, number: int) -> Mapping[str, Any] | None:
+        """Creates the object after a number, or after those that others create meanwhile.
+
+        Returns:
+          None, or the live owner of one that was created meanwhile.
+        """
         while not buckets.create(_object(self._address, number + 1), self._content()):
             # Another run was faster. A listing that lags behind may not have shown a later number.
             number += 1
@@ -75,12 +98,13 @@ class Lease:
                 number -= 1
                 break
             if other is not None and not _is_free(other):
-                raise _is_held(self._address, other, fix)
+                return other
         self._number = number + 1
         for old in buckets.objects(f"{self._address}/{LEASES}"):
             if old.isdecimal() and int(old) <= self._number - _KEPT:
                 buckets.remove(_object(self._address, int(old)))
         threading.Thread(target=self._renew, daemon=True).start()
+        return None
 
     def check(self) -> None:
         """Raises UserError if another run has taken the lease over, as after a long suspension."""
@@ -105,6 +129,47 @@ class Lease:
         while not self._released.wait(_SECONDS_BETWEEN_RENEWALS):
             with contextlib.suppress(UserError):  # the next renewal may succeed
                 buckets.write(_object(self._address, self._number), self._content())
+
+
+# ---- Pins ---------------------------------------------------------------------------------------
+
+_PINS = ".t0repro.pins"
+_READING = "reading a checkpoint"
+
+
+def pin(checkpoint: str) -> Lease | None:
+    """Keeps a checkpoint of a bucket until the lease is released; the caller then looks for it.
+
+    The caller alone pins checkpoints of that folder, so an earlier pin's owner is dead.
+
+    Returns:
+      None if the checkpoint is being removed.
+    """
+    lease = Lease(_pin_of(checkpoint), _READING)
+    return lease if lease.acquire_now(_READING) else None
+
+
+@contextlib.contextmanager
+def removing(checkpoint: str) -> Iterator[bool]:
+    """Within the block, nobody pins a checkpoint of a bucket; False if it is pinned already."""
+    lease = Lease(_pin_of(checkpoint), "removing a checkpoint")
+    if not lease.acquire_now():
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lease.release()
+    buckets.remove_all(_pin_of(checkpoint))
+
+
+def _pin_of(checkpoint: str) -> str:
+    """Beside the checkpoint, since a removed one takes what is in it along."""
+    folder, _, name = buckets.spelled(checkpoint).rpartition("/")
+    return f"{folder}/{_PINS}/{name}"
+
+
+# ---- Holding ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -219,6 +219,19 @@ def read_at(path: str | os.PathLike[str], where: str | None = None) -> Path:
     return _opened(path, where, writes=False)
 
 
+@contextlib.contextmanager
+def fetched(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """What an address holds now, in a copy that lasts for the block; a local path is itself."""
+    if not buckets.is_address(path):
+        yield Path(path)
+        return
+    copy = WorkingCopy(buckets.checked(path), writes=False)
+    try:
+        yield copy.path
+    finally:
+        copy.close()
+
+
 def for_tensorflow(path: str, where: str | None = None) -> str:
     """A folder that TensorFlow reads, such as SeqIO's caches: the path itself if it can.
 

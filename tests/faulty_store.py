@@ -151,8 +151,8 @@ def _handler_of(store: FaultyStore):
             return b"".join(parts)
 
         def _forward(self, body: bytes):
-            # The store answers the last part of an upload as often as it is sent; the emulator forgets
-            # uploads that are complete.
+            # The store answers the last part of an upload as often as it is sent; the emulator
+            # forgets uploads that are complete.
             upload = re.search(r"upload_id=[^&]+", self.path)
             if upload and upload[0] in store.finished:
                 return store.finished[upload[0]]

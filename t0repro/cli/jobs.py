@@ -19,7 +19,6 @@ from t0repro.cli.options import (
     with_groups,
 )
 from t0repro.cli.results import echo, print_json
-from t0repro.cli.spelling import output
 from t0repro.errors import UserError
 from t0repro.jobs.options import AuxiliaryOptions
 
@@ -32,7 +31,7 @@ def aux(
     context: typer.Context,
     jobs: AuxiliaryOptions,
     model_dir: Annotated[
-        Path | None, typer.Option(callback=output, help="The training run's folder.")
+        str | None, typer.Option(help="The training run's folder, or its gs:// or s3:// address.")
     ] = None,
     gin_file: GinFiles = None,
     gin_bindings: GinBindings = None,

@@ -15,18 +15,17 @@ from pathlib import Path
 
 import dacite
 
-from t0repro.buckets import is_address, spelled
+from t0repro import buckets, working_copies
 from t0repro.cloud.engines import make_launcher
 from t0repro.cloud.machines import find_machine
 from t0repro.config.t5x.gin_files import T5xInputs
-from t0repro.errors import UserError, as_shown
-from t0repro.files import output_path
+from t0repro.errors import UserError
+from t0repro.files import check_output
 from t0repro.jobs.commands import JobSettings, check, check_by_dry_run
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.jobs.worker import Limits
 from t0repro.progress import heard_by
-from t0repro.working_copies import copy_with
 
 
 def job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
@@ -56,9 +55,10 @@ def make_controller(
     """The controller that the options describe.
 
     Raises:
-      UserError: if they make no sense together, or the folder is in a bucket.
+      UserError: if they make no sense together, or jobs elsewhere would have their files in a
+        bucket.
     """
-    folder = _local_folder(model_dir)
+    check_output(model_dir, "--model_dir")
     machine = find_machine(
         options.machines, options.auxiliary_job_platform, options.auxiliary_job_cell
     )
@@ -75,8 +75,17 @@ def make_controller(
         options=tuple(machine.options),
         metric=options.main_metric,
     )
-    launcher = make_launcher(options.launcher or machine.launcher, machine)
-    return Controller(folder, job_settings(options, gin), launcher, policy)
+    engine = options.launcher or machine.launcher
+    if buckets.is_address(model_dir) and engine != "local":
+        # Their job files, logs and exit files are on a disk that all machines have.
+        raise UserError(
+            f"Jobs on {engine} cannot have their files in {buckets.spelled(model_dir)}.",
+            where="--model_dir",
+            fix="Mount the bucket and give the folder, or run the jobs on this machine.",
+        )
+    return Controller(
+        Path(model_dir), job_settings(options, gin), make_launcher(engine, machine), policy
+    )
 
 
 def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
@@ -97,25 +106,6 @@ def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
         check_by_dry_run(settings, macros, machine.environment)
 
 
-def _local_folder(model_dir: str | os.PathLike[str]) -> Path:
-    """The training run's folder.
-
-    Raises:
-      UserError: If it is an address.
-
-    An object store has neither links to pin a checkpoint with nor locks nor files to append to, and
-    a folder there is renamed object by object, so that one half renamed looks whole.
-    """
-    if is_address(model_dir) or copy_with(Path(model_dir)):
-        address = spelled(model_dir) if is_address(model_dir) else as_shown(str(model_dir))
-        raise UserError(
-            f"{address} cannot be written to by auxiliary jobs: only local paths can.",
-            where="--model_dir",
-            fix="Give a local path, or train there without auxiliary jobs.",
-        )
-    return output_path(model_dir, "--model_dir")
-
-
 @contextlib.contextmanager
 def auxiliary_jobs_beside(
     model_dir: str | os.PathLike[str], options: AuxiliaryOptions, gin: T5xInputs
@@ -129,7 +119,7 @@ def auxiliary_jobs_beside(
       UserError: at once, if a job could not work; at the end, if not every job succeeded.
     """
     # Checked here too: the controller would find a mistake only after the training has begun.
-    _local_folder(model_dir)
+    check_output(model_dir, "--model_dir")
     check_jobs(options, gin)
     asked = json.dumps([dataclasses.asdict(options), dataclasses.asdict(gin)], default=str)
     controller = subprocess.Popen(
@@ -175,6 +165,7 @@ def _main(model_dir: str, asked: str) -> None:
     try:
         with heard_by(prefixed):
             done = make_controller(model_dir, options, gin).run(training_goes_on)
+            working_copies.close_all()
     except UserError as error:
         prefixed(str(error))
         done = False

@@ -18,8 +18,10 @@ import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 
+from t0repro import working_copies
+from t0repro.buckets import absolute
 from t0repro.errors import UserError
-from t0repro.files import make_folder, write_atomically
+from t0repro.files import make_folder, output_path, write_atomically
 from t0repro.jobs import commands, pins, publishing
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.journal import FOLDER, Journal, Point, Progress
@@ -77,8 +79,10 @@ class Controller:
         Raises:
           UserError: if a job could not work; see `commands.check`.
         """
-        self._model_dir = model_dir.absolute()
-        self._folder = self._model_dir / FOLDER
+        self._model_dir = absolute(model_dir)
+        # In a bucket, what the jobs write is in a working copy, and uploaded.
+        self._folder = output_path(self._model_dir / FOLDER)
+        self._pins = pins.pins_of(self._model_dir, self._folder)
         self._settings = settings
         self._launcher = launcher
         self._policy = policy
@@ -133,10 +137,10 @@ class Controller:
         for step, ref in pins.whole_checkpoints(self._model_dir).items():
             points = [Point(step, mixture) for mixture in self._settings.mixtures]
             new = [point for point in points if point not in self._journal.progress]
-            if not new:
+            if not any(self._is_open(point) for point in points):
                 continue
-            kept = pins.pin(ref, self._folder)
-            if kept is None:
+            kept = self._pins.pin(ref)
+            if not kept:
                 say(f"step {step:,} was deleted by the training run before it could be pinned")
             for point in new:
                 self._journal.add("seen" if kept else "missed", point)
@@ -146,13 +150,16 @@ class Controller:
         there = pins.whole_checkpoints(self._model_dir)
         for point, progress in self._journal.progress.items():
             if progress.state == "given up" and point.step in there:
-                if pins.pin(there[point.step], self._folder) is not None:
+                if self._pins.pin(there[point.step]):
                     self._journal.add("again", point)
 
     def _release_pins(self) -> None:
-        progress = self._journal.progress.items()
-        open_steps = {point.step for point, each in progress if not each.is_final}
-        pins.unpin_all_but(open_steps, self._folder)
+        points = self._journal.progress
+        self._pins.unpin_all_but({point.step for point in points if self._is_open(point)})
+
+    def _is_open(self, point: Point) -> bool:
+        """Whether a job may still be started for a point."""
+        return not self._journal.progress.get(point, Progress()).is_final
 
     # ---- Jobs ----------------------------------------------------------------------------------
 
@@ -187,7 +194,8 @@ class Controller:
             say(f"{who}: interrupted by its engine; it is started again")
             return
         if ending is not None and not ending.reason:
-            metric = publishing.main_metric(self._results_of(point), self._policy.metric)
+            with self._finished_results(point) as results:
+                metric = publishing.main_metric(results, self._policy.metric)
             self._journal.add("succeeded", point, seconds=ending.seconds, metric=metric)
             shown = f": {metric[0]} {metric[1]:.4g}" if metric else ""
             say(f"{who}: done in {ending.seconds:.0f} s{shown}")
@@ -214,6 +222,9 @@ class Controller:
                 continue
             if time.monotonic() < self._not_before.get(point, 0.0):
                 continue
+            if self._pins.path(point.step) is None:  # deleted while there was no controller
+                self._journal.add("missed", point)
+                continue
             self._start(point, progress.attempt + 1)
 
     def _start(self, point: Point, attempt: int) -> None:
@@ -225,6 +236,7 @@ class Controller:
         make_folder(self._results_of(point))
         # Noted before it is submitted, so that no job runs that the journal does not know.
         self._journal.add("started", point, attempt=attempt)
+        working_copies.upload(self._model_dir / FOLDER)
         self._launcher.submit(job)
         self._running[point] = job
         say(f"step {point.step:,}, {point.mixture}: started ({job.name})")
@@ -232,7 +244,8 @@ class Controller:
     def _job(self, point: Point, attempt: int) -> Job:
         values = self._values(point)
         # Two training runs have the same mixtures and steps; their jobs may share an engine.
-        digest = hashlib.sha256(f"{self._folder}\n{point.mixture}".encode()).hexdigest()[:8]
+        named = f"{self._model_dir / FOLDER}\n{point.mixture}"
+        digest = hashlib.sha256(named.encode()).hexdigest()[:8]
         return Job(
             name=f"t0repro-{digest}-{point.step}-{attempt}",
             folder=self._folder_of(point),
@@ -252,11 +265,12 @@ class Controller:
         output = str(self._results_of(point))
         return {
             # A job that trains does so in a folder of its own: the training run's is held.
-            commands.MODEL_DIR: output
+            commands.MODEL_DIR: self._place_of(point)
             if self._settings.target == "train"
             else str(self._model_dir),
             commands.MIXTURE: point.mixture,
-            commands.CHECKPOINT: str(pins.pinned(point.step, self._folder)),
+            # None for a job of an earlier controller, whose command is not used again.
+            commands.CHECKPOINT: self._pins.path(point.step) or "",
             commands.TRAIN_STEPS: point.step + self._settings.final_steps,
             commands.OUTPUT: output,
         }
@@ -268,6 +282,16 @@ class Controller:
 
     def _results_of(self, point: Point) -> Path:
         return self._folder_of(point) / "output"
+
+    def _place_of(self, point: Point) -> str:
+        """Where a job's results belong: an address, of which `_results_of` is the working copy."""
+        return str(self._model_dir / FOLDER / self._results_of(point).relative_to(self._folder))
+
+    def _finished_results(self, point: Point) -> contextlib.AbstractContextManager[Path]:
+        """What a job has written, for a block."""
+        if self._settings.target == "train":  # in a bucket it writes there by itself
+            return working_copies.fetched(self._place_of(point))
+        return contextlib.nullcontext(self._results_of(point))
 
     # ---- Results -------------------------------------------------------------------------------
 

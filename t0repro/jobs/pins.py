@@ -1,8 +1,10 @@
 """Keeps a checkpoint for as long as jobs need it, whatever the training run deletes.
 
-A pin is a folder of hard links to the checkpoint's files, under the same names. It takes no space
-and no time, needs no help from the program that trains, and outlives the original. Beside it is a
-copy of the training run's operative_config.gin, which that run may still rewrite.
+On a disk a pin is a folder of hard links to the checkpoint's files, under the same names. It takes
+no space and no time, needs no help from the program that trains, and outlives the original. Beside
+it is a copy of the training run's operative_config.gin, which that run may still rewrite.
+
+In a bucket a pin is a lease, which a training run on JAX asks for before it removes a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import Protocol
 
+from t0repro import buckets, leases
 from t0repro.converters import sources
 from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef
@@ -29,17 +33,42 @@ def whole_checkpoints(model_dir: Path) -> dict[int, CheckpointRef]:
     return {ref.step: ref for ref in sources.list_checkpoints(model_dir) if ref.step is not None}
 
 
-def pin(ref: CheckpointRef, folder: Path) -> Path | None:
-    """Links a checkpoint's files into `folder`/pins/<step> and returns its path there.
+def pins_of(model_dir: Path, folder: Path) -> Pins:
+    """A training run's pins; `folder` receives what takes space on a disk."""
+    return Leases(model_dir) if buckets.is_address(model_dir) else Links(folder)
 
-    Returns:
-      None if the training deleted it meanwhile.
 
-    Raises:
-      UserError: if its files are not those that were written.
-    """
-    place = folder / PINS / str(ref.step)
-    if not place.exists():
+class Pins(Protocol):
+    """The pins of a training run's checkpoints."""
+
+    def pin(self, ref: CheckpointRef) -> bool:
+        """Keeps a checkpoint; returns False if the training deleted it meanwhile.
+
+        Raises:
+          UserError: if its files are not those that were written.
+        """
+        ...
+
+    def path(self, step: int) -> str | None:
+        """Where a pinned checkpoint is: a folder, or the prefix of Mesh TensorFlow's files."""
+        ...
+
+    def unpin_all_but(self, steps: Collection[int]) -> None:
+        """Lets go of all other steps."""
+        ...
+
+
+class Links:
+    """Pins on a disk, in `folder`/pins/<step>."""
+
+    def __init__(self, folder: Path):
+        self._place = folder / PINS
+
+    def pin(self, ref: CheckpointRef) -> bool:
+        """Links a checkpoint's files."""
+        place = self._place / str(ref.step)
+        if place.exists():
+            return True
         try:
             with atomic_directory(place) as temporary:
                 _link(ref, temporary)
@@ -47,26 +76,57 @@ def pin(ref: CheckpointRef, folder: Path) -> Path | None:
                 sources.open_checkpoint(sources.find_checkpoint(copy))  # checks files and sizes
         except (FileNotFoundError, UserError):
             # Deleting takes a while, too: half of it may have been linked.
-            if _is_gone(ref):
-                return None
+            if ref.step not in whole_checkpoints(Path(ref.path).parent):
+                return False
             raise
-    # The name stays: both formats tell the step by it.
-    return place / os.path.basename(ref.path)
+        return True
+
+    def path(self, step: int) -> str | None:
+        """The path among the pins, whose name tells the step in both formats."""
+        place = self._place / str(step)
+        if not place.is_dir():
+            return None
+        whole = place / f"checkpoint_{step}"
+        return str(whole if whole.is_dir() else place / f"model.ckpt-{step}")
+
+    def unpin_all_but(self, steps: Collection[int]) -> None:
+        """Removes the other pins, and what a killed controller left of an unfinished one."""
+        kept = {str(step) for step in steps}
+        for name in os.listdir(self._place) if self._place.is_dir() else ():
+            if name not in kept:
+                shutil.rmtree(self._place / name, ignore_errors=True)
 
 
-def pinned(step: int, folder: Path) -> Path:
-    """The path of a pinned checkpoint: a folder, or the prefix of Mesh TensorFlow's files."""
-    place = folder / PINS / str(step)
-    whole = place / f"checkpoint_{step}"
-    return whole if whole.is_dir() else place / f"model.ckpt-{step}"
+class Leases:
+    """Pins in a bucket, which last as long as this process."""
 
+    def __init__(self, model_dir: Path):
+        self._model_dir = model_dir
+        self._held: dict[int, tuple[leases.Lease, str]] = {}
 
-def unpin_all_but(steps: Collection[int], folder: Path) -> None:
-    """Removes the pins of other steps, and what a killed controller left of an unfinished one."""
-    kept = {str(step) for step in steps}
-    for name in os.listdir(folder / PINS) if (folder / PINS).is_dir() else ():
-        if name not in kept:
-            shutil.rmtree(folder / PINS / name, ignore_errors=True)
+    def pin(self, ref: CheckpointRef) -> bool:
+        """Takes the lease on a checkpoint."""
+        assert ref.step is not None
+        if ref.step in self._held:
+            return True
+        lease = leases.pin(ref.path)
+        if lease is None:
+            return False
+        # The training may have removed it between the listing and the lease.
+        if ref.step not in whole_checkpoints(self._model_dir):
+            lease.release()
+            return False
+        self._held[ref.step] = lease, ref.path
+        return True
+
+    def path(self, step: int) -> str | None:
+        """The checkpoint's own address."""
+        return self._held[step][1] if step in self._held else None
+
+    def unpin_all_but(self, steps: Collection[int]) -> None:
+        """Releases the other leases."""
+        for step in self._held.keys() - set(steps):
+            self._held.pop(step)[0].release()
 
 
 def _link(ref: CheckpointRef, place: Path) -> None:
@@ -89,8 +149,3 @@ def _link_or_copy(source: str, target: str) -> str:
     except OSError:  # a file system without links
         shutil.copy2(source, target)
     return target
-
-
-def _is_gone(ref: CheckpointRef) -> bool:
-    there = whole_checkpoints(Path(ref.path).parent)
-    return ref.step not in there

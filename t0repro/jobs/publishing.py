@@ -8,7 +8,6 @@ the mixture's folder of results, where the files of all steps come together.
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import urllib.parse
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from t0repro.event_files import MARK, read_scalars
-from t0repro.files import make_folder
+from t0repro.files import put_file
 from t0repro.jobs.journal import Point
 from t0repro.locks import LOCK_FILES
 
@@ -33,7 +32,7 @@ def publish_events(point: Point, output: Path, model_dir: Path) -> None:
       point: what the job was for.
       output: what the job wrote. Event files keep their place below it; those at its top go to
         inference_eval/<mixture>.
-      model_dir: the training run's folder.
+      model_dir: the training run's folder, or its address.
     """
     mixture = urllib.parse.quote(point.mixture, safe="")
     for path in [path for path in _files(output) if MARK in path.name]:
@@ -42,7 +41,7 @@ def publish_events(point: Point, output: Path, model_dir: Path) -> None:
             folder = Path("inference_eval", mixture)
         # TensorBoard reads a folder's files in the order of their names, and never goes back.
         name = f"events.out.tfevents.{point.step:012d}.{mixture}.{path.name}"
-        _copy(path, model_dir / folder / name)
+        put_file(path, model_dir / folder / name)
         path.unlink()
 
 
@@ -53,7 +52,7 @@ def publish_files(output: Path, results: Path) -> None:
     """
     for path in _files(output):
         if MARK not in path.name:
-            _copy(path, results / path.relative_to(output))
+            put_file(path, results / path.relative_to(output))
 
 
 def main_metric(output: Path, wanted: str | None = None) -> tuple[str, float] | None:
@@ -105,16 +104,3 @@ def _files(folder: Path) -> Iterator[Path]:
         for name in names:
             if name not in LOCK_FILES:
                 yield Path(parent, name)
-
-
-def _copy(source: Path, target: Path) -> None:
-    make_folder(target.parent)
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copy2(source, temporary)
-    os.replace(temporary, target)
-    # Renaming one name of a file to another name of the same file leaves both.
-    temporary.unlink(missing_ok=True)

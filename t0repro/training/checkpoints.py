@@ -31,6 +31,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from t0repro import leases
 from t0repro.buckets import (
     absolute,
     is_address,
@@ -358,13 +359,16 @@ def remove_interrupted_saves(model_dir: PathLike) -> None:
 def remove_checkpoint(path: Path) -> None:
     """Removes a checkpoint; it is renamed first, so that it is never listed half removed.
 
-    Of several processes, only the first one removes it.
+    Of several processes, only the first one removes it. In a bucket, one that auxiliary jobs read
+    stays; the next call removes it.
     """
     if not is_first():
         return
     if is_address(path):
-        # These mark it as complete.
-        remove_all(str(path), (INTEGRITY, COMMITTED, "_METADATA", "_CHECKPOINT_METADATA"))
+        with leases.removing(str(path)) as is_free:
+            if is_free:
+                # These mark it as complete.
+                remove_all(str(path), (INTEGRITY, COMMITTED, "_METADATA", "_CHECKPOINT_METADATA"))
         return
     hidden = path.with_name(f".{path.name}.removed.tmp")
     shutil.rmtree(hidden, ignore_errors=True)

@@ -64,7 +64,8 @@ NOT_WRITTEN = frozenset(
     --gin_import_allowlist --gin_location_prefix --gin_search_paths --losses --other
     --seqio_additional_cache_dirs
     --tfds_data_dir --vocab A B NAME PATH REPORT RUNS SRC"""
-    # Vertex AI's own folder for its jobs; explain shows a run and writes nothing
+    # Vertex AI's own folder for its jobs; explain shows a run and writes nothing, and aux has a
+    # test of its own
     """ --staging_bucket --model_dir"""
     # gin's, which test_a_gin_binding_... below covers; runs/NAME, which has a test of its own
     """ --gin_bindings --gin_overwrites --gin_param --name""".split()

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from t0repro.buckets import place
 from t0repro.cloud.auxiliary import auxiliary_jobs_beside
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
+from t0repro.files import input_path
 from t0repro.jobs.journal import read_status
 from t0repro.jobs.options import AuxiliaryOptions
 
@@ -40,15 +42,28 @@ def test_a_job_that_could_not_work_stops_the_training_before_it_starts(tmp_path)
         pytest.fail("the training started")
 
 
-@pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run", "memory://run"])
-def test_a_training_in_a_bucket_is_refused_before_it_starts(tmp_path, monkeypatch, address):
+def test_a_bucket_out_of_reach_is_refused_before_the_training_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with (
-        pytest.raises(UserError, match="cannot be written to"),
-        jobs_beside(address, "true"),
+        pytest.raises(UserError, match="not a known scheme"),
+        jobs_beside("foo://bucket/run", "true"),
     ):
         pytest.fail("the training started")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
+def test_every_checkpoint_of_a_training_in_a_bucket_is_evaluated_from_there(
+    bucket, tmp_path, evaluator
+):
+    with jobs_beside(bucket, evaluator):
+        save_checkpoints(place(bucket), 3, 6)
+    copy = input_path(bucket)
+    assert curve(copy / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
+    assert {path.name for path in (copy / "auxiliary" / "m" / "results").iterdir()} == {
+        "m_3_predictions", "m_6_predictions"
+    }  # fmt: skip
+    assert [each.state for each in read_status(copy).values()] == ["succeeded"] * 2
 
 
 def test_a_job_given_up_is_said_at_the_end(tmp_path):

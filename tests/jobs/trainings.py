@@ -28,7 +28,11 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 checkpoint = pathlib.Path(os.environ["INITIAL_CHECKPOINT_PATH"])
 step = int(checkpoint.name.replace("-", "_").rpartition("_")[2])
-assert any(checkpoint.parent.glob(checkpoint.name + "*"))
+if ":" in str(checkpoint):  # in a bucket
+    from t0repro.training.checkpoints import list_checkpoints
+    assert step in list_checkpoints(os.environ["INITIAL_CHECKPOINT_PATH"].rpartition("/")[0])
+else:
+    assert any(checkpoint.parent.glob(checkpoint.name + "*"))
 output = pathlib.Path(os.environ["EVAL_OUTPUT_DIR"])
 mixture = os.environ["MIXTURE_OR_TASK_NAME"]
 writer = EventFileWriter(str(output / "inference_eval" / mixture))

@@ -1,0 +1,112 @@
+"""Auxiliary jobs of a training run in a bucket: pins are leases, and a death loses nothing."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from t0repro import buckets, leases, working_copies
+from t0repro.buckets import place
+from t0repro.config.training_plan import SaveConfig
+from t0repro.errors import UserError
+from t0repro.files import input_path
+from t0repro.jobs.journal import read_status
+from t0repro.training.checkpoints import list_checkpoints, remove_superfluous
+
+from .trainings import controller, curve, save_checkpoints, work_once
+
+KEEP_ONE = SaveConfig(period=1, keep=1)
+
+
+def runs(tmp_path):
+    return sorted((tmp_path / "runs.txt").read_text().splitlines())
+
+
+@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
+def test_a_checkpoint_in_use_outlives_the_trainings_retention(bucket, tmp_path, evaluator):
+    go = tmp_path / "go"
+    waits = f"sh -c 'while [ ! -e {go} ]; do sleep 0.05; done; {' '.join(evaluator)}'"
+    save_checkpoints(place(bucket), 3, 6)
+    watched = controller(bucket, waits)
+    states = []
+
+    def training_goes_on():
+        """The training removes once the first job runs."""
+        if len(states) == 1:
+            remove_superfluous(bucket, KEEP_ONE, {})
+            go.touch()
+        states.append(list_checkpoints(bucket))
+        return False
+
+    assert watched.run(training_goes_on)
+    assert states[1] == [3, 6] and runs(tmp_path) == ["3 m", "6 m"]
+    working_copies.close_all()
+    remove_superfluous(bucket, KEEP_ONE, {})
+    assert list_checkpoints(bucket) == [6]
+    assert curve(input_path(bucket) / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_of_a_pin_and_a_removal_one_comes_first(bucket):
+    checkpoint = f"{bucket}/checkpoint_3"
+    with leases.removing(checkpoint) as is_free:
+        assert is_free and leases.pin(checkpoint) is None
+    lease = leases.pin(checkpoint)
+    with leases.removing(checkpoint) as is_free:
+        assert not is_free
+    lease.release()
+    with leases.removing(checkpoint) as is_free:
+        assert is_free
+    assert not any(buckets.objects(bucket))
+
+
+CONTROLLER = """
+import sys
+from tests.jobs.trainings import work_once
+work_once(sys.argv[1], sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_controller_that_is_killed_is_followed_by_one_that_does_the_rest(
+    bucket, tmp_path, evaluator
+):
+    save_checkpoints(place(bucket), 3, 6)
+    stays = tmp_path / "stays"
+    waits = f"sh -c 'while [ -e {stays} ]; do sleep 0.05; done; {' '.join(evaluator)}'"
+    stays.touch()
+    first = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, bucket, waits],
+        cwd=Path(__file__).parents[2],
+        env=os.environ,
+    )
+    while not any("journal.jsonl" in name for name in buckets.objects(bucket)):
+        assert first.poll() is None
+        time.sleep(0.1)
+    time.sleep(1.0)  # a job has been started
+    first.kill()
+    first.wait()
+    stays.unlink()
+    assert work_once(bucket, waits)
+    working_copies.close_all()
+    assert set(runs(tmp_path)) == {"3 m", "6 m"}
+    assert curve(input_path(bucket) / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
+    assert [each.state for each in read_status(input_path(bucket)).values()] == ["succeeded"] * 2
+
+
+def test_jobs_on_other_machines_are_refused_a_bucket(monkeypatch, bucket_servers):
+    from t0repro.cloud.auxiliary import make_controller
+    from t0repro.config.t5x.gin_files import T5xInputs
+    from t0repro.jobs.options import AuxiliaryOptions
+
+    for name, value in bucket_servers["gs"].items():
+        monkeypatch.setenv(name, value)
+    options = AuxiliaryOptions(
+        auxiliary_job_build_target_path="true", auxiliary_job_mixtures="m", launcher="slurm"
+    )
+    with pytest.raises(UserError, match="Jobs on slurm cannot have their files in gs://"):
+        make_controller("gs://bucket/run", options, T5xInputs("train"))
