@@ -16,8 +16,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from t0repro import buckets, working_copies
-from t0repro.buckets import is_address, spelled
+from t0repro import working_copies
 from t0repro.converters import gin_shapes, jax_tree, staging, storage
 from t0repro.converters.conversion import (
     Cast,
@@ -50,7 +49,7 @@ from t0repro.converters.tensors import (
     total_bytes,
 )
 from t0repro.errors import UserError
-from t0repro.files import output_path, write_atomically
+from t0repro.files import check_no_objects, output_path, write_atomically
 from t0repro.locks import LOCK_FILES
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
@@ -130,13 +129,8 @@ def convert(
     """
     options = options or Options(**choices)
     _check_request(to, options)
-    if is_address(dst) and buckets.exists(spelled(dst)):
-        # What an earlier checkpoint has more of would stay among the new one's objects.
-        raise UserError(
-            "There are objects at this address already.",
-            where=spelled(dst),
-            fix="Give another address, or remove them.",
-        )
+    # What an earlier checkpoint has more of would stay among the new one's objects.
+    check_no_objects(dst)
     directory = output_path(dst)
     ref = find_checkpoint(src, step, source)
     _check_target_absent(directory, force)

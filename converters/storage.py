@@ -16,6 +16,7 @@ from t0repro.errors import UserError
 from t0repro.files import make_folder
 from t0repro.progress import byte_progress
 from t0repro.words import sized
+from t0repro.working_copies import Scratch
 
 _CHUNK_BYTES = 1 << 26
 
@@ -200,8 +201,9 @@ class LocalCopy:
         self.path = path
         if not is_remote(path):
             return
-        self.path = tempfile.mkdtemp(prefix="t0repro-")
-        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        scratch = Scratch()
+        self.path = str(scratch.path)
+        weakref.finalize(self, scratch.remove)
         files = list(walk(path))
         needed = sum(map(size, files))
         if (free := shutil.disk_usage(self.path).free) < needed:

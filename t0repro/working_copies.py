@@ -23,8 +23,12 @@ import re
 import shutil
 import tempfile
 import threading
+import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+
+import filelock
 
 from t0repro import buckets, leases
 from t0repro.errors import UserError, show_as
@@ -43,6 +47,11 @@ _VOUCHING = re.compile(
 # reads those that are finished.
 _LARGE = re.compile(r"\.tfrecord-\d+-of-\d+$")
 
+# Files to which several commands append, each in a copy of its own.
+_APPENDED = re.compile(r"(^|/)metrics\.jsonl$")
+_PREFIX, _IN_USE = "t0repro-", ".in_use"
+_SECONDS_TO_BEGIN = 60.0  # by then a folder is in use
+
 _Stamp = tuple[int, int, int]  # size, time of the last change, inode
 
 
@@ -60,8 +69,8 @@ class WorkingCopy:
 
     def __init__(self, address: str, *, writes: bool):
         self.address, self.writes = address, writes
-        self._root = Path(tempfile.mkdtemp(prefix="t0repro-"))
-        atexit.register(shutil.rmtree, self._root, ignore_errors=True)
+        self._scratch = Scratch()
+        self._root = self._scratch.path
         scheme, _, rest = address.partition("://")
         bucket, _, name = rest.partition("/")
         above, _, last = name.rpartition("/")
@@ -69,6 +78,7 @@ class WorkingCopy:
         self._above = f"{scheme}://{bucket}" + (f"/{above}" if above else "")
         self.path = self._root / last if last else self._root
         self._sent: dict[str, _Stamp] = {}
+        self._appended: dict[str, tuple[int, int]] = {}  # length and CRC-32 of what was sent
         self._leases: list[leases.Lease] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -117,6 +127,9 @@ class WorkingCopy:
             with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
                 list(pool.map(lambda name: self._fetch(name, names[name]), names))
             self._sent = {name: stamp for name, stamp in self._files()}
+            for name in filter(_APPENDED.search, self._sent):
+                content = (self._root / name).read_bytes()
+                self._appended[name] = len(content), zlib.crc32(content)
 
     def _fetch(self, name: str, size: int) -> None:
         path = self._root / name
@@ -145,7 +158,10 @@ class WorkingCopy:
             for name in sorted(changed, key=place):
                 path = self._root / name
                 try:
-                    buckets.upload(path, f"{self._above}/{name}")
+                    if _APPENDED.search(name):
+                        self._append(name)
+                    else:
+                        buckets.upload(path, f"{self._above}/{name}")
                 except FileNotFoundError:  # removed or renamed since
                     continue
                 self._sent[name] = files[name]
@@ -156,6 +172,19 @@ class WorkingCopy:
                 buckets.remove(f"{self._above}/{name}")
                 del self._sent[name]
 
+    def _append(self, name: str) -> None:
+        """Adds a file's new lines to the object, which another command may have added to."""
+        address, content = f"{self._above}/{name}", (self._root / name).read_bytes()
+        content = content[: content.rfind(b"\n") + 1]  # a line may be half written
+        length, crc = self._appended.get(name, (0, 0))
+        whole = content
+        if zlib.crc32(content[:length]) == crc and buckets.is_object(address):
+            there, new = buckets.read(address), content[length:]
+            # An upload whose answer was lost may have added them.
+            whole = there if new in there else there + new
+        buckets.write(address, whole)
+        self._appended[name] = len(content), zlib.crc32(content)
+
     def close(self) -> None:
         """Uploads for the last time and removes the copy."""
         self._ended.set()
@@ -163,7 +192,7 @@ class WorkingCopy:
             if self.writes:
                 self.upload()
         finally:
-            shutil.rmtree(self._root, ignore_errors=True)
+            self._scratch.remove()
 
     def _files(self) -> Iterator[tuple[str, _Stamp]]:
         for parent, folders, names in os.walk(self._root):
@@ -183,6 +212,42 @@ class WorkingCopy:
                 self.upload()
             except UserError:
                 continue  # the next one may succeed; the last one raises
+
+
+class Scratch:
+    """A temporary folder of this process; the next process removes it if this one is killed.
+
+    Attributes:
+      path: The folder, which is empty.
+    """
+
+    def __init__(self) -> None:
+        _remove_abandoned()
+        self._root = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        # The system releases it however this process ends.
+        self._in_use = filelock.FileLock(
+            self._root / _IN_USE, is_singleton=False, thread_local=False
+        )
+        self._in_use.acquire()
+        self.path = self._root / "files"
+        self.path.mkdir()
+        atexit.register(self.remove)
+
+    def remove(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self._root, ignore_errors=True)
+        self._in_use.release(force=True)
+        atexit.unregister(self.remove)
+
+
+def _remove_abandoned() -> None:
+    """Removes the folders of processes that were killed."""
+    for root in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError, filelock.Timeout):  # another user's, or in use
+            is_ours = (root / _IN_USE).is_file()
+            if is_ours and time.time() - root.stat().st_mtime > _SECONDS_TO_BEGIN:
+                with filelock.FileLock(root / _IN_USE, timeout=0, is_singleton=False):
+                    shutil.rmtree(root, ignore_errors=True)
 
 
 def _stamp(path: Path) -> _Stamp:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ from t0repro.locks import folder_lock
 from t0repro.progress import heard_by
 from t0repro.reports.make_report import make_report
 from t0repro.reports.run import Run, find_evaluation
+from t0repro.working_copies import WorkingCopy
 
 from .reports.suites import small_suite
 
@@ -105,6 +107,39 @@ def test_shards_of_a_cache_take_no_space_once_they_are_uploaded(bucket, tmp_path
     working_copies.close_all()
     assert buckets.read(f"{bucket}/cache/{name}") == b"records" * 1000
     assert input_path(f"{bucket}/cache/{name}").read_bytes() == b"records" * 1000
+
+
+def test_rows_that_two_commands_append_to_one_file_are_all_kept(bucket):
+    buckets.write(f"{bucket}/run/metrics.jsonl", b"0\n")
+    copies = [WorkingCopy(f"{bucket}/run", writes=True) for _ in range(2)]
+    for row, copy in zip("12", copies, strict=True):
+        with open(copy.path / "metrics.jsonl", "a") as file:
+            file.write(f"{row}\nhalf of")
+    for copy in copies:
+        copy.upload()
+    with open(copies[0].path / "metrics.jsonl", "a") as file:
+        file.write(" a row\n")
+    copies[0].upload()
+    assert buckets.read(f"{bucket}/run/metrics.jsonl") == b"0\n1\n2\nhalf of a row\n"
+    # A run that starts again at an earlier step takes its later rows back.
+    write_atomically(copies[0].path / "metrics.jsonl", "0\n")
+    copies[0].upload()
+    assert buckets.read(f"{bucket}/run/metrics.jsonl") == b"0\n"
+    (copies[1].path / "metrics.jsonl").write_text("0\n")
+    for copy in copies:
+        copy.close()
+
+
+def test_the_copy_of_a_killed_process_is_removed_by_the_next(bucket, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    living = WorkingCopy(f"{bucket}/run", writes=False)
+    killed = WorkingCopy(f"{bucket}/run", writes=False)
+    killed._scratch._in_use.release()  # as the system does
+    monkeypatch.setattr(working_copies, "_SECONDS_TO_BEGIN", -1.0)
+    WorkingCopy(f"{bucket}/run", writes=False).close()
+    assert [path.name for path in tmp_path.iterdir()] == [living.path.parents[1].name]
+    living.close()
+    assert not any(tmp_path.iterdir())
 
 
 # ---- Leases -------------------------------------------------------------------------------------

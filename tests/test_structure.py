@@ -65,3 +65,40 @@ def test_the_way_from_a_command_to_the_first_update_grows_no_longer(start, most)
     found = len(walk.stops), len(walk.files), walk.climbs
     assert all(map(operator.le, found, most)), f"{found} instead of {most}: {way}"
     assert "training.loop" in way
+
+
+# Each with what a bucket cannot do as a disk does, or a library of its own.
+_ASK_WHAT_A_PATH_IS = {
+    "buckets.py": "addresses themselves",
+    "working_copies.py": "what is written in a copy",
+    "files.py": "local paths and copies behind one name",
+    "converters/storage.py": "reading at addresses",
+    "converters/convert.py": "absolute paths of local files",
+    "converters/mtf.py": "links and paths that a `checkpoint` file names",
+    "converters/orbax_dir.py": "absolute paths, marks of complete checkpoints",
+    "converters/sources.py": "links and .. in local paths",
+    "converters/witnesses.py": "files found by a local walk",
+    "runs/chosen.py": "links in local paths",
+    "training/commits.py": "how checkpoints become complete and go",
+    "jobs/pins.py": "links or leases",
+    "cloud/auxiliary.py": "which engines share a disk with the run",
+    "config/cloud.py": "credentials, and TensorFlow's own gs://",
+    "cli/run_modes.py": "a run's name",
+    "mtf/evaluation_hooks.py": "TensorFlow's own gs://",
+    "mtf/hooks.py": "TensorFlow's own gs://",
+    "mtf/run.py": "TensorFlow's own gs://",
+}
+
+
+def test_no_other_module_asks_whether_a_path_is_in_a_bucket():
+    asks = re.compile(r"\b(is_address|scheme_of|is_remote|orbax_writes_to)\(")
+    found = {}
+    for root in (ROOT / "t0repro", ROOT / "converters"):
+        for path in root.rglob("*.py"):
+            name = path.relative_to(root if root.name == "t0repro" else ROOT).as_posix()
+            if asks.search(path.read_text()):
+                found[name] = path
+    unknown = found.keys() - _ASK_WHAT_A_PATH_IS.keys()
+    assert not unknown, f"move what differs in {sorted(unknown)} into one of these modules"
+    gone = _ASK_WHAT_A_PATH_IS.keys() - found.keys()
+    assert not gone, f"take {sorted(gone)} off the list"

@@ -31,20 +31,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from t0repro import leases
-from t0repro.buckets import (
-    absolute,
-    is_address,
-    orbax_writes_to,
-    place,
-    remove_all,
-)
+from t0repro.buckets import absolute, place
 from t0repro.config.training_plan import SaveConfig
-from t0repro.converters.jax_tree import jax_ref, jax_refs
-from t0repro.converters.orbax_dir import COMMITTED, OrbaxArrays, is_orbax
-from t0repro.converters.storage import LocalCopy, names
+from t0repro.converters.jax_tree import jax_refs
+from t0repro.converters.orbax_dir import OrbaxArrays, is_orbax
 from t0repro.converters.witnesses import (
-    INTEGRITY,
     Written,
     check_contents,
     read_integrity,
@@ -63,7 +54,7 @@ from t0repro.partitioning.processes import (
     meeting_point,
     wait_for_all,
 )
-from t0repro.training.commits import committing
+from t0repro.training.commits import committing, readable, remove_checkpoint
 from t0repro.training.metrics import METRICS_FILE
 from t0repro.training.train_state import TrainState, flat_arrays, to_flat_tree, with_parameters_in
 
@@ -300,20 +291,20 @@ def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
     def arguments(names: Any, entry: Any) -> ocp.RestoreArgs:
-        place = places.get(jax.tree_util.keystr(names, simple=True, separator="/"))
-        if place is None or tuple(entry.shape) != place.shape:
+        like = places.get(jax.tree_util.keystr(names, simple=True, separator="/"))
+        if like is None or tuple(entry.shape) != like.shape:
             # As numpy, whatever devices and shardings the program that wrote it had.
             return ocp.RestoreArgs(restore_type=np.ndarray)
-        return ocp.ArrayRestoreArgs(sharding=place.sharding, dtype=place.dtype)
+        return ocp.ArrayRestoreArgs(sharding=like.sharding, dtype=like.dtype)
 
-    # Elsewhere than Orbax reads, from a copy, which is kept until the arrays are read.
-    copy = None if orbax_writes_to(path) else LocalCopy(os.fspath(path))
-    path = path if copy is None else Path(copy.path)
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            metadata = checkpointer.metadata(path).item_metadata.tree
+        with (
+            readable(path) as place,
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+        ):
+            metadata = checkpointer.metadata(place).item_metadata.tree
             wanted = jax.tree_util.tree_map_with_path(arguments, metadata)
-            nested = checkpointer.restore(path, restore_args=wanted)
+            nested = checkpointer.restore(place, restore_args=wanted)
     except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged checkpoint.
         message = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
@@ -340,40 +331,6 @@ def _whole(path: PathLike) -> dict[str, Written]:
         # Orbax restores what it finds, and zeros for a chunk that is gone where they are filled.
         OrbaxArrays(os.fspath(path)).check_chunks()
     return files
-
-
-def remove_interrupted_saves(model_dir: PathLike) -> None:
-    """Removes what killed saves left behind; no other run may be writing to model_dir."""
-    if not is_first():
-        return
-    if is_address(model_dir):
-        for name in names(str(place(model_dir))):
-            path = str(place(model_dir) / name)
-            if name.startswith("checkpoint_") and jax_ref(path, None) is None:
-                remove_all(path)
-        return
-    for path in Path(model_dir).glob(".checkpoint_*.tmp*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Removes a checkpoint; it is renamed first, so that it is never listed half removed.
-
-    Of several processes, only the first one removes it. In a bucket, one that auxiliary jobs read
-    stays; the next call removes it.
-    """
-    if not is_first():
-        return
-    if is_address(path):
-        with leases.removing(str(path)) as is_free:
-            if is_free:
-                # These mark it as complete.
-                remove_all(str(path), (INTEGRITY, COMMITTED, "_METADATA", "_CHECKPOINT_METADATA"))
-        return
-    hidden = path.with_name(f".{path.name}.removed.tmp")
-    shutil.rmtree(hidden, ignore_errors=True)
-    os.rename(path, hidden)
-    shutil.rmtree(hidden)
 
 
 # ---- Removing ------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""How a checkpoint becomes complete: renamed on a disk, marked in a bucket, uploaded to others."""
+"""How a checkpoint becomes complete, is read and goes, on a disk and in buckets of each kind.
+
+On a disk it is renamed; Orbax marks it in a bucket that it writes to, and uploaded to any other.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,21 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import tempfile
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from t0repro.buckets import is_address, orbax_writes_to, upload_tree
-from t0repro.converters.orbax_dir import is_orbax
+from t0repro import leases
+from t0repro.buckets import is_address, orbax_writes_to, place, remove_all, upload_tree
+from t0repro.converters.jax_tree import jax_ref
+from t0repro.converters.orbax_dir import COMMITTED, is_orbax
+from t0repro.converters.storage import LocalCopy, names
 from t0repro.converters.witnesses import INTEGRITY, describe_files, write_integrity
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
 from t0repro.partitioning.processes import from_first, is_alone, is_first
-from t0repro.working_copies import upload
+from t0repro.working_copies import Scratch, upload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +55,47 @@ def committing(path: Path) -> contextlib.AbstractContextManager[Commit]:
     if not is_address(path):
         return _renamed(path)
     return _marked(path) if orbax_writes_to(path) else _uploaded(path)
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[Path]:
+    """Where Orbax can read a checkpoint: the path itself, or a copy that lasts for the block."""
+    copy = None if orbax_writes_to(path) else LocalCopy(os.fspath(path))
+    yield path if copy is None else Path(copy.path)
+
+
+def remove_interrupted_saves(model_dir: str | os.PathLike[str]) -> None:
+    """Removes what killed saves left behind; no other run may be writing to model_dir."""
+    if not is_first():
+        return
+    if is_address(model_dir):
+        for name in names(str(place(model_dir))):
+            path = str(place(model_dir) / name)
+            if name.startswith("checkpoint_") and jax_ref(path, None) is None:
+                remove_all(path)
+        return
+    for path in Path(model_dir).glob(".checkpoint_*.tmp*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Removes a checkpoint, so that it is never listed half removed.
+
+    Of several processes, only the first one removes it. In a bucket, one that auxiliary jobs read
+    stays; the next call removes it.
+    """
+    if not is_first():
+        return
+    if is_address(path):
+        with leases.removing(str(path)) as is_free:
+            if is_free:
+                # These mark it as complete.
+                remove_all(str(path), (INTEGRITY, COMMITTED, "_METADATA", "_CHECKPOINT_METADATA"))
+        return
+    hidden = path.with_name(f".{path.name}.removed.tmp")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(path, hidden)
+    shutil.rmtree(hidden)
 
 
 @contextlib.contextmanager
@@ -116,8 +163,11 @@ def _new_files(path: Path) -> Iterator[Path]:
     """A folder of this machine for the files of a checkpoint that a bucket does not have yet."""
     if is_first() and is_orbax(os.fspath(path)):
         raise _exists(path)
-    with tempfile.TemporaryDirectory(prefix="t0repro-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    scratch = Scratch()
+    try:
+        yield scratch.path
+    finally:
+        scratch.remove()
 
 
 def _exists(path: Path) -> UserError:

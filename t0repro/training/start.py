@@ -25,8 +25,8 @@ from t0repro.training.checkpoints import (
     data_folder,
     latest_step,
     load_divided_tree,
-    remove_interrupted_saves,
 )
+from t0repro.training.commits import remove_interrupted_saves
 from t0repro.training.models import T5Model, is_own
 from t0repro.training.train_state import OpenTree, TrainState, from_flat_tree, new_train_state
 

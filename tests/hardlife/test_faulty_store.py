@@ -84,7 +84,6 @@ def assert_nothing_half_written(address):
         tree = load_tree(f"{address}/checkpoint_{step}")
         assert int(tree["state/step"]) == step
         json.loads(buckets.read(f"{address}/checkpoint_{step}/data/position.json"))
-        rows = map(json.loads, buckets.read(f"{address}/metrics.jsonl").splitlines())
 
 
 def test_a_store_that_fails_now_and_then_changes_nothing(store, training, outcome):

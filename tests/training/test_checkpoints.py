@@ -14,6 +14,7 @@ from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError
 from t0repro.training import checkpoints, commits
 from t0repro.training.checkpoints import remove_superfluous
+from t0repro.training.commits import remove_interrupted_saves
 from t0repro.training.train_state import from_flat_tree, parameters_from_flat_tree, to_flat_tree
 
 from .. import tiny_models as tiny
@@ -133,7 +134,7 @@ def test_what_a_killed_save_leaves_is_not_listed_and_is_removed(tmp_path, saved)
     shutil.copytree(saved, killed)
     (tmp_path / "checkpoint_10").mkdir()
     assert checkpoints.list_checkpoints(tmp_path) == []
-    checkpoints.remove_interrupted_saves(tmp_path)
+    remove_interrupted_saves(tmp_path)
     assert not killed.exists()
 
 
