@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.config import gin_door
+from t0repro.config import cloud, gin_door
 from t0repro.config.gin_door import MACRO, Bindings, record_bindings
 from t0repro.config.gin_errors import check_macros_are_read, configuration_errors
 from t0repro.config.gin_imports import check_allowed, list_imports, restrict_imports
@@ -129,6 +129,7 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
     """Has gin hold what the files and overrides bind; yields their places and other imports."""
     import gin
 
+    cloud.read_gin_from_buckets()
     with (
         configuration_errors(),
         gin_door.left_empty(_is_served),
