@@ -34,7 +34,6 @@ def store(monkeypatch, request):
 def training(whole, store):
     """The training job in a bucket behind the proxy, and what it gives on a disk."""
     job, expected, _ = whole("train")
-    # A checkpoint at every step, so that each dead run gets a little further.
     environment = GoogleStorage.environment(None, store.port)
     in_bucket = dataclasses.replace(
         job,
