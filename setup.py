@@ -74,7 +74,7 @@ setup(
     packages=find_packages(include=["t0repro", "t0repro.*"]) + mapped_packages() + [*alias],
     package_dir=MAPPED | alias,
     package_data={
-        "": ["py.typed", "*.gin", "*.csv", "*.json", "*.jsonl", "*.model", "*.yaml"],
+        "": ["py.typed", "*.cc", "*.gin", "*.csv", "*.json", "*.jsonl", "*.model", "*.yaml"],
         "t0repro.gin": ["t5x/**/*.gin"],
         "t0repro.reports": ["templates/*", "published.csv"],
         "t0repro.tasks": ["data/*", "demo/rows/**/*.jsonl"],

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from t0repro.config.run_config import ModelConfig, Recompute
-from t0repro.model.blockwise_attention import number_of_blocks
+from t0repro.model.attention import Visibility, implementation
 from t0repro.model.dropout import Dropout, ScannedLayer
 from t0repro.model.layer_stacks import SUMS, adding, starting_with
 from t0repro.model.layers import (
@@ -35,10 +35,10 @@ from t0repro.model.layers import (
     RMSNorm,
     kernel_initializer,
     logits_dtype,
-    visibility_bias,
 )
-from t0repro.model.shapes import Array, Bool, Float, Int
+from t0repro.model.shapes import Array, Float, Int
 from t0repro.parameters.layout import LAYERS, layer_name
+from t0repro.partitioning.program_costs import ATTENDED
 
 # Towers of at least this many layers have one body for all, unless the configuration decides.
 SCANNED_FROM = 12
@@ -66,11 +66,11 @@ class Block(nn.Module):
     def __call__(
         self,
         x: Float[Array, "batch length d_model"],
-        bias: Float[Array, "#batch #heads length keys"],
-        shared: Float[Array, "1 heads length keys"] | None,
+        visibility: Visibility,
+        shared: Float[Array, "heads offsets"] | None,
         present: Float[Array, "#batch #length 1"],
         encoded: Float[Array, "inputs memory d_model"] | KeysAndValues | None,
-        encoded_bias: Float[Array, "inputs 1 queries memory"] | None,
+        encoded_visibility: Visibility | None,
         position: Int[Array, ""] | None,
         *,
         deterministic: bool,
@@ -79,12 +79,12 @@ class Block(nn.Module):
 
         Args:
           x: the residual stream before it.
-          bias: added to self-attention's logits.
-          shared: the position bias of all layers, if it is not in `bias` and not each layer's own.
+          visibility: which position attends to which.
+          shared: the position bias of all layers, if it is not each layer's own.
           present: 0 at padding, 1 elsewhere.
           encoded: the encoder's outputs, or their `keys_and_values`; None if there is no encoder.
             Beams of one input share a row, so x may have several times as many rows.
-          encoded_bias: added to cross-attention's logits.
+          encoded_visibility: which position attends to which of the encoder's.
           position: position of the one token in each row of x when decoding with a cache (see
             `Attention`); None otherwise.
           deterministic: False applies dropout.
@@ -102,9 +102,10 @@ class Block(nn.Module):
 
         name = "attention" if self.encoder else "self_attention"
         if config.position_bias_per_layer:
-            shared = position_bias(config, self.dtype, self.encoder)(bias.shape[-1], position)
+            length = visibility.key_segments.shape[1]
+            shared = position_bias(config, self.dtype, self.encoder)(length, position)
         y = normalised(name)
-        y = attention(name)(y, y, bias, shared, position=position)
+        y = attention(name)(y, y, visibility, shared, position=position)
         x = x + dropout(y, deterministic=deterministic)
 
         if encoded is not None:
@@ -112,7 +113,7 @@ class Block(nn.Module):
             # Beams of one input share its row of `encoded`, so move them into the length axis:
             # [inputs * beams, 1, d_model] -> [inputs, beams, d_model].
             queries = normalised("cross_attention").reshape(rows, -1, x.shape[-1])
-            y = attention("encoder_decoder_attention")(queries, encoded, encoded_bias)
+            y = attention("encoder_decoder_attention")(queries, encoded, encoded_visibility)
             x = x + dropout(y.reshape(x.shape), deterministic=deterministic)
 
         mlp = MLP(config, self.dtype, self.layer, name="mlp")
@@ -139,10 +140,10 @@ class Tower(nn.Module):
     def __call__(
         self,
         tokens: Int[Array, "batch length"],
-        visible: Bool[Array, "#batch 1 length keys"],
+        visibility: Visibility,
         present: Float[Array, "#batch #length 1"],
         encoded: Float[Array, "inputs memory d_model"] | Memory | None = None,
-        encoded_visible: Bool[Array, "inputs 1 queries memory"] | None = None,
+        encoded_visibility: Visibility | None = None,
         *,
         deterministic: bool,
         position: Int[Array, ""] | None = None,
@@ -152,11 +153,11 @@ class Tower(nn.Module):
 
         Args:
           tokens: what the tower reads; for a decoder, the targets shifted right.
-          visible: whether a position (third axis) attends to another (fourth axis).
+          visibility: which position attends to which.
           present: 0 at padding, 1 elsewhere; outputs at padding are zero.
           encoded: for a decoder, the encoder's outputs, or the keys and values that each layer
             computes from them (`t0repro.model.t5.cross_attention_memory`).
-          encoded_visible: whether a position attends to each of the encoder's positions.
+          encoded_visibility: which position attends to which of the encoder's.
           deterministic: False applies dropout.
           position: position of the one token in each row when decoding with a cache.
           hidden: returns any tower's normalised outputs, from which `logits_of` makes logits.
@@ -164,29 +165,25 @@ class Tower(nn.Module):
         config = self.config
         dropout = Dropout(config.dropout_rate, -2)
         embedder = self.embedder or Embedding(config, self.dtype, name="token_embedder")
-        bias, shared = visibility_bias(visible), None
+        shared = None
         if not config.position_bias_per_layer:
-            shared = position_bias(config, self.dtype, self.encoder)(bias.shape[-1], position)
-        encoded_bias = None if encoded_visible is None else visibility_bias(encoded_visible)
+            length = visibility.key_segments.shape[1]
+            shared = position_bias(config, self.dtype, self.encoder)(length, position)
 
         x = dropout(embedder(tokens), deterministic=deterministic)
         decoding = position is not None or isinstance(encoded, tuple)
         if self._scanned and not decoding:
             assert not isinstance(encoded, tuple)  # which is what decoding reads
-            x = self._all_layers(x, bias, shared, present, encoded, encoded_bias, deterministic)
+            arrays = (visibility, shared, present, encoded, encoded_visibility)
+            x = self._all_layers(x, arrays, deterministic)
         else:
-            length, keys = bias.shape[2:]
-            blocks = number_of_blocks(tokens.shape[0], config.num_heads, length, keys)
-            if shared is not None and blocks == 1:
-                # Once for all layers; it is as large as the logits of one.
-                bias, shared = shared + bias, None
             for index in range(self._layers):
                 block = Block(config, self.dtype, self.encoder, name=layer_name(index))
                 # When decoding, each layer's keys and values have been computed; else all read one
                 # array.
                 memory = encoded[index] if isinstance(encoded, tuple) else encoded
                 layer = recomputed(block, deterministic)
-                x = layer(x, bias, shared, present, memory, encoded_bias, position)
+                x = layer(x, visibility, shared, present, memory, encoded_visibility, position)
         norm = "encoder_norm" if self.encoder else "decoder_norm"
         x = RMSNorm(config, self.dtype, name=norm)(x)
         per_position = self.encoder and config.arithmetic.encoder_output_dropout_per_position
@@ -209,23 +206,14 @@ class Tower(nn.Module):
         """Whether the layers are scanned; parameters are initialized layer by layer."""
         return is_scanned(self.config, self._layers) and not self.is_initializing()
 
-    def _all_layers(
-        self,
-        x: Array,
-        bias: Array,
-        shared: Array | None,
-        present: Array,
-        encoded: Array | None,
-        encoded_bias: Array | None,
-        deterministic: bool,
-    ) -> Array:
+    def _all_layers(self, x: Array, arrays: tuple[Any, ...], deterministic: bool) -> Array:
         """The residual stream after all layers, computed by one body in a loop.
 
-        It reads stacks of the layers' parameters, in the activation dtype where that is what they
-        are cast to anyway. They are given stacked (t0repro.model.layer_stacks) or stacked here, a
-        copy that is half as large as the parameters when activations are bfloat16. If sums of
-        gradients are given with the parameters, the backward pass adds to them
-        (t0repro.model.layer_stacks).
+        `arrays` are what `Block` takes between x and the position. The body reads stacks of the
+        layers' parameters, in the activation dtype where that is what they are cast to anyway. They
+        are given stacked (t0repro.model.layer_stacks) or stacked here, a copy that is half as large
+        as the parameters when activations are bfloat16. If sums of gradients are given with the
+        parameters, the backward pass adds to them (t0repro.model.layer_stacks).
         """
         config, own = self.config, self.variables["params"]
         draws = config.dropout_rate and not deterministic
@@ -246,9 +234,7 @@ class Tower(nn.Module):
                 parameters, sums = adding(parameters, sums, index)
             layer = None if rng is None else ScannedLayer(index, self._layers, rng)
             block = Block(config, self.dtype, self.encoder, layer, parent=None)
-            # The sum of the biases is as large as the attention's logits, so each layer adds them.
-            arrays = (bias, shared, present, encoded, encoded_bias, None)
-            y = block.apply({"params": parameters}, x, *arrays, deterministic=deterministic)
+            y = block.apply({"params": parameters}, x, *arrays, None, deterministic=deterministic)
             return (y, sums), None
 
         policy = kept(config.recompute)
@@ -256,8 +242,11 @@ class Tower(nn.Module):
             # Whatever is kept of a layer is copied into a stack and out of it. So the products are
             # kept and the rest, which is cheap, is recomputed, as XLA does by fusion where
             # layers are no loop. Not of attention in blocks, whose products are not to be kept.
-            policy = jax.checkpoint_policies.dots_saveable
-        if config.recomputes or not self._in_blocks(x, bias, encoded):
+            # A kernel's result is one product more.
+            policies = jax.checkpoint_policies
+            named = policies.save_only_these_names(ATTENDED)
+            policy = policies.save_from_both_policies(policies.dots_saveable, named)
+        if config.recomputes or not self._in_blocks(x, arrays[3]):
             # Nothing outside the loop's body can be merged with what it computes again.
             body = jax.checkpoint(body, prevent_cse=False, policy=policy)
         if LAYERS in own:
@@ -270,11 +259,13 @@ class Tower(nn.Module):
         (x, sums), _ = jax.lax.scan(body, (x, own.get(SUMS)), items)
         return x if sums is None else starting_with(x, sums)
 
-    def _in_blocks(self, x: Array, bias: Array, encoded: Array | None) -> bool:
+    def _in_blocks(self, x: Array, encoded: Array | None) -> bool:
         """Whether a layer computes some attention for some queries at a time."""
         (rows, length, _), heads = x.shape, self.config.num_heads
-        read = [bias.shape[-1]] if encoded is None else [bias.shape[-1], encoded.shape[1]]
-        return any(number_of_blocks(rows, heads, length, keys) > 1 for keys in read)
+        read = [length] if encoded is None else [length, encoded.shape[1]]
+        float32 = self.dtype == jnp.float32
+        ways = [implementation(rows, heads, length, keys, float32=float32) for keys in read]
+        return "blocks" in ways
 
 
 def is_scanned(config: ModelConfig, layers: int) -> bool:

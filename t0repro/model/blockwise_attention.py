@@ -15,120 +15,126 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from t0repro.model.attention import Visibility, along_diagonals, log_normalizer, visibility_bias
 from t0repro.model.shapes import Array, Float
-from t0repro.partitioning import memory
-from t0repro.partitioning.rules import parts_of
-
-
-def number_of_blocks(batch: int, heads: int, length: int, keys: int) -> int:
-    """How many blocks of queries keep within ATTENTION_BLOCK_BYTES: 1 if the whole matrix does.
-
-    Among numbers up to twice the least one, the first that divides the length, if one does.
-    """
-    # 4 bytes each: logits are float32, whatever the activations are.
-    size = 4 * batch * heads * length * keys // parts_of("batch", "heads")
-    least = min(length, -(-size // memory.ATTENTION_BLOCK_BYTES))
-    return next((n for n in range(least, 2 * least) if length % n == 0), least)
 
 
 def blockwise_attention(
     query: Float[Array, "batch heads length d_kv"],
     key: Float[Array, "batch heads keys d_kv"],
     value: Float[Array, "batch heads keys d_kv"],
-    position_bias: Float[Array, "1 heads length keys"] | None,
-    visibility: Float[Array, "#batch #heads #length keys"],
+    position_bias: Float[Array, "heads offsets"] | None,
+    visibility: Visibility,
     blocks: int,
 ) -> Float[Array, "batch heads length d_kv"]:
-    """The values, weighted by the softmax of query x key + position_bias + visibility.
+    """As t0repro.model.attention.attention, without dropout, in so many blocks of queries.
 
-    Equal, up to rounding, to the same products and `layers.attention_weights` of whole matrices.
-    Gradients are those of query, key, value and position_bias; visibility has none.
+    Every array of `visibility` is there, of full size.
     """
     length = query.shape[2]
-    visibility = jnp.broadcast_to(visibility, (*visibility.shape[:2], length, visibility.shape[3]))
     padding = -length % blocks
-    by_query = jax.tree.map(
-        lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))),
-        (query, position_bias, visibility),
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    query_segments, key_segments, query_order, key_order = visibility
+    of_queries: Any = jax.tree.map(
+        lambda x: jnp.pad(x, ((0, 0), (0, padding))), (query_segments, query_order)
     )
-    attended: Any = _attend(blocks, by_query, key, value)
+    if position_bias is not None:  # queries that come last have the least offsets
+        position_bias = jnp.pad(position_bias, ((0, 0), (padding, 0)))
+    seen = (of_queries, (key_segments, key_order))
+    attended: Any = _attend(blocks, query, key, value, position_bias, seen)
     return attended[:, :, :length]
 
 
-def log_normalizer(logits: Float[Array, "*rows keys"]) -> Float[Array, "*rows 1"]:
-    """The logarithm of the sum of exp(logits) over the last axis."""
-    # The maximum cancels out, so its gradient need not be computed.
-    maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    return jnp.log(jnp.sum(jnp.exp(logits - maximum), axis=-1, keepdims=True)) + maximum
-
-
-def _logits(by_query: Any, key: Array) -> Array:
-    query, position_bias, visibility = by_query
-    bias = visibility if position_bias is None else position_bias + visibility
+def _logits(query: Array, key: Array, position_bias: Array | None, seen: Any) -> Array:
+    """The logits of a block of queries; the position bias is a matrix here."""
+    (query_segments, query_order), (key_segments, key_order) = seen
+    visibility = Visibility(query_segments, key_segments, query_order, key_order)
+    bias = visibility_bias(visibility.matrix())
+    if position_bias is not None:
+        bias = position_bias[None] + bias
     return jnp.einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: int, by_query: Any, key: Array, value: Array) -> Array:
-    return _forward(blocks, by_query, key, value)[0]
+def _attend(
+    blocks: int, query: Array, key: Array, value: Array, bias: Array | None, seen: Any
+) -> Array:
+    return _forward(blocks, query, key, value, bias, seen)[0]
 
 
-def _forward(blocks: int, by_query: Any, key: Array, value: Array) -> tuple[Array, Any]:
+def _forward(
+    blocks: int, query: Array, key: Array, value: Array, bias: Array | None, seen: Any
+) -> tuple[Array, Any]:
     def of_block(index: Array) -> tuple[Array, Array, Array]:
-        logits = _logits(_block(by_query, index, blocks), key)
+        logits = _logits(*_of_block(index, blocks, query, key, bias, seen))
         log_z = log_normalizer(logits)
         weights = jnp.exp(logits - log_z)
         y = jnp.einsum("bhqk,bhkd->bhqd", weights.astype(value.dtype), value)
         return y, log_z, jnp.sum(weights, axis=-1, keepdims=True)
 
     y, log_z, total = map(_join, jax.lax.map(of_block, jnp.arange(blocks)))
-    return y, (by_query, key, value, log_z, total)
+    return y, (query, key, value, bias, seen, log_z, total)
 
 
-def _backward(blocks: int, kept: Any, d_y: Array) -> tuple[Any, Array, Array]:
-    by_query, key, value, *of_queries = kept
+def _backward(blocks: int, kept: Any, d_y: Array) -> tuple[Any, ...]:
+    query, key, value, bias, seen, *of_queries = kept
 
-    def of_block(sums: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], Any]:
-        block, log_z, total, dy = _block((by_query, *of_queries, d_y), index, blocks)
-        query, position_bias, _ = block
-        weights = jnp.exp(_logits(block, key) - log_z)
+    def of_block(sums: Any, index: Array) -> tuple[Any, Array]:
+        given = _of_block(index, blocks, query, key, bias, seen)
+        log_z, total, dy = (_block(x, index, blocks, 2) for x in (*of_queries, d_y))
+        weights = jnp.exp(_logits(*given) - log_z)
         d_weights = jnp.einsum("bhqd,bhkd->bhqk", dy, value).astype(weights.dtype)
         products = weights * d_weights
-        # Weights of a query that sees nothing are all 1 (layers.attention_weights); of others their
+        # Weights of a query that sees nothing are all 1 (t0repro.model.attention); of others their
         # total is 1.
         d_logits = products - weights * (jnp.sum(products, axis=-1, keepdims=True) / total)
-        d_key, d_value = sums
-        d_key += jnp.einsum("bhqk,bhqd->bhkd", d_logits, query)
+        d_key, d_value, d_bias = sums
+        d_key += jnp.einsum("bhqk,bhqd->bhkd", d_logits, given[0])
         d_value += jnp.einsum("bhqk,bhqd->bhkd", weights.astype(dy.dtype), dy)
         d_query = jnp.einsum("bhqk,bhkd->bhqd", d_logits, key)
-        d_position_bias = None
-        if position_bias is not None:
+        if d_bias is not None:
             # As a product: XLA on CPU takes thirty times as long for a sum over the first axis.
             ones = jnp.ones(d_logits.shape[0], d_logits.dtype)
-            d_position_bias = jnp.einsum("b,bhqk->hqk", ones, d_logits)[None]
-        return (d_key, d_value), (d_query, d_position_bias)
+            matrix = jnp.einsum("b,bhqk->hqk", ones, d_logits).astype(jnp.float32)
+            rows = matrix.shape[1]
+            _, add_up = jax.vjp(lambda x: _matrix(x, index, blocks, rows), d_bias)
+            d_bias += add_up(matrix)[0]
+        return (d_key, d_value, d_bias), d_query
 
-    sums = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
-    (d_key, d_value), by_block = jax.lax.scan(of_block, sums, jnp.arange(blocks))
-    query, position_bias, _ = by_query
-    d_query, d_position_bias = jax.tree.map(
-        lambda x, like: _join(x).astype(like.dtype), by_block, (query, position_bias)
-    )
-    d_by_query = (d_query, d_position_bias, None)  # none of the visibility's
-    return d_by_query, d_key.astype(key.dtype), d_value.astype(value.dtype)
+    zeros = lambda x: jnp.zeros(x.shape, jnp.float32)  # noqa: E731
+    sums = jax.tree.map(zeros, (key, value, bias))
+    sums, d_query = jax.lax.scan(of_block, sums, jnp.arange(blocks))
+    given = (query, key, value, bias)
+    found = jax.tree.map(lambda x, like: x.astype(like.dtype), (_join(d_query), *sums), given)
+    return (*found, None)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _block(tree: Any, index: Array, blocks: int) -> Any:
-    """The block of this number of arrays [batch, heads, length, *]."""
+def _of_block(
+    index: Array, blocks: int, query: Array, key: Array, bias: Array | None, seen: Any
+) -> tuple[Array, Array, Array | None, Any]:
+    """What `_logits` takes of the block of this number."""
+    of_queries, of_keys = seen
+    query = _block(query, index, blocks, 2)
+    of_queries = [_block(x, index, blocks, 1) for x in of_queries]
+    matrix = None if bias is None else _matrix(bias, index, blocks, query.shape[2])
+    return query, key, matrix, (of_queries, of_keys)
 
-    def of_array(x: Array) -> Array:
-        rows = x.shape[2] // blocks
-        return jax.lax.dynamic_slice_in_dim(x, index * rows, rows, axis=2)
 
-    return jax.tree.map(of_array, tree)
+def _matrix(bias: Array, index: Array, blocks: int, rows: int) -> Array:
+    """The position bias of a block of so many queries, [heads, rows, keys], from all offsets."""
+    # The last block has the least offsets.
+    start, others = (blocks - 1 - index) * rows, (blocks - 1) * rows
+    window = jax.lax.dynamic_slice_in_dim(bias, start, bias.shape[1] - others, axis=1)
+    return along_diagonals(window, rows)
+
+
+def _block(x: Array, index: Array, blocks: int, axis: int) -> Array:
+    """The block of this number of an array whose axis is queries."""
+    rows = x.shape[axis] // blocks
+    return jax.lax.dynamic_slice_in_dim(x, index * rows, rows, axis=axis)
 
 
 def _join(x: Array) -> Array:

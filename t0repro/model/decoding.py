@@ -28,9 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.decoding import DecodingConfig
+from t0repro.model.attention import Visibility
 from t0repro.model.blocks import Memory
-from t0repro.model.layers import same_segment
-from t0repro.model.shapes import Array, Bool, Float, Int
+from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, cross_attention_memory, segments_of
 
 EOS = 1
@@ -107,11 +107,11 @@ class DecoderReads:
 
     Attributes:
       memory: keys and values of the encoder's outputs, by layer, [batch, heads, memory, d_kv].
-      visible: which inputs are not padding, [batch, 1, 1, memory].
+      visibility: which inputs are not padding.
     """
 
     memory: Memory
-    visible: Bool[Array, "batch 1 1 memory"]
+    visibility: Visibility
 
 
 def read_inputs(model: T5, params: Parameters, inputs: Int[Array, "batch memory"]) -> DecoderReads:
@@ -121,7 +121,7 @@ def read_inputs(model: T5, params: Parameters, inputs: Int[Array, "batch memory"
     assert isinstance(encoded, jax.Array)
     return DecoderReads(
         memory=cross_attention_memory(model, params, encoded),
-        visible=same_segment(jnp.ones((inputs.shape[0], 1), segments.dtype), segments),
+        visibility=Visibility(jnp.ones((inputs.shape[0], 1), segments.dtype), segments),
     )
 
 
@@ -162,7 +162,7 @@ def decoder_step(
         # The length of the cache, whose leaves are [rows, heads, length, d_kv].
         jax.tree.leaves(cache)[0].shape[2],
         reads.memory,
-        reads.visible,
+        reads.visibility,
         method=T5.decode_step,
         mutable=["cache"],
     )

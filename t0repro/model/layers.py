@@ -19,19 +19,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from t0repro.config.run_config import ModelConfig
-from t0repro.model.blockwise_attention import (
-    blockwise_attention,
-    log_normalizer,
-    number_of_blocks,
-)
+from t0repro.model.attention import Visibility, attention
 from t0repro.model.dropout import Dropout, ScannedLayer
 from t0repro.model.initial import Initializer, parameter
-from t0repro.model.shapes import Array, Bool, Float, Int
+from t0repro.model.shapes import Array, Float, Int
 from t0repro.partitioning.rules import constrain
-
-# What Mesh TensorFlow adds to the logits of positions that are not visible
-# (attention.visibility_mask_to_attention_bias).
-INVISIBLE = -1e9
 
 # Mesh TensorFlow names no initializer for position biases, so TensorFlow's default applies.
 _GLOROT_UNIFORM = nn.initializers.glorot_uniform(in_axis=0, out_axis=1)
@@ -181,8 +173,8 @@ class Attention(nn.Module):
         self,
         x: Float[Array, "batch length d_model"],
         memory: Float[Array, "batch memory d_model"] | KeysAndValues,
-        bias: Float[Array, "#batch #heads #length keys"],
-        position_bias: Float[Array, "1 heads #length keys"] | None = None,
+        visibility: Visibility,
+        position_bias: Float[Array, "heads offsets"] | None = None,
         *,
         deterministic: bool,
         position: Int[Array, ""] | None = None,
@@ -192,8 +184,8 @@ class Attention(nn.Module):
         Args:
           x: where queries come from.
           memory: where keys and values come from, or its `keys_and_values`.
-          bias: added to the logits.
-          position_bias: added to them too.
+          visibility: which query sees which key.
+          position_bias: added to the logits, by the offset of the key from the query.
           deterministic: False applies dropout.
           position: when decoding with a cache, the position of the one token in each row. Its key
             and value are written there into the collection "cache", [batch, heads, length, d_kv],
@@ -225,7 +217,7 @@ class Attention(nn.Module):
         # One draw for all queries of a sequence: axis -2 of [batch, heads, query, key].
         dropout = Dropout(config.dropout_rate, -2, self.layer)
         dropped = functools.partial(dropout, deterministic=deterministic)
-        y = _attended(query, key, value, bias, position_bias, dropped)
+        y = attention(query, key, value, position_bias, visibility, dropped)
         y = y.swapaxes(1, 2)
         y = y.reshape(*y.shape[:-2], heads * d_kv)
         init = normal((heads * d_kv) ** -0.5)
@@ -239,29 +231,6 @@ class Attention(nn.Module):
         cache = self.variable("cache", name)
         cache.value = cache.value.at[:, :, position].set(x[:, :, 0])
         return cache.value
-
-
-def _attended(
-    query: Float[Array, "batch heads length d_kv"],
-    key: Float[Array, "batch heads keys d_kv"],
-    value: Float[Array, "batch heads keys d_kv"],
-    bias: Float[Array, "#batch #heads #length keys"],
-    position_bias: Float[Array, "1 heads #length keys"] | None,
-    dropped: Callable[[Array], Array],
-) -> Float[Array, "batch heads length d_kv"]:
-    """The values, weighted by attention: by whole matrices of weights, or in blocks of queries."""
-    batch, heads, length, _ = query.shape
-    keys = key.shape[2]
-    blocks = number_of_blocks(batch, heads, length, keys)
-    if blocks > 1:
-        # What scales a key's weights scales its value instead.
-        scale = dropped(jnp.ones((batch, heads, 1, keys), value.dtype))
-        value = value * scale.swapaxes(2, 3)
-        return blockwise_attention(query, key, value, position_bias, bias, blocks)
-    bias = bias if position_bias is None else position_bias + bias
-    logits = jnp.einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
-    weights = dropped(attention_weights(logits).astype(value.dtype))
-    return jnp.einsum("bhqk,bhkd->bhqd", weights, value)
 
 
 def split_heads(
@@ -304,13 +273,14 @@ class RelativePositionBias(nn.Module):
     @nn.compact
     def __call__(
         self, length: int, position: Int[Array, ""] | None = None
-    ) -> Float[Array, "1 heads queries length"]:
-        """The bias of each (query, key) pair of a sequence.
+    ) -> Float[Array, "heads offsets"]:
+        """The bias of the offsets of keys from queries, the least first.
 
         Args:
           length: length of the sequence.
-          position: position of the single query, when decoding with a cache; its bias for later
-            keys is meaningless. None computes the bias of all queries.
+          position: position of the single query, when decoding with a cache: offsets are then
+            those of all keys from it, and the bias for later keys is meaningless. None computes
+            the bias of all queries.
         """
         config = self.config
         shape = (config.num_heads, config.relative_attention_num_buckets)
@@ -327,38 +297,14 @@ class RelativePositionBias(nn.Module):
             return values[:, bucket]
 
         if position is None:
-            by_offset = of_offsets(np.arange(1 - length, length, dtype=np.int32))
-            return along_diagonals(by_offset).astype(self.dtype)[None]
+            return of_offsets(np.arange(1 - length, length, dtype=np.int32)).astype(self.dtype)
         # Buckets are computed in numpy while the model is traced, but the position is known only on
         # the device. So compute the bias of every distance up to the one from which all share a
         # bucket, and look up each key's distance there.
         furthest = config.relative_attention_max_distance
         by_distance = of_offsets(-np.arange(furthest + 1, dtype=np.int32)).astype(self.dtype)
         places = np.arange(length, dtype=np.int32)
-        return by_distance[:, jnp.clip(position - places, 0, furthest)][None, :, None, :]
-
-
-def along_diagonals(
-    by_offset: Float[Array, "heads offsets"],
-) -> Float[Array, "heads queries keys"]:
-    """The matrices of queries and keys, length x length, whose entries depend on key - query alone.
-
-    Looking up length x length buckets would take a gather, whose gradient is a scatter: slow, and
-    on a TPU padded to sixteen times its size. Here each row is the one before it, moved by one:
-
-        by_offset       a b c d e        of the offsets -2 to 2
-        repeated        a b c d e 0 a b c d e 0 a b c ...
-        rows of five    a b c d e | 0 a b c d | e 0 a b c
-        last three          c d e       b c d       a b c
-
-    Args:
-      by_offset: values of the offsets 1 - length to length - 1.
-    """
-    heads, offsets = by_offset.shape
-    length = (offsets + 1) // 2
-    padded = jnp.pad(by_offset, ((0, 0), (0, 1)))
-    repeated = jnp.tile(padded, (1, length))[:, : length * offsets]
-    return repeated.reshape(heads, length, offsets)[:, :, length - 1 :]
+        return by_distance[:, jnp.clip(position - places, 0, furthest)]
 
 
 def relative_position_bucket(
@@ -396,35 +342,6 @@ def relative_position_bucket(
     large = max_exact + (scaled * np.float32(num_buckets - max_exact)).astype(np.int32)
     large = np.minimum(large, num_buckets - 1)
     return (bucket + np.where(distance < max_exact, distance, large)).astype(np.int32)
-
-
-def attention_weights(
-    logits: Float[Array, "batch heads query key"],
-) -> Float[Array, "batch heads query key"]:
-    """Softmax over the last axis, as exp(logits - log_z).
-
-    This is Mesh TensorFlow's form. It differs from the usual one in rows where nothing is visible,
-    as with empty inputs: near -1e9, float32 is too coarse for log_z to include the logarithm of the
-    number of keys, so each weight is 1 rather than 1 over their number.
-    """
-    return jnp.exp(logits - log_normalizer(logits))
-
-
-def same_segment(
-    query: Int[Array, "batch length"], key: Int[Array, "batch memory"]
-) -> Bool[Array, "batch 1 length memory"]:
-    """Whether query and key are in the same segment; padding, segment 0, sees only padding."""
-    return query[:, None, :, None] == key[:, None, None, :]
-
-
-def causal(length: int) -> Bool[Array, "1 1 length length"]:
-    """Whether the key is at or before the query."""
-    return jnp.asarray(np.tri(length, dtype=bool))[None, None]
-
-
-def visibility_bias(visible: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Float32 bias for attention logits: 0 where visible, -1e9 elsewhere."""
-    return jnp.where(visible, jnp.float32(0.0), jnp.float32(INVISIBLE))
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:

@@ -26,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.run_config import DTypePolicy, ModelConfig
+from t0repro.model.attention import Visibility
 from t0repro.model.blocks import Memory, Tower, vocabulary
 from t0repro.model.initial import draw_parameters
-from t0repro.model.layers import Embedding, causal, keys_and_values, logits_dtype, same_segment
+from t0repro.model.layers import Embedding, keys_and_values, logits_dtype
 from t0repro.model.shapes import Array, Bool, Float, Int
 
 EOS = 1
@@ -48,8 +49,8 @@ def visible_targets(
     config: ModelConfig,
     targets: Int[Array, "batch length"],
     segments: Int[Array, "batch length"] | None,
-) -> Bool[Array, "#batch 1 length length"]:
-    """Whether each position (third axis) sees each other one (fourth axis).
+) -> Visibility:
+    """Which position of a language model sees which.
 
     With full attention, inputs have priority 0, and so does the position after them, where their
     EOS is read and the first target is predicted. As in Mesh TensorFlow, this applies to the inputs
@@ -59,8 +60,9 @@ def visible_targets(
     if config.input_full_attention:
         inputs = of_inputs(targets)
         priority = priority * ~(inputs | delayed(inputs))
-    visible = (priority[:, :, None] >= priority[:, None, :])[:, None]
-    return visible if segments is None else visible & same_segment(segments, segments)
+    if segments is None:
+        segments = jnp.zeros((1, targets.shape[1]), jnp.int32)
+    return Visibility(segments, segments, priority, priority)
 
 
 def delayed(x: Array) -> Array:
@@ -195,7 +197,7 @@ class T5(nn.Module):
         """The encoder's outputs, zero at padding, in the activation dtype."""
         return self.encoder(
             inputs,
-            same_segment(segments, segments),
+            Visibility(segments, segments),
             nonpadding(segments, self.dtypes),
             deterministic=deterministic,
         )
@@ -223,12 +225,13 @@ class T5(nn.Module):
           hidden: returns what `logits_of` makes logits from instead.
         """
         reads = segments if segments_read is None else segments_read
+        place = jnp.arange(targets.shape[1])[None]
         return self.decoder(
             shift_right(targets, segments),
-            causal(targets.shape[1]) & same_segment(segments, segments),
+            Visibility(segments, segments, place, place),
             nonpadding(segments, self.dtypes),
             encoded,
-            same_segment(reads, encoder_segments),
+            Visibility(reads, encoder_segments),
             deterministic=deterministic,
             hidden=hidden,
         )
@@ -239,7 +242,7 @@ class T5(nn.Module):
         position: Int[Array, ""],
         length: int,
         encoded: Memory | None,
-        encoded_visible: Bool[Array, "batch 1 1 memory"] | None,
+        encoded_visibility: Visibility | None,
     ) -> Float[Array, "rows 1 vocab"]:
         """Float32 logits of one position, given earlier ones in Flax's collection "cache".
 
@@ -249,16 +252,18 @@ class T5(nn.Module):
           length: number of positions that the cache has room for.
           encoded: from `cross_attention_memory`; None in a model without an encoder. Beams of one
             input are adjacent rows of `tokens` that share a row of it.
-          encoded_visible: which inputs are not padding.
+          encoded_visibility: which inputs are not padding.
         """
         # The cache beyond the position still holds zeros, which attention must not see.
-        earlier = jnp.arange(length) <= position
+        places = jnp.arange(length)[None]
+        same = jnp.zeros((1, 1), jnp.int32)
+        earlier = Visibility(same, jnp.zeros_like(places), jnp.full((1, 1), position), places)
         return self.decoder(
             tokens,
-            earlier[None, None, None],
+            earlier,
             nonpadding(None, self.dtypes),
             encoded,
-            encoded_visible,
+            encoded_visibility,
             deterministic=True,
             position=position,
         )

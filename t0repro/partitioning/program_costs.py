@@ -15,12 +15,19 @@ from jax.extend.core import Var
 # ---- FLOPs, counted on matmuls -------------------------------------------------------------------
 
 
+ATTENDED = "attended"
+"""The name of an attention kernel's results, by which rematerialization can keep them."""
+
+KERNEL_MATMULS = {"t0repro_attention": 2, "t0repro_attention_gradients": 4}
+"""How many matmuls of queries x keys x depth each attention kernel stands for."""
+
+
 def count_flops(jaxpr: Any) -> int:
     """Operations of all matmuls of a jaxpr, two for each multiply-add.
 
     Loops of known length count as often as they run, a loop until a condition once. What is
-    recomputed in the backward pass counts again. Everything but matmuls is left out; in a
-    T5 that is a few percent.
+    recomputed in the backward pass counts again, except by an attention kernel, which counts as
+    whole matrices do. Everything but matmuls is left out; in a T5 that is a few percent.
 
     Args:
       jaxpr: of the whole computation, on all devices together.
@@ -29,6 +36,8 @@ def count_flops(jaxpr: Any) -> int:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             total += _dot(equation)
+        elif matmuls := KERNEL_MATMULS.get(equation.params.get("target_name")):
+            total += matmuls * _kernel(equation)
         else:
             # A scan's body is one jaxpr that runs `length` times.
             times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
@@ -43,6 +52,12 @@ def _dot(equation: Any) -> int:
     return (
         2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
     )
+
+
+def _kernel(equation: Any) -> int:
+    """Operations of one matmul of an attention kernel, which first reads queries and keys."""
+    (batch, heads, length, depth), keys = (x.aval.shape for x in equation.invars[:2])
+    return 2 * batch * heads * length * keys[2] * depth
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Any]:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from t0repro.model import attention, cpu_attention
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning.program_costs import count_flops
 from t0repro.training.train_step import loss_and_gradients
@@ -45,3 +46,13 @@ def test_microbatches_leave_the_count_as_it_is_and_recomputation_adds_a_forward_
     )
     assert parts == plain
     assert 1.1 < recomputed / plain < 4 / 3 + 0.01
+
+
+def test_an_attention_kernel_counts_as_whole_matrices_do(monkeypatch):
+    if not cpu_attention.available():
+        pytest.skip("no C++ compiler here")
+    whole = gradients_of(model_config(**WIDE)).jaxpr.jaxpr
+    monkeypatch.setattr(attention, "KERNEL_FROM", 0)
+    kernel = gradients_of(model_config(**WIDE)).jaxpr.jaxpr
+    assert "t0repro_attention_gradients" in str(kernel)
+    assert count_flops(kernel) == count_flops(whole)

@@ -1,0 +1,145 @@
+"""Attention on one CPU, float32, by the kernel in attention.cc.
+
+The machine's own C++ compiler builds the kernel the first time that a program needs it, for the
+machine's own instructions, and the library is kept in the user's cache. Without a compiler nothing
+is built and other implementations take over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from t0repro.model.shapes import Array, Float
+from t0repro.partitioning.program_costs import ATTENDED, KERNEL_MATMULS
+
+_SOURCE = Path(__file__).with_name("attention.cc")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
+_TARGETS = tuple(KERNEL_MATMULS)
+# [batch, heads, length, d_kv] in memory as [batch, length, heads, d_kv], as projections leave it.
+_BY_POSITION = (0, 2, 1, 3)
+
+
+def attention(
+    query: Float[Array, "batch heads length d_kv"],
+    key: Float[Array, "batch heads keys d_kv"],
+    value: Float[Array, "batch heads keys d_kv"],
+    position_bias: Float[Array, "heads offsets"] | None,
+    visibility: Any,
+) -> Float[Array, "batch heads length d_kv"]:
+    """As t0repro.model.attention.attention, without dropout; only where `available`."""
+    if position_bias is None:
+        # No offset, which the kernel takes for no bias.
+        position_bias = jnp.zeros((query.shape[1], 0), jnp.float32)
+    attended: Any = _attend(query, key, value, position_bias.astype(jnp.float32), visibility)
+    return attended
+
+
+@jax.custom_vjp
+def _attend(query: Array, key: Array, value: Array, bias: Array, visibility: Any) -> Array:
+    return _forward(query, key, value, bias, visibility)[0]
+
+
+def _forward(
+    query: Array, key: Array, value: Array, bias: Array, visibility: Any
+) -> tuple[Array, Any]:
+    y, log_z = _call(_TARGETS[0], (query, key, value, bias, *visibility), (query, query[..., 0]))
+    y, log_z = checkpoint_name(y, ATTENDED), checkpoint_name(log_z, ATTENDED)
+    return y, (query, key, value, bias, visibility, log_z)
+
+
+def _backward(kept: Any, d_y: Array) -> tuple[Any, ...]:
+    query, key, value, bias, visibility, log_z = kept
+    results = (query, key, value, jax.ShapeDtypeStruct((query.shape[0], *bias.shape), bias.dtype))
+    given = (query, key, value, bias, *visibility, log_z, d_y)
+    d_query, d_key, d_value, d_bias = _call(_TARGETS[1], given, results)
+    return d_query, d_key, d_value, jnp.sum(d_bias, axis=0), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _call(target: str, arguments: tuple[Any, ...], results: tuple[Any, ...]) -> Any:
+    """Calls a function of the kernel; `results` have its results' shapes."""
+
+    def layouts(arrays: tuple[Any, ...]) -> list[tuple[int, ...] | None]:
+        return [_BY_POSITION if len(x.shape) == 4 else None for x in arrays]
+
+    call = jax.ffi.ffi_call(
+        target,
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results),
+        input_layouts=layouts(arguments),
+        output_layouts=layouts(results),
+        vmap_method="sequential",
+    )
+    return call(*arguments)
+
+
+# ---- The library ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def available() -> bool:
+    """Whether the kernel is registered with JAX; builds it if this machine has not built it yet."""
+    path = _library()
+    if path is None:
+        return False
+    try:
+        functions = ctypes.CDLL(str(path))
+    except OSError as error:
+        logging.warning("attention: %s cannot be loaded (%s); using XLA's matmuls", path, error)
+        return False
+    for target in _TARGETS:
+        jax.ffi.register_ffi_target(
+            target, jax.ffi.pycapsule(getattr(functions, target)), platform="cpu"
+        )
+    return True
+
+
+def _library() -> Path | None:
+    """The library built from the source as it is now; None if it cannot be built."""
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if compiler is None:
+        return None
+    include = jax.ffi.include_dir()
+    # A home folder may be shared by machines with other instructions.
+    parts = (_SOURCE.read_bytes(), repr((compiler, _FLAGS, jax.__version__, _machine())).encode())
+    name = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t0repro"
+    path = cache / f"attention-{name}.so"
+    if path.exists():
+        return path
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            built = Path(folder) / path.name
+            command = [compiler, *_FLAGS, f"-I{include}", str(_SOURCE), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            built.replace(path)  # atomic, so that processes may build it at the same time
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or str(error)
+        logging.warning("attention: no kernel was built, using XLA's matmuls: %s", reason[-500:])
+        return None
+    return path
+
+
+def _machine() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    return "".join(sorted({x for x in lines if x.startswith(("flags", "Features", "model name"))}))
