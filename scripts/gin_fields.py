@@ -13,8 +13,8 @@ from typing import Any
 import gin
 from t0repro import compat
 from t0repro.config.decoding import DecodingConfig
+from t0repro.config.mtf.dialect import KNOWN_BINDINGS
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
-from t0repro.config.mtf.reader import KNOWN_BINDINGS
 from t0repro.config.ranges import range_of
 from t0repro.config.run_config import (
     AdafactorConfig,
@@ -25,7 +25,7 @@ from t0repro.config.run_config import (
 )
 from t0repro.config.t5x.modules import records_by_module
 
-JAX_MODEL = "t0repro.config.mtf.arguments"  # registers its configurables when it is imported
+JAX_MODEL = "t0repro.config.mtf.parser"  # registers its configurables when it is imported
 
 
 def cell(text: Any) -> str:

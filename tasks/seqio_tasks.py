@@ -198,7 +198,7 @@ def seqio_vocabulary(vocabulary: VocabularyFile | seqio.Vocabulary) -> seqio.Voc
 def read_t5s_vocabulary_as_ours() -> None:
     """Gives tasks of t5's that are registered from now on `default_vocabulary()`.
 
-    It has the same pieces under another address (`t0repro.data.vocabularies`), and t5's own would
+    It has the same pieces under another address (`t0repro.data.checks`), and t5's own would
     be read from a bucket although T0REPRO_VOCAB names a copy.
     """
 

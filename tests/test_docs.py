@@ -17,7 +17,7 @@ import typer
 
 from t0repro.cli import app
 from t0repro.cli.spelling import canonical, with_t5x_overrides
-from t0repro.config.mtf.reader import KNOWN_BINDINGS
+from t0repro.config.mtf.dialect import KNOWN_BINDINGS
 from t0repro.config.t5x.modules import records_by_module
 
 from .docs_commands import (

@@ -3,8 +3,8 @@
 From a function on, every call is followed, in the order in which it is written, that hands on the
 configuration or what was made of it, to a function or class of this project that was not read yet.
 Not followed are methods, since the text does not say whose they are; what a message is made of;
-`errors` and `words`, which every reader knows; and how a checkpoint is read or a file written to a
-disk or bucket, which are journeys of their own. Counted are
+`errors`, `progress` and `words`, which every reader knows; and how a checkpoint is read or a file
+written to a disk or bucket, which are journeys of their own. Counted are
 
     stops     moves into a function of another file
     files     different files among the stops
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-KNOWN = {"t0repro.errors", "t0repro.words"}
+KNOWN = {"t0repro.errors", "t0repro.progress", "t0repro.words"}
 # Entered, and left at once.
 DISK_OR_BUCKET = ("t0repro.files", "t0repro.buckets", "t0repro.working_copies")
 ANOTHER_JOURNEY = ("t0repro.converters.", *DISK_OR_BUCKET)

@@ -96,7 +96,7 @@ def explain(
             fix="Add --run_mode=train, eval, infer or precompile; or write --gin_param.",
         )
     echo("reading gin files, with t5 and Mesh TensorFlow ...", err=True)
-    from t0repro.config.explain import render
+    from t0repro.config.configuration import render
     from t0repro.config.mtf.dialect import load
 
     folders = gin_location_prefix
@@ -133,7 +133,7 @@ def _list_imports(
 ) -> None:
     """Prints the modules that the files would import, in which line, and whether they may."""
     from t0repro.config import gin_imports
-    from t0repro.config.explain import in_columns
+    from t0repro.config.configuration import in_columns
 
     if run_mode:
         from t0repro.config.t5x.gin_files import shipped_files
@@ -162,10 +162,10 @@ def _explain_t5x(
     as_json: bool,
     dialect: Dialects | None,
 ) -> None:
-    from t0repro.config.explain import in_columns
-    from t0repro.config.t5x.conversion import converted
-    from t0repro.config.t5x.differences import differences
+    from t0repro.config.configuration import in_columns
     from t0repro.config.t5x.gin_files import parse
+    from t0repro.config.t5x.layout import differences
+    from t0repro.config.t5x.run import converted
 
     if dialect and run_mode != "train":
         raise UserError(

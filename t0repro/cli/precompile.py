@@ -168,7 +168,7 @@ def _import_t5x(options: T5xOptions) -> bool:
 def _suggest(config: RunConfig, devices: Any, chip: Any) -> None:
     """Prints what is tried to make a training run fit."""
     from t0repro.errors import UserError
-    from t0repro.runs.suggestions import suggest
+    from t0repro.runs.precompile import suggest
 
     if chip is None or config.mode != "train":
         raise UserError(

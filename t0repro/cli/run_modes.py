@@ -215,8 +215,8 @@ def parse_files(inputs: T5xInputs) -> Parsed:
       UserError: see `t0repro.config.t5x.gin_files.parse`.
     """
     echo("reading gin files ...", err=True)
-    from t0repro.config.t5x.differences import differences
     from t0repro.config.t5x.gin_files import parse
+    from t0repro.config.t5x.layout import differences
 
     parsed = parse(inputs)
     for warning in (*parsed.warnings, *differences(parsed)):
@@ -323,7 +323,7 @@ def start(
 ) -> None:
     """Trains, in a folder that keeps the configuration as T5X's does."""
     import gin
-    from t0repro.data.vocabularies import seqio_vocabulary
+    from t0repro.data.checks import seqio_vocabulary
     from t0repro.runs.description import describe_training
     from t0repro.runs.start import start_training
 

@@ -7,7 +7,7 @@ JAX stack needs to compute.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from t0repro.config.run_config import RunConfig
@@ -90,3 +90,46 @@ class Configuration:
     def vocabularies(self) -> Vocabularies:
         """SeqIO's vocabularies for inputs and for targets."""
         return self.inputs.vocabularies
+
+
+# ---- A RunConfig as a table: field, value and where the value was set ----------------------------
+
+
+def render(config: RunConfig) -> str:
+    """One line per value: dotted field, value, and the file and line or override that set it."""
+    rows = [
+        (field, repr(value), _place(field, config.provenance))
+        for field, value in flatten(config)
+        if not field.startswith("provenance")
+    ]
+    return in_columns(rows)
+
+
+def in_columns(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Names, values and places in three columns; a long value pushes its place to the right."""
+    # Widths of fields and values; places come last and need none.
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(
+        f"{field:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {place}".rstrip()
+        for field, value, place in rows
+    )
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of nested dataclasses with their dotted names, in declaration order."""
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        name = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(item):
+            yield from flatten(item, f"{name}.")
+        else:
+            yield name, item
+
+
+def _place(field: str, provenance: Mapping[str, str]) -> str:
+    """Where a field was set, or else where the part that contains it was set; "" if unknown."""
+    while field:
+        if field in provenance:
+            return provenance[field]
+        field = field.rpartition(".")[0]
+    return ""

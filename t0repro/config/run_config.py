@@ -250,7 +250,7 @@ class AdafactorConfig:
       global_norm_clip: Limit for the norm of all gradients together, before anything else.
       max_parameter_scale: Limit for the size of a parameter that scales its update.
       skip_nan_updates: Whether entries that would become NaN stay as they are.
-      factor_map: T5X's rules of what is factored (t0repro.parameters.factoring). Empty for Mesh
+      factor_map: T5X's rules of what is factored (t0repro.parameters.shape). Empty for Mesh
         TensorFlow's rule, by which the two longest axes of any parameter are.
       frozen: Paths of parameters that are not trained and have no slots, as in every optimizer
         below.

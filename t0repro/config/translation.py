@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from t0repro.config.run_config import AdafactorConfig, Arithmetic, RunConfig
 from t0repro.config.training_plan import RestoreConfig, TrainingPlan
-from t0repro.parameters.factoring import ALL_HEURISTIC
+from t0repro.parameters.shape import ALL_HEURISTIC
 
 Dialect = Literal["mtf", "t5x"]
 

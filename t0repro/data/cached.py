@@ -37,7 +37,7 @@ Example = dict[str, np.ndarray]
 
 
 class CachedBatches(ResumableBatches):
-    """Endless training batches of cached tasks; implements `training.batches.BatchSource`.
+    """Endless training batches of cached tasks; implements `training.start.BatchSource`.
 
     A resumed run continues after its last batch: with the checkpoint's seed, the batches before it
     are rebuilt and skipped.
@@ -96,7 +96,7 @@ class CachedBatches(ResumableBatches):
         super().__init__(seed)
 
     def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
-        """Batches from where the run continues; see `training.batches.BatchSource`."""
+        """Batches from where the run continues; see `training.start.BatchSource`."""
         if unfinished := [name for name in self._rates if not _ends_in_eos(name, self._split)]:
             say(
                 f"warning: the targets of {counted(len(unfinished), 'cached task')} do not end in"

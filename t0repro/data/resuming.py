@@ -48,7 +48,7 @@ Batch = dict[str, np.ndarray]
 
 
 class ResumableBatches(abc.ABC):
-    """Endless batches of a pipeline, mostly tf.data's; implements `training.batches.BatchSource`.
+    """Endless batches of a pipeline, mostly tf.data's; implements `training.start.BatchSource`.
 
     A subclass says which pipeline (`_dataset`), what decides its batches (`_arguments`), and how an
     element becomes a numpy batch (`_to_numpy`).
@@ -71,7 +71,7 @@ class ResumableBatches(abc.ABC):
         self._here = shards
 
     def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
-        """Batches from where the run continues; see `training.batches.BatchSource`."""
+        """Batches from where the run continues; see `training.start.BatchSource`."""
         position = self._position(saved)
         if self._seed is None:
             # Drawn here and saved: without a seed, a resumed run could not make its batches again.

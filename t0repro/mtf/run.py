@@ -15,8 +15,8 @@ from typing import Any
 
 from t0repro.buckets import scheme_of
 from t0repro.config.configuration import Configuration, RunInputs
-from t0repro.config.mtf.arguments import refuse_on_mesh_tensorflow
 from t0repro.config.mtf.model_api import check_mode, checkpoint_steps
+from t0repro.config.mtf.parser import refuse_on_mesh_tensorflow
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.mtf import hooks

@@ -21,9 +21,8 @@ from t0repro.evaluation.task_output import Judge, judge_of
 from t0repro.files import output_path
 from t0repro.parity import inject
 from t0repro.parity.findings import Finding, compare_results, metrics_finding
-from t0repro.parity.jax_run import StackResult, run_jax
+from t0repro.parity.jax_run import StackResult, as_stack_result, run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
-from t0repro.parity.mesh_result import as_stack_result
 
 PAIRS = 128  # at most so many (input, choice) pairs of an evaluation task are scored
 ROWS = 16  # rows in a batch of pairs
@@ -124,8 +123,8 @@ def make_job(
     Raises:
       UserError: if the configuration has dropout, is invalid or is for the JAX stack alone.
     """
-    from t0repro.config.mtf.arguments import refuse_on_mesh_tensorflow
     from t0repro.config.mtf.dialect import load
+    from t0repro.config.mtf.parser import refuse_on_mesh_tensorflow
 
     out = output_path(out)
     float32 = dtype == "float32"

@@ -22,8 +22,7 @@ from t0repro.config.run_config import (
     RunConfig,
 )
 from t0repro.errors import UserError
-from t0repro.parameters.factoring import factoring
-from t0repro.parameters.shape import ModelShape
+from t0repro.parameters.shape import ModelShape, factoring
 from t0repro.words import counted, sized
 
 ATTENTION_BLOCK_BYTES = 1 << 26

@@ -35,7 +35,14 @@ from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import file_digest
 from t0repro.evaluation.seqio_evaluator import functions_of
 from t0repro.files import make_folder, naming, sync_directory, write_atomically
-from t0repro.runs.chosen import chosen, generating_model, identity, is_there, opened, own_path
+from t0repro.runs.checkpoint_choice import (
+    chosen,
+    generating_model,
+    identity,
+    is_there,
+    opened,
+    own_path,
+)
 from t0repro.runs.preflight import check_inference
 from t0repro.words import counted
 
@@ -110,7 +117,7 @@ def register_files(plan: InferPlan) -> None:
     """Registers the task that reads the plan's files."""
     import seqio
 
-    from t0repro.data.vocabularies import seqio_vocabulary
+    from t0repro.data.checks import seqio_vocabulary
     from t0repro.tasks.example_files import add_example_files
 
     assert plan.files is not None

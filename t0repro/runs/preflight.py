@@ -254,7 +254,7 @@ def _data(
     """
     from t0repro import compat
     from t0repro.data import checks
-    from t0repro.data.vocabularies import check_rows, check_vocabularies
+    from t0repro.data.checks import check_rows, check_vocabularies
 
     compat.install()
     name, split, trains = data.mixture_or_task_name, data.split, reads == "train"
@@ -298,7 +298,7 @@ def _checkpoints(restore: RestoreConfig, model: ModelConfig) -> Iterator[str]:
         yield "not saved yet"
         return
     from t0repro.converters.arithmetic import check_configured
-    from t0repro.runs.chosen import chosen
+    from t0repro.runs.checkpoint_choice import chosen
 
     for ref in chosen(restore):
         check_configured(ref, model)

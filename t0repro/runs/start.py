@@ -1,26 +1,48 @@
-"""Starts a training run: locks its folder, opens its data and evaluations, and trains."""
+"""Starts a training run: locks its folder, opens its data and evaluations, and trains.
+
+What another program's checkpoint gives is read here too, from any format. Names are those of a flat
+tree (t0repro.training.checkpoints), as in T5X: `target/decoder/...` for parameters,
+`state/param_states/...` for slots.
+"""
 
 from __future__ import annotations
 
-import functools
 import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flax.traverse_util
+import jax
+import numpy as np
+
 from t0repro.config.configuration import Configuration
-from t0repro.config.run_config import RunConfig
-from t0repro.converters import sources
-from t0repro.data.seqio_data import train_eval
-from t0repro.data.train_data import train_batches
+from t0repro.config.run_config import ModelConfig, RunConfig
+from t0repro.config.training_plan import RestoreConfig
+from t0repro.converters import sources, storage
+from t0repro.converters.arithmetic import check_configured, open_configured, repeated_biases
+from t0repro.data.train_data import train_batches, train_eval
+from t0repro.errors import UserError
 from t0repro.evaluation.seqio_evaluator import infer_eval
 from t0repro.event_files import event_writer
+from t0repro.parameters import layout
+from t0repro.parameters.assignment import assigned_names, names_in_mtf
 from t0repro.partitioning.processes import output_folder
+from t0repro.progress import say
 from t0repro.runs.description import record_command
-from t0repro.runs.restore import starting_tree
 from t0repro.runs.train import Describe, train
 from t0repro.training.metrics import OpenWriter
 from t0repro.training.model_dir import held_for_training
 from t0repro.training.planned import Evaluations
+from t0repro.training.train_state import (
+    FlatTree,
+    OpenTree,
+    TrainState,
+    to_flat_tree,
+    with_parameters_in,
+)
+from t0repro.words import counted
 
 
 def start_training(
@@ -53,7 +75,7 @@ def start_training(
             config,
             train_batches(config, resumed=resumed),
             check=check,
-            restore_from=functools.partial(starting_tree, config),
+            restore_from=lambda fresh: starting_tree(config, fresh),
             evaluations=Evaluations(train_eval(plan), infer_eval(config, written)),
             writers=[event_writer(written)] if plan.log == "steps" else (),
             open_writers=lambda step: _opener_of_writers(written, config_text, step),
@@ -82,3 +104,163 @@ def _opener_of_writers(written: Path, config_text: str | None, step: int) -> Ope
         return writer
 
     return open_writer
+
+
+# ---- What a run starts from when its folder has no checkpoint of its own -------------------------
+
+
+def starting_tree(config: RunConfig, fresh: Callable[[], TrainState]) -> OpenTree | None:
+    """A checkpoint that another program wrote into model_dir, or else what the plan restores.
+
+    Args:
+      config: A run without a checkpoint of its own.
+      fresh: Makes the state that it would start with otherwise, for what is not restored.
+
+    Returns:
+      A flat tree with the model's names; None for initialized parameters.
+
+    Raises:
+      UserError: If the checkpoint is missing or damaged, the model is not configured as its
+        config.json says, or the plan's rules do not fit it.
+    """
+    model_dir, rules = os.fspath(config.model_dir), config.plan.restore
+    if storage.is_directory(model_dir) and sources.list_checkpoints(model_dir):
+        return open_configured(sources.find_checkpoint(model_dir), config.model)
+    if rules is None:
+        return None
+    assert isinstance(rules.path, str), "a training run starts from one checkpoint"
+    ref = sources.find_checkpoint(rules.path)
+    places = config.provenance
+    if rules.variable_filter is not None:
+        place = places.get("plan.restore.variable_filter")
+        tree = open_configured(ref, config.model)
+        return keep_matching(tree, rules.variable_filter, config.model, fresh, place)
+    check_configured(ref, config.model)
+    say(f"restore: {ref.path}")
+    tree: dict[str, Any] = dict(sources.load_any(ref.path))
+    # A model with a position bias in each layer may start from one whose layers share it.
+    tree |= {name: tree[shared] for name, shared in repeated_biases(tree, config.model).items()}
+    # Values, not only shapes: what the rules leave out of the checkpoint is taken from here.
+    new = to_flat_tree(jax.device_get(fresh()))
+    return restored(tree, new, rules, places.get("plan.restore.path"))
+
+
+# ---- T5X's rules: renaming, what may be missing, rounding ----------------------------------------
+
+
+def restored(
+    tree: FlatTree,
+    fresh: FlatTree,
+    config: RestoreConfig,
+    where: str | None = None,
+) -> dict[str, np.ndarray]:
+    """A checkpoint's entries under the names of the model that is about to be trained.
+
+    Args:
+      tree: the checkpoint.
+      fresh: a new state of the model, for its names and for what the checkpoint does not give.
+      config: the rules.
+      where: where they were set.
+
+    Raises:
+      UserError: if a rule matches nothing or leads to nothing, or if slots are missing although
+        the rules are strict. A missing parameter is left to `from_flat_tree`, which names it.
+    """
+    names = assigned_names(fresh, tree, config.assignment_map)
+    result = {new: tree[old] for new, old in names.items() if old is not None}
+    scratch = {new for new, old in names.items() if old is None}
+    if config.fallback_to_scratch:
+        scratch |= {name for name in fresh if name not in result}
+    result |= {name: fresh[name] for name in scratch}
+    # T5X writes one entry in place of a slot that its optimizer does not use.
+    wanted = [name for name in fresh if not name.startswith(layout.SLOTS) or fresh[name].size > 1]
+    if config.strict:
+        _check_slots(result, [name for name in wanted if name.startswith(layout.SLOTS)], where)
+    say_unmatched(tree, wanted, {new: old for new, old in names.items() if old is not None})
+    if config.dtype in (None, "float32"):
+        return result
+    return with_parameters_in(result, config.dtype)
+
+
+def say_unmatched(
+    tree: Collection[str], wanted: Collection[str], filled: Mapping[str, str]
+) -> None:
+    """Lists what a partial restore leaves new, and what it leaves in the checkpoint.
+
+    Parameters are listed by name. Slots follow their parameters and are counted, and not at all if
+    the checkpoint has none.
+
+    Args:
+      tree: names of the checkpoint's entries.
+      wanted: names of the model's entries.
+      filled: name in the model -> name in the checkpoint, of what is restored.
+    """
+    kinds = {
+        "initialised, not restored": [name for name in wanted if name not in filled],
+        "in the checkpoint, not used": sorted(set(tree) - set(filled.values())),
+    }
+    has_slots = any(name.startswith(layout.SLOTS) for name in tree)
+    for kind, names in kinds.items():
+        parameters = [name for name in names if name.startswith(layout.PARAMETERS)]
+        slots = sum(name.startswith(layout.SLOTS) for name in names) if has_slots else 0
+        if parameters or slots:
+            counts = f"{counted(len(parameters), 'parameter')} and {counted(slots, 'slot')}"
+            say(f"restore: {counts} {kind}{': ' if parameters else ''}{', '.join(parameters)}")
+
+
+def _check_slots(tree: Collection[str], wanted: Sequence[str], where: str | None) -> None:
+    """Refuses a checkpoint that has only some of the slots; one without any is accepted."""
+    missing = [name for name in wanted if name not in tree]
+    if missing and len(missing) < len(wanted):
+        raise UserError(
+            f"The checkpoint lacks {len(missing)} of {len(wanted)} slots, for instance"
+            f" {missing[0]}.",
+            where=where,
+            fix="Bind the optimizer that trained it; or utils.RestoreCheckpointConfig.strict ="
+            " False, to start the missing ones at zero.",
+        )
+
+
+# ---- Mesh TensorFlow's rule: a pattern for names -------------------------------------------------
+
+
+def keep_matching(
+    tree: OpenTree,
+    pattern: str,
+    model: ModelConfig,
+    fresh: Callable[[], TrainState],
+    place: str | None = None,
+) -> OpenTree:
+    """Keeps only those entries of a checkpoint whose names match a pattern.
+
+    Parameters that do not match are those of a new state, slots start at zero, and the step starts
+    at 0 unless the pattern matches `global_step`, as in Mesh TensorFlow's tpu_estimator_model_fn.
+
+    Args:
+      tree: an init_checkpoint with T5X's names.
+      pattern: a regular expression on Mesh TensorFlow's names; "" keeps everything.
+      model: the model.
+      fresh: makes the new state.
+      place: where the pattern was set.
+
+    Raises:
+      UserError: if the pattern matches nothing.
+    """
+    if not pattern:
+        return dict(tree)
+    # Patterns are written for Mesh TensorFlow's names.
+    variables = model.mesh_variables()
+    names = names_in_mtf(tree, variables)
+    kept = {key: tree[key] for key, name in names.items() if re.search(pattern, name)}
+    if not kept:
+        raise UserError(
+            f"init_variable_filter {pattern!r} matches no variable.",
+            where=place,
+            fix=f"Names are for instance {', '.join(list(variables.values())[:3])}.",
+        )
+    wanted = [key for key, name in names.items() if name]
+    say_unmatched(kept, wanted, {key: key for key in kept})
+    for path, value in flax.traverse_util.flatten_dict(fresh().params, sep="/").items():
+        # Slots and the step need no entry: `from_flat_tree` starts missing ones at zero.
+        kept.setdefault(layout.PARAMETERS + path, np.asarray(value))
+    return kept

@@ -13,7 +13,7 @@ from t0repro.converters.arithmetic import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.evaluation.records import read_with_checksum, write_with_checksum
 from t0repro.progress import say
-from t0repro.runs.chosen import (
+from t0repro.runs.checkpoint_choice import (
     chosen,
     coming,
     generating_model,

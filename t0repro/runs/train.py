@@ -21,7 +21,6 @@ from t0repro.partitioning.topologies import memory_of
 from t0repro.progress import say
 from t0repro.training.actions import Action, StopOnSignal, StoppedBySignal
 from t0repro.training.assembling import model_of
-from t0repro.training.batches import Batches, Feed
 from t0repro.training.checkpoints import checkpoint_path, latest_step
 from t0repro.training.loop import TrainingLoop
 from t0repro.training.metrics import OpenWriter, Writer
@@ -29,7 +28,16 @@ from t0repro.training.optimizers import make_optimizer
 from t0repro.training.planned import Evaluations, loop_of, still_evaluates
 from t0repro.training.rematerialization import compiled_beside, decided
 from t0repro.training.schedules import make_schedule
-from t0repro.training.start import RestoreFrom, chosen_seed, keys, last_step, new_state, started
+from t0repro.training.start import (
+    Batches,
+    Feed,
+    RestoreFrom,
+    chosen_seed,
+    keys,
+    last_step,
+    new_state,
+    started,
+)
 from t0repro.training.train_state import TrainState
 from t0repro.training.trainer import PreemptionError
 from t0repro.words import counted

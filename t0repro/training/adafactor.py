@@ -22,17 +22,66 @@ every attention kernel of a model with d_model = heads * d_kv, Mesh TensorFlow's
 while T5X's d0 is 1, so vr is v_col and vc is v_row. The update is the same either way, up to
 rounding, since v_row and v_col have the same mean.
 
-T5X's rules for parameters with more than two axes are in t0repro.parameters.factoring.
+T5X's rules for parameters with more than two axes are in t0repro.parameters.shape.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from t0repro.config.run_config import AdafactorConfig
-from t0repro.parameters.factoring import Factoring, factoring
-from t0repro.training.slots import Gradient, Slots
+from t0repro.parameters.shape import Factoring, factoring
+
+
+@flax.struct.dataclass
+class Slots:
+    """One parameter's optimizer state, float32; unused slots are None.
+
+    Attributes:
+      v_row: Adafactor's factored second moment without the longest axis.
+      v_col: Adafactor's factored second moment without the second longest axis.
+      v: Adafactor's second moment of a parameter that is not factored, of its shape.
+      m: Adafactor's momentum, of the parameter's shape, when beta1 is not zero.
+      adam_m: Adam's first moment, of the parameter's shape.
+      adam_v: Adam's second moment, of the parameter's shape.
+      momentum_v: the velocity of gradient descent with momentum, of the parameter's shape.
+    """
+
+    # To jax, None is an empty subtree: unused slots take no memory and are not updated.
+    v_row: jax.Array | None = None
+    v_col: jax.Array | None = None
+    v: jax.Array | None = None
+    m: jax.Array | None = None
+    adam_m: jax.Array | None = None
+    adam_v: jax.Array | None = None
+    momentum_v: jax.Array | None = None
+
+
+class Gradient(NamedTuple):
+    """What one parameter's update is computed from.
+
+    Attributes:
+      value: the gradient, float32.
+      parameter: the parameter before the update.
+      slots: its slots before the update.
+      path: its path in T5X's tree; options list exceptions by it.
+      step: the global step before the update.
+      learning_rate: learning rate of this update.
+    """
+
+    value: jax.Array
+    parameter: jax.Array
+    slots: Slots
+    path: str
+    step: jax.Array
+    learning_rate: jax.Array
+
+
+# ---- Mesh TensorFlow's Adafactor -----------------------------------------------------------------
 
 
 def slot_shapes(

@@ -27,7 +27,7 @@ from t0repro.errors import UserError, of_command
 from t0repro.files import output_path, write_atomically, writing
 from t0repro.locks import folder_lock
 from t0repro.parameters import layout
-from t0repro.parameters.factoring import ALL_HEURISTIC
+from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.partitioning.processes import held_by_first, is_first
 from t0repro.training.train_state import TrainState, check_parameters, flat_slots
 

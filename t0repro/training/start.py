@@ -1,4 +1,4 @@
-"""Where a training run starts: the state, its step, and what follows from its seed."""
+"""Where a training run starts: its state and step, what follows from its seed, and its batches."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import NamedSharding
@@ -18,7 +18,8 @@ from t0repro.config.training_plan import TrainingPlan
 from t0repro.errors import UserError
 from t0repro.files import check_is_no_pattern
 from t0repro.model.t5 import initial_parameters
-from t0repro.partitioning.processes import from_first
+from t0repro.partitioning.devices import Partitioning
+from t0repro.partitioning.processes import from_first, is_alone
 from t0repro.progress import say
 from t0repro.training.checkpoints import (
     checkpoint_path,
@@ -29,6 +30,7 @@ from t0repro.training.checkpoints import (
 from t0repro.training.commits import remove_interrupted_saves
 from t0repro.training.models import T5Model, is_own
 from t0repro.training.train_state import OpenTree, TrainState, from_flat_tree, new_train_state
+from t0repro.training.trainer import NumpyBatch
 
 RestoreFrom = OpenTree | str | Path | Callable[[Callable[[], TrainState]], OpenTree | None] | None
 
@@ -132,3 +134,108 @@ def last_step(config: RunConfig, start_step: int) -> int:
             fix="TRAIN_STEPS counts the checkpoint's steps too; or set relative_steps.",
         )
     return config.train_steps
+
+
+# ---- The batches of a training run ---------------------------------------------------------------
+
+
+_TOKENS = {"inputs", "targets"}
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """Batches whose position is saved in checkpoints, so that a resumed run continues from it."""
+
+    def open(self, step: int, saved: Path | None) -> Iterable[NumpyBatch]:
+        """Batches for the updates after a global step.
+
+        Args:
+          step: The global step that training starts from.
+          saved: The folder that `save` wrote, in the checkpoint that training resumes from; None if
+            there is no such folder, or if training begins in this model_dir.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes into a checkpoint's folder how many batches have been used."""
+        ...
+
+
+@runtime_checkable
+class ShardedBatchSource(BatchSource, Protocol):
+    """Batches whose rows are made in `num_shards` equal parts, each of which can be left out."""
+
+    num_shards: int
+
+    def make_only(self, shards: Sequence[int]) -> None:
+        """Leaves the rows of all other shards zeros; called before `open`."""
+        ...
+
+
+Batches = Iterable[NumpyBatch] | Callable[[], Iterable[NumpyBatch]] | BatchSource
+
+
+class Feed:
+    """Opens batches for a run's updates.
+
+    Of several processes, each makes only the shards of a source that have rows of its devices. Any
+    other kind of batches is built whole by every process.
+
+    Args:
+      batches: What is trained on.
+      config: The run, for the rows of a batch and the number of tokens that the model knows.
+      model: Names the features that it reads.
+      partitioning: The devices.
+
+    Attributes:
+      is_source: Whether the batches know their position, and their shapes before they are read.
+      save: Writes that position into a checkpoint's folder; None for other batches.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        config: RunConfig,
+        model: T5Model,
+        partitioning: Partitioning,
+    ):
+        self._batches, self._model = batches, model
+        self._vocab_size, rows = config.model.vocab_size, config.batch_size
+        self._put, self._is_sharded = partitioning.put_batch, False
+        self.is_source = isinstance(batches, BatchSource)
+        self.save = batches.save if isinstance(batches, BatchSource) else None
+        if is_alone() or not isinstance(batches, ShardedBatchSource) or batches.num_shards == 1:
+            return
+        count = batches.num_shards
+        here = {row // (rows // count) for row in partitioning.rows_here(rows)}
+        batches.make_only(sorted(here))
+        self._is_sharded = True
+        say(f"data: {count} shards, of which this process reads {len(here)}")
+
+    def open(self, start: Start) -> Iterable[Any]:
+        """The batches from where training continues, checked as they come."""
+        batches = self._batches
+        if isinstance(batches, BatchSource):
+            batches = batches.open(start.step, start.data)
+        elif callable(batches):
+            batches = batches()
+        checked = self._checked(batches)
+        if not self._is_sharded:
+            return checked
+        # From here on a batch is complete, whichever process made its rows.
+        return (self._put(self._model.features(batch)) for batch in checked)
+
+    def _checked(self, batches: Iterable[NumpyBatch]) -> Iterator[NumpyBatch]:
+        """The batches; the devices would take a token beyond the embedding for its last row."""
+        vocab_size = self._vocab_size
+        for batch in batches:
+            for name in _TOKENS & batch.keys():
+                if (largest := batch[name].max(initial=0)) >= vocab_size:
+                    raise UserError(
+                        f"A batch has the token {largest:,}, but the model's vocabulary is"
+                        f" {vocab_size:,}.",
+                        where=name,
+                        fix="Give the model the vocabulary of the tasks, padded to a multiple of"
+                        " 128.",
+                    )
+            yield batch

@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from t0repro.config.run_config import AdafactorConfig
-from t0repro.parameters.factoring import ALL_HEURISTIC, HEURISTIC, UNFACTORED
-from t0repro.training.multi_optimizer import by_parts
-from t0repro.training.optimizers import Optimizer, make_optimizer
+from t0repro.parameters.shape import ALL_HEURISTIC, HEURISTIC, UNFACTORED
+from t0repro.training.optimizers import Optimizer, by_parts, make_optimizer
 
 
 class FactorDim(enum.Enum):
-    """What an axis of a parameter is to Adafactor's slots (t0repro.parameters.factoring)."""
+    """What an axis of a parameter is to Adafactor's slots (t0repro.parameters.shape)."""
 
     NONE = None
     BATCH = 1

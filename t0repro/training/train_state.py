@@ -41,8 +41,8 @@ from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import layout
 from t0repro.partitioning.devices import put
 from t0repro.partitioning.processes import is_first
+from t0repro.training.adafactor import Slots
 from t0repro.training.optimizers import Optimizer
-from t0repro.training.slots import Slots
 from t0repro.training.state_axes import axis_names, logical_axes
 from t0repro.words import counted, printable
 

@@ -1,6 +1,6 @@
 """`explain` shows each value beside its place."""
 
-from t0repro.config.explain import flatten, render
+from t0repro.config.configuration import flatten, render
 
 from .test_mtf_gin import load
 

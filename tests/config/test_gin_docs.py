@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from t0repro.config.mtf import dialect
+from t0repro.config.mtf.dialect import KNOWN_BINDINGS
 from t0repro.config.mtf.parser import MeshInputs, parse
-from t0repro.config.mtf.reader import KNOWN_BINDINGS
 
 pytestmark = pytest.mark.mtf
 

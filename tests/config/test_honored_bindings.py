@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from t0repro.config import gin_door
-from t0repro.config.mtf import arguments, dialect
+from t0repro.config.mtf import dialect, parser
+from t0repro.config.mtf.dialect import KNOWN_BINDINGS
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.mtf.reader import KNOWN_BINDINGS
 from t0repro.errors import UserError
 
 from .test_mtf_gin import FILES, PARAMS
@@ -331,8 +331,8 @@ def known_arguments() -> dict[str, Any]:
     """Every argument that a run may bind, by its full name, with its default."""
     functions = {selector: gin_door.function_of(selector) for selector in KNOWN_BINDINGS}
     functions |= {
-        arguments.JAX_MODEL: arguments.jax_model,
-        arguments.JAX_TRAINING: arguments.jax_training,
+        parser.JAX_MODEL: parser.jax_model,
+        parser.JAX_TRAINING: parser.jax_training,
     }
     return {
         f"{selector}.{name}": parameter.default

@@ -3,8 +3,7 @@
 import pytest
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.arguments import refuse_on_mesh_tensorflow
-from t0repro.config.mtf.parser import MeshInputs
+from t0repro.config.mtf.parser import MeshInputs, refuse_on_mesh_tensorflow
 from t0repro.errors import UserError
 
 pytestmark = pytest.mark.mtf

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config import explain, gin_door
+from t0repro.config import configuration, gin_door
 from t0repro.config.mtf import dialect
+from t0repro.config.mtf.dialect import KNOWN_BINDINGS
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.mtf.reader import KNOWN_BINDINGS
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 
@@ -70,7 +70,7 @@ def load(folder: Path, lines: list[str], param: str | None = None) -> tuple[RunC
     )
     with contextlib.redirect_stderr(io.StringIO()) as warned:
         config = dialect.load(inputs).run
-    explain.render(config)
+    configuration.render(config)
     assert RunConfig.from_json(config.to_json()) == config
     return config, warned.getvalue()
 

@@ -14,7 +14,7 @@ from t0repro import compat
 from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.data import cached
 from t0repro.data.cached import CachedBatches
-from t0repro.data.seqio_data import renamed, seqio_dataset
+from t0repro.data.train_data import renamed, seqio_dataset
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.tasks.prompt_cache.folders import shard_names

@@ -10,7 +10,7 @@ import pytest
 
 from t0repro import compat
 from t0repro.config.training_plan import SeqioDataConfig
-from t0repro.data.seqio_data import (
+from t0repro.data.train_data import (
     SeqioTrainBatches,
     runs_python,
     seqio_dataset,

@@ -24,9 +24,8 @@ import numpy as np
 
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run_config import RunConfig
-from t0repro.parity.jax_run import StackResult, run_jax
+from t0repro.parity.jax_run import StackResult, as_stack_result, run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
-from t0repro.parity.mesh_result import as_stack_result
 
 # Small cases, since their files are read and recomputed by tests.
 ROWS, LENGTHS = 8, {"inputs": 24, "targets": 12}

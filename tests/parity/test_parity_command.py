@@ -11,8 +11,8 @@ import pytest
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
 from t0repro.parity import inject, report, run
+from t0repro.parity.jax_run import as_stack_result
 from t0repro.parity.mesh_jobs import load_batches, read_result
-from t0repro.parity.mesh_result import as_stack_result
 
 from ..own_lines import foreign_lines
 

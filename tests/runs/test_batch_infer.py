@@ -16,7 +16,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.seqio_evaluator import ModelFunctions
 from t0repro.runs.batch_infer import infer
-from t0repro.runs.chosen import chosen, opened
+from t0repro.runs.checkpoint_choice import chosen, opened
 
 from ..own_lines import foreign_lines
 from .tiny_gin import parsed, save_checkpoint

@@ -11,7 +11,7 @@ from t0repro.converters import storage
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
-from t0repro.runs.chosen import chosen, identity, is_there
+from t0repro.runs.checkpoint_choice import chosen, identity, is_there
 
 from .tiny_gin import parsed, save_checkpoint
 

@@ -17,7 +17,7 @@ from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.records import read_with_checksum, write_with_checksum
-from t0repro.runs.chosen import chosen, identity, opened
+from t0repro.runs.checkpoint_choice import chosen, identity, opened
 from t0repro.runs.task_eval import EvaluatedCheckpoints, evaluate_checkpoints
 
 from ..own_lines import foreign_lines

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.parameters.factoring import factoring
-from t0repro.training.adafactor import decay_rate, slot_shapes
+from t0repro.parameters.shape import factoring
+from t0repro.training.adafactor import Slots, decay_rate, slot_shapes
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.slots import Slots
 
 from ..tiny_models import ADAFACTOR
 

@@ -10,7 +10,7 @@ from t0repro.config.configuration import Configuration, RunInputs
 from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
-from t0repro.parameters.factoring import ALL_HEURISTIC
+from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.runs.start import start_configured
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree, save_tree

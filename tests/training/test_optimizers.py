@@ -21,9 +21,9 @@ from t0repro.config.run_config import (
     SgdConfig,
 )
 from t0repro.parameters import layout
+from t0repro.training.adafactor import Slots
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
-from t0repro.training.slots import Slots
 from t0repro.training.train_state import TrainState, flat_slots, from_flat_tree, to_flat_tree
 
 from .. import tiny_models as tiny

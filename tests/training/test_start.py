@@ -9,7 +9,7 @@ import pytest
 from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
-from t0repro.runs.restore import keep_matching
+from t0repro.runs.start import keep_matching
 from t0repro.runs.train import train
 from t0repro.training.train_state import to_flat_tree
 

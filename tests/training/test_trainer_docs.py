@@ -17,7 +17,7 @@ from t0repro.config.training_plan import UserClass
 from t0repro.errors import UserError
 from t0repro.evaluation.seqio_evaluator import functions_of
 from t0repro.model.t5 import T5
-from t0repro.runs.chosen import generating_model
+from t0repro.runs.checkpoint_choice import generating_model
 from t0repro.training.checkpoints import load_tree, save_checkpoint
 from t0repro.training.train_state import from_flat_tree
 

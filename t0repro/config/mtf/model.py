@@ -14,7 +14,7 @@ from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin_door import Bindings
 from t0repro.config.gin_errors import is_shipped
-from t0repro.config.mtf.arguments import JAX_MODEL, jax_model
+from t0repro.config.mtf.parser import JAX_MODEL, jax_model
 from t0repro.config.run_config import Activation, ModelConfig, Recompute
 from t0repro.errors import UserError
 from t0repro.parameters.layout import SHARED_LAYERS

@@ -9,10 +9,15 @@ from typing import Any
 
 from t0repro.config import gin_door, ranges
 from t0repro.config.configuration import RunInputs
-from t0repro.config.mtf.arguments import JAX_TRAINING, RunArguments, jax_training
 from t0repro.config.mtf.decoding import DecodingReader
 from t0repro.config.mtf.misread import scopes_read
-from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
+from t0repro.config.mtf.parser import (
+    JAX_TRAINING,
+    MESH_TRANSFORMER,
+    UTILS,
+    RunArguments,
+    jax_training,
+)
 from t0repro.config.run_config import EvalDataConfig, RunConfig
 from t0repro.config.training_plan import TrainDataConfig
 from t0repro.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from t0repro.config.t5x import records, standards, user_classes
+from t0repro.config.t5x import programs, records, user_classes
 from t0repro.config.t5x.places import Places
 from t0repro.config.training_plan import (
     ActionConfig,
@@ -95,7 +95,7 @@ def save_config(record: records.SaveCheckpointConfig | None, places: Places) -> 
     )
     # T5X keeps the best checkpoints by another class of checkpointer.
     best = record.checkpointer_cls
-    if isinstance(best, standards.Checkpointer):
+    if isinstance(best, programs.Checkpointer):
         best = None
     if best is not None and not isinstance(best, records.SaveBestCheckpointer):
         raise places.refused(f"{SAVE}.checkpointer_cls", best, _NO_CLASSES)

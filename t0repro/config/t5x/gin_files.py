@@ -14,7 +14,7 @@ from t0repro.config import cloud, gin_door
 from t0repro.config.gin_door import MACRO, Bindings, record_bindings
 from t0repro.config.gin_errors import check_macros_are_read, configuration_errors
 from t0repro.config.gin_imports import check_allowed, list_imports, restrict_imports
-from t0repro.config.t5x import modules, programs, records, standards, user_classes
+from t0repro.config.t5x import modules, programs, records, user_classes
 from t0repro.config.t5x.record import WrongArgument
 from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
 from t0repro.redaction import without_passwords
@@ -151,7 +151,7 @@ def _is_served(module: str) -> bool:
     Some bear names that Mesh TensorFlow's files know too, such as SentencePieceVocabulary, and must
     not be found there. What a module of the user's registers stays: it does so only once.
     """
-    kinds = (records, programs, standards)
+    kinds = (records, programs, programs)
     return module in [kind.__name__ for kind in kinds] or module.startswith("optax.")
 
 

@@ -1,4 +1,4 @@
-"""T5X's partitioner as a Layout."""
+"""T5X's partitioner as a Layout, and what a run does differently from T5X with equal results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from t0repro.config.run_config import Layout
+from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.places import Places
 from t0repro.config.t5x.records import AxisRules, PjitPartitioner
 
@@ -43,7 +44,7 @@ def layout_of(partitioner: PjitPartitioner, places: Places) -> Layout:
     )
 
 
-def differences(partitioner: PjitPartitioner, places: Places) -> Iterator[str]:
+def partitioner_differences(partitioner: PjitPartitioner, places: Places) -> Iterator[str]:
     """What a partitioner asks for and does not get here, with the place that asks for it."""
     used, *unused = [*_sizes(partitioner), None]
     for name in unused:
@@ -145,3 +146,18 @@ def _name_of_rules(rules: Any) -> str:
     if isinstance(rules, AxisRules):
         return f"{_RULES}.additional_rules"
     return f"{_PARTITIONER}.logical_axis_rules"
+
+
+# ---- What a run reads but does differently from T5X without changing its results -----------------
+
+
+def differences(parsed: Parsed) -> list[str]:
+    """A line for each argument that is done differently here, with the place that sets it."""
+    program, places = parsed.program, Places.of(parsed.values)
+    lines = list(partitioner_differences(program.partitioner, places))
+    if getattr(program, "use_hardware_rng", False):
+        lines.append(
+            f"{places.place('train.use_hardware_rng')}: train.use_hardware_rng = True: JAX's"
+            " default generator is used all the same, whose numbers are the same on every device"
+        )
+    return lines

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from t0repro.config import gin_door
-from t0repro.config.t5x import programs, records, standards, user_classes
+from t0repro.config.t5x import programs, records, user_classes
 from t0repro.errors import UserError, nearest_names
 
 # The function that each run mode's gin file configures, and its record.
@@ -33,11 +33,11 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
         **dict(PROGRAMS.values()),
         "create_task_from_tfexample_file": programs.TfExampleTask,
         "write_inferences_to_file": programs.WriteInferences,
-        "merge_chunks_to_file": standards.MergeChunks,
+        "merge_chunks_to_file": programs.MergeChunks,
     },
     "t5x.infer": {
         "write_inferences_to_file": programs.WriteInferences,
-        "merge_chunks_to_file": standards.MergeChunks,
+        "merge_chunks_to_file": programs.MergeChunks,
     },
     "t5x.utils": {
         "DatasetConfig": records.DatasetConfig,
@@ -45,10 +45,10 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
         "RestoreCheckpointConfig": records.RestoreCheckpointConfig,
         "CheckpointConfig": records.CheckpointConfig,
         "create_learning_rate_scheduler": records.LearningRateSchedule,
-        "get_dataset": standards.GetDataset,
-        "get_training_eval_datasets": standards.TrainingEvalDatasets,
-        "TrainStateInitializer": standards.StateInitializer,
-        "verify_matching_vocabs": standards.VerifyMatchingVocabs,
+        "get_dataset": programs.GetDataset,
+        "get_training_eval_datasets": programs.TrainingEvalDatasets,
+        "TrainStateInitializer": programs.StateInitializer,
+        "verify_matching_vocabs": programs.VerifyMatchingVocabs,
     },
     "t5x.models": {
         "EncoderDecoderModel": records.EncoderDecoderModel,
@@ -61,8 +61,8 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
     },
     "t5x.checkpoints": {
         "SaveBestCheckpointer": records.SaveBestCheckpointer,
-        "Checkpointer": standards.Checkpointer,
-        "OrbaxCheckpointManagerInterface": standards.CheckpointManager,
+        "Checkpointer": programs.Checkpointer,
+        "OrbaxCheckpointManagerInterface": programs.CheckpointManager,
     },
     "t5x.optimizers": {
         "chain": records.OptaxChain,
@@ -102,7 +102,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
         "ByteVocabulary": records.ByteVocabulary,
         "PassThroughVocabulary": records.PassThroughVocabulary,
         "Feature": records.Feature,
-        "EncDecFeatureConverter": standards.EncDecFeatureConverter,
+        "EncDecFeatureConverter": programs.EncDecFeatureConverter,
         "Evaluator": records.Evaluator,
         "PyLoggingLogger": records.PyLoggingLogger,
         "TensorBoardLogger": records.TensorBoardLogger,

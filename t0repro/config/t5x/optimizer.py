@@ -19,7 +19,7 @@ from t0repro.config.run_config import (
 )
 from t0repro.config.t5x import records
 from t0repro.config.t5x.places import Places
-from t0repro.parameters.factoring import (
+from t0repro.parameters.shape import (
     ALL_HEURISTIC,
     AXIS_WORDS,
     HEURISTIC,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from t0repro.config import ranges
 from t0repro.config.decoding import GREEDY
+from t0repro.config.inference_plan import EvalPlan, InferPlan
 from t0repro.config.run_config import CheckpointChoice, RunConfig
-from t0repro.config.t5x import data, fields, programs, records, user_classes
+from t0repro.config.t5x import data, fields, inference, programs, records, user_classes
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x import optimizer as t5x_optimizer
 from t0repro.config.t5x.gin_files import Parsed
@@ -302,3 +304,23 @@ def _provenance(program: programs.TrainProgram, places: Places) -> dict[str, str
     names |= fields.evaluator_fields("plan.evaluator")
     names |= fields.decoding_fields("plan.decoding", program.model)
     return provenance(places, names)
+
+
+# ---- A program's record: training, evaluation or inference ---------------------------------------
+
+
+_READERS: Mapping[type, Callable[[Parsed], Any]] = {
+    programs.TrainProgram: train_config,
+    programs.PrecompileProgram: precompile_config,
+    programs.EvalProgram: inference.eval_plan,
+    programs.InferProgram: inference.infer_plan,
+}
+
+
+def converted(parsed: Parsed) -> RunConfig | EvalPlan | InferPlan:
+    """What a program's run mode takes.
+
+    Raises:
+      UserError: for a value that has no counterpart here or is out of range, with its place.
+    """
+    return _READERS[type(parsed.program)](parsed)

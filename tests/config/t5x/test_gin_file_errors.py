@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from t0repro.config.run_config import RunConfig
 from t0repro.config.t5x import gin_files
-from t0repro.config.t5x.conversion import converted
+from t0repro.config.t5x.run import converted
 from t0repro.errors import UserError
 
 from ..mutations import FUZZ, folder_for_files, mutated

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from t0repro.config.run_config import Layout
-from t0repro.config.t5x.layout import differences, layout_of
+from t0repro.config.t5x.layout import layout_of, partitioner_differences
 from t0repro.config.t5x.places import Places
 from t0repro.config.t5x.records import AxisRules, PjitPartitioner
 from t0repro.errors import UserError
@@ -47,7 +47,7 @@ PLACES = Places(
 )
 def test_the_layout_of_a_partitioner(options, layout):
     assert layout_of(PjitPartitioner(**options), PLACES) == layout
-    assert list(differences(PjitPartitioner(**options), PLACES)) == []
+    assert list(partitioner_differences(PjitPartitioner(**options), PLACES)) == []
 
 
 MESHES = {"ici_mesh_shape": {"data": 4, "model": 2}, "dcn_mesh_shape": {"replica": 3}}
@@ -65,7 +65,7 @@ MESHES = {"ici_mesh_shape": {"data": 4, "model": 2}, "dcn_mesh_shape": {"replica
 def test_of_two_sizes_the_one_that_t5x_reads_wins_with_a_warning(options, layout, loses):
     partitioner = PjitPartitioner(**options)
     assert layout_of(partitioner, PLACES) == layout
-    (line,) = differences(partitioner, PLACES)
+    (line,) = partitioner_differences(partitioner, PLACES)
     loser = "num_partitions" if loses else "ici_mesh_shape"
     assert line.startswith("pretrain.gin:3" if loses else "mine.gin:7")
     assert f"PjitPartitioner.{loser} = " in line
@@ -82,7 +82,7 @@ def test_of_two_sizes_the_one_that_t5x_reads_wins_with_a_warning(options, layout
 def test_what_changes_memory_and_speed_alone_is_a_warning_with_its_place(rules, line):
     partitioner = PjitPartitioner(logical_axis_rules=rules)
     assert layout_of(partitioner, PLACES) == Layout()
-    (told,) = differences(partitioner, PLACES)
+    (told,) = partitioner_differences(partitioner, PLACES)
     assert re.match(line, told)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from t0repro.config.run_config import MultiOptimizerConfig, RunConfig
 from t0repro.errors import UserError
-from t0repro.parameters.factoring import ALL_HEURISTIC
+from t0repro.parameters.shape import ALL_HEURISTIC
 
 from ..t5x_trainings import MODEL, PRETRAIN, config
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config.explain import render
+from t0repro.config.configuration import render
 from t0repro.config.run_config import (
     AdafactorConfig,
     Arithmetic,
@@ -15,8 +15,8 @@ from t0repro.config.run_config import (
     ScheduleConfig,
 )
 from t0repro.config.t5x import programs, records
-from t0repro.config.t5x.differences import differences
 from t0repro.config.t5x.gin_files import T5xInputs, parse, shipped_files
+from t0repro.config.t5x.layout import differences
 from t0repro.config.training_plan import (
     BestCheckpoints,
     EarlyStoppingConfig,
@@ -26,7 +26,7 @@ from t0repro.config.training_plan import (
 )
 from t0repro.converters.released import catalogue
 from t0repro.errors import UserError
-from t0repro.parameters.factoring import ALL_HEURISTIC
+from t0repro.parameters.shape import ALL_HEURISTIC
 
 from ..t5x_trainings import FINETUNE, MODEL, PRETRAIN, REQUIRED, config
 

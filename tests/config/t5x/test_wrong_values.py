@@ -10,7 +10,7 @@ import pytest
 import gin
 from t0repro.config.ranges import fits, hints_of
 from t0repro.config.t5x import gin_files, programs, records
-from t0repro.config.t5x.conversion import converted
+from t0repro.config.t5x.run import converted
 from t0repro.errors import UserError
 
 from ..t5x_trainings import FINETUNE, MODEL, REQUIRED
