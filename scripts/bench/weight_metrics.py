@@ -42,7 +42,18 @@ def trainer_of(every: int) -> Trainer:
     )
     computer = WeightMetricsComputer(every) if every else None
     key = jax.random.key(1)
-    return Trainer(model, state, None, [], None, None, key, lambda step: 0.001, None, computer)
+    return Trainer(
+        model=model,
+        train_state=state,
+        partitioner=None,
+        eval_names=[],
+        summary_dir=None,
+        train_state_axes=None,
+        rng=key,
+        learning_rate_fn=lambda step: 0.001,
+        num_microbatches=None,
+        weight_metrics_computer=computer,
+    )
 
 
 def measurement_alone() -> float:

@@ -1,7 +1,7 @@
 """Turns errors and Ctrl-C into messages and exit codes; every command runs inside `gate`.
 
 Exit codes: 0 success; 1 failure (also of a check, such as `compare --tol`); 2 a mistake in the
-input; 75 a training run that a signal ended, saved (t0repro.training.actions); 130 interrupted.
+input; 75 a training run that a signal ended, saved (t0repro.training.hooks); 130 interrupted.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.processes import is_first
 from t0repro.partitioning.topologies import memory_of
 from t0repro.progress import say
-from t0repro.training.actions import Action, StopOnSignal, StoppedBySignal
 from t0repro.training.assembling import model_of
 from t0repro.training.checkpoints import checkpoint_path, latest_step
+from t0repro.training.hooks import Hook, StopOnSignal, StoppedBySignal
 from t0repro.training.loop import TrainingLoop
 from t0repro.training.metrics import OpenWriter, Writer
 from t0repro.training.optimizers import make_optimizer
@@ -52,7 +52,7 @@ def train(
     *,
     restore_from: RestoreFrom = None,
     seed: int | None = None,
-    actions: Sequence[Action] = (),
+    hooks: Sequence[Hook] = (),
     writers: Sequence[Writer] = (),
     evaluations: Evaluations | None = None,
     open_writers: Callable[[int], OpenWriter] | None = None,
@@ -73,7 +73,7 @@ def train(
         checkpoint; or a function that opens such a tree, given what makes a new state, and returns
         None for none. It is the plan's checkpoint in a form that this stack can read.
       seed: Seed for the initial parameters and for dropout, in place of the plan's.
-      actions: Actions to run between steps, in addition to the standard ones (saving, progress).
+      hooks: What to run between steps, in addition to the standard ones (saving, progress).
       writers: Receive the lines of steps in addition to metrics.jsonl, for instance TensorBoard
         event files.
       evaluations: What the plan's evaluations read.
@@ -143,7 +143,7 @@ def train(
     feed = Feed(batches, config, model, partitioning)
 
     # ---- Loop -----------------------------------------------------------------------------------
-    # The last of the actions: it reports how long the others took to save.
+    # The last of the hooks: it reports how long the others took to save.
     signals = StopOnSignal(plan.save is not None)
     loop = loop_of(
         config,
@@ -155,7 +155,7 @@ def train(
         schedule=schedule,
         evaluations=evaluations,
         save_data=feed.save,
-        actions=[*actions, signals],
+        hooks=[*hooks, signals],
         writers=writers,
         open_writers=open_writers,
     )

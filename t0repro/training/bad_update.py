@@ -29,9 +29,9 @@ from t0repro.partitioning.devices import fetched
 from t0repro.partitioning.processes import from_first, is_first
 from t0repro.progress import say
 from t0repro.redaction import without_passwords
-from t0repro.training.actions import Action
 from t0repro.training.assembling import model_of
 from t0repro.training.checkpoints import checkpoint_path, load_tree, save_checkpoint
+from t0repro.training.hooks import Hook
 from t0repro.training.metrics import StepMetrics
 from t0repro.training.models import T5Model
 from t0repro.training.t5_model import own_features
@@ -68,10 +68,10 @@ class BadTensor:
         return f"the {self.kind} {self.name}{place}: {self.bad:,} of {self.size:,} are NaN or Inf"
 
 
-class ReportBadUpdate(Action):
+class ReportBadUpdate(Hook):
     """Stops at an update that was held back, names the tensor, and keeps what reproduces it.
 
-    List it after the action that saves: that one saves the state with everything that goes with it.
+    List it after the hook that saves: that one saves the state with everything that goes with it.
 
     Args:
       config: the run's configuration.

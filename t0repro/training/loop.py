@@ -1,4 +1,4 @@
-"""The training loop of the commands: a trainer's updates, with actions between them."""
+"""The training loop of the commands: a trainer's updates, with hooks between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jax
 
 from t0repro.errors import UserError
 from t0repro.partitioning.devices import is_divided
-from t0repro.training.actions import Action
+from t0repro.training.hooks import Hook
 from t0repro.training.loss import count_examples, count_inputs, count_targets
 from t0repro.training.metric_classes import computed, with_steps_and_time
 from t0repro.training.metrics import MetricLog, SplitMetrics, StepMetrics
@@ -37,9 +37,9 @@ class _Pending:
 
 
 class TrainingLoop:
-    """Trains until a step, running actions between updates.
+    """Trains until a step, running hooks between updates.
 
-        with TrainingLoop(trainer, actions=[SaveCheckpoints(folder, SaveConfig(1000))]) as loop:
+        with TrainingLoop(trainer, hooks=[SaveCheckpoints(folder, SaveConfig(1000))]) as loop:
             loop.run(batches, num_steps=10_000)
 
     An update's loss is read while the device computes the next update.
@@ -47,8 +47,8 @@ class TrainingLoop:
     Args:
       trainer: does the updates; the loop closes it.
       log: where a line for every step is written; None for nowhere. The loop closes it.
-      files: what the trainer and the actions write to, for the loop to close.
-      actions: run between updates, in this order.
+      files: what the trainer and the hooks write to, for the loop to close.
+      hooks: run between updates, in this order.
       may_be_nan: whether training continues past a loss that is NaN or Inf; otherwise that is an
         error.
       synchronous: whether each update's loss is read before the next begins.
@@ -67,12 +67,12 @@ class TrainingLoop:
         *,
         log: MetricLog | None = None,
         files: SplitMetrics | None = None,
-        actions: Sequence[Action] = (),
+        hooks: Sequence[Hook] = (),
         may_be_nan: bool = False,
         synchronous: bool = False,
         start_step: int | None = None,
     ):
-        self.trainer, self._log, self._files, self._actions = trainer, log, files, actions
+        self.trainer, self._log, self._files, self._hooks = trainer, log, files, hooks
         self._may_be_nan, self._synchronous = may_be_nan, synchronous
         self._pending: _Pending | None = None
         self._starts_clock = True
@@ -115,44 +115,44 @@ class TrainingLoop:
     def run(self, batches: Iterable[NumpyBatch], num_steps: int) -> int:
         """Does up to `num_steps` updates and returns how many it did.
 
-        It does fewer if the batches run out or an action calls `stop`.
+        It does fewer if the batches run out or a hook calls `stop`.
 
         Raises:
           UserError: if a loss is NaN or Inf, or if the model refuses a batch.
-          PreemptionError: if the batches or an action raised it, after a save.
+          PreemptionError: if the batches or a hook raised it, after a save.
         """
         first, last_step = self.step, self.step + num_steps
-        started: list[Action] = []
+        started: list[Hook] = []
         preemption: PreemptionError | None = None
         try:
             try:
-                for action in self._actions:
-                    # Noted first: an action whose start fails is ended too.
-                    started.append(action)
-                    action.start(self, last_step)
+                for hook in self._hooks:
+                    # Noted first: a hook whose start fails is ended too.
+                    started.append(hook)
+                    hook.start(self, last_step)
                 self._steps(batches, num_steps)
             except PreemptionError as error:
-                # Not a failure: the actions save, as after a signal.
+                # Not a failure: the hooks save, as after a signal.
                 self.stop(str(error) or "preempted")
                 preemption = error
             self.flush()
-            for action in started:
-                action.finish(self)
+            for hook in started:
+                hook.finish(self)
         except BaseException as error:
             self.error = error
             raise
         finally:
             # However it ended: signal handlers, garbage collection and the terminal are given back.
             with contextlib.ExitStack() as stack:
-                for action in reversed(started):
-                    stack.callback(self._end, action)
+                for hook in reversed(started):
+                    stack.callback(self._end, hook)
         if preemption is not None:
             raise preemption
         return self.step - first
 
-    def _end(self, action: Action) -> None:
+    def _end(self, hook: Hook) -> None:
         try:
-            action.end(self)
+            hook.end(self)
         except Exception as error:
             if not self.failed:
                 raise
@@ -163,15 +163,15 @@ class TrainingLoop:
         stopped = self.trainer.stop_training  # before the first step, by an evaluation
         timed = () if stopped else _timed(itertools.islice(batches, num_steps))
         for number, (batch, wait) in enumerate(timed):
-            for action in () if number else self._actions:
-                action.before_first_step(self)
+            for hook in () if number else self._hooks:
+                hook.before_first_step(self)
             before = self.step
             self._update(batch, wait)
             if not number:
                 self._write_start(wait, before)
             # An update that was held back does not count as a step.
-            for action in self._actions if self.step > before else ():
-                action.after_step(self)
+            for hook in self._hooks if self.step > before else ():
+                hook.after_step(self)
             if self.trainer.stop_training:
                 break
 
@@ -194,9 +194,9 @@ class TrainingLoop:
         self.stop_reason = self.stop_reason or reason
 
     def wait(self) -> None:
-        """Waits for what the actions do in the background, such as a save; raises its errors."""
-        for action in self._actions:
-            action.wait()
+        """Waits for what the hooks do in the background, such as a save; raises its errors."""
+        for hook in self._hooks:
+            hook.wait()
 
     def flush(self) -> None:
         """Waits for the latest update, and until its metrics are written."""
@@ -226,7 +226,7 @@ class TrainingLoop:
             self._record(pending)
 
     def _record(self, pending: _Pending) -> None:
-        """Waits for an update, then writes its metrics and passes them to the actions."""
+        """Waits for an update, then writes its metrics and passes them to the hooks."""
         fetched = pending.fetched.result()
         values, counts = fetched.metrics, pending.counts or _counts(pending.batch)
         loss, tokens = _number(values, "loss"), int(counts["target_tokens"])
@@ -244,8 +244,8 @@ class TrainingLoop:
         held = "update_held" in values and bool(values["update_held"].compute())
         if held:
             self.step -= 1  # the state is as it was, and nothing has followed it
-            for action in self._actions:
-                action.on_bad_update(self, pending.batch, metrics)
+            for hook in self._hooks:
+                hook.on_bad_update(self, pending.batch, metrics)
         elif not math.isfinite(metrics.loss) and not self._may_be_nan:
             raise UserError(
                 f"The loss of step {metrics.step} is {metrics.loss}.",
@@ -254,8 +254,8 @@ class TrainingLoop:
             )
         if self._log is not None:
             self._log.write_step(metrics)
-        for action in self._actions:
-            action.on_metrics(metrics)
+        for hook in self._hooks:
+            hook.on_metrics(metrics)
 
     def _per_target_token(self, loss: float, tokens: int, batch: NumpyBatch) -> float | None:
         of_model = getattr(self.trainer.model, "per_target_token", None)

@@ -19,9 +19,9 @@ from t0repro.files import output_path, write_atomically
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.processes import from_first, is_first, output_folder
 from t0repro.progress import say
-from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress
 from t0repro.training.assembling import trainer_of
 from t0repro.training.bad_update import ReportBadUpdate
+from t0repro.training.hooks import Hook, SaveCheckpoints, ShowProgress
 from t0repro.training.loop import TrainingLoop
 from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, StepMetrics, Writer
 from t0repro.training.models import T5Model
@@ -69,7 +69,7 @@ def loop_of(
     schedule: Schedule,
     evaluations: Evaluations,
     save_data: Callable[[Path], None] | None,
-    actions: Sequence[Action],
+    hooks: Sequence[Hook],
     writers: Sequence[Writer],
     open_writers: Callable[[int], OpenWriter] | None,
 ) -> TrainingLoop:
@@ -85,7 +85,7 @@ def loop_of(
       schedule: The learning rates.
       evaluations: What the plan's evaluations read.
       save_data: Writes the position in the data into a checkpoint's folder.
-      actions: What runs after the plan's actions.
+      hooks: What runs after the plan's hooks.
       writers: Receive the lines of steps in addition to metrics.jsonl.
       open_writers: Given the step that training starts from, opens the writers of summaries.
     """
@@ -112,19 +112,19 @@ def loop_of(
     )
     if plan.save is None:
         say("no checkpoint will be saved: utils.CheckpointConfig.save is None")
-    planned = planned_actions(config, evaluations, files, start, end_step, save_data, holds)
+    planned = planned_hooks(config, evaluations, files, start, end_step, save_data, holds)
     return TrainingLoop(
         trainer,
         log=log,
         files=files,
-        actions=[ShowProgress(), RecordRunState(written), *planned, *actions],
+        hooks=[ShowProgress(), RecordRunState(written), *planned, *hooks],
         may_be_nan=may_be_nan,
         start_step=start.step,
         synchronous=holds,
     )
 
 
-def planned_actions(
+def planned_hooks(
     config: RunConfig,
     inputs: Evaluations,
     files: SplitMetrics | None,
@@ -132,7 +132,7 @@ def planned_actions(
     end_step: int,
     save_data: Callable[[Path], None] | None,
     holds: bool,
-) -> Sequence[Action]:
+) -> Sequence[Hook]:
     """What happens between steps, in the order in which T5X does it.
 
     Args:
@@ -153,19 +153,19 @@ def planned_actions(
         {mode: run.actions for mode, run in on_metrics.items()},
         start.checkpoint,
     )
-    actions: list[Action] = []
+    hooks: list[Hook] = []
     if plan.log == "summaries":
-        actions.append(Summarise(period, progress, on_metrics.get("TRAIN")))
+        hooks.append(Summarise(period, progress, on_metrics.get("TRAIN")))
     if plan.gc_period:
-        actions.append(CollectGarbage(plan.gc_period))
+        hooks.append(CollectGarbage(plan.gc_period))
     if plan.save is not None:
-        actions.append(SaveCheckpoints(config.model_dir, plan.save, save_data, progress=progress))
+        hooks.append(SaveCheckpoints(config.model_dir, plan.save, save_data, progress=progress))
     if holds:
-        actions.append(ReportBadUpdate(config))
+        hooks.append(ReportBadUpdate(config))
     # After the save, as in T5X, so that a metric that fails loses no step.
     if inputs.train_eval or inputs.infer_eval:
         assert files is not None, "a run that evaluates writes summaries"
-        actions.append(
+        hooks.append(
             Evaluate(
                 plan.eval_period,
                 files,
@@ -176,7 +176,7 @@ def planned_actions(
                 before_training=plan.run_eval_before_training,
             )
         )
-    return actions
+    return hooks
 
 
 def still_evaluates(config: RunConfig, start: Start, evaluations: Evaluations) -> bool:
@@ -209,7 +209,7 @@ def stops_on_nan(plan: TrainingPlan) -> bool:
     return any(isinstance(action, TerminateOnNanConfig) for action in actions)
 
 
-class CollectGarbage(Action):
+class CollectGarbage(Hook):
     """Collects Python's garbage every `period` steps, and at no other time."""
 
     def __init__(self, period: int):
@@ -323,7 +323,7 @@ def _read(path: Path) -> dict[str, Any]:
 InferEval = Callable[["TrainingLoop"], Mapping[str, Mapping[str, float]]]
 
 
-class Summarise(Action):
+class Summarise(Hook):
     """Writes a summary every `period` steps and after the last step.
 
     Args:
@@ -366,7 +366,7 @@ class Summarise(Action):
         loop.trainer.train_metrics_manager.write_summary(loop.step)
 
 
-class Evaluate(Action):
+class Evaluate(Hook):
     """Evaluates every `period` steps and after the last step.
 
     An evaluation that was interrupted is done again when training continues, so that its results,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from t0repro.errors import UserError
 from t0repro.files import input_path, output_path, write_atomically, writing
 from t0repro.leases import is_alive
-from t0repro.training.actions import Action
+from t0repro.training.hooks import Hook
 from t0repro.training.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def read_run_state(model_dir: str | os.PathLike[str]) -> RunState | None:
     return state
 
 
-class RecordRunState(Action):
+class RecordRunState(Hook):
     """Keeps model_dir/run_state.json up to date.
 
     Args:

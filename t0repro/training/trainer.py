@@ -441,13 +441,13 @@ class Trainer(BaseTrainer):
             and train_state_axes is None
         )
         super().__init__(
-            model,
-            train_state,
-            partitioner,
-            eval_names,
-            summary_dir,
-            train_state_axes,
-            rng,
+            model=model,
+            train_state=train_state,
+            partitioner=partitioner,
+            eval_names=eval_names,
+            summary_dir=summary_dir,
+            train_state_axes=train_state_axes,
+            rng=rng,
             **options,
         )
 

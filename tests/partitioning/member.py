@@ -36,13 +36,13 @@ from t0repro.evaluation.generation import generate_tokens
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning import processes
 from t0repro.runs.train import train
-from t0repro.training.actions import Action
 from t0repro.training.checkpoints import (
     checkpoint_path,
     list_checkpoints,
     load_divided_tree,
     save_checkpoint,
 )
+from t0repro.training.hooks import Hook
 from t0repro.training.train_state import TrainState, new_train_state, to_flat_tree
 
 # Layers in a loop, which a trainer holds stacked, and checkpoints have each by itself.
@@ -101,7 +101,7 @@ class NoticedBatches(Batches):
             yield batch
 
 
-class SignalMyself(Action):
+class SignalMyself(Hook):
     """Sends signals to this process after steps."""
 
     def __init__(self, signals):
@@ -124,7 +124,7 @@ def trained(folder, steps, signals=(), notice=None, in_shards=False, **layout):
     )
     source = Batches() if notice is None else NoticedBatches(notice)
     source = BatchesInShards() if in_shards else source
-    return train(config, source, actions=[SignalMyself(dict(signals))])
+    return train(config, source, hooks=[SignalMyself(dict(signals))])
 
 
 def overflowing(folder, **layout):

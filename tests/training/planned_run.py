@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import tests.tiny_models as tiny  # noqa: E402
 from t0repro.config.training_plan import EarlyStoppingConfig  # noqa: E402
 from t0repro.runs.train import train  # noqa: E402
-from t0repro.training.actions import Action  # noqa: E402
+from t0repro.training.hooks import Hook  # noqa: E402
 from t0repro.training.planned import Evaluations  # noqa: E402
 
 LAST_STEP = 30
@@ -65,7 +65,7 @@ class Evaluated:
         return iter(BATCHES[:2])
 
 
-class Behind(Action):
+class Behind(Hook):
     """Does something once a step is done."""
 
     def __init__(self, do):
@@ -102,7 +102,7 @@ def run(folder, moment=None, step=0, do=lambda: None, patience=2, last_step=LAST
         dataclasses.replace(config, model=model),
         Source(on_save),
         evaluations=Evaluations(train_eval={"a_task": evaluated}, infer_eval=infer_eval),
-        actions=[Behind(lambda here: at("behind a step", here))],
+        hooks=[Behind(lambda here: at("behind a step", here))],
     )
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from t0repro.data.train_data import TrainBatches
 from t0repro.progress import heard_by
 from t0repro.runs.train import train
-from t0repro.training.actions import Action
 from t0repro.training.checkpoints import list_checkpoints
+from t0repro.training.hooks import Hook
 from t0repro.training.train_state import to_flat_tree
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -28,7 +28,7 @@ TASK = "demo_synthetic_glue_mrpc_paraphrase"
 LAST_STEP = 7
 
 
-class Behind(Action):
+class Behind(Hook):
     """Does something once a step is done."""
 
     def __init__(self, step, do):
@@ -53,7 +53,7 @@ def config(model_dir, last_step=LAST_STEP, **data):
     )
 
 
-def run(model_dir, *actions, last_step=LAST_STEP, **data):
+def run(model_dir, *hooks, last_step=LAST_STEP, **data):
     """Trains as the command does; returns the final state as a flat tree and what was said."""
     import t0repro.tasks.demo  # noqa: F401 (registers the task)
 
@@ -61,7 +61,7 @@ def run(model_dir, *actions, last_step=LAST_STEP, **data):
     settings = config(model_dir, last_step, **data)
     source = TrainBatches(settings, has_checkpoint=bool(list_checkpoints(model_dir)))
     with heard_by(said.append):
-        state = train(settings, source, actions=actions)
+        state = train(settings, source, hooks=hooks)
     return to_flat_tree(state), said
 
 

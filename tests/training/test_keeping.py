@@ -5,7 +5,6 @@ import json
 import pytest
 
 from t0repro.config.training_plan import BestCheckpoints, SaveConfig
-from t0repro.training.actions import Action, SaveCheckpoints
 from t0repro.training.checkpoints import (
     PINNED,
     list_checkpoints,
@@ -13,6 +12,7 @@ from t0repro.training.checkpoints import (
     metric_by_step,
     superfluous,
 )
+from t0repro.training.hooks import Hook, SaveCheckpoints
 
 from .. import tiny_models as tiny
 from .test_trainer import make_loop
@@ -50,14 +50,14 @@ def test_rules(arguments, expected):
 
 
 def test_pinned_checkpoints_and_those_of_a_period_stay_beside_the_latest_and_can_be_read(tmp_path):
-    class Pin(Action):
+    class Pin(Hook):
         def after_step(self, loop):
             if loop.step == 2:
                 loop.wait()  # until the checkpoint of step 1 is whole
                 (tmp_path / "checkpoint_1" / PINNED).touch()
 
-    actions = [Pin(), SaveCheckpoints(tmp_path, SaveConfig(1, keep=1, keep_period=3))]
-    with make_loop(actions=actions) as loop:
+    hooks = [Pin(), SaveCheckpoints(tmp_path, SaveConfig(1, keep=1, keep_period=3))]
+    with make_loop(hooks=hooks) as loop:
         loop.run(tiny.batches(5), 5)
     assert list_checkpoints(tmp_path) == [1, 3, 5]
     assert load_tree(tmp_path / "checkpoint_1")["state/step"] == 1

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.training.actions import PREEMPTED, StoppedBySignal
 from t0repro.training.checkpoints import checkpoint_path, data_folder, list_checkpoints
+from t0repro.training.hooks import PREEMPTED, StoppedBySignal
 from t0repro.words import counted
 
 from . import resume_run

@@ -10,13 +10,13 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.runs.train import train
-from t0repro.training.actions import Action
+from t0repro.training.hooks import Hook
 from t0repro.training.run_state import RUN_STATE_FILE, read_run_state
 
 from .. import tiny_models as tiny
 
 
-class Do(Action):
+class Do(Hook):
     def __init__(self, do):
         self._do = do
 
@@ -25,7 +25,7 @@ class Do(Action):
 
 
 def run(folder, batches, do=lambda trainer: None):
-    train(tiny.run_config(folder, 4), batches, actions=[Do(do)])
+    train(tiny.run_config(folder, 4), batches, hooks=[Do(do)])
 
 
 def test_a_finished_training_says_how_far_and_how_fast_it_was(tmp_path):

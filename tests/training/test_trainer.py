@@ -10,8 +10,8 @@ import pytest
 
 from t0repro.config.training_plan import SaveConfig
 from t0repro.errors import UserError
-from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress
 from t0repro.training.checkpoints import list_checkpoints
+from t0repro.training.hooks import Hook, SaveCheckpoints, ShowProgress
 from t0repro.training.loop import TrainingLoop
 from t0repro.training.metrics import MetricLog, StepMetrics
 from t0repro.training.models import T5Model
@@ -23,24 +23,24 @@ from .. import tiny_models as tiny
 
 def make_trainer(*, model=None, state=None, microbatches=1, seed=0, eval_names=(), **options):
     return Trainer(
-        T5Model(model or tiny.model(), tiny.OPTIMIZER),
-        state or tiny.new_state(),
-        None,
-        eval_names,
-        options.pop("summary_dir", None),
-        None,
-        jax.random.key(seed),
-        tiny.schedule(),
-        microbatches,
+        model=T5Model(model or tiny.model(), tiny.OPTIMIZER),
+        train_state=state or tiny.new_state(),
+        partitioner=None,
+        eval_names=eval_names,
+        summary_dir=options.pop("summary_dir", None),
+        train_state_axes=None,
+        rng=jax.random.key(seed),
+        learning_rate_fn=tiny.schedule(),
+        num_microbatches=microbatches,
         **options,
     )
 
 
-def make_loop(*, log=None, actions=(), **options):
-    return TrainingLoop(make_trainer(**options), log=log, actions=actions)
+def make_loop(*, log=None, hooks=(), **options):
+    return TrainingLoop(make_trainer(**options), log=log, hooks=hooks)
 
 
-class Recorder(Action):
+class Recorder(Hook):
     def __init__(self):
         self.calls = []
 
@@ -101,7 +101,7 @@ def test_metrics_have_a_line_for_every_step(tmp_path):
 
 def test_actions_see_each_step_at_once_and_its_metrics_a_step_late():
     recorder = Recorder()
-    with make_loop(actions=[recorder]) as loop:
+    with make_loop(hooks=[recorder]) as loop:
         loop.run(tiny.batches(2), 2)
     assert recorder.calls == [
         ("start", 2),
@@ -114,19 +114,19 @@ def test_actions_see_each_step_at_once_and_its_metrics_a_step_late():
 
 
 def test_metrics_of_a_step_are_on_disk_before_its_checkpoint_is(tmp_path):
-    class Check(Action):
+    class Check(Hook):
         def after_step(self, loop):
             steps = list_checkpoints(tmp_path)
             assert not steps or [row["step"] for row in rows(tmp_path)][-1] >= steps[-1]
 
-    actions = [SaveCheckpoints(tmp_path, SaveConfig(2)), Check()]
-    with make_loop(log=MetricLog(tmp_path, 0), actions=actions) as loop:
+    hooks = [SaveCheckpoints(tmp_path, SaveConfig(2)), Check()]
+    with make_loop(log=MetricLog(tmp_path, 0), hooks=hooks) as loop:
         loop.run(tiny.batches(5), 5)
     assert list_checkpoints(tmp_path) == [2, 4, 5]
 
 
 def test_training_ends_where_the_batches_do_and_saves(tmp_path):
-    with make_loop(actions=[SaveCheckpoints(tmp_path, SaveConfig(10))]) as loop:
+    with make_loop(hooks=[SaveCheckpoints(tmp_path, SaveConfig(10))]) as loop:
         assert loop.run(tiny.batches(3), 5) == 3
     assert list_checkpoints(tmp_path) == [3]
 
@@ -137,21 +137,21 @@ def test_an_exception_ends_training_without_a_checkpoint(tmp_path):
         raise OSError("the disk is gone")
 
     recorder = Recorder()
-    actions = [SaveCheckpoints(tmp_path, SaveConfig(10)), recorder]
-    with pytest.raises(OSError, match="the disk is gone"), make_loop(actions=actions) as loop:
+    hooks = [SaveCheckpoints(tmp_path, SaveConfig(10)), recorder]
+    with pytest.raises(OSError, match="the disk is gone"), make_loop(hooks=hooks) as loop:
         loop.run(broken(), 5)
     assert recorder.calls[-1] == ("end", True)
     assert list_checkpoints(tmp_path) == []
 
 
 def test_a_stop_by_one_action_stays_a_stop_whatever_another_does():
-    class Stop(Action):
+    class Stop(Hook):
         def after_step(self, loop):
             if loop.step == 2:
                 loop.stop("enough")
                 loop.stop("of this")
 
-    with make_loop(actions=[Stop(), Recorder()]) as loop:
+    with make_loop(hooks=[Stop(), Recorder()]) as loop:
         assert loop.run(tiny.batches(5), 5) == 2
     assert loop.stop_reason == "enough" and loop.trainer.stop_training
 
@@ -180,14 +180,14 @@ def test_dropout_repeats_from_its_seed():
     def losses(seed):
         recorder = Losses()
         model = tiny.model(dropout_rate=0.5)
-        with make_loop(model=model, seed=seed, actions=[recorder]) as loop:
+        with make_loop(model=model, seed=seed, hooks=[recorder]) as loop:
             loop.run(tiny.batches(1), 1)
         return recorder.losses
 
     assert losses(1) == losses(1) != losses(2)
 
 
-class Losses(Action):
+class Losses(Hook):
     def __init__(self):
         self.losses = []
 
@@ -200,7 +200,7 @@ class Losses(Action):
 
 def test_train_returns_a_future_of_the_means_and_writes_them(tmp_path):
     recorder = Losses()
-    with make_loop(actions=[recorder]) as loop:
+    with make_loop(hooks=[recorder]) as loop:
         loop.run(tiny.batches(3), 3)
     with make_trainer(summary_dir=str(tmp_path)) as trainer:
         values = trainer.train(iter(tiny.batches(3)), 3).result()

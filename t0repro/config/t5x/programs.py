@@ -171,7 +171,7 @@ def task_modules(program: Record) -> list[str]:
 
 # ---- T5X's functions and classes that are the default of an argument -----------------------------
 
-# A gin file that names one asks for what is done in any case. Others in their place are refused.
+# A gin file that names one changes nothing. Any other function or class in its place is refused.
 
 
 class Standard(Record):

@@ -13,7 +13,7 @@ from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training import actions, checkpoints, commits
-from t0repro.training.actions import Action, SaveCheckpoints, StoppedBySignal
+from t0repro.training.hooks import Hook, SaveCheckpoints, StoppedBySignal
 from t0repro.training.run_state import read_run_state
 from t0repro.training.train_state import to_flat_tree
 
@@ -38,7 +38,7 @@ class Held:
         return self._describe(folder)
 
 
-class Trees(Action):
+class Trees(Hook):
     """Copies the state after each step."""
 
     def __init__(self):
@@ -68,7 +68,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
                 held.go.set()
             yield batch
 
-    with make_loop(actions=[SaveCheckpoints(tmp_path, SaveConfig(2)), trees]) as loop:
+    with make_loop(hooks=[SaveCheckpoints(tmp_path, SaveConfig(2)), trees]) as loop:
         assert loop.run(batches(), 5) == 5
     assert checkpoints.list_checkpoints(tmp_path) == [2, 4, 5]
     for step in (2, 4, 5):
@@ -80,7 +80,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
 def test_one_checkpoint_is_written_at_a_time(tmp_path, monkeypatch):
     held = Held(monkeypatch)
     threading.Timer(0.3, held.go.set).start()
-    with make_loop(actions=[SaveCheckpoints(tmp_path, SaveConfig(1, keep=2))]) as loop:
+    with make_loop(hooks=[SaveCheckpoints(tmp_path, SaveConfig(1, keep=2))]) as loop:
         loop.run(tiny.batches(4), 4)
     assert held.most == 1 and checkpoints.list_checkpoints(tmp_path) == [3, 4]
 
@@ -108,24 +108,24 @@ def test_an_error_of_training_is_not_hidden_by_one_of_its_save(tmp_path, monkeyp
 
     with (
         pytest.raises(RuntimeError, match="no more data"),
-        make_loop(actions=[SaveCheckpoints(tmp_path, SaveConfig(1))]) as loop,
+        make_loop(hooks=[SaveCheckpoints(tmp_path, SaveConfig(1))]) as loop,
     ):
         loop.run(broken(), 5)
     assert "ended training, another: The disk is full" in caplog.text
 
 
 def test_all_actions_are_ended_whatever_one_of_them_does():
-    class Fails(Action):
+    class Fails(Hook):
         def end(self, loop):
             raise RuntimeError("at the end")
 
     ended = []
 
-    class Ends(Action):
+    class Ends(Hook):
         def end(self, loop):
             ended.append(loop.step)
 
-    with pytest.raises(RuntimeError), make_loop(actions=[Fails(), Ends()]) as loop:
+    with pytest.raises(RuntimeError), make_loop(hooks=[Fails(), Ends()]) as loop:
         loop.run(tiny.batches(1), 1)
     assert ended == [1]
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 NOTICE_SECONDS = 30.0
 
 
-class Action:
+class Hook:
     """Something that a TrainingLoop does between steps; methods do nothing unless overridden."""
 
     def start(self, loop: TrainingLoop, last_step: int) -> None:
@@ -63,7 +63,7 @@ class Action:
         """
 
     def wait(self) -> None:
-        """Waits for what the action does in the background, and raises its error."""
+        """Waits for what the hook does in the background, and raises its error."""
 
     def finish(self, loop: TrainingLoop) -> None:
         """Called after the last step, unless an exception ended training: does what is left."""
@@ -72,7 +72,7 @@ class Action:
         """Called when training has ended, even by an exception: gives back what `start` took."""
 
 
-class SaveCheckpoints(Action):
+class SaveCheckpoints(Hook):
     """Saves the state as often as the rules say, and after the last step.
 
     A step waits only until the state is copied to the host; a thread writes the copy, one at a
@@ -200,7 +200,7 @@ class StoppedBySignal(SystemExit):
 PREEMPTED = 75
 
 
-class StopOnSignal(Action):
+class StopOnSignal(Hook):
     """Ends training after the step in which SIGTERM or SIGINT arrives, so that it is saved.
 
     A second signal has its usual effect. Several processes all end after the same step, as they do
@@ -273,7 +273,7 @@ def _jax_was_told(step: int) -> bool:
         return False
 
 
-class ShowProgress(Action):
+class ShowProgress(Hook):
     """Shows a live line on a terminal, and elsewhere prints a line every few seconds.
 
     Until the first step's metrics are there, it says that the step is being compiled.
