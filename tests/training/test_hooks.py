@@ -12,7 +12,7 @@ from t0repro.config.training_plan import SaveConfig
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.runs.train import train
-from t0repro.training import actions, checkpoints, commits
+from t0repro.training import checkpoints, commits, hooks
 from t0repro.training.hooks import Hook, SaveCheckpoints, StoppedBySignal
 from t0repro.training.run_state import read_run_state
 from t0repro.training.train_state import to_flat_tree
@@ -132,7 +132,7 @@ def test_all_actions_are_ended_whatever_one_of_them_does():
 
 @pytest.mark.parametrize("notice", [600.0, 0.0])
 def test_a_save_that_a_preemption_would_outrun_is_told(tmp_path, monkeypatch, notice):
-    monkeypatch.setattr(actions, "NOTICE_SECONDS", notice)
+    monkeypatch.setattr(hooks, "NOTICE_SECONDS", notice)
     said = []
 
     def batches():
