@@ -78,7 +78,7 @@ _ASK_WHAT_A_PATH_IS = {
     "converters/orbax_dir.py": "absolute paths, marks of complete checkpoints",
     "converters/sources.py": "links and .. in local paths",
     "converters/witnesses.py": "files found by a local walk",
-    "runs/chosen.py": "links in local paths",
+    "runs/checkpoint_choice.py": "links in local paths",
     "training/commits.py": "how checkpoints become complete and go",
     "jobs/pins.py": "links or leases",
     "cloud/auxiliary.py": "which engines share a disk with the run",
