@@ -64,7 +64,10 @@ def fault(line: str, command: Any) -> str | None:
 
 
 # In bash, every program of a page is this function: it records the words that the shell passes.
+# Folders are made, since the shell's own redirections write into them.
 _RECORDER = r"""
+made_by=$(type -P mkdir)
+mkdir() { "$made_by" "$@"; }
 PATH=/nowhere
 command_not_found_handle() { printf '%s\0' "$@" >&9; printf '\1\0' >&9; }
 enable -n source
