@@ -46,7 +46,7 @@ def arithmetic(
     family: ModelShape,
     text: str | None,
     gin_file: str | os.PathLike[str] | None = None,
-) -> hf_config.Arithmetic:
+) -> hf_config.Computation:
     """Activation, epsilon and the like of a checkpoint's model.
 
     Args:
@@ -68,7 +68,7 @@ def arithmetic(
         # published ones: T5 1.1's gated GELU and T5 1.0's ReLU.
         default = ("gelu", "linear") if family.gated else ("relu",)
         said = {field: found.value for field, found in bound.items()}
-        return dataclasses.replace(hf_config.Arithmetic(default), **said)
+        return dataclasses.replace(hf_config.Computation(default), **said)
     found = hf.read_arithmetic(ref.path)
     for field, binding in bound.items():
         if binding.value != getattr(found, field):
@@ -80,7 +80,7 @@ def arithmetic(
             )
     # What a gin file leaves unbound has its default, which may not be the model's either.
     for field in ("epsilon", "max_distance"):
-        default = getattr(hf_config.Arithmetic, field)
+        default = getattr(hf_config.Computation, field)
         if text and field not in bound and getattr(found, field) != default:
             raise UserError(
                 f"The gin file leaves the {field} at {default}, but {hf.CONFIG} says"

@@ -348,7 +348,7 @@ def _to_hf(
     tensors: Mapping[str, TensorInfo],
     options: Options,
     text: str | None,
-    computed: hf_config.Arithmetic,
+    computed: hf_config.Computation,
     norm_names: layout.NormNames,
     step: int,
 ) -> Conversion:

@@ -198,7 +198,7 @@ def hf_name(key: str) -> str | None:
     return found and layout.name_of(*found, "hf")
 
 
-def read_arithmetic(path: str) -> hf_config.Arithmetic:
+def read_arithmetic(path: str) -> hf_config.Computation:
     """What a directory's config.json says about the arithmetic; see `hf_config.arithmetic_of`."""
     return hf_config.arithmetic_of(_config(path), storage.join(path, CONFIG))
 

@@ -45,7 +45,7 @@ Logits = Literal["scaled embedding", "embedding", "kernel"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Arithmetic:
+class Computation:
     """How a T5 computes, beyond the shapes of its weights.
 
     Attributes:
@@ -63,7 +63,7 @@ class Arithmetic:
     scale_queries: bool = False
 
 
-def arithmetic_of(config: Mapping[str, Any], where: str) -> Arithmetic:
+def arithmetic_of(config: Mapping[str, Any], where: str) -> Computation:
     """Reads the arithmetic from the content of config.json.
 
     Args:
@@ -87,7 +87,7 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Arithmetic:
                 where=f"{where}, {field}",
                 fix="Convert a model that was trained and saved without it.",
             )
-    return Arithmetic(
+    return Computation(
         _activations(config, where),
         int(_number(config, "relative_attention_max_distance", _MAX_DISTANCE, int, where)),
         # Unscaled tied logits are read as a kernel of their own (`HfReader`), so
@@ -225,7 +225,7 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
     return unscaled if is_new else "scaled embedding"
 
 
-def check_target_computes(arithmetic: Arithmetic, shape: ModelShape, to: str, where: str) -> None:
+def check_target_computes(arithmetic: Computation, shape: ModelShape, to: str, where: str) -> None:
     """Checks that the software of a format computes what a model computes.
 
     The JAX stack computes everything, but T5X's gin file alone can tell it to scale queries, and a
@@ -283,7 +283,7 @@ def check_target_computes(arithmetic: Arithmetic, shape: ModelShape, to: str, wh
         )
 
 
-def gin_text(arithmetic: Arithmetic, shape: ModelShape, source: str) -> str:
+def gin_text(arithmetic: Computation, shape: ModelShape, source: str) -> str:
     """A gin file of the model in Mesh TensorFlow's words and, where these fail, t0repro's own.
 
     Args:
@@ -319,7 +319,7 @@ Unitransformer.shared_embedding_and_softmax_weights = {shape.tied}
 {own}"""
 
 
-def feed_forward_proj(arithmetic: Arithmetic) -> dict[str, Any]:
+def feed_forward_proj(arithmetic: Computation) -> dict[str, Any]:
     """The fields of config.json that say which activation a feed-forward layer has."""
     name, *gate = arithmetic.activations
     theirs = {"gelu": "gelu_new", "gelu_exact": "gelu", "swish": "silu"}.get(name, name)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t0repro.converters.hf_config import Arithmetic, feed_forward_proj
+from t0repro.converters.hf_config import Computation, feed_forward_proj
 from t0repro.converters.tensor_bundle import protobuf_fields
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape, describe
@@ -21,7 +21,7 @@ _T5_EXTRA_IDS = 100
 _MODEL_MAX_LENGTH = 512
 
 
-def model_config(family: ModelShape, dtype: str, arithmetic: Arithmetic) -> dict[str, Any]:
+def model_config(family: ModelShape, dtype: str, arithmetic: Computation) -> dict[str, Any]:
     """The content of config.json.
 
     Args:

@@ -24,7 +24,7 @@ import typer
 
 from t0repro import compat
 from t0repro.cli.app import app
-from t0repro.cli.gate import Settings, find_user_error
+from t0repro.cli.gate import ErrorHandling, find_user_error
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs/t5x_gin_files.md"
@@ -106,7 +106,7 @@ def said(*arguments: str) -> tuple[str, str]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         try:
-            command(args=list(arguments), obj=Settings(), standalone_mode=False)
+            command(args=list(arguments), obj=ErrorHandling(), standalone_mode=False)
         except Exception as error:
             mistake = find_user_error(error) or f"{type(error).__name__}: {error}"
             return printed.getvalue(), " ".join(mistake.partition("\n  where:")[0].split())

@@ -21,7 +21,7 @@ import t0repro.converters
 import t0repro.tasks
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import load_any
-from t0repro.evaluation.journal import DIGEST, Journal
+from t0repro.evaluation.journal import DIGEST, ScoreJournal
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parity.mesh_jobs import load_batches
@@ -231,7 +231,10 @@ def test_no_file_of_an_evaluation_is_executed(tmp_path):
         with nothing_runs(mark):
             load_report(tmp_path / "copy")
         (tmp_path / "pairs.bin").write_bytes(data * 40)
-        with nothing_runs(mark), contextlib.closing(Journal(tmp_path / "pairs.bin")) as journal:
+        with (
+            nothing_runs(mark),
+            contextlib.closing(ScoreJournal(tmp_path / "pairs.bin")) as journal,
+        ):
             journal.look_up(np.array([b"a"], DIGEST))
         (tmp_path / "arrays.npz").write_bytes(data)
         with nothing_runs(mark):

@@ -215,11 +215,11 @@ def score_eval(out: Path) -> None:
 
 
 def rank_eval(out: Path) -> None:
-    from t0repro.evaluation.journal import DIGEST, Journal
+    from t0repro.evaluation.journal import DIGEST, JobJournal
 
     with locks.folder_lock(out, "rank evaluation"):
         digests = np.array([b"%16d" % number for number in range(300)], DIGEST)
-        with contextlib.closing(Journal(out / ".journal" / "scores")) as journal:
+        with contextlib.closing(JobJournal(out / ".journal" / "scores")) as journal:
             missing = np.isnan(journal.look_up(digests)[0])
             journal.add(digests[missing], np.arange(300.0)[missing])
         scores = journal.look_up(digests)[0]
@@ -320,10 +320,10 @@ def mesh_records(out: Path) -> None:
 
 
 def aux(out: Path) -> None:
-    from t0repro.jobs.journal import Journal, Point
+    from t0repro.jobs.journal import JobJournal, Point
 
     with locks.folder_lock(out / "auxiliary", "auxiliary jobs"):
-        journal = Journal(out / "auxiliary")
+        journal = JobJournal(out / "auxiliary")
         for step in range(1, 41):
             point = Point(step, "m")
             if point not in journal.progress:

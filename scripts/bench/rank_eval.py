@@ -250,12 +250,12 @@ def random_model(size: dict):
 def ours(params: dict, model, examples: list[dict]):
     """Seconds, scores and plan; everything from token ids to scores is timed."""
     from t0repro.evaluation.engine import TOKENS_PER_BATCH, Engine
-    from t0repro.evaluation.grouping import make_plan
+    from t0repro.evaluation.grouping import make_batching
     from t0repro.evaluation.pairs import distinct_pairs
 
     started = time.perf_counter()
     pairs = distinct_pairs(examples, LENGTHS)
-    plan = make_plan(pairs, TOKENS_PER_BATCH["cpu"])
+    plan = make_batching(pairs, TOKENS_PER_BATCH["cpu"])
     scores = np.zeros(len(pairs))
     for found in Engine(params, model).run(pairs, plan):
         scores[found.pairs] = found.scores

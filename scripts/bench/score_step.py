@@ -38,7 +38,7 @@ import numpy as np
 
 from t0repro.config.run_config import Layout
 from t0repro.evaluation.engine import Engine, decode, encode, suited_tokens
-from t0repro.evaluation.grouping import Plan, PlannedBatch, make_plan
+from t0repro.evaluation.grouping import Batching, PlannedBatch, make_batching
 from t0repro.evaluation.pairs import Pairs
 from t0repro.model.t5 import held_for_evaluation, initial_parameters
 from t0repro.partitioning.devices import choose
@@ -80,7 +80,7 @@ def measured(
       values: a run's JSON.
       lengths: `inputs` and `targets`, their numbers of tokens, and `input_of`, each pair's input.
       limit: seconds of scoring.
-      tokens_per_batch: see grouping.make_plan.
+      tokens_per_batch: see grouping.make_batching.
     """
     from train_step import memory, model_of
 
@@ -89,7 +89,7 @@ def measured(
     partitioning = choose(Layout(**values["layout"]), model.config)
     params = random_parameters(model, partitioning)
     pairs = random_pairs(lengths, model.config.vocab_size)
-    plan = make_plan(pairs, tokens_per_batch or suited_tokens())
+    plan = make_batching(pairs, tokens_per_batch or suited_tokens())
     engine = Engine(params, model)
     before = time.perf_counter()
     first_of_each = {_shape(batch): batch for batch in reversed(plan.batches)}
@@ -140,7 +140,7 @@ def random_pairs(lengths: dict[str, np.ndarray], vocabulary: int) -> Pairs:
 
 
 def scored(
-    engine: Engine, pairs: Pairs, plan: Plan, batches: list[PlannedBatch], limit: float = np.inf
+    engine: Engine, pairs: Pairs, plan: Batching, batches: list[PlannedBatch], limit: float = np.inf
 ) -> tuple[list[PlannedBatch], int, float]:
     """Scores batches until the time is up: those done, the number of their pairs, and seconds."""
     started, done, count = time.perf_counter(), [], 0

@@ -40,7 +40,7 @@ _NOT_INSTALLED = {
 
 
 @dataclasses.dataclass
-class Settings:
+class ErrorHandling:
     """How a command handles errors; filled in once its command line is parsed.
 
     Attributes:
@@ -55,7 +55,7 @@ class Settings:
 
 
 @contextlib.contextmanager
-def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
+def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandling]:
     """Runs a command's body; exits with a message if it fails or is interrupted.
 
     Args:
@@ -63,7 +63,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
       show_unexpected: Whether to keep the traceback of an unexpected exception, since it may come
         hours into a run.
     """
-    settings = Settings()
+    settings = ErrorHandling()
     # Both before anything imports JAX, which by itself keeps (where JAX_COMPILATION_CACHE_DIR says)
     # only what took a second to compile; each program that initializes parameters takes less.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
@@ -167,7 +167,7 @@ def _end_interrupted(command: str, go_on: str) -> None:
     sys.exit(INTERRUPTED)
 
 
-def _end_unread(command: str, settings: Settings) -> None:
+def _end_unread(command: str, settings: ErrorHandling) -> None:
     # What is still buffered goes nowhere; else Python complains about it at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if not settings.long_work:

@@ -31,7 +31,7 @@ from t0repro.words import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from t0repro.evaluation.evaluation_folder import Settings
+    from t0repro.evaluation.evaluation_folder import EvaluationSettings
     from t0repro.reports.report import Report
     from t0repro.runs.rank_eval import Outcome
 
@@ -148,13 +148,13 @@ def rank_eval(
     # Tasks look for the variable when their rows are read.
     if data is not None:
         os.environ["T0REPRO_DATA_DIR"] = str(data)
-    from t0repro.evaluation.evaluation_folder import Settings
+    from t0repro.evaluation.evaluation_folder import EvaluationSettings
 
     with processes.joined():
         from t0repro.partitioning.processes import is_first
 
         # Only now that the processes have joined: the default activation asks JAX for its backend.
-        settings = Settings(
+        settings = EvaluationSettings(
             split=split,
             limit=limit,
             lengths={"inputs": inputs_length, "targets": targets_length},
@@ -210,7 +210,7 @@ def _evaluate(
     model_parallelism: int,
     mixture: str,
     out: Path,
-    settings: Settings,
+    settings: EvaluationSettings,
     write: Callable[..., tuple[Report, list[Path]]],
     also_format: str | None,
 ) -> None:
@@ -245,7 +245,7 @@ def _evaluate(
         echo(f"wrote {path}")
 
 
-def _check(mixture: str, settings: Settings) -> None:
+def _check(mixture: str, settings: EvaluationSettings) -> None:
     """Checks what is to be evaluated; the checkpoint may not be there yet."""
     from t0repro.evaluation.selection import select_tasks
 

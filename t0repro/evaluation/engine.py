@@ -19,7 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.evaluation.grouping import DecoderRows, Plan, PlannedBatch, make_plan, side_by_side
+from t0repro.evaluation.grouping import (
+    Batching,
+    DecoderRows,
+    PlannedBatch,
+    make_batching,
+    side_by_side,
+)
 from t0repro.evaluation.pairs import Pairs, distinct_pairs
 from t0repro.model.blocks import Memory
 from t0repro.model.shapes import Array, Float, Int
@@ -70,7 +76,7 @@ class Engine:
         # did not.
         self._halved: dict[tuple[int, int], int] = {}
 
-    def run(self, pairs: Pairs, plan: Plan) -> Iterator[Scored]:
+    def run(self, pairs: Pairs, plan: Batching) -> Iterator[Scored]:
         """Yields each batch's scores, in the plan's order.
 
         While the device works on one batch, the host prepares the next. Devices that divide the
@@ -175,11 +181,11 @@ def score_pairs(
       params: the model's parameters.
       model: the model.
       pairs: what to score.
-      tokens_per_batch: see grouping.make_plan; defaults to a size for the device.
+      tokens_per_batch: see grouping.make_batching; defaults to a size for the device.
     """
     tokens = tokens_per_batch or suited_tokens()
     scores = np.zeros(len(pairs))
-    for scored in Engine(params, model).run(pairs, make_plan(pairs, tokens)):
+    for scored in Engine(params, model).run(pairs, make_batching(pairs, tokens)):
         scores[scored.pairs] = scored.scores
     return scores
 
@@ -203,7 +209,7 @@ def score_examples(
       model: the model.
       examples: token ids under `inputs` and `targets`; of any number of tasks.
       lengths: maximum tokens per feature, beyond which they are cut off; None keeps all.
-      tokens_per_batch: see grouping.make_plan.
+      tokens_per_batch: see grouping.make_batching.
     """
     pairs = distinct_pairs(examples, lengths)
     return pairs.of_examples(score_pairs(params, model, pairs, tokens_per_batch)).astype(np.float32)

@@ -158,7 +158,7 @@ def _version(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class EvaluationSettings:
     """What to evaluate and how.
 
     Attributes:
@@ -167,7 +167,7 @@ class Settings:
       lengths: maximum tokens per feature; T0's are 1,024 and 256. Decoded outputs may be as long
         as targets.
       activation: dtype of the activations.
-      tokens_per_batch: see grouping.make_plan; defaults to a size for the device.
+      tokens_per_batch: see grouping.make_batching; defaults to a size for the device.
       use_cached: read tasks from SeqIO's cache.
       calibrated: also score every choice given a content-free input.
       modes: some of selection.MODES: "rank" ranks answer choices, "generate" decodes.
@@ -203,7 +203,7 @@ class EvaluationFolder:
         self,
         path: Path,
         checkpoint: Checkpoint,
-        settings: Settings,
+        settings: EvaluationSettings,
         generated: Collection[str] = (),
         command: str = "rank_eval",
     ):

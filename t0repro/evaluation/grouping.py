@@ -138,7 +138,7 @@ class PlannedBatch:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class Batching:
     """The batches of a window, largest first, so that memory runs out early or not at all.
 
     Attributes:
@@ -167,9 +167,9 @@ class Plan:
         return 1 - (self.input_tokens + self.target_tokens) / entries if entries else 0.0
 
 
-def make_plan(
+def make_batching(
     pairs: Pairs, tokens_per_batch: int, todo: Int[np.ndarray, " todo"] | None = None
-) -> Plan:
+) -> Batching:
     """Groups pairs into batches of few shapes.
 
     Args:
@@ -193,7 +193,7 @@ def make_plan(
             del waiting[number]
         batches += _batches(rows, tokens_per_batch, shape.length)
     batches.sort(key=lambda batch: (-_cost(batch), batch.shape))
-    return Plan(
+    return Batching(
         batches=tuple(batches),
         input_tokens=sum(len(pairs.inputs[item.number]) for item in items),
         target_tokens=sum(
@@ -207,10 +207,10 @@ def make_plan(
     )
 
 
-def joined(plans: Sequence[Plan]) -> Plan:
+def joined(plans: Sequence[Batching]) -> Batching:
     """Plans of different pairs as one, batches of a shape one after the other."""
     batches = [batch for plan in plans for batch in plan.batches]
-    return Plan(
+    return Batching(
         # Batches with the most computation first; equal shapes stay in the plans' order.
         tuple(sorted(batches, key=lambda batch: (-_cost(batch), batch.shape))),
         *(

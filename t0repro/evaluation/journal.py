@@ -43,7 +43,7 @@ _SECONDS_BETWEEN_SYNCS = 5.0
 _RECORDS_AT_ONCE = 1 << 16  # so that memory does not grow with the journal
 
 
-class Journal:
+class ScoreJournal:
     """One checkpoint's scores by pair, open for reading and appending.
 
     Args:

@@ -105,7 +105,7 @@ def open_checkpoint(
     return on_devices(tree, held, model, path)
 
 
-def _model_config(family: ModelShape, computed: hf_config.Arithmetic) -> ModelConfig:
+def _model_config(family: ModelShape, computed: hf_config.Computation) -> ModelConfig:
     """The model that scores: no dropout, and nothing of a loss."""
     return ModelConfig(
         num_encoder_layers=family.num_encoder_layers,

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from t0repro.evaluation.energy import Cost, EnergyMeter
-from t0repro.evaluation.grouping import Plan, joined, make_plan
-from t0repro.evaluation.journal import DIGEST, Journal
+from t0repro.evaluation.grouping import Batching, joined, make_batching
+from t0repro.evaluation.journal import DIGEST, ScoreJournal
 from t0repro.evaluation.pairs import Pairs, distinct_pairs, side_by_side
 from t0repro.evaluation.task_output import check_finite
 from t0repro.progress import count_progress, say
@@ -62,7 +62,7 @@ class RankRun:
       parts: parts of any number of tasks.
       lengths: maximum tokens per feature; None truncates nothing.
       journal: known scores are read from it and new ones appended; None keeps no journal.
-      tokens_per_batch: see grouping.make_plan; defaults to a size for the device.
+      tokens_per_batch: see grouping.make_batching; defaults to a size for the device.
       content_free: tokens of a content-free input given which every choice is scored as well.
     """
 
@@ -71,7 +71,7 @@ class RankRun:
         checkpoint: Checkpoint,
         parts: Sequence[Part],
         lengths: Mapping[str, int] | None,
-        journal: Journal | None = None,
+        journal: ScoreJournal | None = None,
         *,
         tokens_per_batch: int | None = None,
         content_free: np.ndarray | None = None,
@@ -92,9 +92,9 @@ class RankRun:
             tokens_per_batch = suited_tokens()
         self._tokens_per_batch = tokens_per_batch
         ends = np.cumsum([len(pairs) for pairs in own])
-        self.plan: Plan = joined(
+        self.plan: Batching = joined(
             [
-                make_plan(self.pairs, tokens_per_batch, np.arange(end - len(pairs), end))
+                make_batching(self.pairs, tokens_per_batch, np.arange(end - len(pairs), end))
                 for pairs, end in zip(own, ends, strict=True)
             ]
         )
@@ -149,7 +149,7 @@ class RankRun:
             known[:, planned] = self.journal.look_up(self._digests[planned])
         self.scores, self._seconds, self._joules = known
 
-    def _left(self) -> Plan:
+    def _left(self) -> Batching:
         """The plan without the batches whose scores are all known."""
         return dataclasses.replace(
             self.plan,

@@ -24,7 +24,7 @@ from t0repro.errors import UserError
 from t0repro.files import make_folder, output_path, write_atomically
 from t0repro.jobs import commands, pins, publishing
 from t0repro.jobs.commands import JobSettings
-from t0repro.jobs.journal import FOLDER, Journal, Point, Progress
+from t0repro.jobs.journal import FOLDER, JobJournal, Point, PointProgress
 from t0repro.jobs.launcher import Job, Launcher
 from t0repro.jobs.worker import Limits
 from t0repro.locks import folder_lock
@@ -109,7 +109,7 @@ class Controller:
         inspect = f"`t0repro aux status {self._model_dir}`"
         fix = f"A controller is already running; inspect it with {inspect}."
         with folder_lock(self._folder, "auxiliary jobs", fix=fix):
-            self._journal = Journal(self._folder)
+            self._journal = JobJournal(self._folder)
             self._check_settings()
             self._try_again()
             with contextlib.closing(self._launcher):
@@ -159,7 +159,7 @@ class Controller:
 
     def _is_open(self, point: Point) -> bool:
         """Whether a job may still be started for a point."""
-        return not self._journal.progress.get(point, Progress()).is_final
+        return not self._journal.progress.get(point, PointProgress()).is_final
 
     # ---- Jobs ----------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Controller:
         self._lost[point] = self._lost.get(point, 0) + 1
         return self._lost[point] >= _LOOKS_BEFORE_LOST
 
-    def _end(self, point: Point, progress: Progress, job: Job, *, interrupted: bool) -> None:
+    def _end(self, point: Point, progress: PointProgress, job: Job, *, interrupted: bool) -> None:
         """Notes how a job ended; `interrupted` if by its engine, unless it left an exit file."""
         del self._running[point]
         self._lost.pop(point, None)

@@ -42,7 +42,7 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class PointProgress:
     """How far a point has come.
 
     Attributes:
@@ -69,7 +69,7 @@ class Progress:
         return self.state in FINAL
 
 
-class Journal:
+class JobJournal:
     """Reads a folder's journal and adds to it; the caller holds the folder's lock while it adds."""
 
     def __init__(self, folder: Path):
@@ -79,7 +79,7 @@ class Journal:
           UserError: if a line cannot be read that no dying process leaves: someone edited it.
         """
         self.path = folder / JOURNAL
-        self.progress: dict[Point, Progress] = {}
+        self.progress: dict[Point, PointProgress] = {}
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
         for number, line in enumerate(lines, 1):
             try:
@@ -94,7 +94,7 @@ class Journal:
                         fix="Restore the file, or delete the folder to run every job again.",
                     ) from error
 
-    def add(self, event: str, point: Point, **details: Any) -> Progress:
+    def add(self, event: str, point: Point, **details: Any) -> PointProgress:
         """Writes an event ("seen", "started", "failed", ...) and returns where the point is now."""
         line = {"event": event, **dataclasses.asdict(point), **details}
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -104,7 +104,7 @@ class Journal:
 
     def _take(self, event: Mapping[str, Any]) -> None:
         point = Point(event["step"], event["mixture"])
-        before = self.progress.get(point, Progress())
+        before = self.progress.get(point, PointProgress())
         if event["event"] == "published":
             self.progress[point] = dataclasses.replace(before, published=True)
             return
@@ -152,7 +152,7 @@ def _was_cut(line: bytes) -> bool:
 HEADER = ("checkpoint", "mixture", "state", "attempts", "seconds", "metric")
 
 
-def read_status(model_dir: Path) -> dict[Point, Progress]:
+def read_status(model_dir: Path) -> dict[Point, PointProgress]:
     """Every point of a training run's auxiliary jobs, by step and mixture.
 
     Raises:
@@ -165,10 +165,10 @@ def read_status(model_dir: Path) -> dict[Point, Progress]:
             where=str(model_dir),
             fix="Give the folder of a training run beside which `t0repro aux` runs or has run.",
         )
-    return dict(sorted(Journal(folder).progress.items()))
+    return dict(sorted(JobJournal(folder).progress.items()))
 
 
-def rows(status: dict[Point, Progress]) -> list[tuple[str, ...]]:
+def rows(status: dict[Point, PointProgress]) -> list[tuple[str, ...]]:
     """The cells of a table with the columns of HEADER."""
     return [
         (
@@ -184,11 +184,11 @@ def rows(status: dict[Point, Progress]) -> list[tuple[str, ...]]:
     ]
 
 
-def _is_bad(progress: Progress) -> bool:
+def _is_bad(progress: PointProgress) -> bool:
     return progress.state in ("retrying", "given up") and bool(progress.reason)
 
 
-def to_json(status: dict[Point, Progress]) -> list[dict[str, Any]]:
+def to_json(status: dict[Point, PointProgress]) -> list[dict[str, Any]]:
     """One object for each point."""
     return [
         {
@@ -204,7 +204,7 @@ def to_json(status: dict[Point, Progress]) -> list[dict[str, Any]]:
     ]
 
 
-def curves(status: dict[Point, Progress]) -> list[str]:
+def curves(status: dict[Point, PointProgress]) -> list[str]:
     """One line for each mixture: its main metric over the steps, as bars between its extremes.
 
     Values that are NaN or Inf have no place in a curve; the table has them.

@@ -15,7 +15,7 @@ from t0repro.config.run_config import DType
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.engine import Engine, suited_tokens
 from t0repro.evaluation.generation import generate_tokens
-from t0repro.evaluation.grouping import make_plan
+from t0repro.evaluation.grouping import make_batching
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.pairs import distinct_pairs
 from t0repro.progress import count_progress
@@ -104,7 +104,7 @@ class T0ReproLM(LM):
         ]
         pairs = distinct_pairs(examples, self._lengths)
         params, model = self._checkpoint.params, self._checkpoint.model
-        plan = make_plan(pairs, self._tokens_per_batch or suited_tokens())
+        plan = make_batching(pairs, self._tokens_per_batch or suited_tokens())
         scores, misses = np.zeros(len(pairs)), np.ones(len(pairs))
         with count_progress(len(pairs), "scoring", "pair", "scored") as advance:
             for found in Engine(params, model, misses=True).run(pairs, plan):

@@ -19,7 +19,7 @@ from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
 from t0repro.evaluation import records
 from t0repro.evaluation.evaluation_facts import print_results, write_facts
-from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
+from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
 from t0repro.evaluation.opened import Checkpoint, parameters_digest
 from t0repro.evaluation.task_output import (
     Statistics,
@@ -194,7 +194,7 @@ class _Evaluation:
         if self._checkpoint is None:
             self._checkpoint = _identified(self._path, self._step)
         limit, statistics = _num_eval_examples(), self._statistics[task].as_record()
-        settings = Settings(
+        settings = EvaluationSettings(
             split=self._split,
             limit=limit,
             lengths=dict(self._lengths or {}),

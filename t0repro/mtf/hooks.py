@@ -173,7 +173,7 @@ class LossRecorder(tf.train.SessionRunHook):
     ):
         self._metrics, self._structure, self._denominators = metrics, structure, denominators
         self.steps: int | None = None
-        self._progress = Progress(last_step)
+        self._progress = ProgressLine(last_step)
         self._fetches: dict[str, Any] = {}
         self._step = 0
 
@@ -244,7 +244,7 @@ def _batch_counts(structure: Mapping[str, int]) -> dict[str, Any]:
     return {"tokens": tokens, "examples": examples}
 
 
-class Progress:
+class ProgressLine:
     """Progress line: step, loss, rates, time left; rewritten in place, or printed every 5 s."""
 
     def __init__(self, last_step: int | None):

@@ -23,7 +23,7 @@ from t0repro.data.batches import eval_tasks
 from t0repro.errors import UserError
 from t0repro.evaluation.energy import Cost
 from t0repro.evaluation.evaluation_facts import jax_device, print_results, write_facts
-from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
+from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredPart
 from t0repro.evaluation.reading import Part, windows
@@ -221,7 +221,7 @@ def scored(
       checkpoint: the checkpoint to score with.
       parts: the window.
       lengths: maximum tokens per feature.
-      tokens_per_batch: see grouping.make_plan.
+      tokens_per_batch: see grouping.make_batching.
 
     Raises:
       UserError: if a score is NaN or Inf, naming task, example and step.
@@ -319,11 +319,11 @@ class TaskWriter:
         folder.record(result, {**counts, **cost.as_record()})
 
 
-def _settings(config: RunConfig) -> Settings:
+def _settings(config: RunConfig) -> EvaluationSettings:
     data = config.eval_data
     assert data is not None
     wanted = data.num_eval_examples
-    return Settings(
+    return EvaluationSettings(
         split=data.split,
         # Mesh TensorFlow counts (input, choice) pairs and takes the first ones.
         limit=None if wanted is None or wanted < 0 else wanted,

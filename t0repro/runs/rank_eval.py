@@ -25,9 +25,14 @@ import numpy as np
 from t0repro.errors import UserError
 from t0repro.evaluation.energy import Cost
 from t0repro.evaluation.evaluation_facts import jax_device, operative_config, write_facts
-from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings, claim_step, scores_key
+from t0repro.evaluation.evaluation_folder import (
+    EvaluationFolder,
+    EvaluationSettings,
+    claim_step,
+    scores_key,
+)
 from t0repro.evaluation.generation import decode_examples
-from t0repro.evaluation.journal import Journal
+from t0repro.evaluation.journal import ScoreJournal
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredPart
 from t0repro.evaluation.reading import PARTS_IN_WINDOW, TaskReader, windows
@@ -96,7 +101,7 @@ def rank_eval(
     checkpoint: Checkpoint,
     mixture: str,
     out: str | os.PathLike[str],
-    settings: Settings,
+    settings: EvaluationSettings,
 ) -> Outcome:
     """Evaluates a checkpoint on the tasks that are not finished yet and writes their files.
 
@@ -180,7 +185,7 @@ class _Evaluation:
         self,
         checkpoint: Checkpoint,
         out: Path,
-        settings: Settings,
+        settings: EvaluationSettings,
         selected: Selection,
         vocabulary: Any,
         metrics: Any,
@@ -222,7 +227,7 @@ class _Evaluation:
         if settings.calibrated:
             free = np.array(self.vocabulary.encode(CONTENT_FREE), np.int32)
         tokens = settings.tokens_per_batch or suited_tokens()
-        journal = Journal(self.out / "scores" / scores_key(self.checkpoint) / "pairs.bin")
+        journal = ScoreJournal(self.out / "scores" / scores_key(self.checkpoint) / "pairs.bin")
         # The readers are kept: `available` is known only once each was read to its end.
         readers = {name: self._reader(name) for name in names}
         tasks: dict[str, _RankedTask] = {}

@@ -332,11 +332,11 @@ def _scores(
 ) -> np.ndarray:
     """Scores of the part's examples, float32; NaN where their batch was not needed."""
     from t0repro.evaluation.engine import Engine
-    from t0repro.evaluation.grouping import make_plan
+    from t0repro.evaluation.grouping import make_batching
     from t0repro.evaluation.pairs import distinct_pairs
 
     pairs = distinct_pairs(part.examples, record["key"]["lengths"])
-    plan = make_plan(pairs, record["tokens_per_batch"])
+    plan = make_batching(pairs, record["tokens_per_batch"])
     own = {int(pairs.index[row]) for row, number in enumerate(numbers) if number in inside}
     needed = tuple(batch for batch in plan.batches if own & set(batch.pairs.tolist()))
     scores = np.full(len(pairs), np.nan)

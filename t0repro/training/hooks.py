@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
     from t0repro.training.loop import TrainingLoop
-    from t0repro.training.planned import Progress
+    from t0repro.training.planned import RunProgress
     from t0repro.training.trainer import NumpyBatch
 
 
@@ -94,7 +94,7 @@ class SaveCheckpoints(Hook):
         save: SaveConfig,
         save_data: Callable[[Path], None] | None = None,
         *,
-        progress: Progress | None = None,
+        progress: RunProgress | None = None,
     ):
         self._model_dir, self._rules = model_dir, save
         self._progress = progress if save.from_first_step else None

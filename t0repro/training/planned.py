@@ -147,7 +147,7 @@ def planned_hooks(
     plan = config.plan
     period = plan.stats_period or shortest_period(plan, end_step - start.step)
     on_metrics = {mode: make_actions(items) for mode, items in plan.actions.items()}
-    progress = Progress(
+    progress = RunProgress(
         config.model_dir,
         start.step,
         {mode: run.actions for mode, run in on_metrics.items()},
@@ -242,7 +242,7 @@ PROGRESS_FILE = "progress.json"
 EVALUATED_FILE = "evaluated.json"
 
 
-class Progress:
+class RunProgress:
     """Keeps and restores what a training run remembers.
 
     Args:
@@ -332,7 +332,7 @@ class Summarise(Hook):
       run_actions: is given each summary as the metrics of the task `train`.
     """
 
-    def __init__(self, period: int, progress: Progress, run_actions: RunActions | None = None):
+    def __init__(self, period: int, progress: RunProgress, run_actions: RunActions | None = None):
         self._period, self._progress, self._run_actions = period, progress, run_actions
         self._last = 0
         self._written: concurrent.futures.Future | None = None
@@ -388,7 +388,7 @@ class Evaluate(Hook):
         metrics: SplitMetrics,
         *,
         train_eval: Mapping[str, Any],
-        progress: Progress,
+        progress: RunProgress,
         infer_eval: InferEval | None = None,
         run_actions: Mapping[str, RunActions] | None = None,
         before_training: bool = False,

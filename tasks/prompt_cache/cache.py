@@ -24,7 +24,7 @@ from t0repro.files import check_is_no_pattern, make_folder, output_path, write_a
 from t0repro.progress import working
 from t0repro.tasks.prompt_cache import folders, shards
 from t0repro.tasks.prompt_cache.beam import BeamWorkers
-from t0repro.tasks.prompt_cache.plan import CachedTask, Plan, Prompt, Request, RowsOfSplit
+from t0repro.tasks.prompt_cache.plan import CachedTask, CachePlan, Prompt, Request, RowsOfSplit
 from t0repro.tasks.prompt_cache.planning import make_plan
 from t0repro.tasks.prompt_cache.prompts import Statistics, features
 from t0repro.tasks.prompt_cache.shards import Piece, PieceResult, SpooledRows, save_array
@@ -62,7 +62,7 @@ def cache_tasks(
     request: Request,
     workers: int,
     progress: Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]],
-    plan_for: Callable[[Request], Plan] | None = None,
+    plan_for: Callable[[Request], CachePlan] | None = None,
     beam_options: Sequence[str] | None = None,
 ) -> Summary:
     """Caches whatever was asked for and is not cached yet.
@@ -150,7 +150,7 @@ def _workers(count: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> Plan:
+def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> CachePlan:
     """The plan, made by a worker or, if it takes SeqIO, by a process that ends right after.
 
     Were a worker to import SeqIO, it would keep the gigabyte that SeqIO and TensorFlow take.
@@ -164,7 +164,7 @@ def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> Plan:
         return plan.result()
 
 
-def _planned_elsewhere(request: Request) -> Plan:
+def _planned_elsewhere(request: Request) -> CachePlan:
     libraries = ", with TensorFlow and SeqIO" if needs_seqio(request.modules) else ""
     with working(f"importing the tasks{libraries}"), _pool(1) as other:
         return other.submit(make_plan, request).result()
@@ -208,7 +208,7 @@ class _Split:
 class _Run:
     """The state of one run: what is queued, being written, and done."""
 
-    def __init__(self, plan: Plan, request: Request, folder: Path, staging: Path):
+    def __init__(self, plan: CachePlan, request: Request, folder: Path, staging: Path):
         self._plan, self._request = plan, request
         self._folder, self._staging = folder, staging
         self._groups: dict[RowsOfSplit, list[tuple[Prompt, str]]] = {}

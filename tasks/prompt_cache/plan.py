@@ -92,7 +92,7 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CachePlan:
     """All prompts left to render.
 
     Attributes:

@@ -27,8 +27,8 @@ from t0repro.tasks.prompt_cache.folders import (
 )
 from t0repro.tasks.prompt_cache.plan import (
     CachedTask,
+    CachePlan,
     PlainTemplate,
-    Plan,
     Prompt,
     Request,
     RowsOfSplit,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from t0repro.tasks.task import TaskDescription
 
 
-def make_plan(request: Request) -> Plan:
+def make_plan(request: Request) -> CachePlan:
     """Registers the tasks, selects those asked for, and works out which are not cached yet.
 
     Raises:
@@ -60,7 +60,7 @@ def make_plan(request: Request) -> Plan:
     for name in names:
         planner.add(descriptions[name])
     planner.check_at_hand(len(names))
-    return Plan(
+    return CachePlan(
         prompts=planner.prompts(),
         vocabularies=planner.vocabularies,
         selected=len(names),

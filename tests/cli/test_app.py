@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from t0repro.cli import app
-from t0repro.cli.gate import Settings
+from t0repro.cli.gate import ErrorHandling
 from t0repro.cli.spelling import show_canonical, with_t5x_overrides
 from t0repro.errors import UserError
 
@@ -162,7 +162,7 @@ def test_long_help_groups_options_under_headings():
 
 def _parse(command, words, parent=None):
     """Parses a command line as Click would, runs nothing, and returns the command it would run."""
-    context = command.make_context(command.name, list(words), parent=parent, obj=Settings())
+    context = command.make_context(command.name, list(words), parent=parent, obj=ErrorHandling())
     if hasattr(command, "commands") and (rest := [*context._protected_args, *context.args]):
         return _parse(command.commands[rest[0]], rest[1:], context)
     return command

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from t0repro.converters.convert import convert
-from t0repro.converters.hf_config import Arithmetic, arithmetic_of, feed_forward_proj, logits_of
+from t0repro.converters.hf_config import Computation, arithmetic_of, feed_forward_proj, logits_of
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.parameters.shape import ModelShape
@@ -45,7 +45,7 @@ def test_the_activation_is_the_one_that_transformers_takes(config, activations):
 
 def test_distance_and_epsilon_are_read():
     config = t5(relative_attention_max_distance=64, layer_norm_epsilon=1e-5)
-    assert arithmetic_of(config, "config.json") == Arithmetic(("relu",), 64, 1e-5)
+    assert arithmetic_of(config, "config.json") == Computation(("relu",), 64, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_tied_mt5_of_an_unknown_transformers_is_refused():
 @pytest.mark.parametrize("gate", [(), ("linear",)])
 @pytest.mark.parametrize("name", ["relu", "gelu", "gelu_exact", "swish", "tanh", "sigmoid"])
 def test_a_written_activation_is_read_as_the_same(name, gate):
-    arithmetic = Arithmetic((name, *gate))
+    arithmetic = Computation((name, *gate))
     assert arithmetic_of(t5(**feed_forward_proj(arithmetic)), "config.json") == arithmetic
 
 

@@ -12,7 +12,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation import engine, packing
 from t0repro.evaluation.engine import Engine, score_examples, score_pairs
 from t0repro.evaluation.generation import generate_tokens
-from t0repro.evaluation.grouping import make_plan
+from t0repro.evaluation.grouping import make_batching
 from t0repro.evaluation.pairs import distinct_pairs
 from t0repro.model.t5 import T5
 from t0repro.progress import heard_by
@@ -173,7 +173,7 @@ def test_batches_come_in_the_plans_order_while_the_next_one_is_under_way(params,
 
     monkeypatch.setattr(Engine, "_dispatch", noting)
     pairs = distinct_pairs([{"inputs": [n] * 8, "targets": [n, 1]} for n in range(2, 14)])
-    plan = make_plan(pairs, 32)
+    plan = make_batching(pairs, 32)
     run = Engine(params, MODEL).run(pairs, plan)
     assert next(run).pairs.tolist() == plan.batches[0].pairs.tolist()
     assert started == list(plan.batches[:2])
@@ -187,7 +187,7 @@ def test_batches_of_the_same_lengths_are_compiled_once(params):
 
     def compiled(inputs):
         pairs = distinct_pairs(examples_of(7, inputs, 2), None)
-        plan = make_plan(pairs, 64)
+        plan = make_batching(pairs, 64)
         before = [program._cache_size() for program in programs]
         for _ in Engine(params, model).run(pairs, plan):
             pass
@@ -212,7 +212,7 @@ def test_misses_are_the_targets_that_greedy_decoding_would_not_choose(params):
     ]
     pairs = distinct_pairs(examples + other)
     misses = np.full(len(pairs), np.nan)
-    for scored in Engine(params, MODEL, misses=True).run(pairs, make_plan(pairs, 48)):
+    for scored in Engine(params, MODEL, misses=True).run(pairs, make_batching(pairs, 48)):
         misses[scored.pairs] = scored.misses
     expected = [0.0] * len(examples) + [1.0] * len(other)
     assert pairs.of_examples(misses).tolist() == expected

@@ -7,7 +7,7 @@ import pytest
 
 from t0repro.config.decoding import GREEDY
 from t0repro.errors import UserError
-from t0repro.evaluation.evaluation_folder import Settings
+from t0repro.evaluation.evaluation_folder import EvaluationSettings
 from t0repro.evaluation.generation import generate_tokens, texts_of
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.reading import TaskReader
@@ -16,7 +16,9 @@ from t0repro.reports.report import load_report
 from t0repro.runs import rank_eval
 from t0repro.runs.rank_eval import write_results
 
-SETTINGS = Settings(lengths={"inputs": 64, "targets": 8}, limit=4, modes=("rank", "generate"))
+SETTINGS = EvaluationSettings(
+    lengths={"inputs": 64, "targets": 8}, limit=4, modes=("rank", "generate")
+)
 RANKED = "demo_synthetic_ag_news_classify_with_choices_question_first"
 DECODED, MIXTURE = "headline_of_article", "news_of_both_kinds"
 
@@ -128,6 +130,6 @@ def test_a_mode_that_a_task_does_not_have_is_refused(
             "have answer choices to rank: demo_synthetic_ag_news_cl",
         ),
     ):
-        settings = Settings(modes=modes)
+        settings = EvaluationSettings(modes=modes)
         with pytest.raises(UserError, match=message):
             evaluate(model_dir, tmp_path, prompts, settings, task)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t0repro.evaluation import grouping, packing
-from t0repro.evaluation.grouping import make_plan
+from t0repro.evaluation.grouping import make_batching
 from t0repro.evaluation.pairs import distinct_pairs, side_by_side
 
 TOKENS = st.lists(st.integers(1, 5), max_size=40)
@@ -50,7 +50,7 @@ def test_a_target_with_a_hole_is_refused():
 @given(EXAMPLES, st.integers(8, 200))
 def test_every_pair_with_tokens_is_planned_once_in_bounded_shapes(examples, tokens):
     pairs = distinct_pairs(examples)
-    plan = make_plan(pairs, tokens)
+    plan = make_batching(pairs, tokens)
     planned = [int(p) for batch in plan.batches for p in batch.pairs]
     assert sorted(planned) == [p for p in range(len(pairs)) if len(pairs.targets[p])]
     encoded = [number for batch in plan.batches for row in batch.rows for number in row.inputs]
@@ -64,7 +64,7 @@ def test_every_pair_with_tokens_is_planned_once_in_bounded_shapes(examples, toke
 @given(EXAMPLES)
 def test_arrays_hold_the_tokens_and_padding_is_counted_exactly(examples):
     pairs = distinct_pairs(examples)
-    plan = make_plan(pairs, 64)
+    plan = make_batching(pairs, 64)
     inputs = [batch.inputs(pairs)[0] for batch in plan.batches]
     rows = [rows for batch in plan.batches for rows in batch.decoder_rows(pairs)]
     entries = sum(x.size for x in inputs) + sum(r.targets.size for r in rows)
@@ -80,7 +80,7 @@ def test_arrays_hold_the_tokens_and_padding_is_counted_exactly(examples):
 @given(EXAMPLES, st.integers(8, 200))
 def test_every_choice_reads_its_own_input_and_no_other(examples, tokens):
     pairs = distinct_pairs(examples)
-    for batch in make_plan(pairs, tokens).batches:
+    for batch in make_batching(pairs, tokens).batches:
         ids, segments = batch.inputs(pairs)
         for rows in batch.decoder_rows(pairs):
             for at, place in zip(*np.nonzero(rows.pair >= 0), strict=True):
@@ -94,14 +94,14 @@ def test_every_choice_reads_its_own_input_and_no_other(examples, tokens):
 
 def test_an_empty_input_shares_its_row_with_no_other():
     pairs = distinct_pairs(examples_of(([], [7]), ([5], [7]), ([6], [7])))
-    rows = [row.inputs for batch in make_plan(pairs, 64).batches for row in batch.rows]
+    rows = [row.inputs for batch in make_batching(pairs, 64).batches for row in batch.rows]
     assert sorted(map(sorted, rows)) == [[0], [1, 2]]
 
 
 def test_very_many_choices_take_further_rows_of_the_same_input(monkeypatch):
     monkeypatch.setattr(packing, "MAX_ROW", 10)
     pairs = distinct_pairs(examples_of(*(([5, 6], [7] * n) for n in (4, 6, 5, 12))))
-    (batch,) = make_plan(pairs, 1000).batches
+    (batch,) = make_batching(pairs, 1000).batches
     (row,) = batch.rows
     assert row.pieces == ((0, 1), (2,), (3,))
     assert [rows.pair.max() for rows in batch.decoder_rows(pairs)] == [1, 2, 3]
@@ -124,8 +124,8 @@ def test_a_part_of_a_window_has_the_batches_that_it_has_alone():
     together = side_by_side(parts)
     ends = np.cumsum([len(part) for part in parts])
     for part, end in zip(parts, ends, strict=True):
-        alone = make_plan(part, 512)
-        inside = make_plan(together, 512, np.arange(end - len(part), end))
+        alone = make_batching(part, 512)
+        inside = make_batching(together, 512, np.arange(end - len(part), end))
         assert [b.digest(part) for b in alone.batches] == [
             b.digest(together) for b in inside.batches
         ]
@@ -133,7 +133,7 @@ def test_a_part_of_a_window_has_the_batches_that_it_has_alone():
 
 def test_devices_side_by_side_compute_whole_batches_of_the_plan():
     pairs = distinct_pairs(list(lengths_of(np.random.default_rng(0), 200)))
-    plan = make_plan(pairs, 512)
+    plan = make_batching(pairs, 512)
     for together in grouping.side_by_side(plan.batches, 3):
         size, length, targets = together.shape
         ids, _ = together.inputs(pairs)
@@ -155,14 +155,14 @@ def lengths_of(random, inputs):
 
 def test_inputs_of_all_lengths_are_packed_into_few_shapes_with_little_padding():
     pairs = distinct_pairs(list(lengths_of(np.random.default_rng(0), 1000)))
-    plan = make_plan(pairs, 4096)
+    plan = make_batching(pairs, 4096)
     # The last batch of each kind of row may have fewer rows.
     assert plan.padding < 0.12 and len({shape[1:] for shape in plan.shapes}) <= 4
 
 
 def test_only_what_is_to_do_is_planned():
     pairs = distinct_pairs(examples_of(([5], [7]), ([5], [8]), ([6], [7])))
-    plan = make_plan(pairs, 64, np.array([1]))
+    plan = make_batching(pairs, 64, np.array([1]))
     assert [batch.pairs.tolist() for batch in plan.batches] == [[1]]
-    assert make_plan(pairs, 64, np.array([], np.int64)).batches == ()
-    assert make_plan(pairs, 64, np.array([], np.int64)).padding == 0.0
+    assert make_batching(pairs, 64, np.array([], np.int64)).batches == ()
+    assert make_batching(pairs, 64, np.array([], np.int64)).padding == 0.0

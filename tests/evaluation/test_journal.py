@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from t0repro.evaluation.journal import DIGEST, Journal
+from t0repro.evaluation.journal import DIGEST, ScoreJournal
 
 RECORD = 36
 
@@ -12,25 +12,25 @@ def digests(*letters):
 
 def known(path, *letters):
     """The scores of pairs that a journal knows, by letter."""
-    journal = Journal(path)
+    journal = ScoreJournal(path)
     found = dict(zip(letters, journal.look_up(digests(*letters))[0].tolist(), strict=True))
     journal.close()
     return {letter: score for letter, score in found.items() if not np.isnan(score)}
 
 
 def write(path, **scores):
-    journal = Journal(path)
+    journal = ScoreJournal(path)
     journal.add(digests(*scores), np.array(list(scores.values())))
     journal.close()
 
 
 def test_scores_are_there_when_the_journal_is_opened_again(tmp_path):
     path = tmp_path / "key" / "pairs.bin"
-    journal = Journal(path)
+    journal = ScoreJournal(path)
     journal.add(digests("b", "a"), np.array([-1.5, -0.1]), 0.5, 2.0)
     journal.add(np.array([bytes(16)], DIGEST), np.array([-2.0]))
     journal.close()
-    again = Journal(path)
+    again = ScoreJournal(path)
     asked = np.array([b"a" * 16, b"x" * 16, b"b" * 16, bytes(16)], DIGEST)
     scores, seconds, joules = again.look_up(asked)
     again.close()

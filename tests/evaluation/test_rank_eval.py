@@ -17,7 +17,7 @@ import seqio
 from t0repro.errors import UserError
 from t0repro.evaluation import engine, evaluation_folder, reading
 from t0repro.evaluation.engine import Engine
-from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
+from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.records import read_records
@@ -39,7 +39,7 @@ from ..tasks.prompt_caches import make
 from .small_model import save_model
 
 MIXTURE = "demo_eval_score_eval"
-SETTINGS = Settings(lengths={"inputs": 128, "targets": 32}, limit=3)
+SETTINGS = EvaluationSettings(lengths={"inputs": 128, "targets": 32}, limit=3)
 COMMAND = "from t0repro.cli.app import main; main()"
 
 

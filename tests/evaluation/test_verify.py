@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from t0repro.cli.report import app
 from t0repro.evaluation import evaluation_facts, records
-from t0repro.evaluation.evaluation_folder import Settings
+from t0repro.evaluation.evaluation_folder import EvaluationSettings
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.reading import TaskReader
 from t0repro.progress import heard_by
@@ -22,7 +22,7 @@ from t0repro.reports.write import write_report
 from t0repro.runs import rank_eval
 from t0repro.runs.verify import chosen_cells, noticed, options_of, verify
 
-SETTINGS = Settings(lengths={"inputs": 128, "targets": 32}, limit=12)
+SETTINGS = EvaluationSettings(lengths={"inputs": 128, "targets": 32}, limit=12)
 ALL = 10_000
 
 

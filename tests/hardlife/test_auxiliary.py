@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from t0repro.jobs.journal import Journal
+from t0repro.jobs.journal import JobJournal
 from t0repro.training.checkpoints import latest_step
 
 from ..jobs.trainings import curve, make_evaluator, save_checkpoints
@@ -111,7 +111,7 @@ def _kill(kind: str, alive: dict[str, subprocess.Popen[bytes]], dice: random.Ran
 
 
 def _check_results(model_dir: Path) -> str:
-    progress = Journal(model_dir / "auxiliary").progress
+    progress = JobJournal(model_dir / "auxiliary").progress
     # What the training deleted while no controller lived is named as missed, and is no success.
     missed = {point for point, each in progress.items() if each.state == "missed"}
     succeeded = {point for point, each in progress.items() if each.state == "succeeded"}

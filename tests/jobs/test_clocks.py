@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.jobs.journal import Journal, Point, read_status, to_json
+from t0repro.jobs.journal import JobJournal, Point, read_status, to_json
 
 from .trainings import curve, make_evaluator, save_checkpoints
 
@@ -83,7 +83,7 @@ def test_what_crosses_a_restart_holds(tmp_path):
     dying.send_signal(signal.SIGKILL)
     dying.wait()
     assert start(tmp_path, evaluator, "m").wait(120) == 0
-    progress = Journal(tmp_path / "model" / "auxiliary").progress
+    progress = JobJournal(tmp_path / "model" / "auxiliary").progress
     assert {each.state for each in progress.values()} == {"succeeded"} and len(progress) == 4
     assert progress[Point(3, "m")].failures == 0
     assert curve(tmp_path / "model" / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]

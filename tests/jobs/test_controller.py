@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.jobs.journal import Journal, Point, curves, read_status, to_json
+from t0repro.jobs.journal import JobJournal, Point, curves, read_status, to_json
 from t0repro.jobs.launcher import LocalLauncher
 from t0repro.training.checkpoints import checkpoint_path
 
@@ -229,6 +229,6 @@ def test_a_killed_controllers_successor_goes_on_without_doing_anything_twice(tmp
     assert subprocess.run(command, cwd=root, check=False).returncode == 0
     for mixture in "ab":
         assert curve(model_dir / "inference_eval" / mixture) == [(3, 0.75), (6, 0.8571)]
-    progress = Journal(model_dir / "auxiliary").progress
+    progress = JobJournal(model_dir / "auxiliary").progress
     assert {each.state for each in progress.values()} == {"succeeded"}
     assert all(each.failures == 0 for each in progress.values())  # interrupted, not failed

@@ -3,14 +3,14 @@
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.jobs.journal import Journal, Point
+from t0repro.jobs.journal import JobJournal, Point
 
 POINT = Point(3, "m")
 
 
 @pytest.fixture
 def journal(tmp_path):
-    journal = Journal(tmp_path)
+    journal = JobJournal(tmp_path)
     journal.add("seen", POINT)
     journal.add("started", POINT, attempt=1)
     journal.add("failed", POINT, reason="exit code 1")
@@ -18,7 +18,7 @@ def journal(tmp_path):
 
 
 def test_what_was_written_is_read_back(tmp_path, journal):
-    again = Journal(tmp_path)
+    again = JobJournal(tmp_path)
     assert again.progress == journal.progress
     progress = again.progress[POINT]
     assert (progress.state, progress.attempt, progress.failures) == ("retrying", 1, 1)
@@ -29,10 +29,10 @@ def test_what_was_written_is_read_back(tmp_path, journal):
 def test_a_line_that_was_cut_is_dropped_and_swallows_nothing(tmp_path, journal, cut):
     data = journal.path.read_bytes()
     journal.path.write_bytes(data[:-cut])
-    again = Journal(tmp_path)
+    again = JobJournal(tmp_path)
     assert again.progress[POINT].state == ("retrying" if cut == 1 else "running")
     again.add("started", POINT, attempt=2)
-    assert Journal(tmp_path).progress[POINT].attempt == 2
+    assert JobJournal(tmp_path).progress[POINT].attempt == 2
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_an_edited_line_is_named(tmp_path, journal, line):
     lines = journal.path.read_text().splitlines()
     journal.path.write_text("\n".join([lines[0], line, *lines[2:]]) + "\n")
     with pytest.raises(UserError, match="Line 2 of the journal cannot be read"):
-        Journal(tmp_path)
+        JobJournal(tmp_path)

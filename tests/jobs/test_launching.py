@@ -15,7 +15,7 @@ from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from typer.testing import CliRunner
 
 from t0repro.cli.app import app
-from t0repro.cli.gate import Settings
+from t0repro.cli.gate import ErrorHandling
 from t0repro.cloud.engines import read_template
 from t0repro.cloud.launching import Launch, job_set, slurm_script, tpu_vm_commands
 from t0repro.cloud.machines import Machine
@@ -222,7 +222,7 @@ def test_the_command_submits_what_a_dry_run_prints(tmp_path, monkeypatch):
     arguments = ["launch", "--to", "slurm", "--processes", "2", "--option=--partition=gpu"]
 
     def called(*more):
-        return CliRunner().invoke(app, [*arguments, *more, "--", *COMMAND], obj=Settings())
+        return CliRunner().invoke(app, [*arguments, *more, "--", *COMMAND], obj=ErrorHandling())
 
     shown = called("--dry_run")
     assert shown.exit_code == 0 and not received.exists()
@@ -242,14 +242,18 @@ def test_a_secret_is_not_printed_and_reaches_what_is_started(tmp_path, monkeypat
     machine = [f"--machines={tmp_path / 'machines.yaml'}", "--cell=here"]
     for engine in ("slurm", "k8s"):
         arguments = ["launch", "--to", engine, *machine]
-        shown = CliRunner().invoke(app, [*arguments, "--dry_run", "--", "true"], obj=Settings())
+        shown = CliRunner().invoke(
+            app, [*arguments, "--dry_run", "--", "true"], obj=ErrorHandling()
+        )
         assert "HF_TOKEN" in shown.stdout and "s3cr3t" not in shown.stdout
-        assert CliRunner().invoke(app, [*arguments, "--", "true"], obj=Settings()).exit_code == 0
+        assert (
+            CliRunner().invoke(app, [*arguments, "--", "true"], obj=ErrorHandling()).exit_code == 0
+        )
         assert "s3cr3t" in (tmp_path / "received").read_text()
     for required in ("--zone=a", "--accelerator-type=b", "--version=c"):
         machine.append(f"--option={required}")
     refused = CliRunner().invoke(
-        app, ["launch", "--to=tpu-vm", *machine, "--", "true"], obj=Settings()
+        app, ["launch", "--to=tpu-vm", *machine, "--", "true"], obj=ErrorHandling()
     )
     assert "HF_TOKEN would be printed" in str(refused.exception)
 

@@ -104,7 +104,7 @@ def evaluated(tmp_path_factory):
     """The scores of a random model of the demo's tasks, by rank-eval's own function."""
     import warnings
 
-    from t0repro.evaluation.evaluation_folder import Settings
+    from t0repro.evaluation.evaluation_folder import EvaluationSettings
     from t0repro.evaluation.opened import open_checkpoint
     from t0repro.runs.rank_eval import rank_eval
 
@@ -117,7 +117,7 @@ def evaluated(tmp_path_factory):
         load_prompts(["t0repro.tasks.demo"], into_seqio=True)
         folder = tmp_path_factory.mktemp("evaluated")
         checkpoint = open_checkpoint(str(save_model(folder / "model")), None, "float32")
-        settings = Settings(lengths={"inputs": 128, "targets": 32}, limit=4)
+        settings = EvaluationSettings(lengths={"inputs": 128, "targets": 32}, limit=4)
         return rank_eval(checkpoint, "demo_eval_score_eval", folder / "out", settings)
 
 
