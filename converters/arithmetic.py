@@ -16,7 +16,7 @@ from t0repro.converters import gin_shapes, hf, hf_config, mtf, sources, storage
 from t0repro.converters.gin_shapes import T5X_CONFIG
 from t0repro.converters.tensors import CheckpointRef, StoredTensor
 from t0repro.errors import UserError
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 
 _OTHER_GIN = "Give the gin file of the model that the checkpoint holds."
@@ -128,7 +128,7 @@ def repeated_biases(names: Iterable[str], model: ModelConfig) -> dict[str, str]:
     counts = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
     found = {}
     # `coder/` is either tower's end: the shared biases of encoder and decoder, and their slots.
-    for key in [key for key in names if f"coder/{layout.RELATIVE_BIAS}" in key]:
+    for key in [key for key in names if f"coder/{naming.RELATIVE_BIAS}" in key]:
         before, tower, after = key.partition("encoder" if "encoder" in key else "decoder")
         for layer in range(counts[tower]):
             found[f"{before}{tower}/layers_{layer}{after}"] = key

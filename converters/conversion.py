@@ -18,8 +18,8 @@ from t0repro.converters.jax_tree import Layout
 from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Output, TensorInfo, Writer
 from t0repro.errors import UserError
-from t0repro.parameters import layout
-from t0repro.parameters.layout import NormNames
+from t0repro.parameters import naming
+from t0repro.parameters.naming import NormNames
 from t0repro.parameters.shape import ModelShape
 
 
@@ -49,7 +49,7 @@ class Options:
     """
 
     slots: bool = True
-    norm_names: layout.NormNames | None = None
+    norm_names: naming.NormNames | None = None
     dtype: str | None = None
     master_dtype: str | None = None
     scan: bool = False
@@ -90,7 +90,7 @@ class WithoutSlots(_Around):
     def __init__(self, reader: CheckpointReader):
         super().__init__(reader)
         self.tensors = {
-            key: info for key, info in reader.tensors.items() if not key.startswith(layout.SLOTS)
+            key: info for key, info in reader.tensors.items() if not key.startswith(naming.SLOTS)
         }
 
 
@@ -111,7 +111,7 @@ class Cast(_Around):
         if dtype not in (None, *DTYPES):
             raise UserError(f"There is no type {dtype!r} to convert to; give float32 or bfloat16.")
         parameters = {
-            key: info for key, info in reader.tensors.items() if key.startswith(layout.PARAMETERS)
+            key: info for key, info in reader.tensors.items() if key.startswith(naming.PARAMETERS)
         }
         if dtype is None:
             for key, info in parameters.items():
@@ -204,14 +204,14 @@ def _check_order(reader: CheckpointReader, vocab_size: int) -> None:
     The names of factored slots depend on which of the parameter's axes is larger.
     """
     for key in reader.tensors:
-        path, slot = ("", None) if key == layout.STEP else layout.split_key(key)
+        path, slot = ("", None) if key == naming.STEP else naming.split_key(key)
         # A slot's parameter has the axis; the slot may have lost it to the mean.
-        axis = _vocabulary_axis(layout.PARAMETERS + path, reader.tensors) if path else None
+        axis = _vocabulary_axis(naming.PARAMETERS + path, reader.tensors) if path else None
         if slot in ("v_row", "v_col") and axis is not None:
-            before = list(reader.tensors[layout.PARAMETERS + path].shape)
+            before = list(reader.tensors[naming.PARAMETERS + path].shape)
             after = [vocab_size if n == axis else size for n, size in enumerate(before)]
-            if layout.factored_slots(before) != layout.factored_slots(after) or (
-                layout.t5x_dropped_axes(before) != layout.t5x_dropped_axes(after)
+            if naming.factored_slots(before) != naming.factored_slots(after) or (
+                naming.t5x_dropped_axes(before) != naming.t5x_dropped_axes(after)
             ):
                 raise UserError(
                     f"With a vocabulary of {vocab_size} the slots of {reader.native_name(key)}"
@@ -223,16 +223,16 @@ def _check_order(reader: CheckpointReader, vocab_size: int) -> None:
 
 def _vocabulary_axis(key: str, tensors: Mapping[str, TensorInfo]) -> int | None:
     """The tensor's vocabulary axis, or None if it has none."""
-    if key == layout.STEP:
+    if key == naming.STEP:
         return None
-    path, slot = layout.split_key(key)
-    found = layout.find_row(path, "t5x", layout.is_decoder_only(tensors))
+    path, slot = naming.split_key(key)
+    found = naming.find_row(path, "t5x", naming.is_decoder_only(tensors))
     if not found or "vocab_size" not in found[0].axes:
         return None
     axes = list(found[0].axes)
     # A factored slot lacks the axis that it averages over, which moves those after it.
     if slot in ("v_row", "v_col"):
-        del axes[layout.t5x_dropped_axes(tensors[layout.PARAMETERS + path].shape)[slot]]
+        del axes[naming.t5x_dropped_axes(tensors[naming.PARAMETERS + path].shape)[slot]]
     return axes.index("vocab_size") if "vocab_size" in axes else None
 
 
@@ -243,7 +243,7 @@ class ExchangedSlots(_Around):
         super().__init__(reader)
         shapes = {key: info.shape for key, info in reader.tensors.items()}
         # The exchange is its own inverse, so one table serves both directions.
-        self._keys = {layout.exchange_tied_slots(key, shapes): key for key in reader.tensors}
+        self._keys = {naming.exchange_tied_slots(key, shapes): key for key in reader.tensors}
         self.tensors = {key: reader.tensors[source] for key, source in self._keys.items()}
 
     def read(self, key: str) -> np.ndarray:
@@ -272,7 +272,7 @@ class Conversion:
 
     outputs: list[Output]
     open_writer: Callable[[Path], Writer]
-    norm_names: layout.NormNames
+    norm_names: naming.NormNames
     small_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -349,7 +349,7 @@ def _to_hf(
     options: Options,
     text: str | None,
     computed: hf_config.Computation,
-    norm_names: layout.NormNames,
+    norm_names: naming.NormNames,
     step: int,
 ) -> Conversion:
     outputs = hf.hf_outputs(tensors, reader.ref.path)

@@ -51,7 +51,7 @@ from t0repro.converters.tensors import (
 from t0repro.errors import UserError
 from t0repro.files import check_no_objects, output_path, write_atomically
 from t0repro.locks import LOCK_FILES
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
 from t0repro.redaction import without_passwords
@@ -160,7 +160,7 @@ def _planned(
         ]
     check_step(reader, ref)
     check_slots_step(reader)
-    step = int(reader.read(layout.STEP))
+    step = int(reader.read(naming.STEP))
     if not 0 <= step <= np.iinfo(np.int32).max:
         raise UserError(f"The global step {step} does not fit T5X's int32.", where=ref.path)
     nbytes = total_bytes(reader.tensors)
@@ -431,7 +431,7 @@ def _kept(writer: Writer, output: Output, staged: staging.Staged) -> bool:
 
 
 def _manifest(
-    report: ConversionReport, norm_names: layout.NormNames, digests: Mapping[str, Any]
+    report: ConversionReport, norm_names: naming.NormNames, digests: Mapping[str, Any]
 ) -> str:
     """Returns the manifest's JSON: the source, what changed, and each tensor's digest."""
     return json.dumps(

@@ -21,7 +21,7 @@ from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.converters.witnesses import MANIFEST, Manifest, check_names, read_manifest
 from t0repro.errors import UserError
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
@@ -30,7 +30,7 @@ SLOTS_FILE = "optimizer_slots.safetensors"
 SHARD_BYTES = 5_000_000_000  # transformers' own default size of a file is 5 GB
 
 _SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
-_LOGITS = layout.PARAMETERS + "decoder/logits_dense/kernel"
+_LOGITS = naming.PARAMETERS + "decoder/logits_dense/kernel"
 
 # What some versions of transformers write and none reads any more.
 _UNREAD = (
@@ -65,23 +65,23 @@ class HfReader:
 
     Raises:
       UserError: If a file is missing or damaged, the model is not a T5, or a tensor is not in the
-        layout table.
+        table of names.
     """
 
     def __init__(
         self,
         ref: CheckpointRef,
-        norm_names: layout.NormNames | None = None,
+        norm_names: naming.NormNames | None = None,
         manifest: Manifest | None = None,
     ):
         self._manifest = manifest
-        self.norm_names: layout.NormNames | None = norm_names
+        self.norm_names: naming.NormNames | None = norm_names
         self.ref = ref
         self.config = _config(ref.path)
         hf_config.arithmetic_of(self.config, storage.join(ref.path, CONFIG))
         self._files: dict[str, SafetensorsFile] = {}
         self._places: dict[str, tuple[SafetensorsFile, str]] = {}
-        self.tensors: dict[str, TensorInfo] = {layout.STEP: TensorInfo((), np.dtype(np.int32))}
+        self.tensors: dict[str, TensorInfo] = {naming.STEP: TensorInfo((), np.dtype(np.int32))}
         self._enter_weights()
         self._enter_slots()
         self._check_complete()
@@ -116,23 +116,23 @@ class HfReader:
         for name, file in files.items():
             if name in _UNREAD:
                 continue
-            found = layout.find_row(name, "hf", bias_per_layer=bias_per_layer)
+            found = naming.find_row(name, "hf", bias_per_layer=bias_per_layer)
             if not found:
                 unknown.append(name)
                 continue
-            key = layout.PARAMETERS + layout.name_of(*found, "t5x")
+            key = naming.PARAMETERS + naming.name_of(*found, "t5x")
             info = file.tensors[name]
             shape = info.shape[::-1] if found[0].transposed_in_hf else info.shape
             self.tensors[key] = TensorInfo(shape, info.dtype)
             self._places[key] = file, name
         if logits == "embedding" and "shared.weight" in files:
             # Not scaled as T5 1.0's: Mesh TensorFlow and T5X need a kernel for that.
-            embedding = self.tensors[layout.PARAMETERS + layout.TABLE[0].t5x]
+            embedding = self.tensors[naming.PARAMETERS + naming.TABLE[0].t5x]
             self.tensors[_LOGITS] = TensorInfo(embedding.shape[::-1], embedding.dtype)
             self._places[_LOGITS] = files["shared.weight"], "shared.weight"
         if unknown:
             numbers = [int(n) for name in unknown for n in re.findall(r"\.block\.(\d+)\.", name)]
-            raise unknown_variable(unknown, layout.known_names("hf", numbers), self.ref.path)
+            raise unknown_variable(unknown, naming.known_names("hf", numbers), self.ref.path)
 
     def _check_copy(
         self, file: SafetensorsFile | None, files: Mapping[str, SafetensorsFile]
@@ -184,18 +184,18 @@ class HfReader:
 
 def is_transposed(key: str) -> bool:
     """Whether Hugging Face stores the transpose of what a flat key stands for."""
-    if not key.startswith(layout.PARAMETERS):
+    if not key.startswith(naming.PARAMETERS):
         return False
-    found = layout.find_row(key.removeprefix(layout.PARAMETERS), "t5x")
+    found = naming.find_row(key.removeprefix(naming.PARAMETERS), "t5x")
     return bool(found) and found[0].transposed_in_hf
 
 
 def hf_name(key: str) -> str | None:
     """Hugging Face's name of a parameter's flat key; None for a slot or the step."""
-    if not key.startswith(layout.PARAMETERS):
+    if not key.startswith(naming.PARAMETERS):
         return None
-    found = layout.find_row(key.removeprefix(layout.PARAMETERS), "t5x")
-    return found and layout.name_of(*found, "hf")
+    found = naming.find_row(key.removeprefix(naming.PARAMETERS), "t5x")
+    return found and naming.name_of(*found, "hf")
 
 
 def read_arithmetic(path: str) -> hf_config.Computation:
@@ -298,16 +298,16 @@ def hf_outputs(tensors: Mapping[str, TensorInfo], where: str) -> list[Output]:
     Raises:
       UserError: if the model has no form in transformers.
     """
-    if layout.is_decoder_only(tensors):
+    if naming.is_decoder_only(tensors):
         raise UserError(
             "transformers has no decoder-only T5.",
             where=where,
             fix="Convert to mtf, t5x or jax.",
         )
-    weights = [(key, info) for key, info in tensors.items() if key.startswith(layout.PARAMETERS)]
+    weights = [(key, info) for key, info in tensors.items() if key.startswith(naming.PARAMETERS)]
     files = shard_names([info.nbytes for _, info in weights], SHARD_BYTES)
     outputs = [_weight(key, info, file) for (key, info), file in zip(weights, files, strict=True)]
-    slots = {key: info for key, info in tensors.items() if key.startswith(layout.SLOTS)}
+    slots = {key: info for key, info in tensors.items() if key.startswith(naming.SLOTS)}
     for key, info in slots.items():
         # Slots keep T5X's names and axes: no other program reads this file.
         outputs.append(Output(key, info, (key,), next, SLOTS_FILE))

@@ -31,7 +31,7 @@ from t0repro.converters.witnesses import (
     read_manifest,
 )
 from t0repro.errors import UserError
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
 
@@ -104,7 +104,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], step: int | None = None) ->
     return Inspection(
         checkpoint=reader.ref,
         family=family,
-        step=int(reader.read(layout.STEP)),
+        step=int(reader.read(naming.STEP)),
         parameters=family.parameter_count(),
         slots=has_slots(reader),
         bytes=total_bytes(reader.tensors),
@@ -181,7 +181,7 @@ def compare(
     """
     readers = [open_checkpoint(find_checkpoint(path)) for path in (a, b)]
     names = [
-        {key for key in reader.tensors if slots or not key.startswith(layout.SLOTS)}
+        {key for key in reader.tensors if slots or not key.startswith(naming.SLOTS)}
         for reader in readers
     ]
     differences = [
@@ -205,7 +205,7 @@ def _compare_tensor(key: str, a: CheckpointReader, b: CheckpointReader) -> Tenso
     if shapes[0] != shapes[1]:
         return TensorDifference(key, "shape", detail=f"{shapes[0]} and {shapes[1]}")
     left, right = a.read(key), b.read(key)
-    if key == layout.STEP:
+    if key == naming.STEP:
         # Mesh TensorFlow stores an int64, T5X an int32; only the number matters.
         left, right = left.astype(np.int64), right.astype(np.int64)
     same_type = left.dtype == right.dtype

@@ -24,7 +24,7 @@ from t0repro.converters.orbax_dir import OrbaxArrays, OrbaxWriter, is_orbax
 from t0repro.converters.recognition import unknown_variable
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.converters.witnesses import Manifest, check_manifest
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 
 Layout = Literal["legacy", "orbax"]  # of T5X's checkpoints
@@ -47,7 +47,7 @@ class JaxReader:
         directory has no checksums of its own.
 
     Raises:
-      UserError: If the directory cannot be read, holds a name that is not in the layout table, or
+      UserError: If the directory cannot be read, holds a name that is not in the table of names, or
         lacks an array that one of its files names.
 
     Attributes:
@@ -57,10 +57,10 @@ class JaxReader:
     def __init__(
         self,
         ref: CheckpointRef,
-        norm_names: layout.NormNames | None = None,
+        norm_names: naming.NormNames | None = None,
         manifest: Manifest | None = None,
     ):
-        self.norm_names: layout.NormNames | None = norm_names
+        self.norm_names: naming.NormNames | None = norm_names
         self.ref = ref
         path = _tree_directory(ref.path)
         msgpack = storage.is_file(storage.join(path, t5x_msgpack.FILE))
@@ -110,7 +110,7 @@ class _Renamed:
         self._names = {}
         for name in arrays.tensors:
             # T5X's msgpack file has the tree below `optimizer`, beside a `version`.
-            key = layout.from_optax(name.removeprefix("optimizer/"))
+            key = naming.from_optax(name.removeprefix("optimizer/"))
             if key not in (None, "version"):
                 self._names[key] = name
         tensors = {key: arrays.tensors[name] for key, name in self._names.items()}
@@ -122,22 +122,22 @@ class _Renamed:
 
 
 def _check_keys(tree: Mapping[str, _Shaped], path: str) -> None:
-    decoder_only = layout.is_decoder_only(tree)
-    unknown = [key for key in tree if key != layout.STEP and not _is_known(key, decoder_only)]
+    decoder_only = naming.is_decoder_only(tree)
+    unknown = [key for key in tree if key != naming.STEP and not _is_known(key, decoder_only)]
     if unknown:
         numbers = [int(n) for key in tree for n in re.findall(r"/layers_(\d+)/", key)]
-        known = layout.known_names("t5x", numbers, decoder_only)
+        known = naming.known_names("t5x", numbers, decoder_only)
         raise unknown_variable(
-            unknown, [*(layout.PARAMETERS + name for name in known), layout.STEP], path
+            unknown, [*(naming.PARAMETERS + name for name in known), naming.STEP], path
         )
 
 
 def _is_known(key: str, decoder_only: bool) -> bool:
     try:
-        path, _ = layout.split_key(key)
+        path, _ = naming.split_key(key)
     except ValueError:
         return False
-    return layout.find_row(path, "t5x", decoder_only) is not None
+    return naming.find_row(path, "t5x", decoder_only) is not None
 
 
 def dummies(tree: Mapping[str, _Shaped]) -> set[str]:
@@ -153,21 +153,21 @@ def dummies(tree: Mapping[str, _Shaped]) -> set[str]:
     momentum = any(
         key.endswith("/m") and len(array.shape) > 1
         for key, array in tree.items()
-        if key.startswith(layout.SLOTS)
+        if key.startswith(naming.SLOTS)
     )
     return {
         key
         for key, array in tree.items()
-        if key.startswith(layout.SLOTS)
+        if key.startswith(naming.SLOTS)
         and tuple(array.shape) == _DUMMY_SHAPE
         and _is_dummy(key, tree, momentum)
     }
 
 
 def _is_dummy(key: str, tree: Mapping[str, _Shaped], momentum: bool) -> bool:
-    path, slot = layout.split_key(key)
-    parameter = tree.get(layout.PARAMETERS + path)
-    if parameter is None or slot is None or slot not in layout.ADAFACTOR_SLOTS:
+    path, slot = naming.split_key(key)
+    parameter = tree.get(naming.PARAMETERS + path)
+    if parameter is None or slot is None or slot not in naming.ADAFACTOR_SLOTS:
         return False
     # Parameters that are not trained have no slot at all.
     if slot == "m":
@@ -177,7 +177,7 @@ def _is_dummy(key: str, tree: Mapping[str, _Shaped], momentum: bool) -> bool:
     if len(parameter.shape) < 2 or min(parameter.shape) > 1:
         return True
     # A side of 1 gives real factored slots of shape (1,), unless `v` is kept whole.
-    unfactored = tree.get(layout.slot_key(path, "v"))
+    unfactored = tree.get(naming.slot_key(path, "v"))
     return unfactored is not None and unfactored.shape == parameter.shape
 
 
@@ -202,35 +202,35 @@ def jax_outputs(
     for name in _missing_slots(shapes):
         dummy = TensorInfo(_DUMMY_SHAPE, np.dtype(np.float32))
         yield Output(name, dummy, (), lambda _: np.zeros(_DUMMY_SHAPE, np.float32))
-    if any(key.endswith(layout.ADAM_SLOTS) for key in tensors):
+    if any(key.endswith(naming.ADAM_SLOTS) for key in tensors):
         # optax's adam corrects its bias by this count. Mesh TensorFlow's Adam has no correction,
         # and at the global step optax's has faded.
         yield Output(
-            layout.OPTAX_COUNT,
+            naming.OPTAX_COUNT,
             TensorInfo((), np.dtype(np.int32)),
-            (layout.STEP,),
+            (naming.STEP,),
             lambda arrays: next(arrays).astype(np.int32),
         )
 
 
 def _named_by_optax(output: Output) -> Output:
-    if output.name == layout.STEP:
+    if output.name == naming.STEP:
         info = TensorInfo((), np.dtype(np.int32))
         return Output(output.name, info, output.keys, lambda arrays: next(arrays).astype(np.int32))
-    return Output(layout.to_optax(output.name), output.info, output.keys, output.build)
+    return Output(naming.to_optax(output.name), output.info, output.keys, output.build)
 
 
 def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
     """Yields the slots that T5X's Adafactor expects and the tree lacks; nothing if it has none."""
     adafactor = any(
-        key.startswith(layout.SLOTS)
-        and not key.endswith((*layout.ADAM_SLOTS, layout.MOMENTUM_SLOT))
+        key.startswith(naming.SLOTS)
+        and not key.endswith((*naming.ADAM_SLOTS, naming.MOMENTUM_SLOT))
         for key in tree
     )
     for key in tree if adafactor else ():
-        if key.startswith(layout.PARAMETERS):
-            for slot in layout.ADAFACTOR_SLOTS:
-                slot_key = layout.slot_key(key.removeprefix(layout.PARAMETERS), slot)
+        if key.startswith(naming.PARAMETERS):
+            for slot in naming.ADAFACTOR_SLOTS:
+                slot_key = naming.slot_key(key.removeprefix(naming.PARAMETERS), slot)
                 if slot_key not in tree:
                     yield slot_key
 

@@ -16,7 +16,7 @@ from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.converters.witnesses import Manifest, check_manifest
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 STATE_FILE = "checkpoint"  # names the latest checkpoint of a directory
 OPERATIVE_CONFIG = "operative_config.gin"
@@ -45,19 +45,19 @@ class MtfReader:
             for key, name in self._names.items()
             if (entry := self._bundle.entries[name]).dtype is not None
         }
-        self.norm_names: layout.NormNames = "rms_norm"
+        self.norm_names: naming.NormNames = "rms_norm"
         # Old names occur together or not at all, so one is enough.
-        if any(layout.modern_norm_name(name) != name for name in self._bundle.entries):
+        if any(naming.modern_norm_name(name) != name for name in self._bundle.entries):
             self.norm_names = "layer_norm"
-        shared = any(map(layout.names_shared_layer, self._bundle.entries))
-        if layout.has_shared_towers(self.tensors) and not shared:
+        shared = any(map(naming.names_shared_layer, self._bundle.entries))
+        if naming.has_shared_towers(self.tensors) and not shared:
             raise UserError(
                 "The encoder's variables are missing; the decoder's layers are not those of a model"
                 " whose towers share theirs (bi_v1_shared).",
                 where=prefix,
                 fix="The checkpoint is incomplete; get it again from where it came from.",
             )
-        step = int(self._bundle.read(layout.MTF_STEP)) if layout.STEP in self._names else None
+        step = int(self._bundle.read(naming.MTF_STEP)) if naming.STEP in self._names else None
         self.ref = CheckpointRef("mtf", prefix, step)
 
     def read(self, key: str) -> np.ndarray:
@@ -79,10 +79,10 @@ class MtfReader:
 
 def _is_position_bias(key: str) -> bool:
     """Whether a key is a position bias's, or a slot's of its shape."""
-    if key == layout.STEP:
+    if key == naming.STEP:
         return False
-    path, slot = layout.split_key(key)
-    return path.endswith(layout.RELATIVE_BIAS) and slot not in ("v_row", "v_col")
+    path, slot = naming.split_key(key)
+    return path.endswith(naming.RELATIVE_BIAS) and slot not in ("v_row", "v_col")
 
 
 def _with_heads(key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def _flat_keys(bundle: BundleReader, prefix: str) -> dict[str, str]:
     """Flat key -> variable name, for every variable."""
     names: dict[str, str] = {}
     unknown = []
-    bias_per_layer = layout.has_bias_per_layer(map(layout.mtf_to_path, bundle.entries))
+    bias_per_layer = naming.has_bias_per_layer(map(naming.mtf_to_path, bundle.entries))
     for name, entry in bundle.entries.items():
         key = _flat_key(name, bundle, bias_per_layer)
         if key is None or entry.dtype is None:
@@ -112,38 +112,38 @@ def _flat_keys(bundle: BundleReader, prefix: str) -> dict[str, str]:
 
 
 def _flat_key(name: str, bundle: BundleReader, bias_per_layer: bool) -> str | None:
-    if name == layout.MTF_STEP:
-        return layout.STEP
-    variable, slot = layout.split_mtf_slot(name)
-    path = layout.mtf_to_path(variable, bias_per_layer)
+    if name == naming.MTF_STEP:
+        return naming.STEP
+    variable, slot = naming.split_mtf_slot(name)
+    path = naming.mtf_to_path(variable, bias_per_layer)
     if path is None:
         return None
     if slot is None:
-        return layout.PARAMETERS + path
+        return naming.PARAMETERS + path
     if variable not in bundle.entries:
         return None  # a slot without its parameter
     shape = bundle.entries[variable].shape
     # Only matrices are factored: such a slot belongs to no T5.
     if slot in ("vr", "vc") and len(shape) < 2:
         return None
-    return layout.slot_key(path, layout.slot_from_mtf(slot, shape))
+    return naming.slot_key(path, naming.slot_from_mtf(slot, shape))
 
 
 def _known_names(bundle: BundleReader) -> list[str]:
     """Names that such a checkpoint may have, to suggest the nearest to an unknown one."""
     numbers = [int(n) for name in bundle.entries for n in re.findall(r"/block_(\d+)/", name)]
     decoder_only = any(name.startswith("transformer/") for name in bundle.entries)
-    known = layout.known_names("mtf", numbers, decoder_only)
+    known = naming.known_names("mtf", numbers, decoder_only)
     slots = [
-        layout.join_mtf_slot(name, slot)
+        naming.join_mtf_slot(name, slot)
         for name in known
-        for slot in ("v", "vr", "vc", "m", *layout.ADAM_SLOTS)
+        for slot in ("v", "vr", "vc", "m", *naming.ADAM_SLOTS)
     ]
-    return [*known, *slots, layout.MTF_STEP]
+    return [*known, *slots, naming.MTF_STEP]
 
 
 def mtf_name(
-    key: str, tensors: Mapping[str, TensorInfo], norm_names: layout.NormNames = "rms_norm"
+    key: str, tensors: Mapping[str, TensorInfo], norm_names: naming.NormNames = "rms_norm"
 ) -> str:
     """Returns Mesh TensorFlow's name of a flat key.
 
@@ -153,25 +153,25 @@ def mtf_name(
       norm_names: Today's names of the norms, or those of T5 1.0's released checkpoints.
 
     Raises:
-      KeyError: If the path is not in the layout table.
+      KeyError: If the path is not in the table of names.
     """
-    if key == layout.STEP:
-        return layout.MTF_STEP
-    path, slot = layout.split_key(key)
-    shared = layout.has_shared_towers(tensors)
-    name = layout.path_to_mtf(path, norm_names, layout.is_decoder_only(tensors), shared)
+    if key == naming.STEP:
+        return naming.MTF_STEP
+    path, slot = naming.split_key(key)
+    shared = naming.has_shared_towers(tensors)
+    name = naming.path_to_mtf(path, norm_names, naming.is_decoder_only(tensors), shared)
     if name is None:
         raise KeyError(key)
     if slot is None:
         return name
-    parameter = tensors.get(layout.PARAMETERS + path)
+    parameter = tensors.get(naming.PARAMETERS + path)
     shape = parameter.shape if parameter else ()
     # A slot of a matrix that this checkpoint lacks has no other name to go by.
-    return layout.join_mtf_slot(name, layout.slot_to_mtf(slot, shape) if len(shape) > 1 else slot)
+    return naming.join_mtf_slot(name, naming.slot_to_mtf(slot, shape) if len(shape) > 1 else slot)
 
 
 def mtf_outputs(
-    tensors: Mapping[str, TensorInfo], norm_names: layout.NormNames
+    tensors: Mapping[str, TensorInfo], norm_names: naming.NormNames
 ) -> Iterator[Output]:
     """Yields the variables to write for these tensors; the step becomes an int64.
 
@@ -181,7 +181,7 @@ def mtf_outputs(
     """
     for key, info in tensors.items():
         name = mtf_name(key, tensors, norm_names)
-        if key == layout.STEP:
+        if key == naming.STEP:
             step = TensorInfo((), np.dtype(np.int64))
             yield Output(name, step, (key,), lambda arrays: next(arrays).astype(np.int64))
         else:

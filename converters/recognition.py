@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape, describe
 from t0repro.words import counted
 
@@ -23,13 +23,13 @@ def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
       UserError: If one of these parameters is missing or its shape fits no T5.
     """
     shapes = _parameter_shapes(names_and_shapes)
-    decoder_only = layout.DECODER_ONLY[0].t5x in shapes
-    shared = layout.has_shared_towers({layout.PARAMETERS + path for path in shapes})
+    decoder_only = naming.DECODER_ONLY[0].t5x in shapes
+    shared = naming.has_shared_towers({naming.PARAMETERS + path for path in shapes})
     tower = "decoder" if decoder_only or shared else "encoder"
     attention = f"{tower}/layers_0/{'attention' if tower == 'encoder' else 'self_attention'}"
     embedding = _matrix(shapes, ("decoder/" if decoder_only else "") + "token_embedder/embedding")
-    bias_per_layer = layout.has_bias_per_layer(shapes)
-    first_bias = f"{tower}/{'layers_0/' if bias_per_layer else ''}{layout.RELATIVE_BIAS}"
+    bias_per_layer = naming.has_bias_per_layer(shapes)
+    first_bias = f"{tower}/{'layers_0/' if bias_per_layer else ''}{naming.RELATIVE_BIAS}"
     bias = _matrix(shapes, first_bias)
     query = _matrix(shapes, f"{attention}/query/kernel")
     output = _matrix(shapes, f"{tower}/layers_0/mlp/wo/kernel")
@@ -65,23 +65,23 @@ def _parameter_shapes(
     paths = {name: _path(name) for name in names_and_shapes}
     # A bias variable of Mesh TensorFlow belongs to its tower or to its layer, depending on whether
     # other layers have one too, so names are read once more when that is known.
-    if layout.has_bias_per_layer(paths.values()):
+    if naming.has_bias_per_layer(paths.values()):
         paths = {name: _path(name, bias_per_layer=True) for name in names_and_shapes}
     return {path: tuple(names_and_shapes[name]) for name, path in paths.items() if path}
 
 
 def _path(name: str, bias_per_layer: bool | None = None) -> str | None:
-    path = name.removeprefix(layout.PARAMETERS)
-    if any(layout.find_row(path, "t5x", decoder_only) for decoder_only in (False, True)):
+    path = name.removeprefix(naming.PARAMETERS)
+    if any(naming.find_row(path, "t5x", decoder_only) for decoder_only in (False, True)):
         return path
-    return layout.mtf_to_path(name, bias_per_layer)
+    return naming.mtf_to_path(name, bias_per_layer)
 
 
 def _matrix(shapes: Mapping[str, tuple[int, ...]], path: str) -> tuple[int, ...]:
     if path not in shapes:
         raise UserError(
             f"This is not a T5 encoder-decoder: it has no {path} (in Mesh TensorFlow's names:"
-            f" {layout.path_to_mtf(path)}).",
+            f" {naming.path_to_mtf(path)}).",
             fix="Check the path; of models without an encoder only those with one shared relative"
             " position bias and no positions of another kind can be converted.",
         )
@@ -92,7 +92,7 @@ def _matrix(shapes: Mapping[str, tuple[int, ...]], path: str) -> tuple[int, ...]
 
 def _count_layers(shapes: Mapping[str, tuple[int, ...]], tower: str) -> int:
     # Decoder-only trees share the decoder's names, so the common table serves here.
-    found = (layout.find_row(path, "t5x") for path in shapes)
+    found = (naming.find_row(path, "t5x") for path in shapes)
     numbers = [
         layer for row, layer in filter(None, found) if row.tower == tower and layer is not None
     ]

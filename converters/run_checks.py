@@ -13,7 +13,7 @@ from t0repro.converters import mtf, sources, storage
 from t0repro.converters.tensor_bundle import BundleReader
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 _EVALUATION_MODES = (
     "eval",
@@ -161,9 +161,9 @@ def check_types(prefix: str, bundle: BundleReader, inputs: RunInputs) -> None:
         entry.dtype.name
         for name, entry in bundle.entries.items()
         # Slots are float32 whatever the masters are, and the step is an integer.
-        if layout.split_mtf_slot(name)[1] is None
+        if naming.split_mtf_slot(name)[1] is None
         and entry.dtype is not None
-        and name != layout.MTF_STEP
+        and name != naming.MTF_STEP
     }
     if masters <= {inputs.master_dtype}:
         return

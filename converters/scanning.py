@@ -28,7 +28,7 @@ import numpy as np
 
 from t0repro.converters import tensors
 from t0repro.converters.tensors import Output, TensorInfo
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 
 _LAYERS = "layers"
@@ -57,7 +57,7 @@ def is_scanned(names: Mapping[str, TensorInfo]) -> bool:
     )
 
 
-def scanned_axes(row: layout.Row, slot: str | None = None, joined: bool = False) -> tuple[str, ...]:
+def scanned_axes(row: naming.Row, slot: str | None = None, joined: bool = False) -> tuple[str, ...]:
     """Returns the axes of a parameter, or of one of its slots, in a scanned tree.
 
     Args:
@@ -75,25 +75,25 @@ def scanned_axes(row: layout.Row, slot: str | None = None, joined: bool = False)
     return tuple(axis for axis in axes if slot != "v_col" or axis != _row_axis(row))
 
 
-def _row_axis(row: layout.Row) -> str:
+def _row_axis(row: naming.Row) -> str:
     """The axis that v_row keeps and v_col averages over: T5X's ROW axis, embed."""
     # Relative position biases have none. T5X never factors them, other optimizers may.
     return "d_model" if "d_model" in row.axes else row.axes[0]
 
 
-def _scanned_slot(slot: str | None, row: layout.Row, shape: tuple[int, ...]) -> str | None:
+def _scanned_slot(slot: str | None, row: naming.Row, shape: tuple[int, ...]) -> str | None:
     """The scanned tree's name of a slot; also the inverse: two slots can only change places."""
     if slot not in _FACTORED:
         return slot
     kept = row.axes.index(_row_axis(row))
     averaged = kept if slot == "v_col" else 1 - kept
-    if layout.t5x_dropped_axes(shape)[slot] == averaged:
+    if naming.t5x_dropped_axes(shape)[slot] == averaged:
         return slot
     return {"v_row": "v_col", "v_col": "v_row"}[slot]
 
 
 def _key(path: str, slot: str | None) -> str:
-    return layout.PARAMETERS + path if slot is None else layout.slot_key(path, slot)
+    return naming.PARAMETERS + path if slot is None else naming.slot_key(path, slot)
 
 
 # --- Writing -------------------------------------------------------------------------------------
@@ -108,18 +108,18 @@ def scanned_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Ite
     """
     to_average = averaged_kernels(tensors)
     for key, info in tensors.items():
-        path, slot = (key, None) if key == layout.STEP else layout.split_key(key)
-        row, layer = layout.find_row(path, "t5x", shape.decoder_only) or (None, None)
+        path, slot = (key, None) if key == naming.STEP else naming.split_key(key)
+        row, layer = naming.find_row(path, "t5x", shape.decoder_only) or (None, None)
         _, _, rest = path.partition("/")
         # What occurs once in the model is the same in both trees.
-        if row is None or not (row.tower or rest == layout.RELATIVE_BIAS):
+        if row is None or not (row.tower or rest == naming.RELATIVE_BIAS):
             yield Output(key, info, (key,), next)
         # Layer 0 stands for all; the others' tensors are read when its array is built.
         elif layer in (None, 0) and slot == "v" and path in to_average:
             for name in _FACTORED:
                 yield _stacked(path, slot, name, row, info, shape)
         elif layer in (None, 0):
-            name = _scanned_slot(slot, row, tensors[layout.PARAMETERS + path].shape)
+            name = _scanned_slot(slot, row, tensors[naming.PARAMETERS + path].shape)
             yield _stacked(path, slot, name, row, info, shape)
 
 
@@ -131,7 +131,7 @@ def averaged_kernels(tensors: Mapping[str, TensorInfo]) -> set[str]:
     """
     kernels = {}
     for key, info in tensors.items():
-        path, slot = (key, None) if key == layout.STEP else layout.split_key(key)
+        path, slot = (key, None) if key == naming.STEP else naming.split_key(key)
         if slot == "v" and len(info.shape) == 2:
             kernels[path] = info.shape
     if any(min(shape) >= MIN_DIM_SIZE_TO_FACTOR for shape in kernels.values()):
@@ -140,7 +140,7 @@ def averaged_kernels(tensors: Mapping[str, TensorInfo]) -> set[str]:
 
 
 def _stacked(
-    path: str, slot: str | None, name: str | None, row: layout.Row, info: TensorInfo, of: ModelShape
+    path: str, slot: str | None, name: str | None, row: naming.Row, info: TensorInfo, of: ModelShape
 ) -> Output:
     """The array of a scanned tree that holds what all layers have at a path.
 
@@ -239,7 +239,7 @@ class UnscannedArrays:
             self.tensors[name] = info  # as in other trees, or to be named as unknown
             return
         tower, rest, slot, row = found
-        parameter = self._arrays.tensors.get(f"{layout.PARAMETERS}{tower}/{tower}/{rest}")
+        parameter = self._arrays.tensors.get(f"{naming.PARAMETERS}{tower}/{tower}/{rest}")
         # Joined heads leave one axis fewer: the row's own and the layers'.
         joined = parameter is not None and len(parameter.shape) == len(row.axes) + 1
         axes, parameter_axes = scanned_axes(row, slot, joined), scanned_axes(row, None, joined)
@@ -260,24 +260,24 @@ class UnscannedArrays:
             self._places[key] = _Place(name, axis, layer)
             self.tensors[key] = TensorInfo(shape, info.dtype)
 
-    def _scanned(self, name: str) -> tuple[str, str, str | None, layout.Row] | None:
+    def _scanned(self, name: str) -> tuple[str, str, str | None, naming.Row] | None:
         """Tower, rest of the path, slot and row of an array with stacked layers, else None."""
-        slots = "|".join(layout.SLOT_NAMES)
+        slots = "|".join(naming.SLOT_NAMES)
         match = re.fullmatch(
             rf"(?:target|state/param_states)/(encoder|decoder)/\1/(.+?)(?:/({slots}))?", name
         )
         if not match:
             return None
         tower, rest, slot = match.groups()
-        shared = rest == layout.RELATIVE_BIAS and not self._bias_per_layer
+        shared = rest == naming.RELATIVE_BIAS and not self._bias_per_layer
         path = f"{tower}/{rest}" if shared else f"{tower}/layers_0/{rest}"
-        found = layout.find_row(path, "t5x") or layout.find_row(path, "t5x", decoder_only=True)
+        found = naming.find_row(path, "t5x") or naming.find_row(path, "t5x", decoder_only=True)
         return (tower, rest, slot, found[0]) if found else None
 
 
 def _biases_differ(arrays: Arrays) -> bool:
     """Whether the layers of a tower have different relative position biases, or slots of them."""
-    names = [name for name in arrays.tensors if f"/{layout.RELATIVE_BIAS}" in name]
+    names = [name for name in arrays.tensors if f"/{naming.RELATIVE_BIAS}" in name]
     for name in names:
         # Factored slots of a bias do not tell: means may be equal where the biases are not.
         if len(arrays.tensors[name].shape) == 3:

@@ -19,7 +19,7 @@ from t0repro.converters.tensors import (
 )
 from t0repro.converters.witnesses import MANIFEST, manifest_path, read_manifest
 from t0repro.errors import UserError
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 
 
@@ -222,14 +222,14 @@ def check_checkpoint(reader: CheckpointReader) -> ModelShape:
       UserError: Naming what is missing or has the wrong shape.
     """
     where = reader.ref.path
-    keys = (key for key in reader.tensors if key.startswith(layout.PARAMETERS))
-    shapes = {layout.split_key(key)[0]: reader.tensors[key].shape for key in keys}
+    keys = (key for key in reader.tensors if key.startswith(naming.PARAMETERS))
+    shapes = {naming.split_key(key)[0]: reader.tensors[key].shape for key in keys}
     family = check_parameters(
-        shapes, where, lambda path: reader.native_name(layout.PARAMETERS + path)
+        shapes, where, lambda path: reader.native_name(naming.PARAMETERS + path)
     )
-    if layout.STEP not in reader.tensors:
+    if naming.STEP not in reader.tensors:
         raise UserError(
-            f"1 variable is missing: {reader.native_name(layout.STEP)}.",
+            f"1 variable is missing: {reader.native_name(naming.STEP)}.",
             where=where,
             fix="The checkpoint is incomplete; get it again from where it came from.",
         )
@@ -251,7 +251,7 @@ def check_step(reader: CheckpointReader, ref: CheckpointRef) -> None:
     Raises:
       UserError: If the two differ.
     """
-    step = int(reader.read(layout.STEP))
+    step = int(reader.read(naming.STEP))
     if ref.step not in (None, step):
         raise UserError(
             f"The name says step {ref.step}, but the checkpoint's own step is {step}.",
@@ -282,7 +282,7 @@ def _check_types(reader: CheckpointReader) -> None:
     """Checks that the step is a whole number and everything else is of floating point."""
     for key, info in reader.tensors.items():
         is_whole = info.dtype.kind in "iu"
-        if is_whole != (key == layout.STEP) or info.dtype.kind == "b" or (is_whole and info.shape):
+        if is_whole != (key == naming.STEP) or info.dtype.kind == "b" or (is_whole and info.shape):
             raise UserError(
                 f"{reader.native_name(key)} is stored as {info.dtype.name} of shape"
                 f" {list(info.shape)}, which a T5's is not.",
@@ -294,13 +294,13 @@ def _check_types(reader: CheckpointReader) -> None:
 def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -> None:
     slots: dict[str, dict[str, TensorInfo]] = {path: {} for path in shapes}
     for key, info in reader.tensors.items():
-        if key.startswith(layout.SLOTS):
-            path, slot = layout.split_key(key)
+        if key.startswith(naming.SLOTS):
+            path, slot = naming.split_key(key)
             slots[path][slot or ""] = info
     if not has_slots(reader):
         return
-    adam = any(key.endswith(layout.ADAM_SLOTS) for key in reader.tensors)
-    velocity = any(key.endswith(f"/{layout.MOMENTUM_SLOT}") for key in reader.tensors)
+    adam = any(key.endswith(naming.ADAM_SLOTS) for key in reader.tensors)
+    velocity = any(key.endswith(f"/{naming.MOMENTUM_SLOT}") for key in reader.tensors)
     momentum = any("m" in present for present in slots.values())
     # A matrix without any slot was excluded from training (utils.run.variable_filter), and vectors
     # without one are then fine too. If every matrix has its slots, a vector without one lost it.
@@ -310,7 +310,7 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
         if partly_trained and not present:
             continue
         if len(shape) < 2 and (factored := sorted({"v_row", "v_col"} & present.keys())):
-            name = reader.native_name(layout.slot_key(path, factored[0]))
+            name = reader.native_name(naming.slot_key(path, factored[0]))
             raise UserError(
                 f"The slot {name} has the shape {list(present[factored[0]].shape)}, but only"
                 f" matrices have such a slot, and its variable has the shape {list(shape)}.",
@@ -320,18 +320,18 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
         # A parameter has both factored slots or one whole second moment.
         needed = ["v_row", "v_col"] if {"v_row", "v_col"} & present.keys() else ["v"]
         if adam:
-            needed = list(layout.ADAM_SLOTS)
+            needed = list(naming.ADAM_SLOTS)
         elif velocity:
-            needed = [layout.MOMENTUM_SLOT]
+            needed = [naming.MOMENTUM_SLOT]
         for slot in needed + (["m"] if momentum else []):
-            name = reader.native_name(layout.slot_key(path, slot))
+            name = reader.native_name(naming.slot_key(path, slot))
             if slot not in present:
                 raise UserError(
                     f"A slot is missing: {name}. Other variables have theirs.",
                     where=reader.ref.path,
                     fix="Convert without slots (--no_slots), or get the whole checkpoint.",
                 )
-            expected = layout.slot_shape(slot, shape)
+            expected = naming.slot_shape(slot, shape)
             if present[slot].shape != expected:
                 raise UserError(
                     f"The slot {name} has the shape {present[slot].shape} where {expected} fits its"
@@ -342,7 +342,7 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
 
 def has_slots(reader: CheckpointReader) -> bool:
     """Returns whether a checkpoint holds optimizer slots."""
-    return any(key.startswith(layout.SLOTS) for key in reader.tensors)
+    return any(key.startswith(naming.SLOTS) for key in reader.tensors)
 
 
 def load_any(
@@ -364,7 +364,7 @@ def load_any(
       UserError: If there is no checkpoint, or it is damaged, incomplete or not a T5.
     """
     tree = {key: np.asarray(tensor) for key, tensor in open_any(path, step, slots=slots).items()}
-    tree[layout.STEP] = tree[layout.STEP].astype(np.int32)
+    tree[naming.STEP] = tree[naming.STEP].astype(np.int32)
     return jax_tree.with_dummies(tree)
 
 
@@ -391,5 +391,5 @@ def open_any(
     return {
         key: StoredTensor.of(reader, key)
         for key in reader.tensors
-        if slots or not key.startswith(layout.SLOTS)
+        if slots or not key.startswith(naming.SLOTS)
     }

@@ -17,7 +17,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy: np.dtype("bfloat
 import numpy as np
 
 from t0repro.files import naming
-from t0repro.parameters.layout import NormNames
+from t0repro.parameters.naming import NormNames
 
 Format = Literal["mtf", "t5x", "jax", "hf"]
 FORMATS: tuple[Format, ...] = get_args(Format)

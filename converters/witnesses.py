@@ -18,7 +18,7 @@ from t0repro.converters import storage
 from t0repro.converters.tensors import CheckpointRef, Format, bytes_of
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.words import counted
 
 INTEGRITY = "integrity.json"
@@ -160,7 +160,7 @@ class Manifest:
 
     format: Format
     step: int
-    norm_names: layout.NormNames | None
+    norm_names: naming.NormNames | None
     tensors: Mapping[str, Mapping[str, Any]]
 
     def is_of(self, ref: CheckpointRef) -> bool:
@@ -210,7 +210,7 @@ def read_manifest(directory: str) -> Manifest | None:
         return None
     try:
         content = json.loads(storage.read(path))
-        norm_names = {name: name for name in get_args(layout.NormNames)}
+        norm_names = {name: name for name in get_args(naming.NormNames)}
         formats: dict[str, Format] = {name: name for name in get_args(Format)}
         return Manifest(
             format=formats[content["target"]["format"]],

@@ -54,7 +54,7 @@ TESTS = {
         "tests/evaluation/test_grouping.py",
     ],
     "t0repro/reports/statistics.py": ["tests/reports/test_statistics.py"],
-    "t0repro/parameters/layout.py": [
+    "t0repro/parameters/naming.py": [
         "tests/converters/test_layout.py",
         "tests/partitioning/test_rules.py::test_a_parameter_is_divided_by_the_table",
     ],

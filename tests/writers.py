@@ -215,11 +215,11 @@ def score_eval(out: Path) -> None:
 
 
 def rank_eval(out: Path) -> None:
-    from t0repro.evaluation.journal import DIGEST, JobJournal
+    from t0repro.evaluation.journal import DIGEST, ScoreJournal
 
     with locks.folder_lock(out, "rank evaluation"):
         digests = np.array([b"%16d" % number for number in range(300)], DIGEST)
-        with contextlib.closing(JobJournal(out / ".journal" / "scores")) as journal:
+        with contextlib.closing(ScoreJournal(out / ".journal" / "scores")) as journal:
             missing = np.isnan(journal.look_up(digests)[0])
             journal.add(digests[missing], np.arange(300.0)[missing])
         scores = journal.look_up(digests)[0]

@@ -39,7 +39,7 @@ def write_source(directory: Path, size: str) -> int:
     import numpy as np
 
     from t0repro.converters.tensor_bundle import BundleWriter
-    from t0repro.parameters import layout
+    from t0repro.parameters import naming
     from t0repro.parameters.shape import ModelShape
 
     layers, d_model, d_ff, heads, d_kv = SIZES[size]
@@ -50,7 +50,7 @@ def write_source(directory: Path, size: str) -> int:
     writer.add("global_step", np.asarray(1000, np.int64))
     generator = np.random.default_rng(0)
     for path, shape in family.parameters().items():
-        writer.add(str(layout.path_to_mtf(path)), generator.standard_normal(shape, np.float32))
+        writer.add(str(naming.path_to_mtf(path)), generator.standard_normal(shape, np.float32))
     writer.close()
     return sum(file.stat().st_size for file in directory.iterdir())
 

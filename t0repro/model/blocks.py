@@ -37,7 +37,7 @@ from t0repro.model.layers import (
     logits_dtype,
 )
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.parameters.layout import LAYERS, layer_name
+from t0repro.parameters.naming import LAYERS, layer_name
 from t0repro.partitioning.program_costs import ATTENDED
 
 # Towers of at least this many layers have one body for all, unless the configuration decides.

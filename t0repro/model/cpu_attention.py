@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from t0repro.files import make_folder
 from t0repro.model.shapes import Array, Float
 from t0repro.partitioning.program_costs import ATTENDED, KERNEL_MATMULS
 
@@ -123,7 +124,7 @@ def _library() -> Path | None:
     if path.exists():
         return path
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        make_folder(cache)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = Path(folder) / path.name
             command = [compiler, *_FLAGS, f"-I{include}", str(_SOURCE), "-o", str(built)]

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 
 from t0repro.model.shapes import Array, Int
-from t0repro.parameters.layout import LAYERS, layer_name
+from t0repro.parameters.naming import LAYERS, layer_name
 
 # The number of layers of each tower.
 Towers = Mapping[str, int]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 WHERE = "utils.RestoreCheckpointConfig.assignment_map"
 Rules = Sequence[tuple[str, str | None]]
@@ -75,19 +75,19 @@ def names_in_mtf(tree: Mapping[str, Any], variables: Mapping[str, str]) -> dict[
     """
 
     def named(key: str) -> str:
-        if key == layout.STEP:
-            return layout.MTF_STEP
+        if key == naming.STEP:
+            return naming.MTF_STEP
         try:
-            path, slot = layout.split_key(key)
+            path, slot = naming.split_key(key)
         except ValueError:
             return ""
-        parameter = tree.get(layout.PARAMETERS + path)
+        parameter = tree.get(naming.PARAMETERS + path)
         if path not in variables or parameter is None:
             return ""
         if slot is None:
             return variables[path]
         if len(parameter.shape) < 2 and slot in ("v_row", "v_col"):
             return ""  # an unused slot
-        return layout.join_mtf_slot(variables[path], layout.slot_to_mtf(slot, parameter.shape))
+        return naming.join_mtf_slot(variables[path], naming.slot_to_mtf(slot, parameter.shape))
 
     return {key: named(key) for key in tree}

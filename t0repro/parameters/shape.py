@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from t0repro.errors import UserError
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 # Sizes by (layers, d_model, d_ff, num_heads, d_kv), from the gin files models/t5.1.{0,1}.*.gin of
 # t5 0.9.4. mT5 has T5 1.1's; ByT5's own are in `ModelShape._relative`.
@@ -122,24 +122,24 @@ class ModelShape:
         """Returns T5X path -> shape of every parameter, in the table's order."""
         layers = {"encoder": self.num_encoder_layers, "decoder": self.num_decoder_layers}
         shapes = {}
-        for row in layout.DECODER_ONLY if self.decoder_only else layout.TABLE:
+        for row in naming.DECODER_ONLY if self.decoder_only else naming.TABLE:
             if not self._has(row) or (self.shared_towers and row.t5x.startswith("encoder/")):
                 continue
             shape = tuple(getattr(self, axis) for axis in row.axes)
             for layer in range(layers[row.tower]) if row.tower else [None]:
-                shapes[layout.name_of(row, layer, "t5x")] = shape
+                shapes[naming.name_of(row, layer, "t5x")] = shape
         return shapes
 
-    def mesh_variables(self, norm_names: layout.NormNames = "rms_norm") -> dict[str, str]:
+    def mesh_variables(self, norm_names: naming.NormNames = "rms_norm") -> dict[str, str]:
         """Returns T5X path -> Mesh TensorFlow's variable name, for every parameter."""
         names = {}
         for path in self.parameters():
-            name = layout.path_to_mtf(path, norm_names, self.decoder_only, self.shared_towers)
+            name = naming.path_to_mtf(path, norm_names, self.decoder_only, self.shared_towers)
             assert name is not None, path
             names[path] = name
         return names
 
-    def _has(self, row: layout.Row) -> bool:
+    def _has(self, row: naming.Row) -> bool:
         if row.bias_per_layer is not None:
             return row.bias_per_layer == self.position_bias_per_layer
         if row.t5x == "decoder/logits_dense/kernel":
@@ -286,6 +286,6 @@ def rule_of(path: str, factor_map: Sequence[tuple[str, str]]) -> str:
 def _of_longest_axes(shape: Sequence[int], least: int) -> Factoring:
     if len(shape) < 2:
         return Factoring(None)
-    dropped = layout.t5x_dropped_axes(shape)
+    dropped = naming.t5x_dropped_axes(shape)
     row, column = dropped["v_row"], dropped["v_col"]
     return Factoring(((row,), (column,)) if shape[column] >= least else None)

@@ -24,7 +24,7 @@ import numpy as np
 
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.training.train_state import FlatTree
 
 Error = Literal["slot-swap", "bucket-eps", "loss-denominator", "no-shift"]
@@ -81,11 +81,11 @@ def without_exchange(tree: FlatTree) -> dict[str, np.ndarray]:
     """Swaps v_row and v_col of every parameter whose two largest axes are equally long."""
     swapped = dict(tree)
     for key in tree:
-        path, slot = layout.split_key(key) if key != layout.STEP else ("", None)
+        path, slot = naming.split_key(key) if key != naming.STEP else ("", None)
         if slot != "v_row" or tree[key].shape == (1,):
             continue
-        shape = tree[layout.PARAMETERS + path].shape
-        other = layout.slot_key(path, "v_col")
+        shape = tree[naming.PARAMETERS + path].shape
+        other = naming.slot_key(path, "v_col")
         # A tie of the two largest axes, as in layout.factored_slots.
         if sorted(shape)[-1] == sorted(shape)[-2]:
             swapped[key], swapped[other] = tree[other], tree[key]

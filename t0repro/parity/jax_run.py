@@ -16,7 +16,7 @@ from t0repro.config.run_config import RunConfig
 from t0repro.converters.sources import load_any
 from t0repro.evaluation.engine import score_examples
 from t0repro.model.t5 import T5, nonpadding, segments_of, text_to_self
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parity.mesh_jobs import MeshResult
 from t0repro.training.loss import cross_entropy
 from t0repro.training.models import T5Model
@@ -138,7 +138,7 @@ def _train(
 
 def _by_parameter(tree: FlatTree) -> FlatTree:
     """A checkpoint's tree with Adam's moments under their parameters' paths, unlike optax's."""
-    return {key: value for name, value in tree.items() if (key := layout.from_optax(name))}
+    return {key: value for name, value in tree.items() if (key := naming.from_optax(name))}
 
 
 def _gradients(model: T5, params: dict, batch: Arrays, num_microbatches: int) -> Arrays:
@@ -228,10 +228,10 @@ def as_stack_result(result: MeshResult, snapshots: Sequence[int]) -> StackResult
 
 def _by_path(gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Gradients under T5X's paths instead of Mesh TensorFlow's names."""
-    bias_per_layer = layout.has_bias_per_layer(map(layout.mtf_to_path, gradients))
+    bias_per_layer = naming.has_bias_per_layer(map(naming.mtf_to_path, gradients))
     found = {}
     for variable, gradient in gradients.items():
-        path = layout.mtf_to_path(variable, bias_per_layer)
+        path = naming.mtf_to_path(variable, bias_per_layer)
         assert path is not None, variable
         found[path] = gradient
     return found

@@ -180,14 +180,14 @@ def _mesh_checkpoint(start: str | None, out: Path) -> str | None:
     """The prefix of a start as a float32 Mesh TensorFlow checkpoint, converted if need be."""
     from t0repro.converters import sources
     from t0repro.converters.convert import convert
-    from t0repro.parameters import layout
+    from t0repro.parameters import naming
 
     if start is None:
         return None
     found = sources.find_checkpoint(start)
     # Types are looked at before converting: a float32 start is used as it is.
     reader = sources.open_checkpoint(found)
-    types = {x.dtype for key, x in reader.tensors.items() if key.startswith(layout.PARAMETERS)}
+    types = {x.dtype for key, x in reader.tensors.items() if key.startswith(naming.PARAMETERS)}
     if found.format == "mtf" and types == {np.dtype(np.float32)}:
         return found.path
     folder = out / MESH_FOLDER / "start"

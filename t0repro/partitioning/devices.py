@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from t0repro.config.run_config import Layout, ModelConfig
 from t0repro.errors import UserError
-from t0repro.parameters import layout as parameters
+from t0repro.parameters import naming
 from t0repro.partitioning.rules import DATA, MODEL, parameter_spec, slot_spec
 from t0repro.words import counted
 
@@ -65,9 +65,9 @@ class Partitioning:
         flat, structure = jax.tree_util.tree_flatten_with_path(tree)
         named = [(_name(path), tuple(leaf.shape)) for path, leaf in flat]
         # A stack of layers (t0repro.model.layer_stacks) is divided as each of them would be.
-        stacks = [f"/{parameters.LAYERS}/" in name for name, _ in named]
+        stacks = [f"/{naming.LAYERS}/" in name for name, _ in named]
         single = [
-            (name.replace(parameters.LAYERS, parameters.layer_name(0)), shape[1:])
+            (name.replace(naming.LAYERS, naming.layer_name(0)), shape[1:])
             if stack
             else (name, shape)
             for (name, shape), stack in zip(named, stacks, strict=True)
@@ -88,7 +88,7 @@ class Partitioning:
             return self._parameter(name.removeprefix("params/"))
         # slots/encoder/encoder_norm/scale/v: the last part names the slot.
         path, _, slot = name.removeprefix("slots/").rpartition("/")
-        if slot in parameters.SLOT_NAMES:
+        if slot in naming.SLOT_NAMES:
             of = shapes.get(f"params/{path}", ())
             spec = slot_spec(self._parameter(path), slot, of) if len(of) > 1 else PartitionSpec()
             # A slot divided like its parameter has as many axes; any other is whole everywhere.

@@ -25,13 +25,13 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 DATA, MODEL = "data", "model"
 RULES = {"batch": DATA, "heads": MODEL, "mlp": MODEL, "vocab": MODEL}
 FULLY_SHARDED = {**RULES, "embed": DATA}
 
-# The logical axis of each size in the table of parameters (t0repro.parameters.layout).
+# The logical axis of each size in the table of parameters (t0repro.parameters.naming).
 _LOGICAL = {
     "d_model": "embed",
     "d_ff": "mlp",
@@ -44,7 +44,7 @@ _LOGICAL = {
 
 def parameter_axes(path: str) -> tuple[str, ...]:
     """The logical axes of the parameter at a path of T5X's tree; () if there is none."""
-    found = layout.find_row(path, "t5x") or layout.find_row(path, "t5x", decoder_only=True)
+    found = naming.find_row(path, "t5x") or naming.find_row(path, "t5x", decoder_only=True)
     return tuple(_LOGICAL[size] for size in found[0].axes) if found else ()
 
 
@@ -60,12 +60,12 @@ def slot_spec(spec: PartitionSpec, slot: str, shape: Sequence[int]) -> Partition
 
     Args:
       spec: how the parameter is divided.
-      slot: the slot's name, as in t0repro.parameters.layout.SLOT_NAMES.
+      slot: the slot's name, as in t0repro.parameters.naming.SLOT_NAMES.
       shape: the parameter's shape.
     """
     if slot not in ("v_row", "v_col"):
         return spec
-    dropped = layout.t5x_dropped_axes(shape)[slot]
+    dropped = naming.t5x_dropped_axes(shape)[slot]
     return PartitionSpec(*(name for axis, name in enumerate(spec) if axis != dropped))
 
 

@@ -29,7 +29,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.generation import generate_tokens, texts_of
 from t0repro.evaluation.opened import Checkpoint, on_devices
 from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.partitioning.devices import choose, line_of
 from t0repro.partitioning.processes import from_first
 from t0repro.progress import say
@@ -357,4 +357,4 @@ def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any
         if source is not None
     }
     # The map is for parameters; the step has one name everywhere.
-    return tree | {layout.STEP: StoredTensor.of(reader, layout.STEP)}
+    return tree | {naming.STEP: StoredTensor.of(reader, naming.STEP)}

@@ -15,7 +15,7 @@ from t0repro.config.configuration import Configuration
 from t0repro.config.inference_plan import InferencePlan
 from t0repro.files import make_folder, output_path, write_atomically
 from t0repro.model.t5 import T5, parameter_shapes
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.partitioning.devices import Partitioning, choose
 from t0repro.redaction import without_passwords
 from t0repro.training.train_state import TrainState
@@ -92,7 +92,7 @@ def model_info(state: TrainState, partitioning: Partitioning) -> str:
 
 
 def _line(name: str, shape: tuple[int, ...], spec: Any) -> str:
-    row = layout.find_row(name, "t5x") or layout.find_row(name, "t5x", decoder_only=True)
+    row = naming.find_row(name, "t5x") or naming.find_row(name, "t5x", decoder_only=True)
     # A slot has no row: T5X names no logical axes for factored slots either.
     axes = [_LOGICAL_AXES[size] for size in row[0].axes] if row else []
     named = [f"{axis}={size}" for axis, size in zip(axes, shape, strict=True)] if axes else []

@@ -26,7 +26,7 @@ from t0repro.data.train_data import train_batches, train_eval
 from t0repro.errors import UserError
 from t0repro.evaluation.seqio_evaluator import infer_eval
 from t0repro.event_files import event_writer
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.assignment import assigned_names, names_in_mtf
 from t0repro.partitioning.processes import output_folder
 from t0repro.progress import say
@@ -173,9 +173,9 @@ def restored(
         scratch |= {name for name in fresh if name not in result}
     result |= {name: fresh[name] for name in scratch}
     # T5X writes one entry in place of a slot that its optimizer does not use.
-    wanted = [name for name in fresh if not name.startswith(layout.SLOTS) or fresh[name].size > 1]
+    wanted = [name for name in fresh if not name.startswith(naming.SLOTS) or fresh[name].size > 1]
     if config.strict:
-        _check_slots(result, [name for name in wanted if name.startswith(layout.SLOTS)], where)
+        _check_slots(result, [name for name in wanted if name.startswith(naming.SLOTS)], where)
     say_unmatched(tree, wanted, {new: old for new, old in names.items() if old is not None})
     if config.dtype in (None, "float32"):
         return result
@@ -199,10 +199,10 @@ def say_unmatched(
         "initialised, not restored": [name for name in wanted if name not in filled],
         "in the checkpoint, not used": sorted(set(tree) - set(filled.values())),
     }
-    has_slots = any(name.startswith(layout.SLOTS) for name in tree)
+    has_slots = any(name.startswith(naming.SLOTS) for name in tree)
     for kind, names in kinds.items():
-        parameters = [name for name in names if name.startswith(layout.PARAMETERS)]
-        slots = sum(name.startswith(layout.SLOTS) for name in names) if has_slots else 0
+        parameters = [name for name in names if name.startswith(naming.PARAMETERS)]
+        slots = sum(name.startswith(naming.SLOTS) for name in names) if has_slots else 0
         if parameters or slots:
             counts = f"{counted(len(parameters), 'parameter')} and {counted(slots, 'slot')}"
             say(f"restore: {counts} {kind}{': ' if parameters else ''}{', '.join(parameters)}")
@@ -262,5 +262,5 @@ def keep_matching(
     say_unmatched(kept, wanted, {key: key for key in kept})
     for path, value in flax.traverse_util.flatten_dict(fresh().params, sep="/").items():
         # Slots and the step need no entry: `from_flat_tree` starts missing ones at zero.
-        kept.setdefault(layout.PARAMETERS + path, np.asarray(value))
+        kept.setdefault(naming.PARAMETERS + path, np.asarray(value))
     return kept

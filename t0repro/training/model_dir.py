@@ -26,7 +26,7 @@ from t0repro.converters.tensors import CheckpointReader, CheckpointRef
 from t0repro.errors import UserError, of_command
 from t0repro.files import output_path, write_atomically, writing
 from t0repro.locks import folder_lock
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.partitioning.processes import held_by_first, is_first
 from t0repro.training.train_state import TrainState, check_parameters, flat_slots
@@ -169,9 +169,9 @@ def _open(ref: CheckpointRef, backend: Backend) -> CheckpointReader | None:
 
 
 def _check_step(ref: CheckpointRef, reader: CheckpointReader | None) -> None:
-    if reader is None or ref.step is None or layout.STEP not in reader.tensors:
+    if reader is None or ref.step is None or naming.STEP not in reader.tensors:
         return
-    step = int(reader.read(layout.STEP))
+    step = int(reader.read(naming.STEP))
     if step != ref.step:
         name = os.path.basename(ref.path)
         raise UserError(
@@ -193,21 +193,21 @@ def check_slots(reader: CheckpointReader, shapes: TrainState) -> None:
       UserError: if the checkpoint's slots are not those of the state.
     """
     found = {
-        key: info.shape for key, info in reader.tensors.items() if key.startswith(layout.SLOTS)
+        key: info.shape for key, info in reader.tensors.items() if key.startswith(naming.SLOTS)
     }
     if not found or not isinstance(shapes.slots, dict):
         return  # parameters alone, as a conversion may write; or the state of optax's optimizers
     wanted = {
-        layout.slot_key(path, name): tuple(value.shape)
+        naming.slot_key(path, name): tuple(value.shape)
         for path, slot in flat_slots(shapes.slots).items()
-        for name in layout.SLOT_NAMES
+        for name in naming.SLOT_NAMES
         if (value := getattr(slot, name)) is not None
     }
     wrong = sorted({key for key in found.keys() | wanted if found.get(key) != wanted.get(key)})
     if not wrong:
         return
     key = wrong[0]
-    path, slot = layout.split_key(key)
+    path, slot = naming.split_key(key)
     then, now = (
         "none" if shape is None else f"one of shape {list(shape)}"
         for shape in (found.get(key), wanted.get(key))

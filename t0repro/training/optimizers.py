@@ -38,7 +38,7 @@ from t0repro.config.run_config import (
     SgdConfig,
 )
 from t0repro.errors import UserError
-from t0repro.parameters.layout import LAYERS, layer_name
+from t0repro.parameters.naming import LAYERS, layer_name
 from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.training import adafactor
 from t0repro.training.adafactor import Gradient, Slots

@@ -20,7 +20,7 @@ import numpy as np
 from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
 from t0repro.model.blocks import is_scanned
 from t0repro.model.t5 import T5, parameter_shapes
-from t0repro.parameters.layout import LAYERS, layer_name
+from t0repro.parameters.naming import LAYERS, layer_name
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.memory import Memory, assumed_length
 from t0repro.partitioning.processes import from_first, is_alone

@@ -38,7 +38,7 @@ from t0repro.converters.tensors import StoredTensor
 from t0repro.errors import UserError
 from t0repro.model.layer_stacks import Split, by_layer, rows, stacks_in
 from t0repro.model.t5 import T5, parameter_shapes
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.partitioning.devices import put
 from t0repro.partitioning.processes import is_first
 from t0repro.training.adafactor import Slots
@@ -206,7 +206,7 @@ def flat_slots(slots: Any) -> dict[str, Slots]:
 def with_parameters_in(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """A flat tree with its parameters in another type; slots and the step stay as they are."""
     return {
-        name: value.astype(jnp.dtype(dtype)) if name.startswith(layout.PARAMETERS) else value
+        name: value.astype(jnp.dtype(dtype)) if name.startswith(naming.PARAMETERS) else value
         for name, value in tree.items()
     }
 
@@ -223,9 +223,9 @@ def flat_arrays(state: TrainState) -> dict[str, Any]:
     Layers that are stacked are copied, each to an array of its own.
     """
     state = single_layers(state)
-    flat: dict[str, Any] = {layout.STEP: state.step}
+    flat: dict[str, Any] = {naming.STEP: state.step}
     for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items():
-        flat[layout.PARAMETERS + path] = value
+        flat[naming.PARAMETERS + path] = value
     for path, value in flax.traverse_util.flatten_dict(state.flax_mutables or {}, sep="/").items():
         flat[_MUTABLES + path] = value
     if not isinstance(state.slots, dict):
@@ -234,24 +234,24 @@ def flat_arrays(state: TrainState) -> dict[str, Any]:
     values = {
         (path, name): getattr(slot, name)
         for path, slot in slots.items()
-        for name in layout.SLOT_NAMES
+        for name in naming.SLOT_NAMES
         if getattr(slot, name) is not None
     }
     names = {name for _, name in values}
-    if names & set(layout.ADAFACTOR_SLOTS):  # T5X's Adafactor has an entry for every slot
-        for path, name in itertools.product(slots, layout.ADAFACTOR_SLOTS):
+    if names & set(naming.ADAFACTOR_SLOTS):  # T5X's Adafactor has an entry for every slot
+        for path, name in itertools.product(slots, naming.ADAFACTOR_SLOTS):
             values.setdefault((path, name), np.zeros((1,), np.float32))
     flat |= {_slot_entries(path, name)[0]: value for (path, name), value in values.items()}
     if "adam_m" in names:
         # As optax's adam counts for itself.
-        flat[layout.OPTAX_COUNT] = flat[layout.STEP]
+        flat[naming.OPTAX_COUNT] = flat[naming.STEP]
     return flat
 
 
 def _of_optax(state: Any) -> dict[str, Any]:
     """The entries of an optax state, named as flax's serialization names its parts."""
     parts = flax.traverse_util.flatten_dict(flax.serialization.to_state_dict(state), sep="/")
-    return {layout.SLOTS + name: value for name, value in parts.items()}
+    return {naming.SLOTS + name: value for name, value in parts.items()}
 
 
 def _to_optax(tree: OpenTree, like: Any) -> Any:
@@ -261,7 +261,7 @@ def _to_optax(tree: OpenTree, like: Any) -> Any:
         flax.serialization.to_state_dict(like), keep_empty_nodes=True, sep="/"
     )
     found = {
-        name: _on_devices(tree.get(layout.SLOTS + name, np.zeros(part.shape)), part, part.dtype)
+        name: _on_devices(tree.get(naming.SLOTS + name, np.zeros(part.shape)), part, part.dtype)
         if hasattr(part, "dtype")
         else part
         for name, part in wanted.items()
@@ -272,9 +272,9 @@ def _to_optax(tree: OpenTree, like: Any) -> Any:
 
 def _slot_entries(path: str, name: str) -> list[str]:
     """The names that a slot may have in a checkpoint; the first is the one that is written."""
-    key = layout.slot_key(path, name)
+    key = naming.slot_key(path, name)
     # The second is where a converter puts Mesh TensorFlow's Adam slots.
-    return list(dict.fromkeys([layout.to_optax(key), key]))
+    return list(dict.fromkeys([naming.to_optax(key), key]))
 
 
 def from_flat_tree(
@@ -298,12 +298,12 @@ def from_flat_tree(
     check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
     _tell_unused(tree, shapes, where)
     params = {
-        path: _on_devices(tree[layout.PARAMETERS + path], value) for path, value in shapes.items()
+        path: _on_devices(tree[naming.PARAMETERS + path], value) for path, value in shapes.items()
     }
     # Mesh TensorFlow's optimizers keep a dictionary of Slots; a chain keeps optax's own state.
     if not isinstance(like.slots, dict):
         return like.replace(
-            step=_on_devices(tree.get(layout.STEP, 0), like.step, np.int32),
+            step=_on_devices(tree.get(naming.STEP, 0), like.step, np.int32),
             params=flax.traverse_util.unflatten_dict(params, sep="/"),
             slots=_to_optax(tree, like.slots),
             flax_mutables=_mutables(tree, like.flax_mutables, where),
@@ -312,14 +312,14 @@ def from_flat_tree(
         path: Slots(
             **{
                 name: _slot(tree, path, name, getattr(slot, name), where)
-                for name in layout.SLOT_NAMES
+                for name in naming.SLOT_NAMES
                 if getattr(slot, name) is not None
             }
         )
         for path, slot in flat_slots(like.slots).items()
     }
     return like.replace(
-        step=_on_devices(tree.get(layout.STEP, 0), like.step, np.int32),
+        step=_on_devices(tree.get(naming.STEP, 0), like.step, np.int32),
         params=flax.traverse_util.unflatten_dict(params, sep="/"),
         slots=flax.traverse_util.unflatten_dict(slots, sep="/"),
         flax_mutables=_mutables(tree, like.flax_mutables, where),
@@ -375,8 +375,8 @@ def parameters_from_flat_tree(
         shapes = flax.traverse_util.flatten_dict(checkpoint_shapes(tree), sep="/")
     params = {}
     for path in sorted(_parameter_paths(tree)):
-        value = np.asarray(tree[layout.PARAMETERS + path])
-        seen(layout.PARAMETERS + path, value)
+        value = np.asarray(tree[naming.PARAMETERS + path])
+        seen(naming.PARAMETERS + path, value)
         if path in shapes:
             params[path] = _on_devices(value, shapes[path], shapes[path].dtype)
     # In the model's order, which is that of what has been compiled for it.
@@ -397,7 +397,7 @@ def _on_devices(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:
 def checkpoint_shapes(tree: OpenTree) -> dict:
     """The shapes of a checkpoint's parameters in float32, as a nested dictionary."""
     shapes = {
-        path: jax.ShapeDtypeStruct(tree[layout.PARAMETERS + path].shape, jnp.float32)
+        path: jax.ShapeDtypeStruct(tree[naming.PARAMETERS + path].shape, jnp.float32)
         for path in _parameter_paths(tree)
     }
     return flax.traverse_util.unflatten_dict(shapes, sep="/")
@@ -405,7 +405,7 @@ def checkpoint_shapes(tree: OpenTree) -> dict:
 
 def _parameter_paths(tree: Mapping[str, Any]) -> list[str]:
     return [
-        name.removeprefix(layout.PARAMETERS) for name in tree if name.startswith(layout.PARAMETERS)
+        name.removeprefix(naming.PARAMETERS) for name in tree if name.startswith(naming.PARAMETERS)
     ]
 
 
@@ -429,7 +429,7 @@ def check_parameters(
       shapes: shapes of the model's parameters, by path.
       where: the checkpoint's path, for error messages.
     """
-    missing = [path for path in shapes if layout.PARAMETERS + path not in tree]
+    missing = [path for path in shapes if naming.PARAMETERS + path not in tree]
     if missing:
         extra = _unused(tree, shapes)
         raise UserError(
@@ -439,7 +439,7 @@ def check_parameters(
             fix="Give the gin files of the model that the checkpoint was trained with.",
         )
     for path, shape in shapes.items():
-        found = tuple(tree[layout.PARAMETERS + path].shape)
+        found = tuple(tree[naming.PARAMETERS + path].shape)
         if found != shape:
             # A wrong vocabulary is the likeliest reason for these two, and has a fix of its own.
             vocabulary = path.startswith("token_embedder") or "logits_dense" in path

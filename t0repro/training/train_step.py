@@ -15,7 +15,7 @@ from t0repro.model.blocks import towers_in_loops
 from t0repro.model.layer_stacks import Towers, joined, stacked, stacks_in
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
-from t0repro.parameters.layout import layer_name
+from t0repro.parameters.naming import layer_name
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.rules import DATA, constrain, sums_over_groups
 from t0repro.training.metric_classes import Average, LastValue, merge_metrics

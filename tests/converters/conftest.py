@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from t0repro.converters.tensor_bundle import BundleWriter
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 
 HERE = Path(__file__).parent
@@ -108,7 +108,7 @@ def mesh_variables() -> Callable[..., dict[str, np.ndarray]]:
         dtype: str = "float32",
         factor_at: int = 128,
         momentum: bool = False,
-        norm_names: layout.NormNames = "rms_norm",
+        norm_names: naming.NormNames = "rms_norm",
         seed: int = 0,
     ) -> dict[str, np.ndarray]:
         generator = np.random.default_rng(seed)
@@ -116,7 +116,7 @@ def mesh_variables() -> Callable[..., dict[str, np.ndarray]]:
         names = family.mesh_variables(norm_names)
         for path, shape in family.parameters().items():
             name = names[path]
-            if family.num_heads == 1 and path.endswith(layout.RELATIVE_BIAS):
+            if family.num_heads == 1 and path.endswith(naming.RELATIVE_BIAS):
                 shape = shape[1:]  # Mesh TensorFlow has no axis for a single head
             variables[name] = generator.normal(size=shape).astype(np.float32).astype(dtype)
             for slot, slot_shape in _mesh_slot_shapes(shape, factor_at).items():

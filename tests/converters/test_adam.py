@@ -11,7 +11,7 @@ import pytest
 
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import load_any
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 from .checkpoint_files import assert_same_bits, read_variables
 from .older_t5x import write_by_older_t5x
@@ -77,12 +77,12 @@ def test_what_t5x_saves_of_optax_s_adam_becomes_mesh_tensorflow_s_slots(
     from t0repro.training.checkpoints import save_tree
 
     source = write_mesh_checkpoint(tmp_path / "source", adam_variables)
-    params = nested(load_any(source), layout.PARAMETERS)
+    params = nested(load_any(source), naming.PARAMETERS)
     optimizer = an_optimizer(kind)
     gradients = params  # any tree of that shape
     _, state = optimizer.update(gradients, optimizer.init(params), params)
     tree = t5x_state_dict(params, state)
-    key = f"{layout.SLOTS}{place}/token_embedder/embedding"
+    key = f"{naming.SLOTS}{place}/token_embedder/embedding"
     if older:
         write_by_older_t5x(tmp_path / "t5x" / "checkpoint_7", tree, inline=("count",))
     else:
@@ -105,9 +105,9 @@ def test_optax_restores_mesh_tensorflow_s_moments_and_makes_its_update(
     source = write_mesh_checkpoint(tmp_path / "source", adam_variables)
     convert(source, tmp_path / "t5x", "t5x")
     tree = restore_as_t5x(tmp_path / "t5x", STEP)
-    params = nested(tree, layout.PARAMETERS)
+    params = nested(tree, naming.PARAMETERS)
     optimizer = optax.adam(1.0, b1=0.9, b2=0.999, eps=1e-6)
-    saved = nested(tree, layout.SLOTS) | {"1": {}}  # T5X puts the empty ones back
+    saved = nested(tree, naming.SLOTS) | {"1": {}}  # T5X puts the empty ones back
     state = flax.serialization.from_state_dict(optimizer.init(params), saved)
     updates, _ = optimizer.update(params, state, params)
     m, v = (adam_variables[f"encoder/rms_norm/scale/{slot}"] for slot in ("adam_m", "adam_v"))

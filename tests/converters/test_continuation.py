@@ -17,7 +17,7 @@ import pytest
 
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import load_any
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 from .checkpoint_files import assert_same_bits, read_variables
 from .conftest import DECODER_ONLY_BINDINGS
@@ -149,7 +149,7 @@ def assert_losses_agree(ours, theirs):
 def assert_trees_agree(ours, theirs, tolerance=1e-4):
     """Every parameter and slot: differences' RMS against the tensor's."""
     for key, array in theirs.items():
-        if array.shape == (1,) and key.startswith(layout.SLOTS):
+        if array.shape == (1,) and key.startswith(naming.SLOTS):
             continue  # a dummy
         rms = np.sqrt(np.mean(np.square(array, dtype=np.float64)))
         difference = np.sqrt(np.mean(np.square(ours[key].astype(np.float64) - array)))
@@ -179,7 +179,7 @@ def test_without_the_slots_a_continuation_is_told_apart(runs, mesh_checkpoints):
     """The slots are alive: zeros in their place change what three steps make of the parameters."""
     tree = load_any(mesh_checkpoints["t5_1_1"])
     emptied = {
-        key: np.zeros_like(x) if key.startswith(layout.SLOTS) else x for key, x in tree.items()
+        key: np.zeros_like(x) if key.startswith(naming.SLOTS) else x for key, x in tree.items()
     }
     _, after = runs.jax_stack.go_on(emptied)
     with pytest.raises(AssertionError):

@@ -13,7 +13,7 @@ from t0repro.converters.convert import convert
 from t0repro.converters.safetensors_files import SafetensorsFile
 from t0repro.converters.sources import find_checkpoint, open_checkpoint
 from t0repro.errors import UserError
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 
 from .checkpoint_files import assert_same_bits, read_variables
@@ -289,4 +289,4 @@ def test_a_vocabulary_that_is_no_sentencepiece_model_is_refused(tiny_checkpoint,
 
 
 def test_the_step_s_flat_key_has_no_name_of_its_own():
-    assert hf.hf_name(layout.STEP) is None
+    assert hf.hf_name(naming.STEP) is None

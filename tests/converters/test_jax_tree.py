@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t0repro.converters.jax_tree import dummies, with_dummies
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 
 def tree_of(shapes: list[tuple[int, ...]], factored: bool, momentum: bool) -> dict[str, np.ndarray]:
@@ -13,10 +13,10 @@ def tree_of(shapes: list[tuple[int, ...]], factored: bool, momentum: bool) -> di
     tree = {}
     for number, shape in enumerate(shapes):
         path = f"parameter_{number}"
-        tree[layout.PARAMETERS + path] = np.ones(shape)
+        tree[naming.PARAMETERS + path] = np.ones(shape)
         slots = ["v_row", "v_col"] if factored and len(shape) > 1 else ["v"]
         for slot in slots + ["m"] * momentum:
-            tree[layout.slot_key(path, slot)] = np.ones(layout.slot_shape(slot, shape))
+            tree[naming.slot_key(path, slot)] = np.ones(naming.slot_shape(slot, shape))
     return tree
 
 

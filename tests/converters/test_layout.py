@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.converters.tensor_bundle import BundleReader
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 SHAPES = st.lists(st.integers(1, 5), min_size=2, max_size=4).map(tuple)
 
@@ -18,11 +18,11 @@ def test_every_variable_that_mesh_tensorflow_writes_has_a_path_and_comes_back(
 ):
     norm_names = "rms_norm" if model == "t5_1_1" else "layer_norm"
     names = set(BundleReader(mesh_checkpoints[model] / "model.ckpt-2").entries)
-    parameters = {layout.split_mtf_slot(name)[0] for name in names - {"global_step"}}
+    parameters = {naming.split_mtf_slot(name)[0] for name in names - {"global_step"}}
     for name in parameters:
-        path = layout.mtf_to_path(name)
+        path = naming.mtf_to_path(name)
         assert path is not None, name
-        assert layout.path_to_mtf(path, norm_names) == name
+        assert naming.path_to_mtf(path, norm_names) == name
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_every_variable_that_mesh_tensorflow_writes_has_a_path_and_comes_back(
     ],
 )
 def test_names_are_those_of_t5x_s_importer(variable, path):
-    assert layout.mtf_to_path(variable) == path
-    assert layout.path_to_mtf(path) == variable
+    assert naming.mtf_to_path(variable) == path
+    assert naming.path_to_mtf(path) == variable
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_names_are_those_of_t5x_s_importer(variable, path):
     ],
 )
 def test_a_name_that_no_t5_has_is_unknown(variable):
-    assert layout.mtf_to_path(variable) is None
+    assert naming.mtf_to_path(variable) is None
 
 
 def test_norm_names_of_released_t5_1_0_checkpoints_are_read_and_written():
@@ -82,11 +82,11 @@ def test_norm_names_of_released_t5_1_0_checkpoints_are_read_and_written():
             "decoder/block_000/layer_002/rms_norm/scale",
         ),
     ]:
-        path = layout.mtf_to_path(old)
-        assert path == layout.mtf_to_path(new)
+        path = naming.mtf_to_path(old)
+        assert path == naming.mtf_to_path(new)
         assert path is not None
-        assert layout.path_to_mtf(path, "layer_norm") == old
-        assert layout.path_to_mtf(path) == new
+        assert naming.path_to_mtf(path, "layer_norm") == old
+        assert naming.path_to_mtf(path) == new
 
 
 @pytest.mark.parametrize(
@@ -109,53 +109,53 @@ def test_norm_names_of_released_t5_1_0_checkpoints_are_read_and_written():
     ],
 )
 def test_a_decoder_only_model_has_a_table_of_its_own(variable, path):
-    assert layout.mtf_to_path(variable) == path
-    assert layout.path_to_mtf(path, decoder_only=True) == variable
-    assert layout.path_to_mtf(path) != variable
+    assert naming.mtf_to_path(variable) == path
+    assert naming.path_to_mtf(path, decoder_only=True) == variable
+    assert naming.path_to_mtf(path) != variable
     embedding = "target/decoder/token_embedder/embedding"
-    assert layout.is_decoder_only([embedding]) and not layout.is_decoder_only(["target/x"])
+    assert naming.is_decoder_only([embedding]) and not naming.is_decoder_only(["target/x"])
 
 
 def test_shared_towers_name_the_decoder_s_layers_by_kind():
     for number, layer in enumerate(("self_attention", "enc_dec_attention", "dense_relu_dense")):
         shared = f"decoder/block_002/{layer}/rms_norm/scale"
-        path = layout.mtf_to_path(f"decoder/block_002/layer_{number:03d}/rms_norm/scale")
-        assert path is not None and layout.mtf_to_path(shared) == path
-        assert layout.path_to_mtf(path, shared_towers=True) == shared
-        assert layout.names_shared_layer(shared)
-        assert not layout.names_shared_layer(f"encoder/block_002/{layer}/rms_norm/scale")
+        path = naming.mtf_to_path(f"decoder/block_002/layer_{number:03d}/rms_norm/scale")
+        assert path is not None and naming.mtf_to_path(shared) == path
+        assert naming.path_to_mtf(path, shared_towers=True) == shared
+        assert naming.names_shared_layer(shared)
+        assert not naming.names_shared_layer(f"encoder/block_002/{layer}/rms_norm/scale")
     embedding = "target/token_embedder/embedding"
-    assert layout.has_shared_towers([embedding, "target/decoder/decoder_norm/scale"])
-    assert not layout.has_shared_towers([embedding, "target/encoder/encoder_norm/scale"])
-    assert not layout.has_shared_towers(["target/decoder/decoder_norm/scale"])
+    assert naming.has_shared_towers([embedding, "target/decoder/decoder_norm/scale"])
+    assert not naming.has_shared_towers([embedding, "target/encoder/encoder_norm/scale"])
+    assert not naming.has_shared_towers(["target/decoder/decoder_norm/scale"])
 
 
 def test_a_bias_is_the_first_layer_s_or_every_layer_s():
     mtf = "encoder/block_{}/layer_000/SelfAttention/relative_attention_bias"
     own = "encoder/layers_{}/relpos_bias/rel_embedding"
     shared = "encoder/relpos_bias/rel_embedding"
-    assert layout.mtf_to_path(mtf.format("000")) == shared
-    assert layout.mtf_to_path(mtf.format("000"), bias_per_layer=False) == shared
-    assert layout.mtf_to_path(mtf.format("000"), bias_per_layer=True) == own.format(0)
-    assert layout.mtf_to_path(mtf.format("003"), bias_per_layer=True) == own.format(3)
-    assert layout.mtf_to_path(mtf.format("003"), bias_per_layer=False) is None
-    assert layout.path_to_mtf(own.format(3)) == mtf.format("003")
+    assert naming.mtf_to_path(mtf.format("000")) == shared
+    assert naming.mtf_to_path(mtf.format("000"), bias_per_layer=False) == shared
+    assert naming.mtf_to_path(mtf.format("000"), bias_per_layer=True) == own.format(0)
+    assert naming.mtf_to_path(mtf.format("003"), bias_per_layer=True) == own.format(3)
+    assert naming.mtf_to_path(mtf.format("003"), bias_per_layer=False) is None
+    assert naming.path_to_mtf(own.format(3)) == mtf.format("003")
     hf = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    assert layout.name_of(*layout.find_row(hf, "hf", bias_per_layer=False), "t5x") == shared
+    assert naming.name_of(*naming.find_row(hf, "hf", bias_per_layer=False), "t5x") == shared
     norm = "encoder/layers_1/pre_mlp_layer_norm/scale"
-    assert layout.has_bias_per_layer([None, own.format(1)])
-    assert not layout.has_bias_per_layer([None, shared, norm])
+    assert naming.has_bias_per_layer([None, own.format(1)])
+    assert not naming.has_bias_per_layer([None, shared, norm])
 
 
 def test_known_names_are_those_of_all_layers_once():
-    names = layout.known_names("hf", [2])
+    names = naming.known_names("hf", [2])
     assert len(names) == len(set(names))
     bias = "encoder.block.{}.layer.0.SelfAttention.relative_attention_bias.weight"
     for name in ("shared.weight", "lm_head.weight", bias.format(0), bias.format(2)):
         assert name in names
     assert bias.format(1) not in names
-    assert "transformer/embedding" in layout.known_names("mtf", [], decoder_only=True)
-    assert "shared/embedding" not in layout.known_names("mtf", [], decoder_only=True)
+    assert "transformer/embedding" in naming.known_names("mtf", [], decoder_only=True)
+    assert "shared/embedding" not in naming.known_names("mtf", [], decoder_only=True)
 
 
 @pytest.mark.parametrize(
@@ -167,20 +167,20 @@ def test_known_names_are_those_of_all_layers_once():
     ],
 )
 def test_mesh_tensorflow_hangs_slots_on_a_parameter_s_name(variable, slot):
-    assert layout.split_mtf_slot(variable) == ("a/b", slot)
-    assert layout.join_mtf_slot("a/b", slot) == variable
-    assert layout.split_mtf_slot("a/b") == ("a/b", None)
+    assert naming.split_mtf_slot(variable) == ("a/b", slot)
+    assert naming.join_mtf_slot("a/b", slot) == variable
+    assert naming.split_mtf_slot("a/b") == ("a/b", None)
 
 
-@pytest.mark.parametrize("slot", layout.SLOT_NAMES)
+@pytest.mark.parametrize("slot", naming.SLOT_NAMES)
 def test_keys_are_split_as_they_were_joined(slot):
-    key = layout.slot_key("a/b", slot)
+    key = naming.slot_key("a/b", slot)
     assert key == f"state/param_states/a/b/{slot}"
-    assert layout.split_key(key) == ("a/b", slot)
-    assert layout.split_key("target/a/b") == ("a/b", None)
+    assert naming.split_key(key) == ("a/b", slot)
+    assert naming.split_key("target/a/b") == ("a/b", None)
     moments = {"adam_m": "state/param_states/0/mu/a/b", "adam_v": "state/param_states/0/nu/a/b"}
-    assert layout.to_optax(key) == moments.get(slot, key)
-    assert layout.from_optax(layout.to_optax(key)) == key
+    assert naming.to_optax(key) == moments.get(slot, key)
+    assert naming.from_optax(naming.to_optax(key)) == key
 
 
 @pytest.mark.parametrize(
@@ -189,15 +189,15 @@ def test_keys_are_split_as_they_were_joined(slot):
 )
 def test_a_key_of_neither_parameter_nor_slot_is_refused(key):
     with pytest.raises(ValueError, match=f"'{key}' is neither a parameter nor a slot"):
-        layout.split_key(key)
+        naming.split_key(key)
 
 
 def test_optax_counts_steps_and_nests_its_states():
-    assert layout.to_optax(layout.STEP) == layout.STEP
-    assert layout.from_optax("state/param_states/0/count") is None
-    assert layout.from_optax("state/param_states/1/0/count") is None
-    assert layout.from_optax("state/param_states/1/0/nu/a/b") == "state/param_states/a/b/adam_v"
-    assert layout.from_optax("target/a/b") == "target/a/b"
+    assert naming.to_optax(naming.STEP) == naming.STEP
+    assert naming.from_optax("state/param_states/0/count") is None
+    assert naming.from_optax("state/param_states/1/0/count") is None
+    assert naming.from_optax("state/param_states/1/0/nu/a/b") == "state/param_states/a/b/adam_v"
+    assert naming.from_optax("target/a/b") == "target/a/b"
 
 
 def test_only_the_factored_slots_of_square_matrices_are_exchanged():
@@ -209,7 +209,7 @@ def test_only_the_factored_slots_of_square_matrices_are_exchanged():
     slots = [f"state/param_states/{name}/{s}" for name in ("square", "oblong", "vector")
              for s in ("v_row", "v_col", "v", "m")]  # fmt: skip
     for key in [*slots, "target/square", "state/step", "state/param_states/unknown/v_row"]:
-        assert layout.exchange_tied_slots(key, shapes) == exchanged.get(key, key)
+        assert naming.exchange_tied_slots(key, shapes) == exchanged.get(key, key)
 
 
 @given(SHAPES, st.integers(0, 2**32 - 1))
@@ -223,22 +223,22 @@ def test_matched_slots_are_means_of_the_same_squares_over_the_same_axis(shape, s
     t5x = {"v_row": squares.mean(axis=last), "v_col": squares.mean(axis=before_last)}
     if {first, second} != {before_last, last}:
         with pytest.raises(ValueError, match="no counterparts"):
-            layout.factored_slots(shape)
+            naming.factored_slots(shape)
         return
     for slot, value in mtf.items():
-        np.testing.assert_array_equal(value, t5x[layout.slot_from_mtf(slot, shape)])
-        assert layout.slot_to_mtf(layout.slot_from_mtf(slot, shape), shape) == slot
+        np.testing.assert_array_equal(value, t5x[naming.slot_from_mtf(slot, shape)])
+        assert naming.slot_to_mtf(naming.slot_from_mtf(slot, shape), shape) == slot
     for slot, value in t5x.items():
-        assert value.shape == layout.slot_shape(slot, shape)
+        assert value.shape == naming.slot_shape(slot, shape)
 
 
 @given(st.tuples(st.integers(1, 9), st.integers(1, 9)))
 def test_slots_of_a_matrix_change_places_exactly_when_it_is_square(shape):
     straight = {"vr": "v_row", "vc": "v_col"}
-    assert (layout.factored_slots(shape) == straight) == (shape[0] != shape[1])
+    assert (naming.factored_slots(shape) == straight) == (shape[0] != shape[1])
     for slot in ("v", "m"):
-        assert layout.slot_from_mtf(slot, shape) == layout.slot_to_mtf(slot, shape) == slot
-        assert layout.slot_shape(slot, shape) == shape
+        assert naming.slot_from_mtf(slot, shape) == naming.slot_to_mtf(slot, shape) == slot
+        assert naming.slot_shape(slot, shape) == shape
 
 
 @settings(deadline=None)  # the first example imports JAX
@@ -248,7 +248,7 @@ def test_dropped_axes_are_those_of_this_project_s_adafactor(shape):
     from t0repro.parameters.shape import factoring
 
     config = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 1)
-    ours = layout.t5x_dropped_axes(shape)
+    ours = naming.t5x_dropped_axes(shape)
     dropped = factoring("a/kernel", shape, config).dropped
     assert dropped == ((ours["v_row"],), (ours["v_col"],))
 
@@ -266,7 +266,7 @@ def test_slots_of_mesh_tensorflow_s_own_optimizer_are_t5x_s_and_the_straight_map
         t5x = {"v_row": squares.mean(axis=last), "v_col": squares.mean(axis=before_last)}
         for slot in ("vr", "vc"):
             actual = slots[f"{slot}/{name}"]
-            right = t5x[layout.slot_from_mtf(slot, squares.shape)]
+            right = t5x[naming.slot_from_mtf(slot, squares.shape)]
             np.testing.assert_allclose(actual, right, rtol=1e-5)
             straight = t5x[{"vr": "v_row", "vc": "v_col"}[slot]]
             is_straight = actual.shape == straight.shape and np.allclose(actual, straight, rtol=0.1)

@@ -7,7 +7,7 @@ import pytest
 from t0repro.config.run_config import ModelConfig
 from t0repro.converters.recognition import check_parameters, recognise
 from t0repro.errors import UserError
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 
 T5_1_1_XL = ModelShape(24, 24, 2048, 5120, 32, 64, 32128, 32, ("wi_0", "wi_1"), False)
@@ -43,8 +43,8 @@ def model_config(family: ModelShape) -> ModelConfig:
 @pytest.mark.parametrize("names", ["mtf", "keys", "paths"])
 def test_a_published_size_is_recognised_by_any_format_s_names(family, name, count, names):
     spell = {
-        "mtf": layout.path_to_mtf,
-        "keys": lambda path: layout.PARAMETERS + path,
+        "mtf": naming.path_to_mtf,
+        "keys": lambda path: naming.PARAMETERS + path,
         "paths": lambda path: path,
     }[names]
     shapes = {str(spell(path)): shape for path, shape in family.parameters().items()}

@@ -92,13 +92,13 @@ print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 def test_a_model_larger_than_the_bound_is_converted_within_three_tensors_and_500_mb(
     tmp_path, write_mesh_checkpoint
 ):
-    from t0repro.parameters import layout
+    from t0repro.parameters import naming
 
     family = ModelShape(9, 9, 1024, 1024, 16, 64, 128, 32, ("wi_0", "wi_1"), False)
     values = np.random.default_rng(0).normal(size=1024 * 1024).astype(np.float32)
     variables = {"global_step": np.asarray(7, np.int64)}
     for path, shape in family.parameters().items():
-        variables[str(layout.path_to_mtf(path))] = values[: np.prod(shape)].reshape(shape)
+        variables[str(naming.path_to_mtf(path))] = values[: np.prod(shape)].reshape(shape)
     largest = max(array.nbytes for array in variables.values())
     bound = 3 * largest + 500e6
     assert sum(array.nbytes for array in variables.values()) > 1.2 * bound

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from t0repro.converters.convert import convert
 from t0repro.converters.inspection import verify
 from t0repro.converters.sources import load_any
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 
 from .checkpoint_files import assert_same_bits, read_variables
@@ -89,16 +89,16 @@ def test_slots_of_square_matrices_change_names_and_others_keep_them(tiny_checkpo
     variables = read_variables(tiny_checkpoint)
     tree = load_tree(tmp_path / "jax" / "checkpoint_7")
     square = "encoder/layers_0/attention/query/kernel"
-    name = layout.path_to_mtf(square)
-    v_row, v_col = (tree[layout.slot_key(square, slot)] for slot in ("v_row", "v_col"))
+    name = naming.path_to_mtf(square)
+    v_row, v_col = (tree[naming.slot_key(square, slot)] for slot in ("v_row", "v_col"))
     np.testing.assert_array_equal(v_row, variables[f"{name}_slot_vc"])
     np.testing.assert_array_equal(v_col, variables[f"{name}_slot_vr"])
     # The straight mapping, T5X's importer's, would give these.
     assert not np.array_equal(v_row, variables[f"{name}_slot_vr"])
     unfactored = "encoder/layers_0/mlp/wo/kernel"
     np.testing.assert_array_equal(
-        tree[layout.slot_key(unfactored, "v")],
-        variables[f"{layout.path_to_mtf(unfactored)}_slot_v"],
+        tree[naming.slot_key(unfactored, "v")],
+        variables[f"{naming.path_to_mtf(unfactored)}_slot_v"],
     )
 
 

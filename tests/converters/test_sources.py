@@ -9,7 +9,7 @@ from t0repro.converters import mtf
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint, list_checkpoints, load_any
 from t0repro.errors import UserError
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 
 @pytest.fixture
@@ -132,12 +132,12 @@ def test_load_any_gives_the_same_tree_from_both_formats(tiny_checkpoint, tmp_pat
 def test_load_any_gives_t5x_s_tree_with_dummies_for_slots_that_are_not_used(tiny_checkpoint):
     tree = load_any(tiny_checkpoint)
     query = "encoder/layers_0/attention/query/kernel"
-    assert tree[layout.STEP] == 7
-    assert tree[layout.STEP].dtype == np.int32
-    shapes = {slot: tree[layout.slot_key(query, slot)].shape for slot in layout.ADAFACTOR_SLOTS}
+    assert tree[naming.STEP] == 7
+    assert tree[naming.STEP].dtype == np.int32
+    shapes = {slot: tree[naming.slot_key(query, slot)].shape for slot in naming.ADAFACTOR_SLOTS}
     assert shapes == {"v_row": (128,), "v_col": (128,), "v": (1,), "m": (1,)}
     norm = "encoder/encoder_norm/scale"
-    shapes = {slot: tree[layout.slot_key(norm, slot)].shape for slot in layout.ADAFACTOR_SLOTS}
+    shapes = {slot: tree[naming.slot_key(norm, slot)].shape for slot in naming.ADAFACTOR_SLOTS}
     assert shapes == {"v_row": (1,), "v_col": (1,), "v": (128,), "m": (1,)}
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint, load_any
 from t0repro.errors import UserError
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 
 from .checkpoint_files import assert_same_bits, read_variables
@@ -205,23 +205,23 @@ def test_factored_slots_of_a_scanned_tree_go_by_the_names_of_the_axes(scanned):
     tree, plain = scanned
 
     def layers(name, slot, shape):
-        keys = [layout.slot_key(f"decoder/layers_{n}/{name}", slot) for n in range(2)]
+        keys = [naming.slot_key(f"decoder/layers_{n}/{name}", slot) for n in range(2)]
         return [plain[key].reshape(shape) for key in keys]
 
     query = "self_attention/query/kernel"  # a square, in the plain tree [embed, joined_kv]
-    key = layout.slot_key(f"decoder/decoder/{query}", "v_row")
+    key = naming.slot_key(f"decoder/decoder/{query}", "v_row")
     # In the plain tree the square's v_row is the mean over the last axis: over joined_kv.
     expected = np.stack(layers(query, "v_row", (128,)), axis=1)
     np.testing.assert_array_equal(tree[key], expected)  # [embed, layers]
-    key = layout.slot_key(f"decoder/decoder/{query}", "v_col")
+    key = naming.slot_key(f"decoder/decoder/{query}", "v_col")
     expected = np.stack(layers(query, "v_col", (2, 64)), axis=0)
     np.testing.assert_array_equal(tree[key], expected)  # [layers, heads, kv]
     out = "self_attention/out/kernel"  # [joined_kv, embed]
     # There the mean over the last axis is over embed: the scanned tree's v_col.
-    key = layout.slot_key(f"decoder/decoder/{out}", "v_col")
+    key = naming.slot_key(f"decoder/decoder/{out}", "v_col")
     expected = np.stack(layers(out, "v_row", (2, 64)), axis=1)
     np.testing.assert_array_equal(tree[key], expected)  # [heads, layers, kv]
-    key = layout.slot_key(f"decoder/decoder/{out}", "v_row")
+    key = naming.slot_key(f"decoder/decoder/{out}", "v_row")
     expected = np.stack(layers(out, "v_col", (128,)), axis=0)
     np.testing.assert_array_equal(tree[key], expected)  # [layers, embed]
 
@@ -229,8 +229,8 @@ def test_factored_slots_of_a_scanned_tree_go_by_the_names_of_the_axes(scanned):
 def test_a_scanned_tree_has_means_of_what_other_trees_keep_whole(scanned):
     """scalable_t5 factors every kernel of a layer; others only if both sides are 128 or more."""
     tree, plain = scanned
-    whole = [plain[layout.slot_key(f"decoder/layers_{n}/mlp/wo/kernel", "v")] for n in range(2)]
-    key = functools.partial(layout.slot_key, "decoder/decoder/mlp/wo/kernel")  # [d_ff, embed]
+    whole = [plain[naming.slot_key(f"decoder/layers_{n}/mlp/wo/kernel", "v")] for n in range(2)]
+    key = functools.partial(naming.slot_key, "decoder/decoder/mlp/wo/kernel")  # [d_ff, embed]
     assert tree[key("v")].shape == (1,)
     np.testing.assert_allclose(
         tree[key("v_row")], np.stack([v.mean(axis=0) for v in whole], axis=0), rtol=0, atol=1e-6
@@ -306,10 +306,10 @@ def test_importer_slots_are_the_straight_mapping(tiny_checkpoint, tmp_path):
     convert(tiny_checkpoint, tmp_path / "t5x", "t5x", t5x_importer_slots=True)
     variables, tree = read_variables(tiny_checkpoint), load_any(tmp_path / "t5x")
     square = "encoder/layers_0/attention/query/kernel"
-    name = layout.path_to_mtf(square)
+    name = naming.path_to_mtf(square)
     for ours, theirs in (("v_row", "vr"), ("v_col", "vc")):
         np.testing.assert_array_equal(
-            tree[layout.slot_key(square, ours)], variables[f"{name}_slot_{theirs}"]
+            tree[naming.slot_key(square, ours)], variables[f"{name}_slot_{theirs}"]
         )
 
 

@@ -17,7 +17,7 @@ warnings.simplefilter("ignore")
 model_dir, root, out, tasks, rows = *sys.argv[1:4], *map(int, sys.argv[4:])
 import seqio
 import t0repro.tasks.demo
-from t0repro.evaluation.evaluation_folder import Settings
+from t0repro.evaluation.evaluation_folder import EvaluationSettings
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.runs import rank_eval
 from t0repro.tasks.registration import add_prompted_task
@@ -33,7 +33,7 @@ for number in range(tasks):
 seqio.MixtureRegistry.add("copas", names, default_rate=1)
 checkpoint = open_checkpoint(model_dir, None, "float32")
 rank_eval.PAIRS_IN_MEMORY = 400
-settings = Settings(lengths={"inputs": 512, "targets": 32})
+settings = EvaluationSettings(lengths={"inputs": 512, "targets": 32})
 # What is compiled and imported once is paid before.
 rank_eval.rank_eval(checkpoint, "copas", out + "/first", settings)
 tracemalloc.start()

@@ -15,7 +15,7 @@ from t0repro.config.mtf.dialect import KNOWN_BINDINGS
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.train_state import flat_slots
 
@@ -90,9 +90,9 @@ def names_and_shapes(config) -> tuple[dict, dict]:
     parameters, slots = {}, {}
     for path, array in flax.traverse_util.flatten_dict(shapes, sep="/").items():
         parameters[names[path]] = list(array.shape)
-        for slot in layout.SLOT_NAMES:
+        for slot in naming.SLOT_NAMES:
             if (zeros := getattr(of_optimizer[path], slot)) is not None:
-                theirs = layout.join_mtf_slot(names[path], layout.slot_to_mtf(slot, array.shape))
+                theirs = naming.join_mtf_slot(names[path], naming.slot_to_mtf(slot, array.shape))
                 slots[theirs] = list(zeros.shape)
     return parameters, slots
 

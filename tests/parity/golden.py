@@ -145,11 +145,11 @@ def start_tree(config: RunConfig, step: int) -> dict[str, np.ndarray]:
     import flax.traverse_util
 
     from t0repro.model.t5 import T5, parameter_shapes
-    from t0repro.parameters import layout
+    from t0repro.parameters import naming
 
     model = T5(config.model, config.dtypes)
     shapes = parameter_shapes(model)
-    tree = {layout.STEP: np.asarray(step, np.int32)}
+    tree = {naming.STEP: np.asarray(step, np.int32)}
     for path, leaf in flax.traverse_util.flatten_dict(shapes, sep="/").items():
         draw = np.random.default_rng(zlib.crc32(path.encode())).standard_normal(leaf.shape)
         # Around 1, so that a forgotten scale shows.
@@ -162,7 +162,7 @@ def start_tree(config: RunConfig, step: int) -> dict[str, np.ndarray]:
             # well.
             width = leaf.shape[0] * (config.model.d_kv if "/query/" in path else 1)
             draw = draw * width**-0.5
-        tree[layout.PARAMETERS + path] = draw.astype(np.float32)
+        tree[naming.PARAMETERS + path] = draw.astype(np.float32)
     return tree
 
 

@@ -25,7 +25,7 @@ from t0repro.config.decoding import DecodingConfig
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.t5 import T5
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 from ..tiny_models import FLOAT32, model_config
 from .conftest import _job
@@ -100,7 +100,7 @@ def _arguments(config: DecodingConfig) -> dict:
 def model(decoded) -> tuple[T5, dict]:
     """The model with Mesh TensorFlow's variables."""
     params = {
-        layout.mtf_to_path(name.removeprefix("variables/")): jax.numpy.asarray(x)
+        naming.mtf_to_path(name.removeprefix("variables/")): jax.numpy.asarray(x)
         for name, x in decoded.items()
         if name.startswith("variables/")
     }

@@ -15,7 +15,7 @@ from t0repro.config.run_config import (
     ModelConfig,
     ScheduleConfig,
 )
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 
 from ..tiny_models import T5_1_1
 
@@ -196,13 +196,13 @@ def flat_tree(results: dict[str, np.ndarray], when: str, step: int) -> dict[str,
         for name, x in results.items()
         if name.startswith(f"{when}/")
     }
-    tree = {layout.STEP: np.asarray(step, np.int32)}
+    tree = {naming.STEP: np.asarray(step, np.int32)}
     for name, value in found.items():
-        variable, slot = layout.split_mtf_slot(name)
-        path = layout.mtf_to_path(variable)
+        variable, slot = naming.split_mtf_slot(name)
+        path = naming.mtf_to_path(variable)
         assert path is not None, name
         if slot is None:
-            tree[layout.PARAMETERS + path] = value
+            tree[naming.PARAMETERS + path] = value
         else:
-            tree[layout.slot_key(path, layout.slot_from_mtf(slot, found[variable].shape))] = value
+            tree[naming.slot_key(path, naming.slot_from_mtf(slot, found[variable].shape))] = value
     return tree

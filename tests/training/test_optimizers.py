@@ -20,7 +20,7 @@ from t0repro.config.run_config import (
     ScheduleConfig,
     SgdConfig,
 )
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.training.adafactor import Slots
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
@@ -36,7 +36,7 @@ SHAPES = {  # factored and square, factored and oblong, not factored, a vector
     "decoder/relpos_bias/rel_embedding": (4, 32),
     "decoder/layers_0/pre_mlp_layer_norm/scale": (128,),
 }
-NAMES = {path: layout.path_to_mtf(path) or "" for path in SHAPES}
+NAMES = {path: naming.path_to_mtf(path) or "" for path in SHAPES}
 NORM, KERNEL = list(SHAPES)[3], list(SHAPES)[0]
 BASE = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 128)
 
@@ -238,10 +238,10 @@ def ours(case):
         for path, x in flax.traverse_util.flatten_dict(parameters, sep="/").items():
             results[f"{step}/{NAMES[path]}"] = np.asarray(x)
         for path, slot in flat_slots(slots).items():
-            for name in layout.SLOT_NAMES:
+            for name in naming.SLOT_NAMES:
                 if (x := getattr(slot, name)) is not None:
-                    theirs = layout.slot_to_mtf(name, SHAPES[path])
-                    results[f"{step}/{layout.join_mtf_slot(NAMES[path], theirs)}"] = np.asarray(x)
+                    theirs = naming.slot_to_mtf(name, SHAPES[path])
+                    results[f"{step}/{naming.join_mtf_slot(NAMES[path], theirs)}"] = np.asarray(x)
     return results
 
 
@@ -257,7 +257,7 @@ def test_parameters_and_slots_of_every_step_agree_with_mesh_tensorflow(mesh, cas
     assert sorted(results) == sorted(expected)
     assert len(results) >= STEPS * len(SHAPES)
     for name, x in expected.items():
-        if case.cls == "MomentumOptimizer" and not name.endswith(layout.MOMENTUM_SLOT):
+        if case.cls == "MomentumOptimizer" and not name.endswith(naming.MOMENTUM_SLOT):
             continue  # the test below has it
         rms = np.sqrt(np.mean(np.square(x, dtype=np.float64)))
         difference = results[name].astype(np.float64) - x

@@ -8,7 +8,7 @@ import pytest
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run_config import AdamWeightDecayConfig
-from t0repro.parameters import layout
+from t0repro.parameters import naming
 from t0repro.parity.jax_run import run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
 
@@ -138,14 +138,14 @@ def read_tree(prefix, model):
     paths = {name: path for path, name in model.mesh_variables().items()}
     shapes, tree = reader.get_variable_to_shape_map(), {}
     for name in shapes:
-        variable, slot = layout.split_mtf_slot(name)
-        if name == layout.MTF_STEP:
-            tree[layout.STEP] = reader.get_tensor(name)
+        variable, slot = naming.split_mtf_slot(name)
+        if name == naming.MTF_STEP:
+            tree[naming.STEP] = reader.get_tensor(name)
         elif slot is None:
-            tree[layout.PARAMETERS + paths[variable]] = reader.get_tensor(name)
+            tree[naming.PARAMETERS + paths[variable]] = reader.get_tensor(name)
         else:
-            slot = layout.slot_from_mtf(slot, shapes[variable])
-            tree[layout.slot_key(paths[variable], slot)] = reader.get_tensor(name)
+            slot = naming.slot_from_mtf(slot, shapes[variable])
+            tree[naming.slot_key(paths[variable], slot)] = reader.get_tensor(name)
     return tree
 
 
@@ -163,9 +163,9 @@ def test_losses_and_the_state_after_a_step_agree_with_mesh_tensorflow(mesh, vari
     expected = read_tree(theirs.checkpoint(1), config.model)
     moved = 0
     for key, x in expected.items():
-        if key == layout.STEP:
+        if key == naming.STEP:
             continue
-        _, slot = layout.split_key(key)
+        _, slot = naming.split_key(key)
         mine = ours.trees[1][key]
         rms = root_mean_square(x)
         # Adam divides a gradient by its own size: where the gradient is rounding alone, the
@@ -174,7 +174,7 @@ def test_losses_and_the_state_after_a_step_agree_with_mesh_tensorflow(mesh, vari
         assert root_mean_square(mine - x) <= allowed * rms, key
         moved += slot is None and not np.array_equal(x, start[key])
     frozen = config.optimizer.frozen
-    trained = [key for key in start if key.startswith(layout.PARAMETERS)]
+    trained = [key for key in start if key.startswith(naming.PARAMETERS)]
     assert moved == len(trained) - len(frozen)
     assert bool(frozen) == ("variable_filter" in str(variant.params))
 

@@ -17,7 +17,7 @@ from t0repro.config.gin_errors import is_shipped
 from t0repro.config.mtf.parser import JAX_MODEL, jax_model
 from t0repro.config.run_config import Activation, ModelConfig, Recompute
 from t0repro.errors import UserError
-from t0repro.parameters.layout import SHARED_LAYERS
+from t0repro.parameters.naming import SHARED_LAYERS
 
 _TRANSFORMER = "mesh_tensorflow.transformer.transformer"
 _LAYERS = "mesh_tensorflow.transformer.transformer_layers"
