@@ -295,7 +295,7 @@ def _check_options(context: typer.Context, arguments: Arguments) -> None:
 def _labels(pairs: list[str]) -> dict[str, str]:
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
-        raise UserError(f"{wrong[0]}is not a label.", where="--labels", fix="Write KEY=VALUE.")
+        raise UserError(f"{wrong[0]} is not a label.", where="--labels", fix="Write KEY=VALUE.")
     return dict(pair.split("=", 1) for pair in pairs)
 
 

@@ -129,7 +129,7 @@ def _entry(known: Any, kind: str, label: str | None, file: Path) -> dict[str, An
     entry = entries.get(label) if isinstance(entries, dict) else None
     if entry is not None and not isinstance(entry, dict):
         raise UserError(
-            f"{label} among the {kind}is not a table of fields: {reprlib.repr(entry)}.",
+            f"{label} among the {kind} is not a table of fields: {reprlib.repr(entry)}.",
             where=str(file),
             fix=f"Write them as {label}: {{launcher: slurm}}.",
         )

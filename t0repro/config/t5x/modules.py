@@ -137,7 +137,7 @@ class _Served:
     def __getattr__(self, name: str) -> Any:
         known = [key for key in self.__dict__ if not key.startswith("_")]
         raise UserError(
-            f"{self._name}.{name}is not supported in a T5X gin file.",
+            f"{self._name}.{name} is not supported in a T5X gin file.",
             fix=f"Known here: {nearest_names(name, known, count=3)} (of {', '.join(known)}).",
         )
 
