@@ -43,7 +43,7 @@ class Stacks:
 
     def __init__(self, folder: Path):
         self.folder, self.job = folder, _job()
-        self.said: dict[Path, str] = {}
+        self.said: dict[Path, str] = {}  # what each training run printed
         # Compiled as users' programs are: tests/conftest.py sets these flags for other tests.
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         self.server = CommandServer({**environment, **self.job.environment})
@@ -60,7 +60,7 @@ class Stacks:
         ]
         code, stderr = self.server.run(arguments)
         assert code == 0, stderr[-3000:]
-        self.said[model_dir] = stderr
+        self.said.setdefault(model_dir, stderr)  # scoring comes later, into the same folder
         return model_dir
 
     def train(

@@ -276,8 +276,8 @@ def test_the_table_of_t5xs_files_has_the_counts_that_the_page_states():
     accepted = [row for row in read if row[3].startswith(("runs", "ready"))]
     page = " ".join((docs / "t5x.md").read_text().split())
     assert (
-        f"T5X and its samples for Vertex AI have {len(rows)} gin files: `explain` reads {len(read)} of"
-        f" them and `--dry_run` accepts {len(accepted)}."
+        f"T5X and its samples for Vertex AI have {len(rows)} gin files: `explain` reads"
+        f" {len(read)} of them and `--dry_run` accepts {len(accepted)}."
     ) in page
     reasons = re.findall(r"^\| (\d+) \| ", (docs / "t5x_gin_files.md").read_text(), re.MULTILINE)
     assert sum(map(int, reasons)) == len(rows) - len(read)
