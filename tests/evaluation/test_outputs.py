@@ -181,7 +181,7 @@ def test_a_prediction_that_is_text_names_file_and_line(tmp_path):
 
 def test_a_pair_that_comes_twice_names_file_and_line(tmp_path):
     write_task(tmp_path, [OLD_NUMPY[1], OLD_NUMPY[1]])
-    with pytest.raises(UserError, match=r"idx \(0, 1\) occurs more than once(.|\n)*_targets:2"):
+    with pytest.raises(UserError, match=r"idx \(0, 1\) comes more than once(.|\n)*_targets:2"):
         read_task_scores(tmp_path)
 
 

@@ -10,6 +10,7 @@ import pytest
 from t0repro.config.run_config import EvalDataConfig
 from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
+from t0repro.evaluation import reading
 from t0repro.evaluation.task_output import explaining_cut_examples
 from t0repro.runs import evaluate as score_eval
 
@@ -60,12 +61,14 @@ def parts(windows):
 
 
 def test_windows_are_whole_tasks_and_parts_of_those_that_are_larger(read, config, monkeypatch):
-    monkeypatch.setattr(score_eval, "EXAMPLES_IN_MEMORY", 7)
+    monkeypatch.setattr(score_eval, "EXAMPLES_IN_MEMORY", 8)
+    monkeypatch.setattr(reading, "PARTS_IN_WINDOW", 2)
     windows = score_eval.TaskWindows(config)
+    # A task's parts are the same whatever shares their window.
     expected = [
         [(0, 3, True), (1, 4, True)],
-        [(2, 2, True), (3, 5, False)],
-        [(3, 4, True), (4, 1, True), (5, 1, True)],
+        [(2, 2, True), (3, 4, False)],
+        [(3, 4, False), (3, 1, True), (4, 1, True), (5, 1, True)],
     ]
     assert parts(windows) == expected
     assert parts(windows) == expected  # for another checkpoint
@@ -81,9 +84,9 @@ def test_only_a_window_is_held_though_a_task_is_larger(read, config, monkeypatch
         gc.collect()
         held.append((here, sum(at() is not None for at in read)))
     assert len(held) == sum(SIZES) / 4
-    # The input that begins the next window has been read to see that it does not fit, and the one
-    # after it to see where its choices end.
-    assert all(total <= here + 2 for here, total in held)
+    # The part that begins the next window, one example here, has been read to see that it does not
+    # fit, with the input after it, and the one after that to see where its choices end.
+    assert all(total <= here + 3 for here, total in held)
 
 
 def test_what_fits_in_one_window_is_read_once(read, config):
