@@ -32,6 +32,7 @@ alias = {} if is_t0_installed() else {"t0": f"tasks/{ALIAS}"}
 # can name them. Lower bounds are the locked versions where older ones are known not to do.
 COMMAND_LINE = [
     "absl-py",
+    "click",  # help pages of commands that Typer does not make
     "dacite>=1.9.2",
     "etils[epath]",
     "filelock>=3.20",

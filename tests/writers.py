@@ -62,7 +62,7 @@ WRITES_NOTHING = frozenset(
     (
         *("aux status", "checkpoint diff", "checkpoint inspect", "checkpoint plan"),
         *("checkpoint released", "checkpoint verify", "doctor", "explain", "launch", "replay"),
-        *("runs", "tasks check", "tasks ls", "tasks show"),
+        *("report verify", "runs", "tasks check", "tasks ls", "tasks show"),
         *("vertex cancel", "vertex compare", "vertex logs", "vertex submit"),  # on the cloud
     )
 )

@@ -107,7 +107,9 @@ def test_query_kernels_of_the_other_scale_are_refused_by_every_run(checkpoint, t
 
 
 def test_rows_that_are_not_cached_are_named_with_a_remedy_for_all_of_them():
-    with pytest.raises(UserError, match=r"tasks of 'demo_train' are not cached \(14 of 14\)") as caught:
+    with pytest.raises(
+        UserError, match=r"tasks of 'demo_train' are not cached \(14 of 14\)"
+    ) as caught:
         said("USE_CACHED_TASKS = True")
     assert caught.value.what.endswith(" and 9 more.")
     assert "--mixture demo_train " in str(caught.value.fix)
