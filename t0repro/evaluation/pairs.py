@@ -53,7 +53,7 @@ class Pairs:
         return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def side_by_side(parts: Sequence[Pairs]) -> Pairs:
+def concatenated(parts: Sequence[Pairs]) -> Pairs:
     """Several examples' pairs, numbered on; pairs that are equal in two parts stay two."""
     inputs = np.cumsum([0, *(len(part.inputs) for part in parts)])
     pairs = np.cumsum([0, *map(len, parts)])

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from t0repro.evaluation.energy import Cost, EnergyMeter
 from t0repro.evaluation.grouping import Batching, joined, make_batching
 from t0repro.evaluation.journal import DIGEST, ScoreJournal
-from t0repro.evaluation.pairs import Pairs, distinct_pairs, side_by_side
+from t0repro.evaluation.pairs import Pairs, concatenated, distinct_pairs
 from t0repro.evaluation.task_output import check_finite
 from t0repro.progress import count_progress, say
 from t0repro.words import counted
@@ -84,7 +84,7 @@ class RankRun:
             for part in parts
             for examples in _sections(part, content_free)
         ]
-        self.pairs: Pairs = side_by_side(own)
+        self.pairs: Pairs = concatenated(own)
         self._places = _places(parts, self.pairs.index, content_free is not None)
         if tokens_per_batch is None:
             from t0repro.evaluation.engine import suited_tokens

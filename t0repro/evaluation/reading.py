@@ -18,6 +18,7 @@ from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.task import task_descriptions
 
 Item = TypeVar("Item")
+Row = TypeVar("Row", bound=Mapping[str, Any])
 
 PARTS_IN_WINDOW = 8
 
@@ -78,7 +79,7 @@ class TaskReader:
         # A task of t0repro is rendered without SeqIO, whose graph per task takes most of the time.
         description = None if self._use_cached else task_descriptions().get(self.name)
         if description is None or description.sp_model is None:
-            inputs = _by_input(self._rows_of_seqio())
+            inputs = by_input(self._rows_of_seqio())
             chosen = self._sample(_gathered(inputs) if self._use_cached else inputs)
             return itertools.chain.from_iterable(rows for _, rows in chosen)
         return prompted_examples(description, self._split, self._lengths, self._sample)
@@ -165,7 +166,7 @@ def parts_of(name: str, rows: Iterable[dict[str, Any]], most_examples: int) -> I
         with more choices than that exceeds it.
     """
     examples: list[dict[str, Any]] = []
-    for _, choices in _by_input(rows):
+    for _, choices in by_input(rows):
         if examples and len(examples) + len(choices) > most_examples:
             yield Part(name, examples, last=False)
             examples = []
@@ -173,7 +174,7 @@ def parts_of(name: str, rows: Iterable[dict[str, Any]], most_examples: int) -> I
     yield Part(name, examples)
 
 
-def _by_input(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def by_input(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
     """Yields each input's number and rows: a row per choice if answers are ranked, else one."""
     # Without idx, each row is an input of its own.
     numbers = itertools.count()
@@ -190,8 +191,8 @@ def _gathered(
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """The inputs by number, each once with all of its rows, which are held until the last is read.
 
-    SeqIO reads a cache's files in turn of 16 rows, and Beam writes them in any order, so that an
-    input's choices come apart.
+    SeqIO reads 16 rows of each of a cache's files in turn, and Beam writes them in any order, so
+    that an input's choices come apart.
     """
     whole: dict[int, list[dict[str, Any]]] = {}
     for number, rows in inputs:

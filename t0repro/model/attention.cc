@@ -551,33 +551,29 @@ ffi::Error backward_call(ffi::ThreadPool pool, Floats4 query, Floats4 key, Float
   return ffi::Error::Success();
 }
 
+// What both functions are given: query, key, value, bias, and who sees whom.
+auto bound_inputs() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Floats4>()
+      .Arg<Floats4>()
+      .Arg<Floats4>()
+      .Arg<Floats2>()
+      .Arg<Integers2>()
+      .Arg<Integers2>()
+      .Arg<Integers2>()
+      .Arg<Integers2>();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(t0repro_attention, forward_call,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats4>()
-                                  .Arg<Floats4>()
-                                  .Arg<Floats4>()
-                                  .Arg<Floats2>()
-                                  .Arg<Integers2>()
-                                  .Arg<Integers2>()
-                                  .Arg<Integers2>()
-                                  .Arg<Integers2>()
+                              bound_inputs()
                                   .Ret<Floats4>()
                                   .Ret<Floats3>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(t0repro_attention_gradients, backward_call,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats4>()
-                                  .Arg<Floats4>()
-                                  .Arg<Floats4>()
-                                  .Arg<Floats2>()
-                                  .Arg<Integers2>()
-                                  .Arg<Integers2>()
-                                  .Arg<Integers2>()
-                                  .Arg<Integers2>()
+                              bound_inputs()
                                   .Arg<Floats3>()
                                   .Arg<Floats4>()
                                   .Ret<Floats4>()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -245,30 +245,32 @@ def corrected_by(models: Models, comparisons: Sequence[RunComparison]) -> list[R
         for dataset in models.datasets
         for pair in dataset.pairs
     }
-    return [
-        dataclasses.replace(
-            compared,
-            datasets=tuple(
-                dataclasses.replace(
-                    entry,
-                    p_adjusted=values.get((compared.label_a, compared.label_b, entry.dataset)),
-                )
-                for entry in compared.datasets
-            ),
-        )
-        for compared in comparisons
-    ]
+    return _with_p_values(
+        comparisons,
+        (
+            values.get((compared.label_a, compared.label_b, entry.dataset))
+            for compared in comparisons
+            for entry in compared.datasets
+        ),
+    )
 
 
 def corrected(comparisons: Sequence[RunComparison]) -> list[RunComparison]:
     """The comparisons with p-values by Holm's correction over all of their datasets."""
-    adjusted = iter(holm([d.p_value for compared in comparisons for d in compared.datasets]))
+    values = holm([d.p_value for compared in comparisons for d in compared.datasets])
+    return _with_p_values(comparisons, values)
+
+
+def _with_p_values(
+    comparisons: Sequence[RunComparison], p_adjusted: Iterable[float | None]
+) -> list[RunComparison]:
+    """The comparisons with these p-values, one for each dataset of each in turn."""
+    values = iter(p_adjusted)
     return [
         dataclasses.replace(
             compared,
             datasets=tuple(
-                dataclasses.replace(dataset, p_adjusted=next(adjusted))
-                for dataset in compared.datasets
+                dataclasses.replace(entry, p_adjusted=next(values)) for entry in compared.datasets
             ),
         )
         for compared in comparisons

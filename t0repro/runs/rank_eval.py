@@ -222,11 +222,8 @@ class _Evaluation:
         if not names:
             return
         settings, free = self.settings, None
-        from t0repro.evaluation.engine import suited_tokens
-
         if settings.calibrated:
             free = np.array(self.vocabulary.encode(CONTENT_FREE), np.int32)
-        tokens = settings.tokens_per_batch or suited_tokens()
         journal = ScoreJournal(self.out / "scores" / scores_key(self.checkpoint) / "pairs.bin")
         # The readers are kept: `available` is known only once each was read to its end.
         readers = {name: self._reader(name) for name in names}
@@ -238,7 +235,7 @@ class _Evaluation:
                     parts,
                     settings.lengths,
                     journal,
-                    tokens_per_batch=tokens,
+                    tokens_per_batch=settings.tokens_per_batch,
                     content_free=free,
                 )
                 seconds = run.score(lambda part: self._add(tasks, readers, part))

@@ -314,13 +314,10 @@ def _recomputed(
 
 def _input_numbers(part: Part, first: int) -> list[int]:
     """For each example of a part, the number of its input among the task's inputs."""
-    numbers, last, at = [], None, first - 1
-    for example in part.examples:
-        own = int(example["idx"][0]) if "idx" in example else None
-        if own is None or own != last:
-            at, last = at + 1, own
-        numbers.append(at)
-    return numbers
+    from t0repro.evaluation.reading import by_input
+
+    inputs = enumerate(by_input(part.examples), first)
+    return [number for number, (_, choices) in inputs for _ in choices]
 
 
 def _scores(

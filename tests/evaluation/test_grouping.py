@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from t0repro.evaluation import grouping, packing
 from t0repro.evaluation.grouping import make_batching
-from t0repro.evaluation.pairs import distinct_pairs, side_by_side
+from t0repro.evaluation.pairs import concatenated, distinct_pairs
 
 TOKENS = st.lists(st.integers(1, 5), max_size=40)
 EXAMPLES = st.lists(
@@ -121,7 +121,7 @@ def test_batches_of_a_shape_are_full_but_for_the_last_which_has_one_of_few_sizes
 def test_a_part_of_a_window_has_the_batches_that_it_has_alone():
     random = np.random.default_rng(0)
     parts = [distinct_pairs(list(lengths_of(random, 40))) for _ in range(3)]
-    together = side_by_side(parts)
+    together = concatenated(parts)
     ends = np.cumsum([len(part) for part in parts])
     for part, end in zip(parts, ends, strict=True):
         alone = make_batching(part, 512)
