@@ -116,8 +116,9 @@ class Ending:
 def main(job_file: str) -> None:
     """Runs the job of a file that `Work.write` wrote, then ends with everything it started."""
     work = Work.read(Path(job_file))
-    asked_to_end = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked_to_end.set())
+    # No threading.Event: one that is set while this thread looks at it waits for its own lock.
+    asked_to_end: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked_to_end.append(number))
     # A launcher may have made it the leader already.
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)
@@ -135,8 +136,8 @@ def main(job_file: str) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _run(work: Work, lock: int, asked_to_end: threading.Event) -> Ending | None:
-    """Runs the command; None if the worker was asked to end it."""
+def _run(work: Work, lock: int, asked_to_end: list[int]) -> Ending | None:
+    """Runs the command; None if the worker was asked to end it, by a signal in `asked_to_end`."""
     started = time.monotonic()
     # The command and what it starts inherit it.
     if work.processors:
@@ -172,11 +173,12 @@ def _run(work: Work, lock: int, asked_to_end: threading.Event) -> Ending | None:
 
 
 def _watch(
-    process: subprocess.Popen[bytes], limits: Limits, started: float, asked: threading.Event
+    process: subprocess.Popen[bytes], limits: Limits, started: float, asked: list[int]
 ) -> str | None:
     """Waits for the command and returns why it failed, "" for success; None if asked to end."""
     while process.poll() is None:
-        if asked.wait(_SECONDS_BETWEEN_LOOKS):
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        if asked:
             _end(process)
             return None
         if limits.seconds is not None and time.monotonic() - started > limits.seconds:

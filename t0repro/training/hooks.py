@@ -258,7 +258,9 @@ class StopOnSignal(Hook):
         self._restore()
         again = " (Ctrl-C again stops at once)" if number == signal.SIGINT else ""
         saved = " and saved" if self._saves else ""
-        say(f"stopping: the current step is finished{saved} first{again}")
+        # A signal may come in the middle of a line, and Python writes no line within another.
+        with contextlib.suppress(RuntimeError):
+            say(f"stopping: the current step is finished{saved} first{again}")
 
     def _restore(self) -> None:
         while self._before:

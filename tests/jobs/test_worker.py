@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -155,3 +156,36 @@ def test_a_job_ends_with_the_process_that_started_it(tmp_path):
     while launcher.state(job) == "running" and time.monotonic() < deadline:
         time.sleep(0.02)
     assert launcher.state(job) == "unknown"
+
+
+# Sends itself SIGTERM at each line that the worker runs while it waits for its command.
+SIGNALLED = """
+import signal, sys, threading
+from t0repro.jobs import worker
+
+FILES = (worker.__file__, threading.__file__)
+
+def at_each_line(frame, event, argument):
+    if event == "line":
+        signal.raise_signal(signal.SIGTERM)
+    return at_each_line if frame.f_code.co_filename in FILES else None
+
+watch = worker._watch
+def watched(*arguments):
+    sys.settrace(at_each_line)
+    try:
+        return watch(*arguments)
+    finally:
+        sys.settrace(None)
+
+worker._watch = watched
+worker.main(sys.argv[1])
+"""
+
+
+def test_a_worker_may_be_asked_to_end_again_and_again_at_any_line(tmp_path):
+    """Linux tells a child of its parent's death once for each of the parent's threads."""
+    job = python_job(tmp_path, "import time; time.sleep(600)")
+    command = [sys.executable, "-c", SIGNALLED, str(job.write())]
+    ended = subprocess.run(command, start_new_session=True, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL and job.ending is None  # it killed its group
