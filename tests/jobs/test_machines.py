@@ -40,7 +40,7 @@ def test_without_a_file_labels_mean_this_machine():
         ("platforms: [", "a", "The file of machines cannot be read"),
         ("platforms: {\udcff: {}}", "a", "The file of machines cannot be read.*can't decode byte"),
         ("- a", "a", "There is no a among"),
-        ("platforms: {a: [slurm]}", "a", "a among the platformsis not a table of fields"),
+        ("platforms: {a: [slurm]}", "a", "a among the platforms is not a table of fields"),
         (
             "platforms: {a: {options: --partition=gpu}}",
             "a",
