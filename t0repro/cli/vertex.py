@@ -63,6 +63,9 @@ class JobOptions:
         int, typer.Option(min=0, help="TPU cores in all, or GPUs of each machine.")
     ] = 0
     replica_count: Annotated[int, typer.Option(min=1, help="Machines.")] = 1
+    tpu_topology: Annotated[
+        str | None, typer.Option(help="Chips of a slice of TPU v5e or newer: 4x4.")
+    ] = None
     service_account: Annotated[str | None, typer.Option(help="The service account of the job.")] = (
         None
     )
@@ -82,6 +85,7 @@ class JobOptions:
                 self.accelerator_type,
                 self.accelerator_count,
                 self.replica_count,
+                self.tpu_topology,
             ),
             words=words,
             labels=_labels(self.labels or []),
@@ -183,6 +187,12 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry_run", help="Check and print the specification; send nothing.")
     ] = False,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit", help="With --dry_run: compile the steps for the TPU slice (minutes)."
+        ),
+    ] = False,
     wait: Wait = False,
     poll_seconds: PollSeconds = 15.0,
 ) -> None:
@@ -199,7 +209,8 @@ def submit(
       t0repro vertex submit ... -- t5_mesh_transformer --backend=mtf --model_dir=gs://B/t0 ...
     """
     echo("checking the job ...", err=True)
-    from t0repro.cloud.google import Place
+    from t0repro.cloud.checks import check_fit
+    from t0repro.cloud.google import Place, check_login
 
     place = Place(project, location, staging_bucket)
     gin = GinFlags(
@@ -215,11 +226,20 @@ def submit(
             where="--xmanager",
             fix="Leave out --experiment, --run_name and --wait, or --xmanager.",
         )
+    if fit:
+        check_fit(request.arguments, request.machines, dry_run=dry_run)
+    if not dry_run:
+        # Before the checks, which read files and may compile for minutes.
+        check_login()
     _check_options(context, request.arguments)
+    # A dry run is to be quick; what is sent costs more than minutes.
+    configured = _checked(request, place, compiles=fit or not dry_run)
     if xmanager:
-        _submit_by_xmanager(request, place, xmanager, dry_run=dry_run)
+        _submit_by_xmanager(request, configured, place, xmanager, dry_run=dry_run)
         return
-    _submit(request, place, tracking, dry_run=dry_run, wait=wait, poll_seconds=poll_seconds)
+    _submit(
+        request, configured, place, tracking, dry_run=dry_run, wait=wait, poll_seconds=poll_seconds
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,6 +321,7 @@ def _labels(pairs: list[str]) -> dict[str, str]:
 
 def _submit(
     request: Request,
+    configured: Configured,
     place: Place,
     tracking: Tracking | None,
     *,
@@ -310,7 +331,6 @@ def _submit(
 ) -> None:
     from t0repro.cloud import submission
 
-    configured = _checked(request, place)
     if dry_run:
         _print_spec(submission.prepare(request, configured, place).spec)
         return
@@ -328,11 +348,10 @@ def _submit(
 
 
 def _submit_by_xmanager(
-    request: Request, place: Place, executor: Executor, *, dry_run: bool
+    request: Request, configured: Configured, place: Place, executor: Executor, *, dry_run: bool
 ) -> None:
     from t0repro.cloud import submission, xmanager
 
-    configured = _checked(request, place)
     if dry_run:
         spec = submission.prepare(request, configured, place).spec
         xmanager.check(spec, executor)
@@ -342,11 +361,13 @@ def _submit_by_xmanager(
     typer.echo(f"{'ended' if executor is Executor.LOCAL else 'submitted'} {name}")
 
 
-def _checked(request: Request, place: Place) -> Configured:
+def _checked(request: Request, place: Place, *, compiles: bool) -> Configured:
     """What a job's gin files say, after checks that are printed."""
     from t0repro.cloud.checks import check
 
-    configured, lines = check(request.arguments, request.machines, place.location)
+    configured, lines = check(
+        request.arguments, request.machines, place.location, compiles=compiles
+    )
     for line in lines:
         echo(line, err=True)
     return configured

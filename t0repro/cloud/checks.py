@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from t0repro.cloud.arguments import MESH_TRANSFORMER, MOUNT, Arguments, JobMode
-from t0repro.cloud.spec import ACCELERATORS, Machines, check_machines
+from t0repro.cloud.spec import ACCELERATORS, CLOUD_TPU, Machines, check_machines, tpu_slice
 from t0repro.config.run_config import ModelConfig, RunConfig
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.errors import UserError
@@ -173,9 +173,12 @@ def _architecture(model: ModelConfig) -> str:
 
 
 def check(
-    arguments: Arguments, machines: Machines, location: str
+    arguments: Arguments, machines: Machines, location: str, *, compiles: bool = True
 ) -> tuple[Configured, tuple[str, ...]]:
     """Checks a job; nothing is sent.
+
+    With `compiles`, and where libtpu is installed, the steps are compiled for a TPU slice, which
+    takes minutes; otherwise memory is estimated.
 
     Returns:
       What the gin files say, and a line for each thing that was checked or could not be.
@@ -189,14 +192,39 @@ def check(
         (
             Check("machines", Cost.NAMES, lambda: check_machines(machines, location)),
             Check("replicas", Cost.NAMES, lambda: _check_replicas(arguments, machines)),
+            Check("stack", Cost.NAMES, lambda: _check_stack(arguments, machines)),
             Check("gin", Cost.FILES, lambda: [f"warning: {x}" for x in configured().warnings]),
             Check("paths", Cost.FILES, lambda: _check_paths(configured())),
-            Check("memory", Cost.COMPILE, lambda: _memory(configured(), arguments, machines)),
+            Check(
+                "memory",
+                Cost.COMPILE,
+                lambda: _memory(configured(), arguments, machines, compiles),
+            ),
         ),
         lambda name, line: lines.append(line),
         all_at_once=False,
     )
     return configured(), tuple(lines)
+
+
+def check_fit(arguments: Arguments, machines: Machines, *, dry_run: bool) -> None:
+    """Raises UserError for --fit where it would change nothing."""
+    import importlib.util
+
+    fix = "Leave out --fit."
+    if not dry_run:
+        what = "What is submitted is compiled without --fit, where the extra tpu is installed."
+        fix = "Leave out --fit, or add --dry_run."
+    elif arguments.backend != "jax" or not (
+        machines.machine_type == CLOUD_TPU or tpu_slice(machines)
+    ):
+        what = "Only the JAX stack's steps are compiled here, and only for TPU slices."
+    elif importlib.util.find_spec("libtpu") is None:
+        what = "Compiling for a TPU slice takes libtpu, which is not installed."
+        fix = "Install the extra tpu: EXTRAS=tpu bash scripts/setup.sh."
+    else:
+        return
+    raise UserError(what, where="--fit", fix=fix)
 
 
 def _check_replicas(arguments: Arguments, machines: Machines) -> None:
@@ -208,6 +236,17 @@ def _check_replicas(arguments: Arguments, machines: Machines) -> None:
             f"{what} runs on one machine.",
             where="--replica_count",
             fix="Leave it out; choose a machine with more accelerators.",
+        )
+
+
+def _check_stack(arguments: Arguments, machines: Machines) -> None:
+    """Refuses Mesh TensorFlow on TPUs for which TensorFlow is not made."""
+    found = tpu_slice(machines)
+    if found and found[0].startswith("v6e-") and arguments.backend == "mtf":
+        raise UserError(
+            "Mesh TensorFlow cannot run on TPU v6e, which TensorFlow does not support.",
+            where="--backend=mtf",
+            fix="Give --backend=jax, or choose an older TPU.",
         )
 
 
@@ -228,7 +267,9 @@ def _check_paths(configured: Configured) -> None:
             raise UserError(f"The job's container has no checkpoint {path}.", where=path, fix=fix)
 
 
-def _memory(configured: Configured, arguments: Arguments, machines: Machines) -> Iterator[str]:
+def _memory(
+    configured: Configured, arguments: Arguments, machines: Machines, compiles: bool
+) -> Iterator[str]:
     """Whether a run on JAX fits into the machines' memory, in words.
 
     Raises:
@@ -237,14 +278,17 @@ def _memory(configured: Configured, arguments: Arguments, machines: Machines) ->
     run = configured.run
     if run is None or arguments.backend != "jax":
         return
+    if found := tpu_slice(machines):
+        yield from _on_slice(run, *found, compiles)
+        return
     kind = ACCELERATORS.get(machines.accelerator_type or "")
-    if kind is None:
+    if kind is None or not (kind.topology or kind.memory):
         yield "memory: not checked, because no figures are known for this machine"
         return
     # The count is each machine's; a TPU slice is one replica.
     devices = machines.accelerator_count * machines.replica_count
     if kind.topology is not None:
-        yield from _on_slice(run, f"{kind.topology}-{devices}", devices)
+        yield from _on_slice(run, f"{kind.topology}-{devices}", devices, compiles)
         return
     from t0repro.partitioning.memory import check_fits
 
@@ -252,17 +296,19 @@ def _memory(configured: Configured, arguments: Arguments, machines: Machines) ->
     yield f"memory (estimated): {check_fits(run, kind.memory, kind.memory, devices)}"
 
 
-def _on_slice(run: RunConfig, topology: str, count: int) -> Iterator[str]:
-    """What libtpu's compiler says of a run on a slice; an estimate where it is not installed."""
+def _on_slice(run: RunConfig, topology: str, count: int, compiles: bool) -> Iterator[str]:
+    """What libtpu's compiler says of a run on a slice; an estimate where it is not asked."""
     import importlib.util
 
     from t0repro.partitioning import topologies
     from t0repro.partitioning.memory import check_fits
 
-    if importlib.util.find_spec("libtpu") is None:
+    installed = importlib.util.find_spec("libtpu") is not None
+    if not (installed and compiles):
         memory = topologies.chip_of(topology).memory
         line = check_fits(run, memory, memory, count)
-        yield f"memory (estimated; the extra tpu lets precompile compile it): {line}"
+        how = "--fit compiles it" if installed else "the extra tpu lets precompile compile it"
+        yield f"memory (estimated; {how}): {line}"
         return
     from t0repro.runs import precompile
 

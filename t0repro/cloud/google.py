@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from t0repro.buckets import has_google_credentials
 from t0repro.errors import UserError
 
 # The names of services in gcloud's own variables for other endpoints, as private networks need.
@@ -87,6 +88,17 @@ def overridden(service: str) -> str | None:
     address = os.environ.get(f"CLOUDSDK_API_ENDPOINT_OVERRIDES_{service}", "")
     # The variable may hold a whole address; the clients take a host.
     return re.sub("^https://|/$", "", address) or None
+
+
+def check_login() -> None:
+    """Raises UserError on a machine without credentials for Google Cloud; nothing is sent."""
+    import google.auth
+
+    # Without a file to read, Google's library would ask the network for seconds.
+    if not (os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or has_google_credentials()):
+        raise UserError("This machine has no Google Cloud credentials.", fix=_LOGIN)
+    with cloud_errors("read the credentials"):
+        google.auth.default()
 
 
 def storage_client(project: str) -> Any:

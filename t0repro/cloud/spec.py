@@ -6,6 +6,7 @@ Nothing here knows Google's client, so a specification can be compared and teste
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -27,12 +28,15 @@ class Machines:
       accelerator_type: Vertex AI's name, such as TPU_V3 or NVIDIA_TESLA_A100; None for CPU alone.
       accelerator_count: TPU cores in all, or GPUs of each machine.
       replica_count: Number of machines.
+      tpu_topology: chips of a slice of TPU v5e or newer, such as 4x4; its machine type says which
+        TPU, so it has no accelerator type.
     """
 
     machine_type: str
     accelerator_type: str | None = None
     accelerator_count: int = 0
     replica_count: int = 1
+    tpu_topology: str | None = None
 
     def __post_init__(self) -> None:
         if self.replica_count < 1:
@@ -47,6 +51,7 @@ class Machines:
     def __str__(self) -> str:
         accelerators = f" with {self.accelerator_count} {self.accelerator_type}"
         each = f"{self.machine_type}{accelerators if self.accelerator_type else ''}"
+        each += f" in a slice of {self.tpu_topology}" if self.tpu_topology else ""
         return each if self.replica_count == 1 else f"{self.replica_count} x {each}"
 
 
@@ -89,6 +94,8 @@ class JobSpec:
         if machines.accelerator_type:
             machine["accelerator_type"] = machines.accelerator_type
             machine["accelerator_count"] = machines.accelerator_count
+        if machines.tpu_topology:
+            machine["tpu_topology"] = machines.tpu_topology
         if self.command:
             container |= {"command": list(self.command)}
         container |= {"args": list(self.arguments)}
@@ -149,9 +156,11 @@ def override(binding: str) -> str:
 # ---- Which accelerators the machines of Vertex AI take, how much memory they have and where
 # they are
 
-# What is not in these tables is not refused: Google adds machines and regions. Sources, read on
-# 2026-11-22: Google Cloud's pages on TPU regions and zones, on Vertex AI's MachineSpec, and on
-# the machine types of Compute Engine with GPUs.
+# What is not in these tables is not refused: Google adds machines and regions. Sources, read in
+# November 2026: Google Cloud's pages on TPU regions and zones, on Vertex AI's MachineSpec and
+# training with TPUs, and on the machine types of Compute Engine with GPUs; for G4 and the hosts of
+# TPU v5e, v5p and v6e, the machines that Google's Cluster Toolkit knows. No source that could be
+# read says how much memory Google gives a GB200.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +169,11 @@ class Accelerator:
 
     Attributes:
       machines: pattern of the machine types that take it.
-      counts: how many a machine may have.
-      memory: bytes of each device, for GPUs; precompile knows a TPU's.
+      counts: how many a machine may have, where its name does not say.
+      memory: bytes of each device, for GPUs; precompile knows a TPU's. None if it is not known.
       topology: the prefix of precompile's names, for TPUs.
       regions: region -> largest slice in cores, where that is published; None if it is not.
+      per_device: what the number in a machine type's name counts for each device.
     """
 
     machines: str
@@ -171,6 +181,7 @@ class Accelerator:
     memory: int | None = None
     topology: str | None = None
     regions: dict[str, int] | None = None
+    per_device: int = 1
 
 
 def _gpu(machines: str, counts: tuple[int, ...], gigabytes: float) -> Accelerator:
@@ -181,6 +192,7 @@ def _gpu(machines: str, counts: tuple[int, ...], gigabytes: float) -> Accelerato
 _SLICES = (8, 32, 64, 128, 256, 512, 1024, 2048)
 # GPUs that one machine of a series may have.
 _A2, _A3 = (1, 2, 4, 8, 16), (1, 2, 4, 8)
+_G4 = r"g4-standard-(48|96|192|384)"
 ACCELERATORS = {
     "TPU_V2": Accelerator(
         CLOUD_TPU,
@@ -201,7 +213,61 @@ ACCELERATORS = {
     "NVIDIA_H100_80GB": _gpu(r"a3-(high|edge)gpu-(\d+)g", _A3, 80),
     "NVIDIA_H100_MEGA_80GB": _gpu(r"a3-megagpu-(\d+)g", (8,), 80),
     "NVIDIA_H200_141GB": _gpu(r"a3-ultragpu-(\d+)g", (8,), 141),
+    "NVIDIA_B200": _gpu(r"a4-highgpu-(8)g", (8,), 180),
+    "NVIDIA_GB200": Accelerator(r"a4x-highgpu-(4)g", (4,)),
+    "NVIDIA_RTX_PRO_6000": Accelerator(_G4, (), memory=96 * GIB, per_device=48),
 }
+# Machine types of TPU hosts, which end in the chips of each host: their beginning -> precompile's
+# name of the TPU, what that name counts for each chip, and the number of axes of its slices.
+TPU_HOSTS = {
+    "ct5lp-hightpu-": ("v5e", 1, 2),
+    "ct5p-hightpu-": ("v5p", 2, 3),
+    "ct6e-standard-": ("v6e", 1, 2),
+}
+
+
+def tpu_slice(machines: Machines) -> tuple[str, int] | None:
+    """The slice that a TPU host's machine type and the topology make.
+
+    Returns:
+      Precompile's name of it, and its chips, each of which is one device; None for other machines.
+
+    Raises:
+      UserError: If the machine type and the topology do not belong together.
+    """
+    hosts = [host for host in TPU_HOSTS if machines.machine_type.startswith(host)]
+    if not hosts:
+        if machines.tpu_topology:
+            raise UserError(
+                f"{machines.machine_type} has no topology of TPUs to choose.",
+                where="--tpu_topology",
+                fix=f"Leave it out, or choose a machine type of {', '.join(TPU_HOSTS)}.",
+            )
+        return None
+    family, per_chip, axes = TPU_HOSTS[hosts[0]]
+    if machines.accelerator_type:
+        raise UserError(
+            f"The machine type {machines.machine_type} already says which TPU it has.",
+            where="--accelerator_type",
+            fix="Leave it and --accelerator_count out; the slice's size is --tpu_topology.",
+        )
+    example = "x".join(["2"] * axes)
+    if not re.fullmatch("x".join([r"[1-9]\d*"] * axes), machines.tpu_topology or ""):
+        raise UserError(
+            f"A slice of {family} has {axes} axes, and --tpu_topology is {machines.tpu_topology}.",
+            where="--tpu_topology",
+            fix=f"Give the chips on each axis, such as {example}.",
+        )
+    chips = math.prod(int(size) for size in str(machines.tpu_topology).split("x"))
+    host = re.fullmatch(r"([1-9]\d*)t", machines.machine_type.removeprefix(hosts[0]))
+    if host is None or chips % int(host[1]):
+        raise UserError(
+            f"{chips} chips, {machines.tpu_topology}, are not whole machines"
+            f" {machines.machine_type}.",
+            where="--machine_type, --tpu_topology",
+            fix=f"Choose a topology of whole machines; {hosts[0]}4t has 4 chips.",
+        )
+    return f"{family}-{chips * per_chip}", chips
 
 
 def check_machines(machines: Machines, location: str) -> list[str]:
@@ -222,12 +288,20 @@ def check_machines(machines: Machines, location: str) -> list[str]:
                 where="--accelerator_type",
                 fix=f"Give {' or '.join(tpus)}.",
             )
-        if machines.replica_count != 1:
-            raise UserError(
-                "A TPU slice is one replica, however many cores it has.",
-                where="--replica_count",
-                fix="Leave it out, and say the slice's size as --accelerator_count.",
-            )
+    slice_of_hosts = tpu_slice(machines)
+    on_slice = slice_of_hosts is not None or machines.machine_type == CLOUD_TPU
+    if on_slice and machines.replica_count != 1:
+        size = "--accelerator_count" if slice_of_hosts is None else "--tpu_topology"
+        raise UserError(
+            "A TPU slice is one replica, however large it is.",
+            where="--replica_count",
+            fix=f"Leave it out, and say the slice's size as {size}.",
+        )
+    if slice_of_hosts is not None:
+        return [
+            f"warning: which regions have {machines.machine_type} is not known here; see your"
+            f" project's quotas in {location}"
+        ]
     if machines.accelerator_type is None:
         return []
     if kind is None:
@@ -244,8 +318,9 @@ def _check_fit(machines: Machines, kind: Accelerator) -> None:
             where="--machine_type",
             fix=f"Choose a machine type such as {_example(kind.machines)}.",
         )
-    # The names of the A2 and A3 machines end in their number of GPUs.
-    counts = (int(matched[matched.lastindex]),) if matched.lastindex else kind.counts
+    counts = kind.counts
+    if matched.lastindex:
+        counts = (int(matched[matched.lastindex]) // kind.per_device,)
     if machines.accelerator_count not in counts:
         raise UserError(
             f"{machines.machine_type} does not take {machines.accelerator_count}"
@@ -274,6 +349,6 @@ def _check_region(machines: Machines, kind: Accelerator, location: str) -> list[
 
 
 def _example(pattern: str) -> str:
-    named = {CLOUD_TPU: CLOUD_TPU, r"n1-\w+-\d+": "n1-standard-8"}
-    simple = re.sub(r"\(high\|\w+\)", "high", pattern)
+    named = {CLOUD_TPU: CLOUD_TPU, r"n1-\w+-\d+": "n1-standard-8", _G4: "g4-standard-48"}
+    simple = re.sub(r"\((high|\d)(\|\w+)?\)", r"\1", pattern)
     return named.get(pattern, simple.replace(r"(\d+)", "8").replace(r"\d+", "12"))

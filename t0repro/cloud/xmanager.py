@@ -46,8 +46,8 @@ def check(spec: JobSpec, executor: Executor) -> None:
             where="after `--`",
             fix="Give a --run_mode, or submit without --xmanager.",
         )
-    for name in ("labels", "service_account", "network"):
-        if getattr(spec, name):
+    for name in ("labels", "service_account", "network", "tpu_topology"):
+        if getattr(spec, name, None) or getattr(spec.machines, name, None):
             raise UserError(
                 f"XManager's executors take no {name.replace('_', ' ')}.",
                 where=f"--{name}",

@@ -58,7 +58,8 @@ NOT_WRITTEN = frozenset(
     --labels --launcher --location --machine_type --main_metric --metric --mixture
     --module_import --network --note --option --platform --project --revision --run --run_mode
     --run_name --service_account --split --splits --stderrthreshold --tasks --tensorboard
-    --title --topology --train --train_dataset --train_mixture COMMAND EXPERIMENT JOB TASK"""
+    --title --topology --tpu_topology --train --train_dataset --train_mixture COMMAND
+    EXPERIMENT JOB TASK"""
     # what is read, at addresses too
     """ --auxiliary_job_gin_file --base_url --checkpoint --from --gin_file --gin_files
     --gin_import_allowlist --gin_location_prefix --gin_search_paths --losses --other

@@ -7,7 +7,7 @@ import pytest
 from t0repro import buckets
 from t0repro.cloud.arguments import read_arguments
 from t0repro.cloud.checks import check
-from t0repro.cloud.spec import Machines, check_machines
+from t0repro.cloud.spec import Machines, check_machines, tpu_slice
 from t0repro.errors import UserError
 from tests.runs.tiny_gin import MODEL, SIZES
 
@@ -107,6 +107,17 @@ def test_a_job_without_a_folder_for_results_is_refused():
         (Machines("cloud-tpu", "TPU_V3", 8), "us-west1", "has no TPU_V3"),
         (Machines("n1-standard-8", "NVIDIA_L4", 1), "us-central1", "n1-standard-8 does not take"),
         (Machines("a2-highgpu-4g", "NVIDIA_TESLA_A100", 1), "us-central1", "does not take 1"),
+        (Machines("a4-highgpu-8g", "NVIDIA_B200", 4), "us-central1", "does not take 4"),
+        (Machines("a4x-highgpu-8g", "NVIDIA_GB200", 8), "us-central1", "as a4x-highgpu-4g"),
+        (Machines("g4-standard-48", "NVIDIA_B200", 8), "us-central1", "as a4-highgpu-8g"),
+        (Machines("a3-highgpu-8g", "NVIDIA_RTX_PRO_6000", 8), "us-central1", "g4-standard-48"),
+        (Machines("g4-standard-96", "NVIDIA_RTX_PRO_6000", 1), "us-central1", "does not take 1"),
+        (Machines("ct5lp-hightpu-8t", tpu_topology="2x2"), "us-central1", "not whole machines"),
+        (Machines("ct5lp-hightpu-4t"), "us-central1", "2 axes"),
+        (Machines("ct5p-hightpu-4t", tpu_topology="2x2"), "us-central1", "3 axes"),
+        (Machines("ct6e-standard-4t", "TPU_V3", 8), "us-central1", "already says"),
+        (Machines("ct6e-standard-4t", None, 0, 2, "2x4"), "us-central1", "one replica"),
+        (Machines("n1-standard-4", tpu_topology="2x2"), "us-central1", "no topology"),
         (Machines("g2-standard-8", "TPU_V3", 8), "europe-west4", "g2-standard-8 does not take"),
     ],
 )
@@ -124,14 +135,41 @@ def test_replicas_that_would_each_do_the_whole_work_are_refused(words):
 
 
 def test_what_the_tables_do_not_know_is_said_and_passes():
-    new = Machines("x9-highgpu-8g", "NVIDIA_B200", 8)
+    new = Machines("x9-highgpu-8g", "NVIDIA_X9", 8)
     assert check_machines(new, "us-central1") == [
-        "NVIDIA_B200: not in the table of accelerators, so not checked"
+        "NVIDIA_X9: not in the table of accelerators, so not checked"
     ]
     a100 = Machines("a2-highgpu-1g", "NVIDIA_TESLA_A100", 1)
     (warning,) = check_machines(a100, "us-central1")
     assert "which regions have NVIDIA_TESLA_A100 is not known here" in warning
     assert not check_machines(V3, "europe-west4")
+
+
+@pytest.mark.parametrize(
+    ("machine_type", "topology", "found"),
+    [
+        ("ct5lp-hightpu-4t", "4x4", ("v5e-16", 16)),
+        # Named by cores, of which a chip has two; one device for each chip.
+        ("ct5p-hightpu-4t", "2x2x2", ("v5p-16", 8)),
+        ("ct6e-standard-4t", "2x4", ("v6e-8", 8)),
+    ],
+)
+def test_a_slice_of_tpu_hosts_is_named_by_its_topology(machine_type, topology, found):
+    machines = Machines(machine_type, tpu_topology=topology)
+    assert tpu_slice(machines) == found
+    lines = check(
+        read_arguments(TRAIN + ("--gin.BATCH_SIZE=16",)), machines, "us-east5", compiles=False
+    )[1]
+    assert lines[-1].startswith("memory (estimated; ")
+
+
+def test_mesh_tensorflow_is_refused_on_v6e_alone():
+    words = ("t5_mesh_transformer", "--backend=mtf", "--model_dir=gs://b/m")
+    with pytest.raises(UserError, match="cannot run on TPU v6e"):
+        checked(*words, machines=Machines("ct6e-standard-4t", tpu_topology="2x2"))
+    with pytest.raises(UserError) as other:
+        checked(*words, machines=Machines("ct5lp-hightpu-4t", tpu_topology="2x2"))
+    assert "v6e" not in str(other.value)
 
 
 @pytest.mark.tpu

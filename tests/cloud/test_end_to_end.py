@@ -1,11 +1,15 @@
 """From `t0repro vertex submit` to summary metrics, with the job's container executed here."""
 
+import importlib.util
 import re
 
 import pytest
 import yaml
 
-from tests.cloud.commands import submit
+from t0repro import buckets
+from t0repro.errors import UserError
+from t0repro.partitioning import topologies
+from tests.cloud.commands import SUBMIT, submit, vertex
 from tests.cloud.services import STORE
 from tests.cloud.tiny_jobs import TASK
 
@@ -92,3 +96,73 @@ def test_a_dry_run_prints_what_would_be_sent_and_sends_nothing(
     assert re.fullmatch("--gin_file=/gcs/bucket/t0repro/small-.*/gin/0-train.gin", file)
     assert search.endswith("/include")
     assert not (cloud.services.calls or cloud.staged())
+
+
+SLICE = ("--machine_type", "ct5lp-hightpu-4t", "--tpu_topology", "2x2")
+
+
+def test_a_dry_run_compiles_when_it_is_asked_to_alone(cloud, gin_file, monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    found = importlib.util.find_spec("json")  # libtpu, as if it were installed
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: found if name == "libtpu" else find_spec(name)
+    )
+
+    def compiles(topology):
+        raise UserError(f"compiling for {topology}")
+
+    monkeypatch.setattr(topologies, "devices_of", compiles)
+    run = (*SUBMIT, *SLICE, "--run_mode", "train", "--gin_file", gin_file)
+    run = (*run, "--gin.TRAIN_STEPS=4", "--gin.MODEL_DIR='gs://bucket/model'", "--dry_run")
+    code, out, err = vertex(monkeypatch, capsys, "submit", *run)
+    assert code == 0 and "memory (estimated; --fit compiles it)" in err, err
+    (pool,) = yaml.safe_load(out)["worker_pool_specs"]
+    assert pool["machine_spec"] == {"machine_type": "ct5lp-hightpu-4t", "tpu_topology": "2x2"}
+    code, _, err = vertex(monkeypatch, capsys, "submit", *run, "--fit")
+    assert code == 2 and "compiling for v5e-4" in err, err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (SLICE, "compiled without --fit"),
+        (("--machine_type", "n1-standard-4", "--dry_run"), "only for TPU slices"),
+    ],
+)
+def test_fit_is_refused_where_it_would_change_nothing(options, said, cloud, monkeypatch, capsys):
+    run = (*SUBMIT, *options, "--run_mode", "train", "--fit", "--gin.MODEL_DIR='gs://bucket/m'")
+    code, out, err = vertex(monkeypatch, capsys, "submit", *run)
+    assert code == 2 and said in err and not out, err
+    assert not cloud.services.calls
+
+
+def test_fit_without_the_compiler_is_refused(cloud, monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "libtpu" else find_spec(name)
+    )
+    run = (*SUBMIT, *SLICE, "--run_mode", "train", "--fit", "--dry_run")
+    code, _, err = vertex(monkeypatch, capsys, "submit", *run)
+    assert code == 2 and "libtpu, which is not installed" in err and "EXTRAS=tpu" in err, err
+
+
+@pytest.mark.parametrize("named", [None, "/nowhere/key.json"])
+def test_credentials_are_asked_for_before_any_file_is_read(
+    named, cloud, monkeypatch, capsys, tmp_path
+):
+    for variable in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv("GCE_METADATA_HOST", raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setattr(buckets, "_MACHINE", tmp_path / "product_name")
+    if named:
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", named)
+    # Neither the option's nor the file's fault is met.
+    run = ("--run_mode", "train", "--gin_file", "missing.gin", "--gin.MODEL_DIR='gs://bucket/m'")
+    code, out, err = submit(monkeypatch, capsys, *run)
+    assert code == 2 and "credentials" in err and "gcloud auth" in err and not out, err
+    assert "missing.gin" not in err and (named or "") in err
+    assert not cloud.services.calls
+    # A dry run sends nothing and needs none.
+    code, _, err = submit(monkeypatch, capsys, *run, "--dry_run")
+    assert code == 2 and "missing.gin" in err, err

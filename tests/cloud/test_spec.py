@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import gin
 from t0repro.cli.spelling import with_t5x_overrides
-from t0repro.cloud.spec import JobSpec, Machines, override
+from t0repro.cloud.spec import ACCELERATORS, JobSpec, Machines, override
 from t0repro.errors import UserError
 
 TPU = Machines("cloud-tpu", "TPU_V2", 128)
@@ -73,6 +73,16 @@ def test_the_yaml_is_the_specification():
 def test_replicas_are_a_primary_pool_of_one_and_the_others():
     pools = spec(machines=Machines("a2-highgpu-1g", "NVIDIA_TESLA_A100", 1, 4)).worker_pool_specs
     assert [pool["replica_count"] for pool in pools] == [1, 3]
+
+
+def test_vertex_has_the_fields_of_a_slice_of_tpu_hosts():
+    types = pytest.importorskip("google.cloud.aiplatform_v1.types")
+    slice_ = Machines("ct5lp-hightpu-4t", tpu_topology="4x4")
+    (pool,) = spec(machines=slice_).worker_pool_specs
+    assert pool["machine_spec"] == {"machine_type": "ct5lp-hightpu-4t", "tpu_topology": "4x4"}
+    assert types.MachineSpec(pool["machine_spec"]).tpu_topology == "4x4"
+    known = set(types.AcceleratorType.__members__)
+    assert set(ACCELERATORS) <= known
 
 
 @pytest.mark.parametrize("labels", [{"Team": "x"}, {"team": "a b"}, {"": "x"}])
