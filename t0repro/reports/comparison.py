@@ -338,9 +338,15 @@ def _ranked(a: TaskScores, b: TaskScores, num_classes: int | None) -> tuple[Rank
     shared = np.intersect1d(a.input_index, b.input_index)
     kept_a, kept_b = _on_examples(a, shared), _on_examples(b, shared)
     # Paired figures make sense only where both runs were asked the same.
-    if not shared.size or not _same_answers(kept_a, kept_b):
+    if not shared.size:
         raise UserError(
-            f"Task {a.task!r}: the runs share no example, or an example has other answers.",
+            f"Task {a.task!r}: no example was scored by both runs.",
+            fix="Evaluate both on all examples, or on the same ones: `rank-eval --limit` draws them"
+            " at random, and the harness's `--limit` takes the first.",
+        )
+    if not _same_answers(kept_a, kept_b):
+        raise UserError(
+            f"Task {a.task!r}: an example that both runs scored has other answers in one of them.",
             fix="Compare evaluations of the same rendered data.",
         )
     return (

@@ -331,7 +331,13 @@ def difference_over_seeds(
     total = sum(variance for variance, _ in terms)
     difference = float(of_prompt.mean())
     if not total:
-        return SeedsDifference(difference, Interval(difference, difference), float(not difference))
+        # Nothing varies. The next example may still be another one, as in Clopper and Pearson's
+        # interval of outcomes that are all alike; the p-value is the sign test's.
+        other = 1 - ((1 - bootstrap.confidence) / 2) ** (1 / examples)
+        low, high = (difference + other * (end - difference) for end in (-100.0, 100.0))
+        return SeedsDifference(
+            difference, Interval(low, high), min(1.0, 2 * 0.5**examples) if difference else 1.0
+        )
     freedom = total**2 / sum(variance**2 / max(free, 1) for variance, free in terms)
     # As for prompts: few levels estimate their variance too badly for Satterthwaite's rule.
     few = [free for _, free in terms[1:] if free < _FEW_PROMPTS - 1]
@@ -357,14 +363,20 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def detectable_difference(standard_error: float, bootstrap: Bootstrap, power: float = 0.8) -> float:
+def detectable_difference(
+    standard_error: float, bootstrap: Bootstrap, power: float = 0.8
+) -> float | None:
     """The smallest difference that a comparison finds with the given power.
+
+    None where nothing varies: then the sample does not say how much another would.
 
     Args:
       standard_error: That of the difference.
       bootstrap: The confidence at which a difference counts as found.
       power: How often it is to be found.
     """
+    if not standard_error:
+        return None
     quantile = NormalDist().inv_cdf
     return (quantile((1 + bootstrap.confidence) / 2) + quantile(power)) * standard_error
 

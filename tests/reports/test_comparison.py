@@ -193,6 +193,10 @@ def test_runs_that_share_nothing_or_have_other_answers_are_refused(tmp_path):
     write_scores(c, TASKS[0], [[-1.0, -2.0]] * 50, [1] * 50)
     with pytest.raises(UserError, match="other answers"):
         compare(a, c)
+    targets = c / f"{TASKS[0]}_targets"
+    targets.write_text(targets.read_text().replace("((", "((9"))
+    with pytest.raises(UserError, match="no example was scored by both"):
+        compare(a, c)
 
 
 def test_a_history_has_a_value_for_each_step(tmp_path):

@@ -141,6 +141,22 @@ def test_more_seeds_make_the_difference_surer_and_a_p_value_fits_its_interval():
         difference_over_seeds(runs(1, 0.0), runs(1, 0.0), Bootstrap())
 
 
+def test_where_nothing_varies_the_examples_alone_say_how_sure_a_difference_is():
+    """20 examples that are all alike leave 17% for others, by Clopper and Pearson."""
+    right, wrong = np.ones((20, 3)), np.zeros((20, 3))
+
+    def model(right):
+        return [Outcomes(right, np.ones((20, 3)))] * 2
+
+    found = difference_over_seeds(model(wrong), model(right), Bootstrap())
+    assert found.difference == found.interval.high == 100
+    assert found.interval.low == pytest.approx(100 - 2 * 16.84, abs=0.01)
+    assert found.p_value == pytest.approx(2 * 0.5**20)
+    same = difference_over_seeds(model(right), model(right), Bootstrap())
+    assert (same.difference, same.p_value) == (0, 1)
+    assert (same.interval.low, same.interval.high) == pytest.approx((-16.84, 16.84), abs=0.01)
+
+
 @pytest.mark.parametrize("seeds", [(1, 3), (2, 2), (5, 5)])
 @pytest.mark.parametrize("effect", [0.1, 0.3])
 def test_an_interval_over_seeds_holds_the_truth(seeds, effect):

@@ -250,6 +250,9 @@ def test_a_detectable_difference_is_found_in_four_of_five_pairs_of_runs():
     rng = np.random.default_rng(0)
     examples, error = 277, 100 * np.sqrt(2 * 0.25 / 277)
     difference = detectable_difference(error, DEFAULT)
+    assert difference is not None
+    # All examples alike say nothing of how much others would vary.
+    assert detectable_difference(0.0, DEFAULT) is None
     first = rng.random((4000, examples)) < 0.5 - difference / 200
     second = rng.random((4000, examples)) < 0.5 + difference / 200
     gain = 100 * (second.mean(-1) - first.mean(-1))
