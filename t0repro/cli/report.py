@@ -159,7 +159,7 @@ def make(
         device=device,
         duration_seconds=duration,
         notes=tuple(note or ()),
-        overlap=read_overlap(overlap) if overlap else {},
+        overlap=read_overlap(overlap) if overlap else None,
     )
     beside = _beside(label, other, metrics, losses, conversion)
     report = make_report(Run(label, eval_dir, step), prompts, options, beside)

@@ -60,7 +60,8 @@ class ReportOptions:
       duration_seconds: duration of the evaluation; defaults to what the evaluation recorded.
       notes: sentences for the top of the report.
       overlap: task -> indices of its examples that share text with training rows, as
-        tasks.overlap.read_overlap gives them; accuracies without them are reported too.
+        tasks.overlap.read_overlap gives them; accuracies without them are reported too. None if it
+        is not known.
     """
 
     title: str = "Rank evaluation"
@@ -73,7 +74,7 @@ class ReportOptions:
     device: str | None = None
     duration_seconds: float | None = None
     notes: tuple[str, ...] = ()
-    overlap: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    overlap: Mapping[str, Sequence[int]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ def make_report(
     ranked, decoded = _by_mode(run, records, options.tasks)
     results = rank_folder(run.eval_dir, prompts, step=step, tasks=ranked)
     extras = _extras(run, prompts, ranked, options.extras, records)
-    without = accuracies_without(results, options.overlap)
+    without = accuracies_without(results, options.overlap or {})
     for task, accuracy in without.items():
         extras.setdefault(task, {})["without_overlap"] = accuracy
     groups, datasets = _summarize(
@@ -239,10 +240,14 @@ def accuracies_without(
 def _overlap_notes(
     results: Sequence[RankResult],
     prompts: Mapping[str, PromptInfo],
-    overlap: Mapping[str, Sequence[int]],
+    overlap: Mapping[str, Sequence[int]] | None,
     without: Mapping[str, float],
 ) -> Iterator[str]:
     """A sentence for each dataset of which examples share text with training rows."""
+    if overlap is None:
+        return
+    if not any(np.isin(each.example, overlap.get(each.task, ())).any() for each in results):
+        yield "No example that was evaluated shares text with the training rows that were read."
     by_dataset: dict[str, list[RankResult]] = {}
     for result in results:
         by_dataset.setdefault(dataset_label(result.task, prompts), []).append(result)

@@ -80,6 +80,9 @@ def test_accuracies_without_rows_shared_with_training_stand_beside_the_others(tm
     assert note.startswith("ag_news: 30 of 60 examples share text with training rows.")
     assert note.endswith(f"{np.mean(without):.1f} without.")
     assert "without rows shared with training" in render_html(report_page(report))
+    (note,) = report_of(evaluation, overlap={task: [] for task in tasks}).notes
+    assert note.startswith("No example that was evaluated shares text")
+    assert not report_of(evaluation).notes
 
 
 def test_the_report_has_diagnostics_extras_and_published_figures(folder, tmp_path):
