@@ -1,1 +1,1 @@
-"""What runs on the JAX stack: the modes of a run, which `run.run` tells apart, and rank-eval."""
+"""Runs on the JAX stack: a module for each mode, which `run.run` dispatches to, and rank-eval."""

@@ -3,12 +3,12 @@
 In the output folder, for each task and shard:
 
     <task>-<mode>.jsonl-00000-of-00001             a line per example, in the examples' order
-    <task>-<mode>.jsonl-00000-of-00001.COMPLETED   its digest (in T5X empty), that of the
+    <task>-<mode>.jsonl-00000-of-00001.COMPLETED   its digest (in T5X empty), a digest of the
                                                    checkpoint's path and the settings, and the
                                                    checkpoint's identity; written last
     tmp-<task>-00000-of-00001/                     chunks; an interrupted run continues after them
 
-A file or chunk that is not what its digest says counts as missing.
+A file or chunk that does not match its digest counts as missing.
 
 Source: t5x.infer.
 """
@@ -54,15 +54,15 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
     """Predicts or scores the examples of each task that has the split and is not completed yet.
 
     Args:
-      plan: What to do.
-      describe: Writes what the run says about itself, once nothing is left that would refuse it.
+      plan: The inference.
+      describe: Writes config.gin and model-info.txt, once every check has passed.
 
     Returns:
-      The results' files.
+      The paths of the results.
 
     Raises:
       UserError: If there is no checkpoint, it does not fit the model, the task's vocabulary is
-        not the model's, no task has the split, or one has no example in it.
+        not the model's, no task has the split, or a task's split has no example.
     """
     from t0repro import compat
     from t0repro.data.checks import tasks_with_split
@@ -73,7 +73,8 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
     check_inference(plan, starts=True)
     name = plan.data.mixture_or_task_name
     checkpoint: Checkpoint | None = None
-    # What is complete stays so when its checkpoint is gone, as by a training run's retention.
+    # A complete output stays complete when its checkpoint is gone, removed by a run's retention
+    # say.
     ref = _chosen(plan) if is_there(plan.restore) else None
     files = []
     tasks = tasks_with_split(name, plan.data.split)
@@ -81,10 +82,10 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
     if others:
         left_out = counted(others, "task")
         print(f"left out: {left_out} without a split {plan.data.split!r}", file=sys.stderr)
-    # Before it is opened: what is made from one that is replaced meanwhile is rebuilt.
+    # Read these first: if the checkpoint is replaced meanwhile, its outputs are rebuilt next time.
     known = (own_path(ref), identity(ref)) if ref else (None, None)
     jobs = [_TaskJob(plan, task, *known) for task in tasks]
-    # Asked once: it computes the digests of whole files.
+    # Evaluate this once: it computes the digests of complete files.
     unfinished = [job for job in jobs if not job.is_completed()]
     if unfinished and ref is None:
         ref = _chosen(plan)  # raises
@@ -95,7 +96,7 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
         if job not in unfinished:
             print(f"{job.output}: already complete", file=sys.stderr)
             continue
-        # Only now: a run with nothing left to do loads no checkpoint.
+        # Load it only now: a run with nothing left to do loads no checkpoint.
         if checkpoint is None:
             assert ref is not None
             checkpoint = opened(plan, ref)
@@ -104,7 +105,7 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
 
 
 def _chosen(plan: InferPlan) -> CheckpointRef:
-    """The checkpoint: unlike an evaluation, an inference has one.
+    """The checkpoint: an inference takes exactly one, unlike an evaluation.
 
     It is checked before the run writes a config.gin, which may replace the checkpoint's own.
     """
@@ -147,7 +148,7 @@ class _TaskJob:
         self._chunks = folder / f"tmp-{task.name}-{shard}"
 
     def is_completed(self) -> bool:
-        """Whether an earlier run wrote the whole file, or all chunks if these are not merged."""
+        """Whether an earlier run completed the output, as one file or as unmerged chunks."""
         if self._plan.merge:
             whole = _is_whole(self.output)
         else:
@@ -156,7 +157,7 @@ class _TaskJob:
         if not whole or self._identity is None:
             return whole
         recorded, now = _lines_of(self.output)[1:], self._made_of()
-        # Earlier versions did not record the identity, or nothing of what it was made of.
+        # Earlier versions recorded less: no identity, or no second line at all.
         if recorded == now[: len(recorded)]:
             return True
         what = "made from another checkpoint or with other settings"
@@ -166,9 +167,9 @@ class _TaskJob:
         return False
 
     def _made_of(self) -> list[str]:
-        """Digest of the checkpoint's path and all decisive settings; the checkpoint's identity.
+        """Digest of the checkpoint's path and all settings that matter; the checkpoint's identity.
 
-        Not its parameters' digest, since a run that has nothing to do should not read them.
+        The parameters' digest would not do: a run with nothing to do should not read them.
         """
         settings = {"checkpoint": self._checkpoint, **self._settings()}
         digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
@@ -180,7 +181,7 @@ class _TaskJob:
         return {**plan.decisive(), "mode": plan.mode, "written": written}
 
     def run(self, checkpoint: Checkpoint) -> None:
-        """Continues after the last whole chunk, and puts the chunks together at the end."""
+        """Continues after the last complete chunk, and merges the chunks at the end."""
         first = self._prepare(checkpoint)
         # The period counts batches.
         size = self._plan.checkpoint_period * self._plan.data.batch_size
@@ -195,7 +196,7 @@ class _TaskJob:
             print(f"{self._task.name}: {done} so far", file=sys.stderr)
         if number == 0:
             self._check_has_examples()
-            # With more shards than examples; T5X ends with an error there.
+            # There are more shards than examples; T5X raises an error here.
             shard = f"shard {self._plan.shard_id} of {self._plan.num_shards}"
             print(f"{self._task.name} has no example in {shard}", file=sys.stderr)
         if self._plan.merge:
@@ -205,8 +206,8 @@ class _TaskJob:
         print(f"wrote {self.output}", file=sys.stderr)
 
     def _prepare(self, checkpoint: Checkpoint) -> int:
-        """Number of chunks that are there already; those made of anything else are removed."""
-        # The checkpoint by its contents, since its path may hold another one by now.
+        """Number of chunks done; removes chunks made from another checkpoint or other settings."""
+        # Identify the checkpoint by its contents: its path may hold another one by now.
         settings = {
             "checkpoint": checkpoint.digest,
             "checkpoint_period": self._plan.checkpoint_period,
@@ -226,21 +227,21 @@ class _TaskJob:
         return done
 
     def _whole_chunks(self) -> int:
-        """Number of chunks before the first that is missing or not what was written."""
+        """Number of chunks before the first one that is missing or altered."""
         return next(n for n in itertools.count() if not _is_whole(self._chunk(n)))
 
     def _chunk(self, number: int) -> Path:
         return self._chunks / f"{self.output.name}-chunk{number:05}"
 
     def _examples(self, skip: int) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        """Each example with the task's features and with the model's."""
+        """Each example as a pair: the task's features, and the model's."""
         import seqio
         import tensorflow as tf
 
         shard = seqio.ShardInfo(self._plan.shard_id, self._plan.num_shards)
         dataset, lengths = self._dataset(shard), self._lengths()
         converted = seqio.EncDecFeatureConverter(pack=False)(dataset, lengths)
-        # A seed makes the same examples twice, and in every process, so skipping is exact.
+        # The seed makes every pass and every process see the same examples, so skipping is exact.
         pairs: Any = tf.data.Dataset.zip((dataset, converted)).skip(skip).as_numpy_iterator()
         return pairs
 
@@ -254,7 +255,7 @@ class _TaskJob:
             )
 
     def _dataset(self, shard: Any = None) -> Any:
-        """The task's examples in their order; of all shards, or of one as SeqIO describes it."""
+        """The task's examples in order: all shards', or one shard's as SeqIO divides them."""
         data = self._plan.data
         return self._task.get_dataset(
             sequence_length=self._lengths(),
@@ -272,7 +273,7 @@ class _TaskJob:
 
     def _write_chunk(self, number: int, chunk: Sequence[Any], checkpoint: Checkpoint) -> None:
         plan = self._plan
-        # A seed of its own: a chunk samples the same whether or not the run was interrupted before.
+        # A seed per chunk: it samples the same whether or not the run was interrupted before.
         model, size = generating_model(plan, checkpoint.model), plan.data.batch_size
         functions = functions_of(model, checkpoint.params, plan.decoding, size, seed=number)
         converted = list(enumerate(example for _, example in chunk))
@@ -293,7 +294,7 @@ class _TaskJob:
         _mark(path, file_digest(path) or "")
 
     def _merge(self, count: int) -> None:
-        """Puts the chunks one after the other and removes them."""
+        """Concatenates the chunks and removes them."""
         # Written apart and renamed, so that a partial file is never mistaken for the result.
         whole = self.output.with_name(f".{self.output.name}.tmp")
         with naming(self.output), open(whole, "wb") as merged:
@@ -304,18 +305,18 @@ class _TaskJob:
             os.fsync(merged.fileno())
         os.replace(whole, self.output)
         sync_directory(self.output.parent)
-        # Marked before the chunks go, so that an interruption leaves one or the other.
+        # Mark the output before removing chunks: an interruption leaves at least one of the two.
         _mark(self.output, file_digest(self.output) or "", *self._made_of())
         shutil.rmtree(self._chunks)
 
 
 def _mark(path: Path, *lines: str) -> None:
-    """Writes the file beside `path` that says that it is complete, and what is in it."""
+    """Writes the marker beside `path`: the file is complete, and these lines say of what."""
     write_atomically(f"{path}{COMPLETED}", "\n".join(lines))
 
 
 def _lines_of(path: Path) -> list[str]:
-    """The lines of the file beside `path`; [] if there is none."""
+    """The lines of the marker beside `path`; [] if there is none."""
     marker = Path(f"{path}{COMPLETED}")
     if not marker.is_file():
         return []
@@ -323,12 +324,12 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file is there as it was when it was marked."""
+    """Whether a file exists and is unchanged since it was marked."""
     return path.is_file() and _lines_of(path)[:1] == [file_digest(path)]
 
 
 def _chunks_in_words(count: int) -> str:
-    """What marks an output that is left in chunks."""
+    """The marker's text for an output that is left in chunks."""
     return counted(count, "chunk")
 
 
@@ -339,7 +340,7 @@ def _line(
     aux: Mapping[str, Any],
     vocabulary: Any,
 ) -> dict[str, Any]:
-    """What T5X writes of an example."""
+    """The fields that T5X writes for an example."""
     line: dict[str, Any] = {
         "inputs": {
             name: _plain(value) for name, value in example.items() if _is_written(name, plan)
@@ -360,7 +361,7 @@ def _line(
 def _is_written(feature: str, plan: InferPlan) -> bool:
     if plan.all_inputs:
         return True
-    # Without options T5X writes the texts that the tokens were made of.
+    # Without options, T5X writes the text from which the tokens were made.
     text = feature.removesuffix("_pretokenized")
     if plan.input_fields is not None:
         return feature in plan.input_fields or (text != feature and text in plan.input_fields)
@@ -368,14 +369,14 @@ def _is_written(feature: str, plan: InferPlan) -> bool:
 
 
 def _until_padding(output: list[Any]) -> list[Any]:
-    """Token ids before the first 0; of several decodes, each one's."""
+    """Token ids before the first 0; with several decodes, those of each."""
     if output and isinstance(output[0], list):
         return [_until_padding(tokens) for tokens in output]
     return output[: output.index(0)] if 0 in output else output
 
 
 def _plain(value: Any) -> Any:
-    """A feature as JSON has it: texts and numbers, in lists."""
+    """A feature in JSON's types: texts and numbers, in lists."""
     if isinstance(value, bytes):
         return value.decode("utf-8")
     if isinstance(value, np.ndarray | np.generic):

@@ -40,7 +40,7 @@ SECONDS_BETWEEN_POLLS = 1.0
 
 
 def checkpoints_in(folder: str) -> list[Any]:
-    """A folder's checkpoints; of several processes, all get what the first one sees."""
+    """A folder's checkpoints; with several processes, all use the first one's listing."""
     names = from_first(lambda: [str(ref.path) for ref in sources.list_checkpoints(folder)])
     return [ref for ref in sources.list_checkpoints(folder) if str(ref.path) in names]
 
@@ -67,7 +67,7 @@ def one_checkpoint(config: RunConfig) -> Any:
     Raises:
       UserError: if it chooses several, none, or an open-ended series.
     """
-    # None waits for checkpoints that are still to come, which a single file cannot hold.
+    # None also waits for future checkpoints, which a single output file cannot hold.
     found = list(_present(config)) if config.eval_checkpoint_step is not None else []
     if len(found) != 1:
         raise UserError(
@@ -89,7 +89,7 @@ def _present(config: RunConfig) -> list[Any]:
         steps = [max(by_step)] if by_step else []
     else:
         asked = (wanted,) if isinstance(wanted, int) else tuple(map(int, wanted or ()))
-        # find_closest: an asked step that is not there stands for the nearest one that is.
+        # find_closest: a requested step that is missing stands for the nearest one that exists.
         if choice.find_closest and by_step:
             asked = {min(by_step, key=lambda there: abs(there - step)) for step in asked}
         steps = sorted(step for step in set(asked) if step in by_step)
@@ -119,7 +119,7 @@ def _coming(config: RunConfig) -> Iterator[Any]:
             continue
         last, told = latest, False
         assert latest.step is not None
-        # Passed over in silence, but remembered: it does not count as new again.
+        # Skip it silently but remember it, so that it does not count as new again.
         if latest.step <= choice.skip_until:
             continue
         if choice.stop_after is None or latest.step <= choice.stop_after:
@@ -137,7 +137,7 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
     config = configuration.run
     record_command(configuration)
     model = T5(config.model, config.dtypes)
-    # Shapes alone say whether a checkpoint fits; nothing is initialized.
+    # Shapes alone decide whether a checkpoint fits; nothing is initialized.
     shapes = parameter_shapes(model)
     partitioning = choose(config.layout, config.model, where=config.provenance.get("layout"))
     shapes = partitioning.placed(held_for_evaluation(model, shapes))
@@ -158,7 +158,7 @@ def generated_texts(
     """Generates one text per input.
 
     Args:
-      configuration: Says how to decode, and with which batch size and vocabulary.
+      configuration: Sets the decoding, the batch size and the vocabulary.
       checkpoint: The model and its parameters.
       inputs: Token ids of each input.
       inputs_length: Number of tokens that inputs are padded to.
@@ -170,7 +170,7 @@ def generated_texts(
         checkpoint.model,
         inputs,
         config.decoding,
-        # Outputs have as much room as the padded inputs unless the length is bound.
+        # Outputs get as much room as the padded inputs unless the length is bound.
         length=config.decoding.max_length or inputs_length,
         batch_size=config.batch_size,
         inputs_length=inputs_length,
@@ -186,7 +186,7 @@ SECONDS_BETWEEN_LOOKS = 5.0
 
 
 def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
-    """The checkpoints that are there, by ascending step within a path.
+    """The existing checkpoints, by ascending step within a path.
 
     Raises:
       UserError: If a path has no checkpoint.
@@ -199,7 +199,7 @@ def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
                 sources.find_checkpoint(path)  # raises, and says what is wrong
             refs += present
         else:
-            # The latest may be another one by the time that another process looks.
+            # By the time another process looks, the latest may be a newer one.
             found = from_first(lambda path=path: str(sources.find_checkpoint(path).path))
             refs.append(sources.find_checkpoint(found))
     return refs
@@ -214,7 +214,7 @@ def is_there(restore: RestoreConfig) -> bool:
         except UserError:
             return False
 
-    # Decided by the first process: the others would wait for what it says of a checkpoint.
+    # Only the first process looks: the others would wait for what it reports of a checkpoint.
     return from_first(found)
 
 
@@ -227,14 +227,14 @@ def coming(
     until: int | None = None,
     seconds: float = SECONDS_BETWEEN_LOOKS,
 ) -> Iterator[CheckpointRef]:
-    """Yields checkpoints as they appear in a folder, each once, beginning with those there.
+    """Yields checkpoints as they appear in a folder, each once, starting with the existing ones.
 
     Mode "latest" skips a checkpoint that has a successor by the time it would be evaluated.
 
     Args:
       restore: Mode "latest" or "all".
       until: Ends after a checkpoint of this step or a later one; None never ends.
-      seconds: Between polls of the folder.
+      seconds: Polling interval of the folder.
 
     Raises:
       UserError: If the mode is "specific", which no new checkpoint changes.
@@ -268,9 +268,9 @@ def own_path(ref: CheckpointRef) -> str:
 
 
 def identity(ref: CheckpointRef) -> str | None:
-    """What tells a checkpoint from one that took its place at the same path; None if it is gone.
+    """Tells a checkpoint from its replacement at the same path; None if it is gone.
 
-    Its values are not read: who asks this has nothing else to do if the checkpoint is known.
+    Reads no values: for a known checkpoint, the caller has nothing else to do.
     """
     # The first process's: copies on other machines have other modification times.
     return from_first(lambda: _identity(ref))
@@ -285,15 +285,15 @@ def _identity(ref: CheckpointRef) -> str | None:
 
 
 def _account(ref: CheckpointRef) -> bytes:
-    """What is written about a checkpoint's files; empty if there are none."""
+    """The listing of a checkpoint's files with checksums; empty if there are no files."""
     # In T5X's layout the tree, with its list of files, has a folder of its own.
     for folder in (ref.path, storage.join(ref.path, jax_tree.STATE)):
         listing = storage.join(folder, INTEGRITY)
         if storage.is_file(listing):
             return storage.read(listing)  # checksums, which a copy has too
-    # Files that come without such a list are known by their modification times, since all
-    # checkpoints of a model have the same names and sizes. A copy put back in place counts as
-    # another one: to do its work once more does less harm than to keep another one's results.
+    # Without such a listing, identify files by modification time, since all checkpoints of a model
+    # have the same names and sizes. A restored copy then counts as another checkpoint: repeating
+    # its work does less harm than keeping the results of another one.
     files = sources.fingerprint(dataclasses.replace(ref, path=own_path(ref)))
     return json.dumps(sorted(files.items())).encode() if files else b""
 
@@ -310,7 +310,7 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     from t0repro.training.train_state import with_parameters_in
 
     model = T5(plan.model, plan.dtypes)
-    # Shapes alone: nothing is drawn.
+    # Shapes alone: nothing is initialized.
     shapes = parameter_shapes(model)
     partitioning = choose(plan.layout, plan.model, where="partitioning.PjitPartitioner")
     if partitioning.mesh.size > 1:
@@ -318,13 +318,13 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     held = partitioning.placed(held_for_evaluation(model, shapes))
     tree = _tree(plan, ref, shapes)
     if plan.restore.dtype not in (None, "float32"):
-        # Held in the model's own types all the same, with the values that this type can hold.
+        # Still stored in the model's own dtype, with values rounded to this one.
         tree = with_parameters_in(tree, plan.restore.dtype)
     return on_devices(tree, held, model, str(ref.path))
 
 
 def generating_model(plan: InferencePlan, network: Any) -> Any:
-    """What generates and scores: the network itself, or the user's model of it."""
+    """The model that generates and scores: the network itself, or the user's model around it."""
     if plan.user_model is None:
         return network
     from t0repro.data.checks import seqio_vocabulary
@@ -356,5 +356,5 @@ def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any
         for name, source in names.items()
         if source is not None
     }
-    # The map is for parameters; the step has one name everywhere.
+    # The map renames parameters only; the step has one name everywhere.
     return tree | {naming.STEP: StoredTensor.of(reader, naming.STEP)}

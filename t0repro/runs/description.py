@@ -1,4 +1,4 @@
-"""config.gin and model-info.txt: what a T5X run writes about itself beside its results."""
+"""config.gin and model-info.txt, the files in which a T5X run describes itself."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _write(folder: str, gin_text: str, info: str) -> None:
 
 
 def model_info(state: TrainState, partitioning: Partitioning) -> str:
-    """A line per array: its name, size, shape by logical axes, and the axis that divides each.
+    """A line per array: its name, size, shape by logical axes, and the mesh axis that shards each.
 
     Parameters come first, then their total number, an empty line, and the rest of the state.
 

@@ -1,7 +1,7 @@
 """Modes eval and score_eval: evaluate checkpoints with the metrics of their tasks.
 
 eval generates texts; score_eval computes the targets' log-likelihoods. The output files are in Mesh
-TensorFlow's format (see task_output). Next to them go what a report needs to know about the
+TensorFlow's format (see task_output). Next to them are the facts that a report needs about the
 evaluation: a record of each task, and provenance.json.
 """
 
@@ -42,7 +42,7 @@ from t0repro.runs.checkpoint_choice import chosen_checkpoints, generated_texts, 
 from t0repro.runs.text_modes import ScoreFiles
 from t0repro.training.metrics import MetricLog
 
-# As in rank_eval: beyond a window, texts and tokens take no more memory however many there are.
+# As in rank_eval: memory for texts and tokens stops growing beyond this window.
 EXAMPLES_IN_MEMORY = 131_072
 
 
@@ -64,7 +64,7 @@ def evaluate(configuration: Configuration) -> None:
 
 
 def _with_own_output(configuration: Configuration) -> Configuration:
-    """Of several processes, only the first one's results are kept."""
+    """With several processes, keeps only the first one's results."""
     if is_first():
         return configuration
     run, folder = configuration.run, str(output_folder(configuration.run.model_dir))
@@ -95,7 +95,7 @@ def _evaluate(
     saves_scores = config.mode == "score_eval" and config.scores_filename is not None
     evaluated: dict[str, Mapping[str, float]] = {}
     writer = event_writer(evaluation_folder(config))
-    # Without a start_step, which would drop lines of the training in the same file.
+    # No start_step: it would drop the training run's lines in the same file.
     metrics = MetricLog(output_path(config.model_dir), writers=[writer])
     lengths = windows.lengths
     with (
@@ -124,7 +124,7 @@ def _scores(
     parts: Sequence[Part],
     lengths: Mapping[str, int],
 ) -> list[Outputs]:
-    # The engine counts tokens, a run sequences: as many tokens as a batch of full rows has.
+    # The engine's limit is in tokens, a run's in sequences: convert by a batch of full rows.
     tokens = configuration.run.batch_size * max(lengths.values())
     return scored(checkpoint, parts, lengths, tokens)
 
@@ -147,13 +147,13 @@ def _texts(
 class TaskWindows:
     """A run's tasks, a window of examples at a time; a large task is split across windows.
 
-    Iterating again, for another checkpoint, reads the tasks again, unless all are in one window.
+    Iterating again, for another checkpoint, rereads the tasks unless all fit in one window.
 
     Args:
       config: the run's configuration, with evaluation data.
 
     Attributes:
-      judges: judge of each task that has been read, by name.
+      judges: the judge of each task read so far, by name.
     """
 
     def __init__(self, config: RunConfig):
@@ -168,7 +168,7 @@ class TaskWindows:
             return
         first, self._all_read = True, False
         for window in windows(self._tasks(), EXAMPLES_IN_MEMORY):
-            # Everything is in one window, so it can stay for the next checkpoint.
+            # Everything fits in one window, so keep it for the next checkpoint.
             if first and self._all_read:
                 self._kept = window
             first = False
@@ -185,7 +185,7 @@ class TaskWindows:
 
     @functools.cached_property
     def lengths(self) -> Mapping[str, int]:
-        """Maximum tokens per feature; without run.sequence_length, those of all tasks' longest."""
+        """Maximum tokens per feature; without run.sequence_length, the longest over all tasks."""
         if self._config.sequence_length is not None:
             return self._config.sequence_length
         longest = {"inputs": 1, "targets": 1}
@@ -202,7 +202,7 @@ class Outputs:
 
     Attributes:
       values: a score or a decoded text for each example.
-      cost: what they cost.
+      cost: time and energy that they took.
     """
 
     values: Sequence[Any] | np.ndarray
@@ -228,7 +228,7 @@ def scored(
     """
     found: dict[int, ScoredPart] = {}
     run = RankRun(checkpoint, parts, lengths, tokens_per_batch=tokens_per_batch)
-    # By identity: equal parts of two tasks are still two parts.
+    # Key by identity: equal parts of two tasks are still two parts.
     run.score(lambda part: found.update({id(part.part): part}))
     return [Outputs(each.scores, each.cost) for each in (found[id(part)] for part in parts)]
 
@@ -251,12 +251,12 @@ def generated(parts: Sequence[Part], texts: Sequence[str], seconds: float) -> li
 
 
 class TaskWriter:
-    """Writes each task's files and record, and computes its metrics, once all its parts are there.
+    """Writes each task's files and record, and computes its metrics, once it has all its parts.
 
     Args:
       config: the run's configuration.
-      checkpoint: the checkpoint that is evaluated.
-      judges: judge of each task, by name.
+      checkpoint: the checkpoint being evaluated.
+      judges: the judge of each task, by name.
     """
 
     def __init__(self, config: RunConfig, checkpoint: Checkpoint, judges: Mapping[str, Judge]):
@@ -272,7 +272,7 @@ class TaskWriter:
             output.discard()
 
     def add(self, parts: Sequence[Part], outputs: Sequence[Outputs]) -> list[TaskResult]:
-        """Adds a window's outputs; returns the results of the tasks that are finished with it.
+        """Adds a window's outputs; returns the results of the tasks that this completes.
 
         Raises:
           UserError: if a task has no examples, or `num_eval_examples` ends between the choices of
@@ -309,7 +309,7 @@ class TaskWriter:
     def _record(self, result: TaskResult, examples: int, cost: Cost) -> None:
         ranks, mode = self._config.mode == "score_eval", self._config.mode
         generated_tasks = () if ranks else (result.task,)
-        # The mode stands for the command: it chooses examples in its own way.
+        # The mode identifies the command, since commands choose examples differently.
         folder = EvaluationFolder(
             self._path, self._checkpoint, self._settings, generated_tasks, mode
         )
@@ -365,7 +365,7 @@ def evaluate_perplexity(configuration: Configuration) -> None:
         params, model, step = checkpoint.params, checkpoint.model, checkpoint.step
         for task, batches in datasets:
             values = perplexity.evaluate_perplexity(params, model, batches, steps)
-            # Mesh TensorFlow's folder name, which holds the number of examples asked for.
+            # Mesh TensorFlow's folder name, which contains the requested number of examples.
             name = f"{task}_{split}_{config.batch_size * steps}"
             name += f"_{config.eval_dir_suffix}" if config.eval_dir_suffix is not None else ""
             events = event_writer(output_path(config.model_dir) / f"eval_{name}")

@@ -1,6 +1,6 @@
-"""Compiles a run's steps for devices that need not be attached, and reports what they would need.
+"""Compiles a run's steps for devices that need not be attached, and reports their cost there.
 
-Nothing is allocated: the compiler is given shapes. For TPU slices it is libtpu's own.
+Nothing is allocated: the compiler only gets shapes. For TPU slices the compiler is libtpu's own.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Program:
 
     Attributes:
       name: train, encode, decode (both of scoring) or generate.
-      memory: what it takes of a device, by the compiler.
-      by_shapes: what a train step takes by its shapes; None for an evaluation's step, which keeps
-        nothing for a backward pass.
-      refused: what the compiler says if the program does not fit; "" if it compiled.
-      flops: operations of all devices together, see `count_flops`.
+      memory: its memory on a device, as the compiler reports it.
+      by_shapes: a train step's memory computed from shapes; None for an evaluation's step, which
+        keeps nothing for a backward pass.
+      refused: the compiler's message if the program does not fit; "" if it compiled.
+      flops: FLOPs on all devices together, see `count_flops`.
       communication: its collectives.
       seconds: time to trace and compile.
       hlo: the compiled program's text; "" if it did not compile.
@@ -69,7 +69,7 @@ class Program:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The bytes of `memory` by what they are for."""
+        """The bytes of `memory`, by purpose."""
         parts = dataclasses.asdict(self.memory)
         if self.by_shapes is None:
             parts = {
@@ -81,11 +81,11 @@ class Program:
 
     @property
     def sent(self) -> int:
-        """Bytes that a device sends in one step."""
+        """Bytes that a device sends per step."""
         return sum(item.sent for item in self.communication)
 
     def fits_in(self, chip: Chip) -> bool:
-        """Whether a device has the memory for it."""
+        """Whether a device has enough memory for it."""
         return not self.refused and self.memory.total <= chip.memory
 
 
@@ -101,7 +101,7 @@ def precompile(
     Args:
       config: the run.
       devices: to compile for, available or from t0repro.partitioning.topologies.
-      chip: what is published about them; None leaves out predictions.
+      chip: its published figures; None leaves out predictions.
       hlo: folder to write each compiled program's text to.
       t5x_folder: folder to write the files of T5X's precompile to; see `write_t5x_files`.
 
@@ -126,7 +126,7 @@ def write_t5x_files(folder: Path, program: Program, partitioning: Partitioning) 
     """Writes what T5X's precompile leaves in model_dir, under its names; returns the files.
 
     They are the serialized HLO modules before and after optimization, and `assignment`, the numbers
-    of the mesh's devices as numpy saves them.
+    of the device mesh as numpy saves them.
     """
     numbers = io.BytesIO()
     np.save(numbers, partitioning.mesh.device_ids)
@@ -142,7 +142,7 @@ def write_t5x_files(folder: Path, program: Program, partitioning: Partitioning) 
 
 
 def devices_line(config: RunConfig, devices: Sequence[Any]) -> str:
-    """A line about the devices that a run takes.
+    """A line that describes the devices of a run.
 
     Raises:
       UserError: if the devices cannot be arranged as the layout asks.
@@ -151,7 +151,7 @@ def devices_line(config: RunConfig, devices: Sequence[Any]) -> str:
 
 
 def arranged(config: RunConfig, devices: Sequence[Any]) -> tuple[RunConfig, Partitioning, str]:
-    """A run as it would be on devices: what it recomputes there, the devices, and a line why.
+    """A run as it would be on devices: with its rematerialization, partitioning and a reason.
 
     Raises:
       UserError: if the devices cannot be arranged as the layout asks.
@@ -162,9 +162,9 @@ def arranged(config: RunConfig, devices: Sequence[Any]) -> tuple[RunConfig, Part
 
 
 def compiled_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
-    """The steps of a run's mode, each compiled when its turn comes.
+    """The steps of a run's mode, each compiled only when iteration reaches it.
 
-    Who stops at the first that does not fit pays for no more.
+    A caller that stops at the first one that does not fit pays for no more.
     """
     programs = train_programs if config.mode == "train" else evaluation_programs
     return programs(config, partitioning)
@@ -194,13 +194,13 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
         optimizer,
         make_schedule(config.schedule),
         num_microbatches=config.num_microbatches,
-        # Any key will do: no value is computed.
+        # Any key will do: no values are computed.
         dropout_key=jax.random.key(0),
         partitioning=several,
     )
     shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
     batch = {name: _tokens(partitioning, *shape) for name, shape in shapes.items()}
-    # On one device too: it need not be the default one.
+    # Give the sharding even for one device, which need not be the default one.
     state = partitioning.divided(held_shapes(model, optimizer))
     jitted = jitted_train_step(step, state, several or partitioning)
     by_shapes = step_memory(config, partitioning)
@@ -208,10 +208,10 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
 
 
 def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
-    """Scoring, in its two steps encode and decode, and generation, each for one batch."""
+    """Scoring, as its two steps encode and decode, and generation, each for one batch."""
     model = T5(config.model, config.dtypes)
     parameters = partitioning.divided(held_for_evaluation(model, parameter_shapes(model)))
-    # Evaluations pad a batch with rows until it divides among the devices.
+    # Evaluations pad a batch until its rows shard evenly across the devices.
     rows = -(-config.batch_size // partitioning.data) * partitioning.data
     inputs = _tokens(partitioning, rows, assumed_length(config, "inputs"))
     targets = _tokens(partitioning, rows, assumed_length(config, "targets"))
@@ -239,7 +239,7 @@ def _compiled(
     partitioning: Partitioning,
     by_shapes: Memory | None = None,
 ) -> Program:
-    """Traces and compiles a step; one that does not fit is described all the same."""
+    """Traces and compiles a step; one that does not fit gives a result too."""
     started = time.monotonic()
     expected = by_shapes or Memory(bytes_per_device(arguments[0]))
     held = expected.parameters + expected.slots
@@ -258,10 +258,10 @@ def _compiled(
             memory = expected.compiled(_temporaries(refused, held), other=0)
             return Program(name, memory, by_shapes, refused, flops, (), seconds, hlo="")
     reported, hlo = compiled.memory_analysis(), compiled.as_text()
-    # A program is not given the parameters that it does not read, as the decoder's when encoding;
-    # the device holds them all the same.
+    # Parameters that a program does not read, such as the decoder's while encoding, are not among
+    # its arguments; the device holds them all the same.
     other = max(0, reported.argument_size_in_bytes - held) + reported.generated_code_size_in_bytes
-    # What is donated is both argument and result, and counts once.
+    # A donated buffer is both argument and result, and counts once.
     other += reported.output_size_in_bytes - reported.alias_size_in_bytes
     return Program(
         name,
@@ -280,12 +280,12 @@ def _compiled(
 
 
 def _most_at_once(memory: Any, partitioning: Partitioning) -> int:
-    """Bytes that a compiled program needs beside arguments and results.
+    """Bytes that a compiled program needs in addition to arguments and results.
 
-    libtpu's `temp_size_in_bytes` is too much: 11.04 GiB of a step for which its own report of what
-    it allocates (`xla_dump_to`) has 8.15. Its peak, which includes the arguments, agrees with that
-    report, but counts arrays in the chip's own memory too, which matters in small programs: so the
-    smaller of both is taken. XLA's on CPU leaves temporaries out of the peak.
+    libtpu's `temp_size_in_bytes` is too high: 11.04 GiB for a step whose allocations, by libtpu's
+    own report (`xla_dump_to`), take 8.15. Its peak, which includes the arguments, agrees with that
+    report but also counts arrays in on-chip memory, which matters in small programs. So take the
+    smaller of the two. XLA's peak on CPU leaves temporaries out.
     """
     if partitioning.mesh.devices.flat[0].platform != "tpu":
         return memory.temp_size_in_bytes
@@ -302,7 +302,7 @@ def _tokens(partitioning: Partitioning, rows: int, length: int) -> jax.ShapeDtyp
 def _temporaries(refused: str, held: int) -> int:
     """Bytes that a program would need, from libtpu's "required for HLO temporaries (37.71G)".
 
-    In spite of its name, that number includes the arguments.
+    Despite its name, that number includes the arguments.
 
     Args:
       refused: libtpu's message.
@@ -319,7 +319,7 @@ def _temporaries(refused: str, held: int) -> int:
 def described(
     program: Program, config: RunConfig, partitioning: Partitioning, chip: Chip | None
 ) -> Iterator[str]:
-    """Lines about a compiled step: memory and whether it fits, operations, communication, time."""
+    """Lines about a compiled step: memory and whether it fits, FLOPs, communication, time."""
     yield f"{program.name}: compiled in {program.seconds:.0f} s"
     yield from _memory(program)
     if chip is not None:
@@ -328,7 +328,7 @@ def described(
     each = program.flops / devices
     yield f"  operations: {program.flops:.4g}, {each:.4g} a device (matmuls)"
     if program.refused:
-        return  # what it would send is read in the compiled program
+        return  # its communication could only be read from the compiled program
     kinds: dict[str, list[int]] = {}
     for item in program.communication:
         kinds.setdefault(item.kind, []).append(item.sent)
@@ -343,12 +343,12 @@ def described(
 
 
 def predicted_seconds(program: Program, partitioning: Partitioning, chip: Chip) -> float:
-    """Seconds of a step at published peaks, computing and sending one after the other."""
+    """Seconds per step at published peaks, with computation and communication in sequence."""
     return program.flops / partitioning.mesh.size / chip.flops + program.sent / chip.link
 
 
 def fits(program: Program, config: RunConfig, partitioning: Partitioning, chip: Chip) -> str:
-    """Whether a step fits into a device's memory, and what would make it fit if not."""
+    """Whether a step fits into a device's memory and, if not, what would make it fit."""
     spare = chip.memory - program.memory.total
     if program.fits_in(chip):
         return f"fits with {_gib(spare)} to spare"
@@ -357,7 +357,7 @@ def fits(program: Program, config: RunConfig, partitioning: Partitioning, chip: 
 
 
 def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
-    """What reduces the memory of a step and has not been done yet."""
+    """Ways to reduce a step's memory that the run does not use yet."""
     found, model = [], config.model
     if config.mode == "train":
         if ways := more_recomputation(model):
@@ -367,7 +367,7 @@ def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
             found.append(f"more microbatches than {config.num_microbatches}")
     elif config.batch_size > partitioning.data:
         found.append(f"a smaller batch than {config.batch_size}")
-    # Taken from the data axis; heads, d_ff and vocabulary must all be divisible by it.
+    # Taken from the data axis; it must divide heads, d_ff and vocabulary evenly.
     wider = partitioning.model * 2
     if partitioning.data > 1 and not any(
         size % wider for size in (model.num_heads, model.d_ff, model.vocab_size)
@@ -392,7 +392,7 @@ def _memory(program: Program) -> Iterator[str]:
     yield f"  memory of a device: {_gib(program.memory.total)} = {listed}"
     found, memory = program.by_shapes, program.memory
     beside = memory.gradients + memory.activations + memory.temporaries
-    # 0 if a compiler that refuses the program does not say how much it would need.
+    # This is 0 if a compiler refuses the program without saying how much memory it needs.
     if found is not None and found.gradients + found.activations > beside > 0:
         yield (
             f"  by shapes, gradients are {_gib(found.gradients)} and activations"
@@ -413,7 +413,7 @@ def adjusted(
     fully_sharded: bool = False,
     num_microbatches: int | None = None,
 ) -> RunConfig:
-    """The run with another layout, whose data axis follows the devices, or other microbatches."""
+    """The run with another layout, whose data axis takes the remaining devices, or microbatches."""
     layout = config.layout
     if model_parallelism is not None:
         layout = dataclasses.replace(layout, data=None, model=model_parallelism, topology=None)
@@ -433,7 +433,7 @@ def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[s
     Args:
       config: a training run.
       devices: to compile for.
-      chip: what is published about them.
+      chip: its published figures.
     """
     run, partitioning, why = arranged(config, devices)
     if why:
@@ -442,7 +442,7 @@ def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[s
         yield "as configured: fits"
         return
     for change, variant in variants(run, partitioning):
-        # A layout that cannot divide the model is reported; the next one may.
+        # If a layout cannot shard the model, report it and try the next.
         try:
             _, changed, _ = arranged(variant, devices)
         except UserError as error:
@@ -456,11 +456,11 @@ def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[s
 
 
 def variants(config: RunConfig, partitioning: Partitioning) -> Iterator[tuple[str, RunConfig]]:
-    """What to try, each with the changes before it: what costs least time comes first.
+    """The variants to try, each on top of the one before: what costs least time comes first.
 
-    Microbatches cost some utilisation; `minimal` recomputation about 1% more operations; full
-    sharding communication, of which a part overlaps with computing; `full` recomputation up to a
-    third more operations; and model parallelism communication that nothing overlaps with.
+    Microbatches cost some utilization; `minimal` rematerialization about 1% more FLOPs; full
+    sharding communication that partly overlaps with computation; `full` rematerialization up to a
+    third more FLOPs; and model parallelism communication that does not overlap.
     """
     changes: dict[str, str] = {}
 
@@ -469,7 +469,7 @@ def variants(config: RunConfig, partitioning: Partitioning) -> Iterator[tuple[st
         return ", ".join(changes.values()), config
 
     rows, data = config.batch_size // config.num_microbatches, partitioning.data
-    # By halves, so that microbatches stay equal.
+    # Halve, so that microbatches stay equal.
     while rows % 2 == 0 and rows // 2 >= data:
         rows //= 2
         config = dataclasses.replace(config, num_microbatches=2 * config.num_microbatches)

@@ -20,10 +20,10 @@
                               paths        FILES    buckets that the machine can reach
                               memory       COMPILE  whether the run fits
 
-The real start, `--dry_run`, `precompile` and auxiliary jobs (by `--dry_run`) call these lists. Of
-evaluations, the real start leaves out the last check: it opens each checkpoint when its turn comes.
-Nothing is trained, evaluated or written, and no parameter is read. In T5X's modes each check gives
-a line, and all that is wrong is reported at once.
+The real start, `--dry_run`, `precompile` and auxiliary jobs (by `--dry_run`) run these lists. For
+evaluations, the real start skips the last check, since it opens each checkpoint when its turn
+comes. No check trains, evaluates, writes or reads a parameter. In T5X's modes each check prints a
+line, and all faults are reported at once.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _SHOWN = 5  # names of parameters that a line shows
 
 
 class Cost(enum.IntEnum):
-    """What a check takes, the cheapest first."""
+    """What a check costs, the cheapest first."""
 
-    NAMES = 0  # nothing is opened
-    FILES = 1  # small files of this machine are read: gin, credentials
-    TASKS = 2  # TensorFlow and the tasks' modules are imported; names and sizes of data files
-    INDEX = 3  # a checkpoint's names and shapes are read, over the network for one in a bucket
-    COMPILE = 4  # the compiler runs: minutes
+    NAMES = 0  # opens nothing
+    FILES = 1  # reads small files of this machine: gin, credentials
+    TASKS = 2  # imports TensorFlow and the tasks' modules; reads names and sizes of data files
+    INDEX = 3  # reads a checkpoint's names and shapes, over the network for one in a bucket
+    COMPILE = 4  # runs the compiler: minutes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Check:
     """One check of a list.
 
     Attributes:
-      name: What is checked, as in the table above.
-      cost: What it takes.
-      run: Raises a UserError for what is wrong; may give lines about what it found.
+      name: Its name in the table above.
+      cost: Its cost.
+      run: Raises a UserError for a fault; may yield lines about what it found.
     """
 
     name: str
@@ -76,16 +76,16 @@ class Check:
 def run_checks(
     checks: Sequence[Check], report: Callable[[str, str], None], *, all_at_once: bool = True
 ) -> None:
-    """Runs a list of checks in its order.
+    """Runs a list of checks in order.
 
     Args:
       checks: The list.
-      report: Receives a check's name and a line of it.
-      all_at_once: Whether all checks run before what is wrong is raised; the first wrong thing ends
-        the list otherwise.
+      report: Receives a check's name and each of its lines.
+      all_at_once: Whether all checks run before their faults are raised together; otherwise the
+        first fault ends the list.
 
     Raises:
-      UserError: If anything is wrong.
+      UserError: If a check finds a fault.
     """
     assert [check.cost for check in checks] == sorted(check.cost for check in checks)
     errors: list[UserError] = []
@@ -112,10 +112,10 @@ def check_mesh_transformer(configuration: Configuration, *, jax: bool, at_hand: 
     Args:
       configuration: The run.
       jax: Whether the JAX stack runs it.
-      at_hand: Whether tasks that cannot be read here are dropped from the mixture.
+      at_hand: Whether to drop tasks from the mixture that cannot be read here.
 
     Raises:
-      UserError: For the first thing that is wrong.
+      UserError: For the first fault.
     """
     from t0repro.config import cloud
 
@@ -138,11 +138,11 @@ def check_inference(
 
     Args:
       plan: The run.
-      report: Receives a line about each thing that was checked.
+      report: Receives a line about each check.
       starts: Whether the run begins now, and opens its checkpoints itself.
 
     Raises:
-      UserError: If anything is wrong, with all of it.
+      UserError: If there are faults; it lists all of them.
     """
     vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
     reads = "eval" if isinstance(plan, EvalPlan) else "infer"
@@ -167,7 +167,7 @@ def check_training(
     Args:
       config: The run.
       vocabularies: The records of the model's vocabularies of inputs and targets.
-      report: Receives a line about each thing that was checked.
+      report: Receives a line about each check.
     """
     plan = config.plan
     datasets = {
@@ -189,7 +189,7 @@ def check_training(
 def _data_check(
     data: SeqioDataConfig, model: ModelConfig, vocabularies: tuple[Any, Any], reads: str
 ) -> Callable[[], Iterator[str]]:
-    # A function of its own: a lambda written in the loop would see the last dataset alone.
+    # A function of its own: a lambda in the loop would only see the last dataset.
     return lambda: _data(data, model, vocabularies, reads)
 
 
@@ -198,7 +198,7 @@ def _named(report: Report | None) -> Callable[[str, str], None]:
 
 
 def _silent(name: str, line: str) -> None:
-    """Drops a line: a run that starts reports what is wrong alone."""
+    """Drops a line: a run that starts reports faults only."""
 
 
 # ---- The checks ---------------------------------------------------------------------------------
@@ -246,10 +246,10 @@ def _data(
     """The tasks, their splits, caches or rows, lengths and vocabularies.
 
     Args:
-      data: What is read.
+      data: The dataset to check.
       model: The model.
       vocabularies: The records of its vocabularies of inputs and targets.
-      reads: What reads it: "train", "eval" or "infer"; of a training run's evaluations,
+      reads: Its reader: "train", "eval" or "infer"; of a training run's evaluations,
         "train_eval" or "infer_eval".
     """
     from t0repro import compat
@@ -261,7 +261,7 @@ def _data(
     checks.check_mixture(name)
     tasks = checks.tasks_to_train_on(data) if trains else checks.tasks_with_split(name, split)
     if not tasks and reads.endswith("_eval"):
-        # T5X leaves such an evaluation out rather than stop the training.
+        # T5X skips such an evaluation rather than stop training.
         yield f"left out: no task of {name} has a split {split!r}"
         return
     if not tasks:
@@ -283,7 +283,7 @@ def _data(
 
 
 def _restored(restore: RestoreConfig, config: RunConfig) -> Iterator[str]:
-    """The checkpoint that a training run starts from, unless it continues from one of its own."""
+    """The checkpoint that a training run starts from unless it resumes from one of its own."""
     from t0repro.converters import sources, storage
 
     if storage.is_directory(config.model_dir) and sources.list_checkpoints(config.model_dir):
@@ -293,7 +293,7 @@ def _restored(restore: RestoreConfig, config: RunConfig) -> Iterator[str]:
 
 
 def _checkpoints(restore: RestoreConfig, model: ModelConfig) -> Iterator[str]:
-    """Which checkpoints there are, and whether their parameters are the model's."""
+    """The checkpoints found, and whether their parameters fit the model."""
     if NO_CHECKPOINT_YET in os.environ:
         yield "not saved yet"
         return
@@ -315,7 +315,7 @@ def _fit(ref: CheckpointRef, restore: RestoreConfig, model: ModelConfig) -> str:
     from t0repro.converters.arithmetic import repeated_biases
     from t0repro.parameters.assignment import assigned_names
 
-    # Names and shapes stand in the checkpoint's index, so even a large one is checked at once.
+    # The checkpoint's index has names and shapes, so even a large one is checked at once.
     expected = {f"target/{name}": shape for name, shape in model.shape.parameters().items()}
     tensors = sources.open_checkpoint(ref).tensors
     stored = {name: info.shape for name, info in tensors.items() if name.startswith("target/")}

@@ -1,15 +1,15 @@
-"""What `t0repro rank-eval` does: evaluates one checkpoint on a mixture, and writes the results.
+"""`t0repro rank-eval`: evaluates one checkpoint on a mixture, and writes the results.
 
 `rank_eval` puts the tasks' files into a folder (see evaluation_folder) and their metrics into
 <out>/metrics.jsonl and TensorBoard event files, under T5's names `eval/<task>/accuracy`.
 `write_results` then writes the report and the table of scores.
 
 A task is skipped if its record's key (checkpoint, task, prompt text, data, split, limit, lengths,
-activations, rendering and scoring code) still matches, and a pair that is in the journal is not
-scored again. Tasks are read, scored and written one window at a time, so that the texts and tokens
-in memory do not grow with the number or size of tasks. Which pairs are scored in one batch depends
-on their task alone, so scores are the same bits after a restart, on any number of devices that
-divide the rows, and in any mixture.
+activations, rendering and scoring code) still matches. A pair in the journal is not scored again.
+Tasks are read, scored and written one window at a time, so memory for texts and tokens does not
+grow with the number or size of tasks. A task alone determines which of its pairs share a batch.
+Scores are therefore bitwise equal after a restart, on any number of devices that divides the rows,
+and in any mixture.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from t0repro.words import counted
 CONTENT_FREE = "N/A"
 """The input of contextual calibration (Zhao et al. 2021, arXiv 2102.09690)."""
 
-# About 2.5 KB each. Smaller windows would mean more shapes to compile and looser packing.
+# About 2.5 KB each. Smaller windows would need more compiled shapes and pack worse.
 PAIRS_IN_MEMORY = 131_072
 
 
 def part_size() -> int:
-    """Most examples of a part of a task, which are scored in batches of their own."""
+    """Maximum examples per part of a task; each part has its own batches."""
     return max(PAIRS_IN_MEMORY // PARTS_IN_WINDOW, 1)
 
 
@@ -103,7 +103,7 @@ def rank_eval(
     out: str | os.PathLike[str],
     settings: EvaluationSettings,
 ) -> Outcome:
-    """Evaluates a checkpoint on the tasks that are not finished yet and writes their files.
+    """Evaluates a checkpoint on the unfinished tasks and writes their files.
 
     The caller must hold the folder's lock: no other evaluation may write to it meanwhile.
 
@@ -114,7 +114,7 @@ def rank_eval(
       settings: what to evaluate.
 
     Returns:
-      What was done, with the scores of the tasks that this run ranked.
+      A summary, with the scores of the tasks that this run ranked.
 
     Raises:
       UserError: if a task has no answer choices and the mode is rank alone, the split is empty, the
@@ -137,7 +137,7 @@ def rank_eval(
     names = (*selected.ranked, *selected.generated)
     rows = checkpoint.model.config.vocab_size
     vocabulary = check_vocabulary(names, rows, checkpoint.path)
-    # Before anything is written, so that two checkpoints of one step cannot mix their results.
+    # Do this before writing, so that two checkpoints of one step cannot mix their results.
     claim_step(out, checkpoint)
     metrics = MetricLog(out, writers=[event_writer(out)])
     try:
@@ -145,7 +145,7 @@ def rank_eval(
         outcome = evaluation.run()
     finally:
         metrics.close()
-    # A task may be empty; that all are is a mistake in the split.
+    # One task may be empty; if all are, the split is wrong.
     if len(outcome.empty) == len(names):
         raise UserError(
             f"The split {settings.split!r} of {mixture!r} has no examples.",
@@ -225,7 +225,7 @@ class _Evaluation:
         if settings.calibrated:
             free = np.array(self.vocabulary.encode(CONTENT_FREE), np.int32)
         journal = ScoreJournal(self.out / "scores" / scores_key(self.checkpoint) / "pairs.bin")
-        # The readers are kept: `available` is known only once each was read to its end.
+        # Keep the readers: each one's `available` is known only once it has been read to its end.
         readers = {name: self._reader(name) for name in names}
         tasks: dict[str, _RankedTask] = {}
         try:
@@ -243,7 +243,7 @@ class _Evaluation:
                 del parts, run  # free this window's memory before the next one is read
         finally:
             journal.close()
-            # A failure leaves tasks half written; their temporary files go.
+            # On failure, remove the temporary files of tasks that are only partly written.
             for task in tasks.values():
                 task.output.discard()
 
@@ -261,7 +261,7 @@ class _Evaluation:
     ) -> None:
         """Adds a part's scores to its task; writes the task if this is its last part."""
         name = scored.part.task
-        # Made for the first part alone: making one empties the files that the task has so far.
+        # Create it only for the first part: creation empties the task's files.
         if name not in tasks:
             tasks[name] = _RankedTask(self._output(readers[name]), scored.tokens_per_batch)
         task = tasks[name]
@@ -330,7 +330,7 @@ class _RankedTask:
 
     Args:
       output: the task's output.
-      tokens_per_batch: recorded, because with the task it decides what each batch holds.
+      tokens_per_batch: recorded, because with the task it determines each batch.
     """
 
     def __init__(self, output: TaskOutput, tokens_per_batch: int):
@@ -363,7 +363,7 @@ class _RankedTask:
 
 
 def _announced(readers: Mapping[str, TaskReader]) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
-    """Yields each task's name and examples; says from time to time how many have been read."""
+    """Yields each task's name and examples; reports every few seconds how many have been read."""
     for count, (name, reader) in enumerate(readers.items(), 1):
         yield name, reader.examples()
         if count % 10 == 0 or count == len(readers):
@@ -392,7 +392,7 @@ def write_results(
       step: the checkpoint's step.
       out: the results folder.
       prompts: task name -> its prompt.
-      trained: names of the tasks that were trained on.
+      trained: names of the tasks trained on.
       label: what to call the run.
       title: the report's heading.
       resamples: random weightings of the examples for each interval.
@@ -401,7 +401,7 @@ def write_results(
     Returns:
       The report and the paths of the files.
     """
-    # Empty tasks have no files to read.
+    # Empty tasks have no files.
     ranked = [name for name in outcome.tasks if name not in outcome.empty]
     decoded = [name for name in outcome.generated if name not in outcome.empty]
     options = ReportOptions(

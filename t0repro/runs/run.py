@@ -9,7 +9,7 @@ from t0repro.config.mtf.model_api import refused_export
 from t0repro.errors import UserError
 from t0repro.partitioning.processes import is_alone
 
-# Each mode's module and function; a module imports JAX, so only the one that runs is imported.
+# Each mode's module and function. Modules import JAX, so `run` imports only the one it runs.
 MODES = {
     "train": ("start", "start_configured"),
     "eval": ("evaluate", "evaluate"),

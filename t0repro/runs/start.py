@@ -1,7 +1,7 @@
 """Starts a training run: locks its folder, opens its data and evaluations, and trains.
 
-What another program's checkpoint gives is read here too, from any format. Names are those of a flat
-tree (t0repro.training.checkpoints), as in T5X: `target/decoder/...` for parameters,
+It also reads checkpoints of other programs, in any format. Names are those of a flat tree
+(t0repro.training.checkpoints), as in T5X: `target/decoder/...` for parameters,
 `state/param_states/...` for slots.
 """
 
@@ -53,14 +53,14 @@ def start_training(
     vocabularies: tuple[Any, Any] = (None, None),
     allow_changed: bool = False,
 ) -> None:
-    """Trains from model_dir's latest checkpoint, what the plan restores, or initialized parameters.
+    """Trains from model_dir's latest checkpoint, the plan's checkpoint, or initialized parameters.
 
     Args:
-      config: The run, whose tasks are registered.
+      config: The run; its tasks must be registered.
       describe: See `t0repro.runs.train.train`.
       config_text: The configuration in Markdown, for TensorBoard.
-      vocabularies: SeqIO's of inputs and targets, for a model of the user's.
-      allow_changed: Whether to continue in a model_dir although settings changed.
+      vocabularies: SeqIO's, of inputs and targets, for a user's model.
+      allow_changed: Whether to continue in a model_dir even if settings changed.
 
     Raises:
       UserError: If the data, the checkpoint or the folder does not fit the run.
@@ -68,7 +68,7 @@ def start_training(
     plan, model_dir = config.plan, os.fspath(config.model_dir)
     # Take the lock, and check that the settings match, before model_dir is read or written.
     with held_for_training(model_dir, "jax", config, allow_changed=allow_changed) as check:
-        # Asked under the lock: before it, another run might still be saving here.
+        # Look only under the lock: before it, another run might still be saving here.
         resumed = bool(sources.list_checkpoints(model_dir))
         written = output_folder(model_dir)
         train(
@@ -85,7 +85,7 @@ def start_training(
 
 
 def start_configured(configuration: Configuration) -> None:
-    """Mode train of Mesh TensorFlow's dialect: the folder keeps what t5's command keeps there."""
+    """Mode train of Mesh TensorFlow's dialect: the folder gets the files of t5's command."""
     start_training(
         configuration.run,
         describe=lambda state, devices: record_command(configuration),
@@ -99,7 +99,7 @@ def _opener_of_writers(written: Path, config_text: str | None, step: int) -> Ope
     def open_writer(split: str):
         writer = event_writer(written / split)
         if split == "train" and config_text is not None:
-            # T5X puts the text at the step that the run starts from.
+            # T5X writes the text at the run's first step.
             writer.write_texts(step, {"config": config_text})
         return writer
 
@@ -110,11 +110,11 @@ def _opener_of_writers(written: Path, config_text: str | None, step: int) -> Ope
 
 
 def starting_tree(config: RunConfig, fresh: Callable[[], TrainState]) -> OpenTree | None:
-    """A checkpoint that another program wrote into model_dir, or else what the plan restores.
+    """A checkpoint that another program wrote into model_dir, or else the plan's checkpoint.
 
     Args:
       config: A run without a checkpoint of its own.
-      fresh: Makes the state that it would start with otherwise, for what is not restored.
+      fresh: Makes a newly initialized state, for whatever is not restored.
 
     Returns:
       A flat tree with the model's names; None for initialized parameters.
@@ -140,7 +140,7 @@ def starting_tree(config: RunConfig, fresh: Callable[[], TrainState]) -> OpenTre
     tree: dict[str, Any] = dict(sources.load_any(ref.path))
     # A model with a position bias in each layer may start from one whose layers share it.
     tree |= {name: tree[shared] for name, shared in repeated_biases(tree, config.model).items()}
-    # Values, not only shapes: what the rules leave out of the checkpoint is taken from here.
+    # Values, not only shapes: entries that the rules do not restore come from here.
     new = to_flat_tree(jax.device_get(fresh()))
     return restored(tree, new, rules, places.get("plan.restore.path"))
 
@@ -154,17 +154,17 @@ def restored(
     config: RestoreConfig,
     where: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """A checkpoint's entries under the names of the model that is about to be trained.
+    """A checkpoint's entries under the names of the model to be trained.
 
     Args:
       tree: the checkpoint.
-      fresh: a new state of the model, for its names and for what the checkpoint does not give.
+      fresh: a new state of the model, for its names and for entries missing in the checkpoint.
       config: the rules.
       where: where they were set.
 
     Raises:
-      UserError: if a rule matches nothing or leads to nothing, or if slots are missing although
-        the rules are strict. A missing parameter is left to `from_flat_tree`, which names it.
+      UserError: if a rule matches nothing or leads to nothing, or if slots are missing although the
+        rules are strict. `from_flat_tree` reports missing parameters by name.
     """
     names = assigned_names(fresh, tree, config.assignment_map)
     result = {new: tree[old] for new, old in names.items() if old is not None}
@@ -172,7 +172,7 @@ def restored(
     if config.fallback_to_scratch:
         scratch |= {name for name in fresh if name not in result}
     result |= {name: fresh[name] for name in scratch}
-    # T5X writes one entry in place of a slot that its optimizer does not use.
+    # T5X writes one entry for a slot that its optimizer does not use.
     wanted = [name for name in fresh if not name.startswith(naming.SLOTS) or fresh[name].size > 1]
     if config.strict:
         _check_slots(result, [name for name in wanted if name.startswith(naming.SLOTS)], where)
@@ -185,15 +185,15 @@ def restored(
 def say_unmatched(
     tree: Collection[str], wanted: Collection[str], filled: Mapping[str, str]
 ) -> None:
-    """Lists what a partial restore leaves new, and what it leaves in the checkpoint.
+    """Lists the entries that a partial restore does not fill, and those that it does not use.
 
-    Parameters are listed by name. Slots follow their parameters and are counted, and not at all if
-    the checkpoint has none.
+    Parameters are listed by name. Slots follow their parameters and are only counted, or not
+    mentioned if the checkpoint has none.
 
     Args:
       tree: names of the checkpoint's entries.
       wanted: names of the model's entries.
-      filled: name in the model -> name in the checkpoint, of what is restored.
+      filled: restored entries, name in the model -> name in the checkpoint.
     """
     kinds = {
         "initialised, not restored": [name for name in wanted if name not in filled],
@@ -231,7 +231,7 @@ def keep_matching(
     fresh: Callable[[], TrainState],
     place: str | None = None,
 ) -> OpenTree:
-    """Keeps only those entries of a checkpoint whose names match a pattern.
+    """Keeps only the entries of a checkpoint whose names match a pattern.
 
     Parameters that do not match are those of a new state, slots start at zero, and the step starts
     at 0 unless the pattern matches `global_step`, as in Mesh TensorFlow's tpu_estimator_model_fn.

@@ -36,17 +36,17 @@ def evaluate_checkpoints(
     seconds: float | None = None,
     describe: Callable[[], None] = lambda: None,
 ) -> dict[int, Metrics]:
-    """Evaluates each chosen checkpoint that this folder's record does not have yet.
+    """Evaluates each chosen checkpoint that this folder's record lacks.
 
     Args:
       plan: The evaluation.
       watch: Whether to keep evaluating as new checkpoints appear.
       until: Watching ends after a checkpoint of this step or a later one; None never ends.
       seconds: Between polls for new checkpoints; None takes the default.
-      describe: Writes what the run says about itself, once its data and checkpoints are found.
+      describe: Writes config.gin and model-info.txt, once data and checkpoints are found.
 
     Returns:
-      Step -> task -> metrics, of the checkpoints evaluated now.
+      Step -> task -> metrics, of the checkpoints evaluated by this call.
 
     Raises:
       UserError: If there is no checkpoint, one does not fit the model, the task's vocabulary is
@@ -61,7 +61,7 @@ def evaluate_checkpoints(
     refs = _checkpoints(plan, watch, until, seconds)
     describe()
     for ref in refs:
-        # Taken first: one that is replaced while it is read is evaluated again the next time.
+        # Taken first: a checkpoint that is replaced while being read is evaluated again next time.
         its_identity = identity(ref)
         if record.has(ref, its_identity):
             say(f"{ref.path}: evaluated before; remove {record.path} to do it again")
@@ -71,7 +71,7 @@ def evaluate_checkpoints(
         checkpoint = opened(plan, ref)
         model = generating_model(plan, checkpoint.model)
         metrics = evaluator.evaluate(model, checkpoint.params, checkpoint.step)
-        # Last: an evaluation that is interrupted before its results are written is done again.
+        # Recorded last: an evaluation interrupted before its results are written is repeated.
         record.add(ref, its_identity)
         results[checkpoint.step] = metrics
         print_results(metrics, checkpoint.step, folder)
@@ -93,7 +93,7 @@ def _checkpoints(
 
 
 class EvaluatedCheckpoints:
-    """What has been evaluated into a folder, kept in its evaluated.json.
+    """The evaluations done into a folder, kept in its evaluated.json.
 
     A checkpoint counts as evaluated only with the same model, examples and decoding.
     """
@@ -101,13 +101,13 @@ class EvaluatedCheckpoints:
     def __init__(self, plan: EvalPlan):
         self.path = Path(plan.output_dir) / RECORD
         settings = {**plan.decisive(), "evaluator": dataclasses.asdict(plan.evaluator)}
-        # Sorted, so that equal settings are equal texts.
+        # Sort keys, so that equal settings give equal texts.
         self._settings = json.dumps(settings, sort_keys=True)
 
     def has(self, ref: CheckpointRef, its_identity: str | None) -> bool:
-        """Whether a checkpoint has been evaluated with these settings; says if it was replaced.
+        """Whether a checkpoint has been evaluated with these settings; reports a replaced one.
 
-        One that is gone, and one without an identity in the record, is known by its path.
+        A checkpoint that is gone, or that has no identity in the record, is matched by its path.
         """
         done, path = self._read().get(self._settings, {}), own_path(ref)
         if path not in done:
@@ -129,7 +129,7 @@ class EvaluatedCheckpoints:
 
     def _read(self) -> dict[str, dict[str, str | None]]:
         """Settings -> path -> identity, None in a record of a version that knew paths alone."""
-        # A damaged record is as good as none: what it named is evaluated again.
+        # Treat a damaged record as missing: its checkpoints are evaluated again.
         rows = (read_with_checksum(self.path) or {"evaluated": []})["evaluated"]
         return {
             json.dumps(row["settings"], sort_keys=True): {

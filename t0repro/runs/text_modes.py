@@ -83,12 +83,12 @@ def _score(configuration: Configuration, examples: Sequence[Any]) -> None:
     lengths = config.sequence_length
     assert lengths is not None
     (checkpoint,) = loaded(configuration, iter([one_checkpoint(config)]))
-    # The engine counts tokens, a run sequences: as many tokens as a batch of full rows has.
+    # The engine's limit is in tokens, a run's in sequences: convert by a batch of full rows.
     tokens = config.batch_size * max(lengths.values())
     scores = score_examples(
         checkpoint.params, checkpoint.model, examples, lengths, tokens_per_batch=tokens
     )
-    # Before anything is written: a score that is NaN or Inf is no result.
+    # Check before writing: a score that is NaN or Inf is no result.
     check_finite(scores, config.mode, checkpoint.step)
     with ScoreFiles(configuration) as files:
         files.add(scores, [example["targets"] for example in examples])
@@ -124,7 +124,7 @@ class ScoreFiles:
             self._files[2].write(len(ids) for ids in tokens)
 
     def commit(self) -> None:
-        """Gives the files their names."""
+        """Renames the files into place."""
         for file in self._files:
             file.commit()
 
@@ -181,7 +181,7 @@ def encode_lines(
 
 
 def infer_inputs(config: InferConfig) -> list[str]:
-    """The lines that infer decodes, each repeated as often as it is to be decoded."""
+    """The lines that infer decodes, each repeated as often as configured."""
     lines = read_lines(config.input_filename, "decode_from_file.input_filename")
     return [line for line in lines for _ in range(config.repeats)]
 

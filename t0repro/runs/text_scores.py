@@ -29,9 +29,9 @@ def score(
 ) -> np.ndarray:
     """Log-likelihood of each answer choice given its input: float32 [inputs, choices], natural log.
 
-    Summed over the choice's tokens, EOS included, not divided by their number: the scores of
-    `t0repro rank-eval`, whose prediction is the choice with the highest. Where an input has fewer
-    choices than another, the row ends in -inf.
+    Scores sum over the choice's tokens, EOS included, and are not divided by their number. They are
+    those of `t0repro rank-eval`, which predicts the choice with the highest. If an input has fewer
+    choices than another, its row ends in -inf.
 
     Args:
       model: A checkpoint's path in any format that t0repro converts, or an opened checkpoint. A
@@ -41,7 +41,7 @@ def score(
       vocabulary: The SentencePiece model, without T5's sentinels; by default T5's own, or the one
         that T0REPRO_VOCAB names.
       lengths: Maximum tokens of `inputs` and `targets`; longer ones are cut.
-      activation: What is computed in, if `model` is a path.
+      activation: dtype of the activations, if `model` is a path.
 
     Raises:
       UserError: If the checkpoint or the vocabulary is missing or they do not fit together, or an
@@ -64,7 +64,7 @@ def _opened(path: str, activation: DType) -> Checkpoint:
     from t0repro.converters import sources
 
     ref = sources.find_checkpoint(path)
-    # A folder's latest checkpoint changes as it is trained in, and a file when it is replaced.
+    # A folder's latest checkpoint changes during training, and a file when it is replaced.
     files = [file for file in sources.files_of(ref) if os.path.exists(file)]
     version = (ref.path, *(os.stat(file).st_mtime_ns for file in files))
     return _kept(path, version, activation)
@@ -72,14 +72,14 @@ def _opened(path: str, activation: DType) -> Checkpoint:
 
 @functools.lru_cache(maxsize=1)
 def _kept(path: str, version: tuple[str | int, ...], activation: DType) -> Checkpoint:
-    del version  # part of the cache's key alone
+    del version  # only part of the cache key
     return open_checkpoint(path, None, activation)
 
 
 def _of_each(
     inputs: Sequence[str], choices: Sequence[str] | Sequence[Sequence[str]]
 ) -> list[list[str]]:
-    """The choices of each input."""
+    """The choices for each input."""
     if isinstance(inputs, str) or isinstance(choices, str):
         raise UserError(
             "The inputs or the choices are one text.", where="score", fix="Give lists of texts."
@@ -115,7 +115,7 @@ def _examples(
     choices: Sequence[Sequence[str]],
     lengths: Mapping[str, int],
 ) -> list[dict[str, np.ndarray]]:
-    """One example per pair; as in T0's tasks, targets alone end with EOS, cut or not."""
+    """One example per pair; as in T0's tasks, only targets end with EOS, truncated or not."""
     processor, room = file.processor(), lengths["targets"] - 1
     examples = []
     for text, of_input in zip(inputs, choices, strict=True):

@@ -42,7 +42,7 @@ from t0repro.training.train_state import TrainState
 from t0repro.training.trainer import PreemptionError
 from t0repro.words import counted
 
-# Writes what a run records about itself.
+# Writes the files in which a run describes itself.
 Describe = Callable[[TrainState, Partitioning], None]
 
 
@@ -68,10 +68,10 @@ def train(
     Args:
       config: A configuration with mode "train".
       batches: Numpy batches as in t0repro.model.t5; or a function that opens them, called only if
-        there is a step to take; or a source that knows its position.
-      restore_from: A flat tree, which converters can read from any checkpoint, or the path of a JAX
-        checkpoint; or a function that opens such a tree, given what makes a new state, and returns
-        None for none. It is the plan's checkpoint in a form that this stack can read.
+        there is a step to run; or a source that saves its position.
+      restore_from: The plan's checkpoint in a form that this stack can read: a flat tree, which
+        converters can read from any checkpoint; or the path of a JAX checkpoint; or a function that
+        returns such a tree or None, given a function that makes a new state.
       seed: Seed for the initial parameters and for dropout, in place of the plan's.
       hooks: What to run between steps, in addition to the standard ones (saving, progress).
       writers: Receive the lines of steps in addition to metrics.jsonl, for instance TensorBoard
@@ -79,11 +79,11 @@ def train(
       evaluations: What the plan's evaluations read.
       open_writers: Given the step that training starts from, opens the writers of summaries; None
         writes metrics.jsonl alone.
-      describe: Given the state's shapes and the devices once a checkpoint is found to fit; called
-        in the first process alone.
-      vocabularies: SeqIO's of inputs and targets, for a model of the user's.
-      check: Given the state's shapes before a checkpoint is restored; raises a UserError if the
-        state of model_dir is of another kind (t0repro.training.model_dir).
+      describe: Called with the state's shapes and the devices once a checkpoint is found to fit, in
+        the first process only.
+      vocabularies: SeqIO's, of inputs and targets, for a user's model.
+      check: Called with the state's shapes before a checkpoint is restored; raises a UserError if
+        the state in model_dir is of another kind (t0repro.training.model_dir).
 
     Raises:
       UserError: If the configuration cannot be trained, a checkpoint does not fit, or a loss is NaN
@@ -162,7 +162,7 @@ def train(
     trainer = loop.trainer
 
     def open_batches() -> Iterable[Any]:
-        # Called while the step is being compiled. The data come first: their first batch is made
+        # Runs while the step is being compiled. Open the data first: it builds its first batch
         # while parameters are initialized.
         opened = feed.open(start) if start.step < end_step else ()
         initializing = time.perf_counter()
@@ -176,7 +176,7 @@ def train(
         return opened
 
     # ---- Train and save -------------------------------------------------------------------------
-    # Only of this project's own data are the shapes known before they are read.
+    # Only this project's own data has shapes that are known before reading it.
     compiles_beside = feed.is_source and start.step < end_step
     beside = compiled_beside(trainer, config) if compiles_beside else contextlib.nullcontext()
     try:
@@ -198,7 +198,7 @@ def train(
 
 
 def _goes_on(config: RunConfig) -> str:
-    """Where the same command would continue: from the latest checkpoint."""
+    """The checkpoint from which the same command would continue: the latest."""
     saved = latest_step(config.model_dir)
     place = "the start" if saved is None else str(checkpoint_path(config.model_dir, saved))
     return f"the same command continues from {place}"
@@ -211,7 +211,7 @@ def _say_how_it_ended(
     signals: StopOnSignal,
     config: RunConfig,
 ) -> None:
-    """Tells where training ended and why.
+    """Reports where training ended and why.
 
     Raises:
       StoppedBySignal: If a signal ended it.
@@ -226,7 +226,7 @@ def _say_how_it_ended(
         raise StoppedBySignal(signals.received, config.plan.save is not None)
     if not done and loop.stop_reason is None:
         data = config.plan.train_data
-        # T5X's kind of training saves the state before the first step.
+        # T5X's dialect saves the state before the first step.
         kept = f"; {saved} holds the state that it started from." if saved.is_dir() else None
         raise UserError(
             f"There are no batches to train on{kept or ', and nothing was saved.'}",

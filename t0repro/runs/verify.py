@@ -1,4 +1,4 @@
-"""What `t0repro report verify` does: recomputes a report's figures, and a sample of its scores.
+"""`t0repro report verify`: recomputes a report's figures, and a sample of its scores.
 
 Four things are checked, the cheap ones first:
 
@@ -8,8 +8,8 @@ Four things are checked, the cheap ones first:
     cells       random examples are read from the rows or the cache, rendered, tokenized and scored
                 again with the checkpoint, each in the batch in which it was scored
 
-Where some share f of the examples was changed, with all records and figures made to match, k cells
-do not all agree with probability 1 - (1 - f) ** k at least.
+If a share f of the examples was altered, with all records and figures made to match, k cells reveal
+it with probability 1 - (1 - f) ** k at least.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
     from t0repro.evaluation.reading import Part
 
 PER_TOKEN = 1e-4
-"""How far a score may be from the recorded one per target token, on another device."""
+"""Largest accepted difference of a score, per target token, if the device is another one."""
 
-_FIGURE = 1e-6  # percentage points; sums of other processors differ by less
+_FIGURE = 1e-6  # percentage points; sums on other processors differ by less
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was recomputed.
+    """The outcome of one recomputation.
 
     Attributes:
-      what: what it is, with the task and example of a cell.
-      agrees: whether it is what was recorded.
+      what: what was recomputed, with the task and example of a cell.
+      agrees: whether it equals the record.
       details: how the two differ, or how closely they agree.
       is_cell: whether it is an example of the sample.
     """
@@ -71,7 +71,7 @@ def verify(
     seed: int | None = None,
     checkpoint: str | None = None,
 ) -> Iterator[Finding]:
-    """Yields what agrees with a report and what does not; see the module.
+    """Yields the agreements and disagreements with a report; see the module.
 
     The tasks must be registered with SeqIO, and the rows or the cache be where the tasks find them.
 
@@ -79,7 +79,7 @@ def verify(
       path: a report.json, or the folder that holds it.
       prompts: task name -> its prompt.
       sample: number of cells to recompute.
-      seed: chooses the cells; by default nobody can know beforehand which they will be.
+      seed: chooses the cells; by default random, so that nobody can predict them.
       checkpoint: where the checkpoint is now; by default where it was.
 
     Raises:
@@ -117,7 +117,7 @@ def verify(
 
 
 def noticed(share: float, cells: int) -> float:
-    """How often a sample of so many cells notices that a share of all cells was changed."""
+    """Probability that a sample of cells reveals alterations in a share of all cells."""
     return 1 - (1 - share) ** cells
 
 
@@ -127,7 +127,7 @@ def noticed(share: float, cells: int) -> float:
 def _figures(
     report: Report, eval_dir: Path, step: int, prompts: Mapping[str, PromptInfo]
 ) -> Iterator[Finding]:
-    """Makes the report again from the files; one finding for all of its figures."""
+    """Recomputes the report from the files; one finding for all of its figures."""
     run = Run(report.provenance.label, eval_dir, step)
     try:
         again = make_report(run, prompts, options_of(report))
@@ -149,14 +149,14 @@ def _figures(
 
 
 def options_of(report: Report) -> ReportOptions:
-    """The options that a report was made with, as far as its figures depend on them."""
+    """The options of a report that its figures depend on."""
     groups = {dataset.group for dataset in report.datasets}
     extras = {name for d in report.datasets for prompt in d.prompts for name in prompt.extras} - {
         "without_overlap"
     }
     return ReportOptions(
         bootstrap=report.bootstrap,
-        # Only `held_out_prompts` needs a dataset's name; "datasets" stands for what is unknown.
+        # Only `held_out_prompts` needs a dataset's name; "datasets" stands for unknown ones.
         training_datasets=None
         if groups <= {"datasets", "trained_prompts"}
         else {d.dataset for d in report.datasets if d.group == "held_out_prompts"},
@@ -173,9 +173,9 @@ def options_of(report: Report) -> ReportOptions:
 
 
 def _leaves(recorded: Any, found: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
-    """Every value of a part of the report with where it is, and the same of the new report.
+    """Each value in a part of the report: its place, the value, and the recomputed one.
 
-    What the first does not have is not compared: a later version's fields, and overlaps.
+    Values that the first lacks are not compared: a later version's fields, and overlaps.
     """
     if dataclasses.is_dataclass(recorded) and dataclasses.is_dataclass(found):
         for field in dataclasses.fields(recorded):
@@ -201,7 +201,7 @@ def _equal(recorded: Any, found: Any) -> bool:
 
 
 def _pages(report: Report, folder: Path) -> Iterator[Finding]:
-    """The pages beside report.json, against those drawn from it."""
+    """Compares the pages beside report.json with those rendered from it."""
     page = report_page(report)
     for name, text in (
         ("report.md", render_markdown(page)),
@@ -222,7 +222,7 @@ def _hashes(
     records: Mapping[str, Mapping[str, Any]],
     prompts: Mapping[str, PromptInfo],
 ) -> Iterator[Finding]:
-    """The files of scores, the prompts, and the rows, by their hashes."""
+    """Compares the files of scores, the prompts and the rows with their recorded hashes."""
     from t0repro.evaluation.reading import data_origin
 
     source = report.provenance
@@ -265,7 +265,7 @@ def _opened(
 def chosen_cells(
     records: Mapping[str, Mapping[str, Any]], sample: int, seed: int | None
 ) -> dict[str, list[int]]:
-    """A random sample of all tasks' inputs, none twice: task -> numbers of its inputs."""
+    """A random sample without repetition of all tasks' inputs: task -> numbers of its inputs."""
     names = sorted(records)
     ends = np.cumsum([int(records[name]["inputs"]) for name in names])
     drawn = np.random.default_rng(seed).choice(ends[-1], min(sample, ends[-1]), replace=False)
@@ -294,7 +294,7 @@ def _recomputed(
         name, key["split"], key["lengths"], key["limit"], "cache" in (key["data"] or {})
     )
     say(f"recomputing {len(cells)} of {name}")
-    # A cell is counted among the task's inputs, in their order.
+    # A cell is its input's number, counted over the task's inputs in order.
     wanted, start, inputs = set(cells), 0, 0
     missing = set(wanted)
     for part in parts_of(name, reader.examples(), part_size()):
@@ -327,7 +327,7 @@ def _scores(
     inside: Collection[int],
     numbers: Sequence[int],
 ) -> np.ndarray:
-    """Scores of the part's examples, float32; NaN where their batch was not needed."""
+    """Scores of the part's examples, float32; NaN if their batch was not needed."""
     from t0repro.evaluation.engine import Engine
     from t0repro.evaluation.grouping import make_batching
     from t0repro.evaluation.pairs import distinct_pairs
@@ -354,7 +354,7 @@ def _compared(
     step: int,
     exact: bool,
 ) -> Finding:
-    """One cell: its lines in the three files, against those recomputed."""
+    """Compares one cell's lines in the three files with recomputed ones."""
     what = f"{part.task}, line {start + rows[0] + 1}"
     worst = 0.0
     for row in rows:

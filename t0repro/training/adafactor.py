@@ -62,13 +62,13 @@ class Slots:
 
 
 class Gradient(NamedTuple):
-    """What one parameter's update is computed from.
+    """The inputs of one parameter's update.
 
     Attributes:
       value: the gradient, float32.
       parameter: the parameter before the update.
       slots: its slots before the update.
-      path: its path in T5X's tree; options list exceptions by it.
+      path: its path in T5X's tree; options name exceptions by this path.
       step: the global step before the update.
       learning_rate: learning rate of this update.
     """
@@ -129,7 +129,7 @@ def update(gradient: Gradient, config: AdafactorConfig) -> tuple[jax.Array, Slot
         assert gradient.slots.m is not None, "there is momentum, so the slots have m"
         momentum = change = gradient.slots.m * config.beta1 + change * (1.0 - config.beta1)
     slots = second_moment.replace(m=momentum)
-    # By the bare learning rate, not by the one scaled with the parameter's size.
+    # Weight decay uses the bare learning rate, not the one scaled by the parameter's size.
     decay = _weight_decay(gradient.learning_rate, config)
     if decay is not None:
         change = change + decay * gradient.parameter
@@ -141,8 +141,7 @@ def update(gradient: Gradient, config: AdafactorConfig) -> tuple[jax.Array, Slot
 def clipped(gradients: list[jax.Array], config: AdafactorConfig) -> list[jax.Array]:
     """Gradients of all parameters, scaled down together if their norm is above the limit.
 
-    Each is rounded as in T5X, which multiplies the limit by the smaller of its reciprocal and the
-    norm's.
+    The factor is limit * min(1 / limit, 1 / norm), which rounds as in T5X.
     """
     limit = config.global_norm_clip
     if limit is None:
@@ -157,10 +156,10 @@ def _has_momentum(config: AdafactorConfig) -> bool:
 
 
 def _weight_decay(learning_rate: jax.Array, config: AdafactorConfig) -> jax.Array | float | None:
-    """The part of a parameter that an update takes away; None for nothing."""
+    """The fraction of a parameter that weight decay removes in an update; None for no decay."""
     if config.weight_decay_rate_lr_exponent:
         power = learning_rate**config.weight_decay_rate_lr_exponent
-        # The exponent alone stands for a factor of 1, as in T5X.
+        # With an exponent and no rate, the rate is 1, as in T5X.
         return (config.weight_decay_rate or 1.0) * power
     return config.weight_decay_rate
 
@@ -199,5 +198,5 @@ def _normalised(
 
 
 def _rms(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """Root mean square of all entries, or of each part of a stack, whose other axes these are."""
+    """Root mean square over `axes`, kept with length 1, or over all entries as a scalar."""
     return jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=axes is not None))

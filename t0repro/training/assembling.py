@@ -1,4 +1,4 @@
-"""A run's model and trainer: this project's, with the user's classes where the run names some."""
+"""Builds a run's model and trainer: this project's, or the user's classes that the run names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trainer_of(
 
     Args:
       config: the run.
-      model: what is trained.
+      model: the model to train.
       state: where it starts.
       partitioning: the devices.
       rng: PRNG key, into which each step is folded.
@@ -69,7 +69,8 @@ def trainer_of(
         "weight_metrics_computer": weights,
     }
     trainer: BaseTrainer = made_or(Trainer, config, "trainer", arguments)
-    # Set here, for T5X's constructors take no such arguments and a user's class passes none on.
+    # Set after construction: T5X's constructors do not take these arguments, so a user's class
+    # cannot pass them on.
     if files is not None:
         trainer.write_to(files)
     if isinstance(trainer, Trainer):
@@ -112,7 +113,7 @@ def user_model(
     plan, loss = decoding or DecodingPlan(), module.config
     options = plan.function_options()
     function = beam_search if plan.method == "beam_search" else temperature_sample
-    # The model gives these itself.
+    # EncoderDecoderModel supplies these itself.
     given = {name: x for name, x in options.items() if name not in ("eos_id", "num_decodes")}
     supplied = {
         "module": module,

@@ -1,8 +1,8 @@
 """An update whose loss or gradient is NaN or Inf: the tensor that went bad first, and a replay.
 
-`bad_update_<step>/` in a run's folder has what it takes to reproduce it: the batch, the dropout
-key, and the run's configuration; the state is the checkpoint of the step before. `t0repro replay`
-runs it.
+`bad_update_<step>/` in a run's folder holds what reproduces the update: the batch, the dropout key,
+and the run's configuration. The state is the checkpoint of the step before. `t0repro replay` reruns
+the update.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class BadTensor:
 
 
 class ReportBadUpdate(Hook):
-    """Stops at an update that was held back, names the tensor, and keeps what reproduces it.
+    """Stops at an update that was held back, names the tensor, and saves what reproduces it.
 
-    List it after the hook that saves: that one saves the state with everything that goes with it.
+    List it after the hook that saves checkpoints, whose checkpoint of this step is then used.
 
     Args:
       config: the run's configuration.
@@ -98,7 +98,7 @@ class ReportBadUpdate(Hook):
         self._is_reported = True
 
     def finish(self, loop: TrainingLoop) -> None:
-        """Saves the state for the replay, in a run that saves nothing at this step itself."""
+        """Saves the state for the replay unless a checkpoint of this step exists already."""
         path = checkpoint_path(self._config.model_dir, loop.step)
         if self._is_reported and not from_first(path.exists):
             save_checkpoint(self._config.model_dir, loop.held_state)
@@ -131,10 +131,10 @@ def write_bad_update(
 
 
 def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
-    """Computes a bad update again from its folder; None if nothing is bad this time.
+    """Recomputes a bad update from its folder; None if every tensor is finite this time.
 
     Raises:
-      UserError: if the folder or the checkpoint is not there.
+      UserError: if the folder or the checkpoint is missing.
     """
     folder = Path(folder)
     try:
@@ -149,7 +149,7 @@ def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
         ) from error
     config = RunConfig.from_json(json.dumps(notes["config"]), where=str(folder / NOTES_FILE))
     module = T5(config.model, config.dtypes)
-    # Beside the folder, wherever the run was moved to.
+    # The checkpoint is beside the folder, even if the run was moved.
     path = checkpoint_path(folder.parent, notes["step"])
     like = parameter_shapes(module)
     params = parameters_from_flat_tree(load_tree(path), like, where=str(path))
@@ -166,7 +166,7 @@ def first_bad_tensor(
 ) -> BadTensor | None:
     """The first tensor of an update that is NaN or Inf.
 
-    Searched are the parameters, then for each microbatch the activations in the order in which they
+    Searches the parameters; then, for each microbatch, the activations in the order in which they
     are computed, the loss, and the gradients in the order in which the backward pass finishes them.
 
     Args:
@@ -197,7 +197,7 @@ def _computed(
 ) -> Iterator[tuple[str, str, Any]]:
     """(kind, name, value) of activations as computed, of the loss, and of gradients by path.
 
-    Nothing is computed backwards until the last activation has been taken.
+    The backward pass runs only after the caller has consumed the last activation.
     """
     dropout = bool(model.module.config.dropout_rate)
     activations: list[tuple[str, str, Any]] = []
@@ -205,13 +205,13 @@ def _computed(
     def record(function: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         result = function(*args, **kwargs)
         name = "/".join(context.module.path) or "logits"
-        # Inside a scan over layers there are no values yet: its result is looked at as a whole.
+        # Inside a scan over layers, values are still tracers: only the scan's result is checked.
         values = [x for x in jax.tree.leaves(result) if not isinstance(x, jax.core.Tracer)]
         if context.method_name == "__call__":
             activations.extend(("activation", name, value) for value in values)
         return result
 
-    # In the order of the calls, which flax's own captured intermediates do not keep.
+    # Record calls in order; the intermediates that flax captures do not keep it.
     with flax.linen.intercept_methods(record):
         model.module.apply(
             {"params": params},
@@ -233,7 +233,8 @@ def _backward_order(parameters: Iterable[str], calls: Sequence[str]) -> list[str
       parameters: names.
       calls: names of the modules in the order of their calls.
     """
-    # The embedding is called again for the logits; its gradient is whole after the first call's.
+    # The embedding is called again for the logits, but its gradient is complete only once the
+    # backward pass reaches its first call.
     first = {name: place for place, name in reversed(list(enumerate(calls)))}
 
     def place(parameter: str) -> int:
@@ -255,7 +256,7 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 
 def _bad(kind: str, name: str, microbatch: int | None, value: Any) -> BadTensor | None:
-    # Of several processes, all ask this of the same tensors, of which each may hold a part.
+    # All processes check the same tensors, so they can gather one that is sharded across them.
     whole = fetched(value) if isinstance(value, jax.Array) else value
     # bfloat16 widens to float32 exactly, NaN and infinity included.
     array = np.asarray(whole, np.float32)

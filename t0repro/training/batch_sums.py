@@ -1,8 +1,8 @@
-"""T5X's loss with the sums of a batch that T5X's metrics are made of, and the metrics.
+"""T5X's loss, the per-batch sums behind T5X's metrics, and those metrics.
 
-The names are those of t5x.models.compute_base_metrics (google-research/t5x at cc342d4). Sums of
-microbatches, steps and batches add up, and so do the metrics that `metrics_of` makes of them. Real
-tokens are those > 0: with AVERAGE_PER_SEQUENCE, T5X counts sums of weights in their place.
+The names are those of t5x.models.compute_base_metrics (google-research/t5x at cc342d4). Sums add up
+over microbatches, steps and batches, and so do the metrics that `metrics_of` makes from them. Real
+tokens are those > 0; with AVERAGE_PER_SEQUENCE, T5X counts sums of weights instead.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ def loss_and_sums(
       model: the model; its configuration has the options of the loss.
       parameters: the model's parameters.
       batch: what `with_loss_weights` returned, or a part of it.
-      denominator: the full batch's, so that the losses of its microbatches add up.
+      denominator: the divisor of the full batch's loss, so that the losses of its microbatches add
+        up.
       dropout_key: PRNG key for this microbatch's dropout.
-      z_loss: whether the loss has its z_loss.
+      z_loss: whether to add z_loss.
     """
     config = model.config
-    # The counts are those of the batch as it came, a language model's too.
+    # Count first: a language model's inputs are about to be joined to its targets.
     counts, batch = token_counts(batch), text_to_self(config, batch)
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
     hidden = model.apply(
@@ -84,7 +85,7 @@ def loss_and_sums(
 
 
 def token_counts(batch: Batch) -> Sums:
-    """Numbers of tokens and examples of a batch, as float32 scalars; a text alone has no inputs."""
+    """Token and example counts of a batch, float32 scalars; without inputs, only the targets'."""
     counts = {"rows": jnp.float32(np.shape(batch["targets"])[0])}
     for side in ("inputs", "targets") if "inputs" in batch else ("targets",):
         tokens = jnp.asarray(batch[side])
@@ -142,7 +143,7 @@ def compute_base_metrics(
     z_loss: Float[Array, ""] | None = None,
     segment_ids: Mapping[str, Array] | None = None,
 ) -> dict[str, Metric]:
-    """T5X's metrics of given logits: those of `metrics_of` that can be made of them.
+    """T5X's metrics from logits and targets: those of `metrics_of` that these two determine.
 
     Args:
       logits: float32.
@@ -179,7 +180,7 @@ def compute_base_metrics(
 
 
 def count_packed_examples(segment_ids: Int[Array, "batch length"] | Array) -> jax.Array:
-    """Number of examples of a packed batch: of segments other than 0 in all rows, float32."""
+    """Number of examples in a packed batch, float32: the segments of all rows, 0 not counted."""
     ids = jnp.asarray(segment_ids).astype(jnp.int32)
     begins = ids != jnp.pad(ids[:, :-1], ((0, 0), (1, 0)))
     return _count(begins & (ids != 0))

@@ -3,8 +3,8 @@
 A checkpoint is written under a temporary name and renamed once it is complete. The last file
 written is `integrity.json`, with the length and CRC-32 of every other file, so that a missing or
 altered file is reported by name before any value is used. Orbax directories written by other
-programs have no such file; of these the arrays and chunks that Orbax's own metadata names must be
-there.
+programs have no such file; for them, every array and chunk that Orbax's own metadata names must
+exist.
 
 Saving has two parts: `start_checkpoint` copies the state to the host, so that training may
 continue in the same buffers, and a thread writes the copy.
@@ -59,7 +59,7 @@ from t0repro.training.metrics import METRICS_FILE
 from t0repro.training.train_state import TrainState, flat_arrays, to_flat_tree, with_parameters_in
 
 DATA = "data"  # the checkpoint's folder for the position in the data
-# A save may take as long as the disk does: Orbax would give up after ten minutes.
+# A slow disk may need longer than the ten minutes after which Orbax gives up by default.
 _NO_LIMIT_SECONDS = 7 * 24 * 3600
 _CHOOSE_ANOTHER = "Copy the checkpoint again from where it came from, or choose another step."
 
@@ -86,7 +86,7 @@ def save_checkpoint(
     model_dir: PathLike,
     state: TrainState,
 ) -> Path:
-    """Writes a state as model_dir/checkpoint_<step> and returns that path once it is whole.
+    """Writes a state as model_dir/checkpoint_<step> and returns that path once it is complete.
 
     Args:
       model_dir: created if it does not exist.
@@ -118,18 +118,18 @@ def start_checkpoint(
         returns; `data_folder` finds that folder later.
       dtype: type of the parameters in the checkpoint; None for float32. Slots stay float32.
       save_notes: writes further small files into the checkpoint's own folder, before this returns.
-      then: called in the background once the checkpoint is whole.
+      then: called in the background once the checkpoint is complete.
 
     Returns:
-      A future, done when the checkpoint is whole in every process. The next save has to wait for
+      A future, done when the checkpoint is complete in every process. The next save must wait for
       it.
 
     Raises:
       UserError: here or from the future, if that step already has a checkpoint, or if the disk is
-        full; in either case nothing of the new one is left behind.
+        full. Either way, nothing of the new checkpoint remains.
     """
     path = checkpoint_path(model_dir, int(jax.device_get(state.step)))
-    # Of several processes, each writes the parts that its devices hold.
+    # With several processes, each writes the shards on its own devices.
     tree = to_flat_tree(state) if is_alone() else flat_arrays(state)
     tree = with_parameters_in(tree, dtype) if dtype else tree
     return _start_saving(path, tree, save_data, save_notes, then)
@@ -144,7 +144,7 @@ def data_folder(path: PathLike) -> Path | None:
 def save_tree(path: PathLike, tree: Mapping[str, Any]) -> None:
     """Writes a flat tree as an Orbax checkpoint directory, which appears only once it is complete.
 
-    Of several processes, all make this call.
+    With several processes, all must make this call.
 
     Args:
       path: the directory.
@@ -177,7 +177,7 @@ def _start_saving(
         commit = stack.enter_context(committing(path))
         temporary = commit.files
         if is_first():
-            # Now, while they are those of this step.
+            # Write these before returning, while they still belong to this step.
             if save_data is not None:
                 (temporary / DATA).mkdir()
                 save_data(temporary / DATA)
@@ -213,7 +213,7 @@ def _start_saving(
 def _without_leftovers(temporary: Path) -> Iterator[None]:
     """After a failure, removes what Orbax wrote, which takes up a full disk.
 
-    Writes that are still under way would put files back, so it looks again for a while.
+    Writes still under way would put files back, so it keeps checking for a while.
     """
     try:
         yield
@@ -264,12 +264,14 @@ def load_tree(path: PathLike) -> dict[str, np.ndarray]:
 def load_divided_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray | jax.Array]:
     """Reads a checkpoint for a state that is sharded across devices; all processes make this call.
 
-    Each process reads, of each array, what its own devices hold, and checks its share of the files.
+    Each process reads only its own devices' shards of each array, and checks its share of the
+    files.
 
     Args:
       path: the checkpoint's directory.
-      like: the state's shapes; what has a sharding there (`Partitioning.placed`) and the same shape
-        in the checkpoint comes as it is there, placed on the devices.
+      like: the state's shapes. An array that has a sharding there (`Partitioning.placed`) and the
+        same shape in the checkpoint is returned on the devices, with that sharding and dtype; any
+        other as numpy, as stored.
 
     Raises:
       UserError: if there is no checkpoint, or one of its files is missing or damaged.
@@ -287,13 +289,13 @@ def load_divided_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray 
 
 
 def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's arrays; those of `places` on the devices if their shapes are these."""
+    """A checkpoint's arrays; those in `places` go to the devices if their shapes match."""
     import orbax.checkpoint as ocp
 
     def arguments(names: Any, entry: Any) -> ocp.RestoreArgs:
         like = places.get(jax.tree_util.keystr(names, simple=True, separator="/"))
         if like is None or tuple(entry.shape) != like.shape:
-            # As numpy, whatever devices and shardings the program that wrote it had.
+            # As numpy, whichever devices and shardings the writing program used.
             return ocp.RestoreArgs(restore_type=np.ndarray)
         return ocp.ArrayRestoreArgs(sharding=like.sharding, dtype=like.dtype)
 
@@ -328,7 +330,7 @@ def _whole(path: PathLike) -> dict[str, Written]:
         )
     files = read_integrity(os.fspath(path))
     if not files:
-        # Orbax restores what it finds, and zeros for a chunk that is gone where they are filled.
+        # Orbax does not notice a missing chunk: it may restore zeros in its place.
         OrbaxArrays(os.fspath(path)).check_chunks()
     return files
 
@@ -342,7 +344,7 @@ PINNED = "PINNED"  # a file of this name in a checkpoint exempts it, as in T5X
 def remove_superfluous(
     model_dir: str | os.PathLike[str], save: SaveConfig, values: Mapping[int, float]
 ) -> None:
-    """Removes the checkpoints that a rule does not keep; call it once a new one is whole.
+    """Removes the checkpoints that a rule does not keep; call it once a new one is complete.
 
     Args:
       model_dir: the run's folder.
@@ -350,7 +352,7 @@ def remove_superfluous(
       values: see `superfluous`.
     """
     paths = {step: checkpoint_path(model_dir, step) for step in list_checkpoints(model_dir)}
-    # A pinned checkpoint is neither removed nor counted among those that are kept.
+    # A pinned checkpoint is neither removed nor counted toward the number to keep.
     steps = [step for step, path in paths.items() if not (path / PINNED).exists()]
     for step in superfluous(steps, save, values):
         remove_checkpoint(paths[step])
@@ -377,7 +379,7 @@ def superfluous(steps: Sequence[int], save: SaveConfig, values: Mapping[int, flo
         return earlier
     with_value = [step for step in earlier if step in values]
     sign = -1 if best.mode == "max" else 1
-    # Among equals the later one is better.
+    # Of equal values, the later step ranks higher.
     ranked = sorted(with_value, key=lambda step: (sign * values[step], -step))
     without = [] if best.keep_without_metric else [s for s in earlier if s not in values]
     return sorted([*ranked[save.keep :], *without])

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from t0repro.training.trainer import NumpyBatch
 
 
-# Seconds from the notice of a preemption to the end: Google Cloud's preemptible machines get no
-# more, nor do Kubernetes' pods unless they say otherwise.
+# Seconds from a preemption notice until the machine is gone. Google Cloud's preemptible machines
+# get no more; Kubernetes pods get this by default.
 NOTICE_SECONDS = 30.0
 
 
@@ -48,7 +48,7 @@ class Hook:
         """Called when training starts, with the global step at which it will end."""
 
     def before_first_step(self, loop: TrainingLoop) -> None:
-        """Called when the first batch is there, before its update is compiled."""
+        """Called when the first batch has been read, before its update is compiled."""
 
     def after_step(self, loop: TrainingLoop) -> None:
         """Called after each update, while the device may still be computing it."""
@@ -63,13 +63,13 @@ class Hook:
         """
 
     def wait(self) -> None:
-        """Waits for what the hook does in the background, and raises its error."""
+        """Waits for the hook's background work and raises its error."""
 
     def finish(self, loop: TrainingLoop) -> None:
-        """Called after the last step, unless an exception ended training: does what is left."""
+        """Called after the last step unless an exception ended training: completes pending work."""
 
     def end(self, loop: TrainingLoop) -> None:
-        """Called when training has ended, even by an exception: gives back what `start` took."""
+        """Called when training has ended, even by an exception: undoes what `start` set up."""
 
 
 class SaveCheckpoints(Hook):
@@ -106,7 +106,7 @@ class SaveCheckpoints(Hook):
         self._ended_at: float | None = None
 
     def start(self, loop: TrainingLoop, last_step: int) -> None:
-        """Saves the state that a run first begins with, if it has no checkpoint here."""
+        """Saves the initial state of a new run, if the folder has no checkpoint of it yet."""
         self._first = self._saved = loop.step
         self._last, self._loop = last_step, loop
         if self._progress is None:
@@ -124,7 +124,7 @@ class SaveCheckpoints(Hook):
             self._save(loop)
 
     def wait(self) -> None:
-        """Waits until the checkpoint that is being written is whole."""
+        """Waits until the checkpoint being written is complete."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
@@ -157,7 +157,7 @@ class SaveCheckpoints(Hook):
         self._writing.add_done_callback(lambda _: self._note_end())
 
     def _note_end(self) -> None:
-        """Warns once if a preemption would come to an end before its save does."""
+        """Warns once if a save takes longer than a preempted machine has left."""
         self._ended_at = time.monotonic()
         seconds = self._ended_at - self._started_at
         if seconds > NOTICE_SECONDS and not self._is_slow:
@@ -170,7 +170,7 @@ class SaveCheckpoints(Hook):
 
     def _started(self, state: TrainState) -> concurrent.futures.Future[None]:
         model_dir, rules = self._model_dir, self._rules
-        # As they are now, whatever an evaluation adds to them while the checkpoint is written.
+        # Read the metrics now: an evaluation may add to them while the checkpoint is written.
         values = metric_by_step(model_dir, rules.best.metric) if rules.best else {}
         return start_checkpoint(
             model_dir,
@@ -183,7 +183,7 @@ class SaveCheckpoints(Hook):
 
 
 class StoppedBySignal(SystemExit):
-    """A signal ended training early, after a save if the training saves checkpoints.
+    """A signal ended training early, after a save if the run saves checkpoints.
 
     The exit code is 130 for Ctrl-C (SIGINT), and PREEMPTED for SIGTERM and for a notice that the
     machine is about to be taken away: nothing is wrong, and the same command continues. Where
@@ -203,11 +203,11 @@ PREEMPTED = 75
 class StopOnSignal(Hook):
     """Ends training after the step in which SIGTERM or SIGINT arrives, so that it is saved.
 
-    A second signal has its usual effect. Several processes all end after the same step, as they do
-    when jax itself has noticed that one of their machines is about to be preempted.
+    A second signal has its usual effect. With several processes, all end after the same step. So
+    they do when jax itself reports that one of their machines is about to be preempted.
 
     Args:
-      saves: whether the training saves checkpoints at all.
+      saves: whether the run saves checkpoints at all.
 
     Attributes:
       received: the number of the signal that ended training, or None.
@@ -227,13 +227,13 @@ class StopOnSignal(Hook):
         self._shared = None if is_alone() else SharedSignal()
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                # Kept, since the caller may have handlers of its own.
+                # Keep the caller's own handlers, to restore them later.
                 self._before[number] = signal.signal(number, self._note)
 
     def after_step(self, loop: TrainingLoop) -> None:
         """Asks the loop to stop if a signal has come, to any of the processes."""
         if self._shared is not None:
-            # To be asked at every step by every process; true at the one step they agree on.
+            # Every process must call this at every step; it is true at the one step they agree on.
             if _jax_was_told(loop.step) and self._noted is None:
                 self._noted, self._noted_at = signal.SIGTERM, time.monotonic()
                 say("stopping: jax reported that a machine is about to be taken away")
@@ -254,7 +254,7 @@ class StopOnSignal(Hook):
     def _note(self, number: int, frame: Any) -> None:
         del frame
         self._noted, self._noted_at = number, time.monotonic()
-        # Right away, so that a second signal interrupts the step.
+        # Restore now, so that a second signal interrupts the step.
         self._restore()
         again = " (Ctrl-C again stops at once)" if number == signal.SIGINT else ""
         saved = " and saved" if self._saves else ""
@@ -268,7 +268,7 @@ class StopOnSignal(Hook):
 
 
 def _jax_was_told(step: int) -> bool:
-    """Whether jax's processes agreed to end at this step; False where nothing listens for that."""
+    """Whether jax's processes agreed to end at this step; False if jax's service for it is off."""
     try:
         return multihost_utils.reached_preemption_sync_point(step)
     except RuntimeError:  # jax's service for it is switched off
@@ -278,7 +278,7 @@ def _jax_was_told(step: int) -> bool:
 class ShowProgress(Hook):
     """Shows a live line on a terminal, and elsewhere prints a line every few seconds.
 
-    Until the first step's metrics are there, it says that the step is being compiled.
+    Until the first step's metrics arrive, it shows that the step is being compiled.
 
     Each line has the step, the loss per target token, examples and target tokens per second over
     the latest steps, and the time left.
@@ -345,7 +345,7 @@ class ShowProgress(Hook):
 
     def _text(self, seconds_left: float | None = None) -> str:
         latest = self._recent[-1]
-        # Where no time was measured, an infinite one makes the speed 0, not a division by zero.
+        # If no time was measured, infinity makes the speed 0 and avoids a division by zero.
         seconds = sum(row.seconds for row in self._recent) or float("inf")
         examples = sum(row.examples for row in self._recent) / seconds
         tokens = sum(row.target_tokens for row in self._recent) / seconds

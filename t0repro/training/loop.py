@@ -28,7 +28,7 @@ from t0repro.training.trainer import BaseTrainer, NumpyBatch, PreemptionError
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """An update that the device may still be computing; its counts if the devices make them."""
+    """An update that the device may still be computing, and its counts if devices compute them."""
 
     step: int
     batch: NumpyBatch
@@ -93,7 +93,7 @@ class TrainingLoop:
 
     @property
     def held_state(self) -> TrainState:
-        """The same as the trainer holds it, without a copy (t0repro.training.train_step)."""
+        """The same state as the trainer stores it, without a copy (t0repro.training.train_step)."""
         return self.trainer.held_state
 
     def __enter__(self) -> TrainingLoop:
@@ -127,7 +127,7 @@ class TrainingLoop:
         try:
             try:
                 for hook in self._hooks:
-                    # Noted first: a hook whose start fails is ended too.
+                    # Add it before `start`: a hook whose start fails must still be ended.
                     started.append(hook)
                     hook.start(self, last_step)
                 self._steps(batches, num_steps)
@@ -142,7 +142,7 @@ class TrainingLoop:
             self.error = error
             raise
         finally:
-            # However it ended: signal handlers, garbage collection and the terminal are given back.
+            # Whatever ended training, restore signal handlers, garbage collection and the terminal.
             with contextlib.ExitStack() as stack:
                 for hook in reversed(started):
                     stack.callback(self._end, hook)
@@ -156,7 +156,7 @@ class TrainingLoop:
         except Exception as error:
             if not self.failed:
                 raise
-            # Of less account than the one that ended training, which it must not replace.
+            # Only log this one: it must not replace the error that ended training.
             logging.warning("After the error that ended training, another: %s", error)
 
     def _steps(self, batches: Iterable[NumpyBatch], num_steps: int) -> None:
@@ -194,7 +194,7 @@ class TrainingLoop:
         self.stop_reason = self.stop_reason or reason
 
     def wait(self) -> None:
-        """Waits for what the hooks do in the background, such as a save; raises its errors."""
+        """Waits for the hooks' background work, such as a save; raises its errors."""
         for hook in self._hooks:
             hook.wait()
 
@@ -206,12 +206,13 @@ class TrainingLoop:
         self.trainer.train_metrics_manager.flush()
         if self._log is not None:
             self._log.flush()
-        # What follows, such as a save, is no part of the next update's time.
+        # Work between steps, such as a save, must not count as the next update's time.
         self._starts_clock = True
 
     def _update(self, batch: NumpyBatch, input_wait: float) -> None:
         """Starts one update and records the one before."""
-        # Before the update, behind which counts on the devices would have to wait.
+        # Count before the update starts: afterwards the counts would queue behind it on the
+        # devices.
         counts = _on_devices(batch) if any(map(is_divided, batch.values())) else None
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
             fetched = self.trainer.update(batch, input_wait, starts_clock=self._starts_clock)
@@ -237,7 +238,7 @@ class TrainingLoop:
             seconds=round(fetched.seconds, 6),
             **{name: int(count) for name, count in counts.items()},
             input_wait_seconds=round(fetched.input_wait, 6),
-            # Only for the log: a training run with summaries has them there.
+            # Only for the log: a run with summaries writes them there.
             others={} if self._log is None else _others(fetched),
             loss_per_target_token=self._per_target_token(loss, tokens, pending.batch),
         )
@@ -281,7 +282,7 @@ def _counts(batch: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Of a batch whose rows are other processes' too, all of which make this call.
+# For a batch sharded across processes; all of them must call it.
 _on_devices = jax.jit(_counts)
 
 

@@ -1,4 +1,4 @@
-"""The loss of Mesh TensorFlow or T5X, and the sums that Mesh TensorFlow's metrics are made of.
+"""The loss of Mesh TensorFlow or T5X, and the sums behind Mesh TensorFlow's metrics.
 
     loss = sum over targets > 0 of (cross entropy + z_loss * log(Z)**2) / denominator
 
@@ -41,8 +41,8 @@ def cross_entropy(
       targets: ids; negative ones count as 0.
       label_smoothing: mass spread evenly over the whole vocabulary, the target's entry included:
         1 - s + s / V at the target, s / V elsewhere.
-      spares_target: the mass goes to the other entries alone, 1 - s at the target and s / (V - 1)
-        elsewhere; the entropy of that distribution is subtracted, so that 0 is the least loss.
+      spares_target: spread that mass over the other entries only, 1 - s at the target and s / (V -
+        1) elsewhere, and subtract the entropy of this distribution, so that the least loss is 0.
       z_loss: coefficient of the added log(Z)**2.
     """
     vocab = logits.shape[-1]
@@ -70,16 +70,16 @@ def of_each_target(
     targets: Int[Array, "batch length"],
     values: Callable[[Array, Array], dict[str, Array]],
 ) -> dict[str, Array]:
-    """Values of each target, made from its logits, of which only a part exists at a time.
+    """Values per target computed from its logits, with logits for a slice of positions at a time.
 
-    1,024 rows of 256 targets have 34 GB of logits. Beyond `LOGITS_BYTES` on a device they are made
-    for some positions of all rows after the other, and again in the backward pass.
+    1,024 rows of 256 targets have 34 GB of logits. Above `LOGITS_BYTES` per device, logits are
+    computed for one slice of positions after another, and recomputed in the backward pass.
 
     Args:
       model: the model.
       parameters: its parameters.
-      hidden: what the model returns if `hidden`.
-      targets: what is predicted.
+      hidden: the model's output when called with `hidden=True`.
+      targets: token ids to predict.
       values: (logits, targets) of some positions -> arrays [batch, positions].
     """
     rows, length = targets.shape
@@ -108,8 +108,8 @@ def with_loss_weights(config: ModelConfig, batch: Batch) -> Batch:
     """The full batch, with float32 `loss_weights` if its targets do not all count alike.
 
     With AVERAGE_PER_SEQUENCE each target counts 1 / (number of targets > 0 of its example), packed
-    or not; `loss_weights` that the batch has already are scaled so that each example counts 1. The
-    weights are made before the batch is split, and split with it.
+    or not; `loss_weights` that the batch already has are scaled so that each example counts 1.
+    Weights come from the full batch, before it is split into microbatches.
     """
     if config.loss_denominator != "AVERAGE_PER_SEQUENCE":
         return batch
@@ -231,8 +231,8 @@ def evaluation_sums(
 ) -> dict[str, Array]:
     """Per-batch sums, float32 scalars, that `evaluation_metrics` averages.
 
-    They are those of Mesh TensorFlow's teacher-forced evaluation (tpu_estimator_model_fn): its
-    loss, and the plain cross entropy and correct predictions over targets > 0.
+    They match Mesh TensorFlow's teacher-forced evaluation (tpu_estimator_model_fn): its loss, and
+    the plain cross entropy and correct predictions over targets > 0.
     """
     batch = text_to_self(model.config, batch)
     hidden = model.apply({"params": parameters}, batch, hidden=True)

@@ -6,8 +6,8 @@ imports to write them. A model may return clu's own, too.
     metrics = {"loss": AveragePerStep.from_model_output(loss), "rows": Sum.from_model_output(8)}
     metrics["loss"].merge(other["loss"]).compute()
 
-What only the host knows, namely durations and the number of steps, is filled in when a summary is
-written (t0repro.training.metrics_manager).
+Only the host knows durations and the number of steps; it fills them in when a summary is written
+(t0repro.training.metrics_manager).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Scalar(float):
 
 @flax.struct.dataclass
 class Metric(abc.ABC):
-    """Something that merges with others of its kind and becomes a number.
+    """A value that merges with others of its class and computes to a number.
 
-    A class that adds up its fields when it merges says so by `additive = True`; devices may then
-    add them up among themselves, in any order.
+    A class that merges by adding its fields sets `additive = True`; devices may then all-reduce
+    these fields, in any order.
     """
 
     @classmethod
@@ -138,7 +138,7 @@ class Accuracy(Average):
 
 @flax.struct.dataclass
 class AverageOfMeasured(Average):
-    """A mean over the steps at which something was measured; left out of a summary without any."""
+    """A mean over the steps at which something was measured; omitted if nothing was."""
 
 
 @flax.struct.dataclass
@@ -162,7 +162,7 @@ class LastValue(Metric):
 
 
 class Step:
-    """A metric that counts steps; how many they were is filled in when a summary is written."""
+    """A metric that counts steps; a summary fills in how many there were."""
 
     steps: Any
 
@@ -172,7 +172,7 @@ class Step:
 
 
 class Timed:
-    """A metric over a time; how long it was is filled in when a summary is written."""
+    """A metric over a time; a summary fills in the duration."""
 
     duration: float | None
 
@@ -286,7 +286,7 @@ def merge_metrics(a: Any, b: Any) -> Any:
 
 
 def set_time_metrics_duration(metrics: Any, duration: float) -> Any:
-    """The metrics with the seconds filled in where they belong."""
+    """The metrics, with the seconds filled into each that needs a duration."""
     # By the method's name: T5X's own classes have it too.
     return jax.tree.map(
         lambda x: x.replace_duration(duration) if hasattr(x, "replace_duration") else x,
@@ -296,7 +296,7 @@ def set_time_metrics_duration(metrics: Any, duration: float) -> Any:
 
 
 def set_step_metrics_num_steps(metrics: Any, num_steps: int) -> Any:
-    """The metrics with the number of steps filled in where it belongs."""
+    """The metrics, with the number of steps filled into each that needs it."""
     return jax.tree.map(
         lambda x: x.replace_steps(num_steps) if hasattr(x, "replace_steps") else x,
         metrics,
@@ -305,7 +305,7 @@ def set_step_metrics_num_steps(metrics: Any, num_steps: int) -> Any:
 
 
 def with_steps_and_time(metrics: Any, steps: int, duration: float) -> Any:
-    """The metrics with the number of steps and the seconds filled in where they belong."""
+    """The metrics, with the number of steps and the seconds filled into each that needs them."""
     return set_step_metrics_num_steps(set_time_metrics_duration(metrics, duration), steps)
 
 
@@ -321,7 +321,7 @@ def on_host(metrics: Any) -> Any:
 
 
 def computed(metrics: MetricMap) -> dict[str, Any]:
-    """Name -> value, without what was not measured: a Scalar, or an array or a value of clu's."""
+    """Name -> value, omitting what was not measured; a Scalar, an array or a value of clu's."""
     return {
         name: _plain(metric.compute_value())
         for name, metric in metrics.items()

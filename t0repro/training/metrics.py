@@ -36,7 +36,7 @@ class StepMetrics:
       seconds: wall-clock time from the end of the previous step on the device to the end of this
         one, without saves and evaluations between them.
       input_tokens: number of inputs in the batch that are not padding.
-      input_wait_seconds: how long the device sat idle because the batch was not there yet.
+      input_wait_seconds: how long the device sat idle waiting for the batch.
       others: the rest by T5X's names, such as accuracy and timing/mfu.
       loss_per_target_token: the summed loss over `target_tokens`, whatever divides `loss`; None
         where a model does not say what divides it.
@@ -155,7 +155,7 @@ class Writer(Protocol):
 
 
 def kind_of(value: Any) -> str:
-    """What a value that is no number is: "Text", or "array [3, 2]"."""
+    """Describes a value that is not a number: "Text", or "array [3, 2]"."""
     if isinstance(value, np.ndarray):
         return f"array {list(value.shape)}"
     return type(value).__name__
@@ -220,8 +220,8 @@ class SplitMetrics:
     ) -> None:
         """Writes a line and, with `events`, the values by their own names to the split's writer.
 
-        What is no single number goes to the writer alone, and the line has its name and its kind
-        under `left_out`: arrays, which become histograms, and clu's texts, images and so on.
+        Values that are not single numbers go to the writer alone: arrays, which become histograms,
+        and clu's texts, images and so on. The line lists their names and kinds under `left_out`.
         """
         numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
         others = {name: x for name, x in values.items() if name not in numbers}
@@ -278,7 +278,7 @@ class JsonLines:
             lines = path.read_text().splitlines(keepends=True)
             kept = [line for line in lines if _is_until(line, start_step, evaluated)]
             if kept != lines:
-                # A new file rather than a shorter one, by which those who follow it notice.
+                # Replace the file rather than truncate it: readers that follow it then notice.
                 write_atomically(path, "".join(kept))
         drop_half_line(path)
         self._path = path

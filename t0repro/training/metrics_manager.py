@@ -77,7 +77,7 @@ class MetricsManager:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"metrics {name}")
         self._lock = threading.Lock()
         self._pending: list[concurrent.futures.Future] = []
-        # Of the thread alone:
+        # Used by the background thread alone:
         self._merged: Any = None
         self._steps, self._seconds, self._ended_at = 0, 0.0, 0.0
 
@@ -137,8 +137,8 @@ class MetricsManager:
 
         Args:
           metrics: metrics by name, which the device may still be computing.
-          input_wait: seconds that the caller waited for the batch just before, if it knows;
-            `timing/input_wait_fraction` is then a metric too.
+          input_wait: seconds that the caller waited for the batch just before, if known; adds the
+            metric `timing/input_wait_fraction`.
         """
         called_at = time.perf_counter()
 

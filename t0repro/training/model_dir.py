@@ -100,8 +100,8 @@ def check_model_dir(
     Args:
       model_dir: the run's folder; it need not exist.
       backend: the stack that is about to train.
-      config: what is about to be trained; None for a configuration that only Mesh TensorFlow
-        supports, about which too little is known here to compare.
+      config: the configuration of the run about to train; None for one that only Mesh TensorFlow
+        supports, which cannot be compared here.
       allow_changed: accept another optimizer, other settings or a renamed checkpoint. Checkpoints
         of the other stack or of another model are refused even so: training cannot read them.
 
@@ -116,7 +116,7 @@ def check_model_dir(
         return None
     _check_stack(refs, backend, os.fspath(model_dir))
     ref = sources.find_checkpoint(model_dir)
-    # A chain of optax's has state that only the chain itself can name.
+    # Only an optax chain itself can name its state.
     of_optax = config is not None and isinstance(config.optimizer, OptaxConfig)
     reader = None if of_optax else _open(ref, backend)
     if reader is not None and config is not None:
@@ -159,7 +159,7 @@ def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) ->
 
 
 def _open(ref: CheckpointRef, backend: Backend) -> CheckpointReader | None:
-    """The checkpoint's reader; None for a Mesh TensorFlow model that this package does not know."""
+    """The checkpoint's reader; None for a Mesh TensorFlow model that this package cannot read."""
     try:
         return sources.open_checkpoint(ref)
     except UserError:
@@ -187,7 +187,7 @@ def check_slots(reader: CheckpointReader, shapes: TrainState) -> None:
 
     Args:
       reader: the checkpoint that training continues from.
-      shapes: shapes of the state that is about to be trained.
+      shapes: shapes of the state of the run about to train.
 
     Raises:
       UserError: if the checkpoint's slots are not those of the state.

@@ -1,6 +1,6 @@
 """The model objects that trainers train, under the names of t5x.models.
 
-`BaseModel` is what a trainer asks of any model. `T5Model` is a T5 with the loss that its
+`BaseModel` is the interface a trainer needs. `T5Model` is a T5 with the loss that its
 configuration describes. `EncoderDecoderModel` adds T5X's arguments, decoding and scores; the
 commands train it, and T5X's usual extension, which overrides one method, is a subclass of it.
 """
@@ -49,7 +49,7 @@ __all__ = [
 
 
 class BaseTransformerModel(BaseModel):
-    """A model that makes logits of each target, with T5X's loss and metrics of them.
+    """A model that computes logits for each target, with T5X's loss and metrics on them.
 
     A subclass defines `_compute_logits` and `get_initial_variables`. Batches have T5X's feature
     names (t0repro.training.models).
@@ -58,7 +58,7 @@ class BaseTransformerModel(BaseModel):
       module: the network.
       input_vocabulary, output_vocabulary: SeqIO's vocabularies of inputs and targets.
       optimizer_def: see BaseModel.
-      decode_fn: how outputs are found, such as t0repro.model.t5x_decoding.beam_search.
+      decode_fn: decodes outputs, such as t0repro.model.t5x_decoding.beam_search.
       label_smoothing: mass that is spread over all tokens but the target.
       z_loss: coefficient of the added log(Z)**2.
       loss_normalizing_factor: divides the summed loss: a number, None for 1, or the name of one of
@@ -94,7 +94,7 @@ class BaseTransformerModel(BaseModel):
 
     @property
     def decode_fn(self) -> Callable[..., Any] | None:
-        """How outputs are found."""
+        """The decoding function."""
         return self._decode_fn
 
     @abc.abstractmethod
@@ -151,9 +151,9 @@ class DecoderParams:
 class EncoderDecoderModel(T5Model, BaseTransformerModel):
     """An encoder-decoder T5 with T5X's arguments, which trains, generates and scores.
 
-    A subclass is given batches with T5X's feature names; each of the methods here takes those and
-    this project's. A subclass that overrides `_compute_logits` or `_compute_metrics` gets a loss
-    from logits, which are then held whole.
+    A subclass gets batches with T5X's feature names; each method here takes those and this
+    project's. If a subclass overrides `_compute_logits` or `_compute_metrics`, its loss is computed
+    from the logits of the full batch, all in memory.
 
     Args:
       module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn, label_smoothing,
@@ -202,7 +202,7 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
     def configured(
         cls, module: T5, optimizer_def: Optimizer | None, **arguments: Any
     ) -> EncoderDecoderModel:
-        """The model whose loss is as the network's configuration says; `arguments` for the rest."""
+        """A model with the loss that the network's configuration sets; `arguments` override it."""
         config = module.config
         options = {
             "input_vocabulary": None,
@@ -214,7 +214,7 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         return cls(module=module, optimizer_def=optimizer_def, **(options | arguments))
 
     def has_own_loss(self) -> bool:
-        """Whether the loss is this class's, and not one of a subclass nor one from its logits."""
+        """Whether the loss is this class's: no subclass replaces it, or the logits it reads."""
         return type(self).loss_fn is EncoderDecoderModel.loss_fn and not self._has_own_logits()
 
     def _has_own_logits(self) -> bool:
@@ -232,7 +232,7 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         return kind.loss_fn(self, params, batch, dropout_rng, flax_mutables)
 
     def _loss_divisor(self, batch: Batch) -> tuple[Any, Any]:
-        # Of the full batch, whose weights are scaled already, if `whole_batch` made this copy.
+        # A copy made by `whole_batch` has the full batch's divisor; its weights are scaled already.
         if self._denominator is not None:
             return self._denominator, batch.get("decoder_loss_weights")
         return super()._loss_divisor(batch)
@@ -246,7 +246,7 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         )
 
     def features(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The features that T5 reads; for a subclass, under T5X's names and with T5X's others.
+        """The features that T5 reads; a subclass gets all of T5X's, under T5X's names.
 
         Raises:
           UserError: if there are no targets or no inputs.
@@ -368,10 +368,10 @@ def _denominator(factor: NormalizingFactor) -> Any:
 
 
 def summed_towers(model: BaseModel, loss_fn: LossFn) -> dict[str, int]:
-    """Towers whose layers' gradients their backward pass may add up, with their numbers of layers.
+    """Towers whose backward pass may add up its layers' gradients: name -> number of layers.
 
-    Only for the loss of T5Model itself, which reads the layers in their tower alone, once: what a
-    user's loss does with them is not known, and shared layers have gradients of both towers.
+    Only for T5Model's own loss, which reads each layer once, inside its tower. A user's loss may
+    read layers elsewhere, and shared layers get gradients from both towers.
 
     Args:
       model: the model.

@@ -92,7 +92,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
         return formula.update(gradient, config)
 
     def of_all_layers(gradient: Gradient) -> tuple[jax.Array, Slots]:
-        """The change of a stack of layers, each of which is a parameter by itself."""
+        """The change to stacked layers, each updated as a parameter by itself."""
         arrays = (gradient.value, gradient.parameter, gradient.slots)
         paths = [
             gradient.path.replace(LAYERS, layer_name(index))
@@ -105,7 +105,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
 
         if exceptions.isdisjoint(paths):
             return jax.vmap(functools.partial(of_layer, paths[0]))(*arrays)
-        # A list names some of the layers, which are then treated unlike the others.
+        # A list of exceptions may name some of the layers only.
         changes = [
             of_layer(path, *jax.tree.map(operator.itemgetter(index), arrays))
             for index, path in enumerate(paths)
@@ -122,9 +122,9 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
         **_: Any,
     ) -> tuple[Any, Any]:
         leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-        # Only down to the parameters' leaves: the Slots in place of each stays whole.
+        # Flatten only down to the parameters, so that the Slots in place of each stays one object.
         slots, values = tree.flatten_up_to(state), tree.flatten_up_to(gradients)
-        # By the norm of all gradients together, hence before any of them is used.
+        # Clip by the norm of all gradients together, before any of them is used.
         if isinstance(config, AdafactorConfig):
             values = adafactor.clipped(values, config)
         updates, new_slots = [], []
@@ -137,7 +137,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
             new_slots.append(slot)
         return tree.unflatten(updates), tree.unflatten(new_slots)
 
-    # Rules by path may treat the layers of a stack each in another way.
+    # Rules by path may treat the layers of a stack differently.
     by_path = getattr(config, "factor_map", ()) not in ((), ALL_HEURISTIC)
     # optax declares the constructor for transformations without extra arguments.
     return (Optimizer if by_path else StackingOptimizer)(init, update)  # pyright: ignore[reportArgumentType]
@@ -148,7 +148,7 @@ def _among(paths: Collection[str]) -> Choice:
 
 
 def _exceptions(config: Any) -> frozenset[str]:
-    """Paths of the parameters that some list of a configuration names."""
+    """Paths of the parameters that a configuration's lists of exceptions name."""
     lists = ("frozen", "exclude_from_parameter_scale", "exclude_from_weight_decay")
     return frozenset(path for name in lists for path in getattr(config, name, ()))
 
@@ -271,8 +271,9 @@ def by_parts(
     """An optimizer that leaves each set of parameters to another.
 
     Args:
-      parts: what chooses paths of all there are, and the optimizer of these parameters, which keeps
-        a Slots for each. Parameters that nothing chooses are not trained and have no slots.
+      parts: pairs of a function that chooses from all paths, and the optimizer of the chosen
+        parameters, which keeps a Slots for each. Parameters that none chooses are not trained and
+        have no slots.
 
     Raises:
       ValueError: from `init`, if two parts choose a parameter, or an optimizer keeps other state.
@@ -312,7 +313,7 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 
 def _tree(flat: Mapping[str, Any], paths: Collection[str]) -> Any:
-    # In the order of the parameters, whatever the order of the choice.
+    # Keep the order of the parameters, whatever the order of the choices.
     return flax.traverse_util.unflatten_dict(
         {path: value for path, value in flat.items() if path in paths}, sep="/"
     )

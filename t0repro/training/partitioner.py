@@ -1,4 +1,4 @@
-"""Compiles a trainer's functions for its devices and places what they take: T5X's partitioner."""
+"""T5X's partitioner: compiles a trainer's functions and places their arguments on devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DataLayout:
 
 
 class Partitioner:
-    """Divides train states and batches among devices, or leaves them on the default one.
+    """Shards train states and batches across devices, or leaves them on the default one.
 
     Args:
       partitioning: the devices, from t0repro.partitioning.devices; None, or one device, for one.
@@ -44,13 +44,13 @@ class Partitioner:
     data_partition_spec = PartitionSpec(DATA)
 
     def __init__(self, partitioning: Partitioning | None = None):
-        # Without a mesh, one device runs what it would run if there were no partitioning.
+        # On one device, run what would run without any partitioning, hence no device mesh.
         several = partitioning is not None and partitioning.mesh.size > 1
         self.partitioning = partitioning if several else None
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of devices, with the axes `data` and `model`; of one device if there is one."""
+        """The device mesh, with the axes `data` and `model`; for one device, a mesh of size 1."""
         if self.partitioning is not None:
             return self.partitioning.mesh
         return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), (DATA, MODEL))
@@ -58,14 +58,14 @@ class Partitioner:
     def get_data_layout(
         self, batch_size: int | None = None, host_index: int | None = None
     ) -> DataLayout:
-        """Which part of the data this process reads: all of it, for each builds full batches.
+        """Which part of the data this process reads: all of it, since each builds full batches.
 
         Args:
-          batch_size: rows of a batch; None for one on each part of the mesh along `data`.
+          batch_size: rows of a batch; None for one row per shard of the mesh axis `data`.
           host_index: accepted for T5X's sake: every process reads the same.
 
         Raises:
-          ValueError: if the rows do not divide among the parts.
+          ValueError: if the rows do not divide evenly among those shards.
         """
         del host_index
         parts = self.mesh.shape[DATA]
@@ -79,21 +79,21 @@ class Partitioner:
         return train_state.as_logical_axes()
 
     def move_params_to_devices(self, train_state: Any, train_state_axes: Any = None) -> Any:
-        """The state with each array where it belongs.
+        """The state with each array on its devices.
 
         Args:
           train_state: the state, on the host or on devices.
-          train_state_axes: what `get_mesh_axes` returned; None asks it.
+          train_state_axes: what `get_mesh_axes` returned; None calls it.
         """
         axes = self.get_mesh_axes(train_state) if train_state_axes is None else train_state_axes
         return jax.device_put(train_state) if axes is None else jax.device_put(train_state, axes)
 
     def get_mesh_axes(self, train_state: Any) -> Any:
-        """Where each array of a train state, or of one's shapes, belongs; None on one device."""
+        """The sharding of each array of a train state, or of its shapes; None on one device."""
         return None if self.partitioning is None else self.partitioning.shardings(train_state)
 
     def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Sends a batch to the devices, divided by rows."""
+        """Sends a batch to the devices, sharded by rows."""
         if self.partitioning is None:
             return jax.device_put(dict(batch))
         return self.partitioning.put_batch(batch)
@@ -112,7 +112,7 @@ class Partitioner:
           fn: the function.
           in_axis_resources: accepted for T5X's sake and ignored: arguments stay as they are placed.
           out_axis_resources: a prefix of the result's tree: what `get_mesh_axes` returns, or None
-            for what every device holds whole.
+            for results replicated on every device.
           static_argnums: as for jax.jit.
           donate_argnums: as for jax.jit.
         """
@@ -123,7 +123,7 @@ class Partitioner:
         }
         if self.partitioning is None:
             return jax.jit(fn, **options)
-        # Results get a sharding: a donated buffer serves only one divided as it was.
+        # Give results a sharding: a donated buffer is reused only for an array sharded as it was.
         whole = NamedSharding(self.partitioning.mesh, PartitionSpec())
         out = jax.tree.map(
             lambda sharding: whole if sharding is None else sharding,
@@ -151,8 +151,8 @@ class CompiledStep:
 
     Attributes:
       function: what it calls.
-      partitioner: gives the context for a function that is not compiled; else None.
-      rates: its operations per second, as metrics.
+      partitioner: gives the context that a function compiled at its first call needs; else None.
+      rates: its FLOP/s and MFU, as metrics.
     """
 
     function: Callable
@@ -160,7 +160,7 @@ class CompiledStep:
     rates: Mapping[str, Metric]
 
     def __call__(self, state: TrainState, features: Mapping[str, jax.Array]) -> Any:
-        """Runs the step on a batch that is on the devices."""
+        """Runs the step on a batch that is already on the devices."""
         if self.partitioner is not None:
             with self.partitioner.active():
                 return self.function(state, features)
@@ -170,10 +170,9 @@ class CompiledStep:
 
 
 def flops_rates(flops: int) -> dict[str, Metric]:
-    """Metrics of a step with this many operations: `timing/flops_per_second` and `timing/mfu`.
+    """Metrics of a step with this many FLOPs: `timing/flops_per_second` and `timing/mfu`.
 
-    The second is the share of the published peak of all devices; it is left out if the device's
-    is not known.
+    The second is the share of all devices' published peak; it is left out if that peak is unknown.
     """
     chip = published(jax.devices()[0].device_kind)
     rates: dict[str, Metric] = {"timing/flops_per_second": TimeRate(flops)}
@@ -183,5 +182,5 @@ def flops_rates(flops: int) -> dict[str, Metric]:
 
 
 def shapes_of(features: Mapping[str, jax.Array]) -> tuple:
-    """Names, shapes and types of a batch, by which compiled steps are kept."""
+    """Names, shapes and types of a batch: the key under which compiled steps are cached."""
     return tuple(sorted((name, x.shape, str(x.dtype)) for name, x in features.items()))

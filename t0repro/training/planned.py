@@ -46,8 +46,8 @@ class Evaluations:
 
 
 def shortest_period(plan: TrainingPlan, steps: int) -> int:
-    """The shortest of the periods in force, which summaries follow unless they have their own."""
-    # A period that nothing follows is not in force.
+    """The shortest period in force; summaries follow it unless they have a period of their own."""
+    # An evaluation period is in force only if something is evaluated.
     evaluated = plan.train_eval_data or plan.infer_eval_data
     periods = (
         plan.eval_period if evaluated else 0,
@@ -90,7 +90,7 @@ def loop_of(
       open_writers: Given the step that training starts from, opens the writers of summaries.
     """
     plan = config.plan
-    # Only a held update leaves the state that explains it, and nothing must follow it.
+    # Only a held update preserves the state that explains it, and no step may follow it.
     holds, may_be_nan = stops_on_nan(plan), passes_nan(config)
     evaluated = None if plan.log == "steps" else last_evaluated(config.model_dir)
     written, log, files = output_folder(config.model_dir), None, None
@@ -180,7 +180,7 @@ def planned_hooks(
 
 
 def still_evaluates(config: RunConfig, start: Start, evaluations: Evaluations) -> bool:
-    """Whether there is something to evaluate though every step is done."""
+    """Whether the last step's evaluation is still due, although every step is done."""
     plan = config.plan
     if not (evaluations.train_eval or evaluations.infer_eval):
         return False
@@ -194,9 +194,9 @@ def still_evaluates(config: RunConfig, start: Start, evaluations: Evaluations) -
 
 
 def passes_nan(config: RunConfig) -> bool:
-    """Whether something other than the trainer deals with a loss that is NaN or Inf."""
+    """Whether something other than the trainer handles a loss that is NaN or Inf."""
     optimizer = config.optimizer
-    # Either the optimizer passes over NaN entries, or an action stops the training by itself.
+    # Either the optimizer skips NaN entries, or an action stops the run.
     several = isinstance(optimizer, MultiOptimizerConfig)
     each = [part.optimizer for part in optimizer.parts] if several else [optimizer]
     skips = any(isinstance(one, AdafactorConfig) and one.skip_nan_updates for one in each)
@@ -210,32 +210,31 @@ def stops_on_nan(plan: TrainingPlan) -> bool:
 
 
 class CollectGarbage(Hook):
-    """Collects Python's garbage every `period` steps, and at no other time."""
+    """Runs Python's garbage collection every `period` steps, and at no other time."""
 
     def __init__(self, period: int):
         self._period, self._first = period, 0
 
     def start(self, loop: TrainingLoop, last_step: int) -> None:
-        """Takes over from Python's own collection."""
+        """Switches off Python's automatic collection."""
         self._first = loop.step
         gc.disable()
 
     def after_step(self, loop: TrainingLoop) -> None:
-        """Collects if it is time."""
+        """Collects if a collection is due."""
         if (loop.step - self._first) % self._period == 0:
             gc.collect()
 
     def end(self, loop: TrainingLoop) -> None:
-        """Leaves it to Python again."""
+        """Restores automatic collection."""
         gc.enable()
 
 
 # ---- What a run remembers ------------------------------------------------------------------------
 
-# `progress.json` in a checkpoint has the step that its periods are counted from and the memory of
-# its actions, such as the history of early stopping. A checkpoint is written before the
-# evaluation of its step, so model_dir/evaluated.json has them too, as they are after the latest
-# evaluation.
+# A checkpoint's `progress.json` has the step from which periods are counted, and the state of its
+# actions, such as the history of early stopping. A checkpoint is written before the evaluation of
+# its step, so model_dir/evaluated.json repeats both as they are after the latest evaluation.
 
 
 PROGRESS_FILE = "progress.json"
@@ -243,19 +242,19 @@ EVALUATED_FILE = "evaluated.json"
 
 
 class RunProgress:
-    """Keeps and restores what a training run remembers.
+    """Saves and restores a run's progress: where periods start, and the state of its actions.
 
     Args:
       model_dir: the run's folder.
       step: the step that training is about to start from.
-      actions: the actions of each mode; what they remembered is restored here.
+      actions: the actions of each mode; their saved state is restored here.
       checkpoint: the checkpoint in model_dir that training continues from; None for a new run.
 
     Attributes:
       path: model_dir/evaluated.json.
       first_step: the step at which the run first began, from which periods are counted.
       evaluated: the step of the latest finished evaluation, if it is `step`; else None.
-      stopped: whether an action said to stop after that evaluation.
+      stopped: whether an action stopped the run after that evaluation.
     """
 
     def __init__(
@@ -269,10 +268,10 @@ class RunProgress:
         self.first_step, self.evaluated, self.stopped = step, None, False
         if checkpoint is None:
             if is_first():
-                # Left by an earlier run, it would make this one's first evaluation look done.
+                # A file that an earlier run left would make this run's first evaluation look done.
                 self.path.unlink(missing_ok=True)
             return
-        # Of the same step, these are the later notes: a checkpoint is written before the actions on
+        # For the same step, these notes are newer: a checkpoint is written before the actions on
         # the evaluation of its step.
         after = _read(self.path)
         notes = after if after.get("step") == step else _read(checkpoint / PROGRESS_FILE)
@@ -280,24 +279,23 @@ class RunProgress:
         if notes is after:
             self.evaluated, self.stopped = step, bool(after["stopped"])
         for mode, states in notes.get("actions", {}).items():
-            # By position; a run that continues with more actions starts the new ones without
-            # memory.
+            # Matched by position; if the run resumes with more actions, the new ones start empty.
             for action, state in zip(actions.get(mode, ()), states, strict=False):
                 action.load_state_dict(state)
 
     def notes(self) -> dict[str, Any]:
-        """What is remembered now, as JSON can hold it."""
+        """The progress as of now, in types that JSON can hold."""
         states = {
             mode: [item.state_dict() for item in items] for mode, items in self._actions.items()
         }
         return {"first_step": self.first_step, "actions": states}
 
     def save(self, folder: Path) -> None:
-        """Writes the notes into a checkpoint that is being written."""
+        """Writes the progress into a checkpoint that is being written."""
         write_atomically(folder / PROGRESS_FILE, json.dumps(self.notes()))
 
     def note_evaluated(self, step: int, *, stopped: bool) -> None:
-        """Records that the evaluation of a step, and the actions on it, are done."""
+        """Records that the evaluation of a step is done, and so are the actions on it."""
         notes = {"step": step, "stopped": stopped, **self.notes()}
         if is_first():
             write_atomically(self.path, json.dumps(notes))
@@ -329,7 +327,7 @@ class Summarise(Hook):
     Args:
       period: steps between summaries.
       progress: gives the step that they are counted from.
-      run_actions: is given each summary as the metrics of the task `train`.
+      run_actions: called with each summary as the metrics of the task `train`.
     """
 
     def __init__(self, period: int, progress: RunProgress, run_actions: RunActions | None = None):
@@ -348,7 +346,7 @@ class Summarise(Hook):
             self._written = loop.trainer.train_metrics_manager.write_summary(loop.step)
 
     def on_metrics(self, metrics: StepMetrics) -> None:
-        """Runs the actions on a summary once it is there."""
+        """Runs the actions on a summary once it has been written."""
         del metrics
         if self._written is None:
             return
@@ -369,16 +367,16 @@ class Summarise(Hook):
 class Evaluate(Hook):
     """Evaluates every `period` steps and after the last step.
 
-    An evaluation that was interrupted is done again when training continues, so that its results,
-    and the stops that follow from them, are those of an undisturbed run.
+    If an evaluation was interrupted, a resumed run repeats it, so that its results and any stop
+    that follows equal those of an uninterrupted run.
 
     Args:
       period: steps between evaluations; 0 for none.
       metrics: where results are written.
       train_eval: batches by task, evaluated with the training run's metrics.
-      progress: knows what was done before an interruption.
+      progress: records which evaluations are finished.
       infer_eval: evaluates the tasks' own metrics: {task: {metric: value}}.
-      run_actions: what is done with the results of `TRAIN_EVAL` and `INFER_EVAL`.
+      run_actions: called with the results of `TRAIN_EVAL` and `INFER_EVAL`.
       before_training: whether to evaluate before the first step too.
     """
 
@@ -399,7 +397,7 @@ class Evaluate(Hook):
         self._last = 0
 
     def start(self, loop: TrainingLoop, last_step: int) -> None:
-        """Evaluates where training starts, if that is wanted or was interrupted."""
+        """Evaluates the initial step, if the plan says so or that evaluation was interrupted."""
         self._last = last_step
         if self._progress.evaluated == loop.step and self._progress.stopped:
             file = self._progress.path.name
@@ -410,7 +408,7 @@ class Evaluate(Hook):
             self.evaluate(loop)
 
     def after_step(self, loop: TrainingLoop) -> None:
-        """Evaluates if that is due."""
+        """Evaluates if an evaluation is due."""
         if self._is_due(loop.step):
             self.evaluate(loop)
 
@@ -420,7 +418,7 @@ class Evaluate(Hook):
 
     def evaluate(self, loop: TrainingLoop) -> None:
         """Writes the results of both kinds of evaluation; stops training if an action says so."""
-        # The metrics of the steps before come first in the file.
+        # Write the metrics of earlier steps to the file first.
         loop.flush()
         self._run("TRAIN_EVAL", loop, loop.trainer.eval(self._train_eval))
         if self._infer_eval is not None:
@@ -435,8 +433,8 @@ class Evaluate(Hook):
                 self._metrics.write(split, loop.step, numbers, events=False)
             self._run("INFER_EVAL", loop, results)
         self._metrics.flush()
-        # Only once its checkpoint is whole: a run that dies continues from a checkpoint, and would
-        # find the notes of a step that was lost in place of those of its own.
+        # Wait for this step's checkpoint: a run that dies resumes from a checkpoint, and would find
+        # here the notes of a lost step instead of those of its own.
         loop.wait()
         self._progress.note_evaluated(loop.step, stopped=loop.trainer.stop_training)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ArrayMapFuture(Protocol):
-    """Arrays by name, once they are there."""
+    """Arrays by name, once computed."""
 
     def result(self) -> Mapping[str, jax.Array | np.ndarray]:
         """Waits for them."""
@@ -33,7 +33,7 @@ class MetricValueMapFuture(Protocol):
 
 
 class TimeFuture(Protocol):
-    """Seconds, once they are over."""
+    """A duration in seconds, once measured."""
 
     def result(self) -> float:
         """Waits for them."""
@@ -49,7 +49,7 @@ class LearningRateCallable(Protocol):
 
 
 class SummarizeMetricsCallable(Protocol):
-    """What makes a summary of metrics."""
+    """Makes a summary of metrics."""
 
     def __call__(
         self, metrics: MetricMap, duration: float, num_steps: int
@@ -77,7 +77,7 @@ class PartitionedEvalCallable(Protocol):
 
 
 class BaseTrainerConstructor(Protocol):
-    """What makes a trainer."""
+    """Makes a trainer."""
 
     def __call__(
         self,

@@ -1,8 +1,8 @@
-"""What a train step holds on a device, by its shapes, and what it rematerializes so that it fits.
+"""A train step's memory per device, from its shapes, and the rematerialization that makes it fit.
 
-Where nothing binds a policy, a step rematerializes as little as its devices' memory allows. The
-policy changes memory and time, and results by rounding alone. So T0's command for 11B fits the
-v3-512 that it names, though its gin files ask for no rematerialization.
+If nothing binds a policy, a step rematerializes as little as its devices' memory allows. The policy
+changes memory and time, and results by rounding alone. This makes T0's command for 11B fit the
+v3-512 that it names, although its gin files set no rematerialization.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from t0repro.training.optimizers import make_optimizer
 from t0repro.training.train_step import held_shapes
 from t0repro.training.trainer import BaseTrainer
 
-# Compilers need up to a tenth more than what is counted (docs/scaling.md), and a step that
-# recomputes a little needlessly costs less than one that does not fit.
+# Compilers need up to a tenth more than this account (docs/scaling.md), and recomputing a little
+# needlessly costs less than a step that does not fit.
 _IN_ALL = 1.1
 _FROM_LEAST: tuple[Recompute, ...] = ("none", "minimal")
 
@@ -40,7 +40,7 @@ _FROM_LEAST: tuple[Recompute, ...] = ("none", "minimal")
 def decided(
     config: RunConfig, partitioning: Partitioning, memory: int | None
 ) -> tuple[RunConfig, str]:
-    """The run with a policy of recomputation, and a line that says why; "" if there is no news.
+    """The run with a rematerialization policy, and a line that says why; "" if nothing was chosen.
 
     Args:
       config: a run; returned as it is unless it trains and `model.recompute` is None.
@@ -66,23 +66,23 @@ def decided(
             f" {needed['none'] / GIB:.2f} GiB of a device's {memory / GIB:.2f} GiB"
         )
 
-    # All processes must run one program. Of another process's device the memory may not be known,
-    # and limits may differ by some bytes.
+    # All processes must run one program. A process may not know the memory of another's device, and
+    # limits may differ by some bytes.
     way, why = from_first(least)
     return _recomputing(config, way), why
 
 
 def step_bytes(config: RunConfig, partitioning: Partitioning) -> int:
-    """About how many bytes a train step needs on a device; docs/scaling.md compares compilers."""
+    """Approximate bytes a train step needs on a device; docs/scaling.md compares with compilers."""
     memory = step_memory(config, partitioning)
     if config.num_microbatches > 1:
         return memory.total
-    # With one microbatch, gradients take the place of activations that are no longer needed.
+    # With one microbatch, gradients reuse the memory of activations that are no longer needed.
     return memory.total - min(memory.gradients, memory.activations)
 
 
 def step_memory(config: RunConfig, partitioning: Partitioning) -> Memory:
-    """What a train step holds on a device, counted on shapes; nothing is compiled.
+    """A train step's memory on a device, computed from shapes; nothing is compiled.
 
     Temporaries are the copies of kernels that scanned layers read.
     """
@@ -106,11 +106,12 @@ def step_memory(config: RunConfig, partitioning: Partitioning) -> Memory:
 def _kept_activations(
     config: RunConfig, partitioning: Partitioning, features: Mapping[str, tuple[int, int]]
 ) -> int:
-    """Bytes that one device keeps of a microbatch's forward pass.
+    """Bytes that one device keeps from a microbatch's forward pass for the backward pass.
 
-    Traced for one device's rows and its share of the model, outside of any device mesh. So what the
-    model decides by the size of a device's arrays (attention in blocks, logits in parts) is as in
-    the step, whose arrays are larger by as much as the device mesh divides them.
+    Traced for one device's rows and its share of the model, outside of any device mesh. Decisions
+    that the model bases on the size of a device's arrays (attention in blocks, logits in slices)
+    are therefore those of the real step, in which arrays are larger by the mesh's size and then
+    sharded.
 
     Args:
       config: A training run.
@@ -128,7 +129,8 @@ def _kept_activations(
         whole, of_batch = T5Model(model, measured=False).whole_batch(drawn[0])
         return of_batch(parameters, whole, drawn[1])
 
-    # Dropout's masks are as large as the batch and belong to it, though only the key decides them.
+    # Dropout masks are as large as the batch, so count them with it, though they depend on the key
+    # only.
     drawn = (batch, jax.eval_shape(lambda: jax.random.key(0)))
     return residual_bytes(loss, parameter_shapes(model), drawn)
 
@@ -147,7 +149,7 @@ def _share(model: ModelConfig, parts: int) -> ModelConfig:
 
 
 def _copied(config: RunConfig, parameters: Any) -> int:
-    """Bytes of the copies of kernels that scanned layers read, see `blocks.Tower`."""
+    """Bytes of the kernel copies that scanned layers read, see `blocks.Tower`."""
     model, dtype = config.model, jnp.dtype(config.dtypes.activation)
     towers = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
     kernels: list[Any] = []
@@ -171,7 +173,7 @@ def _recomputing(config: RunConfig, way: Recompute | None) -> RunConfig:
 
 
 def train_shapes(config: RunConfig, length: Callable[[str], int]) -> dict[str, tuple[int, int]]:
-    """The shapes of what the model reads of a training batch, by feature.
+    """The shapes of the features that the model reads from a training batch.
 
     Args:
       config: a configuration of mode "train".
@@ -186,14 +188,14 @@ def train_shapes(config: RunConfig, length: Callable[[str], int]) -> dict[str, t
 
 @contextlib.contextmanager
 def compiled_beside(trainer: BaseTrainer, config: RunConfig) -> Iterator[None]:
-    """Compiles the train step in a thread, for the shapes that the configuration tells.
+    """Compiles the train step in a thread, for the shapes that the configuration implies.
 
-    Batches of other shapes have a step compiled for them when they come, as without this. Leaving
-    the block waits for the compilation.
+    A batch of another shape gets its own step compiled when it comes, as it would without this.
+    Leaving the block waits for the compilation.
     """
     lengths = config.sequence_length or {}
     known = {"inputs", "targets"} <= lengths.keys() and not config.model.decoder_only
-    # Several processes must do all that concerns them together in the same order.
+    # Several processes must run their collective work in one order, so they compile no step here.
     if not known or not is_alone():
         yield
         return
@@ -201,7 +203,7 @@ def compiled_beside(trainer: BaseTrainer, config: RunConfig) -> Iterator[None]:
     example = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
 
     def compile_step() -> None:
-        # An update with such a batch meets the error again, where it can be reported.
+        # The first update with such a batch repeats the error, where it can be reported.
         with contextlib.suppress(Exception):
             trainer.prepare_train(example)
 

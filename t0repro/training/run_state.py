@@ -1,8 +1,8 @@
 """`run_state.json` in a run's folder: how far a training run is, how fast, and how it ended.
 
 The file is one JSON object with the fields of `RunState`. It is replaced atomically when training
-starts and ends and every few seconds between, so a reader never sees half of one. Curves are in
-metrics.jsonl beside it (t0repro.training.metrics).
+starts and ends and every few seconds in between, so a reader never sees a partial one. Curves are
+in metrics.jsonl beside it (t0repro.training.metrics).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ State = Literal["running", "finished", "stopped", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """What run_state.json says.
+    """The contents of run_state.json.
 
     Attributes:
       state: "running"; "finished" at the last step; "stopped" before it, by a signal, an action or
@@ -39,14 +39,14 @@ class RunState:
       reason: why it stopped or failed, in one line; None while it runs and once it has finished.
       first_step: the global step that this start began at.
       step: the latest global step whose loss is known.
-      last_step: the global step at which the training ends.
+      last_step: the global step at which training ends.
       loss: the loss of `step`; None before the first.
       target_tokens: targets with loss trained on since `first_step`.
       examples: examples trained on since `first_step`.
       steps_per_second, target_tokens_per_second: over the latest steps; None before the first.
       seconds_left: until `last_step`, at that speed.
       started, updated: UTC times, ISO 8601.
-      host, process: the machine and the process id of the training.
+      host, process: the machine, and the process id on it.
     """
 
     state: State
@@ -69,8 +69,8 @@ class RunState:
 def read_run_state(model_dir: str | os.PathLike[str]) -> RunState | None:
     """What a folder's run_state.json says; None if there is none.
 
-    A training run that is "running" by its file but whose local process is gone was killed: it is
-    returned as "failed". Of a process on another machine only `updated` tells.
+    If the file says "running" but the local process is gone, the run was killed, and its state is
+    returned as "failed". For a process on another machine, only `updated` shows whether it lives.
 
     Raises:
       UserError: if the file is not a run's record.
@@ -86,7 +86,7 @@ def read_run_state(model_dir: str | os.PathLike[str]) -> RunState | None:
             where=str(path),
             fix="Remove it; the next run writes a new one.",
         ) from error
-    # A process number means something only on the machine that gave it.
+    # A process id means something only on its own machine.
     if state.state == "running" and state.host == socket.gethostname():
         if not is_alive(state.process):
             reason = "its process is gone: it was killed, or the machine went down"
@@ -104,7 +104,7 @@ class RecordRunState(Hook):
 
     def __init__(self, model_dir: str | os.PathLike[str], interval: float = 5.0):
         self._path, self._interval = output_path(model_dir) / RUN_STATE_FILE, interval
-        # A short window: the speed is that of the latest steps, whatever a slow start took.
+        # A short window: the latest steps alone set the speed, however slow the start was.
         self._recent: deque[StepMetrics] = deque(maxlen=20)
         self._tokens = self._examples = self._first = self._last = 0
         self._started, self._written_at = _now(), 0.0
@@ -131,7 +131,7 @@ class RecordRunState(Hook):
             self._write(
                 "failed", f"{type(error).__name__}: {lines[0] if lines else ''}".strip(": ")
             )
-        # Before the question of stops: a signal in the last step leaves nothing undone.
+        # Check this before the stop reason: a signal during the last step leaves nothing undone.
         elif loop.step >= self._last:
             self._write("finished")
         else:
@@ -140,7 +140,7 @@ class RecordRunState(Hook):
     def _write(self, state: State, reason: str | None = None) -> None:
         latest = self._recent[-1] if self._recent else None
         step = latest.step if latest else self._first
-        # Where no time was measured, an infinite one makes the speed 0, not a division by zero.
+        # If no time was measured, infinity makes the speed 0 and avoids a division by zero.
         seconds = sum(row.seconds for row in self._recent) or float("inf")
         speed = len(self._recent) / seconds if latest else None
         tokens = sum(row.target_tokens for row in self._recent) / seconds if latest else None

@@ -60,7 +60,7 @@ def constant_learning_rate(step: jax.Array, total: Number, *, learning_rate: Num
 
 
 def constant(step: jax.Array, total: Number, *, value: Number = 1.0) -> jax.Array:
-    """The same rate at every step; also used as a factor of a product."""
+    """The same rate at every step; also a factor of `product_learning_rate`."""
     del step, total
     return jnp.float32(value)
 
@@ -78,7 +78,7 @@ def learning_rate_schedule_noam(
 
     T5 was trained with a decay fraction of 0, which leaves just the reciprocal square root.
     """
-    # Both count from `offset`, so the decay still ends with the training.
+    # Count both from `offset`, so that the decay still ends with the run.
     total, step = total - offset, step - offset
     # rsqrt as in Mesh TensorFlow; T5X's factors divide by a root, which rounds differently.
     rate = jax.lax.rsqrt(jnp.maximum(step, warmup_steps)) * multiplier
@@ -236,7 +236,7 @@ def create_learning_rate_scheduler(
                 where="utils.create_learning_rate_scheduler.factors",
                 fix=f"Nearest names: {nearest_names(name, FACTORS)}.",
             )
-        # In the order in which they are named, which decides how float32 rounds the product.
+        # Multiply in the order of the names: the order decides how float32 rounds the product.
         rate = rate * FACTORS[name](step, arguments)
     return jnp.maximum(rate, min_learning_rate)
 

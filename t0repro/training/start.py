@@ -63,7 +63,7 @@ def started(
 ) -> Start:
     """The state of the latest checkpoint, of `restore_from`, or a new one."""
     model_dir = os.fspath(config.model_dir)
-    # Now, rather than at the first save.
+    # Check now rather than at the first save.
     check_is_no_pattern(model_dir, "Checkpoints")
     # The process that trains holds model_dir's lock, so these are leftovers of killed saves.
     remove_interrupted_saves(model_dir)
@@ -102,7 +102,7 @@ def chosen_seed(plan: TrainingPlan) -> int:
     """The plan's seed, or one drawn from the clock, with a message."""
     if plan.random_seed is not None:
         return plan.random_seed
-    # Of several processes, one clock decides: all must draw the same parameters.
+    # One process's clock sets the seed: all processes must initialize the same parameters.
     seed = from_first(lambda: int(time.time()))
     say(f"seed: {seed}, because random_seed is None")
     return seed
@@ -122,7 +122,7 @@ def last_step(config: RunConfig, start_step: int) -> int:
     """The step at which a training run that starts at a step ends.
 
     Raises:
-      UserError: If it is past that step already, and the plan does not allow that.
+      UserError: If that start is already past it, and the plan does not allow this.
     """
     plan = config.plan
     if plan.relative_steps is not None:
@@ -163,7 +163,7 @@ class BatchSource(Protocol):
 
 @runtime_checkable
 class ShardedBatchSource(BatchSource, Protocol):
-    """Batches whose rows are made in `num_shards` equal parts, each of which can be left out."""
+    """Batches whose rows come in `num_shards` equal shards, each of which can be left out."""
 
     num_shards: int
 
@@ -178,11 +178,11 @@ Batches = Iterable[NumpyBatch] | Callable[[], Iterable[NumpyBatch]] | BatchSourc
 class Feed:
     """Opens batches for a run's updates.
 
-    Of several processes, each makes only the shards of a source that have rows of its devices. Any
-    other kind of batches is built whole by every process.
+    With several processes, each builds only the shards of a source that have rows on its devices.
+    For any other kind of batches, every process builds the full batch.
 
     Args:
-      batches: What is trained on.
+      batches: The batches to train on.
       config: The run, for the rows of a batch and the number of tokens that the model knows.
       model: Names the features that it reads.
       partitioning: The devices.
@@ -213,7 +213,7 @@ class Feed:
         say(f"data: {count} shards, of which this process reads {len(here)}")
 
     def open(self, start: Start) -> Iterable[Any]:
-        """The batches from where training continues, checked as they come."""
+        """The batches from where training continues, each checked before use."""
         batches = self._batches
         if isinstance(batches, BatchSource):
             batches = batches.open(start.step, start.data)
@@ -222,11 +222,11 @@ class Feed:
         checked = self._checked(batches)
         if not self._is_sharded:
             return checked
-        # From here on a batch is complete, whichever process made its rows.
+        # From here on a batch holds the rows of every process.
         return (self._put(self._model.features(batch)) for batch in checked)
 
     def _checked(self, batches: Iterable[NumpyBatch]) -> Iterator[NumpyBatch]:
-        """The batches; the devices would take a token beyond the embedding for its last row."""
+        """Checks token ids: devices would read the last embedding for an id out of range."""
         vocab_size = self._vocab_size
         for batch in batches:
             for name in _TOKENS & batch.keys():

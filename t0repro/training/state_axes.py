@@ -13,14 +13,14 @@ from t0repro.partitioning.rules import parameter_axes, slot_spec
 
 
 def axis_names(params_axes: Any, params: Any) -> Any:
-    """The tree of parameters with the names of its axes in place of each, a PartitionSpec.
+    """The tree of parameters with a PartitionSpec of axis names in place of each.
 
     Args:
-      params_axes: what flax's partitioning keeps beside a model's parameters.
+      params_axes: the collection that flax's partitioning keeps beside a model's parameters.
       params: the parameters.
 
     Raises:
-      ValueError: if the two are of other parameters.
+      ValueError: if the two trees have different parameters.
     """
     names = flax.linen.partitioning.get_axis_names(params_axes)
     different = _flat(names).keys() ^ _flat(params).keys()

@@ -19,7 +19,7 @@ Results = Mapping[str, Mapping[str, Any]]  # task -> metric -> value
 
 
 class ActionMode(enum.Enum):
-    """What an action runs after: a summary of training, or one of the two evaluations."""
+    """What triggers an action: a summary of training, or one of the two evaluations."""
 
     TRAIN = 1
     TRAIN_EVAL = 2
@@ -27,11 +27,11 @@ class ActionMode(enum.Enum):
 
 
 class BaseAction(abc.ABC):
-    """Looks at metrics and says whether training is to stop."""
+    """Reads metrics and decides whether the run stops."""
 
     @abc.abstractmethod
     def run(self, train_state: Any, metrics_by_task: Results) -> bool:
-        """Whether to stop after these metrics.
+        """Whether to stop, given these metrics.
 
         Args:
           train_state: the current state.
@@ -40,7 +40,7 @@ class BaseAction(abc.ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What the action has to remember, as JSON can hold it; saved in checkpoints."""
+        """The action's memory, in types that JSON can hold; saved in checkpoints."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -61,7 +61,7 @@ class EarlyStoppingAction(BaseAction):
       comparisons, 1 stops at once, and one lucky dip on a plateau starts over. The comparison is in
       float32, in which NaN counts as an improvement.
     - reference="best" stops after `patience` evaluations in a row without an improvement on the
-      best value before them. NaN is no improvement, also on nothing.
+      best value before them. NaN never counts as an improvement, not even on nothing.
 
     Args:
       metric: (task, metric) to watch.
@@ -175,24 +175,24 @@ class TerminateOnNanAction(BaseAction):
 
 
 class RunActions:
-    """The actions of one mode, all of which run whatever the others say."""
+    """The actions of one mode; all of them run, even after one has decided to stop."""
 
     def __init__(self, actions: Sequence[BaseAction]):
         self.actions = tuple(actions)
-        # This project's look at metrics alone, so nothing is copied for them.
+        # These read metrics alone, so no state is copied for them.
         known = (EarlyStoppingAction, TerminateOnNanAction)
         self._reads_state = any(type(action) not in known for action in self.actions)
 
     def __call__(self, train_state: Any, results: Results) -> bool:
-        """Whether one of them says to stop.
+        """Whether any action decides to stop.
 
         Args:
-          train_state: as a trainer holds it; a user's action is given every layer by its name.
+          train_state: as a trainer stores it; a user's action gets every layer by its own name.
           results: see `BaseAction.run`.
         """
         if self._reads_state:
             train_state = single_layers(train_state)
-        # A list, so that none is skipped after the first that says to stop.
+        # A list, so that every action runs even after one has decided to stop.
         return any([action.run(train_state, results) for action in self.actions])
 
 

@@ -1,4 +1,4 @@
-"""What a trainer asks of a model, and a T5 with the loss that its configuration describes.
+"""The interface of a trainer's model, and a T5 with the loss that its configuration describes.
 
 T5X's other models are in t0repro.training.models, where all of them are found.
 """
@@ -29,7 +29,7 @@ FEATURES = ("inputs", "targets", "inputs_segmentation", "targets_segmentation")
 
 
 class BaseModel(abc.ABC):
-    """What a trainer asks of a model. Subclass it and define `loss_fn` and the variables.
+    """The interface that a trainer needs. Subclass it and define `loss_fn` and the variables.
 
     Args:
       optimizer_def: the optimizer, for `TrainState.create`; from t0repro.training.optimizers, or
@@ -98,9 +98,9 @@ class BaseModel(abc.ABC):
     def whole_batch(self, batch: Batch) -> tuple[Batch, LossFn]:
         """The batch to be split into microbatches, and the loss function of one.
 
-        Override it if the loss is normalised by something of the full batch, such as its number
-        of targets: losses that each microbatch normalises by itself do not add up to the loss
-        of the batch.
+        Override it if the loss is normalized by something of the full batch, such as its number of
+        targets: losses that each microbatch normalizes by itself do not add up to the loss of the
+        batch.
         """
         return batch, self.loss_fn
 
@@ -110,12 +110,12 @@ class BaseModel(abc.ABC):
 
 
 class T5Model(BaseModel):
-    """T5 with Mesh TensorFlow's or T5X's loss, as its configuration says.
+    """T5 with Mesh TensorFlow's or T5X's loss, as its configuration sets.
 
     Args:
       module: the network.
       optimizer_def: see BaseModel.
-      measured: whether T5X's metrics are computed beside the loss.
+      measured: whether to compute T5X's metrics in addition to the loss.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class T5Model(BaseModel):
         return {"params": initial_parameters(self.module, rng)}
 
     def whole_batch(self, batch: Batch) -> tuple[Batch, LossFn]:
-        """Adds the targets' weights, and divides each microbatch's loss by the whole's divisor.
+        """Adds the targets' weights; divides each microbatch's loss by the full batch's divisor.
 
-        The loss function is `loss_fn`, so one of a subclass is what is trained.
+        The loss function is `loss_fn`, so a subclass trains on its own.
         """
         config, own = self.module.config, own_features(batch)
         weighted = with_loss_weights(config, own)
-        # A copy, since the divisor is this batch's alone.
+        # A copy, since the divisor belongs to this batch only.
         model = copy.copy(self)
         model._denominator = loss_denominator(config, weighted)
         if own is batch:
@@ -156,14 +156,14 @@ class T5Model(BaseModel):
     ) -> tuple[jax.Array, dict[str, Metric]]:
         """The loss of a batch and its metrics; of a microbatch, if `whole_batch` gave the function.
 
-        Otherwise a microbatch is normalised by itself.
+        Otherwise a microbatch is normalized by itself.
         """
         assert flax_mutables is None
         config, denominator, batch = self.module.config, self._denominator, own_features(batch)
         if denominator is None:
             batch = with_loss_weights(config, batch)
             denominator = loss_denominator(config, batch)
-        # At a rate of 0 no mask is drawn at all.
+        # At a rate of 0, sample no dropout mask at all.
         key = dropout_rng if config.dropout_rate else None
         options = {"denominator": denominator, "dropout_key": key}
         if not self._measured:
@@ -178,7 +178,7 @@ class T5Model(BaseModel):
         Args:
           loss: the loss of `loss_fn`.
           tokens: target tokens of the batch, without padding.
-          batch: any process's part has the shape of a full batch.
+          batch: the full batch, or the part of one process with the full batch's shape.
         """
         config = self.module.config
         if not self.has_own_loss():
@@ -193,7 +193,7 @@ class T5Model(BaseModel):
         return type(self).loss_fn is T5Model.loss_fn
 
     def eval_fn(self, params: Any, batch: Batch, flax_mutables: Any = None) -> tuple[Any, Any]:
-        """Without dropout; with z_loss if the model's arithmetic has it in evaluations.
+        """Without dropout; with z_loss if the configuration's arithmetic adds it in evaluations.
 
         A subclass with a loss of its own is evaluated with that.
         """

@@ -22,7 +22,7 @@ from t0repro.training.optimizers import Optimizer, by_parts, make_optimizer
 
 
 class FactorDim(enum.Enum):
-    """What an axis of a parameter is to Adafactor's slots (t0repro.parameters.shape)."""
+    """The role of a parameter's axis in Adafactor's slots (t0repro.parameters.shape)."""
 
     NONE = None
     BATCH = 1
@@ -41,7 +41,7 @@ FactorRule = HeuristicRule | tuple[FactorDim, ...]
 
 
 def standard_logical_factor_rules() -> dict[str, FactorDim]:
-    """T5X's rules: the logical name of an axis -> what it is to the slots."""
+    """T5X's rules: the logical name of an axis -> its role in the slots."""
     kinds = {
         FactorDim.ROW: "embed",
         FactorDim.COLUMN: "vocab mlp heads kv joined_kv q_wi_fused o_wo_fused multiquery_heads"
@@ -135,7 +135,7 @@ class Adafactor(Optimizer):
         scales = multiply_by_parameter_scale
 
         def of_run(params: Any) -> Optimizer:
-            """The optimizer with its exceptions by path."""
+            """The optimizer for these parameters, with its exceptions by path."""
             config = self.config
             if isinstance(scales, HParamMap):
                 paths = flax.traverse_util.flatten_dict(params, sep="/")
@@ -235,7 +235,7 @@ class Traversal(Protocol):
 
 
 class MultiOptimizer(Optimizer):
-    """An optimizer for each of several sets of parameters; the others are not trained.
+    """Assigns an optimizer to each of several sets of parameters; the rest is not trained.
 
     Its state is that of one optimizer: each parameter's slots at the parameter's path.
 

@@ -47,7 +47,7 @@ from t0repro.training.state_axes import axis_names, logical_axes
 from t0repro.words import counted, printable
 
 FlatTree = Mapping[str, np.ndarray]
-# Of tensors in memory, on the devices or, each until it is used, still in their checkpoint.
+# Tensors in memory or on devices, or still in their checkpoint until each is used.
 OpenTree = Mapping[str, np.ndarray | jax.Array | StoredTensor]
 
 _MUTABLES = "flax_mutables/"
@@ -64,7 +64,7 @@ class TrainState:
       flax_mutables: the model's other variables, {collection: tree}; None if it has none.
       params_axes: the logical names of the parameters' axes, as flax's partitioning keeps them, of
         a model that has them; the names of T5's own are in t0repro.partitioning.rules.
-      optimizer: what made the slots and updates them; no part of the pytree or of a checkpoint.
+      optimizer: made the slots and updates them; not part of the pytree or of a checkpoint.
     """
 
     step: jax.Array
@@ -84,11 +84,11 @@ class TrainState:
           optimizer_def: from t0repro.training.optimizers, or any of optax's, which then applies a
             learning rate of its own.
           model_variables: `params`, and the collections of the model's other variables. Of these,
-            `params_axes` holds the logical axes that Adafactor's factor rules are for; those of
-            other collections are left out.
+            `params_axes` holds the logical axes for Adafactor's factor rules; axes of other
+            collections are left out.
 
         Raises:
-          ValueError: if `params_axes` are of other parameters than `params`.
+          ValueError: if `params_axes` and `params` have different parameters.
         """
         params, axes = model_variables["params"], model_variables.get("params_axes")
         named = {f"{name}_axes" for name in model_variables}
@@ -98,7 +98,7 @@ class TrainState:
             take_axes = getattr(optimizer_def, "set_param_axes", None)
             if take_axes is not None:
                 take_axes(names)
-        # A bare transformation of optax would not take the step and the learning rate.
+        # A bare optax transformation would not accept the step and the learning rate.
         optimizer = optax.with_extra_args_support(optimizer_def)
         return new_train_state(params, optimizer).replace(
             flax_mutables=others or None, params_axes=axes
@@ -112,7 +112,7 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """The state as nested dictionaries with the names of a checkpoint: target, state, ...
 
-        Without layers that are stacked the arrays are the state's own, on the devices.
+        Without stacked layers, the arrays are the state's own, on the devices.
         """
         return flax.traverse_util.unflatten_dict(flat_arrays(self), sep="/")
 
@@ -140,8 +140,8 @@ class TrainState:
     def as_logical_axes(self) -> TrainState:
         """This state with a PartitionSpec of logical axes in place of each array.
 
-        They are `params_axes`, or else those of t0repro.partitioning.rules; an array that neither
-        knows has none.
+        They come from `params_axes`, else from t0repro.partitioning.rules; an array in neither has
+        none.
         """
         return logical_axes(single_layers(self))
 
@@ -170,17 +170,17 @@ class TrainState:
 def new_train_state(params: Any, optimizer: Optimizer, step: int = 0) -> TrainState:
     """A state whose slots are all zero."""
     step_count = jnp.asarray(step, jnp.int32)
-    # One program for all slots; outside of jit there would be one for each shape.
+    # One compiled program for all slots; outside jit there would be one per shape.
     slots = jax.jit(optimizer.init)(params)
     return TrainState(step=step_count, params=params, slots=slots, optimizer=optimizer)
 
 
 def single_layers(state: TrainState, split: Split = rows) -> TrainState:
-    """The state with each layer by itself; one that has no stacks is returned as it is.
+    """The state with each layer unstacked; a state without stacks is returned as it is.
 
     Args:
       state: by layer or stacked (t0repro.training.train_step).
-      split: makes the arrays of all layers of a stack.
+      split: turns a stack into the arrays of its layers.
     """
     towers = stacks_in(state.params)
     if not towers:
@@ -220,7 +220,7 @@ def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
 def flat_arrays(state: TrainState) -> dict[str, Any]:
     """The state's arrays, wherever they are, under the names of a checkpoint.
 
-    Layers that are stacked are copied, each to an array of its own.
+    Stacked layers are copied, each to an array of its own.
     """
     state = single_layers(state)
     flat: dict[str, Any] = {naming.STEP: state.step}
@@ -243,20 +243,20 @@ def flat_arrays(state: TrainState) -> dict[str, Any]:
             values.setdefault((path, name), np.zeros((1,), np.float32))
     flat |= {_slot_entries(path, name)[0]: value for (path, name), value in values.items()}
     if "adam_m" in names:
-        # As optax's adam counts for itself.
+        # The name under which optax's adam keeps its own count.
         flat[naming.OPTAX_COUNT] = flat[naming.STEP]
     return flat
 
 
 def _of_optax(state: Any) -> dict[str, Any]:
-    """The entries of an optax state, named as flax's serialization names its parts."""
+    """The entries of an optax state, with the names that flax's serialization gives its parts."""
     parts = flax.traverse_util.flatten_dict(flax.serialization.to_state_dict(state), sep="/")
     return {naming.SLOTS + name: value for name, value in parts.items()}
 
 
 def _to_optax(tree: OpenTree, like: Any) -> Any:
-    """An optax state of a checkpoint's entries; what it lacks is zero, as in a new state."""
-    # Transformations without state are empty dictionaries there, which have to stay.
+    """An optax state built from a checkpoint's entries; missing ones are zero, as initially."""
+    # Keep the empty dictionaries that stand for transformations without state.
     wanted = flax.traverse_util.flatten_dict(
         flax.serialization.to_state_dict(like), keep_empty_nodes=True, sep="/"
     )
@@ -271,7 +271,7 @@ def _to_optax(tree: OpenTree, like: Any) -> Any:
 
 
 def _slot_entries(path: str, name: str) -> list[str]:
-    """The names that a slot may have in a checkpoint; the first is the one that is written."""
+    """The names that a slot may have in a checkpoint; the first is the one to write."""
     key = naming.slot_key(path, name)
     # The second is where a converter puts Mesh TensorFlow's Adam slots.
     return list(dict.fromkeys([naming.to_optax(key), key]))
@@ -355,12 +355,12 @@ def parameters_from_flat_tree(
 ) -> dict:
     """Puts only a checkpoint's parameters on the device, as a nested dictionary, for evaluation.
 
-    Of entries that are still stored, one is in memory at a time.
+    If entries are still stored in a checkpoint, one is in memory at a time.
 
     Args:
       tree: a checkpoint's entries; slots may be absent.
       like: parameters, or their shapes, that the result must match, dtypes included; None takes
-        all there are, in float32. If it has shardings, the parameters are divided accordingly.
+        all there are, in float32. If it has shardings, the parameters are sharded accordingly.
       where: the checkpoint's path, for error messages.
       seen: receives each of the checkpoint's parameters under its name there, sorted by name.
 
@@ -379,12 +379,12 @@ def parameters_from_flat_tree(
         seen(naming.PARAMETERS + path, value)
         if path in shapes:
             params[path] = _on_devices(value, shapes[path], shapes[path].dtype)
-    # In the model's order, which is that of what has been compiled for it.
+    # Keep the model's order, for which the programs were compiled.
     return flax.traverse_util.unflatten_dict({path: params[path] for path in shapes}, sep="/")
 
 
 def _on_devices(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:
-    """A checkpoint's value on the device, or sharded across several as `like` is."""
+    """A checkpoint's value on the device, or sharded across devices as `like` is."""
     if isinstance(value, jax.Array):  # see `load_divided_tree`
         return value
     # float32 in memory whatever the file holds; a checkpoint in bfloat16 widens exactly.
@@ -441,7 +441,7 @@ def check_parameters(
     for path, shape in shapes.items():
         found = tuple(tree[naming.PARAMETERS + path].shape)
         if found != shape:
-            # A wrong vocabulary is the likeliest reason for these two, and has a fix of its own.
+            # A wrong vocabulary is the likeliest cause for these two, and has its own fix.
             vocabulary = path.startswith("token_embedder") or "logits_dense" in path
             raise UserError(
                 f"{path} has shape {list(found)} in the checkpoint and {list(shape)} in the model.",
@@ -455,7 +455,7 @@ def check_parameters(
 def _tell_unused(tree: OpenTree, shapes: Container[str], where: str) -> None:
     """Warns of parameters that the model lacks, such as the upper layers of a deeper model.
 
-    Mesh TensorFlow and T5X leave them out in silence, so they are no error here either.
+    Mesh TensorFlow and T5X ignore them silently, so they are no error here either.
     """
     extra = _unused(tree, shapes)
     if extra and is_first():

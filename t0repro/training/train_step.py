@@ -46,12 +46,12 @@ def accumulate_grads_microbatched(
 ) -> tuple[Any, dict[str, Any], Any]:
     """Computes a batch's gradients, one microbatch at a time: (gradients, metrics, mutables).
 
-    Losses and gradients of the microbatches are added up, in float32 if there are several. A model
-    whose loss depends on the full batch says so by `BaseModel.whole_batch`. Of n microbatches,
-    number m has the rows m, m + n, m + 2n, ... of the batch, as in mtf.serialize_training_step.
+    Losses and gradients of the microbatches are summed, in float32 if there are several. A model
+    whose loss depends on the full batch overrides `BaseModel.whole_batch`. With n microbatches,
+    microbatch m has the rows m, m + n, m + 2n, ... of the batch, as in mtf.serialize_training_step.
 
-    On several devices, gradients are added up across them once, after the last microbatch; fully
-    sharded runs do it after each, since no device has room for all gradients.
+    On several devices, one all-reduce sums the gradients after the last microbatch. Fully sharded
+    runs reduce them after each microbatch, since no device has room for all gradients.
 
     Args:
       model: the model.
@@ -60,7 +60,8 @@ def accumulate_grads_microbatched(
       dropout_rng: PRNG key of this step, into which each microbatch's number is folded; None for no
         dropout.
       num_microbatches: number of equal parts; None or 1 for the batch as a whole.
-      data_partition_spec: accepted for T5X's sake and ignored: the mesh in scope divides the rows.
+      data_partition_spec: accepted for T5X's sake and ignored: the device mesh in scope shards the
+        rows.
       t5x_dropout_compat: repeats T5X, which gives all microbatches of a step the same key, and so
         the same masks, and cuts the batch into contiguous slices.
       partitioning: the devices, if there are several.
@@ -77,7 +78,7 @@ def accumulate_grads_microbatched(
             where="utils.run.batch_size",
             fix="Choose a batch size that is a multiple of the number of microbatches.",
         )
-    # Before the split: what the loss is divided by belongs to all microbatches together.
+    # Compute this before the split: the loss's divisor belongs to all microbatches together.
     batch, loss_fn = model.whole_batch(batch)
     keys = microbatch_keys(dropout_rng, count, t5x_dropout_compat)
     gradients_of = _gradients_function(loss_fn, train_state.flax_mutables or None)
@@ -177,8 +178,8 @@ def train_with_lr(
     )
     if not hold_if_not_finite:
         return new_state, metrics
-    # Entry by entry: a sum of finite numbers may overflow. Parameters too, since an optimizer that
-    # squares a large gradient may overflow by itself.
+    # Check entry by entry, since a sum of finite numbers may overflow. Check parameters too: an
+    # optimizer that squares a large gradient may overflow by itself.
     looked_at = jax.tree.leaves((gradients, metrics.get("loss"), new_state.params))
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in looked_at]))
     held = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, train_state)
@@ -247,7 +248,7 @@ def _scanned(
 ) -> tuple[Any, Any, Any]:
     """Adds up the microbatches' gradients in float32, and merges their metrics in order.
 
-    The sums of the layers of `towers` are stacks, see `layer_stacks.zeros`.
+    The gradient sums of `towers` are stacked, see `layer_stacks.zeros`.
     """
 
     def add(carry: tuple, item: tuple) -> tuple[tuple, None]:
@@ -256,8 +257,8 @@ def _scanned(
         given = layer_stacks.with_sums(params, totals, towers)
         gradients, metrics, after = gradients_of(given, part, keys(index), before)
         later = merge_metrics(merged, metrics)
-        # The scan starts from zeros, with which not every metric can be merged: the first replaces
-        # them.
+        # The scan starts from zeros, which not every metric can merge with: the first microbatch's
+        # metrics replace them.
         merged = jax.tree.map(lambda one, two: jnp.where(index == 0, one, two), metrics, later)
         return (layer_stacks.added_up(totals, gradients, towers), merged, after), None
 
@@ -270,7 +271,7 @@ def _scanned(
 
 
 def _adds_up(of_parts: Callable, params: Any, parts: Any) -> bool:
-    """Whether all metrics are sums, so that each group of devices can do its rows by itself."""
+    """Whether all metrics are sums, so that each group of devices can process its rows alone."""
     _, metrics, mutables = jax.eval_shape(of_parts, params, parts)
     kinds = [metric for metric in metrics.values() if jax.tree.leaves(metric)]
     return mutables is None and all(getattr(metric, "additive", False) for metric in kinds)
@@ -307,11 +308,11 @@ def make_train_step(
     """Returns a function to jit: (state, batch) -> (next state, {"loss", "learning_rate"}).
 
     The loss is computed with the parameters before the update. The step and the microbatch's index
-    are folded into the dropout key, so that no two draws of a run are the same.
+    are folded into the dropout key, so that no two masks of a run share a key.
 
     Args:
       model: the network; its configuration has the options of the loss.
-      optimizer: from t0repro.training.optimizers; the state's own slots must be its.
+      optimizer: from t0repro.training.optimizers; it must have made the state's slots.
       schedule: maps the step before an update to its learning rate.
       num_microbatches: number of equal parts into which the batch is split.
       dropout_key: PRNG key for dropout; unused if the model's dropout rate is zero.
@@ -320,7 +321,7 @@ def make_train_step(
     trained = T5Model(model, optimizer, measured=False)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        # From the global step, so that a run that continues draws what it would have drawn.
+        # Fold in the global step, so that a resumed run samples what it would have sampled.
         key = None if dropout_key is None else jax.random.fold_in(dropout_key, state.step)
         new_state, metrics = train_with_lr(
             state.replace(optimizer=optimizer),
@@ -350,28 +351,28 @@ def jitted_train_step(
     # Donated: the new state takes the place of the old one in memory.
     if partitioning is None:
         return jax.jit(train_step, donate_argnums=0)
-    # Of one device too: precompiling is for a mesh that is not there.
+    # Also for one device: precompiling targets a mesh of devices that are not attached.
     shardings = (partitioning.shardings(state), NamedSharding(partitioning.mesh, PartitionSpec()))
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 
 
 # ---- The state that a step takes, with the layers of deep towers stacked -------------------------
 
-# A deep tower is one body in a loop, and an update of its stacks is one operation for all its
-# layers. So the compiled step does not grow with depth, and no step copies layers into stacks.
-# Code that reads a state by the names of its parameters gets it by layer (`single_layers`,
-# t0repro.training.train_state), as checkpoints always are.
+# A deep tower is one scanned body, and one operation updates all layers of a stack. So the compiled
+# step does not grow with depth, and no step copies layers into stacks. Code that reads a state by
+# parameter names gets it by layer (`single_layers`, t0repro.training.train_state); checkpoints
+# always are by layer.
 
 
 def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
-    """The state with the layers of each tower that is a loop stacked, where that can be done.
+    """The state with the layers of each scanned tower stacked, where that is possible.
 
-    Not for a user's own model or optimizer, which may read parameters by their names, nor where an
-    optimizer keeps other slots for one layer than for another, as for one that is frozen.
+    Leaves a user's own model or optimizer alone, which may read parameters by name, and an
+    optimizer whose slots differ between layers, as they do if one is frozen.
 
     Args:
       model: what the state is for.
-      state: by layer, with its values or their shapes; arrays that are stacked are deleted.
+      state: by layer, with its values or their shapes; arrays that get stacked are deleted.
     """
     if not is_own(model) or type(model.module) is not T5:
         return state
@@ -386,7 +387,7 @@ def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
 
 
 def held_shapes(model: T5, optimizer: Optimizer) -> TrainState:
-    """The shapes of a new state as a trainer holds it; nothing is allocated."""
+    """The shapes of a new state as a trainer stores it; nothing is allocated."""
     return with_stacks(T5Model(model), state_shapes(model, optimizer))
 
 

@@ -104,7 +104,7 @@ class BaseTrainer(abc.ABC):
       model: the model.
       train_state: where to start. The trainer owns it from now on and reuses its buffers.
       partitioner: the devices; None for the default one.
-      eval_names: names of the evaluations, the keys of what `eval` is given.
+      eval_names: names of the evaluations, the keys of the argument of `eval`.
       summary_dir: where metrics are written: metrics.jsonl, and what `open_writer` opens in
         summary_dir/train and summary_dir/training_eval/<name>. None writes nothing.
       train_state_axes: where each array of the state belongs; None asks the partitioner.
@@ -116,7 +116,7 @@ class BaseTrainer(abc.ABC):
     Attributes:
       stop_training: set it, or let an action set it, to end the loop around this trainer.
       train_metrics_manager: the manager of the split `train`.
-      compilation_seconds: how long steps have been compiled so far.
+      compilation_seconds: total time spent compiling steps so far.
       eval_metrics_managers: those of `training_eval/<name>`, by name.
     """
 
@@ -173,7 +173,7 @@ class BaseTrainer(abc.ABC):
             self.close()
 
     def close(self) -> None:
-        """Writes what is still to be written, and ends the background threads."""
+        """Writes what is pending, and ends the background threads."""
         with contextlib.ExitStack() as stack:
             # Registered first, so closed last: the managers still write to it while they end.
             if self._own_files is not None:
@@ -182,7 +182,7 @@ class BaseTrainer(abc.ABC):
                 stack.callback(manager.close)
 
     def write_to(self, files: SplitMetrics) -> None:
-        """Has all metrics from here on written to files of the caller's, who closes them."""
+        """Writes all later metrics to the caller's files, which the caller closes."""
         for manager in (self.train_metrics_manager, *self.eval_metrics_managers.values()):
             manager.write_to(files)
 
@@ -195,7 +195,7 @@ class BaseTrainer(abc.ABC):
     def train_state(self) -> TrainState:
         """The state after the latest update; its arrays are valid until the next.
 
-        Those of layers that the trainer holds stacked are copies; `held_state` makes none.
+        Stacked layers are copied; `held_state` copies nothing.
         """
         with self._train_state_mutex:
             return single_layers(self._train_state)
@@ -207,18 +207,18 @@ class BaseTrainer(abc.ABC):
 
     @property
     def held_state(self) -> TrainState:
-        """The state as the trainer holds it, perhaps with stacks (t0repro.training.train_step)."""
+        """The state as the trainer stores it, perhaps stacked (t0repro.training.train_step)."""
         with self._train_state_mutex:
             return self._train_state
 
     def release(self) -> TrainState:
-        """The state after the latest update, which is the caller's: the trainer is at its end."""
+        """Hands over the state after the latest update; the trainer cannot be used afterwards."""
         with self._train_state_mutex:
             self._train_state = single_layers(self._train_state, released)
             return self._train_state
 
     def _held(self, train_state: TrainState) -> TrainState:
-        """A state that the trainer is given, as it holds it."""
+        """A given state in the form that the trainer stores."""
         return train_state
 
     # ---- Training -------------------------------------------------------------------------------
@@ -244,8 +244,8 @@ class BaseTrainer(abc.ABC):
                 batch = next(batch_iter)
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
                     queued.append(self.update(batch, starts_clock=step == first))
-                # Bounds the batches in the device's memory, and raises what went wrong in the
-                # oldest.
+                # Bound the number of batches in device memory, and raise the error of the oldest
+                # update.
                 if len(queued) > _AHEAD:
                     queued.popleft().result()
             return manager.write_summary(first + num_steps)
@@ -263,8 +263,8 @@ class BaseTrainer(abc.ABC):
 
         Args:
           batch: the batch.
-          input_wait: seconds that the caller waited for the batch, if it knows; sending it to the
-            devices is added.
+          input_wait: seconds that the caller waited for the batch, if known; the time to send it to
+            the devices is added.
           starts_clock: whether the update's duration begins here, after its compilation, and not
             at the end of the one before.
         """
@@ -290,9 +290,9 @@ class BaseTrainer(abc.ABC):
         self._compile(self._train_step_for, batch, self.train_metrics_manager)
 
     def prepare_train(self, batch: NumpyBatch) -> None:
-        """Does what `compile_train` does, in a thread if wished, and writes no metric.
+        """Does what `compile_train` does, optionally in a thread, and writes no metric.
 
-        An update with such a batch that comes before its end waits for it.
+        An update with such a batch waits for the compilation to end.
         """
         self._train_step_for(self._partitioner.put_batch(self._model.features(batch)))
 
@@ -314,7 +314,7 @@ class BaseTrainer(abc.ABC):
         results = {}
         for name, batches in batch_iters.items():
             manager, state = self.eval_metrics_managers[name], self.held_state
-            # Updates may still be queued: the clock starts when the last of them is done.
+            # Updates may still be queued: start the clock when the last of them is done.
             manager.start_duration_timer(block_on=state.step)
             queued: collections.deque[concurrent.futures.Future] = collections.deque()
             for batch in batches:
@@ -323,7 +323,7 @@ class BaseTrainer(abc.ABC):
                 if len(queued) > _AHEAD:
                     queued.popleft().result()
             results[name] = manager.write_summary(int(jax.device_get(state.step)))
-        # Collected at the end, so that no evaluation waits for the summary of the one before.
+        # Collect results at the end, so that no evaluation waits for the summary of the one before.
         return {name: future.result() for name, future in results.items()}
 
     def compile_eval(self, batches: Mapping[str, NumpyBatch]) -> None:
@@ -377,7 +377,7 @@ class BaseTrainer(abc.ABC):
         function: Callable[[], Any],
         features: Mapping[str, jax.Array],
     ) -> CompiledStep:
-        """The step for batches of these shapes, which `made` keeps."""
+        """The step for batches of these shapes, cached in `made`."""
         key = shapes_of(features)
         with self._compiling:
             if key not in made:
@@ -391,8 +391,8 @@ class BaseTrainer(abc.ABC):
         if not hasattr(function, "trace"):
             return CompiledStep(function, self._partitioner, {})
         with self._partitioner.active():
-            # Not by the property: an update holds its lock while it waits for this. Only shapes are
-            # read here, and no update changes those.
+            # Not through the property: an update holds its lock while it waits for this. Only
+            # shapes are read here, and updates do not change them.
             traced = function.trace(self._train_state, features)
             return CompiledStep(
                 traced.lower().compile(), None, flops_rates(count_flops(traced.jaxpr.jaxpr))
@@ -400,7 +400,7 @@ class BaseTrainer(abc.ABC):
 
 
 class Trainer(BaseTrainer):
-    """Trains by gradients of the model's loss, in microbatches if asked.
+    """Trains on gradients of the model's loss, optionally in microbatches.
 
     Args:
       model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng: see
@@ -409,7 +409,7 @@ class Trainer(BaseTrainer):
       num_microbatches: number of equal parts of a batch; None or 1 for the batch as a whole.
       weight_metrics_computer: measures parameters, gradients and updates; None for nothing.
       t5x_dropout_compat: repeats T5X's one dropout key for all microbatches of a step.
-      hold_if_not_finite: whether an update with a loss or gradient that is NaN or Inf is not done.
+      hold_if_not_finite: whether to skip an update whose loss or gradient is NaN or Inf.
     """
 
     def __init__(
@@ -433,7 +433,7 @@ class Trainer(BaseTrainer):
         self._weight_metrics_computer = weight_metrics_computer
         self._t5x_dropout_compat = t5x_dropout_compat
         self.hold_if_not_finite = hold_if_not_finite
-        # Steps, measurements and divisions of a user's, and axes, are for a state by layer.
+        # A user's step, weight metrics, partitioner or axes expect a state by layer.
         self._stacks = (
             type(self) is Trainer
             and type(partitioner) in (Partitioner, type(None))

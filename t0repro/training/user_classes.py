@@ -1,4 +1,4 @@
-"""Makes the user's classes that take part in a training run (t0repro.config.training_plan)."""
+"""Instantiates the user's classes that take part in a run (t0repro.config.training_plan)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from t0repro.errors import UserError
 def made_or(
     own: Callable[..., Any], config: RunConfig, part: Replaced, supplied: Mapping[str, Any]
 ) -> Any:
-    """The user's class in place of a part of a run, or this project's, made.
+    """Instantiates the user's class for a part of a run, or this project's if there is none.
 
     Args:
-      own: this project's.
+      own: this project's class.
       config: the run.
-      part: what the user's class takes the place of.
+      part: the part that the user's class replaces.
       supplied: the arguments of `own`, of which the user's class gets those that it takes.
     """
     user_class, where = replaced(config, part)
@@ -29,11 +29,11 @@ def made_or(
 
 
 def made(user_class: UserClass, supplied: Mapping[str, Any], where: str | None = None) -> Any:
-    """An object of the class.
+    """Instantiates the class.
 
     Args:
       user_class: the class and its own arguments.
-      supplied: what the run gives, of which the class gets the arguments that it takes.
+      supplied: arguments from the run; the class gets those that it takes.
       where: where the class was bound, for messages.
 
     Raises:
@@ -60,6 +60,6 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def replaced(config: RunConfig, part: Replaced) -> tuple[UserClass | None, str | None]:
-    """The user's class in place of a part of a run, None for none, and where it was bound."""
+    """The user's class for a part of a run, or None, and where it was bound."""
     classes = config.plan.user_classes
     return classes.get(part), config.provenance.get(f"plan.user_classes.{part}")

@@ -45,7 +45,8 @@ class WeightMetricsComputer:
         else:
             measures = new_train_state.step % self._every == 0
             shapes = jax.eval_shape(weight_metrics, gradients, before, after)
-            # Not a `where`, which would compute both: steps between measurements cost nothing.
+            # `cond` rather than `where`, which would compute both: steps between measurements cost
+            # nothing.
             values = jax.lax.cond(
                 measures,
                 weight_metrics,
@@ -58,7 +59,7 @@ class WeightMetricsComputer:
 
 def weight_metrics(gradients: Any, before: Any, after: Any) -> dict[str, jax.Array]:
     """Float32 scalars by T5X's names, such as `weight_rms/decoder/decoder_norm/scale`."""
-    # What the parameters really moved by, after float32 has rounded it.
+    # The parameters' actual change, after float32 rounding.
     updates = jax.tree.map(jnp.subtract, after, before)
     towers = stacks_in(after)
     return {
@@ -80,7 +81,7 @@ def weight_metrics(gradients: Any, before: Any, after: Any) -> dict[str, jax.Arr
 
 
 def _by_parameter(name: str, tree: Any, measure: Callable, towers: Towers) -> dict[str, jax.Array]:
-    """A measure of every parameter, of each layer's by itself where layers are stacked."""
+    """A measure of every parameter; of each layer separately if layers are stacked."""
 
     def measured(path: Any, value: jax.Array) -> jax.Array:
         return (jax.vmap(measure) if DictKey(LAYERS) in path else measure)(value)
