@@ -56,7 +56,13 @@ def differing(out, prompts, **options):
 
 
 def test_a_report_agrees_and_every_score_to_the_last_bit(reported, prompts):
+    def files():
+        there = [path for path in reported.parent.rglob("*") if path.is_file()]
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in there}
+
+    before = files()
     findings = found(reported, prompts)
+    assert files() == before
     assert all(each.agrees for each in findings), findings
     cells = [each for each in findings if each.is_cell]
     assert len(cells) == sum(
