@@ -23,6 +23,7 @@ _TESTS = Path(__file__).resolve().parent
 _SHARED = _TESTS.parents[1] / "shared"
 # The longest first: a worker that began one of them last would end alone.
 _LONG = (
+    "training/test_held_state.py",
     "training/test_mesh_parity.py",
     "parity/test_stacks_agree.py",
     "partitioning/test_eight_devices.py",
@@ -36,6 +37,10 @@ _LONG = (
     "training/test_bad_update.py",
     "training/test_hard_times.py",
     "training/test_resume.py",
+    "training/test_planned.py",
+    "training/test_step_memory.py",
+    "tasks/test_prompt_cache.py",
+    "model/test_attention.py",
     "parity/test_decoding_agrees.py",
     "tasks/test_user_templates.py",
     "training/test_start.py",

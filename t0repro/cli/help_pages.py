@@ -29,6 +29,11 @@ def arrange(command: Any) -> None:
     command.help = _text(command.help or "")
     command.epilog = _text(command.epilog or "")
     command.format_options = functools.partial(_format_options, command)
+    for parameter in command.params:
+        kind = parameter.type_descriptor
+        # As it is to be typed: Typer shows a choice as it compares it, lm-eval as lm_eval.
+        if kind.is_choice and not kind.is_list and all(isinstance(c, str) for c in kind.choices):
+            parameter.metavar = parameter.metavar or f"<{'|'.join(kind.choices)}>"
 
 
 def page(program: str, text: str, sections: dict[str, list[tuple[str, str]]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import enum
 import functools
@@ -53,14 +54,6 @@ Resamples = Annotated[
     int, typer.Option(help="Number of bootstrap weightings for the intervals.", min=100)
 ]
 BootstrapSeed = Annotated[int, typer.Option(help="Seed of the random weightings.")]
-TrainMixtures = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A mixture that was trained on: its prompts do not count as held out; repeatable."
-    ),
-]
-Label = Annotated[str, typer.Option(help="Name of the run in the report.")]
-Title = Annotated[str, typer.Option(help="Heading of the report.")]
 DType = Literal["float32", "bfloat16"]
 
 
@@ -75,21 +68,32 @@ def modules_or_t0(
 # ---- Options for a run's gin files and overrides, named as in `t5_mesh_transformer` and T5X ------
 
 
+GIN = "Gin files and data"  # the heading in help
 Mode = TypeVar("Mode", bound=enum.StrEnum)
 
-GinFiles = Annotated[list[str] | None, typer.Option("--gin_file", help="A gin file; repeatable.")]
+GinFiles = Annotated[
+    list[str] | None,
+    typer.Option("--gin_file", rich_help_panel=GIN, help="A gin file; repeatable."),
+]
 GinParams = Annotated[
     list[str] | None,
-    typer.Option("--gin_param", help="An override of a gin file's value; repeatable."),
+    typer.Option(
+        "--gin_param", rich_help_panel=GIN, help="An override of a gin file's value; repeatable."
+    ),
 ]
 GinFolders = Annotated[
     list[str] | None,
-    typer.Option("--gin_location_prefix", help="A folder to look for gin files in; repeatable."),
+    typer.Option(
+        "--gin_location_prefix",
+        rich_help_panel=GIN,
+        help="A folder to look for gin files in; repeatable.",
+    ),
 ]
 GinImportAllowlist = Annotated[
     list[str] | None,
     typer.Option(
         "--gin_import_allowlist",
+        rich_help_panel=GIN,
         help="Modules that gin files may import, separated by commas; repeatable. Default: all.",
     ),
 ]
@@ -177,6 +181,7 @@ GinBindings = Annotated[
     list[str] | None,
     typer.Option(
         "--gin_bindings",
+        rich_help_panel=GIN,
         help="An override in a T5X run, also written --gin.NAME=VALUE; repeatable.",
     ),
 ]
@@ -184,6 +189,7 @@ GinSearchPaths = Annotated[
     str,
     typer.Option(
         "--gin_search_paths",
+        rich_help_panel=GIN,
         help="Folders to look for a T5X run's gin files in, separated by commas.",
     ),
 ]
@@ -316,6 +322,26 @@ def _tracked(
     return tracked(names or (), run)
 
 
+# ---- What heads the report of an evaluation ------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportHead:
+    """How a report names its run, and what it takes for trained on."""
+
+    HEADING: ClassVar = "The report"
+
+    label: Annotated[str, typer.Option(help="Name of the run in the report.")] = "jax"
+    title: Annotated[str, typer.Option(help="Heading of the report.")] = "Rank evaluation"
+    train_mixture: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A mixture that was trained on: its prompts do not count as held out; repeatable."
+        ),
+    ] = None
+    resamples: Resamples = 4000
+
+
 # ---- Groups of options that several commands share, each defined once as a dataclass -------------
 
 # A command takes such a dataclass as a parameter; `with_groups` gives the command an option for
@@ -359,12 +385,12 @@ def _options(group: Any) -> Iterator[inspect.Parameter]:
         (owner,) = [
             each for each in group.__mro__ if field.name in vars(each).get("__annotations__", ())
         ]
-        for option in getattr(types[field.name], "__metadata__", ()):
-            # Shared annotations, such as GinFiles, get the same heading wherever they stand.
-            option.rich_help_panel = vars(owner).get("HEADING")
+        # Copied: in a command without the group, the same option stands under no heading.
+        option = copy.copy(types[field.name].__metadata__[0])
+        option.rich_help_panel = vars(owner).get("HEADING", option.rich_help_panel)
         yield inspect.Parameter(
             field.name,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
             default=field.default,
-            annotation=types[field.name],
+            annotation=Annotated[types[field.name].__origin__, option],
         )

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
 from t0repro.cli.options import (
     DType,
-    Label,
     ModulesOrT0,
     ProcessOptions,
-    Resamples,
-    Title,
+    ReportHead,
     Trackers,
-    TrainMixtures,
     modules_or_t0,
     tracked_evaluation,
     with_groups,
@@ -47,41 +45,12 @@ _Checkpoint = Annotated[
 ]
 _Mixture = Annotated[str, typer.Option(help="A mixture, or a task.")]
 _Out = Annotated[Path, typer.Option(callback=output, help="Folder for scores and report.")]
-_Split = Annotated[str, typer.Option(help="The split of every task.")]
 _Modes = Annotated[
     Literal["rank", "rank,generate", "generate"],
     typer.Option(help="rank answer choices; generate decodes the tasks that have none."),
 ]
 _Step = Annotated[
     int | None, typer.Option(help="Step of the checkpoint.", show_default="the latest")
-]
-_Data = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the datasets.", show_default="T0REPRO_DATA_DIR"),
-]
-_CacheDir = Annotated[Path | None, typer.Option(help="Read the tasks from this SeqIO cache.")]
-_AtHand = Annotated[
-    bool, typer.Option("--at_hand", help="Leave out tasks whose rows are missing, and list them.")
-]
-_Limit = Annotated[
-    int | None, typer.Option(min=1, help="Evaluate a random sample of this many inputs per task.")
-]
-_InputsLength = Annotated[int, typer.Option(min=1, help="Maximum tokens of an input.")]
-_TargetsLength = Annotated[
-    int, typer.Option(min=1, help="Maximum tokens of a choice, or of decoded text.")
-]
-_TokensPerBatch = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Input tokens per batch of a device.", show_default="what suits the device"
-    ),
-]
-_ModelParallelism = Annotated[
-    int, typer.Option(min=1, help="Devices that shard each layer; the rest shard the rows.")
-]
-_Activation = Annotated[
-    DType | None,
-    typer.Option(help="Type of activations.", show_default="float32 on CPU, else bfloat16"),
 ]
 _Normalize = Annotated[
     Literal["none", "target_length"],
@@ -106,33 +75,71 @@ _Also = Annotated[
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class TaskOptions:
+    """Which rows of which tasks are evaluated."""
+
+    HEADING: ClassVar = "Tasks and rows"
+
+    module_import: ModulesOrT0 = None
+    split: Annotated[str, typer.Option(help="The split of every task.")] = "validation"
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the datasets.", show_default="T0REPRO_DATA_DIR"),
+    ] = None
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Read the tasks from this SeqIO cache.")
+    ] = None
+    at_hand: Annotated[
+        bool,
+        typer.Option("--at_hand", help="Leave out tasks whose rows are missing, and list them."),
+    ] = False
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Evaluate a random sample of this many inputs per task."),
+    ] = None
+    # T0's own lengths.
+    inputs_length: Annotated[int, typer.Option(min=1, help="Maximum tokens of an input.")] = 1024
+    targets_length: Annotated[
+        int, typer.Option(min=1, help="Maximum tokens of a choice, or of decoded text.")
+    ] = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputationOptions:
+    """How scores are computed."""
+
+    HEADING: ClassVar = "Computation"
+
+    tokens_per_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Input tokens per batch of a device.", show_default="what suits the device"
+        ),
+    ] = None
+    model_parallelism: Annotated[
+        int, typer.Option(min=1, help="Devices that shard each layer; the rest shard the rows.")
+    ] = 1
+    activation: Annotated[
+        DType | None,
+        typer.Option(help="Type of activations.", show_default="float32 on CPU, else bfloat16"),
+    ] = None
+
+
 @with_groups
 def rank_eval(
     checkpoint: _Checkpoint,
     mixture: _Mixture,
     out: _Out,
+    tasks: TaskOptions,
+    computation: ComputationOptions,
+    head: ReportHead,
     processes: ProcessOptions,
-    module_import: ModulesOrT0 = None,
-    split: _Split = "validation",
-    modes: _Modes = "rank",
     step: _Step = None,
-    data: _Data = None,
-    cache_dir: _CacheDir = None,
-    at_hand: _AtHand = False,
-    limit: _Limit = None,
-    # T0's own lengths.
-    inputs_length: _InputsLength = 1024,
-    targets_length: _TargetsLength = 256,
-    tokens_per_batch: _TokensPerBatch = None,
-    model_parallelism: _ModelParallelism = 1,
-    activation: _Activation = None,
+    modes: _Modes = "rank",
     normalize: _Normalize = "none",
     also: _Also = None,
     also_format: _Format = None,
-    label: Label = "jax",
-    title: Title = "Rank evaluation",
-    train_mixture: TrainMixtures = None,
-    resamples: Resamples = 4000,
     tracker: Trackers = None,
     dry_run: _DryRun = False,
 ) -> None:
@@ -146,8 +153,8 @@ def rank_eval(
     """
     echo("importing JAX, and the tasks with SeqIO ...", err=True)
     # Tasks look for the variable when their rows are read.
-    if data is not None:
-        os.environ["T0REPRO_DATA_DIR"] = str(data)
+    if tasks.data is not None:
+        os.environ["T0REPRO_DATA_DIR"] = str(tasks.data)
     from t0repro.evaluation.evaluation_folder import EvaluationSettings
 
     with processes.joined():
@@ -155,39 +162,32 @@ def rank_eval(
 
         # Only now that the processes have joined: the default activation asks JAX for its backend.
         settings = EvaluationSettings(
-            split=split,
-            limit=limit,
-            lengths={"inputs": inputs_length, "targets": targets_length},
-            activation=activation or _default_activation(),
-            tokens_per_batch=tokens_per_batch,
-            use_cached=cache_dir is not None,
+            split=tasks.split,
+            limit=tasks.limit,
+            lengths={"inputs": tasks.inputs_length, "targets": tasks.targets_length},
+            activation=computation.activation or _default_activation(),
+            tokens_per_batch=computation.tokens_per_batch,
+            use_cached=tasks.cache_dir is not None,
             calibrated=bool(also),
             modes=tuple(modes.split(",")),
-            at_hand=at_hand,
+            at_hand=tasks.at_hand,
         )
         extras = [normalize, *(extra.value for extra in also or ())]
         # This registers the tasks, so it comes before the mixture is looked up.
-        modules = modules_or_t0(module_import)
-        write = _writer(modules, train_mixture or (), label, title, resamples, extras)
-        _add_cache(cache_dir)
+        write = _writer(modules_or_t0(tasks.module_import), head, extras)
+        _add_cache(tasks.cache_dir)
         if dry_run:
             _check(mixture, settings)
             return
         tracked = tracked_evaluation(tracker, out, checkpoint, mixture, settings)
         # Of several processes, one speaks to the trackers.
         with tracked if is_first() else contextlib.nullcontext():
-            _evaluate(
-                checkpoint, step, model_parallelism, mixture, out, settings, write, also_format
-            )
+            parallel = computation.model_parallelism
+            _evaluate(checkpoint, step, parallel, mixture, out, settings, write, also_format)
 
 
 def _writer(
-    modules: Sequence[str],
-    mixtures: Sequence[str],
-    label: str,
-    title: str,
-    resamples: int,
-    extras: Sequence[str],
+    modules: Sequence[str], head: ReportHead, extras: Sequence[str]
 ) -> Callable[..., tuple[Report, list[Path]]]:
     """Registers the modules' tasks; returns `write_results` for a report with these options."""
     from t0repro.reports.prompts import load_prompts, training_tasks
@@ -196,10 +196,10 @@ def _writer(
     return functools.partial(
         write_results,
         prompts=load_prompts(modules, into_seqio=True),
-        trained=training_tasks(mixtures),
-        label=label,
-        title=title,
-        resamples=resamples,
+        trained=training_tasks(head.train_mixture or ()),
+        label=head.label,
+        title=head.title,
+        resamples=head.resamples,
         extras=[name for name in extras if name != "none"],
     )
 

@@ -6,20 +6,19 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
 from t0repro.cli.options import (
     AsJson,
     BootstrapSeed,
-    Label,
     Modules,
     ModulesOrT0,
+    ReportHead,
     Resamples,
-    Title,
-    TrainMixtures,
     modules_or_t0,
+    with_groups,
 )
 from t0repro.cli.results import echo, print_json, print_written, show_page
 from t0repro.cli.spelling import output
@@ -40,46 +39,6 @@ app = typer.Typer(
 _EvalDir = Annotated[Path, typer.Argument(help="The <split>_eval folder to report on.")]
 _Out = Annotated[Path, typer.Option("--out", callback=output, help="Folder for the three files.")]
 _Step = Annotated[int | None, typer.Option(help="Step to report.", show_default="the latest")]
-_Other = Annotated[
-    str | None,
-    typer.Option(metavar="LABEL=EVAL_DIR", help="A second run to compare the scores with."),
-]
-_Metrics = Annotated[
-    Path | None, typer.Option(help="The training run's metrics.jsonl, for a loss curve.")
-]
-_Losses = Annotated[
-    tuple[str, str] | None,
-    typer.Option(
-        metavar="[LABEL=]A.jsonl [LABEL=]B.jsonl",
-        help="Two metrics.jsonl files whose losses to compare.",
-    ),
-]
-_TrainDatasets = Annotated[
-    list[str] | None,
-    typer.Option(help="A dataset that was trained on, such as super_glue/rte; repeatable."),
-]
-_Checkpoint = Annotated[
-    str | None,
-    typer.Option(help="The checkpoint that was evaluated.", show_default="as recorded"),
-]
-_Device = Annotated[
-    str | None,
-    typer.Option(help="The device that it was evaluated on.", show_default="as recorded"),
-]
-_Duration = Annotated[
-    float | None,
-    typer.Option(help="Duration of the evaluation, in seconds.", show_default="as recorded"),
-]
-_Conversion = Annotated[
-    Path | None, typer.Option(help="A text file with the result of a conversion.")
-]
-_Notes = Annotated[
-    list[str] | None, typer.Option(help="A sentence for the top of the report; repeatable.")
-]
-_Overlap = Annotated[
-    Path | None,
-    typer.Option(help="What `tasks overlap` wrote: accuracies without the rows that it found too."),
-]
 _From = Annotated[
     Literal["lm-eval"] | None,
     typer.Option(
@@ -95,27 +54,75 @@ def _group() -> None:
     """Write and read reports of rank evaluations."""
 
 
+@dataclasses.dataclass(frozen=True)
+class BesideOptions:
+    """What a report shows beside its run's scores."""
+
+    HEADING: ClassVar = "Beside the scores"
+
+    other: Annotated[
+        str | None,
+        typer.Option(metavar="LABEL=EVAL_DIR", help="A second run to compare the scores with."),
+    ] = None
+    metrics: Annotated[
+        Path | None, typer.Option(help="The training run's metrics.jsonl, for a loss curve.")
+    ] = None
+    losses: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="[LABEL=]A.jsonl [LABEL=]B.jsonl",
+            help="Two metrics.jsonl files whose losses to compare.",
+        ),
+    ] = None
+    conversion: Annotated[
+        Path | None, typer.Option(help="A text file with the result of a conversion.")
+    ] = None
+    overlap: Annotated[
+        Path | None,
+        typer.Option(
+            help="What `tasks overlap` wrote: accuracies without the rows that it found too."
+        ),
+    ] = None
+    note: Annotated[
+        list[str] | None, typer.Option(help="A sentence for the top of the report; repeatable.")
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordOptions:
+    """What an evaluation may not have recorded of itself."""
+
+    HEADING: ClassVar = "Not in the evaluation's own record"
+
+    train_dataset: Annotated[
+        list[str] | None,
+        typer.Option(help="A dataset that was trained on, such as super_glue/rte; repeatable."),
+    ] = None
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="The checkpoint that was evaluated.", show_default="as recorded"),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(help="The device that it was evaluated on.", show_default="as recorded"),
+    ] = None
+    duration: Annotated[
+        float | None,
+        typer.Option(help="Duration of the evaluation, in seconds.", show_default="as recorded"),
+    ] = None
+
+
 @app.command()
+@with_groups
 def make(
     eval_dir: _EvalDir,
     out: _Out,
-    label: Label = "jax",
-    title: Title = "Rank evaluation",
+    head: ReportHead,
+    shown: BesideOptions,
+    recorded: RecordOptions,
     step: _Step = None,
-    other: _Other = None,
-    metrics: _Metrics = None,
-    losses: _Losses = None,
     module_import: Modules = None,
-    train_mixture: TrainMixtures = None,
-    train_dataset: _TrainDatasets = None,
-    checkpoint: _Checkpoint = None,
-    device: _Device = None,
-    duration: _Duration = None,
-    conversion: _Conversion = None,
     source: _From = None,
-    overlap: _Overlap = None,
-    note: _Notes = None,
-    resamples: Resamples = 4000,
     seed: BootstrapSeed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -144,25 +151,25 @@ def make(
         for task, why in left_out.items():
             echo(f"left out {task}: {why}", err=True)
     # A mixture that was trained on is T0's unless another module is named.
-    modules = modules_or_t0(module_import) if train_mixture else module_import or ()
+    modules = modules_or_t0(module_import) if head.train_mixture else module_import or ()
     prompts = load_prompts(modules)
-    trained = training_tasks(train_mixture or ())
+    trained = training_tasks(head.train_mixture or ())
     # Datasets may be named without a module that knows their tasks.
-    datasets = training_datasets(trained, prompts) | set(train_dataset or ())
+    datasets = training_datasets(trained, prompts) | set(recorded.train_dataset or ())
     options = ReportOptions(
-        title=title,
-        bootstrap=Bootstrap(replicates=resamples, seed=seed),
+        title=head.title,
+        bootstrap=Bootstrap(replicates=head.resamples, seed=seed),
         # None where nothing was named: what is held out is then unknown, rather than everything.
         training_datasets=datasets or None,
         training_tasks=trained,
-        checkpoint=checkpoint,
-        device=device,
-        duration_seconds=duration,
-        notes=tuple(note or ()),
-        overlap=read_overlap(overlap) if overlap else None,
+        checkpoint=recorded.checkpoint,
+        device=recorded.device,
+        duration_seconds=recorded.duration,
+        notes=tuple(shown.note or ()),
+        overlap=read_overlap(shown.overlap) if shown.overlap else None,
     )
-    beside = _beside(label, other, metrics, losses, conversion)
-    report = make_report(Run(label, eval_dir, step), prompts, options, beside)
+    run = Run(head.label, eval_dir, step)
+    report = make_report(run, prompts, options, _beside(head.label, shown))
     # Two commands that write into one folder would mix their files.
     with folder_lock(out, "writing a report"):
         paths = write_report(report, out)
@@ -253,28 +260,22 @@ def history(
     show_page("history", history_page(found), found.to_json(), out, as_json=as_json)
 
 
-def _beside(
-    label: str,
-    other: str | None,
-    metrics: Path | None,
-    losses: tuple[str, str] | None,
-    conversion: Path | None,
-) -> Beside:
+def _beside(label: str, shown: BesideOptions) -> Beside:
     """What the report shows besides its run's scores; unlabelled losses get the runs' labels."""
     from t0repro.reports.make_report import Beside
     from t0repro.reports.run import Run, labelled
 
-    other_label, other_path = labelled(other) if other else (None, None)
+    other_label, other_path = labelled(shown.other) if shown.other else (None, None)
     compared = None
-    if losses:
-        (label_a, path_a), (label_b, path_b) = map(labelled, losses)
+    if shown.losses:
+        (label_a, path_a), (label_b, path_b) = map(labelled, shown.losses)
         # Unlabelled losses are taken to be of the runs whose scores are compared.
         compared = ((label_a or label, path_a), (label_b or other_label or "other", path_b))
     return Beside(
         other=Run(other_label or "other", other_path) if other_path else None,
-        metrics=metrics,
+        metrics=shown.metrics,
         losses=compared,
-        conversion=_text(conversion) if conversion else None,
+        conversion=_text(shown.conversion) if shown.conversion else None,
     )
 
 

@@ -12,6 +12,7 @@ import typer
 
 from t0repro.buckets import is_address
 from t0repro.cli.options import (
+    GIN,
     GinBindings,
     GinFiles,
     GinImportAllowlist,
@@ -46,7 +47,7 @@ Plan = TypeVar("Plan", bound="InferencePlan")
 class T5xOptions(LogOptions):
     """What every run mode of T5X takes."""
 
-    HEADING: ClassVar = "Gin files and data"
+    HEADING: ClassVar = GIN
 
     gin_file: GinFiles = None
     gin_bindings: GinBindings = None
