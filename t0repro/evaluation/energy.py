@@ -1,7 +1,7 @@
 """Energy used by an evaluation, if the hardware reports it: GPUs through NVML, CPUs through RAPL.
 
-Both count everything that runs on the device meanwhile, not just this process. On many systems only
-root can read RAPL's files; counters that cannot be read are left out.
+Both count everything that runs on the device at the time, not just this process. On many systems
+only root can read RAPL's files; counters that cannot be read are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Time and energy that outputs took.
+    """Time and energy spent on outputs.
 
     Attributes:
       seconds: wall-clock time.
@@ -50,7 +50,7 @@ class EnergyMeter:
 
     Args:
       powercap: folder of RAPL's counters.
-      gpus: whether to read NVIDIA GPUs as well.
+      gpus: whether to read NVIDIA GPUs too.
 
     Attributes:
       source: description of what is counted; empty if nothing is.

@@ -44,7 +44,7 @@ class Scored:
     """A batch's pairs.
 
     Attributes:
-      pairs: Their numbers.
+      pairs: The pairs' numbers.
       scores: Their log-likelihoods, natural log.
       misses: How many of a pair's targets are not the most likely token at their position; None
         unless the engine was asked for them.
@@ -128,8 +128,8 @@ class Engine:
         )
 
     def _too_large(self, batch: PlannedBatch, error: Exception) -> None:
-        """Records that a batch size does not fit; re-raises errors of any other kind."""
-        # XLA's own status; some backends only say it in words.
+        """Records that a batch size does not fit; re-raises any other error."""
+        # XLA's own status; some backends only mention it in the message.
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise error
         where = f"{batch.inputs_length} input and {batch.targets_length} target tokens"
@@ -165,7 +165,7 @@ class Engine:
             ]
 
     def _divided(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Arrays with as many rows of padding as the devices need to share them evenly."""
+        """Arrays padded with rows until they shard evenly across the devices."""
         return [padded_rows(x, data_parts(self.params)) for x in arrays]
 
 
@@ -191,7 +191,7 @@ def score_pairs(
 
 
 def suited_tokens() -> int:
-    """Default number of tokens that a device computes at once."""
+    """Default number of tokens that a device processes at once."""
     return TOKENS_PER_BATCH.get(jax.default_backend(), 4096)
 
 
@@ -208,7 +208,7 @@ def score_examples(
       params: the model's parameters.
       model: the model.
       examples: token ids under `inputs` and `targets`; of any number of tasks.
-      lengths: maximum tokens per feature, beyond which they are cut off; None keeps all.
+      lengths: maximum tokens per feature; longer ones are truncated. None keeps all.
       tokens_per_batch: see grouping.make_batching.
     """
     pairs = distinct_pairs(examples, lengths)
@@ -226,9 +226,10 @@ def _summed(
         real = rows.pair >= 0
         at = np.array([place[int(pair)] for pair in rows.pair[real]], np.int64)
         for name, value in values.items():
-            # Rows beyond those of `rows` were added so that the devices share the batch evenly.
+            # Rows beyond those of `rows` are padding that lets the batch shard evenly across
+            # devices.
             weights = value[: len(rows.pair)][real].astype(np.float64)
-            # A pair's tokens are wherever the packing put them, so they are summed by owner.
+            # Packing may put a pair's tokens anywhere, so sum them by owner.
             sums[name] += np.bincount(at, weights=weights, minlength=len(pairs))
     return Scored(pairs, sums["log_p"], sums.get("misses"))
 

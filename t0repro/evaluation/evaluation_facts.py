@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind: provenance.json, operative_config.gin, and its printed end."""
+"""An evaluation's own record: provenance.json, operative_config.gin, and the closing lines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_facts(folder: Path, checkpoint: Checkpoint, names: Sequence[str], devi
       folder: the `<split>_eval` folder, with a record of each finished task.
       checkpoint: the checkpoint that was evaluated.
       names: names of the tasks to cover.
-      device: what computed.
+      device: the device that computed.
     """
     records = read_records(folder, checkpoint.step)
     used = {name: records[name] for name in names if name in records}
@@ -157,7 +157,7 @@ def _energy(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def print_results(
     metrics: Mapping[str, Mapping[str, float]], step: int, folder: str | os.PathLike[str]
 ) -> None:
-    """Prints each task's metrics, the files of the tasks, and the command for a report.
+    """Prints each task's metrics, the tasks' files, and the command for a report.
 
     Args:
       metrics: task -> metric name -> value.

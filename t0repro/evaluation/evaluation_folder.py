@@ -1,4 +1,4 @@
-"""The results folder of an evaluation: which tasks are finished, by which code, and new records."""
+"""An evaluation's results folder: finished tasks, the code that made them, and new records."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _SCORING = (
 )
 # A decoded text: from tokens to text.
 _GENERATION = ("t0repro.evaluation.generation",)
-# An example: from rows to tokens. All of t0repro.tasks is added, because which module registers a
-# task is known only when the command runs.
+# An example: from rows to tokens. All of t0repro.tasks is included, because only the command's run
+# shows which module registers a task.
 _RENDERING = ("t0repro.evaluation.reading",)
 
 # Packages whose versions decide what the modules compute.
@@ -68,7 +68,7 @@ def rendering_digest() -> str:
 def code_digest(
     modules: Iterable[str], packages: Iterable[str], read: ReadSource | None = None
 ) -> str:
-    """Digest, 16 hex digits, of modules, all that they import from t0repro, and package versions.
+    """Digest, 16 hex digits, of modules, all their imports from t0repro, and package versions.
 
     Args:
       modules: full names of modules of t0repro.
@@ -94,7 +94,7 @@ def imported_modules(modules: Iterable[str], read: ReadSource) -> dict[str, str]
         if source is not None:
             found[name] = source
             waiting += _imports(source)
-            # Importing a module runs its package's __init__ as well.
+            # Importing a module also runs its package's __init__.
             waiting += [name.rpartition(".")[0]] if name != _ROOT else []
     return found
 
@@ -128,7 +128,7 @@ def _named(node: ast.expr) -> str | None:
 def read_source(name: str) -> str | None:
     """Source of an installed module, without importing it; None if there is no such module."""
     parts = name.split(".")
-    # The first two parts find the folder, because t0repro.tasks may lie outside t0repro's.
+    # Locate the folder by the first two parts: t0repro.tasks may lie outside t0repro's own.
     spec = importlib.util.find_spec(".".join(parts[:2]))
     if spec is None or spec.origin is None:
         return None
@@ -194,7 +194,7 @@ class EvaluationFolder:
       path: the `<split>_eval` folder.
       checkpoint: the checkpoint that is evaluated.
       settings: the settings of the evaluation.
-      generated: names of the tasks that are decoded; the others are ranked.
+      generated: names of the tasks to decode; the others are ranked.
       command: part of the key, because commands choose examples differently: under a limit,
         score_eval takes the first ones and rank_eval samples.
     """
@@ -211,14 +211,14 @@ class EvaluationFolder:
         self._settings, self._generated = settings, frozenset(generated)
 
     def key(self, name: str) -> dict[str, Any]:
-        """Everything that a task's results depend on, as JSON values."""
+        """Everything that determines a task's results, as JSON values."""
         from t0repro.evaluation.reading import data_origin, vocabulary_digest
         from t0repro.tasks.task import prompted_tasks
 
         settings, prompt = self._settings, prompted_tasks().get(name)
         generates = name in self._generated
-        # Decoding and scoring depend on different modules; a change of one leaves the
-        # other's results.
+        # Decoding and scoring run different modules; a change of one keeps the other's results
+        # valid.
         code = generation_digest() if generates else scoring_digest()
         return {
             "command": self._command,
@@ -260,7 +260,7 @@ class EvaluationFolder:
 
 
 def scores_key(checkpoint: Checkpoint) -> str:
-    """Hash of what a pair's score depends on besides its tokens; the journal's folder name."""
+    """Hash of what determines a pair's score besides its tokens; names the journal's folder."""
     activation = checkpoint.model.dtypes.activation
     text = f"{checkpoint.digest} {activation} {scoring_digest()}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -4,9 +4,9 @@
                              config.decoding, length=128)
     texts = texts_of(tokens, vocabulary)
 
-In greedy decoding, neither order nor batching changes the output. A beam search depends on them
-slightly (t0repro.model.decoding), so its batches are the same as Mesh TensorFlow's: consecutive
-examples, with the last batch filled up.
+In greedy decoding, neither order nor batching changes the output. A beam search depends on both
+slightly (t0repro.model.decoding), so its batches equal Mesh TensorFlow's: consecutive examples, the
+last batch padded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def generate_tokens(
       config: greedy, sampling or beam search.
       length: maximum tokens of an output.
       batch_size: number of rows decoded together.
-      inputs_length: maximum tokens of an input, beyond which it is cut off; None keeps all.
+      inputs_length: maximum tokens of an input; longer ones are truncated. None keeps all.
       seed: Seed for sampling.
       fill_with_first: copies of the first input that a beam search appends, before empty rows.
     """
@@ -63,21 +63,21 @@ def generate_tokens(
     outputs: list[list[int]] = [[] for _ in rows]
     batches = _batches(rows, batch_size)
     if config.beam_size > 1:
-        # Mesh TensorFlow's own batches: a beam search depends on all of their rows.
+        # Use Mesh TensorFlow's own batches: a beam search depends on all rows of its batch.
         batches = _consecutive(len(rows), batch_size)
         rows = _filled(rows, batch_size, fill_with_first)
     limits = _search_limits(rows, config, batch_size)
     key = jax.random.key(seed)
 
     def started() -> Iterator[tuple[np.ndarray, Any]]:
-        """Each batch's members and its tokens, which the device may still be computing."""
+        """Each batch's row indices and its tokens, which the device may still be computing."""
         for number, members in enumerate(batches):
-            # Fill a partial batch with copies of its first row, which cost no further steps.
+            # Pad a partial batch with copies of its first row, which add no decoding steps.
             full = np.concatenate([members, np.full(batch_size - len(members), members[0])])
             padded = _padded([rows[member] for member in full])
-            # The batch's number, so that each batch draws its own noise from one seed.
+            # Fold in the batch's number, so that each batch samples its own noise from one seed.
             batch_key = jax.random.fold_in(key, number)
-            # Rows that only fill the devices end their beam search before its first step.
+            # Padding rows for the devices end their beam search before its first step.
             padded, steps = (padded_rows(x, data_parts(params)) for x in (padded, limits[full]))
             with across_devices_of(params):
                 decoded = generate(
@@ -87,7 +87,7 @@ def generate_tokens(
 
     with count_progress(len(outputs), "decoding", "example", "decoded") as advance:
         for members, tokens in _in_flight(started()):
-            # Copies and filling come after the real rows, and are dropped.
+            # Copies and padding come after the real rows, and are dropped.
             real = members[members < len(outputs)]
             for member, row in zip(real, tokens, strict=False):
                 outputs[member] = np.trim_zeros(row, "b").tolist()
@@ -153,14 +153,15 @@ def _consecutive(count: int, batch_size: int) -> Iterator[np.ndarray]:
 
 
 def _batches(rows: Sequence[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
-    """Yields indices of rows of similar length, longest first so that memory runs out at once."""
+    """Yields indices of rows of similar length, longest first so that memory runs out early."""
     order = np.argsort([-_rounded(len(row)) for row in rows], kind="stable")
     start = 0
     while start < len(order):
         length = _rounded(len(rows[order[start]]))
         end = start + 1
         while end < min(len(order), start + batch_size):
-            # Slightly shorter rows may fill up a batch; much shorter ones get a batch of their own.
+            # Slightly shorter rows may complete a batch; much shorter ones get a batch of their
+            # own.
             if _rounded(len(rows[order[end]])) * 2 < length:
                 break
             end += 1

@@ -1,12 +1,12 @@
 """Groups pairs into batches of few shapes with little padding, chosen from the data.
 
-A batch holds encoder rows of packed inputs (see packing), all of one length, and decoder rows of
-their choices, all of another, so that each input is encoded once however many choices it has. Row
-lengths are chosen to minimise the estimated cost on the available data, from few that all plans
-share, so that plans made one by one compile few shapes together.
+A batch has encoder rows of packed inputs (see packing), all of one length, and decoder rows of
+their choices, all of another, so that each input is encoded once for all its choices. Row lengths
+minimize the estimated cost on the available data. They come from a small set shared by all plans,
+so that plans made one by one compile few shapes in total.
 
-A batch is what one device computes at once. Scores are the same to the last bit wherever a batch
-is the same, so plans do not depend on the number of devices or on what was scored before.
+One device computes one batch at a time. Equal batches give bitwise equal scores, so plans do not
+depend on the number of devices or on what was scored before.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from t0repro.model.shapes import Int
 
 # Row lengths are powers of two times these, and for targets half as much again: 16, 24, 32, 48.
 SHORTEST_INPUTS, SHORTEST_TARGETS = 32, 16
-# Cost of one more shape, in encoder tokens: about what a CPU computes with a small T5 in the time
-# that XLA takes to compile it.
+# Cost of one more shape, in encoder tokens: about what a CPU computes with a small T5 while XLA
+# compiles it.
 TOKENS_PER_SHAPE = 4096
 # A decoder token costs this many encoder tokens (attention to the inputs, logits), and a token in a
 # row of length n costs 1 + n / ATTENTION_LENGTH. Measured with T5 1.1 small on a CPU: 1.9, and
@@ -38,8 +38,8 @@ MAX_INPUT_LEVELS, MAX_TARGET_LEVELS = 8, 4
 _SHORTEST_ROWS = (32, 64, 128, 256, 512)
 _MOST_CUTS = 64  # candidate boundaries between groups; bounds the search's quadratic cost
 _FILLED = 0.95  # assumed fill of packed rows when estimating costs
-_MORE = (1, 1.15, 1.3, 1.5, 1.75, 2.0)  # multiples of the estimated target tokens a row, to try
-_SAMPLE = 1500  # about how many inputs they are tried on
+_MORE = (1, 1.15, 1.3, 1.5, 1.75, 2.0)  # multiples of the estimated target tokens per row, to try
+_SAMPLE = 1500  # about how many inputs to try them on
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class DecoderRows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedBatch:
-    """Rows of inputs that are encoded together, with the choices to decode for each.
+    """Rows of inputs to encode together, with the choices to decode for each.
 
     Attributes:
       rows: the packed rows, at most `size`.
@@ -81,7 +81,7 @@ class PlannedBatch:
         return self.size, self.inputs_length, self.targets_length
 
     def digest(self, pairs: Pairs) -> bytes:
-        """16-byte digest of all that the batch's scores depend on besides model and device."""
+        """16-byte digest of everything that determines the batch's scores but model and device."""
         digest = hashlib.blake2b(repr(self.shape).encode(), digest_size=16)
         for row in self.rows:
             for piece in row.pieces:
@@ -139,7 +139,7 @@ class PlannedBatch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batching:
-    """The batches of a window, largest first, so that memory runs out early or not at all.
+    """The batches of a window, largest first, so that memory runs out early or never.
 
     Attributes:
       batches: the batches, in the order to run them.
@@ -174,17 +174,17 @@ def make_batching(
 
     Args:
       pairs: the distinct pairs.
-      tokens_per_batch: maximum entries of a batch's inputs, padding included, and a quarter of that
-        for its targets, since each target's logits have the vocabulary's size. A batch has at
-        least one row, whatever the limit. It is what one device computes at once.
-      todo: the pairs to score; None for all. A pair whose target is empty is left out (its score
+      tokens_per_batch: maximum input entries of a batch, padding included, as one device computes
+        it; targets get a quarter of that, since each target's logits have the vocabulary's size. A
+        batch has at least one row, whatever the limit.
+      todo: the pairs to score; None for all. Pairs with an empty target are left out (their score
         is 0).
     """
     items = _items(pairs, np.arange(len(pairs)) if todo is None else todo)
     batches: list[PlannedBatch] = []
     waiting = {item.number: item for item in items}
     for shape in reversed(choose_shapes(items)):  # long rows first: short inputs fill them up
-        # Items that filled up rows of a longer shape are packed already.
+        # Some items are packed already: they filled up rows of a longer shape.
         own = [waiting.pop(n) for n in (items[at].number for at in shape.members) if n in waiting]
         fillers = [item for item in waiting.values() if shape.holds(item)]
         targets = _best_targets(own, shape)
@@ -208,7 +208,7 @@ def make_batching(
 
 
 def joined(plans: Sequence[Batching]) -> Batching:
-    """Plans of different pairs as one, batches of a shape one after the other."""
+    """Merges plans of different pairs into one, grouping batches by shape."""
     batches = [batch for plan in plans for batch in plan.batches]
     return Batching(
         # Batches with the most computation first; equal shapes stay in the plans' order.
@@ -221,9 +221,9 @@ def joined(plans: Sequence[Batching]) -> Batching:
 
 
 def side_by_side(batches: Iterable[PlannedBatch], parts: int) -> Iterator[PlannedBatch]:
-    """Puts consecutive batches of one shape together, so that each of `parts` devices has one.
+    """Merges consecutive batches of one shape, so that each of `parts` devices gets one.
 
-    Every device then computes arrays of the planned shape, however many devices there are.
+    Each device then computes arrays of the planned shape, however many devices there are.
     """
     empty = Row((), ((),), 0, 0)
     for _, alike in itertools.groupby(batches, lambda batch: batch.shape):
@@ -240,7 +240,7 @@ def _cost(batch: PlannedBatch) -> int:
 
 
 def _items(pairs: Pairs, todo: Int[np.ndarray, " todo"]) -> list[Item]:
-    """The items to pack: each input that a pair to score has, with those pairs."""
+    """The items to pack: each input with pairs to score, and those pairs."""
     lengths = [len(target) for target in pairs.targets]
     by_input: dict[int, list[int]] = {}
     for pair in todo:
@@ -252,7 +252,7 @@ def _items(pairs: Pairs, todo: Int[np.ndarray, " todo"]) -> list[Item]:
         pieces = packing.pieces_of(lengths, members)
         length = len(pairs.inputs[number])
         targets = max(sum(lengths[pair] for pair in piece) for piece in pieces)
-        # An empty input has no segment that its choices could read beside another input's
+        # An empty input has no segment for its choices to attend to if it shares a row.
         alone = len(pieces) > 1 or length == 0
         items.append(Item(number, max(length, 1), pieces, targets, alone))
     return items
@@ -281,10 +281,10 @@ class Shape:
 
 
 def choose_shapes(items: Sequence[Item]) -> list[Shape]:
-    """Chooses the row shapes that cost least on the available data, shortest rows first.
+    """Chooses the cheapest row shapes for the available data, shortest rows first.
 
-    Long rows are packed more tightly and need fewer shapes; short ones spend less on attention.
-    Costs are estimated from sums, without packing.
+    Long rows pack more tightly and need fewer shapes; short ones spend less on attention. Costs are
+    estimated from sums, without packing.
     """
     if not items:
         return []
@@ -330,13 +330,13 @@ def _shapes(
 def _split(
     length: Int[np.ndarray, " items"], targets: Int[np.ndarray, " items"], row_length: int
 ) -> tuple[float, list[tuple[int, int, int]]]:
-    """Splits items, ascending by targets, into the groups that cost least.
+    """Splits items, ascending by targets, into the cheapest groups.
 
     Returns:
       The cost in encoder tokens, and for each group (target tokens per row, first item, end).
     """
     # Dynamic programming: best[k, end] is the least cost of the items before cuts[end] in k groups.
-    # A cut is where the number of targets changes; of too many cuts every n-th is kept.
+    # Cuts lie where the number of targets changes; if there are too many, keep every n-th.
     cuts = np.flatnonzero(np.diff(targets, prepend=-1))
     cuts = np.append(cuts[:: -(-len(cuts) // _MOST_CUTS)], len(targets))
     # Prefix sums: a group's total is the difference of two entries.
@@ -350,7 +350,7 @@ def _split(
     size = np.zeros((n + 1, n + 1), np.int64)
     for end in range(1, n + 1):
         used, filled = inputs[end] - inputs[:end], outputs[end] - outputs[:end]
-        # At least the most target tokens of an item; beyond that, in proportion to the inputs.
+        # At least the most target tokens of any item; above that, in proportion to the inputs.
         size[:end, end] = _rounded(np.maximum(targets[cuts[end] - 1], row_length * filled / used))
         # Two inputs longer than half a row cannot share one, however full rows are on average.
         rows = np.maximum(used / (_FILLED * row_length), halves[end] - halves[:end])
@@ -360,7 +360,7 @@ def _split(
             total = best[level - 1, :end] + cost
             cut[level, end] = int(total.argmin())
             best[level, end] = total[cut[level, end]]
-    # Back from the last item to the first, along the cuts that gave the least cost.
+    # Trace back from the last item to the first, along the cuts of least cost.
     level, end, found = int(best[:, n].argmin()), n, []
     cost = float(best[level, n])
     while end:
@@ -386,7 +386,7 @@ def _best_targets(own: Sequence[Item], shape: Shape) -> int:
 
 
 def _batches(rows: Sequence[Row], tokens: int, length: int) -> list[PlannedBatch]:
-    """Splits rows into batches of as many as the limit allows; the last is the least that holds."""
+    """Splits rows into batches as large as the limit allows; the last gets the smallest size."""
     if not rows:
         return []
     targets = int(_rounded(np.array(max(row.targets for row in rows))))
@@ -394,7 +394,7 @@ def _batches(rows: Sequence[Row], tokens: int, length: int) -> list[PlannedBatch
     batches = []
     for start in range(0, len(rows), limit):
         part = tuple(rows[start : start + limit])
-        # Of few sizes: the limit, three quarters, half, three eighths of it, and so on.
+        # Few sizes: the limit, three quarters of it, half, three eighths, and so on.
         sizes = (-(-limit * share // 2**halved) for halved in range(2, 40) for share in (4, 3))
         size = min(size for size in sizes if size >= len(part))
         batches.append(PlannedBatch(part, size, length, targets))
@@ -402,7 +402,7 @@ def _batches(rows: Sequence[Row], tokens: int, length: int) -> list[PlannedBatch
 
 
 def _rounded(targets: np.ndarray) -> Int[np.ndarray, " lengths"]:
-    """Numbers of target tokens rounded up to the lengths that rows may have."""
+    """Rounds numbers of target tokens up to row lengths."""
     targets = np.maximum(targets, SHORTEST_TARGETS)
     power = 2.0 ** np.ceil(np.log2(targets))
     return np.where(0.75 * power >= targets, 0.75 * power, power).astype(np.int64)

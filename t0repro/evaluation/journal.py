@@ -8,9 +8,8 @@ A journal is an append-only file of 36-byte records:
     joules    float32; NaN if the hardware does not report it
     checksum  CRC-32 of the bytes before it
 
-Its folder is named after everything that a score depends on besides the pair's tokens: checkpoint,
-activation dtype and code. A record that is truncated, edited or non-finite is ignored, so that its
-pair is scored again.
+Its folder is named after everything else that determines a score: checkpoint, activation dtype and
+code. A truncated, edited or non-finite record is ignored, and its pair is scored again.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ class ScoreJournal:
         found[0] = np.nan
         order = np.argsort(digests)
         for records in self._blocks() if len(digests) else ():
-            # For each record, where its digest would be; whether it is there is
-            # compared below.
+            # For each record, where its digest would sort; the comparison below decides if it is
+            # there.
             place = np.searchsorted(digests, records["digest"], sorter=order)
             place = order[np.minimum(place, len(digests) - 1)]
             known = digests[place] == records["digest"]
@@ -99,8 +98,7 @@ class ScoreJournal:
         records["seconds"] = seconds
         records["joules"] = np.nan if joules is None else joules
         records["checksum"] = _checksums(records)
-        # Flushed at once, so that a killed process loses only the batches that are still
-        # being computed.
+        # Flush at once, so that a killed process loses only batches that were still being computed.
         with naming(self._path):
             self._file.write(records.tobytes())
             self._file.flush()

@@ -55,14 +55,15 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Reads a checkpoint of any format and infers the model.
 
-    Its sizes are its parameters'. What these do not tell, such as the activation, is in config.json
-    or in the operative_config.gin beside the checkpoint; else it is what T5 1.0 and 1.1 have.
+    Sizes come from the parameters. What these do not show, such as the activation, comes from
+    config.json or from the operative_config.gin beside the checkpoint; otherwise from T5 1.0 and
+    1.1.
 
     The parameters are sharded across all devices.
 
     Args:
       path: the checkpoint.
-      step: which step to read, as converters.sources.find_checkpoint takes it.
+      step: the step to read, in the form that converters.sources.find_checkpoint takes.
       activation: dtype of the activations, and of the parameters that are cast to it anyway.
       model_parallelism: number of devices that share each layer.
 
@@ -106,7 +107,7 @@ def open_checkpoint(
 
 
 def _model_config(family: ModelShape, computed: hf_config.Computation) -> ModelConfig:
-    """The model that scores: no dropout, and nothing of a loss."""
+    """The model for scoring: without dropout and without the options of a loss."""
     return ModelConfig(
         num_encoder_layers=family.num_encoder_layers,
         num_decoder_layers=family.num_decoder_layers,
@@ -156,11 +157,11 @@ def parameters_digest(names: Iterable[str], read: Callable[[str], np.ndarray]) -
     """Digest, 32 hex digits, of the parameters' names, dtypes, shapes and values.
 
     Args:
-      names: keys of a checkpoint's tensors; those that are no parameters are left out.
-      read: returns the tensor of a key, and is called for one at a time.
+      names: names of a checkpoint's tensors; those that are not parameters are skipped.
+      read: returns a tensor by name; called for one at a time.
     """
     digest = hashlib.blake2b(digest_size=16)
-    # In an order of their own, so that the digest does not depend on how the tree was read.
+    # Sort, so that the digest does not depend on the order in which the tree was read.
     for name in sorted(names):
         if name.startswith("target/"):
             _add(digest, name, read(name))

@@ -52,7 +52,7 @@ class TaskScores:
 class ScoredPairs:
     """Collects a task's pairs in the order of its examples.
 
-    A target is what t5.data.postprocessors.rank_classification makes of an example:
+    A target is the result of t5.data.postprocessors.rank_classification for an example:
     ((input, choice), is_correct, weight, target length).
     """
 
@@ -82,7 +82,7 @@ class ScoredPairs:
         )
 
     def for_metrics(self) -> tuple[list[Any], list[Any]]:
-        """Targets and scores in the order of the examples, as t5's metrics take them."""
+        """Targets and scores in the order of the examples, as t5's metrics expect them."""
         columns = self._columns()
         indices = zip(columns["input_index"], columns["choice_index"], strict=True)
         rest = (columns["is_correct"], columns["weight"], columns["target_length"].tolist())
@@ -170,7 +170,7 @@ def read_task_scores(
 ) -> list[TaskScores]:
     """The scores of a folder's tasks at one step, in the order of `tasks` or of their names.
 
-    All tasks at once; `iterate_task_scores` holds one at a time.
+    Reads all tasks at once; `iterate_task_scores` holds one at a time.
 
     Args:
       eval_dir: the `<split>_eval` folder.
@@ -192,7 +192,7 @@ def iterate_task_scores(
     *,
     with_inputs: bool = False,
 ) -> Iterator[TaskScores]:
-    """What read_task_scores reads, one task at a time, so that memory holds one task's pairs.
+    """Like read_task_scores, one task at a time, so that memory holds one task's pairs.
 
     Raises:
       UserError: at once if a task or its step is missing; while iterating if a file is bad.
@@ -270,8 +270,8 @@ def _read_task(folder: Path, task: str, step: int, with_inputs: bool) -> TaskSco
     _check_counts(targets_path, len(targets), scores_path, len(scores))
     indices = np.array([target[0] for target in targets], np.int64)
     _check_unique(indices, targets_path)
-    # Files list pairs in the order of evaluation, which batching may change: by example and choice,
-    # two runs can be compared entry by entry. lexsort's last key is the first one that counts.
+    # Files list pairs in evaluation order, which batching may change. Sorted by example and choice,
+    # two runs compare entry by entry. lexsort's last key is the primary one.
     order = np.lexsort((indices[:, 1], indices[:, 0]))
     return TaskScores(
         task=task,
@@ -302,7 +302,8 @@ def _read_inputs(
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields (line number from 1, line without its line feed); only a line feed ends a line."""
-    # str.splitlines and open's default would also end lines at what texts may hold: \r, U+2028.
+    # str.splitlines and open's default also end lines at characters that texts may contain: \r,
+    # U+2028.
     try:
         with open(path, encoding="utf-8", newline="\n") as file:
             for number, line in enumerate(file, 1):

@@ -9,8 +9,8 @@ each its own segment that attends only to its input's segment:
     segments   1   1    2  2    3   3  3    4    4
     reads      1   1    1  1    1   1  1    2    2
 
-Attention stays within a segment, so that scores do not depend on what is packed together (as when
-T5 is trained on packed batches), and there is very little padding.
+Attention stays within a segment, so scores do not depend on what shares a row (as when T5 trains on
+packed batches), and little padding remains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Maximum target tokens of a row. An input with more takes further decoder rows, which attend to the
+# Maximum target tokens per row. An input with more gets further decoder rows, which attend to the
 # same encoding.
 MAX_ROW = 1024
 
@@ -46,7 +46,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Inputs that are encoded in one row, and the pairs of each row of the decoder below it.
+    """The inputs encoded in one row, and the pairs of each decoder row for them.
 
     Attributes:
       inputs: the inputs' numbers in row order; the first is segment 1.
@@ -73,7 +73,7 @@ def pieces_of(lengths: Sequence[int], members: Sequence[int]) -> tuple[tuple[int
     for pair in members:
         if lengths[pair] > room:
             pieces.append([])
-            # A choice of more than MAX_ROW tokens has a row of that length to itself.
+            # A choice longer than MAX_ROW gets a row of its own length.
             room = max(MAX_ROW, lengths[pair])
         pieces[-1].append(pair)
         room -= lengths[pair]
@@ -85,9 +85,9 @@ def pack(
 ) -> tuple[list[Row], list[Item]]:
     """Packs items into rows that hold `length` input tokens and `targets` target tokens.
 
-    Greedy: each row starts with the largest item left and then repeatedly takes the item that best
-    fits the free room in both dimensions, so that inputs with many choices and inputs with few
-    fill up each other's rows.
+    Greedy: each row starts with the largest item left, then repeatedly takes the item that best
+      fits the free room in both dimensions. Inputs with many choices and inputs with few thus fill
+      each other's rows.
 
     Args:
       own: items that must all be packed.
@@ -126,7 +126,7 @@ class _Pool:
         self._items = [kinds[kind] for kind in order]
         self._own = sum(kind[2] for kind in order)
         self._next = 0
-        # A size whose items are used up is set to the maximum, so that it never fits (see _take).
+        # A size without items left becomes the maximum, so that it never fits (see _take).
         self._length = np.array([kind[0] for kind in order], np.int64)
         self._targets = np.array([kind[1] for kind in order], np.int64)
         self._scale = length, targets

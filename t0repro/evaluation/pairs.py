@@ -54,7 +54,7 @@ class Pairs:
 
 
 def concatenated(parts: Sequence[Pairs]) -> Pairs:
-    """Several examples' pairs, numbered on; pairs that are equal in two parts stay two."""
+    """Concatenates parts' pairs with continued numbering; equal pairs of two parts stay two."""
     inputs = np.cumsum([0, *(len(part.inputs) for part in parts)])
     pairs = np.cumsum([0, *map(len, parts)])
     return Pairs(
@@ -72,8 +72,8 @@ def distinct_pairs(
 
     Args:
       examples: token ids under `inputs` and `targets`; zeros at the end are padding.
-      lengths: maximum tokens per feature, beyond which they are cut off as Mesh TensorFlow does;
-        None keeps all.
+      lengths: maximum tokens per feature; longer ones are truncated as in Mesh TensorFlow. None
+        keeps all.
 
     Raises:
       ValueError: if a target has an id below 1 before its last token, so that its log-likelihood
@@ -89,8 +89,7 @@ def distinct_pairs(
         )
         if (target <= 0).any():
             raise ValueError(f"Example {number}: a target holds an id below 1 before its end.")
-        # Numbers are given in the order of first appearance, so dictionaries serve as sets
-        # with an index.
+        # Number entries in order of first appearance: the dictionaries are then sets with an index.
         at = inputs.setdefault(source.tobytes(), len(inputs))
         index.append(pairs.setdefault((at, target.tobytes()), len(pairs)))
     return Pairs(

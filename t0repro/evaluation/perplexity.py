@@ -1,8 +1,8 @@
-"""perplexity_eval on JAX: teacher-forced metrics of a task, by Mesh TensorFlow's names.
+"""perplexity_eval on JAX: teacher-forced metrics of a task, under Mesh TensorFlow's names.
 
     neg_log_perplexity   mean log-probability of a target token, natural log
     token_accuracy       fraction of target tokens that are the most likely token
-    sequence_accuracy    fraction of rows in which every target token is
+    sequence_accuracy    fraction of rows whose target tokens are all the most likely ones
     mean_label           mean id of the target tokens: a checksum of the data
     num_eval_tokens      number of target tokens
     max_targets_length   number of target tokens of the longest row

@@ -1,13 +1,13 @@
 """Rank classification: the answer choice with the highest log-likelihood is the prediction.
 
-This follows t5.evaluation.metrics.rank_classification (t5 0.9.4), so that both give the same
-numbers: pairs are sorted by idx; the first choice wins a tie (np.argmax); if several choices are
-correct, any of them counts as right; an example with no correct choice is always wrong; and scores
-are compared as float32 if the number of choices is fixed, and in their own type if it varies.
-T0 sums a choice's log-likelihood over its tokens and does not normalise by length.
+This follows t5.evaluation.metrics.rank_classification (t5 0.9.4) to give the same numbers. Pairs
+are sorted by idx; the first choice wins a tie (np.argmax); if several choices are correct, any of
+them counts as right; an example with no correct choice is always wrong. Scores are compared as
+float32 if the number of choices is fixed, and in their own type if it varies. T0 sums a choice's
+log-likelihood over its tokens and does not normalize by length.
 
-Besides the metric, the result keeps what a reader needs to check it: the prediction for each
-example, ties, margins, examples whose answer is none of the choices, chance and the majority class.
+Besides the metric, the result has what a reader needs to check it: the prediction for each example,
+ties, margins, examples whose answer is not among the choices, chance and the majority class.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RankResult:
     def chance(self) -> float:
         """Expected accuracy of choosing at random, in percent: the mean of 1 / number of choices.
 
-        If several choices are right, their number replaces the 1. An example with no right answer
+        If several choices are right, the numerator is their number. An example with no right answer
         still counts as 1 / number of choices, so that chance is never understated.
         """
         expected = np.maximum(self.num_correct, 1) / self.num_choices
@@ -80,11 +80,11 @@ class RankResult:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Table:
-    """A task's pairs laid out as [examples, choices]; `real` is false for padding.
+    """A task's pairs arranged as [examples, choices]; `real` is false for padding.
 
     Attributes:
       choice: each choice's index in its example.
-      value: the number that is compared; -inf for padding.
+      value: the score to compare; -inf for padding.
     """
 
     example: Int[np.ndarray, " examples"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
     from t0repro.evaluation.reading import Part
 
-# Looking for finished parts scans every waiting part's scores, so it is not done after each batch.
+# Finding finished parts scans all waiting parts' scores: too costly to do after each batch.
 _SECONDS_BETWEEN_PARTS = 2.0
 
 
@@ -34,8 +34,8 @@ class ScoredPart:
     Attributes:
       scores: log-likelihood of each example's choice, float32, natural log.
       content_free: float64 scores of the same choices given the content-free input, or None.
-      cost: of scoring its pairs; a pair that tasks share counts for each of them.
-      tokens_per_batch: that the batches were planned with.
+      cost: of scoring its pairs; a pair that several tasks share counts for each of them.
+      tokens_per_batch: the limit that the batches were planned with.
     """
 
     part: Part
@@ -47,7 +47,7 @@ class ScoredPart:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Place:
-    """Maps a part's examples to pairs, with their own and with the content-free input."""
+    """Maps a part's examples to pairs: with their own input, and with the content-free one."""
 
     part: Part
     index: Int[np.ndarray, " examples"]
@@ -55,7 +55,7 @@ class _Place:
 
 
 class RankRun:
-    """Scores the pairs of parts and hands over each part once all of its pairs are scored.
+    """Scores the pairs of parts, and returns each part once all of its pairs are scored.
 
     Args:
       checkpoint: the checkpoint to score with.
@@ -63,7 +63,7 @@ class RankRun:
       lengths: maximum tokens per feature; None truncates nothing.
       journal: known scores are read from it and new ones appended; None keeps no journal.
       tokens_per_batch: see grouping.make_batching; defaults to a size for the device.
-      content_free: tokens of a content-free input given which every choice is scored as well.
+      content_free: tokens of a content-free input, with which every choice is scored as well.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class RankRun:
         content_free: np.ndarray | None = None,
     ):
         self.checkpoint, self.journal = checkpoint, journal
-        # Pairs and batches of each part by itself: what else is in the window, what earlier runs
-        # have scored and how many devices there are change no batch, and so no score.
+        # Plan each part's pairs and batches separately: then no batch, and so no score, depends on
+        # the rest of the window, on earlier runs' scores or on the number of devices.
         own = [
             distinct_pairs(examples, lengths)
             for part in parts
@@ -115,7 +115,7 @@ class RankRun:
             f" {100 * self.plan.padding:.1f}% padding"
         )
         engine = Engine(self.checkpoint.params, self.checkpoint.model)
-        self._meter.joules()  # Starts the count here: what was used until now is not scoring.
+        self._meter.joules()  # starts the count: energy used until now was not spent on scoring
         started = last = handed_out = time.monotonic()
         waiting = self._hand_out(self._places, done)
         with count_progress(total, "scoring", "pair", "scored") as advance:
@@ -132,13 +132,13 @@ class RankRun:
 
     def _recall(self) -> None:
         """Loads known scores from the journal; the others are NaN."""
-        # A choice without tokens is in no batch; its sum over no tokens is 0.
+        # A choice without tokens is in no batch; its score is the empty sum, 0.
         known = np.zeros((3, len(self.pairs)))
         self._digests = np.zeros(len(self.pairs), DIGEST)
         planned = np.zeros(len(self.pairs), bool)
         for batch in self.plan.batches:
             planned[batch.pairs] = True
-            # A score is known only as that of the same pair in the same batch.
+            # Scores are reused only for the same pair in the same batch.
             key = batch.digest(self.pairs)
             self._digests[batch.pairs] = [
                 hashlib.blake2b(key + self.pairs.digest(pair), digest_size=16).digest()
@@ -150,7 +150,7 @@ class RankRun:
         self.scores, self._seconds, self._joules = known
 
     def _left(self) -> Batching:
-        """The plan without the batches whose scores are all known."""
+        """The plan, less the batches whose scores are all known."""
         return dataclasses.replace(
             self.plan,
             batches=tuple(
@@ -175,7 +175,7 @@ class RankRun:
         """Calls `done` for each part whose pairs are all scored; returns the other parts."""
         left = []
         for place in waiting:
-            # NaN in one of its pairs: a batch that is still to come scores it.
+            # NaN means that a later batch still has to score one of its pairs.
             if np.isnan(self.scores[place.index]).any() or np.isnan(self.scores[place.free]).any():
                 left.append(place)
             else:
@@ -183,7 +183,7 @@ class RankRun:
         return left
 
     def _scored(self, place: _Place) -> ScoredPart:
-        # A pair that several of the part's examples share was paid for once.
+        # Charge a pair once, even if several of the part's examples share it.
         pairs = np.unique(place.index)
         joules = float(self._joules[pairs].sum())
         return ScoredPart(
@@ -227,7 +227,7 @@ def _places(
 
 
 def _sections(part: Part, content_free: np.ndarray | None) -> list[Sequence[Mapping[str, Any]]]:
-    """A part's examples and, if asked for, the same choices with the content-free input."""
+    """A part's examples and, on request, the same choices with the content-free input."""
     if content_free is None:
         return [part.examples]
     return [part.examples, [{**each, "inputs": content_free} for each in part.examples]]

@@ -2,10 +2,10 @@
 
     <split>_eval/results/<task>_<step>.json   written last, when the task's files are complete
 
-A record's key lists what its results depend on: checkpoint, step, task, prompt text, data, lengths,
-and the rendering and scoring code. A task counts as finished only for its record's key, and only
-while its files have the digests in the record. A record whose checksum does not match, because it
-was truncated or edited, is ignored.
+A record's key lists everything that determines its results: checkpoint, step, task, prompt text,
+data, lengths, and the rendering and scoring code. A task counts as finished only for its record's
+key, and only while its files match the digests in the record. A record whose checksum does not
+match, because it was truncated or edited, is ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHECKSUM = "checksum"
 
 def read_records(folder: str | os.PathLike[str], step: int) -> dict[str, dict[str, Any]]:
     """Reads the records of a step's tasks, by task; empty if there are none."""
-    # Names may end in digits, so the step in the file's name is checked against the record's.
+    # Task names may end in digits, so check the file name's step against the record's.
     found = map(read_with_checksum, sorted((Path(folder) / RESULTS).glob(f"*_{step}.json")))
     records = {record["key"]["task"]: record for record in found if record is not None}
     return {task: record for task, record in records.items() if record["key"]["step"] == step}
@@ -45,7 +45,7 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def remove_record(folder: str | os.PathLike[str], task: str, step: int) -> None:
-    """Removes a task's record, if any, because something else has rewritten its files."""
+    """Removes a task's record, if any, because its files have been rewritten."""
     _path(Path(folder), task, step).unlink(missing_ok=True)
 
 
@@ -53,7 +53,7 @@ def is_finished(folder: Path, key: Mapping[str, Any], record: Mapping[str, Any] 
     """Whether a task's record has this key and its files are unchanged."""
     return (
         record is not None
-        # Through JSON, as the record's key went: tuples have become lists.
+        # Convert through JSON like the record's key: tuples become lists.
         and record["key"] == json.loads(json.dumps(key))
         and not changed_files(folder, record)
     )
@@ -99,13 +99,13 @@ def _path(folder: Path, task: str, step: int) -> Path:
 
 def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a JSON object that `read_with_checksum` reads."""
-    # As it will be read back (tuples become lists), so that the checksum is of the same content.
+    # Convert to the form in which it is read back (tuples become lists), and checksum that.
     content = json.loads(json.dumps(content))
     write_atomically(path, json.dumps({**content, _CHECKSUM: _checksum(content)}))
 
 
 def read_with_checksum(path: Path) -> dict[str, Any] | None:
-    """Reads a JSON object; None if it is missing, or not what was written."""
+    """Reads a JSON object; None if it is missing or altered."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

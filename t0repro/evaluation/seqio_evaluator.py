@@ -1,4 +1,4 @@
-"""SeqIO's own Evaluator on JAX: the functions that it calls a model with, and its files."""
+"""SeqIO's own Evaluator on JAX: the model functions that it calls, and its files."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ModelFunctions:
     Attributes:
       model: The model.
       params: Its parameters.
-      plan: How it decodes.
-      batch_size: Examples that are decoded together; the last batch is filled up with its first
-        example, whose copies are dropped.
+      plan: The decoding options.
+      batch_size: Examples decoded together; the last batch is padded with copies of its first
+        example, whose outputs are dropped.
       seed: For sampling.
     """
 
@@ -77,7 +77,7 @@ class ModelFunctions:
             examples.append(_tokens(example))
         if not examples:
             return []
-        # The limit is in tokens: a batch_size of the longest examples.
+        # The limit is in tokens: those of batch_size examples of the greatest length.
         longest = max(len(row) for example in examples for row in example.values())
         scores = score_examples(
             self.params,
@@ -89,7 +89,7 @@ class ModelFunctions:
         return [(index, float(score)) for index, score in zip(indices, scores, strict=True)]
 
     def _decoded(self, dataset: Any) -> Iterator[tuple[list[int], Decodes]]:
-        """Each batch's indices and decodes; of the rows, the first are the indexed ones."""
+        """Each batch's example indices and decodes; padding rows come after the indexed ones."""
         batches = _batches(dataset, self.params, self.batch_size, self.seed)
         for indices, batch, key in batches:
             own = _tokens(batch)
@@ -102,12 +102,12 @@ class ModelFunctions:
 
 @dataclasses.dataclass(frozen=True)
 class UserModelFunctions:
-    """The same of a model of the user's, by its own `predict_batch`, `score_batch` and so on.
+    """The same for a user's model, through its `predict_batch`, `score_batch` and so on.
 
     Attributes:
       model: an EncoderDecoderModel; batches have T5X's feature names.
       params: Its parameters.
-      batch_size: Examples that are done together.
+      batch_size: Examples processed together.
       seed: For sampling.
     """
 
@@ -124,14 +124,14 @@ class UserModelFunctions:
         ]
 
     def predict_with_aux(self, dataset: Any) -> tuple[Indexed, Aux]:
-        """Token ids of each example's output, and what else the model returns, by name."""
+        """Token ids of each example's output, and the model's other results by name."""
         predict = jax.jit(self.model.predict_batch_with_aux)
         rows = list(self._done(dataset, lambda b, k: predict(self.params, b, k)))
         names = rows[0][1] if rows else ()
         return [pair for pair, _ in rows], {name: [aux[name] for _, aux in rows] for name in names}
 
     def score(self, dataset: Any) -> Indexed:
-        """What the model's `score_batch` says of each example's targets."""
+        """The model's `score_batch` of each example's targets."""
         score = jax.jit(self.model.score_batch)
         return [pair for pair, _ in self._done(dataset, lambda b, _: (score(self.params, b), {}))]
 
@@ -153,7 +153,7 @@ class UserModelFunctions:
 def functions_of(
     model: Any, params: Any, plan: DecodingPlan, batch_size: int, seed: int = 0
 ) -> ModelFunctions | UserModelFunctions:
-    """The functions of a network, decoded by a plan, or of a model of the user's."""
+    """The functions of a network, decoded by a plan, or of a user's model."""
     if isinstance(model, T5):
         return ModelFunctions(model, params, plan, batch_size, seed)
     return UserModelFunctions(model, params, batch_size, seed)
@@ -162,12 +162,12 @@ def functions_of(
 def _batches(
     dataset: Any, params: Any, batch_size: int, seed: int
 ) -> Iterator[tuple[list[int], dict[str, np.ndarray], jax.Array]]:
-    """Indices, features and PRNG key of each batch; of the rows, the first are the indexed ones."""
+    """Indices, features and PRNG key of each batch; padding rows come after the indexed ones."""
     key = jax.random.PRNGKey(seed)
     pairs, numbers = _pairs(dataset), itertools.count()
     while batch := list(itertools.islice(pairs, batch_size)):
         examples = [example for _, example in batch]
-        # As many as several devices need to share them evenly.
+        # Round up to what shards evenly across the devices.
         size = batch_size + -batch_size % data_parts(params)
         examples += examples[:1] * (size - len(examples))
         features = {
@@ -199,13 +199,13 @@ FOLDER = "inference_eval"
 
 
 class TaskEvaluator:
-    """The tasks of an evaluation: their examples are read once, for all steps.
+    """The tasks of an evaluation, whose examples are read once for all steps.
 
     Args:
       data: The examples; if its lengths are None, those of the longest example are used.
-      evaluator: How many examples, and which loggers.
-      folder: Where the loggers write, in `inference_eval` below it.
-      decoding: How outputs are generated.
+      evaluator: The number of examples, and the loggers.
+      folder: Where the loggers write, under `inference_eval`.
+      decoding: The decoding options.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class TaskEvaluator:
             logger_cls=[_logger_class(logger) for logger in evaluator.loggers],
             log_dir=os.path.join(os.fspath(folder), FOLDER),
             use_memory_cache=data.use_memory_cache and evaluator.use_memory_cache,
-            async_compute_metrics=False,  # an error in a metric is to stop the run where it occurs
+            async_compute_metrics=False,  # an error in a metric must stop the run where it occurs
         )
 
     @property
@@ -246,11 +246,11 @@ class TaskEvaluator:
         """Evaluates a model, lets the loggers write, and returns each task's metrics by name.
 
         Args:
-          model: the network, or a model of the user's with methods that generate and score.
+          model: the network, or a user's model with methods that generate and score.
           params: its parameters.
           step: their step, for the loggers.
         """
-        # SeqIO's types ask for a second argument, which it never passes.
+        # SeqIO's types declare a second argument, which it never passes.
         functions: Any = functions_of(model, params, self._decoding, self._data.batch_size)
         with warnings.catch_warnings(), only_records("absl", _is_worth_logging):
             # sklearn warns about metrics that are undefined for few examples.
@@ -279,7 +279,7 @@ class TaskEvaluator:
 def infer_eval(
     config: RunConfig, folder: str | os.PathLike[str]
 ) -> Callable[[TrainingLoop], Mapping[str, Mapping[str, float]]] | None:
-    """Evaluates the tasks' own metrics in a training run; None if the run has no such evaluation.
+    """Makes what evaluates the tasks' own metrics in a training run; None if there is nothing.
 
     Args:
       config: The run.
@@ -301,7 +301,7 @@ def infer_eval(
 
     def evaluate(loop: TrainingLoop) -> Mapping[str, Mapping[str, float]]:
         params = loop.held_state.params
-        # The network alone for this project's own model; a user's generates by its methods.
+        # This project's own model generates by its network; a user's, by its methods.
         trained = loop.trainer.model if users else model
         return evaluated.evaluate(trained, by_layer(params, stacks_in(params)), loop.step)
 
@@ -309,7 +309,7 @@ def infer_eval(
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    # SeqIO logs the failure of a metric, and raises it as well.
+    # SeqIO both logs a metric's failure and raises it.
     return not str(record.msg).startswith("Failed to evaluate task")
 
 
@@ -329,7 +329,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _logger_class(logger: LoggerConfig) -> Any:
-    """What SeqIO's Evaluator calls with its output_dir, which wins over a logger's own."""
+    """A factory that SeqIO's Evaluator calls with its output_dir; that overrides a logger's own."""
     import seqio
 
     if logger.name == "py":

@@ -34,7 +34,7 @@ from t0repro.files import make_folder, naming
 
 
 class TruncationCounter:
-    """Counts the cut texts of one task.
+    """Counts the truncated texts of one task.
 
     Args:
       features: SeqIO's features by name, `inputs` and `targets`.
@@ -51,8 +51,7 @@ class TruncationCounter:
         """Counts the target of each example, and an input once for all of its choices."""
         for example in examples:
             number = int(example["idx"][0]) if "idx" in example else None
-            # Other inputs' choices may come between its own, as SeqIO reads a cache of several
-            # files.
+            # Choices of other inputs may come in between, as SeqIO reads a cache of several files.
             if number is None or number not in self._seen:
                 self._inputs += 1
                 self._count(example, "inputs")
@@ -61,7 +60,7 @@ class TruncationCounter:
             self._count(example, "targets")
 
     def as_record(self) -> dict[str, Any]:
-        """Counts of inputs, cut inputs and cut targets; None where examples came without text."""
+        """Counts of inputs, truncated inputs and truncated targets; None if examples lack text."""
         return {
             "inputs": self._inputs,
             "cut_inputs": self._cut["inputs"],
@@ -72,11 +71,11 @@ class TruncationCounter:
         count = self._cut[name]
         if self._lengths is None or count is None:
             return
-        # Shorter than the limit: nothing was cut, and tokenizing can be spared.
+        # Shorter than the limit: nothing was truncated, so skip tokenizing.
         if np.count_nonzero(example[name]) < self._lengths[name]:
             return
         text = example.get(f"{name}_pretokenized")
-        # One text that is unknown makes the whole count unknown.
+        # One unknown text makes the total unknown.
         self._cut[name] = None if text is None else count + self._is_cut(name, text)
 
     def _is_cut(self, name: str, text: bytes | str) -> bool:
@@ -95,7 +94,7 @@ Example = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """How a task's outputs are judged.
+    """Postprocesses and evaluates a task's outputs.
 
     Attributes:
       task: the SeqIO task's name.
@@ -110,7 +109,7 @@ class Judge:
 
     @property
     def ranks(self) -> bool:
-        """Whether a metric is t5's rank_classification, also as a functools.partial."""
+        """Whether a metric is t5's rank_classification, possibly in a functools.partial."""
         return ranks_choices(self.metric_fns)
 
     def target(self, example: Example) -> Any:
@@ -158,12 +157,12 @@ def judge_of(task: EvalTask) -> Judge:
 
 
 def ranks_choices(metric_fns: Iterable[Any]) -> bool:
-    """Whether a metric is t5's rank_classification, also as a functools.partial."""
+    """Whether a metric is t5's rank_classification, possibly in a functools.partial."""
     return any(_name(metric) == "rank_classification" for metric in metric_fns)
 
 
 def _name(metric: Any) -> str:
-    # t5's tasks bind options of the metric by functools.partial, also several times.
+    # t5's tasks bind the metric's options by functools.partial, possibly nested.
     while isinstance(metric, functools.partial):
         metric = metric.func
     return getattr(metric, "__name__", "")
@@ -221,7 +220,7 @@ class TaskOutput:
       judge: the task's judge.
       step: the checkpoint's step.
       folder: the folder of the files; None writes none.
-      truncation: counts the texts that were cut to the lengths.
+      truncation: counts the texts truncated to the lengths.
 
     Attributes:
       examples: number of examples added so far.
@@ -233,7 +232,7 @@ class TaskOutput:
         self._pairs = ScoredPairs() if judge.ranks else None
         self._targets: list[Any] = []
         self._predictions: list[Any] = []
-        # `zip` in `add` goes by this order.
+        # `zip` in `add` relies on this order.
         names = (f"{judge.task}_targets", f"{judge.task}_inputs", self.predictions_file)
         self._files = [LineFile(folder / name) for name in names] if folder else []
 
@@ -285,7 +284,7 @@ class Statistics:
 
     def add(self, examples: Sequence[Example]) -> None:
         """Counts examples; zeros at the end of their tokens are padding."""
-        # Examples may come padded or not, by the reader; only their tokens are digested.
+        # Depending on the reader, examples may be padded; digest only their tokens.
         for example in examples:
             source, target = (
                 np.trim_zeros(np.asarray(example[name], np.int32), "b")
@@ -328,13 +327,13 @@ class LineFile:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-        # After the sync: the name never stands for a file that is only partly on the disk.
+        # Rename after the sync: the name never refers to a file that is only partly on disk.
         os.replace(self._temporary, self.path)
         return self._digest.hexdigest()
 
     def discard(self) -> None:
         """Removes what was written."""
-        # On a full disk closing fails again: what is still buffered cannot be written.
+        # On a full disk, closing fails again because it cannot write the buffer.
         with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(FileNotFoundError):
@@ -348,7 +347,7 @@ def _input_text(example: Example) -> str:
 
 @contextlib.contextmanager
 def explaining_cut_examples(limit: int | None) -> Iterator[None]:
-    """Says which binding to change where t5 cannot rank an input that lacks some of its choices.
+    """Names the binding to change if t5 cannot rank an input that lacks some of its choices.
 
     Args:
       limit: mesh_eval_dataset_fn.num_eval_examples; None if all examples are evaluated.
