@@ -1,1 +1,1 @@
-"""Settings: RunConfig, and the gin dialects that it is read from."""
+"""Settings: RunConfig, and the gin dialects that produce it."""

@@ -1,7 +1,7 @@
-"""Refuses addresses at once if they could only fail, minutes later.
+"""Refuses addresses at once if they could only fail minutes later.
 
 On a machine without credentials, TensorFlow looks for them over the network and retries. Nothing
-here touches the network: credentials are a file, or belong to a machine of Google's.
+here touches the network: credentials come from a file or from a Google Cloud machine.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def read_gin_from_buckets() -> None:
     from t0repro.config import gin_door
 
     readers = gin_door.file_readers()
-    # Registered once in a process, however many command lines are parsed in it.
+    # Register once per process, however many command lines it parses.
     if (_opened, is_address) not in readers:
-        # First, since gin tries its readers in order and TensorFlow's may be among them.
+        # Insert first: gin tries its readers in order, and TensorFlow's may be among them.
         readers.insert(0, (_opened, is_address))
 
 

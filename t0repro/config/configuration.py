@@ -1,7 +1,7 @@
-"""What a gin dialect returns for a command line; nothing reads gin after that.
+"""The result of parsing a command line in either gin dialect; nothing reads gin after that.
 
-`RunInputs` is what either backend checks before anything is computed. `Configuration` adds what the
-JAX stack needs to compute.
+Either backend checks `RunInputs` before it computes anything. `Configuration` adds what the JAX
+stack needs for the computation.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ Vocabularies = tuple[Any, Any]  # SeqIO's, for inputs and for targets
 
 
 class NotOnJax(UserError):
-    """A binding asks for something that only Mesh TensorFlow supports, not the JAX stack."""
+    """A binding that only Mesh TensorFlow supports, not the JAX stack."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunInputs:
-    """What a run reads and in what batches, the same on both backends.
+    """The data a run reads and its batches, the same on both backends.
 
     Attributes:
-      mode: The mode of `utils.run`; the backend refuses a mode that it does not know.
-      mixture_or_task_name: What the mode reads; None for text files and other dataset functions.
+      mode: The mode of `utils.run`; a backend refuses a mode that it does not support.
+      mixture_or_task_name: The mode's data; None for text files and other dataset functions.
       eval_checkpoint_step: As in RunConfig.
       vocab_divisor: The embedding's rows are padded to a multiple of it.
-      master_dtype: The type of Mesh TensorFlow's variables, and so of its checkpoints' parameters.
+      master_dtype: Dtype of Mesh TensorFlow's variables, and so of the parameters in its
+        checkpoints.
       batch_size: Sequences in a global batch.
       sequence_length: Tokens per feature, or None for the longest example's.
-      tpu_mesh: The mesh that run.mesh_shape = @tpu_mesh_shape() makes of a TPU's topology, such as
-        "batch:64,model:8"; None if the mesh is given directly or has one device.
+      tpu_mesh: The device mesh that run.mesh_shape = @tpu_mesh_shape() derives from a TPU's
+        topology, such as "batch:64,model:8"; None if the mesh is given directly or has one device.
       provenance: Field -> where its value was set.
     """
 
@@ -59,13 +60,13 @@ class Configuration:
     """A run as configured.
 
     Attributes:
-      inputs: What is checked first.
-      run_or_refusal: The RunConfig; or the error that says so, if only Mesh TensorFlow can do what
-        is configured. The error is kept rather than raised because the run may be for that stack.
-      misread: Bindings that Mesh TensorFlow takes otherwise than they read; a run on it warns of
-        them, and `run_or_refusal` is the first.
-      gin_text: The whole configuration as gin writes it, for operative_config.gin.
-      allow_changed: Whether to continue training in a model_dir although settings changed
+      inputs: The part that is checked first.
+      run_or_refusal: The RunConfig; or, if only Mesh TensorFlow supports the configuration, the
+        error. The error is kept rather than raised because the run may be for that stack.
+      misread: Bindings that Mesh TensorFlow interprets otherwise than they read; a run on it warns
+        of them, and `run_or_refusal` is the first.
+      gin_text: The complete configuration as gin writes it, for operative_config.gin.
+      allow_changed: Whether to continue training in a model_dir even if settings changed
         (--allow_changed).
     """
 
@@ -127,7 +128,7 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _place(field: str, provenance: Mapping[str, str]) -> str:
-    """Where a field was set, or else where the part that contains it was set; "" if unknown."""
+    """The place that set a field, or else the part that contains the field; "" if unknown."""
     while field:
         if field in provenance:
             return provenance[field]

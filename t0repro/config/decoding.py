@@ -1,4 +1,4 @@
-"""How runs decode: Mesh TensorFlow's modes with their lines of text, and T5X's two functions."""
+"""Decoding options: those of Mesh TensorFlow's modes, with their files of text, and T5X's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from t0repro.config.ranges import Range
 
 @dataclasses.dataclass(frozen=True)
 class DecodingConfig:
-    """How targets are generated: the arguments of Bitransformer.decode and of its beam search.
+    """Decoding options: the arguments of Bitransformer.decode and of its beam search.
 
     Attributes:
       beam_size: 1 for greedy decoding or sampling, more for beam search.
@@ -19,11 +19,11 @@ class DecodingConfig:
       temperature: 0 takes the likeliest token; otherwise Gumbel noise, multiplied by the
         temperature, is added to the logits.
       keep_top_k: Sample among only this many of the likeliest tokens; -1 keeps all.
-      length_multiplier: A beam search ends after this times the longest input of its batch...
+      length_multiplier: A beam search ends after this multiple of its batch's longest input...
       length_constant: ...plus this.
-      max_length: Tokens that an output has room for; None stands for the inputs' length.
-      prefilter: Candidates that compete per beam and per part of the vocabulary (0: all needed).
-      vocab_parts: Parts that the vocabulary is split into for that: the mesh's size along it.
+      max_length: Maximum tokens of an output; None stands for the inputs' length.
+      prefilter: Candidates that compete per beam and per shard of the vocabulary (0: all needed).
+      vocab_parts: Shards of the vocabulary for that: the mesh's size along it.
     """
 
     beam_size: Annotated[int, Range(at_least=1)]
@@ -37,7 +37,7 @@ class DecodingConfig:
     vocab_parts: Annotated[int, Range(at_least=1)]
 
 
-# As T0 decodes: Mesh TensorFlow's decode with beam_size 1 and temperature 0 (t5's eval.gin). The
+# T0's decoding: Mesh TensorFlow's decode with beam_size 1 and temperature 0 (t5's eval.gin). The
 # other values are its defaults, except for prefilter, which only a beam search reads.
 GREEDY = DecodingConfig(
     beam_size=1,
@@ -83,16 +83,16 @@ class DecodingPlan:
     """The arguments of EncoderDecoderModel.predict_batch_with_aux and of its decode_fn.
 
     Attributes:
-      method: A beam search or sampling. A beam search with one beam is not always greedy: a longer
+      method: Beam search or sampling. A beam search with one beam is not always greedy: a longer
         output may score better than one that ends at once.
       num_decodes: Beams, or samples.
-      return_all_decodes: Whether all of them are returned; otherwise the best.
+      return_all_decodes: Whether to return all of them, or only the best.
       prompt_with_targets: Whether each output begins with its example's targets.
       eos_id: The token that ends an output.
       alpha: Exponent of the length penalty ((5 + length) / 6)**alpha of a beam search.
       max_decode_len: Maximum tokens of a beam search; None stands for the targets' length.
       max_decode_step: Maximum number of positions of a beam search, if above 0; an output may then
-        lack its end.
+        end without EOS.
       min_log_prob: A beam search ends if no live beam has at least this log-probability.
       temperature: Divides the logits before sampling; 1e-4 or less takes the likeliest token.
       topk: Sample among this many of the likeliest tokens; 0 keeps all.
@@ -117,7 +117,7 @@ class DecodingPlan:
     rescale_log_probs: bool = True
 
     def function_options(self) -> dict[str, Any]:
-        """The arguments of T5X's decoding function besides what it decodes."""
+        """The arguments of T5X's decoding function, without the inputs to decode."""
         names = ("alpha", "max_decode_len", "max_decode_step", "min_log_prob")
         if self.method == "temperature_sample":
             names = ("temperature", "topk", "topp", "max_decode_steps", "rescale_log_probs")

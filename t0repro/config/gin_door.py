@@ -1,8 +1,8 @@
-"""The one module that touches gin's private state, and follows its macros.
+"""The only module that touches gin's private state and follows its macros.
 
-gin 0.5.0 has no public way to ask what is bound where and by which line, what a reference refers to
-before it is called, or which configurables there are. Everything else in this project asks here, so
-that another version of gin is one module's concern.
+gin 0.5.0 has no public way to list bindings with their lines, to resolve a reference before it is
+called, or to list configurables. The rest of this project uses this module for that, so that a new
+version of gin affects one module only.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def registered_selector(function: Any) -> str | None:
 
 @contextlib.contextmanager
 def left_empty(unregistered: Callable[[str], bool]) -> Iterator[None]:
-    """Empties gin's configuration before the block, and after it again.
+    """Empties gin's configuration before the block, and again after it.
 
     Args:
-      unregistered: Whether gin forgets what it has of a module, after the block.
+      unregistered: Whether gin forgets the configurables of a module after the block.
     """
     gin.clear_config()
     try:
@@ -83,7 +83,7 @@ def bound_macros() -> set[str]:
 
 
 def enclosing(scope: str) -> tuple[str, ...]:
-    """The scopes whose bindings a call in `a/b` takes, outermost first: "", "a" and "a/b"."""
+    """The scopes whose bindings apply to a call in `a/b`, outermost first: "", "a" and "a/b"."""
     parts = scope.split("/") if scope else []
     return tuple("/".join(parts[:depth]) for depth in range(len(parts) + 1))
 
@@ -101,7 +101,7 @@ def resolved(scope: str, selector: str) -> dict[str, Any]:
 
 
 def forget_calls() -> None:
-    """Leaves what was called so far out of gin's operative configuration."""
+    """Omits all calls so far from gin's operative configuration."""
     gin.config._OPERATIVE_CONFIG.clear()
 
 
@@ -114,7 +114,7 @@ def is_reference(value: Any) -> bool:
 
 
 def is_unknown_reference(value: Any) -> bool:
-    """Whether a value is a reference to what gin skips because it does not know it."""
+    """Whether a value refers to an unknown configurable that gin skips."""
     return isinstance(value, gin.config._UnknownConfigurableReference)
 
 
@@ -131,12 +131,12 @@ def is_called(value: Any) -> bool:
 
 
 def selector_of(value: Any) -> str | None:
-    """The complete selector of what a reference names, called or not; None for other values."""
+    """The complete selector that a reference names, called or not; None for other values."""
     return value.configurable.selector if is_reference(value) else None
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """A value and everything inside it, in which lists and mappings may be nested."""
+    """A value and everything nested inside it, in lists and mappings."""
     return gin.config._iterate_flattened_values(value)
 
 
@@ -149,17 +149,18 @@ def macro_name(value: Any) -> str | None:
 
 
 def followed(value: Any) -> Any:
-    """What a macro finally stands for, None if it has no value; any other value as it is."""
+    """The value that a macro resolves to, None if it has none; any other value as it is."""
     passed: set[str] = set()
     while (name := macro_name(value)) is not None:
-        # One that leads back to itself has none; gin's own call of it raises a RecursionError.
+        # A macro that refers back to itself has none; when gin calls it, it raises a
+        # RecursionError.
         value = None if name in passed else bound().get((name, MACRO), {}).get("value")
         passed.add(name)
     return value
 
 
 class Reference(NamedTuple):
-    """What `@scope/selector` in a gin file refers to, by its complete selector."""
+    """The target of `@scope/selector` in a gin file, by its complete selector."""
 
     scope: str
     selector: str
@@ -171,7 +172,7 @@ class Reference(NamedTuple):
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """The scope and those around it, outermost first."""
+        """The scope and its enclosing scopes, outermost first."""
         return enclosing(self.scope)
 
 
@@ -241,7 +242,7 @@ class Bindings:
         return self.places[key]
 
     def find(self, scopes: tuple[str, ...], selector: str, argument: str) -> str | None:
-        """Where the innermost scope that binds an argument does so, the empty one last; or None."""
+        """Where the innermost scope that binds an argument binds it, "" being the last; or None."""
         for scope in (*reversed(scopes), ""):
             place = self.place((scope, selector, argument))
             if place is not None:
@@ -249,17 +250,17 @@ class Bindings:
         return None
 
     def source(self, scopes: tuple[str, ...], selector: str, argument: str) -> str:
-        """The place that `find` returns, or that the argument has its default."""
+        """The place that `find` returns, or a note that the argument has its default."""
         place = self.find(scopes, selector, argument)
         return place or f"default of {selector.rpartition('.')[2]}.{argument}"
 
 
 @contextlib.contextmanager
 def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
-    """Records where every binding that gin parses inside the block comes from.
+    """Records where each binding parsed inside the block was set.
 
-    gin 0.5.0 knows the line while it parses and then forgets it, so the two functions that see it,
-    `try_with_location` (the statement's place) and `bind_parameter` (its effect), are wrapped.
+    gin 0.5.0 forgets the line after parsing it, so this wraps the two functions that see it:
+    `try_with_location` (the statement's place) and `bind_parameter` (its effect).
 
     Args:
       flag: The command-line option that gives overrides, as it appears in their places.
@@ -282,7 +283,7 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
 
     def noting_binding(binding_key: Any, value: Any) -> None:
         bind_parameter(binding_key, value)
-        # After gin has accepted it: a binding that it refuses has no place.
+        # Record it after gin accepts it: a binding that gin refuses has no place.
         key = gin.config.ParsedBindingKey.parse(binding_key)
         bindings.places[(key.scope, key.complete_selector, key.arg_name)] = _describe(
             location, flag
@@ -306,7 +307,7 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
 def _describe(locations: list[Any], flag: str) -> str:
     if not locations:
         return "set by t5_mesh_transformer"
-    # The innermost: a statement in an included file was made there, not at the `include`.
+    # The innermost: a statement in an included file belongs to that file, not to the `include`.
     innermost = locations[-1]
     if innermost.filename is None:
         return f"{flag} {innermost.line_content.strip()!r}"
@@ -323,7 +324,7 @@ def _short(filename: str) -> str:
 
 
 def file_readers() -> list[tuple[Callable[[str], Any], Callable[[str], bool]]]:
-    """How gin opens files and sees whether they exist, in the order in which it tries them."""
+    """Functions with which gin opens files and tests whether they exist, in gin's order."""
     readers: Any = gin.config._FILE_READERS
     return readers
 
@@ -332,8 +333,8 @@ def file_readers() -> list[tuple[Callable[[str], Any], Callable[[str], bool]]]:
 def looking_in(*folders: str) -> Iterator[None]:
     """Lets gin find files by their path, then in these folders, and nowhere else.
 
-    gin would look inside installed packages too, and there find the files of an installed T5X; and
-    it logs an error for each folder that lacks a file, although another one has it.
+    gin would also look inside installed packages and find the files of an installed T5X. It also
+    logs an error for each folder that lacks a file, although another one has it.
     """
     from gin import resource_reader
 
@@ -356,7 +357,7 @@ def looking_in(*folders: str) -> Iterator[None]:
 def noting_files() -> Iterator[list[str]]:
     """Yields the list of gin files being parsed, outermost first; an exception leaves it as it is.
 
-    gin does not say which file could not be decoded or ended in the middle of a statement.
+    gin does not report which file it could not decode or which ended in the middle of a statement.
     """
     files: list[str] = []
     parse_config_file = gin.config.parse_config_file
@@ -376,9 +377,9 @@ def noting_files() -> Iterator[list[str]]:
 
 
 def check_imports(check: Callable[[str, Any], None]) -> None:
-    """Has a check see each module that a gin file imports, and its line, before gin imports it."""
+    """Calls a check with each module that a gin file imports, and its line, before the import."""
     context: Any = gin.config.ParseContext
-    # Called again in one process, it has to replace its own wrapper rather than wrap it.
+    # If called again in this process, replace the earlier wrapper rather than wrap it.
     original = getattr(context.process_import, "unchecked", context.process_import)
 
     def process_import(self: Any, statement: Any) -> None:
@@ -391,8 +392,8 @@ def check_imports(check: Callable[[str, Any], None]) -> None:
 
 @contextlib.contextmanager
 def importing_with(function: Callable[..., Any]) -> Iterator[None]:
-    """Has gin call a function in place of Python's `__import__` within the block."""
-    # A module's globals come before Python's builtins, where gin looks `__import__` up.
+    """Makes gin call a function instead of Python's `__import__` within the block."""
+    # gin's `__import__` lookup finds a global of its module before Python's builtin.
     gin.config.__import__ = function
     try:
         yield

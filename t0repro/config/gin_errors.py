@@ -1,8 +1,8 @@
-"""Turns errors of gin's parser, and of what gin calls, into UserErrors.
+"""Turns errors of gin's parser, and of functions that gin calls, into UserErrors.
 
-gin raises whatever the file, the tokenizer or a configurable raised, with the place in the text of
-the message, in an attribute or nowhere. The UserErrors from here have all three parts: what is
-wrong, where, and what to do.
+gin raises whatever the file, the tokenizer or a configurable raised, and puts the place in the
+message, in an attribute or nowhere. The UserErrors from here have all three parts: what is wrong,
+where, and what to do.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _LONGEST = 400  # characters kept of an exception's message
 
 @contextlib.contextmanager
 def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
-    """Turns any exception inside the block into a UserError with a place, keeping gin's message.
+    """Turns an exception inside the block into a UserError with a place, keeping gin's message.
 
-    Anything that fails there comes from a file or an override of the user's; the original exception
-    stays attached as the cause.
+    Any failure there comes from a user's file or override; the original exception stays attached as
+    the cause.
 
     Args:
-      bindings: Where the bindings were set, once they are parsed; for errors raised when gin calls
-        what it configured.
+      bindings: Where the bindings were set, once they are parsed; for errors raised while gin calls
+        the functions it configured.
     """
     with gin_door.noting_files() as files:
         try:
             yield
         except UserError as error:
-            # gin may have raised a subclass of its own, which stands for ours (see `_unwrapped`).
+            # gin may have raised a subclass of its own in place of ours (see `_unwrapped`).
             kind = _unwrapped(type(error))
             if error.where and error.fix and kind is type(error):
                 raise
@@ -53,7 +53,7 @@ def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
 def _unwrapped(kind: type[UserError]) -> type[UserError]:
     """The class of a UserError before gin appended a place to its message.
 
-    gin then raises an object of a class of its own below that one, whose __init__ takes nothing.
+    gin then raises an object of its own subclass, whose __init__ takes no arguments.
     """
     return next(base for base in kind.__mro__ if base is UserError or "__init__" not in vars(base))
 
@@ -61,7 +61,7 @@ def _unwrapped(kind: type[UserError]) -> type[UserError]:
 def _described(error: Exception, files: list[str], bindings: Bindings | None) -> UserError:
     """The UserError for an exception raised while `files`, innermost last, were being parsed."""
     text, file = str(error), files[-1] if files else None
-    # seqio's own words, which have no class of their own.
+    # seqio's own message, which has no class of its own.
     unknown = re.match(r"No Task or Mixture found with name '(.*)'", text)
     if unknown:
         return unknown_mixture(unknown.group(1), _places_of_value(unknown.group(1), bindings))
@@ -103,7 +103,7 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
 
 
 def _without_import(text: str, where: str) -> UserError:
-    """The error for a name that no `import` line defines, of which only T5X's files have any."""
+    """The error for a name that no `import` line defines; only T5X's files need such lines."""
     name = text.split("'")[1]
     if of_command("Mesh TensorFlow", "T5X") == "T5X":
         return UserError(
@@ -135,7 +135,7 @@ def _words(error: Exception) -> str:
         token = _BAD_TOKEN.search(error.msg)
         reason = f"{token[1]} is no value" if token else _short(error.msg).rstrip(".")
         return f"This is not a gin statement: {reason}."
-    # What gin appends begins at one of these.
+    # gin's addition begins at one of these.
     text = re.split(r"\n  In (?:file|bindings)| in config string:", str(error))[0]
     return _short(text) or f"{type(error).__name__}."
 
@@ -144,7 +144,7 @@ _BAD_TOKEN = re.compile(r"Failed to parse token ('.*')")
 
 
 def _fix_of_value(error: Exception) -> str | None:
-    """The fix for a value that is none, which mostly is a text without quotation marks."""
+    """The fix for an invalid value, usually a text without quotation marks."""
     if not isinstance(error, SyntaxError):
         return None
     if not (_BAD_TOKEN.search(error.msg) or "Unable to parse value" in error.msg):
@@ -167,7 +167,7 @@ _IN_FILE = re.compile(
 
 
 def _place_in(text: str) -> str | None:
-    """The place that gin appended to a message; of several, the first, which is the innermost."""
+    """The place that gin appended to a message; if there are several, the first and innermost."""
     found = _IN_FILE.search(text)
     if found is None:
         return None
@@ -198,20 +198,20 @@ def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
         return bool(called & {selector, selector.rpartition(".")[2]})
 
     def calls(key: Key) -> bool:
-        """Whether a binding's value is `@name()` of what was called."""
+        """Whether a binding's value is `@name()` of the configurable called."""
         value = gin_door.bound().get(key[:2], {}).get(key[2])
         return any(
             gin_door.is_called(part) and is_named(gin_door.selector_of(part) or "")
             for part in gin_door.parts_of(value)
         )
 
-    # First the bindings that ask for the call, then those of what is called.
+    # List the bindings that request the call first, then those of the configurable called.
     found = [place for key, place in places.items() if calls(key)] or [
         place
         for (_, selector, argument), place in places.items()
         if is_named(selector) and argument
     ]
-    # The user's own come first, overrides before files: a shipped file is seldom what is wrong.
+    # Put the user's own first, overrides before files: a shipped file is seldom at fault.
     found.sort(key=lambda place: (is_shipped(place), not place.startswith("--")))
     return "; ".join(dict.fromkeys(found[:3])) or None
 
@@ -233,7 +233,7 @@ def _nearest_parameter(text: str) -> str | None:
 
 
 def _places_of_loops(bindings: Bindings | None) -> str | None:
-    """Where an argument is bound to `@name()` of the very configurable whose argument it is."""
+    """Where an argument is bound to `@name()` of its own configurable."""
     found = [
         place
         for (scope, selector, argument), place in (bindings.places if bindings else {}).items()
@@ -244,7 +244,7 @@ def _places_of_loops(bindings: Bindings | None) -> str | None:
 
 
 def _places_of_value(value: Any, bindings: Bindings | None) -> str | None:
-    """Where a value is bound, macros followed; None if it is bound nowhere that is known."""
+    """Where a value is bound, macros followed; None if its place is unknown."""
     if bindings is None:
         return None
     found = [
@@ -274,7 +274,7 @@ def unknown_mixture(name: str, where: str | None = None) -> UserError:
 
 # ---- Macros and references -----------------------------------------------------------------------
 
-# Macros that T0's commands set -> what to bind if the model's gin file does not read them.
+# Macros that T0's commands set -> the binding to use if the model's gin file ignores the macro.
 _BIND_INSTEAD = {
     "tokens_per_batch": "run.batch_size = ('tokens_per_batch', N)",
     "model_info": "tpu_estimator_model_fn.model_info_file = 'FILE'",
@@ -284,23 +284,23 @@ _BIND_INSTEAD = {
 def check_references(
     bindings: Bindings, *, read_by_t5: tuple[str, ...] = (), overrides: str = "--gin_param"
 ) -> list[str]:
-    """Checks that everything that bindings refer to exists, and that every macro set is read.
+    """Checks that every reference has a target, and that every macro set is read.
 
     Args:
       bindings: Bindings of the parsed configuration, before gin finalizes it.
-      read_by_t5: Macros that code asks for by name.
-      overrides: How the places of command-line overrides begin.
+      read_by_t5: Macros that code reads by name.
+      overrides: Prefix of the places of command-line overrides.
 
     Returns:
       Warnings: macros in the user's files that nothing reads, and macros on the command line whose
       readers were overridden.
 
     Raises:
-      UserError: For a reference to nothing, and for a macro on the command line that nothing reads,
-        which is usually misspelt; with the nearest known names.
+      UserError: For a reference without a target, and for a macro on the command line that nothing
+        reads, which is usually misspelt; with the nearest known names.
     """
     macros, read = gin_door.bound_macros(), set(read_by_t5)
-    # Unread macros are found by exclusion, so everything that is bound has to be looked at.
+    # Unread macros are found by exclusion, so look at every binding.
     for (scope, selector), arguments in gin_door.bound().items():
         for argument, value in arguments.items():
             place = bindings.places.get((scope, selector, argument)) or _ANYWHERE
@@ -328,8 +328,8 @@ def check_macros_are_read(
     Args:
       bindings: the configuration's bindings, with their places.
       read: the macros that are read.
-      overrides: how the places of command-line overrides begin.
-      is_shipped: whether a place is in a file of a package, which sets macros for many runs.
+      overrides: prefix of the places of command-line overrides.
+      is_shipped: whether a place is in a package's own file, which sets macros for many runs.
       instead: what to do about an unread macro, in words, such as the nearest names.
 
     Returns:
@@ -337,16 +337,16 @@ def check_macros_are_read(
       overridden.
 
     Raises:
-      UserError: naming every macro that is refused, its place and what to do.
+      UserError: naming every refused macro, its place and what to do.
     """
     warnings, refused = [], []
     for (name, selector, _), place in bindings.places.items():
         is_override = place.startswith(overrides)
-        # Shipped files set macros for many runs, and no run reads all of them.
+        # Shipped files set macros for many runs, and no single run reads all of them.
         if selector != MACRO or name in read or (is_shipped(place) and not is_override):
             continue
         if name in bindings.macros:
-            # Wrapper scripts set macros next to overrides of what reads them; that is no mistake.
+            # Wrapper scripts set macros and also override their readers; that is no mistake.
             if is_override:
                 warnings.append(f"{place}: what reads the macro {name} is overridden")
         elif is_override:
@@ -388,7 +388,7 @@ def _instead(name: str, read: set[str]) -> str:
     """What to bind instead of a macro that nothing reads."""
     if name in _BIND_INSTEAD:
         return f"bind {_BIND_INSTEAD[name]}"
-    # A misspelt macro may have been meant as an argument of `run`.
+    # A misspelt macro may have been intended as an argument of `run`.
     known = [*read, *(f"run.{argument}" for argument in gin_door.argument_names("utils.run"))]
     return f"nearest: {nearest_names(name, known, 3)}"
 
@@ -402,12 +402,12 @@ def is_shipped(place: str) -> bool:
 
 
 def nearest_gin_files(name: str, folders: Iterable[str]) -> str:
-    """Up to three files with the same words in another order, or with similar ones.
+    """Up to three files whose names have the same words in another order, or similar ones.
 
     Args:
       name: the name of a file that does not exist.
-      folders: where it was looked for; the files beside where it would be are compared with it,
-        and all that this package ships.
+      folders: where it was searched; candidates are the files in the folder where it would be, and
+        all files that this package ships.
     """
     import t0repro.gin
 
@@ -429,5 +429,5 @@ def nearest_gin_files(name: str, folders: Iterable[str]) -> str:
 
 
 def _words_of(name: str) -> str:
-    """The words of a file's name, in the order of the alphabet."""
+    """The words of a file's name, in alphabetical order."""
     return " ".join(sorted(re.split(r"[\W_]+", PurePosixPath(name).stem)))

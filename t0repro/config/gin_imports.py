@@ -1,8 +1,8 @@
-"""The modules that gin files import: which are allowed, and a listing that imports none.
+"""The modules that gin files import: which are allowed, and a listing without importing any.
 
 An `import` line of a gin file runs the module's code. `--gin_import_allowlist` names the modules
-that may be imported beside those that a run imports in any case; without it all may, as in t5 and
-T5X.
+that gin files may import in addition to those that every run imports. Without it they may import
+any, as in t5 and T5X.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from t0repro.config.gin_errors import configuration_errors, nearest_gin_files
 from t0repro.errors import UserError
 
 _OPTION = "--gin_import_allowlist"
-# Packages that a run imports in any case, or that are only described (t5x, seqio, optax).
+# Packages that every run imports, or that are only described (t5x, seqio, optax).
 _OWN = ("__gin__", "__main__", "t0repro", "mesh_tensorflow", "t5", "t5x", "seqio", "optax")
 
 Allowlist = Sequence[str] | None
@@ -32,7 +32,7 @@ class GinImport:
     Attributes:
       module: The module, as the line names it.
       place: The file and line.
-      allowed: Whether the allowlist lets it pass.
+      allowed: Whether the allowlist permits it.
     """
 
     module: str
@@ -41,14 +41,14 @@ class GinImport:
 
 
 def is_allowed(module: str, allowlist: Allowlist) -> bool:
-    """Whether gin files may import a module: it, or a package that it is in, is listed."""
+    """Whether gin files may import a module: the allowlist has it or a package that contains it."""
     if allowlist is None:
         return True
     return any(module == name or module.startswith(f"{name}.") for name in (*_OWN, *allowlist))
 
 
 def restrict_imports(allowlist: Allowlist) -> None:
-    """Makes gin refuse other imports, in whatever it parses from now on in this process.
+    """Makes gin refuse other imports in everything that this process parses from now on.
 
     Args:
       allowlist: Names of modules and packages; None lifts the restriction.
@@ -59,7 +59,7 @@ def restrict_imports(allowlist: Allowlist) -> None:
 
 
 def check_allowed(module: str, allowlist: Allowlist, place: str) -> None:
-    """Refuses a module that a gin file names, if the allowlist does not let it pass.
+    """Refuses a module that a gin file names unless the allowlist permits it.
 
     Raises:
       UserError: with the place that names it.
@@ -82,7 +82,7 @@ def list_imports(
     Args:
       files: The gin files.
       overrides: Statements of the command line.
-      folders: Where files and includes are looked for, first match wins.
+      folders: Where to look for files and includes; the first match wins.
       allowlist: See `restrict_imports`.
 
     Raises:
@@ -104,9 +104,9 @@ def list_imports(
 
 def _dataset_modules(bindings: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Yields the modules that `DatasetConfig.module` is bound to, with the line that names each."""
-    # Of several bindings of one name, gin takes the last.
+    # If a name is bound several times, gin takes the last.
     last = {(line.scope, line.selector, line.arg_name): line for line in bindings}
-    # A macro's binding has no argument: its name stands as the selector.
+    # A macro's binding has no argument: its name is the selector.
     macros = {line.selector: line for line in bindings if not line.arg_name}
     for line in last.values():
         if line.arg_name == "module" and line.selector.endswith("DatasetConfig"):
@@ -134,17 +134,17 @@ def _package(name: str) -> str:
 def _statements_of_file(
     file: str, folders: Sequence[str], within: tuple[str, ...]
 ) -> Iterator[Any]:
-    """Yields a file's imports and bindings, includes read; `within` are the files around it."""
+    """Yields a file's imports and bindings, includes read; `within` are the including files."""
     if file in within:
         raise UserError(
             "Gin files include each other without end.",
             where=file,
             fix="Remove the `include` that leads back to the file itself.",
         )
-    # As gin looks for files: each folder in turn, in each by each reader.
+    # Search as gin does: each folder in turn, and in each folder every reader.
     for path in [file] if os.path.isabs(file) else [os.path.join(at, file) for at in folders]:
         for reader, exists in gin_door.file_readers():
-            # The reader that looks in installed packages logs an error where it finds nothing.
+            # The reader for installed packages logs an error if it finds nothing.
             logging.disable(logging.ERROR)
             try:
                 found = exists(path)
@@ -181,7 +181,7 @@ class _Macro:
 
 
 class _Unresolved:
-    """A parser delegate that looks nothing up: of a reference only a macro's name is kept."""
+    """A parser delegate that resolves nothing: from a reference it keeps only a macro's name."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> None:
         del scoped_configurable_name, evaluate

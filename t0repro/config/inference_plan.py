@@ -1,4 +1,4 @@
-"""What a run of T5X's eval or infer has: a model, examples, checkpoints, and how it decodes."""
+"""The plan of T5X's eval and infer modes: model, examples, checkpoints and decoding."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ InferMode = Literal["predict", "score", "predict_with_aux"]
 
 @dataclasses.dataclass(frozen=True)
 class InferencePlan:
-    """What eval and infer have in common.
+    """The part of the plan that eval and infer share.
 
     Attributes:
       model: The model's shape and arithmetic.
-      dtypes: The types that it computes with.
+      dtypes: The dtypes of the computation.
       data: The examples; never packed.
       restore: Which checkpoints, of any format.
-      decoding: How outputs are generated.
+      decoding: The decoding options.
       input_vocabulary: The gin record of the model's vocabulary for inputs.
       output_vocabulary: The same for targets.
       output_dir: The folder of the results.
       layout: How the run is sharded across devices.
-      user_model: A class of the user's that generates and scores in place of T5X's model.
+      user_model: A user's class that generates and scores in place of T5X's model.
     """
 
     model: ModelConfig
@@ -48,7 +48,7 @@ class InferencePlan:
     user_model: UserClass | None = dataclasses.field(default=None, kw_only=True)
 
     def decisive(self) -> dict[str, Any]:
-        """The settings that decide the results of one checkpoint, as JSON's types and tuples."""
+        """The settings that determine a checkpoint's results, in JSON's types and tuples."""
         named = ("model", "dtypes", "data", "decoding")
         return {
             **{name: dataclasses.asdict(getattr(self, name)) for name in named},
@@ -62,7 +62,7 @@ class EvalPlan(InferencePlan):
     """An evaluation with the metrics of SeqIO's tasks.
 
     Attributes:
-      evaluator: How many examples of each task are evaluated, and where results go.
+      evaluator: How many examples of each task to evaluate, and where results go.
     """
 
     evaluator: EvaluatorConfig
@@ -93,14 +93,14 @@ class InferPlan(InferencePlan):
     """Predictions or scores of examples, as JSON lines.
 
     Attributes:
-      mode: What is computed.
+      mode: What to compute.
       checkpoint_period: Batches in a chunk; an interrupted run can resume after each chunk.
-      shard_id, num_shards: Which part of the examples this run takes, and out of how many.
-      merge: Whether the chunks become one file at the end.
-      files: Where the examples are read from instead of a registered task.
-      all_inputs: Whether all features of an example are written, not only its texts.
-      input_fields: The features to write instead, if they are named.
-      output_ids: Whether an output's token ids are written too.
+      shard_id, num_shards: The shard of the examples that this run takes, and the number of shards.
+      merge: Whether to merge the chunks into one file at the end.
+      files: Files to read the examples from, instead of a registered task.
+      all_inputs: Whether to write all features of an example, not only its texts.
+      input_fields: The features to write instead, if named.
+      output_ids: Whether to write an output's token ids too.
     """
 
     mode: InferMode

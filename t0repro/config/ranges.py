@@ -1,4 +1,4 @@
-"""Types and ranges of a configuration's values, declared beside each field and checked here."""
+"""Types and ranges of configuration values: declared beside each field, checked here."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def bare(hint: Any) -> Any:
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; of any other annotation, itself alone."""
+    """The members of a union; for any other annotation, the annotation itself."""
     hint = bare(hint)
     return typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
 
 
 def elements(hint: Any, value: Any) -> Any:
-    """The declared type of what a list or mapping contains; None if the hint declares none."""
+    """The declared element type of a list or mapping; None if the hint declares none."""
     for part in alternatives(hint):
         origin, arguments = typing.get_origin(part), typing.get_args(part)
         if origin in _MAPPINGS and isinstance(value, Mapping):
             return arguments[1]
         if origin in _LISTS and _is_list(value):
-            # A tuple of fixed length, such as a pair, is judged as a whole.
+            # Check a tuple of fixed length, such as a pair, as one value.
             fixed = origin is tuple and arguments[1:] != (Ellipsis,)
             return None if fixed else arguments[0]
     return None
@@ -53,9 +53,8 @@ def elements(hint: Any, value: Any) -> Any:
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a declared type.
 
-    A whole number passes for a number and a list for a tuple. A truth value is not a number, and
-    only True and False are truth values. What an annotation says in another form than those of
-    this project's dataclasses passes.
+    An int passes for a float and a list for a tuple. A bool is not a number, and only True and
+    False are bools. Annotations in forms that this project's dataclasses do not use always pass.
     """
     return any(_fits_one(value, part) for part in alternatives(hint))
 
@@ -73,7 +72,7 @@ def _fits_one(value: Any, hint: Any) -> bool:
     if origin in _LISTS:
         return _is_list(value) and all(fits(item, arguments[0]) for item in value)
     if hint in (int, float):
-        # bool is a subclass of int, but True is not a number that a user meant.
+        # bool is a subclass of int, but users do not mean True as a number.
         numbers = int if hint is int else (int, float)
         return isinstance(value, numbers) and not isinstance(value, bool)
     if hint is None or hint is types.NoneType:
@@ -100,11 +99,11 @@ def in_words(hint: Any, limits: Any = None) -> str:
 
     Args:
       hint: The annotation.
-      limits: What its numbers must be besides, such as a `Range`; None for nothing.
+      limits: Further limits on its numbers, such as a `Range`; None for none.
     """
 
     def rank(part: Any) -> int:
-        # Numbers come first, since what the limits say is of them; then words, lists and None.
+        # Numbers come first, since the limits apply to them; then words, lists and None.
         is_container = typing.get_origin(part) in (*_LISTS, *_MAPPINGS)
         return 0 if part in (int, float) else 3 if part is types.NoneType else 1 + is_container
 
@@ -133,13 +132,13 @@ def _one_in_words(hint: Any, limits: Any) -> str:
 def declared_arguments(function: Any) -> dict[str, Any]:
     """The declared type of each argument of a function or class.
 
-    An argument without an annotation whose default is a truth value is declared as one.
+    An argument without an annotation but with a bool default is declared as bool.
     """
     try:
         source = function.__init__ if inspect.isclass(function) else function
         hints = hints_of(function if dataclasses.is_dataclass(function) else source)
         parameters = inspect.signature(function).parameters
-    # Annotations of other people's code may name what cannot be imported.
+    # Annotations in third-party code may name types that cannot be imported.
     except (TypeError, ValueError, NameError, AttributeError):
         return {}
     found = {}
@@ -163,7 +162,7 @@ def declared_arguments(function: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers that a field may be.
+    """The numbers that a field accepts.
 
     Attributes:
       above, below: Exclusive bounds; at_least and at_most are inclusive.
@@ -203,7 +202,7 @@ class Range:
 
 
 def range_of(kind: Any, field: str) -> Range | Mapping[str, Range] | None:
-    """The range of a field or of a function's argument; of a mapping of arguments, one for each."""
+    """The range of a field or of an argument; for a mapping of arguments, one range for each."""
     return next(iter(getattr(hints_of(kind)[field], "__metadata__", ())), None)
 
 
@@ -216,14 +215,14 @@ def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
       prefix: Prefix of the dotted names, for a dataclass inside another.
 
     Raises:
-      UserError: For the first value of another type than its field's, or number outside its
-        field's range, with its place.
+      UserError: For the first value whose type is not its field's or that is outside its field's
+        range, with its place.
     """
     for field in dataclasses.fields(value):
         name, item = f"{prefix}{field.name}", getattr(value, field.name)
         check_field(type(value), field.name, item, _place(name, provenance), shown=name)
         limits = range_of(type(value), field.name)
-        # Schedules and optax calls have a range for each argument name.
+        # Schedules and optax calls have one range per argument name.
         if isinstance(limits, Mapping):
             _check_arguments(name, item, limits, provenance)
         for part, inside in _parts(name, item):
@@ -232,7 +231,7 @@ def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
 
 
 def check_divides(name: str, parts: int, batch_size: int, where: str | None) -> None:
-    """Raises UserError unless the rows of a batch divide into so many equal parts."""
+    """Raises UserError unless the rows of a batch divide into `parts` equal parts."""
     if batch_size % parts:
         raise UserError(
             f"{name} = {parts} does not divide the batch of {batch_size}.",
@@ -245,7 +244,7 @@ def check_field(kind: Any, field: str, value: Any, where: str | None, shown: str
     """Checks a value before it is assigned to a dataclass field.
 
     Args:
-      kind: The dataclass, or a function that annotates its arguments so.
+      kind: The dataclass, or a function with annotated arguments.
       field: The name of the field or argument.
       value: The value.
       where: The place that set it.
@@ -280,12 +279,12 @@ def _check_one(name: str, value: Any, hint: Any, limits: Range | None, where: st
 def _check_arguments(
     name: str, arguments: Mapping[str, Any], limits: Mapping[str, Range], provenance: Any
 ) -> None:
-    """Checks a function's arguments, including those of functions that are its factors."""
+    """Checks a function's arguments, including those of functions among its factors."""
     for key, value in arguments.items():
         place = _place(f"{name}.{key}", provenance)
         if key in limits and value is not None:
             _check_one(f"{name}.{key}", value, float, limits[key], place)
-        # A factor is a number, or a schedule with arguments of its own.
+        # A factor is a number, or a schedule with its own arguments.
         for factor in value if isinstance(value, list) else ():
             if isinstance(factor, Mapping):
                 _check_arguments(f"{name}.{key}", factor["arguments"], limits, provenance)
@@ -294,7 +293,7 @@ def _check_arguments(
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what is in a list or mapping, or else the value itself, each named for messages."""
+    """Yields the elements of a list or mapping, or else the value itself, named for messages."""
     if isinstance(value, Mapping):
         yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple):
@@ -304,7 +303,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _place(name: str, provenance: Mapping[str, str]) -> str | None:
-    """Where a field was set, or else where the part that contains it was set."""
+    """The place that set a field, or else the part that contains the field."""
     while name and name not in provenance:
         name = name.rpartition(".")[0]
     return provenance.get(name)

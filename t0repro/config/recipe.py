@@ -1,6 +1,6 @@
 """A training run's RunConfig in Python, without gin: T0's recipe, with your sizes and lengths.
 
-The values are those that T0's gin files and Mesh TensorFlow's defaults give; a test compares them.
+The values are those of T0's gin files and Mesh TensorFlow's defaults; a test compares them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from t0repro.config.run_config import (
 )
 from t0repro.config.training_plan import mesh_transformer_plan
 
-# The rows of T5's embedding: 32,000 pieces and 100 sentinels, padded to a multiple of 128.
+# Rows of T5's embedding: 32,000 pieces and 100 sentinels, padded to a multiple of 128.
 VOCABULARY_ROWS = 32128
 
-# T0's, from Mesh TensorFlow's AdafactorOptimizer.
+# T0's values, from Mesh TensorFlow's AdafactorOptimizer.
 ADAFACTOR = AdafactorConfig(
     multiply_by_parameter_scale=True,
     decay_exponent=0.8,
@@ -49,7 +49,7 @@ def t5_1_1(
     vocab_size: int = VOCABULARY_ROWS,
     **changes: Any,
 ) -> ModelConfig:
-    """A T5 1.1: gated GELU, logits of their own, no dropout.
+    """A T5 1.1: gated GELU, separate kernel for the logits, no dropout.
 
     Args:
       num_layers: Layers of each tower.
@@ -92,16 +92,16 @@ def training_config(
     keep_checkpoint_max: int | None = None,
     **changes: Any,
 ) -> RunConfig:
-    """The configuration of a training run as T0's: Adafactor with a constant learning rate.
+    """The configuration of a training run like T0's: Adafactor with a constant learning rate.
 
     Args:
       model_dir: The folder of checkpoints and metrics.
-      model: What is trained.
-      train_steps: The global step to train to, those of the checkpoint it starts from included.
+      model: The model to train.
+      train_steps: The global step to train to, including the steps of the initial checkpoint.
       batch_size: Rows in a batch.
       sequence_length: Tokens per row of `inputs` and of `targets`.
       learning_rate: The rate of every step.
-      activation: What is computed in; parameters and slots are float32.
+      activation: Dtype of the computation; parameters and slots are float32.
       save_checkpoints_steps: Steps between checkpoints.
       keep_checkpoint_max: How many of the latest checkpoints to keep; None keeps all.
       **changes: Other fields of `RunConfig`, for instance num_microbatches.
@@ -132,7 +132,7 @@ def training_config(
     return config
 
 
-# What only evaluations and gin's own data read, at Mesh TensorFlow's defaults.
+# Fields that only evaluations and gin's own data read, at Mesh TensorFlow's defaults.
 _UNUSED_IN_TRAINING: dict[str, Any] = {
     "eval_data": None,
     "eval_checkpoint_step": None,

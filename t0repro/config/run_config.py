@@ -1,11 +1,10 @@
-"""RunConfig: one typed, frozen, JSON-serialisable description of a run.
+"""RunConfig: one typed, frozen, JSON-serializable description of a run.
 
 It is the waist of the project. The dialects in this folder turn gin files and overrides into a
-RunConfig; everything after it (model, optimizer, train step, scorer, checkpoints) takes a
-RunConfig and knows nothing about gin. Defaults live in the dialects, where they have a source. The
-few fields with a default here are what sets a variant apart from a plain encoder-decoder trained
-with Adafactor. Each number's range is in its annotation; `ranges.check` checks a RunConfig against
-them.
+RunConfig; everything after it (model, optimizer, train step, scorer, checkpoints) takes a RunConfig
+and does not depend on gin. Defaults live in the dialects, where they have a source. The few fields
+with a default here distinguish variants from a plain encoder-decoder trained with Adafactor. Each
+number's range is in its annotation; `ranges.check` checks a RunConfig against it.
 """
 
 from __future__ import annotations
@@ -44,27 +43,28 @@ Recompute = Literal["none", "minimal", "full", "offload"]
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """Where the same model can be computed in two ways; the defaults are Mesh TensorFlow's.
+    """Choices where a model can be computed in two ways; the defaults are Mesh TensorFlow's.
 
-    Most of it makes a difference only in bfloat16.
+    Most of them make a difference only in bfloat16.
 
     Attributes:
-      float32_attention_logits: Whether attention's logits and softmax are float32 rather than of
-        the activations' type.
-      float32_vocabulary_logits: Whether both factors of the vocabulary's logits are float32, rather
-        than the result alone.
-      cast_before_norm_scale: Whether a norm is rounded to the activations' type before it is
-        multiplied by its scale rather than after.
+      float32_attention_logits: Whether attention's logits and softmax are float32 rather than in
+        the activations' dtype.
+      float32_vocabulary_logits: Whether both inputs of the vocabulary's logits matmul are float32,
+        rather than its result only.
+      cast_before_norm_scale: Whether a norm is rounded to the activations' dtype before it is
+        multiplied by its scale, rather than after.
       epsilon_in_position_bucket: Whether float32's epsilon is added to the argument of the bucket's
         logarithm.
-      encoder_output_dropout_per_position: Whether dropout on the encoder's outputs is redrawn
-        for every position, as no other dropout of the model does.
-      smoothing_spares_target: Whether label smoothing gives its mass to the other entries alone,
-        s / (V - 1) each, and subtracts the entropy of that distribution, so that 0 is the least
-        loss.
-      z_loss_in_evaluation: Whether an evaluation's loss has the z_loss too.
+      encoder_output_dropout_per_position: Whether dropout on the encoder's outputs samples a new
+        mask for every position, unlike all other dropout in the model.
+      smoothing_spares_target: Whether label smoothing spreads its mass over the other entries only,
+        s / (V - 1) each, and subtracts the entropy of that distribution, so that the least loss is
+        0.
+      z_loss_in_evaluation: Whether an evaluation's loss includes the z_loss.
       rescaled_truncated_normal: Whether initial kernels of the feed-forward layers and the logits
-        have the intended standard deviation; cut off at two of them, a normal has 0.88 of it.
+        are rescaled to the intended standard deviation; truncating a normal at two standard
+        deviations leaves 0.88 of it.
     """
 
     float32_attention_logits: bool = True
@@ -92,29 +92,31 @@ class ModelConfig:
       label_smoothing: Mass spread evenly over the whole padded vocabulary, the target included.
       z_loss: Coefficient of log(Z)**2, in training only.
       loss_denominator: Divides the summed loss; None stands for targets.size * num_microbatches,
-        that is all targets of the batch, padding included; 1 for T5X's plain sum.
+        that is, all targets of the batch, padding included; 1 for T5X's plain sum.
       model_type: Mesh TensorFlow's model_type. The two language models have no encoder;
         `delimited_lm` reads inputs and targets, one after the other, as one sequence.
       input_full_attention: In a language model, whether positions up to an example's first EOS
         attend to each other in both directions.
-      loss_on_targets_only: In a language model, no loss up to an example's first EOS.
+      loss_on_targets_only: In a language model, whether tokens up to an example's first EOS carry
+        no loss.
       shared_towers: Whether the encoder uses the decoder's parameters (bi_v1_shared).
-      recompute: Which of a layer's activations the backward pass computes again instead of finding
-        them kept: `none`; `minimal`, all but the products with parameters; `full`, all but the
-        layer's input; `offload`, as minimal, with what is kept in the host's memory. None decides
-        by the memory of the devices (t0repro.training.rematerialization).
-      norm_names: What Mesh TensorFlow's norm variables are called; `layer_norm` in T5 1.0's
-        releases.
-      relative_attention_max_distance: Distances from here on share one bucket of the position bias.
+      recompute: Which activations of a layer the backward pass rematerializes: `none`; `minimal`,
+        all but the outputs of matmuls with parameters; `full`, all but the layer's input;
+        `offload`, like minimal, with the saved activations in host memory. None decides by the
+        devices' memory (t0repro.training.rematerialization).
+      norm_names: The name of Mesh TensorFlow's norm variables; `layer_norm` in T5 1.0's releases.
+      relative_attention_max_distance: Distances from this one on share one bucket of the position
+        bias.
       position_bias_per_layer: Whether each layer has its own position bias, as in umT5; otherwise
         all layers of a tower share one.
       rms_norm_epsilon: Added to the mean square in every layer norm.
-      scan_layers: Whether one compiled body serves all layers of a tower; None decides by depth.
+      scan_layers: Whether to scan one compiled body over all layers of a tower; None decides by
+        depth.
       scale_tied_logits: Whether logits from the embedding are scaled by d_model**-0.5. False for
         the tied mT5 and umT5 of transformers, which do not scale them.
-      scale_queries: Whether attention divides its queries' inputs by d_kv**0.5, on top of that
-        factor in the queries' initial values; T5X's contrib/gpu network can.
-      arithmetic: How it is computed where Mesh TensorFlow and T5X differ.
+      scale_queries: Whether attention divides its queries' inputs by d_kv**0.5, in addition to that
+        factor in the queries' initial values; an option of T5X's contrib/gpu network.
+      arithmetic: The choices where Mesh TensorFlow and T5X compute differently.
     """
 
     num_encoder_layers: Annotated[int, Range(at_least=0, at_most=1000)]
@@ -147,7 +149,7 @@ class ModelConfig:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the backward pass computes activations again."""
+        """Whether the backward pass rematerializes activations."""
         return self.recompute not in (None, "none")
 
     @property
@@ -157,8 +159,8 @@ class ModelConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes that determine the parameters; a checkpoint's are inferred from its tensors."""
-        # One activation is T5 1.0's `wi`; each of several has a kernel of its own.
+        """The sizes that determine the parameters; a checkpoint's follow from its tensors."""
+        # One activation means T5 1.0's `wi`; several have a kernel each.
         gated = len(self.activations) > 1
         return ModelShape(
             num_encoder_layers=self.num_encoder_layers,
@@ -180,17 +182,17 @@ class ModelConfig:
         return self.shape.mesh_variables(self.norm_names)
 
     def check_position_buckets(self, where: str | None) -> None:
-        """Checks that the position bias has buckets for distances that share one.
+        """Checks that the position bias has buckets for several distances each.
 
-        Half of the buckets hold one distance each and the others what lies between these and
-        relative_attention_max_distance. If nothing does, Mesh TensorFlow divides by zero or makes
+        Half of the buckets hold one distance each, and the others the distances from there to
+        relative_attention_max_distance. If there are none, Mesh TensorFlow divides by zero or makes
         negative buckets.
 
         Args:
           where: The place that set one of the two, for the message.
 
         Raises:
-          UserError: If nothing lies between.
+          UserError: If there are no such distances.
         """
         buckets, furthest = (
             self.relative_attention_num_buckets,
@@ -211,11 +213,11 @@ class Layout:
     """How a run is sharded across devices.
 
     Attributes:
-      data: Parts that a batch is divided into; None for as many as there are devices for.
-      model: Devices that share each layer: they divide its heads, its d_ff and the vocabulary.
-      fully_sharded: Whether parameters and slots are sharded across the parts of a batch too.
-      topology: The TPU slice that `data` was counted for, such as v3-512. On other devices `data`
-        follows their number.
+      data: Shards of a batch; None for as many as the devices allow.
+      model: Devices that share each layer: they shard its heads, its d_ff and the vocabulary.
+      fully_sharded: Whether parameters and slots are sharded along the data axis too.
+      topology: The TPU slice for which `data` was computed, such as v3-512. On other devices,
+        `data` follows their number.
     """
 
     data: Annotated[int | None, Range(at_least=1)] = None
@@ -226,7 +228,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class DTypePolicy:
-    """Types used by a run: in checkpoints (master), in memory (slice), in computation."""
+    """Dtypes of a run: in checkpoints (master), in memory (slice), in computation."""
 
     master: DType
     slice: DType
@@ -245,14 +247,14 @@ class AdafactorConfig:
       decay_rate: A constant second-moment decay, used instead of the power of the step.
       exclude_from_parameter_scale: Paths of parameters whose update is not scaled by their size.
       momentum_slot: Whether the momentum's slot exists even if beta1 is 0.
-      weight_decay_rate: Fraction of a parameter that each update takes away; None for nothing.
+      weight_decay_rate: Fraction of a parameter that each update removes; None for no decay.
       weight_decay_rate_lr_exponent: That fraction is multiplied by the learning rate to this power.
-      global_norm_clip: Limit for the norm of all gradients together, before anything else.
-      max_parameter_scale: Limit for the size of a parameter that scales its update.
-      skip_nan_updates: Whether entries that would become NaN stay as they are.
-      factor_map: T5X's rules of what is factored (t0repro.parameters.shape). Empty for Mesh
-        TensorFlow's rule, by which the two longest axes of any parameter are.
-      frozen: Paths of parameters that are not trained and have no slots, as in every optimizer
+      global_norm_clip: Limit for the norm of all gradients together, applied before anything else.
+      max_parameter_scale: Upper limit for a parameter's size, by which its update is scaled.
+      skip_nan_updates: Whether entries that would become NaN keep their values.
+      factor_map: T5X's rules for factoring (t0repro.parameters.shape). Empty for Mesh TensorFlow's
+        rule, which factors the two longest axes of any parameter.
+      frozen: Paths of parameters that are not trained and have no slots; also in every optimizer
         below.
     """
 
@@ -303,14 +305,14 @@ class MomentumConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SgdConfig:
-    """Mesh TensorFlow's SgdOptimizer: the gradient times the learning rate is subtracted."""
+    """Mesh TensorFlow's SgdOptimizer: subtracts the gradient times the learning rate."""
 
     frozen: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class OptaxConfig:
-    """Transformations of optax, applied one after the other, with learning rates of their own.
+    """Transformations of optax, applied in order, with their own learning rates.
 
     Attributes:
       transformations: Calls of optax: {"function": name, "arguments": {...}}, in which an argument
@@ -330,7 +332,7 @@ class OptimizerPart:
 
 @dataclasses.dataclass(frozen=True)
 class MultiOptimizerConfig:
-    """T5X's MultiOptimizer: an optimizer for each of several sets of parameters.
+    """T5X's MultiOptimizer: assigns an optimizer to each of several sets of parameters.
 
     Parameters that no part names are not trained.
     """
@@ -423,12 +425,12 @@ class RunConfig:
       num_microbatches: Equal parts of a batch whose gradients are added before one update.
       sequence_length: Tokens per feature, or None for the longest example's (evaluation only).
       train_steps: The global step at which training ends, not the number of steps to take.
-      plan: What is trained on, saved and evaluated, and when.
+      plan: Which data to train on, and what to save and evaluate, and when.
       eval_checkpoint_step: A step, a list of steps, "all", -1 for the latest, or None to wait for
         each new one.
       checkpoint_choice: The other settings that decide which checkpoints are evaluated.
       perplexity_eval_steps: Number of batches in a perplexity evaluation.
-      decoding: How eval and infer generate.
+      decoding: The decoding options of eval and infer.
       infer: What infer reads and writes, if it is bound.
       score_strings: What score_from_strings scores, if it is bound.
       scores_filename: Prefix of the files that save_scores writes, or None.

@@ -1,8 +1,8 @@
-"""What a run has besides its model and optimizer: data, checkpoints, evaluations, actions.
+"""A run's plan, apart from its model and optimizer: data, checkpoints, evaluations, actions.
 
-Every RunConfig has a plan. T5X's dialect fills in what the gin files say. Mesh TensorFlow's fills
-in the intervals of mesh_transformer_main (`mesh_transformer_plan`). Where T5X's arguments mean the
-same under a clear name, they keep it.
+Every RunConfig has a plan. T5X's dialect fills it from the gin files. Mesh TensorFlow's fills in
+the intervals of mesh_transformer_main (`mesh_transformer_plan`). T5X's names are kept where they
+are clear and their meaning is the same.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from t0repro.config.ranges import Range, check_field
 
 @dataclasses.dataclass(frozen=True)
 class TrainDataConfig:
-    """The arguments of t5.models.mesh_transformer.mesh_train_dataset_fn, and of resuming.
+    """The arguments of t5.models.mesh_transformer.mesh_train_dataset_fn, and those for resuming.
 
     Attributes:
-      seed: Seed for the data; None draws one.
-      skip_seen_data: Where the data of a resumed run continue. None, when nothing is bound: exactly
-        after the last batch. True: after (global step - `seen_data_init_step`) batches, as in Mesh
-        TensorFlow. False: the data start over, as in Mesh TensorFlow.
-      checkpoint_input_pipeline: Whether checkpoints hold the state of the input pipeline itself.
-      num_shards: Parts that the examples are divided into; each makes an equal part of every batch.
+      seed: Seed for the data; None picks one at each start.
+      skip_seen_data: Where a resumed run's data continues. None, if nothing is bound: exactly after
+        the last batch. True: after (global step - `seen_data_init_step`) batches, as in Mesh
+        TensorFlow. False: from the beginning, as in Mesh TensorFlow.
+      checkpoint_input_pipeline: Whether checkpoints contain the state of the input pipeline itself.
+      num_shards: Shards of the examples; each makes an equal part of every batch.
     """
 
     mixture_or_task_name: str
@@ -42,16 +42,16 @@ class TrainDataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SeqioDataConfig:
-    """Which examples of a SeqIO task or mixture are read, and in which batches.
+    """The examples that a run reads from a SeqIO task or mixture, and their batches.
 
     Attributes:
       sequence_length: Tokens per feature; None stands for the longest example's.
       batch_size: Examples over all devices; rows, when they are packed.
-      seed: Seed for the order of the examples; None takes another at each start.
+      seed: Seed for the order of the examples; None picks another at each start.
       use_custom_packing_ops: Pack with SeqIO's compiled operation; refused, since it is not built.
       use_memory_cache: Whether an evaluation keeps its examples in memory.
-      trim_output_features: Whether a feature that is too long is cut to its length.
-      num_shards: As in `TrainDataConfig`; 1 unless the examples are trained on.
+      trim_output_features: Whether to truncate features that are too long.
+      num_shards: As in `TrainDataConfig`; 1 unless the run trains on the examples.
     """
 
     mixture_or_task_name: str
@@ -75,7 +75,7 @@ class BestCheckpoints:
     Attributes:
       metric: `<run>/<tag>` as TensorBoard shows it, for instance "train/accuracy".
       mode: Whether the largest or the smallest value is best.
-      keep_without_metric: Whether checkpoints of steps without the metric are kept.
+      keep_without_metric: Whether to keep checkpoints of steps without the metric.
     """
 
     metric: str
@@ -90,16 +90,16 @@ class SaveConfig:
     Attributes:
       period: Steps between checkpoints.
       steps: Further steps after which to save.
-      keep: How many of the latest are kept (of the best, with `best`); None keeps all.
+      keep: How many of the latest to keep (of the best, with `best`); None keeps all.
       dtype: Dtype of the parameters in a checkpoint; None keeps float32. Slots stay float32.
-      data: Whether the position in the data is saved, so that a run can resume exactly there.
-      keep_data: How many of the latest checkpoints keep that position. Kept for translation; it has
-        no effect, as in T5X.
-      keep_period: Checkpoints of steps that this divides are kept whatever else is.
+      data: Whether to save the position in the data, so that a run can resume exactly there.
+      keep_data: How many of the latest checkpoints keep that position. Read for translation only;
+        ignored, as in T5X.
+      keep_period: Checkpoints of steps divisible by this are always kept.
       from_first_step: True, as in T5X: periods count from the step at which the run first began,
-        whose state is saved too, so that a resumed run saves at the steps at which an undisturbed
-        one saves. False, as in Mesh TensorFlow: periods count from the step at which training
-        starts or resumes.
+        and that state is saved too, so that a resumed run saves at the same steps as an
+        uninterrupted one. False, as in Mesh TensorFlow: periods count from the step at which
+        training starts or resumes.
     """
 
     period: Annotated[int | None, Range(at_least=1)]
@@ -115,19 +115,19 @@ class SaveConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RestoreConfig:
-    """Where a run's parameters and slots come from when its model_dir has no checkpoint.
+    """The source of a run's parameters and slots when its model_dir has no checkpoint.
 
     Attributes:
-      path: A checkpoint in any format, or with mode "latest" a folder of checkpoints; several only
-        for an evaluation, one after the other.
+      path: A checkpoint in any format, or with mode "latest" a folder of checkpoints; only an
+        evaluation takes several, one after the other.
       mode: "specific", "latest" or "all".
-      dtype: Dtype that parameters are rounded to when they are read; None leaves them as they are.
-      assignment_map: (pattern, replacement) pairs on whole names such as `target/decoder/...`; a
-        replacement of None keeps what was initialised.
+      dtype: Dtype to which parameters are rounded when read; None keeps their values.
+      assignment_map: (pattern, replacement) pairs on complete names such as `target/decoder/...`; a
+        replacement of None keeps the initialized value.
       strict: Whether every slot must be in the checkpoint.
-      fallback_to_scratch: Whether parameters that the checkpoint lacks are initialised.
-      variable_filter: Mesh TensorFlow's rule, in place of T5X's four above: a regular expression,
-        on its names, of the variables that are taken; "" takes all. None in a T5X run.
+      fallback_to_scratch: Whether to initialize parameters that the checkpoint lacks.
+      variable_filter: Mesh TensorFlow's rule, in place of T5X's four above: a regular expression on
+        Mesh TensorFlow's names that selects variables; "" takes all. None in a T5X run.
     """
 
     path: str | tuple[str, ...]
@@ -141,10 +141,10 @@ class RestoreConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LoggerConfig:
-    """One of SeqIO's loggers of an evaluation.
+    """One of an evaluation's SeqIO loggers.
 
     Attributes:
-      write_n_results: For "json": how many predictions are written; None writes all.
+      write_n_results: For "json": how many predictions to write; None writes all.
     """
 
     name: Literal["py", "tensorboard", "json"]
@@ -166,9 +166,9 @@ class EarlyStoppingConfig:
     """Stops when a task's metric has not improved for a while.
 
     Attributes:
-      patience: Evaluations without an improvement after which it stops.
-      atol, rtol: How much better a value has to be, absolutely and relative to the reference.
-      reference: What a value is compared with: "best" is the best so far; "previous" is T5X's rule
+      patience: Number of evaluations without an improvement after which training stops.
+      atol, rtol: The least improvement, absolute and relative to the reference.
+      reference: The value to compare with: "best" is the best so far; "previous" is T5X's rule
         (t0repro.training.stopping).
     """
 
@@ -191,12 +191,12 @@ class TerminateOnNanConfig:
 
 @dataclasses.dataclass(frozen=True)
 class UserClass:
-    """A class of the user's that takes part in a training run.
+    """A user's class that takes part in a training run.
 
     Attributes:
       module: The module that it is imported from.
       name: Its name there.
-      arguments: Its own arguments, besides those of the class that it derives from; as JSON.
+      arguments: The class's own arguments, as JSON, without those of its base class.
     """
 
     module: str
@@ -205,7 +205,7 @@ class UserClass:
 
 
 ActionConfig = EarlyStoppingConfig | TerminateOnNanConfig | UserClass
-# What a class of the user's may take the place of.
+# The parts of a run that a user's class can replace.
 Replaced = Literal["model", "trainer", "partitioner", "weight_metrics_computer"]
 ActionMode = Literal["TRAIN", "TRAIN_EVAL", "INFER_EVAL"]
 
@@ -215,28 +215,28 @@ class TrainingPlan:
     """How a training run reads, saves, evaluates and ends; the defaults are T5X's.
 
     Attributes:
-      train_data: What is trained on; None if a caller passes the batches, or nothing is trained.
+      train_data: The data to train on; None if a caller passes batches, or nothing is trained.
       train_eval_data: Data of evaluations with the training run's metrics; None for none.
       infer_eval_data: Data of evaluations with the tasks' own metrics; None for none.
       evaluator: How many examples those take, and where results go.
-      random_seed: Seed for initial parameters and dropout; None takes another at each start.
-      relative_steps: Steps from wherever the run starts; wins over `RunConfig.train_steps`.
+      random_seed: Seed for initialization and dropout; None picks one at each start.
+      relative_steps: Steps from wherever the run starts; overrides `RunConfig.train_steps`.
       eval_steps: Batches per task in an evaluation with the training run's metrics.
       eval_period: Steps between evaluations, counted from the step at which the run first began.
       stats_period: Steps between summaries; None stands for the shortest of the other periods.
       run_eval_before_training: Whether to evaluate before the first step too.
       save: None writes no checkpoint.
       restore: Where the run starts if model_dir has no checkpoint; None: initialized parameters.
-      actions: What is done with the metrics, by where they come from.
-      gc_period: Steps between collections of Python's garbage; 0 leaves it to Python.
-      user_classes: The user's classes by what they take the place of.
+      actions: Actions on metrics, by the metrics' origin.
+      gc_period: Steps between Python's garbage collections; 0 leaves them to Python.
+      user_classes: The user's classes, by the part they replace.
       decoding: How evaluations with the tasks' own metrics generate; None without them.
-      log: What metrics.jsonl has of training: a summary every `stats_period` steps, or a line for
+      log: The training lines of metrics.jsonl: a summary every `stats_period` steps, or a line for
         every step.
-      keys: How the PRNG keys of parameters and dropout are made of the seed: T5X splits one key;
-        the other way, dropout's is the parameters' with 1 folded in.
-      may_start_past_end: Whether a run whose checkpoint is past `train_steps` has nothing to do;
-        otherwise that is an error.
+      keys: How the seed gives the PRNG keys of parameters and dropout: T5X splits one key;
+        otherwise dropout's key is the parameters' with 1 folded in.
+      may_start_past_end: Whether a run whose checkpoint is past `train_steps` simply has nothing to
+        do; otherwise that is an error.
     """
 
     train_data: SeqioDataConfig | TrainDataConfig | None
@@ -269,13 +269,13 @@ def mesh_transformer_plan(
     init_variable_filter: str = "",
     places: Mapping[str, str | None] | None = None,
 ) -> TrainingPlan:
-    """The rhythm of mesh_transformer_main: a line for each step, checkpoints, no evaluations.
+    """The intervals of mesh_transformer_main: a line per step, checkpoints, no evaluations.
 
     Args:
-      train_data: What is trained on.
+      train_data: The data to train on.
       save_checkpoints_steps: Steps between checkpoints.
-      keep_checkpoint_max: How many of the latest are kept; None or 0 keeps all.
-      init_checkpoint: A checkpoint in any format to start from; its slots and step are taken too.
+      keep_checkpoint_max: How many of the latest to keep; None or 0 keeps all.
+      init_checkpoint: A checkpoint in any format to start from, slots and step included.
       init_variable_filter: See `RestoreConfig.variable_filter`.
       places: Argument -> where it was set, for messages.
 
@@ -288,7 +288,7 @@ def mesh_transformer_plan(
         "init_checkpoint": init_checkpoint,
         "init_variable_filter": init_variable_filter,
     }
-    # Checked here, under the names that users know; a plan's own names are T5X's.
+    # Checked under the names that users write; a plan's own names are T5X's.
     for name, value in arguments.items():
         check_field(mesh_transformer_plan, name, value, (places or {}).get(name))
     start = None

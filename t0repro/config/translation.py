@@ -1,4 +1,4 @@
-"""A training run in the words of the other dialect, and the values that it cannot express."""
+"""Translates a training run to the other dialect, and lists what that dialect cannot express."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Dialect = Literal["mtf", "t5x"]
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """A gin file of a dialect, in lines, and what it leaves out.
+    """A dialect's gin file, in lines, and the values it leaves out.
 
     Attributes:
       header: Imports and includes, which come before the bindings.
-      bindings: What wins over the included files.
+      bindings: Bindings that override the included files.
       missing: Values that the dialect cannot express, in words.
     """
 
@@ -28,7 +28,7 @@ class Translation:
     missing: tuple[str, ...]
 
 
-# The included files say what no value here does: which layers there are, and which functions run.
+# The included files set what no value here sets: which layers exist, and which functions run.
 _HEADER: dict[Dialect, tuple[str, ...]] = {
     "mtf": ("include 'dataset.gin'", "include 'models/t5.1.1.base.gin'"),
     "t5x": (
@@ -83,7 +83,8 @@ _MODEL: dict[Dialect, dict[str, str]] = {
         "activations": "transformer_layers.DenseReluDense.activation",
         "logits_from_embedding": "transformer.Unitransformer.shared_embedding_and_softmax_weights",
         "model_type": "utils.run.model_type",
-        # Under the decoder's scope, as in the included file, whose binding would win otherwise.
+        # Under the decoder's scope, like the binding in the included file, which would win
+        # otherwise.
         "label_smoothing": "decoder/transformer.Unitransformer.label_smoothing",
         "z_loss": "transformer.Unitransformer.z_loss",
     },
@@ -112,11 +113,11 @@ _ADAFACTOR: dict[Dialect, dict[str, str]] = {
         "min_dim_size_to_factor": "optimize.AdafactorOptimizer.min_dim_size_to_factor",
     },
 }
-# What a dialect always computes; a value that differs from it cannot be expressed there.
+# What a dialect always computes; it cannot express any other value.
 _ARITHMETIC: dict[Dialect, Arithmetic] = {"mtf": Arithmetic(), "t5x": Arithmetic(True, *[True] * 7)}
 
 
-# What the included files leave at its default, and no binding above changes.
+# Fields that the included files leave at their default and that no binding above changes.
 _UNCHANGED = {
     "shared_towers": False,
     "position_bias_per_layer": False,
@@ -152,7 +153,7 @@ def _model(config: RunConfig, dialect: Dialect) -> _Items:
     for field, binding in _MODEL[dialect].items():
         value = getattr(model, field)
         if dialect == "mtf" and field == "activations":
-            # gin lists the gated form's activations and names a single one.
+            # gin takes a list for the gated form's activations and a name for a single one.
             value = list(value) if len(value) > 1 else value[0]
         yield binding, value
     denominator = model.loss_denominator
@@ -195,7 +196,7 @@ def _optimizer(config: RunConfig, dialect: Dialect) -> _Items:
     for field, binding in _ADAFACTOR[dialect].items():
         yield binding, getattr(optimizer, field)
     if dialect == "t5x":
-        # In T5X None means no momentum; 0.0 would keep a slot for it.
+        # In T5X None means no momentum; 0.0 would add a slot for it.
         has_slot = optimizer.beta1 or optimizer.momentum_slot
         yield "adafactor.Adafactor.beta1", optimizer.beta1 if has_slot else None
         ours = ("decay_rate",)
@@ -204,7 +205,7 @@ def _optimizer(config: RunConfig, dialect: Dialect) -> _Items:
         ours += ("max_parameter_scale", "skip_nan_updates", "momentum_slot")
     if optimizer.factor_map not in ((), ALL_HEURISTIC):
         yield f"optimizer.factor_map = {optimizer.factor_map}", _NOT_EXPRESSED
-    # The last two are parameters' paths: Mesh TensorFlow's patterns of names are resolved.
+    # The last two are parameter paths: Mesh TensorFlow's name patterns have been resolved.
     for field in (*ours, "exclude_from_parameter_scale", "frozen"):
         if value := getattr(optimizer, field):
             yield f"optimizer.{field} = {value}", _NOT_EXPRESSED
@@ -221,7 +222,7 @@ def _schedule(config: RunConfig, dialect: Dialect) -> _Items:
         for argument, value in values.items():
             yield f"{factors}.{argument}", value
         return
-    # A constant rate is the one schedule that both dialects can say.
+    # A constant rate is the only schedule that both dialects can express.
     if dialect == "t5x" and name in ("constant_learning_rate", "constant"):
         yield f"{factors}.factors", "constant"
         (rate,) = arguments.values()
@@ -234,7 +235,7 @@ def _schedule(config: RunConfig, dialect: Dialect) -> _Items:
         return
     if schedule.total_train_steps != config.train_steps:
         yield "utils.run.total_run_steps", schedule.total_train_steps
-    if name == "adafactor_default":  # what Adafactor does without a schedule
+    if name == "adafactor_default":  # Adafactor's rate without a schedule
         yield "utils.run.learning_rate_schedule", None
         return
     yield "utils.run.learning_rate_schedule", _Reference(f"@{rates}.{name}")
@@ -246,13 +247,13 @@ def _schedule(config: RunConfig, dialect: Dialect) -> _Items:
 
 
 def _product(arguments: Mapping[str, Any], rates: str) -> _Items:
-    """A product's factors: numbers, and functions, each in a scope of its own."""
+    """A product's factors: numbers, and functions, each in its own scope."""
     listed: list[Any] = []
     for index, factor in enumerate(arguments["factors"]):
         if not isinstance(factor, Mapping):
             listed.append(factor)
             continue
-        # The same function may be there twice, with other arguments.
+        # The same function may occur twice, with different arguments.
         place = f"factor_{index}/{rates}.{factor['name']}"
         listed.append(_Reference(f"@{place}"))
         for argument, value in factor["arguments"].items():
@@ -276,7 +277,7 @@ def _data(config: RunConfig, dialect: Dialect) -> _Items:
         names |= {"use_cached": "USE_CACHED_TASKS", "shuffle": "SHUFFLE_TRAIN_EXAMPLES"}
         if config.vocabulary is not None:
             yield "seqio.SentencePieceVocabulary.sentencepiece_model_file", config.vocabulary
-            # Without the number of sentinels the same file would be another vocabulary.
+            # Without the number of sentinels, the same file would define another vocabulary.
             yield "seqio.SentencePieceVocabulary.extra_ids", config.vocabulary_extra_ids
     for field, binding in names.items():
         yield binding, getattr(data, field)
@@ -298,10 +299,10 @@ def _run_of_mesh(config: RunConfig) -> _Items:
     yield "utils.run.sequence_length", config.sequence_length
     yield "utils.run.batch_size", ("sequences_per_batch", config.batch_size)
     rows = config.batch_size // config.num_microbatches
-    # Mesh TensorFlow counts a microbatch by the longer of its features.
+    # Mesh TensorFlow measures a microbatch by its longer feature.
     tokens = rows * max((config.sequence_length or {"": 1}).values())
     name = "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica"
-    # None is written out: t5's own files set 2,048 tokens, which may split the batch.
+    # Write None explicitly: t5's own files set 2,048 tokens, which may split the batch.
     yield name, tokens if config.num_microbatches > 1 else None
     layout = config.layout
     parts = {"batch": layout.data or 1, "model": layout.model}
@@ -344,10 +345,10 @@ def _run_of_t5x(config: RunConfig) -> _Items:
 
 
 def _plan_of_t5x(plan: TrainingPlan, saved_dtype: str) -> _Items:
-    # The same seed would draw other parameters.
+    # The same seed would initialize other parameters.
     if plan.keys == "split":
         yield "RANDOM_SEED", plan.random_seed
-    # A line for every step has no periods; how long it runs, TRAIN_STEPS says.
+    # A line per step has no period; TRAIN_STEPS sets the run's length.
     if plan.log == "summaries":
         yield "TRAIN_STEPS_RELATIVE", plan.relative_steps
         names = "eval_steps eval_period stats_period run_eval_before_training gc_period".split()

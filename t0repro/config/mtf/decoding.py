@@ -1,7 +1,7 @@
-"""Reads what the modes eval, infer and score_from_* do off gin's bindings.
+"""Reads the settings of the modes eval, infer and score_from_* from gin's bindings.
 
-An argument that Mesh TensorFlow passes explicitly wins over a binding of it, so that, for instance,
-`Unitransformer.sample_autoregressive.temperature`, which sample_decode.gin binds too, changes
+An argument that Mesh TensorFlow passes explicitly overrides a binding of it. For instance,
+`Unitransformer.sample_autoregressive.temperature`, which sample_decode.gin also binds, changes
 nothing in an encoder-decoder model: Bitransformer.decode passes its own.
 """
 
@@ -28,7 +28,7 @@ _DATASET = f"{_UTILS}.score_from_dataset"
 _ITERATOR = f"{_UTILS}.get_checkpoint_iterator"
 
 # For the reader: configurables of these modes, with the arguments that are read here or that the
-# caller passes in any case. Any other may only be bound to its default.
+# caller always passes. Any other may only be bound to its default.
 KNOWN_BINDINGS: Mapping[str, Any] = {
     DECODE: {
         "beam_size", "alpha", "temperature", "sampling_keep_top_k", "decode_length_multiplier",
@@ -56,7 +56,7 @@ class DecodingReader:
     """Reads the fields of a RunConfig that evaluation modes use.
 
     Args:
-      bindings: for the places of what is refused.
+      bindings: to look up the place of a refused value.
       run: the arguments of `utils.run`.
       provenance: field -> where its value was set; filled in.
     """
@@ -70,10 +70,10 @@ class DecodingReader:
         """The fields, by their names in RunConfig.
 
         Args:
-          vocab_size: The model's, padded.
+          vocab_size: The model's padded vocabulary size.
 
         Raises:
-          UserError: for what the JAX stack does not do, with the binding's place.
+          UserError: for options that the JAX stack does not support, with the binding's place.
         """
         mode = self._run["mode"]
         return {
@@ -111,17 +111,17 @@ class DecodingReader:
         self._check_decoding(values)
         search = importlib.import_module("mesh_tensorflow.beam_search").beam_search
         prefilter = self._read(_BEAM_SEARCH, search, "num_prefilter", "decoding.prefilter")
-        # The mesh decides how many candidates each part of the vocabulary contributes.
+        # The device mesh decides how many candidates each shard of the vocabulary contributes.
         parts = mtf.tensor_dim_to_mesh_dim_size(
             self._run["layout_rules"], self._run["mesh_shape"], mtf.Dimension("vocab", vocab_size)
         )
-        # A beam search needs two candidates a beam, in case one of them ends.
+        # A beam search needs two candidates per beam, in case one of them ends.
         if prefilter and prefilter * parts < 2:
             self._refuse(_BEAM_SEARCH, "num_prefilter", f"num_prefilter = {prefilter}")
         return DecodingConfig(**values, prefilter=prefilter or 0, vocab_parts=parts)
 
     def _check_decoding(self, values: Mapping[str, Any]) -> None:
-        """Refuses what Bitransformer.decode and sample_autoregressive refuse."""
+        """Refuses options that Bitransformer.decode and sample_autoregressive refuse."""
         if values["beam_size"] > 1:
             for field, argument, neutral in (
                 ("temperature", "temperature", 0),
@@ -155,7 +155,7 @@ class DecodingReader:
             name: self._required(_STRINGS, function, name, none_is_missing=name == "targets")
             for name in ("inputs", "targets")
         }
-        # Lists of gin become tuples: RunConfig is frozen.
+        # Turn gin's lists into tuples: RunConfig is frozen.
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         more = {name: self._read(_STRINGS, function, name) for name in ("eos_id", "score_eos")}
         return ScoreStringsConfig(**values, **more)
@@ -163,7 +163,7 @@ class DecodingReader:
     def _check_postprocess(self, selector: str) -> None:
         function = getattr(self._utils, selector.rpartition(".")[2])
         postprocess = self._required(selector, function, "score_postprocess_fn")
-        # gin wraps what it configures; the function itself is inside.
+        # gin wraps the functions it configures; unwrap to reach the function itself.
         while not hasattr(postprocess, "__name__") and hasattr(postprocess, "func"):
             postprocess = postprocess.func
         if getattr(postprocess, "__name__", "") != "save_scores":

@@ -1,10 +1,10 @@
 """The Mesh TensorFlow dialect: gin files and --gin_param overrides -> RunConfig.
 
-gin, Mesh TensorFlow and t5 do the parsing, so that a typo fails here in the words in which it fails
-there. The RunConfig is then read off what gin configured (the arguments of `utils.run`, the model
-that `build_model` makes, the optimizer class, the schedule function), not off the text. A binding
-that would change a Mesh TensorFlow run but that the JAX stack does not support is an error that
-names the binding and its place; none is ignored.
+gin, Mesh TensorFlow and t5 do the parsing, so that a typo fails here with the same message. The
+RunConfig then comes from what gin configured (the arguments of `utils.run`, the model that
+`build_model` makes, the optimizer class, the schedule function), not from the text. A binding that
+would change a Mesh TensorFlow run but that the JAX stack does not support is an error that names
+the binding and its place; none is ignored.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from t0repro.redaction import without_passwords
 
 
 def load(inputs: MeshInputs, *, float32_activations: bool = True) -> Configuration:
-    """Parses the gin inputs as t5_mesh_transformer does and reads a run's configuration off them.
+    """Parses the gin inputs as t5_mesh_transformer does, and returns a run's configuration.
 
     Args:
       inputs: files, overrides and search paths.
-      float32_activations: compute in float32 whatever gin says, which is what t5_mesh_transformer
-        does without --tpu. False follows get_variable_dtype.
+      float32_activations: compute in float32 whatever gin binds, as t5_mesh_transformer does
+        without --tpu. False follows get_variable_dtype.
 
     Raises:
-      UserError: for anything that is wrong in a file or an override, with its place.
+      UserError: for any mistake in a file or an override, with its place.
     """
     bindings = parse(inputs)
-    # A second block: from here on the places of bindings are known to messages.
+    # A second block: from here on, messages can give the places of bindings.
     with configuration_errors(bindings):
         return read(inputs.model_dir, bindings, float32_activations=float32_activations)
 
@@ -74,12 +74,13 @@ def load_model_api(
     *,
     float32_activations: bool = True,
 ) -> Configuration:
-    """`load` for --use_model_api, whose flags stand in for bindings of `run`.
+    """Like `load`, for --use_model_api, whose flags stand in for bindings of `run`.
 
     Args:
       inputs: as for `load`.
       flags: t5's parsed flags.
-      find_checkpoint: finds the checkpoint that mode finetune starts from; called in no other mode.
+      find_checkpoint: finds the checkpoint that mode finetune starts from; not called in other
+        modes.
       float32_activations: as for `load`.
 
     Raises:
@@ -95,26 +96,26 @@ def load_model_api(
 
 
 def layout_of(arguments: RunArguments, tpu_mesh: str | None) -> Layout:
-    """How mesh_shape and layout_rules divide the run; all devices along data without a mesh.
+    """The Layout that mesh_shape and layout_rules define; without a mesh, all devices along data.
 
-    Mesh TensorFlow may divide only some of heads, d_ff and vocabulary; here it is all three.
+    Mesh TensorFlow may shard only some of heads, d_ff and vocabulary; here, all three are sharded.
 
     Args:
       arguments: of `utils.run`.
       tpu_mesh: see `RunInputs.tpu_mesh`.
 
     Raises:
-      NotOnJax: for a rule that divides d_model.
+      NotOnJax: for a rule that shards d_model.
     """
     mtf = importlib.import_module("mesh_tensorflow")
     shape = mtf.convert_to_shape(arguments.run["mesh_shape"])
     rules = mtf.convert_to_layout_rules(arguments.run["layout_rules"])
     arguments.note("layout", f"{UTILS}.run", "mesh_shape")
-    # One device: nothing to divide, and rules without a mesh mean nothing.
+    # One device: there is nothing to shard, and rules without a mesh have no meaning.
     if shape.size == 1:
         return Layout()
 
-    # A set: dimensions on the same mesh axis are divided by it once.
+    # A set: dimensions on the same mesh axis are sharded by it once.
     def parts(*dimensions: str) -> int:
         axes = {
             rules.tensor_dimension_to_mesh_axis(mtf.Dimension(name, shape.size), shape)
@@ -128,17 +129,17 @@ def layout_of(arguments: RunArguments, tpu_mesh: str | None) -> Layout:
     if tpu_mesh:
         selector = f"{UTILS}.tpu_mesh_shape"
         arguments.note("layout", selector, "tpu_topology")
-        # Only a mesh that was counted for a TPU follows the devices that are there.
+        # Only a mesh computed for a TPU adapts to the devices of this machine.
         bound = arguments.arguments(selector, arguments.utils.tpu_mesh_shape)
         topology = bound["tpu_topology"]
     return Layout(parts("batch"), parts("d_ff", "heads", "vocab"), topology=topology)
 
 
 def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True) -> Configuration:
-    """What gin's current configuration amounts to.
+    """The run that gin's current configuration describes.
 
     Raises:
-      UserError: naming binding and place, for what neither backend can run.
+      UserError: naming binding and place, for a configuration that neither backend can run.
     """
     import gin
 
@@ -153,15 +154,15 @@ def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True
     # Kept, not raised: the run may be for Mesh TensorFlow.
     except NotOnJax as refusal:
         run = refusal
-    # What was called here must not appear in the operative_config.gin of a Mesh TensorFlow run.
+    # Calls made here must not appear in the operative_config.gin of a Mesh TensorFlow run.
     gin_door.forget_calls()
     text = without_passwords(gin.config_str())
     return Configuration(inputs, run, text, misread=warnings)
 
 
-# Configurables that a run on the JAX stack reads, with the arguments that it knows. Any other
+# Configurables that a run on the JAX stack reads, with the arguments it supports. Any other
 # argument of these may only be bound to its default. `...` admits every argument, because the real
-# function is called or because the value has no effect on what is computed.
+# function is called or because the value does not affect the computation.
 KNOWN_BINDINGS: Mapping[str, Any] = {
     f"{UTILS}.run": {
         "vocabulary", "train_dataset_fn", "eval_dataset_fn", "dataset_split", "autostack",
@@ -196,7 +197,7 @@ KNOWN_BINDINGS: Mapping[str, Any] = {
 
 
 class _ConfigReader:
-    """Reads one RunConfig off the arguments, noting each value's provenance."""
+    """Builds a RunConfig from the arguments, noting each value's provenance."""
 
     def __init__(self, arguments: RunArguments, float32_activations: bool):
         self._gin = arguments
@@ -206,7 +207,7 @@ class _ConfigReader:
         """The RunConfig.
 
         Raises:
-          NotOnJax: naming binding and place, when the JAX stack does not do what is configured.
+          NotOnJax: naming binding and place, if the JAX stack does not support the configuration.
         """
         self._refuse_unknown_bindings()
         self._refuse_model_types()
@@ -226,7 +227,7 @@ class _ConfigReader:
             **decoding.fields(model.vocab_size),
             "dtypes": self._dtypes(),
             "optimizer": optimizer,
-            # Schedules that end somewhere count to total_run_steps if it is bound.
+            # Schedules with an end count to total_run_steps if it is bound.
             "schedule": training.schedule(self._total_run_steps(train_steps), optimizer),
             "plan": self._plan(data.train_data(), inputs.init_checkpoint),
             "eval_data": data.eval_data(),
@@ -248,7 +249,7 @@ class _ConfigReader:
             if name in run:
                 self._gin.note(name, f"{UTILS}.run", name)
         config = RunConfig(**fields, provenance=dict(sorted(self._gin.provenance.items())))
-        # Only here is everything read, whichever file or flag it came from.
+        # Check here, where everything has been read, whichever file or flag it came from.
         ranges.check(config, config.provenance)
         config.model.check_position_buckets(config.provenance.get(self._position_setting()))
         if (train_data := config.plan.train_data) is not None:
@@ -260,7 +261,7 @@ class _ConfigReader:
     def _plan(
         self, train_data: TrainDataConfig | None, init_checkpoint: str | None
     ) -> TrainingPlan:
-        """The rhythm of mesh_transformer_main, with the numbers that gin binds."""
+        """The intervals of mesh_transformer_main, with the numbers that gin binds."""
         notes = {"period": "save_checkpoints_steps", "keep": "keep_checkpoint_max"}
         for field, name in notes.items():
             self._gin.note(f"plan.save.{field}", f"{UTILS}.run", name)
@@ -286,7 +287,7 @@ class _ConfigReader:
         )
 
     def _position_setting(self) -> str:
-        """Which field to blame for the buckets of the position bias: the one that is bound."""
+        """The field to name in errors about the position bias's buckets: the one that is bound."""
         import gin
 
         distance = "relative_attention_max_distance"
@@ -294,13 +295,13 @@ class _ConfigReader:
         return f"model.{distance if bound else 'relative_attention_num_buckets'}"
 
     def _refuse_unknown_bindings(self) -> None:
-        """Refuses a known configurable's argument that is neither read nor at its default."""
+        """Refuses a supported configurable's argument that is neither read nor at its default."""
         for (scope, selector), arguments in gin_door.bound().items():
             known = KNOWN_BINDINGS.get(selector)
             if known is None or known is ...:
                 continue
             parameters = inspect.signature(gin_door.function_of(selector)).parameters
-            # Values are compared with the signature's defaults: binding a default changes nothing.
+            # Compare with the signature's defaults: binding a default changes nothing.
             for argument in set(arguments) - set(known):
                 value = gin_door.resolved(scope, selector)[argument]
                 if argument in parameters and value == parameters[argument].default:
@@ -367,7 +368,7 @@ class _ConfigReader:
         model_type = self._gin.run["model_type"]
         for field, (selector, argument, scopes) in mtf_model.FIELD_SOURCES.items():
             if model_type != "bitransformer":
-                scopes = ()  # there is one tower, which no scope is made for
+                scopes = ()  # a single tower is built in no scope
             self._gin.note(f"model.{field}", selector, argument, scopes)
         if gin.get_bindings(JAX_MODEL).get("recompute") is not None:
             self._gin.note("model.recompute", JAX_MODEL, "recompute")
@@ -382,7 +383,7 @@ class _ConfigReader:
             for field in ("slice", "activation"):
                 names[field] = "float32"
                 self._gin.provenance[f"dtypes.{field}"] = "set by t5_mesh_transformer without --tpu"
-        # In evaluation, weights of 16 bits and activations of 16 bits come to the same.
+        # In evaluation, 16-bit weights and 16-bit activations give the same results.
         if names["slice"] != "float32" and (
             self._gin.run["mode"] == "train" or names["activation"] == "float32"
         ):

@@ -1,8 +1,8 @@
 """Bindings that mean something else to Mesh TensorFlow than they seem to say.
 
-It takes any text for True, `'False'` too, and gin keeps what is bound in a scope that nothing
-enters, where it has no effect. Mesh TensorFlow runs all the same, so there it is a warning; on the
-JAX stack, where nobody depends on it, it is an error.
+Mesh TensorFlow takes any text for True, even `'False'`, and gin accepts a binding in a scope that
+nothing enters, where it has no effect. Mesh TensorFlow runs anyway, so there it is a warning; on
+the JAX stack, where nobody depends on such bindings, it is an error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TRANSFORMER = "mesh_tensorflow.transformer.transformer"
 _LAYERS = "mesh_tensorflow.transformer.transformer_layers"
 _TOWERS = ("encoder", "decoder")
 
-# The scopes in which an encoder-decoder model reads its configurables: constructors are called in
-# their tower's, and all else, such as sublayers and optimizers, outside of both.
+# The scopes in which an encoder-decoder model reads its configurables: constructors run in their
+# tower's scope, and everything else, such as sublayers and optimizers, outside of both.
 TOWER_SCOPES: Mapping[str, tuple[str, ...]] = {
     f"{_TRANSFORMER}.make_layer_stack": _TOWERS,
     f"{_TRANSFORMER}.LayerStack": _TOWERS,
@@ -32,13 +32,13 @@ TOWER_SCOPES: Mapping[str, tuple[str, ...]] = {
     f"{_LAYERS}.SelfAttention": _TOWERS,
     f"{_LAYERS}.EncDecAttention": ("decoder",),
 }
-# What the encoder's constructor takes too and never uses: it computes neither logits nor a loss.
+# Arguments that the encoder's constructor accepts but never uses: it computes no logits or loss.
 DECODER_ONLY: frozenset[str] = frozenset({
     "label_smoothing", "z_loss", "loss_denominator", "shared_embedding_and_softmax_weights",
     "loss_on_targets_only", "loss_fn",
 })  # fmt: skip
 _UNITRANSFORMER = f"{_TRANSFORMER}.Unitransformer"
-# Arguments of which no default says that they are lists or functions.
+# Arguments whose defaults do not show that they are lists or functions.
 _TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("sublayers_initial", "sublayers_per_layer", "sublayers_final"),
                     Sequence[Callable] | None),
@@ -50,7 +50,7 @@ _TYPES: Mapping[str, Any] = {
     "num_heads": int,
     "vocab_divisor": int,
 }  # fmt: skip
-# Of these, the JAX stack looks at what was made in the scope, or reads them in that of a reference.
+# The JAX stack reads these from the object made in the scope, or in the scope of a reference.
 _READ_IN_ANY_SCOPE = (
     f"{_LAYERS}.", "mesh_tensorflow.optimize.",
     "mesh_tensorflow.transformer.learning_rate_schedules.",
@@ -63,7 +63,7 @@ _PACKAGES = ("mesh_tensorflow.", "t5.", "t0repro.", "Bitransformer.", "Unitransf
 
 
 def scopes_read(selector: str, model_type: str, argument: str | None = None) -> tuple[str, ...]:
-    """The scopes that Mesh TensorFlow is in when it calls a configurable; "" is none.
+    """The scopes in which Mesh TensorFlow calls a configurable; "" is none.
 
     Args:
       selector: The configurable.
@@ -78,11 +78,11 @@ def scopes_read(selector: str, model_type: str, argument: str | None = None) -> 
 
 
 def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
-    """What stands in the gin files or on the command line but means something else, or nothing.
+    """Bindings in gin files or on the command line that mean something else, or nothing.
 
     Args:
       bindings: Where each binding was set.
-      model_type: Mesh TensorFlow's, which decides in which scopes the model is built.
+      model_type: Mesh TensorFlow's, which decides in which scopes it builds the model.
 
     Yields:
       An error for each such binding, which a run on Mesh TensorFlow may print as a warning.
@@ -93,7 +93,7 @@ def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
         hints = declared_arguments(gin_door.function_of(selector))
         for argument, value in gin_door.resolved(scope, selector).items():
             if argument not in arguments:
-                continue  # bound in a scope around this one
+                continue  # bound in an enclosing scope
             where = bindings.place((scope, selector, argument))
             hint = hints.get(argument)
             if bool in alternatives(hint) and not fits(value, hint):
@@ -111,11 +111,11 @@ def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
 def scoped_calls(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
     """Bindings that Mesh TensorFlow reads because a reference such as `@a/save_scores` has a scope.
 
-    What gin calls itself (`@a/tpu_mesh_shape()`), it calls in the scope; the JAX stack reads most
-    of the rest in none.
+    gin calls `@a/tpu_mesh_shape()` itself, in the scope; the JAX stack reads most of the rest in no
+    scope.
 
     Yields:
-      An error for each such binding that is not read in its scope here.
+      An error for each such binding that this stack would not read in its scope.
     """
     references = (
         gin_door.reference_to(part)
@@ -144,7 +144,7 @@ def scoped_calls(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
 
 
 def _is_read(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
-    """Whether a binding has an effect in one of the scopes, or says what holds there anyway."""
+    """Whether a binding has an effect in one of the scopes, or only repeats the value there."""
     scope, selector, argument = key
     if any(_scope_in_effect(each, selector, argument) == scope for each in scopes):
         return True
@@ -155,7 +155,7 @@ def _holds_anyway(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
     """Whether an argument has the value in these scopes too."""
     _, selector, argument = key
     parameters = inspect.signature(gin_door.function_of(selector)).parameters
-    # A misspelt name of a class that takes any keyword has no default.
+    # A misspelt name has no default if the class takes any keyword.
     default = parameters[argument].default if argument in parameters else inspect.Parameter.empty
     return all(gin_door.resolved(x, selector).get(argument, default) == value for x in scopes)
 
@@ -163,8 +163,9 @@ def _holds_anyway(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
 def _is_layered(key: Key, read: tuple[str, ...], bindings: Bindings) -> bool:
     """Whether a binding is the outer layer of narrower ones that win, as its author may intend.
 
-    So it is in every operative config. It is not where the narrower binding is in a file of t5 or
-    Mesh TensorFlow, or in any file while this one is on the command line: there it was to win.
+    Every operative config has such layers. The answer is no where the narrower binding is in a file
+    of t5 or Mesh TensorFlow, or in any file while this one is on the command line: its author meant
+    it to win.
     """
     scope, selector, argument = key
     winners = {_scope_in_effect(each, selector, argument) for each in read}
@@ -176,7 +177,7 @@ def _is_layered(key: Key, read: tuple[str, ...], bindings: Bindings) -> bool:
 
 
 def _scope_in_effect(scope: str, selector: str, argument: str) -> str | None:
-    """The innermost scope around a call in `scope` that binds the argument; None if none does."""
+    """The innermost scope enclosing `scope` that binds the argument; None if none does."""
     around = reversed(gin_door.enclosing(scope))
     return next((x for x in around if argument in gin_door.bound().get((x, selector), {})), None)
 
@@ -186,10 +187,10 @@ def _short(selector: str) -> str:
 
 
 def check_types(bindings: Bindings) -> None:
-    """Checks values that Mesh TensorFlow's code would trip over, on either backend.
+    """Checks values that would make Mesh TensorFlow's code fail, on either backend.
 
     Raises:
-      UserError: for a value of another type than its argument's, which is that of the default.
+      UserError: for a value whose type is not its argument's, which is that of the default.
     """
     for (scope, selector), arguments in gin_door.bound().items():
         if selector in (gin_door.MACRO, "gin.constant"):
@@ -200,7 +201,7 @@ def check_types(bindings: Bindings) -> None:
             hint = _TYPES.get(argument)
             if hint is None and argument in parameters:
                 hint = _hint_of_default(parameters[argument].default)
-            # What a reference stands for is known when it is called.
+            # A reference's value is known only when it is called.
             known = value
             if isinstance(value, list | tuple):
                 known = [x for x in value if not gin_door.is_reference(gin_door.followed(x))]
@@ -215,9 +216,9 @@ def check_types(bindings: Bindings) -> None:
 
 
 def _hint_of_default(default: Any) -> Any:
-    """What an argument with a number for its default takes; None says nothing of other defaults."""
+    """The type of an argument with a numeric default; None for any other default."""
     is_number = isinstance(default, int | float) and not isinstance(default, bool)
-    # None has a meaning in some places, and whether a number is whole is seen later.
+    # Some arguments accept None, and a later check tests whether a number is an integer.
     return float | None if is_number else None
 
 

@@ -1,7 +1,7 @@
 """Reads a ModelConfig off the model objects that Mesh TensorFlow's build_model makes.
 
-If those objects hold something that the JAX model does not support, the error names the binding
-that asked for it.
+If those objects have a property that the JAX model does not support, the error names the binding
+that set it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _SIZES = {  # of a layer, the same in all layers of a kind
     "EncDecAttention": ("num_heads", "key_value_size"),
     "DenseReluDense": ("hidden_size", "activation"),
 }  # fmt: skip
-# The sublayers around each layer, by function name and by what the norms' variables are called.
-# The legacy ones are those of T5 1.0's released checkpoints; nothing but names differs.
+# The sublayers around each layer, by function name and by the names of the norms' variables. The
+# legacy ones are those of T5 1.0's released checkpoints; they differ in names only.
 _SUBLAYERS = {
     "rms_norm": {
         "sublayers_initial": ["sublayer_dropout"],
@@ -55,7 +55,7 @@ _SUBLAYERS = {
     },
 }  # fmt: skip
 
-# For the reader: configurables that make up the model, with the arguments read here.
+# For the reader: configurables that make up the model, with the arguments that are read here.
 KNOWN_BINDINGS: Mapping[str, Any] = {
     _UNITRANSFORMER: {
         "d_model", "max_length", "shared_embedding_and_softmax_weights", "label_smoothing",
@@ -134,8 +134,8 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
 
     Args:
       model: what mesh_tensorflow.transformer.utils.build_model returned.
-      model_type: what it was asked for.
-      bindings: for the place of a binding that is refused.
+      model_type: the model type it was called with.
+      bindings: to look up the place of a refused binding.
 
     Raises:
       UserError: if the model has a layer or an option that the JAX model lacks.
@@ -149,17 +149,17 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         reader.check_tower(tower, kinds[scope], scope)
     if two_towers:
         reader.check_bitransformer(model)
-    # The decoder, or the only tower, decides what both towers must agree on.
+    # If both towers must agree on a value, take it from the decoder, or from the only tower.
     decoder = list(towers.values())[-1]
     attention, *_, feed_forward = decoder.layer_stack._layers[: len(kinds[list(towers)[-1]])]
     layers = {
-        # A stack lists every sublayer's layer: two or three of them make one block.
+        # A layer stack lists every sublayer's layer: two or three of them form one block.
         scope: len(tower.layer_stack._layers) // len(kinds[scope])
         for scope, tower in towers.items()
     }
     several_layers = max(layers.values()) > 1
     own = jax_model()
-    # Not a field of ModelConfig: it changes the activations' names.
+    # Not a field of ModelConfig: it selects the activations' names.
     exact_gelu = own.pop("exact_gelu")
     return ModelConfig(
         num_encoder_layers=layers.pop("encoder", 0),
@@ -183,20 +183,21 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         recompute=own.pop("recompute") or reader.recompute(towers),
         norm_names=reader.norm_names(towers),
         rms_norm_epsilon=reader.norm_epsilon(),
-        # An only layer's own bias is like one that all layers share, by its variable's name too.
+        # With one layer, its own bias is like one that all layers share, also in its variable's
+        # name.
         position_bias_per_layer=attention.relative_attention_type == "bias" and several_layers,
         **own,
     )
 
 
 class _ModelReader:
-    """Checks model objects against what the JAX model does."""
+    """Checks that the JAX model supports everything in the model objects."""
 
     def __init__(self, bindings: Bindings):
         self._bindings = bindings
 
     def refuse(self, what: str, selector: str, argument: str, *scopes: str) -> NoReturn:
-        """Raises NotOnJax; its place is the binding in the scopes given, or in either tower."""
+        """Raises NotOnJax; its place is the binding in the given scopes, or in either tower."""
         raise NotOnJax(
             f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
             where=self._bindings.source(scopes[::-1] or ("decoder", "encoder"), selector, argument),
@@ -204,7 +205,7 @@ class _ModelReader:
         )
 
     def check_bitransformer(self, model: Any) -> None:
-        """What an encoder and a decoder must share, and what is for language models only."""
+        """Checks what encoder and decoder must share, and refuses options of language models."""
         encoder, decoder = model.encoder, model.decoder
         if not model.shared_embedding or encoder.input_vocab_dim != decoder.output_vocab_dim:
             self.refuse(
@@ -232,7 +233,7 @@ class _ModelReader:
             else:
                 names = [f"layer_{number:03d}" for number in range(len(kinds))]
             self._check_layer_names(tower, names, scope)
-        # Two layers in a block of the encoder, three in one of the decoder.
+        # The encoder has two layers per block, the decoder three.
         if shared and len(encoder.layer_stack._layers) * 3 != len(decoder.layer_stack._layers) * 2:
             self.refuse(
                 "shared towers of different depths",
@@ -241,7 +242,7 @@ class _ModelReader:
             )
 
     def _check_layer_names(self, tower: Any, names: list[str], scope: str) -> None:
-        """The names that layers are given in gin are part of their variables' names."""
+        """Refuses layer names bound in gin, since they are part of the variables' names."""
         for index, layer in enumerate(tower.layer_stack._layers):
             found, wanted = layer.name.rpartition("/")[2], names[index % len(names)]
             if found != wanted:
@@ -253,7 +254,7 @@ class _ModelReader:
                 )
 
     def check_depth(self, tower: Any, scope: str) -> None:
-        """Raises UserError for a tower without layers, whose sizes could not be read."""
+        """Raises UserError for a tower without layers, which has no sizes to read."""
         if not tower.layer_stack._layers:
             selector = f"{_TRANSFORMER}.make_layer_stack"
             field = "num_encoder_layers" if scope == "encoder" else "num_decoder_layers"
@@ -265,7 +266,7 @@ class _ModelReader:
             )
 
     def check_tower(self, tower: Any, kinds: tuple[str, ...], scope: str) -> None:
-        """Every layer, sublayer and option of a tower must be one that the JAX model has."""
+        """Refuses a layer, sublayer or option of a tower that the JAX model lacks."""
         if tower.positional_embedding:
             self.refuse(
                 "learned position embeddings", _UNITRANSFORMER, "positional_embedding", scope
@@ -276,7 +277,7 @@ class _ModelReader:
             if type(layer).__name__ != kind:
                 self._refuse_layer(f"{type(layer).__name__} ({index}, expected {kind})", scope)
             self._check_layer(layer, kind, scope)
-            # RunConfig has one size for all layers of a kind.
+            # RunConfig has a single size for all layers of a kind.
             for size in _SIZES[kind]:
                 first, this = getattr(layers[kinds.index(kind)], size), getattr(layer, size)
                 if first != this:
@@ -293,16 +294,16 @@ class _ModelReader:
         )
 
     def norm_names(self, towers: Mapping[str, Any]) -> Any:
-        """Which of the two known sets of sublayers all towers have: "rms_norm" or "layer_norm"."""
+        """The set of sublayers that all towers have: "rms_norm" or "layer_norm"."""
         found = {scope: self._sublayers(tower) for scope, tower in towers.items()}
-        # All towers are compared with the first.
+        # Compare all towers with the first.
         first = next(iter(found.values()))
         for scope, sublayers in found.items():
             for argument, functions in sublayers.items():
                 known = [names[argument] for names in _SUBLAYERS.values()]
                 if functions not in known:
                     self.refuse(f"the sublayers {functions}", _STACK, argument, scope)
-            # Each list is known by now; all lists of all towers must come from one set.
+            # Each list is valid by itself; all lists of all towers must come from one set.
             if sublayers != first or sublayers not in _SUBLAYERS.values():
                 self.refuse(
                     f"sublayers of two kinds in one model: {sublayers}",
@@ -313,7 +314,7 @@ class _ModelReader:
         return next(name for name, sublayers in _SUBLAYERS.items() if sublayers == first)
 
     def _sublayers(self, tower: Any) -> dict[str, list[str]]:
-        """Names of a tower's sublayer functions; both dropouts under the newer one's."""
+        """Names of a tower's sublayer functions; both dropout functions under the newer name."""
         return {
             argument: [
                 function.__name__.replace("legacy_dropout", "dropout")
@@ -323,7 +324,7 @@ class _ModelReader:
         }
 
     def _check_layer(self, layer: Any, kind: str, scope: str) -> None:
-        """Every option of a layer that the JAX model lacks must be at its default."""
+        """Refuses a layer's option that the JAX model lacks, unless it has its default."""
         selector = f"{_LAYERS}.{kind}"
         for name, parameter in inspect.signature(
             type(layer).__mro__[0].__init__
@@ -331,7 +332,7 @@ class _ModelReader:
             if name in KNOWN_BINDINGS[selector] or not hasattr(layer, name):
                 continue
             value = getattr(layer, name)
-            # A layer's constructor turns attention_kwargs = None into {}.
+            # A layer's constructor replaces attention_kwargs = None by {}.
             if value != parameter.default and not (value == {} and parameter.default is None):
                 self.refuse(f"{name} = {value!r} of {kind}", selector, name, scope)
         if kind == "SelfAttention" and layer.relative_attention_type not in (
@@ -352,15 +353,15 @@ class _ModelReader:
             self._check_activation(layer.activation, scope)
 
     def recompute(self, towers: Mapping[str, Any]) -> Recompute | None:
-        """What LayerStack.recompute_grads says: a layer's input alone is kept, or it is left open.
+        """`full` if LayerStack.recompute_grads is True; otherwise None, which decides by memory.
 
-        Its default, False, is in T0's commands, which have to fit the slices that they name.
+        False cannot mean `none`: T0's commands have this default and must fit their TPU slices.
         """
         asked = any(tower.layer_stack._recompute_grads for tower in towers.values())
         return "full" if asked else None
 
     def activations(self, feed_forward: Any, exact_gelu: bool) -> tuple[Activation, ...]:
-        """The names of a feed-forward layer's activations, `gelu_exact` if that is asked for."""
+        """The names of a feed-forward layer's activations, with `gelu_exact` if it is set."""
         names = feed_forward.activation
         names = (names,) if isinstance(names, str) else tuple(names)
         if exact_gelu:
@@ -370,7 +371,7 @@ class _ModelReader:
 
     def _check_activation(self, activation: Any, scope: str) -> None:
         names = (activation,) if isinstance(activation, str) else tuple(activation)
-        # Those of T5 and its kin that Mesh TensorFlow has, which has none called silu.
+        # Of the activations of T5 and its variants, those that Mesh TensorFlow has; it has no silu.
         known = ("relu", "gelu", "swish", "sigmoid", "tanh", "linear")
         if not all(isinstance(name, str) and name in known for name in names):
             self.refuse(
@@ -381,7 +382,7 @@ class _ModelReader:
             )
 
     def _check_cross_attention(self, decoder: Any) -> None:
-        """The JAX model has one size for both kinds of attention."""
+        """Refuses attention sizes that differ: the JAX model has one size for both kinds."""
         attention, cross_attention = decoder.layer_stack._layers[:2]
         for argument in _SIZES["EncDecAttention"]:
             sizes = getattr(attention, argument), getattr(cross_attention, argument)
@@ -395,7 +396,7 @@ class _ModelReader:
                 )
 
     def check_towers_agree(self, encoder: Any, decoder: Any) -> None:
-        """The JAX model has one size for both towers; only their depths may differ."""
+        """Refuses towers of different sizes: in the JAX model only their depths may differ."""
         facts = [
             ("d_model", _UNITRANSFORMER, lambda tower, layers: tower.model_dim.size),
             ("hidden_size", f"{_LAYERS}.DenseReluDense", lambda _, layers: layers[-1].hidden_size),
@@ -427,20 +428,20 @@ class _ModelReader:
                 )
 
     def norm_epsilon(self) -> float:
-        """What every layer norm adds to the mean square; `misread` has refused it in a scope."""
+        """What every layer norm adds to the mean square; `misread` has refused scoped bindings."""
         return float(gin_door.resolved("", _RMS_NORM).get("epsilon", 1e-6))
 
     def dropout_rate(self, towers: Mapping[str, Any]) -> float:
-        """The one rate that all dropouts share.
+        """The one rate of all dropouts.
 
-        Layers are built in their tower's scope. Sublayers are called outside of it, so a binding of
-        sublayer_dropout in a scope has no effect; `misread` has refused it.
+        Layers are built in their tower's scope. Sublayers are called outside of it, so binding
+        sublayer_dropout in a scope has no effect; `misread` has refused that.
         """
         rates = {
             layer.dropout_rate for tower in towers.values() for layer in tower.layer_stack._layers
         }
         for tower in towers.values():
-            # Only the legacy mode's stack has a rate.
+            # Only the legacy layer stack has a rate.
             stack = vars(tower.layer_stack).get("dropout_rate")
             rates.add(self._sublayers_rate() if stack is None else stack)
         if len(rates) != 1:
@@ -448,11 +449,11 @@ class _ModelReader:
         return rates.pop()
 
     def _refuse_rates(self, rates: set[float], towers: Mapping[str, Any]) -> NoReturn:
-        """Names the rate that was bound for one kind of layer, which is the one that differs."""
+        """Names the rate bound for one kind of layer only, which is the one that differs."""
         kinds = [*(f"{_LAYERS}.{kind}" for kind in _SIZES), _STACK, _DROPOUT]
         keys = [(scope, kind) for kind in kinds for scope in (*towers, "")]
         places = (self._bindings.place((scope, kind, "dropout_rate")) for scope, kind in keys)
-        # Files of t5 bind all of them to one macro.
+        # Files of t5 bind all rates to one macro.
         where = [place for place in places if place and not is_shipped(place)]
         raise NotOnJax(
             f"The JAX stack does not support different dropout rates in one model"

@@ -5,9 +5,9 @@
     --mode=predict            run.mode = 'infer'
     --mode=score              run.mode = 'score_from_strings'
 
-As in t5.models.mtf_model.MtfModel, all but train read <model_dir>/operative_config.gin (finetune
-that of --pretrained_model_dir) after the gin files and parameters of the command line, and bindings
-of `MtfModel` stand in for those of `run`. The evaluation's files are those of mode eval.
+As in t5.models.mtf_model.MtfModel, all modes but train read <model_dir>/operative_config.gin
+(finetune reads that of --pretrained_model_dir) after the command line's gin files and parameters.
+Bindings of `MtfModel` replace those of `run`. The evaluation writes the files of mode eval.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from t0repro.errors import UserError
 _MODEL = "t5.models.mtf_model.MtfModel"
 _FLAGS = "a flag of --use_model_api"
 _EXPORTS = ("export_predict", "export_score")
-# Arguments of MtfModel that `run` has under the same name; the rest comes from flags.
+# MtfModel's arguments that `run` has under the same name; the rest comes from flags.
 _OF_RUN = (
     "model_type", "autostack", "keep_checkpoint_max", "save_checkpoints_steps", "variable_filter",
     "iterations_per_loop", "layout_rules", "mesh_shape", "learning_rate_schedule", "optimizer",
 )  # fmt: skip
 _NOT_SUPPORTED = ("predict_fn", "ensemble_inputs", "mesh_devices")
-# MtfModel's own defaults of arguments for which `run` has others.
+# MtfModel's own defaults, for arguments with another default in `run`.
 _DEFAULTS = {
     "save_checkpoints_steps": "5000",
     "layout_rules": "'ensemble:ensemble,batch:batch,d_ff:model,heads:model,vocab:model,"
@@ -45,7 +45,7 @@ _DEFAULTS = {
 
 
 class FoundCheckpoint(Protocol):
-    """What fine-tuning needs to know of the checkpoint that it starts from."""
+    """The facts about a checkpoint that fine-tuning needs to start from it."""
 
     @property
     def path(self) -> str:
@@ -54,22 +54,23 @@ class FoundCheckpoint(Protocol):
 
     @property
     def step(self) -> int | None:
-        """Its global step; None where its name does not say."""
+        """Its global step; None if its name does not show one."""
         ...
 
 
 Flags = Any  # absl's, of t5_mesh_transformer
-# From a directory and a step (None for the latest) to the checkpoint there.
+# Maps a directory and a step (None for the latest) to the checkpoint there.
 FindCheckpoint = Callable[[str, int | None], FoundCheckpoint]
 
 
 def parse(inputs: MeshInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bindings:
-    """Fills gin's global configuration with what the flags of the Model API mean.
+    """Fills gin's global configuration from the flags of the Model API.
 
     Args:
       inputs: gin files, parameters and search paths of the command line.
       flags: t5's parsed flags.
-      find_checkpoint: finds the checkpoint that mode finetune starts from; called in no other mode.
+      find_checkpoint: finds the checkpoint that mode finetune starts from; not called in other
+        modes.
 
     Raises:
       UserError: for flags that do not fit together, or an export.
@@ -90,7 +91,7 @@ def parse(inputs: MeshInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bi
         with record_bindings() as bound:
             _bind_model()
             gin.parse_config(_statements(flags, steps, find_checkpoint))
-        # They stand in no file.
+        # No file has these bindings.
         places |= dict.fromkeys(bound.places, _FLAGS)
         mesh_transformer = importlib.import_module("t5.models.mesh_transformer")
         name = flags.mixture_or_task if flags.mode in ("train", "finetune", "eval") else None
@@ -99,7 +100,7 @@ def parse(inputs: MeshInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bi
 
 
 def check_mode(flags: Any) -> None:
-    """Raises UserError unless --mode is given; absl has checked its name."""
+    """Raises UserError if --mode is missing; absl has checked its name."""
     if not flags.mode:
         raise UserError(
             "--use_model_api needs a mode.",
@@ -109,7 +110,7 @@ def check_mode(flags: Any) -> None:
 
 
 def refused_export(mode: str, where: str | None) -> NotOnJax:
-    """The error of a mode that writes a TensorFlow SavedModel."""
+    """The error for a mode that writes a TensorFlow SavedModel."""
     return NotOnJax(
         f"Mode {mode!r} writes a TensorFlow SavedModel, which the JAX stack does not.",
         where=where,
@@ -119,7 +120,7 @@ def refused_export(mode: str, where: str | None) -> NotOnJax:
 
 
 def checkpoint_steps(flags: Any) -> int | str | list[int]:
-    """The step, or steps, that --checkpoint_mode and --checkpoint_steps mean."""
+    """The step, or steps, that --checkpoint_mode and --checkpoint_steps select."""
     if flags.checkpoint_mode != "specific":
         if flags.checkpoint_steps:
             raise UserError(
@@ -155,7 +156,7 @@ def _read_operative_config(flags: Any) -> None:
 
 
 def _bind_model() -> None:
-    """Binds what MtfModel is bound to, or its defaults, to `run`."""
+    """Binds MtfModel's bound values, or its defaults, to `run`."""
     import gin
 
     importlib.import_module("t5.models.mtf_model")
@@ -165,7 +166,7 @@ def _bind_model() -> None:
             raise NotOnJax(f"The JAX stack does not support MtfModel.{name}.", fix="Unbind it.")
     if given.get("extra_gin_bindings"):
         gin.parse_config(given["extra_gin_bindings"])
-    # What gin binds of MtfModel wins, then MtfModel's own default, which is not `run`'s.
+    # gin's bindings of MtfModel win, then MtfModel's own default, which differs from `run`'s.
     for name in _OF_RUN:
         if name in given:
             gin.bind_parameter(f"run.{name}", given[name])
@@ -174,7 +175,7 @@ def _bind_model() -> None:
 
 
 def _statements(flags: Any, steps: int | str | list[int], find_checkpoint: FindCheckpoint) -> str:
-    """The gin bindings of the flags."""
+    """The gin bindings that correspond to the flags."""
     lengths = {"inputs": flags.input_sequence_length, "targets": flags.target_sequence_length}
     common = [f"run.batch_size = {flags.batch_size}"]
     if flags.mode != "eval":
@@ -223,7 +224,7 @@ def _evaluation(flags: Any) -> list[str]:
     if flags.mode == "eval":
         return [
             "run.mode = 'eval'",
-            # MtfModel.eval takes the longest example's, whatever the flags say.
+            # MtfModel.eval uses the longest example's, whatever the flags set.
             "run.sequence_length = None",
             f"run.dataset_split = {flags.eval_split!r}",
             f"run.eval_summary_dir = {flags.eval_summary_dir or None!r}",

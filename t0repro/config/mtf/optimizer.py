@@ -1,4 +1,4 @@
-"""Reads the optimizer and the learning-rate schedule of a run off gin's bindings."""
+"""Reads a run's optimizer and learning-rate schedule from gin's bindings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SGD = f"{_OPTIMIZE}.SgdOptimizer"
 _DECAY = f"{_OPTIMIZE}.adafactor_decay_rate_pow"
 # The same function is configurable under two names.
 _PRODUCTS = (f"{_SCHEDULES}.product_learning_rate", f"{_OPTIMIZE}.product_learning_rate")
-# Dimensions of a T5's variables; of others, no optimizer option can mean anything.
+# Dimensions of a T5's variables; an optimizer option for any other dimension has no effect.
 _DIMENSIONS = {"vocab", "d_model", "d_ff", "heads", "d_kv", "buckets"}
 
 _ADAFACTOR_FIELDS = (
@@ -40,7 +40,7 @@ _ADAFACTOR_FIELDS = (
 )  # fmt: skip
 _ADAM_FIELDS = ("weight_decay_rate", "beta_1", "beta_2", "epsilon")
 
-# For the reader. A binding of learning_rate changes nothing: the run passes its own.
+# For the reader. Binding learning_rate changes nothing, since the run passes its own.
 KNOWN_BINDINGS: Mapping[str, Any] = {
     _ADAFACTOR: {
         *_ADAFACTOR_FIELDS, "decay_rate", "exclude_from_parameter_scale", "stacked_dim_names",
@@ -68,10 +68,10 @@ KNOWN_BINDINGS: Mapping[str, Any] = {
 
 
 class OptimizerReader:
-    """Reads optimizer and schedule of a run.
+    """Reads a run's optimizer and schedule.
 
     Args:
-      bindings: for the places of values and of what is refused.
+      bindings: to look up the places of values and of refused bindings.
       run: the arguments of `utils.run`.
       provenance: field -> where its value was set; filled in.
     """
@@ -82,7 +82,7 @@ class OptimizerReader:
     # ---- The optimizer ----
 
     def optimizer(self, model: ModelConfig) -> OptimizerConfig | None:
-        """The optimizer with its options, names in them resolved to paths of the model."""
+        """The optimizer with its options; names in them are resolved to paths in the model."""
         reference = reference_to(value_of(_RUN, "optimizer"))
         if reference is None:
             if self._run["optimizer"] is not None:
@@ -100,7 +100,7 @@ class OptimizerReader:
         return readers[reference.selector](reference, names, self._frozen(names))
 
     def _frozen(self, names: Mapping[str, str]) -> tuple[str, ...]:
-        """Paths of the parameters that run.variable_filter leaves untrained."""
+        """Paths of the parameters that run.variable_filter excludes from training."""
         pattern = self._run["variable_filter"]
         if pattern is None:
             return ()
@@ -120,7 +120,7 @@ class OptimizerReader:
         self, reference: Reference, names: Mapping[str, str], frozen: tuple[str, ...]
     ) -> AdafactorConfig:
         arguments = self._arguments(reference)
-        # Names of other models' dimensions do nothing in a T5.
+        # Dimension names of other models have no effect in a T5.
         stacked = set(arguments["stacked_dim_names"] or ()) & _DIMENSIONS
         if stacked:
             self._refuse(reference, "stacked_dim_names", f"{sorted(stacked)} as stacked dimensions")
@@ -140,7 +140,7 @@ class OptimizerReader:
             decay_offset=decay["offset"],
             decay_rate=rate,
             exclude_from_parameter_scale=tuple(
-                # A part of the name in Mesh TensorFlow; in its Adam, a regular expression.
+                # A substring of the name in Mesh TensorFlow; in its Adam, a regular expression.
                 path
                 for path, name in names.items()
                 if any(part in name for part in excluded)
@@ -196,9 +196,9 @@ class OptimizerReader:
         if isinstance(value, int | float):
             return ScheduleConfig("constant", {"value": float(value)}, total_train_steps)
         if isinstance(value, list | tuple):
-            # gin would call the factors; what is wanted is what they refer to.
+            # gin would call the factors; this needs the functions they refer to.
             factors = self._factors(value_of(_RUN, "learning_rate_schedule"), "")
-            # Mesh TensorFlow calls its product with them, whose offset may be bound.
+            # Mesh TensorFlow calls its product with the factors; the product's offset may be bound.
             product = self._arguments(Reference("", _PRODUCTS[0])) | {"factors": factors}
             return ScheduleConfig("product_learning_rate", product, total_train_steps)
         reference = reference_to(value_of(_RUN, "learning_rate_schedule"))
@@ -222,7 +222,7 @@ class OptimizerReader:
         return reference.name, arguments
 
     def _factors(self, raw: Any, scope: str) -> list[Any]:
-        """The factors of a product called in a scope: numbers, or functions and their arguments."""
+        """The factors of a product called in a scope: numbers, or functions with arguments."""
         factors = []
         for item in raw if isinstance(raw, list | tuple) else ():
             reference = reference_to(item, within=scope)

@@ -1,4 +1,4 @@
-"""Parses gin files and overrides as t5_mesh_transformer does; the arguments that they amount to."""
+"""Parses gin files and overrides as t5_mesh_transformer does, and gives the resulting arguments."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MESH_TRANSFORMER = "t5.models.mesh_transformer"
 
 @dataclasses.dataclass(frozen=True)
 class MeshInputs:
-    """What the command line of t5_mesh_transformer says about gin.
+    """The gin-related part of t5_mesh_transformer's command line.
 
     Attributes:
-      skip_unknown: True to ignore every unknown configurable, or the names of those to ignore
-        beside t5's own list of deprecated references.
-      tfds_data_dir: where TensorFlow Datasets keeps its data, in place of each task's own folder.
+      skip_unknown: True to ignore every unknown configurable, or the names of those to ignore in
+        addition to t5's own list of deprecated references.
+      tfds_data_dir: TensorFlow Datasets' data folder, in place of each task's own.
       import_allowlist: modules that gin files may import; see gin_imports. None allows all.
     """
 
@@ -57,8 +57,8 @@ def parse(inputs: MeshInputs, *, warn: bool = True) -> Bindings:
       warn: whether to print a warning for each macro in a file that nothing reads.
 
     Raises:
-      UserError: for whatever gin's parser finds wrong, a module that cannot be imported, or a
-        macro on the command line that nothing reads.
+      UserError: for any error of gin's parser, a module that cannot be imported, or a macro on the
+        command line that nothing reads.
     """
     from t0repro import compat
 
@@ -79,20 +79,20 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
 
     skip: Any = inputs.skip_unknown
     if skip is not True:
-        # t5's list comes on top, whatever the user adds.
+        # t5's list always applies, whatever the user adds.
         skip = (*mesh_transformer.DEPRECATED_GIN_REFERENCES, *(skip or ()))
-    # gin's state is the process's own: another command line may have been parsed before.
+    # gin's state is global to the process, which may have parsed another command line before.
     gin.clear_config()
     own_gin_files = os.path.dirname(str(importlib.import_module("t0repro.gin").__file__))
     for prefix in (_folder(mesh_transformer, "gin"), own_gin_files, *inputs.location_prefixes):
         gin.add_config_file_search_path(prefix)
     cloud.read_gin_from_buckets()
     allowlist = inputs.import_allowlist
-    # What --module_import names is allowed in gin files too.
+    # Modules of --module_import are allowed in gin files too.
     restrict_imports(None if allowlist is None else (*allowlist, *inputs.module_imports))
     for cache_dir in inputs.cache_dirs:
         check_output(cache_dir, "--additional_task_cache_dirs")
-    # defaults.gin first, so that files and parameters win over it.
+    # Parse defaults.gin first, so that files and parameters override it.
     with record_bindings() as bindings:
         gin.parse_config_files_and_bindings(
             [os.path.join(_folder(utils, "gin"), "defaults.gin"), *inputs.gin_files],
@@ -100,17 +100,17 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
             skip_unknown=skip,
             finalize_config=False,
         )
-    # Released operative configs bind functions that are gone as the vocabulary. t5 overrides that
-    # binding, so it is dropped before references are checked.
+    # Released operative configs bind the vocabulary to functions that no longer exist. t5 overrides
+    # that binding, so drop it before checking references.
     gin.bind_parameter("run.vocabulary", None)
-    # t5 asks for the mixture by its macro's name, to find the vocabulary.
+    # t5 reads the mixture's macro by name, to find the vocabulary.
     for warning in check_references(bindings, read_by_t5=("MIXTURE_NAME",)):
         if warn:
             print(printable(f"warning: {warning}"), file=sys.stderr)
-    # By now it is known where the mixture's name is bound.
+    # By now the place that binds the mixture's name is known.
     with configuration_errors(bindings):
         gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
-    # Locked from here on; a later change has to unlock it on purpose.
+    # This locks gin's configuration; later changes must unlock it explicitly.
     gin.finalize()
     flag = "--additional_task_cache_dirs"
     seqio.add_global_cache_dirs([for_tensorflow(folder, flag) for folder in inputs.cache_dirs])
@@ -127,7 +127,7 @@ def _folder(module: Any, name: str) -> str:
 
 
 class RunArguments:
-    """The arguments of `utils.run` and of what it calls.
+    """The arguments of `utils.run` and of the functions that it calls.
 
     Attributes:
       bindings: gin's bindings and their places.
@@ -144,10 +144,10 @@ class RunArguments:
         self.run = self._run_arguments()
 
     def _run_arguments(self) -> dict[str, Any]:
-        """The arguments of `utils.run`, with what gin calls for them, as for its mesh_shape."""
+        """The arguments of `utils.run`, including those gin computes, such as mesh_shape."""
         try:
             return self.arguments(f"{UTILS}.run", self.utils.run)
-        # gin calls @tpu_mesh_shape() for its value, which fails if no topology is bound.
+        # gin calls @tpu_mesh_shape() for its value; the call fails if no topology is bound.
         except RuntimeError as error:
             if "tpu_mesh_shape" not in str(error):
                 raise
@@ -159,7 +159,7 @@ class RunArguments:
             ) from error
 
     def arguments(self, selector: str, function: Any, scope: str = "") -> dict[str, Any]:
-        """A configurable's arguments as a call in a scope gets them: defaults, then bindings."""
+        """A configurable's arguments in a scoped call: defaults, then bindings."""
         signature = inspect.signature(function)
         defaults = {
             name: parameter.default
@@ -170,18 +170,18 @@ class RunArguments:
         return {**defaults, **gin_door.resolved(scope, selector)}
 
     def argument(self, selector: str, name: str) -> Any:
-        """What an argument is bound to, or None; noted as the field of the same name."""
+        """The value that an argument is bound to, or None; noted as the field of the same name."""
         self.note(name, selector, name)
         return gin_door.resolved("", selector).get(name)
 
     def note(self, field: str, selector: str, argument: str, scopes: tuple[str, ...] = ()) -> None:
-        """Notes that a field of the RunConfig has its value from an argument."""
+        """Notes that a field of the RunConfig takes its value from an argument."""
         self.provenance[field] = self.bindings.source(scopes, selector, argument)
 
     def refuse(
         self, argument: str, what: str, selector: str = f"{UTILS}.run", scope: str = "decoder"
     ) -> NoReturn:
-        """Raises NotOnJax, naming what is not supported and the place that asks for it."""
+        """Raises NotOnJax, naming what is unsupported and the place that binds it."""
         raise NotOnJax(
             f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
             # The decoder's scope wins over a binding without one.
@@ -196,7 +196,7 @@ class RunArguments:
 
 # ---- Settings of the JAX stack that no gin file of Mesh TensorFlow has ---------------------------
 
-# Those of the model are transformers' T5's, so models that come from there may need them. Mesh
+# The model's settings exist in transformers' T5, so models from there may need them. Mesh
 # TensorFlow refuses them all by name.
 
 
@@ -204,7 +204,7 @@ JAX_MODEL = "t0repro.jax_model"
 JAX_TRAINING = "t0repro.jax_training"
 
 
-# Registered by importing this module, which the parser does before it reads a file.
+# Importing this module registers it; the parser does so before it reads a file.
 @gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
 def jax_model(
     relative_attention_max_distance: int = 128,
@@ -212,16 +212,16 @@ def jax_model(
     scale_tied_logits: bool = True,
     recompute: str | None = None,
 ) -> dict[str, Any]:
-    """The settings that gin binds, by name.
+    """The settings bound by gin, by name.
 
     Args:
       relative_attention_max_distance: As in `ModelConfig`.
       exact_gelu: Whether `gelu` is the one with the error function and not its tanh approximation.
       scale_tied_logits: As in `ModelConfig`.
-      recompute: As in `ModelConfig`; None for `full` if `LayerStack.recompute_grads` says so.
+      recompute: As in `ModelConfig`; None for `full` if `LayerStack.recompute_grads` is True.
 
     Raises:
-      UserError: If there is no such way to recompute.
+      UserError: If there is no such rematerialization policy.
     """
     if recompute is not None and recompute not in (ways := get_args(Recompute)):
         raise UserError(
@@ -239,7 +239,7 @@ def jax_model(
 
 @gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
 def jax_training(weight_metrics_every: int = 0, data_shards: int = 1) -> dict[str, int]:
-    """The settings of a training run that gin binds, by name.
+    """The settings of a training run bound by gin, by name.
 
     Args:
       weight_metrics_every: As in `RunConfig`.
@@ -249,11 +249,11 @@ def jax_training(weight_metrics_every: int = 0, data_shards: int = 1) -> dict[st
 
 
 def refuse_on_mesh_tensorflow() -> None:
-    """Raises UserError if gin's configuration binds a setting to what Mesh TensorFlow cannot do."""
+    """Raises UserError if gin binds a setting to a value that Mesh TensorFlow does not support."""
     for selector, function in ((JAX_MODEL, jax_model), (JAX_TRAINING, jax_training)):
         parameters = inspect.signature(function).parameters
         for name, value in gin.get_bindings(selector).items():
-            # A setting that is bound to its default asks for nothing.
+            # A setting bound to its default needs no support.
             if value != parameters[name].default:
                 raise UserError(
                     f"{selector}.{name} is {value!r}; Mesh TensorFlow computes"

@@ -1,4 +1,4 @@
-"""Reads what a run of either backend reads: mixtures, splits, lengths and batches."""
+"""Reads the inputs of a run on either backend: mixtures, splits, lengths and batches."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _BATCH_METHODS = (
 
 
 class InputsReader:
-    """Reads a RunInputs off the arguments."""
+    """Builds a RunInputs from the arguments."""
 
     def __init__(self, arguments: RunArguments):
         self._gin = arguments
 
     def inputs(self, model_dir: str) -> RunInputs:
-        """What either backend checks before the run."""
+        """The values that either backend checks before the run."""
         run = self._gin.run
         self._check_run()
         sequence_length = self._sequence_length()
@@ -67,7 +67,7 @@ class InputsReader:
         )
 
     def _check_run(self) -> None:
-        """Refuses what `run` would not do either."""
+        """Refuses arguments that `run` would refuse too."""
         run, mode = self._gin.run, self._gin.run["mode"]
         if mode == "train" and run["dataset_split"] != "train":
             raise UserError(
@@ -84,7 +84,7 @@ class InputsReader:
             )
 
     def _data_read(self) -> tuple[str | None, bool]:
-        """The mixture that the mode reads, and whether from a cache."""
+        """The mixture that the mode reads, and whether it comes from a cache."""
         mode = self._gin.run["mode"]
         if mode == "train":
             function, reader = "mesh_train_dataset_fn", (f"{UTILS}.run", "train_dataset_fn")
@@ -103,8 +103,9 @@ class InputsReader:
         return bound.get("mixture_or_task_name"), bound["use_cached"]
 
     def _tpu_mesh(self) -> str | None:
-        """The mesh of a TPU's topology, if run.mesh_shape calls for one."""
-        # The binding as written: called, it is a Shape, which no longer says where it came from.
+        """The device mesh for a TPU's topology, if run.mesh_shape calls for one."""
+        # Read the binding as written: after the call it is a Shape, which no longer shows its
+        # origin.
         bound = gin_door.value_of(f"{UTILS}.run", "mesh_shape")
         if gin_door.selector_of(bound) != f"{UTILS}.tpu_mesh_shape":
             return None
@@ -114,7 +115,7 @@ class InputsReader:
     def _vocab_divisor(self) -> int:
         transformer = importlib.import_module("mesh_tensorflow.transformer.transformer")
         selector = "mesh_tensorflow.transformer.transformer.Unitransformer"
-        # Of two towers the decoder decides, as for the model; the encoder has to agree.
+        # With two towers the decoder decides, as for the model; the encoder must agree.
         scope = scopes_read(selector, self._gin.run["model_type"])[-1]
         bound = self._gin.arguments(selector, transformer.Unitransformer, scope)
         return bound["vocab_divisor"]
@@ -134,7 +135,7 @@ class InputsReader:
                 fix="Bind run.sequence_length = {'inputs': N, 'targets': N}.",
             )
         ranges.check_field(RunConfig, "sequence_length", length, where)
-        # What a task has besides these, only the task knows.
+        # Only the task itself lists further features.
         needed = ("targets",) if self._gin.run["model_type"] == "lm" else ("inputs", "targets")
         for feature in needed:
             if feature not in length:
@@ -168,7 +169,7 @@ class InputsReader:
     def _check_tokens(
         self, method: str, amount: int, sequence_length: Mapping[str, int] | None, where: str | None
     ) -> None:
-        """Raises UserError unless so many tokens are one sequence or several."""
+        """Raises UserError unless the number of tokens makes at least one sequence."""
         bound = f"run.batch_size = {(method, amount)!r}"
         if sequence_length is None:
             raise UserError(
@@ -189,7 +190,7 @@ class InputsReader:
     def _num_microbatches(self, batch_size: int, sequence_length: Mapping[str, int] | None) -> int:
         selector = f"{UTILS}.serialize_num_microbatches"
         self._gin.note("num_microbatches", selector, "tokens_per_microbatch_per_replica")
-        # Only training adds up gradients.
+        # Only training accumulates gradients.
         if sequence_length is None or self._gin.run["mode"] != "train":
             return 1
         mtf = importlib.import_module("mesh_tensorflow")
@@ -197,7 +198,7 @@ class InputsReader:
         shape = mtf.convert_to_shape(self._gin.run["mesh_shape"])
         rules = mtf.convert_to_layout_rules(self._gin.run["layout_rules"])
         if self._tpu_mesh() and batch_size % mtf.tensor_dim_to_mesh_dim_size(rules, shape, batch):
-            shape = mtf.Shape([])  # a batch too small for the TPU is one device's all the same
+            shape = mtf.Shape([])  # a batch too small for the TPU still fits one device
         return self._gin.utils.serialize_num_microbatches(batch, sequence_length, shape, rules)
 
     def _master_dtype(self) -> str:
@@ -206,7 +207,7 @@ class InputsReader:
 
 
 def dtype_name(arguments: RunArguments, argument: str) -> str:
-    """The name of a type that get_variable_dtype is bound to, as text or as TensorFlow's own.
+    """The name of the type that get_variable_dtype is bound to, given as text or TensorFlow's own.
 
     Raises:
       UserError: if TensorFlow has no such type.
@@ -215,7 +216,7 @@ def dtype_name(arguments: RunArguments, argument: str) -> str:
 
     value = arguments.arguments(DTYPES, arguments.utils.get_variable_dtype)[argument]
     try:
-        # TensorFlow takes a number for its own number of a type: 1 and True are float32.
+        # TensorFlow reads a number as the number of one of its types: 1 and True are float32.
         if not isinstance(value, str | tensorflow.DType):
             raise TypeError
         return tensorflow.as_dtype(value).name
@@ -246,14 +247,14 @@ KNOWN_BINDINGS: Mapping[str, set[str]] = {
 
 
 class DatasetReader:
-    """Reads TrainDataConfig and EvalDataConfig off the arguments."""
+    """Builds TrainDataConfig and EvalDataConfig from the arguments."""
 
     def __init__(self, arguments: RunArguments, decoding: DecodingReader):
         self._gin = arguments
         self._decoding = decoding
 
     def train_data(self) -> TrainDataConfig | None:
-        """What `run.train_dataset_fn` reads; None without one.
+        """The dataset of `run.train_dataset_fn`; None without one.
 
         Raises:
           NotOnJax: for a dataset function other than t5's own.
@@ -274,7 +275,7 @@ class DatasetReader:
         )
 
     def _num_shards(self) -> int:
-        """How many shards make a batch: a setting of the JAX stack alone."""
+        """How many shards make a batch: a setting of the JAX stack only."""
         self._gin.note("plan.train_data.num_shards", JAX_TRAINING, "data_shards")
         num_shards = jax_training()["data_shards"]
         if num_shards != 1 and self._gin.run["checkpoint_input_pipeline"]:
@@ -287,7 +288,7 @@ class DatasetReader:
         return num_shards
 
     def _data_resumption(self) -> dict[str, Any]:
-        """Where a resumed run's data continue; skip_seen_data is None if nothing binds it."""
+        """Where a resumed run's data continues; skip_seen_data is None if nothing binds it."""
         selector, run = f"{UTILS}.run", self._gin.run
         names = ("skip_seen_data", "seen_data_init_step", "checkpoint_input_pipeline")
         for name in names:
@@ -298,12 +299,12 @@ class DatasetReader:
                 where=self._gin.bindings.find((), selector, "checkpoint_input_pipeline"),
                 fix="Bind one of them to False.",
             )
-        # False and unbound are different: only unbound resumes exactly (see TrainDataConfig).
+        # False and unbound differ: only unbound resumes exactly (see TrainDataConfig).
         bound = self._gin.bindings.find((), selector, "skip_seen_data") is not None
         return {name: run[name] for name in names} | ({} if bound else {"skip_seen_data": None})
 
     def eval_data(self) -> EvalDataConfig | None:
-        """What the mode evaluates; None without a dataset function. Raises as `train_data`."""
+        """The data to evaluate; None without a dataset function. Raises like `train_data`."""
         if self._gin.run["mode"] == "score_from_dataset":
             function = self._decoding.score_dataset_fn()
             reader = (f"{UTILS}.score_from_dataset", "score_dataset_fn")
@@ -323,7 +324,7 @@ class DatasetReader:
     def _dataset_arguments(
         self, field: str, function: Any, caller: str, argument: str
     ) -> dict[str, Any]:
-        """The arguments of the function that the caller's argument is bound to, in its scope."""
+        """The arguments of the function bound to the caller's argument, in its scope."""
         selector = f"{MESH_TRANSFORMER}.{function.__name__}"
         scope = gin_door.scope_of(caller, argument)
         arguments = self._gin.arguments(selector, function, scope)
@@ -332,7 +333,7 @@ class DatasetReader:
                 f"{function.__name__}.mixture_or_task_name is not bound.",
                 fix="Add --gin_file=dataset.gin and --gin_param=\"MIXTURE_NAME = 'NAME'\".",
             )
-        # Every argument is noted, also those at their defaults, so that explain can say so.
+        # Note every argument, even at its default, so that explain can show it.
         for argument in KNOWN_BINDINGS[selector]:
             self._gin.note(f"{field}.{argument}", selector, argument, gin_door.enclosing(scope))
         return arguments

@@ -1,1 +1,1 @@
-"""The T5X dialect: gin files and --gin.MACRO=VALUE overrides in, typed records out."""
+"""The T5X dialect: parses gin files and --gin.MACRO=VALUE overrides into typed records."""

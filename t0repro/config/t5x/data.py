@@ -1,4 +1,4 @@
-"""T5X's records of data, checkpoints and evaluations -> the parts of a TrainingPlan."""
+"""Turns T5X's records of data, checkpoints and evaluations into parts of a TrainingPlan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_CLASSES = "checkpoints are read and written in one way, which keeps T5X's tr
 
 
 def dataset_config(record: records.DatasetConfig, scope: str, places: Places) -> SeqioDataConfig:
-    """Which examples a record describes.
+    """The examples that a record describes.
 
     Args:
       record: The record.
@@ -41,7 +41,7 @@ def dataset_config(record: records.DatasetConfig, scope: str, places: Places) ->
       places: Where its values were set.
 
     Raises:
-      UserError: For an argument that has no counterpart here, with its place.
+      UserError: For an argument without a counterpart here, with its place.
     """
     name = f"{scope}/{DATA}" if scope else DATA
     if record.use_custom_packing_ops:
@@ -81,10 +81,10 @@ def dataset_config(record: records.DatasetConfig, scope: str, places: Places) ->
 
 
 def save_config(record: records.SaveCheckpointConfig | None, places: Places) -> SaveConfig | None:
-    """Which checkpoints are written and kept; None for none.
+    """Which checkpoints to write and keep; None for none.
 
     Raises:
-      UserError: For an argument that has no counterpart here, with its place.
+      UserError: For an argument without a counterpart here, with its place.
     """
     if record is None:
         return None
@@ -93,20 +93,20 @@ def save_config(record: records.SaveCheckpointConfig | None, places: Places) -> 
         SAVE,
         {"state_transformation_fns": _NO_TRANSFORMATIONS, "checkpoint_manager_cls": _NO_CLASSES},
     )
-    # T5X keeps the best checkpoints by another class of checkpointer.
+    # In T5X, a separate checkpointer class keeps the best checkpoints.
     best = record.checkpointer_cls
     if isinstance(best, programs.Checkpointer):
         best = None
     if best is not None and not isinstance(best, records.SaveBestCheckpointer):
         raise places.refused(f"{SAVE}.checkpointer_cls", best, _NO_CLASSES)
     return SaveConfig(
-        # 0 means none, too: checkpoints are then saved at checkpoint_steps and at the end.
+        # 0 also means none: the run then saves at checkpoint_steps and at the end.
         period=record.period or None,
         steps=tuple(record.checkpoint_steps or ()),
         keep=record.keep,
         dtype=_one_of(record.dtype, (None, "float32", "bfloat16"), f"{SAVE}.dtype", places),
         data=record.save_dataset,
-        # T5X's default manager drops it unread, and nothing here reads it either.
+        # T5X's default manager ignores it, and so does this project.
         keep_data=record.keep_dataset_checkpoints,
         best=None if best is None else _best(best, places),
         keep_period=record.keep_period or (best and best.force_keep_period),
@@ -124,10 +124,10 @@ def _best(record: records.SaveBestCheckpointer, places: Places) -> BestCheckpoin
 def restore_config(
     record: records.RestoreCheckpointConfig | None, places: Places
 ) -> RestoreConfig | None:
-    """Where parameters come from; None for nowhere, which an empty list of paths means too.
+    """Where parameters come from; None, like an empty list of paths, restores nothing.
 
     Raises:
-      UserError: For an argument that has no counterpart here, with its place.
+      UserError: For an argument without a counterpart here, with its place.
     """
     if record is None or not record.path:
         return None
@@ -142,7 +142,7 @@ def restore_config(
             " checkpoints alone.",
         },
     )
-    # float16 too: it only rounds what is read, and no run computes in it.
+    # float16 too: it only rounds the values read, and no run computes in it.
     types = (None, "float32", "bfloat16", "float16")
     return RestoreConfig(
         path=record.path if isinstance(record.path, str) else tuple(record.path),
@@ -155,7 +155,7 @@ def restore_config(
 
 
 def evaluator_config(record: Any, places: Places) -> EvaluatorConfig | None:
-    """How an evaluation with the tasks' metrics reports; None if there is no evaluator.
+    """The reporting of an evaluation with the tasks' metrics; None without an evaluator.
 
     Raises:
       UserError: For an evaluator or a logger that is not SeqIO's.
@@ -172,7 +172,7 @@ def evaluator_config(record: Any, places: Places) -> EvaluatorConfig | None:
             raise places.refused(
                 "seqio.Evaluator.logger_cls", logger, "the loggers are SeqIO's three."
             )
-        # Only the JSON logger has it.
+        # Only the JSON logger has this argument.
         results = getattr(logger, "write_n_results", None)
         kind: Any = _LOGGERS[type(logger)]
         loggers.append(LoggerConfig(kind, logger.output_dir, results))
@@ -182,7 +182,7 @@ def evaluator_config(record: Any, places: Places) -> EvaluatorConfig | None:
 def actions_config(
     actions: Mapping[str, Any] | None, places: Places
 ) -> dict[ActionMode, tuple[ActionConfig, ...]]:
-    """What is done with metrics, by where they come from.
+    """The actions on metrics, by the metrics' origin.
 
     Raises:
       UserError: For a mode or an action that T5X does not have.

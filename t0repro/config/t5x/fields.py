@@ -1,4 +1,4 @@
-"""Which argument in gin sets a field of a run, for the place of each value."""
+"""The gin argument behind each field of a run, to find the place of each value."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ _RESTORE = ("path", "mode", "assignment_map", "strict", "fallback_to_scratch", "
 
 
 def model_fields() -> dict[str, str]:
-    """Of the model and of its types."""
+    """Fields of the model and of its dtypes."""
     names = {f"model.{field}": name for field, name in t5x_model.FIELDS.items()}
     return names | {"dtypes.activation": "network.T5Config.dtype"}
 
 
 def data_fields(prefix: str, scope: str = "") -> dict[str, str]:
-    """Of a SeqioDataConfig, whose DatasetConfig has this scope."""
+    """Fields of a SeqioDataConfig whose DatasetConfig has this scope."""
     name = f"{scope}/utils.DatasetConfig" if scope else "utils.DatasetConfig"
     return {f"{prefix}.{field}": f"{name}.{argument}" for field, argument in _DATA.items()}
 
 
 def save_fields(prefix: str) -> dict[str, str]:
-    """Of a SaveConfig."""
+    """Fields of a SaveConfig."""
     name = "utils.SaveCheckpointConfig"
     return {f"{prefix}.{field}": f"{name}.{argument}" for field, argument in _SAVE.items()}
 
 
 def restore_fields(prefix: str) -> dict[str, str]:
-    """Of a RestoreConfig."""
+    """Fields of a RestoreConfig."""
     return {f"{prefix}.{field}": f"utils.RestoreCheckpointConfig.{field}" for field in _RESTORE}
 
 
 def evaluator_fields(prefix: str) -> dict[str, str]:
-    """Of an EvaluatorConfig; its loggers have one place."""
+    """Fields of an EvaluatorConfig; its loggers share one place."""
     return {
         f"{prefix}.num_examples": "seqio.Evaluator.num_examples",
         f"{prefix}.use_memory_cache": "seqio.Evaluator.use_memory_cache",
@@ -66,7 +66,7 @@ def evaluator_fields(prefix: str) -> dict[str, str]:
 
 
 def decoding_fields(prefix: str, model: records.EncoderDecoderModel) -> dict[str, str]:
-    """Of a DecodingPlan: each option by the argument that decides it."""
+    """Fields of a DecodingPlan: the argument that decides each option."""
     options = decoding_options(model)
     return {f"{prefix}.{field}": name for field, (_, name) in options.items()} | {
         f"{prefix}.return_all_decodes": f"{DECODE}.return_all_decodes",
@@ -77,8 +77,8 @@ def decoding_fields(prefix: str, model: records.EncoderDecoderModel) -> dict[str
 def decoding_options(model: records.EncoderDecoderModel) -> Mapping[str, tuple[Any, str]]:
     """The options of a model's decoding function, each with the argument that decides it.
 
-    decoder_params win over what gin binds for the function, as its arguments would. T5X passes its
-    own number of decodes, whatever gin binds for the function.
+    decoder_params override what gin binds for the function, as T5X passes them as arguments. T5X
+    also passes its own number of decodes, whatever gin binds for the function.
     """
     # T5X's default is beam_search.
     function = model.decode_fn if model.decode_fn is not None else records.BeamSearch()

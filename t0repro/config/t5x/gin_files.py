@@ -1,4 +1,4 @@
-"""T5X's gin files and overrides, parsed into the record of the program that they configure."""
+"""Parses T5X's gin files and overrides into the record of the program that they configure."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from t0repro.redaction import without_passwords
 
 @dataclasses.dataclass(frozen=True)
 class T5xInputs:
-    """What a T5X command line says of gin.
+    """The gin-related part of a T5X command line.
 
     Attributes:
       run_mode: a key of `modules.PROGRAMS`.
-      gin_bindings: statements such as `MODEL_DIR = 'runs/a'`; they win over files.
-      gin_search_paths: folders in which files and includes are looked for, first match wins;
-        the files of this package come last.
+      gin_bindings: statements such as `MODEL_DIR = 'runs/a'`; they override files.
+      gin_search_paths: folders to search for files and includes; the first match wins, and the
+        files of this package come last.
       import_allowlist: modules that gin files may import; see gin_imports. None allows all.
     """
 
@@ -43,7 +43,7 @@ class T5xInputs:
 class Value:
     """One argument of the run: its name in gin, its value, and the place that set it.
 
-    `standard` is its name in T5X's class, if a class of the user's stands in that one's place.
+    `standard` is its name in T5X's class, if a user's class replaces that one.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """What the gin files and overrides of one run amount to.
+    """The result of parsing a run's gin files and overrides.
 
     Attributes:
       program: the record of `modules.PROGRAMS[run_mode]`.
-      values: every argument that the run reads, defaults included, in the order of the calls.
-      imports: modules that the files import besides T5X's and SeqIO's, or name as
+      values: every argument that the run reads, defaults included, in call order.
+      imports: modules other than T5X's and SeqIO's that the files import, or name as
         `DatasetConfig.module`; they register tasks.
-      warnings: what a file binds but nothing reads, or imports of T5X but is missing.
+      warnings: bindings in files that nothing reads, and imported T5X modules that are missing.
       gin_text: the configuration as gin writes it, for the run's config.gin.
     """
 
@@ -82,8 +82,8 @@ def shipped_files() -> Path:
 def parse(inputs: T5xInputs) -> Parsed:
     """Parses and checks a run's gin files without importing anything heavy.
 
-    Nothing of it stays in gin: configurations are read one after the other in one process, and the
-    records must not be found by a later one in either dialect.
+    It leaves nothing in gin: one process may read several configurations, and a later one, in
+    either dialect, must not find these records.
 
     Raises:
       UserError: if a macro has no value, nothing reads an override, or a name is unknown, with the
@@ -91,10 +91,10 @@ def parse(inputs: T5xInputs) -> Parsed:
     """
     import gin
 
-    # What gin holds is read inside the block; nothing of it is there afterwards.
+    # Read gin's state inside the block; it is empty afterwards.
     with _files_in_gin(inputs) as (bindings, imports):
         program = _program(inputs.run_mode)
-        # The calls that the program will make; what they do not read is a mistake.
+        # The calls that the program will make; a binding that none of them reads is a mistake.
         reached = _reached(program, bindings)
         warnings = _check_macros(reached, bindings) + _check_overrides(reached, bindings)
         warnings += _absent_modules(inputs, imports.absent)
@@ -104,7 +104,7 @@ def parse(inputs: T5xInputs) -> Parsed:
         except WrongArgument as error:
             raise _placed(error, reached, bindings) from error
         values = tuple(_values(reached, bindings))
-        # T5X's old way to name the modules of tasks; an import like any other.
+        # T5X's old way to name the tasks' modules; treat it as any other import.
         for module in programs.task_modules(called):
             place = next(each.place for each in values if each.value == repr(module))
             check_allowed(module, inputs.import_allowlist, place)
@@ -114,7 +114,7 @@ def parse(inputs: T5xInputs) -> Parsed:
 
 
 def macros_read(inputs: T5xInputs) -> frozenset[str]:
-    """The names of the macros that a run reads, whether or not they have a value yet.
+    """The names of the macros that a run reads, with or without a value.
 
     Raises:
       UserError, ValueError, TypeError, SyntaxError, OSError: see `parse`; macros are not checked.
@@ -126,7 +126,7 @@ def macros_read(inputs: T5xInputs) -> frozenset[str]:
 
 @contextlib.contextmanager
 def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports]]:
-    """Has gin hold what the files and overrides bind; yields their places and other imports."""
+    """Parses the files and overrides into gin's state; yields their places and other imports."""
     import gin
 
     cloud.read_gin_from_buckets()
@@ -137,7 +137,7 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
         record_bindings("--gin_bindings") as bindings,
         gin_door.looking_in(*inputs.gin_search_paths, str(shipped_files())),
     ):
-        # Module imports are checked as the files are parsed, which is where gin runs them.
+        # Check module imports while parsing, because that is when gin runs them.
         restrict_imports(inputs.import_allowlist)
         gin.parse_config_files_and_bindings(
             list(inputs.gin_files), list(inputs.gin_bindings), finalize_config=False
@@ -146,10 +146,10 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
 
 
 def _is_served(module: str) -> bool:
-    """Whether a module's configurables are T5X's, served here.
+    """Whether a module's configurables are T5X's, served by this package.
 
-    Some bear names that Mesh TensorFlow's files know too, such as SentencePieceVocabulary, and must
-    not be found there. What a module of the user's registers stays: it does so only once.
+    Some have names that Mesh TensorFlow's files also use, such as SentencePieceVocabulary, and must
+    not be found there. What a user's module registers stays: the module registers it only once.
     """
     kinds = (records, programs, programs)
     return module in [kind.__name__ for kind in kinds] or module.startswith("optax.")
@@ -159,7 +159,7 @@ def _call(program: str) -> Any:
     """The program's record.
 
     Raises:
-      UserError: if arguments without a default are bound nowhere.
+      UserError: if arguments without a default are not bound.
     """
     import gin
 
@@ -167,7 +167,7 @@ def _call(program: str) -> Any:
         return gin.get_configurable(program)()
     except TypeError as error:
         what, _, caller = str(error).partition("\n")
-        # Other TypeErrors are errors of a record, which say what is wrong themselves.
+        # Other TypeErrors are errors of a record, whose messages are complete.
         if "missing" not in what:
             raise
         names = re.findall(r"'(\w+)'", what)
@@ -185,7 +185,7 @@ def _placed(error: WrongArgument, reached: Iterable[_Call], bindings: Bindings) 
     fix = f"Bind {error.wanted}{f', or your own subclass of {base}' if base else ''}."
     own = gin_door.registered_selector(error.record) or name
     for call in reached:
-        # The arguments of a model's method are those of another record.
+        # Arguments of a model's method belong to another record.
         is_method = issubclass(error.record, records.Decoding) and "." in _short(call.selector)
         ends = "predict_batch_with_aux" if is_method else own
         if call.scopes == error.scopes and call.selector.endswith(ends):
@@ -214,12 +214,12 @@ class _Call:
     arguments: Mapping[str, Any]
 
     def place(self, bindings: Bindings, argument: str) -> str | None:
-        """Where the call's argument is bound, if it is."""
+        """Where the call's argument is bound, if anywhere."""
         return bindings.find(gin_door.enclosing("/".join(self.scopes)), self.selector, argument)
 
 
 def _program(run_mode: str) -> str:
-    """The selector of a run mode's function: its name follows how the file imports `__main__`.
+    """The selector of a run mode's function; its name depends on how the file imports `__main__`.
 
     Raises:
       UserError: if no file configures it.
@@ -240,15 +240,15 @@ def _program(run_mode: str) -> str:
 
 
 def _configured(record: type) -> str | None:
-    """The selector under which gin's configuration binds arguments of a record, if it does."""
+    """The selector under which gin binds arguments of a record, if it binds any."""
     selector = gin_door.registered_selector(record)
     return selector if any(key == selector for _, key in gin_door.bound()) else None
 
 
 def _reached(selector: str, bindings: Bindings) -> list[_Call]:
-    """Every call that evaluating the program makes, macros included, in the order of its arguments.
+    """Every call made to evaluate the program, macros included, in the order of its arguments.
 
-    A reference with scopes is called under those alone; one without, under its caller's.
+    A reference with scopes is called under those only; one without, under its caller's.
 
     Raises:
       UserError: if a call contains itself, with the places that bind its arguments.
@@ -264,7 +264,7 @@ def _reached(selector: str, bindings: Bindings) -> list[_Call]:
                 where="; ".join(_places_of(within[within.index((scopes, selector)) :], bindings)),
                 fix="Bind another value.",
             )
-        # A configurable may be reached by several paths, and a macro may be read by many bindings.
+        # A configurable may be reached by several paths, and several bindings may read one macro.
         if (scopes, selector) in calls:
             return
         within.append((scopes, selector))
@@ -274,7 +274,7 @@ def _reached(selector: str, bindings: Bindings) -> list[_Call]:
             if gin_door.is_reference(value):
                 visit(tuple(value.scopes) or scopes, value.configurable.selector)
         within.pop()
-        # Arguments of a record's methods are read when the program calls them.
+        # The program reads the arguments of a record's methods when it calls them.
         for _, other in gin_door.bound():
             if other.startswith(f"{selector}."):
                 visit(scopes, other)
@@ -284,7 +284,7 @@ def _reached(selector: str, bindings: Bindings) -> list[_Call]:
 
 
 def _places_of(calls: Sequence[tuple[tuple[str, ...], str]], bindings: Bindings) -> Iterator[str]:
-    """Where the references are bound that lead from each call to the next, and back."""
+    """The places that bind the references from each call to the next, and back."""
     for (scopes, selector), (_, following) in zip(calls, [*calls[1:], calls[0]], strict=True):
         arguments = gin_door.written(selector, "/".join(scopes))
         for argument, value in arguments.items():
@@ -295,7 +295,7 @@ def _places_of(calls: Sequence[tuple[tuple[str, ...], str]], bindings: Bindings)
 
 
 def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> list[str]:
-    """Refuses macros that the program reads and nobody sets.
+    """Refuses macros that the program reads but nothing sets.
 
     Returns:
       The macros of the user's files that nothing reads, in words.
@@ -346,7 +346,7 @@ def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
         if selector == MACRO or any(_reads(call, scope, selector) for call in reached):
             continue
         name = f"{scope + '/' if scope else ''}{_short(selector)}.{argument}"
-        # Files of this package bind more than any one run reads.
+        # Files of this package bind more than any single run reads.
         if place.startswith(str(shipped_files())):
             continue
         if not place.startswith("--gin"):
@@ -363,7 +363,7 @@ def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
 
 
 def _absent_modules(inputs: T5xInputs, absent: Sequence[str]) -> list[str]:
-    """A line for each module of T5X that a file imports only for its tasks and that is missing."""
+    """A line for each missing T5X module that a file imports for its tasks only."""
     if not absent:
         return []
     folders = (*inputs.gin_search_paths, str(shipped_files()))
@@ -378,7 +378,7 @@ def _absent_modules(inputs: T5xInputs, absent: Sequence[str]) -> list[str]:
 
 
 def _reads(call: _Call, scope: str, selector: str) -> bool:
-    """Whether a call takes the bindings of a scope: its own scopes begin with it."""
+    """Whether the bindings of a scope apply to a call: its own scopes begin with this one."""
     parts = tuple(scope.split("/")) if scope else ()
     # gin applies a binding in a scope to every call in that scope or in one inside it.
     return call.selector == selector and call.scopes[: len(parts)] == parts
@@ -415,5 +415,5 @@ def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
 
 
 def _without_folder(place: str) -> str:
-    """A place as people write it, `t5x/configs/runs/pretrain.gin:17` for a file of this package."""
+    """A place without this package's folder, such as `t5x/configs/runs/pretrain.gin:17`."""
     return place.replace(f"{shipped_files()}/", "")

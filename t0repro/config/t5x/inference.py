@@ -1,4 +1,4 @@
-"""T5X's eval and infer programs -> EvalPlan and InferPlan."""
+"""Turns T5X's eval and infer programs into EvalPlan and InferPlan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def eval_plan(parsed: Parsed) -> EvalPlan:
     """The evaluation that a program describes.
 
     Raises:
-      UserError: For a value that has no counterpart here or is out of range, with its place.
+      UserError: For a value without a counterpart here or out of range, with its place.
     """
     program, places = parsed.program, Places.of(parsed.values)
     assert isinstance(program, programs.EvalProgram)
@@ -57,7 +57,7 @@ def infer_plan(parsed: Parsed) -> InferPlan:
     """The inference that a program describes.
 
     Raises:
-      UserError: For a value that has no counterpart here or is out of range, with its place.
+      UserError: For a value without a counterpart here or out of range, with its place.
     """
     program, places = parsed.program, Places.of(parsed.values)
     assert isinstance(program, programs.InferProgram)
@@ -67,7 +67,7 @@ def infer_plan(parsed: Parsed) -> InferPlan:
     record, files = program.dataset_cfg, None
     if isinstance(record.mixture_or_task_name, programs.TfExampleTask):
         files = _files(record.mixture_or_task_name, places)
-        # The record is frozen; the task's name is what the rest of the plan reads.
+        # The record is frozen, and the rest of the plan reads the task's name.
         record = dataclasses.replace(record, mixture_or_task_name=files.name)
     if record.task_feature_lengths is None:
         raise places.refused(
@@ -122,7 +122,7 @@ def _check_infer(program: programs.InferProgram, places: Places) -> None:
 
 
 def _written(program: programs.InferProgram, places: Places) -> programs.WriteInferences:
-    """What a line of the results holds."""
+    """The contents of each line of the results."""
     written = program.write_fn
     if written is None:
         written = programs.WriteInferences()
@@ -157,7 +157,7 @@ def _common(program: Any, record: records.DatasetConfig, places: Places) -> dict
     return {
         "model": t5x_model.model_config(program.model, places),
         "user_model": user_classes.user_class(program.model, places),
-        # No parameters are saved, so no type is asked for.
+        # No parameters are saved, so no dtype is given.
         "dtypes": t5x_model.dtypes(program.model, places, None),
         "data": data.dataset_config(record, "", places),
         "restore": restore,
@@ -188,10 +188,10 @@ def _provenance(program: Any, places: Places) -> dict[str, str]:
 
 
 def decoding_plan(model: records.EncoderDecoderModel, places: Places) -> DecodingPlan:
-    """How a model's record decodes.
+    """The decoding options in a model's record.
 
     Raises:
-      UserError: For an option that is not done here, with its place.
+      UserError: For an option that is not supported here, with its place.
     """
     found = fields.decoding_options(model)
     if not found:
@@ -249,7 +249,7 @@ def _files(task: programs.TfExampleTask, places: Places) -> ExampleFiles:
         places.check_unset(feature, "seqio.Feature", {"dtype": why, "rank": why, "required": why})
     paths = [task.paths] if isinstance(task.paths, str) else list(task.paths)
     keys = [task.inputs_key, task.targets_key or ""]
-    # As T5X makes the name, so that its results' files can be found again.
+    # Build the name as T5X does, so that its results' files can be found again.
     digest = hashlib.md5(":".join(paths + keys).encode()).hexdigest()[:10]
     return ExampleFiles(
         name=f"infer_{task.task_id or digest}",  # T5X's name, which the results' files bear
@@ -265,7 +265,7 @@ def _files(task: programs.TfExampleTask, places: Places) -> ExampleFiles:
 
 
 def _vocabulary(value: Any) -> Any:
-    """The vocabulary's own record, where a feature refers to a model's."""
+    """The vocabulary's own record, if a feature refers to a model's vocabulary."""
     if isinstance(value, records.InputVocabulary):
         return value.model.input_vocabulary
     if isinstance(value, records.OutputVocabulary):

@@ -11,8 +11,8 @@ from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.places import Places
 from t0repro.config.t5x.records import AxisRules, PjitPartitioner
 
-# T5X's rules that shard what is sharded here too: (logical axis, axis of the mesh). The rule
-# ("embed", "data"), of parameters, is full sharding.
+# T5X's rules for axes that are sharded here too: (logical axis, mesh axis). The rule ("embed",
+# "data"), for parameters, means full sharding.
 _KNOWN = {
     ("batch", "data"),
     ("vocab", "model"),
@@ -28,7 +28,7 @@ _NOT_DONE = "not done here; it would change memory and speed, not results"
 
 
 def layout_of(partitioner: PjitPartitioner, places: Places) -> Layout:
-    """The layout of a PjitPartitioner; its data follows the number of devices.
+    """The layout of a PjitPartitioner; its data axis follows the number of devices.
 
     Raises:
       UserError: for sizes or rules that T5X would refuse too, with the place that set them.
@@ -45,7 +45,7 @@ def layout_of(partitioner: PjitPartitioner, places: Places) -> Layout:
 
 
 def partitioner_differences(partitioner: PjitPartitioner, places: Places) -> Iterator[str]:
-    """What a partitioner asks for and does not get here, with the place that asks for it."""
+    """What a partitioner requests but does not get here, with the place that requests it."""
     used, *unused = [*_sizes(partitioner), None]
     for name in unused:
         if name is not None:
@@ -63,10 +63,10 @@ def partitioner_differences(partitioner: PjitPartitioner, places: Places) -> Ite
 
 
 def _sizes(partitioner: PjitPartitioner) -> dict[str, int]:
-    """How many devices share a model by each argument that says so; the first of them counts.
+    """The number of devices that share a model, by argument; the first argument counts.
 
-    T5X reads both mesh shapes or neither, then the submesh, then the number of partitions. A single
-    shape counts here if nothing else is given.
+    T5X reads both mesh shapes or neither, then the submesh, then the number of partitions. Here, a
+    single mesh shape counts if nothing else is given.
     """
     ici, dcn = partitioner.ici_mesh_shape, partitioner.dcn_mesh_shape
     submesh = partitioner.model_parallel_submesh
@@ -132,7 +132,7 @@ def _fully_sharded(rules: Any) -> bool:
 
 
 def _pairs(rules: Any) -> list[tuple[str, str | None]]:
-    """The rules that a user gives beside T5X's own, with one axis of the mesh each."""
+    """The rules that a user adds to T5X's own, with one mesh axis each."""
     given = rules.additional_rules if isinstance(rules, AxisRules) else rules
     return [
         (axis, part)
@@ -152,7 +152,7 @@ def _name_of_rules(rules: Any) -> str:
 
 
 def differences(parsed: Parsed) -> list[str]:
-    """A line for each argument that is done differently here, with the place that sets it."""
+    """A line for each argument that takes effect differently here, with the place that sets it."""
     program, places = parsed.program, Places.of(parsed.values)
     lines = list(partitioner_differences(program.partitioner, places))
     if getattr(program, "use_hardware_rng", False):

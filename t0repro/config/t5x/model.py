@@ -1,4 +1,4 @@
-"""T5X's model record -> ModelConfig and DTypePolicy: the shape, the loss and the arithmetic."""
+"""Turns T5X's model record into ModelConfig and DTypePolicy: shape, loss and arithmetic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from t0repro.config.t5x.places import Places
 from t0repro.errors import nearest_names
 
 MODEL, SHAPE = "models.EncoderDecoderModel", "network.T5Config"
-# T5X calls flax.linen's function of a name; `linear` is its own.
+# T5X looks an activation up in flax.linen by name; `linear` is its own.
 _ACTIVATIONS = frozenset(typing.get_args(Activation)) - {"gelu_exact"}
 
 # Field of ModelConfig -> argument of T5X's, for `explain` and for errors.
@@ -59,7 +59,7 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
     """The model that a record describes, computed as T5X computes it.
 
     Raises:
-      UserError: For an argument that has no counterpart here, with its place.
+      UserError: For an argument without a counterpart here, with its place.
     """
     shape = model.module.config
     places.check_unset(
@@ -87,8 +87,8 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
         vocab_size=shape.vocab_size,
         activations=_activations(shape, places),
         logits_from_embedding=shape.logits_via_embedding,
-        relative_attention_num_buckets=32,  # T5X's network names no other number
-        # scalable_t5 has a position bias in each layer; of a single layer, it is a shared one.
+        relative_attention_num_buckets=32,  # T5X's network always has this number
+        # scalable_t5 has a position bias in each layer; with one layer, that equals a shared one.
         position_bias_per_layer=isinstance(shape, records.ScannedT5Config) and several_layers,
         dropout_rate=shape.dropout_rate,
         label_smoothing=model.label_smoothing,
@@ -112,8 +112,8 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
 
 
 def _check_vocabulary(vocabulary: Any, name: str, places: Places) -> None:
-    """Refuses what is neither one of SeqIO's vocabularies nor one of the user's own."""
-    # A user's own is an object of seqio.Vocabulary; seqio is not imported to read gin files.
+    """Refuses a vocabulary that is neither SeqIO's nor a user's own."""
+    # A user's own subclasses seqio.Vocabulary, but reading gin files does not import seqio.
     if not isinstance(vocabulary, _VOCABULARIES) and not hasattr(vocabulary, "encode_tf"):
         raise places.refused(
             name,
@@ -125,12 +125,12 @@ def _check_vocabulary(vocabulary: Any, name: str, places: Places) -> None:
 
 
 def dtypes(model: records.EncoderDecoderModel, places: Places, saved: Any) -> DTypePolicy:
-    """The types that a run computes with and saves; parameters in memory are float32.
+    """The dtypes of a run's computation and checkpoints; parameters in memory are float32.
 
     Args:
       model: The model's record.
       places: Where its values were set.
-      saved: The type of parameters in checkpoints; None for float32.
+      saved: Dtype of parameters in checkpoints; None for float32.
     """
     activation = dtype(model.module.config.dtype, f"{SHAPE}.dtype", places)
     master = dtype(saved or "float32", "utils.SaveCheckpointConfig.dtype", places)
@@ -138,7 +138,7 @@ def dtypes(model: records.EncoderDecoderModel, places: Places, saved: Any) -> DT
 
 
 def dtype(value: Any, name: str, places: Places) -> DType:
-    """A type by its name, or as an attribute of jax.numpy.
+    """A dtype by its name, or as an attribute of jax.numpy.
 
     Raises:
       UserError: If it is neither float32 nor bfloat16.
@@ -163,7 +163,7 @@ def _activations(shape: records.T5Config, places: Places) -> tuple[Activation, .
 
 
 def _recompute(shape: records.T5Config) -> Recompute:
-    """scalable_t5's policy, where a policy of any other name keeps nothing but a layer's input."""
+    """scalable_t5's policy; there, a policy of any other name keeps only a layer's input."""
     policy = getattr(shape, "remat_policy", None) or "none"
     return policy if policy in ("none", "minimal") else "full"
 

@@ -1,8 +1,8 @@
-"""The modules that a T5X gin file imports; only gin sees them.
+"""The modules that a T5X gin file imports, visible to gin only.
 
-While a file is parsed, gin's own import function is replaced: names of T5X, SeqIO and `__main__`
-lead to the records of this package, and any other module is imported when something of it is first
-looked up. Nothing called `t5x` is ever put where Python finds it, and an installed T5X is not read.
+During parsing, gin's import function is replaced. Names of T5X, SeqIO and `__main__` resolve to the
+records of this package. Any other module is imported when gin first looks up a name in it. No
+module called `t5x` is ever placed where Python finds it, and an installed T5X is not read.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
 
 
 def records_by_module() -> Mapping[str, Mapping[str, Any]]:
-    """What gin files may name: module -> name -> the record that stands for it."""
+    """The names available to gin files: module -> name -> the record that stands for it."""
     return _MODULES
 
 
@@ -128,7 +128,7 @@ def name_of_replaced(record: Any) -> str | None:
 
 
 class _Served:
-    """A module as gin sees it: records by name, and modules inside it."""
+    """A module as gin sees it: records by name, and nested modules."""
 
     def __init__(self, name: str, contents: Mapping[str, Any]):
         self._name = name
@@ -143,7 +143,7 @@ class _Served:
 
 
 class _Optax:
-    """optax, and T5X's wrappers of it, as gin sees them: calls are described, not made."""
+    """optax and T5X's wrappers of it, as gin sees them: calls are recorded, not made."""
 
     def __init__(self, contents: Mapping[str, Any]):
         self.__dict__.update(contents)
@@ -154,7 +154,7 @@ class _Optax:
 
 @functools.cache
 def _described(name: str) -> Any:
-    """A function with the signature of optax's, which returns its arguments as an OptaxCall."""
+    """A function with the signature of optax's that returns its arguments as an OptaxCall."""
     import optax
 
     function = getattr(optax, name, None)
@@ -172,7 +172,7 @@ def _described(name: str) -> Any:
 
 
 class _Deferred:
-    """A module of the user's, imported when a gin file refers to something in it."""
+    """A user's module, imported when a gin file first refers to a name in it."""
 
     def __init__(self, name: str):
         self._name = name
@@ -183,12 +183,12 @@ class _Deferred:
 
 @dataclasses.dataclass(frozen=True)
 class Imports:
-    """What gin files import besides the modules that are served to them.
+    """The imports of gin files other than the modules served to them.
 
     Attributes:
       users: modules of the user's. They register tasks, and importing them may take seconds
-        (TensorFlow, datasets); the caller imports them once the files are known to be sound.
-      absent: modules of T5X that nothing stands in for, imported for what they do by themselves.
+        (TensorFlow, datasets); the caller imports them once the files are known to be valid.
+      absent: modules of T5X without a substitute, imported for their side effects.
     """
 
     users: list[str] = dataclasses.field(default_factory=list)
@@ -197,12 +197,12 @@ class Imports:
 
 @contextlib.contextmanager
 def served() -> Iterator[Imports]:
-    """Serves T5X's modules to gin within the block; yields the others that files import."""
+    """Serves T5X's modules to gin within the block; yields the files' other imports."""
     imports = Imports()
 
     def import_for_gin(name: str, *_: Any, fromlist: Any = None, **__: Any) -> Any:
         root = name.partition(".")[0]
-        # Only these roots are described here; all else is a module of the user's.
+        # Only these roots are served here; anything else is a user's module.
         if root not in ("t5x", "seqio", "optax", "__main__"):
             if importlib.util.find_spec(root) is None:
                 raise UserError(
@@ -224,7 +224,7 @@ def served() -> Iterator[Imports]:
 
 
 def _module(name: str) -> _Served | _Optax:
-    # Any function of optax can be called, so its names are not listed but looked up.
+    # Any function of optax can be called, so look names up rather than list them.
     if name in ("optax", "t5x.optimizers"):
         return _Optax(_MODULES.get(name, {}))
     contents: dict[str, Any] = dict(_MODULES.get(name, {}))

@@ -1,4 +1,4 @@
-"""T5X's optimizer and learning-rate records -> OptimizerConfig and ScheduleConfig."""
+"""Turns T5X's optimizer and learning-rate records into OptimizerConfig and ScheduleConfig."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def optimizer_config(
     """The optimizer that a model's record names.
 
     Raises:
-      UserError: For an optimizer or an option that has no counterpart here, with its place.
+      UserError: For an optimizer or an option without a counterpart here, with its place.
     """
     record = program_model.optimizer_def
     scanned = isinstance(program_model.module.config, records.ScannedT5Config)
@@ -79,8 +79,8 @@ def optimizer_config(
 def _multi_optimizer(
     record: records.MultiOptimizer, model: ModelConfig, scanned: bool, places: Places
 ) -> MultiOptimizerConfig:
-    """Which parameters each optimizer trains, decided here, where the user's functions are."""
-    # Here, since it imports JAX, for which the answer to a misspelt macro need not wait.
+    """The parameters of each optimizer, chosen here because the user's functions are here."""
+    # Imported here because it imports JAX, and an error about a misspelt macro need not wait.
     import flax.traverse_util
 
     name = "optimizers.MultiOptimizer.traversals_and_optimizers"
@@ -124,7 +124,7 @@ def _adafactor(
     """Adafactor's options.
 
     Args:
-      record: Its record.
+      record: The optimizer's record.
       model: The model, for the paths and shapes of its parameters.
       scanned: Whether T5X would scan the model's layers.
       places: Where the values were set.
@@ -153,9 +153,9 @@ def _adafactor(
 def _factor_map(
     record: records.Adafactor, trained: Collection[str], places: Places
 ) -> tuple[tuple[str, str], ...]:
-    """T5X's factor rules, which change nothing for the matrices and vectors of a T5 but None.
+    """T5X's factor rules; for a T5's matrices and vectors, only None changes anything.
 
-    With `logical_factor_rules` T5X replaces the map by the model's logical axes.
+    With `logical_factor_rules`, T5X replaces the map by the model's logical axes.
     """
     name = f"{ADAFACTOR}.factor_map"
     if record.factor_map is None:
@@ -191,7 +191,7 @@ def _rule(rule: Any, name: str, places: Places) -> str:
 
 
 def _mapped(record: records.HParamMap, path: str, name: str, places: Places) -> Any:
-    """The value for a parameter."""
+    """The value that the map has for a parameter."""
     for pattern, value in record.rules:
         try:
             if re.search(pattern, path):
@@ -214,7 +214,7 @@ def _options(
         multiply_by_parameter_scale=record.multiply_by_parameter_scale is not False,
         decay_exponent=record.decay_rate,
         decay_offset=record.step_offset,
-        # None means no momentum there, and 0.0 a slot that has no influence.
+        # None means no momentum in T5X, and 0.0 a slot without influence.
         beta1=record.beta1 or 0.0,
         clipping_threshold=record.clipping_threshold,
         factored=record.factored,
@@ -223,7 +223,7 @@ def _options(
         min_dim_size_to_factor=record.min_dim_size_to_factor,
         momentum_slot=record.beta1 is not None,
         weight_decay_rate=record.weight_decay_rate,
-        # T5X takes an exponent of 0 for none.
+        # T5X treats an exponent of 0 as none.
         weight_decay_rate_lr_exponent=record.weight_decay_rate_lr_exponent or None,
         global_norm_clip=record.global_norm_clip_threshold or None,
         max_parameter_scale=record.max_parameter_scale,
@@ -234,12 +234,12 @@ def _options(
 
 
 def _check_scanned(record: records.Adafactor, model: ModelConfig, places: Places) -> None:
-    """Refuses scanned models of which T5X factors a kernel that is kept whole here.
+    """Refuses scanned models if T5X factors a kernel that this project does not factor.
 
-    With logical rules T5X factors a stack of kernels whatever their size; a single kernel, as here,
-    only if both of its sides are long enough.
+    With logical rules, T5X factors stacked kernels of any size. A single kernel, as here, is
+    factored only if both of its sides are long enough.
     """
-    # The sides that a kernel can have.
+    # The possible sides of a kernel.
     shortest = min(model.d_model, model.d_ff, model.num_heads * model.d_kv)
     if record.factored and record.logical_factor_rules and shortest < record.min_dim_size_to_factor:
         raise places.refused(
@@ -252,7 +252,7 @@ def _check_scanned(record: records.Adafactor, model: ModelConfig, places: Places
 
 
 def _call(value: Any, places: Places) -> Mapping[str, Any]:
-    """A call of optax as plain data, including calls among its arguments.
+    """A call of optax as plain data, nested calls in its arguments included.
 
     Raises:
       UserError: If an argument is neither plain data nor such a call.
@@ -265,7 +265,7 @@ def _call(value: Any, places: Places) -> Mapping[str, Any]:
         if isinstance(argument, list | tuple):
             return [plain(name, item) for item in argument]
         try:
-            # Through JSON, so that what RunConfig holds can be written and read back equal.
+            # Convert through JSON, so that RunConfig can be written and read back equal.
             return json.loads(json.dumps(argument))
         except TypeError:
             raise places.refused(
@@ -281,7 +281,7 @@ def _call(value: Any, places: Places) -> Mapping[str, Any]:
 
 
 def schedule_config(trainer: records.Trainer, total_steps: int, places: Places) -> ScheduleConfig:
-    """The learning rate's schedule.
+    """The learning-rate schedule.
 
     Raises:
       UserError: If the trainer has none, or one that is not T5X's product of factors.
@@ -289,7 +289,7 @@ def schedule_config(trainer: records.Trainer, total_steps: int, places: Places) 
     record = trainer.learning_rate_fn
     fields = {field.name: field for field in dataclasses.fields(trainer)}
     if not fields["learning_rate_fn"].init:
-        # A trainer of the user's that takes no schedule: nothing reads this one.
+        # A user's trainer takes no schedule, so nothing reads this one.
         record = records.LearningRateSchedule(factors="constant", base_learning_rate=1.0)
     if not isinstance(record, records.LearningRateSchedule):
         raise places.refused(

@@ -1,4 +1,4 @@
-"""Where a T5X run's values were set, and the refusal of a value that is not supported."""
+"""Where a T5X run's values were set, and errors for unsupported values."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Places:
 
     @classmethod
     def of(cls, values: Iterable[Value]) -> Places:
-        """The places of what a parsed configuration reads."""
+        """The places of everything that a parsed configuration reads."""
         found = list(values)
         standard = {value.standard: value.place for value in found if value.standard}
         return cls(standard | {value.name: value.place for value in found})
 
     def place(self, name: str) -> str | None:
-        """The place of a name; without its scope or its module, of the first that has it.
+        """The place of a name, or of the first match that ignores its scope or module.
 
-        A file may choose another scope, or import a module under another name.
+        A file may use another scope, or import a module under another name.
         """
         if name in self.by_name:
             return self.by_name[name]
@@ -42,7 +42,7 @@ class Places:
         return None
 
     def refused(self, name: str, value: Any, why: str, fix: str = ONLY_T5X) -> UserError:
-        """An error for a value that is not supported, with the place that set it."""
+        """An error for an unsupported value, with the place that set it."""
         return UserError(f"{name} = {value!r}: {why}", where=self.place(name), fix=fix)
 
     def check_unset(self, record: Any, name: str, whys: Mapping[str, str]) -> None:
@@ -51,7 +51,7 @@ class Places:
         Args:
           record: The record.
           name: Its name in gin, with its scope if there are several of it.
-          whys: Argument -> why anything but its default is refused.
+          whys: Argument -> why only its default is accepted.
 
         Raises:
           UserError: For the first argument that is set.
@@ -59,14 +59,15 @@ class Places:
         defaults = {field.name: field.default for field in dataclasses.fields(record)}
         for argument, why in whys.items():
             value, default = getattr(record, argument), defaults[argument]
-            # None, empty sequences and T5X's own stand for a default that gin bound explicitly.
+            # None, empty sequences and T5X's own objects count as defaults that gin bound
+            # explicitly.
             standard = argument in getattr(value, "default_of", ())
             if value != default and value not in (None, (), []) and not standard:
                 raise self.refused(f"{name}.{argument}", value, why)
 
 
 def check_summary(program: Any, name: str, places: Places) -> None:
-    """Refuses a function of the user's in place of T5X's that writes config.gin.
+    """Refuses a user's function in place of T5X's that writes config.gin.
 
     Raises:
       UserError: with the place that binds it.

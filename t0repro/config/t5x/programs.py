@@ -1,4 +1,4 @@
-"""What T5X's scripts are called with, as records: a program for each run mode, and what it names.
+"""The calls of T5X's scripts as records: a program for each run mode, and its arguments.
 
 The names are those under which gin files import the scripts (`import __main__ as train_script`);
 `t0repro.config.t5x.modules` serves them.
@@ -25,13 +25,13 @@ from t0repro.config.t5x.records import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainProgram(Record):
-    """What `train_script.train` is called with.
+    """The arguments of `train_script.train`.
 
     Attributes:
       total_steps: the step at which training ends, restored steps included.
-      relative_steps: steps from wherever this run starts; wins over `total_steps`.
+      relative_steps: steps from wherever this run starts; overrides `total_steps`.
       stats_period: steps between summaries; None stands for the shortest of the other periods.
-      random_seed: seed for initialisation and dropout; None draws one at each start.
+      random_seed: seed for initialization and dropout; None picks one at each start.
     """
 
     model: EncoderDecoderModel
@@ -51,16 +51,16 @@ class TrainProgram(Record):
     relative_steps: int | None = None
     stats_period: int | None = None
     use_hardware_rng: bool = False
-    # T5X's default, which no gin file configures: it has no loggers.
+    # T5X's default, which no gin file configures: an evaluator without loggers.
     inference_evaluator_cls: Evaluator | None = Evaluator()
     get_dataset_fn: Any = None
-    # No effect here: all actions are run, whatever else runs beside them.
+    # Ignored: all actions run, whatever else runs at the same time.
     concurrent_metrics: bool = True
     actions: Mapping[str, Sequence[Any]] | None = None
     train_eval_get_dataset_fn: Any = None
     run_eval_before_training: bool = False
     train_state_initializer_cls: Any = None
-    # No effect here: there is one way to write checkpoints.
+    # Ignored: there is one way to write checkpoints.
     use_orbax: bool = True
     verify_matching_vocabs_fn: Any = None
     gc_period: int = 0
@@ -68,14 +68,14 @@ class TrainProgram(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalProgram(Record):
-    """What `eval_script.evaluate` is called with."""
+    """The arguments of `eval_script.evaluate`."""
 
     model: EncoderDecoderModel
     dataset_cfg: DatasetConfig
     restore_checkpoint_cfg: RestoreCheckpointConfig
     partitioner: PjitPartitioner
     output_dir: str
-    # T5X's default, which no gin file configures: it has no loggers.
+    # T5X's default, which no gin file configures: an evaluator without loggers.
     inference_evaluator_cls: Evaluator | None = Evaluator()
     training_evaluator_cls: Any = None
     summarize_config_fn: Any = None
@@ -87,11 +87,11 @@ class EvalProgram(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InferProgram(Record):
-    """What `infer_script.infer` is called with.
+    """The arguments of `infer_script.infer`.
 
     Attributes:
       checkpoint_period: batches between the points where an interrupted job can resume.
-      shard_id: which of `num_shards` parts of the examples this job takes.
+      shard_id: which of `num_shards` shards of the examples this job takes.
     """
 
     mode: str
@@ -105,7 +105,7 @@ class InferProgram(Record):
     num_shards: int = 1
     merge_chunked_results: bool = True
     write_fn: Any = None
-    # No effect here: a run resumes by counting chunks, not from an iterator's state.
+    # Ignored: a run resumes by counting chunks, not from an iterator's state.
     checkpoint_ds_iter: bool = True
     train_state_initializer_cls: Any = None
     fallback_init_rng: int | None = None
@@ -116,7 +116,7 @@ class InferProgram(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecompileProgram(Record):
-    """What `train_script.precompile` is called with."""
+    """The arguments of `train_script.precompile`."""
 
     model: EncoderDecoderModel
     train_dataset_cfg: DatasetConfig
@@ -139,12 +139,12 @@ class TfExampleTask(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WriteInferences(Record):
-    """`infer_script.write_inferences_to_file`: what a line of the results holds.
+    """`infer_script.write_inferences_to_file`: the contents of each line of the results.
 
     Attributes:
-      include_all_inputs: whether all features of an example are written, not only its texts.
+      include_all_inputs: whether to write all features of an example, not only its texts.
       input_fields_to_include: the features to write instead.
-      output_ids: whether an output's token ids are written too.
+      output_ids: whether to write an output's token ids too.
     """
 
     include_all_inputs: bool = False
@@ -171,14 +171,14 @@ def task_modules(program: Record) -> list[str]:
 
 # ---- T5X's functions and classes that are the default of an argument -----------------------------
 
-# A gin file that names one changes nothing. Any other function or class in its place is refused.
+# Naming one in a gin file changes nothing. Any other function or class in its place is refused.
 
 
 class Standard(Record):
-    """A function or a class of T5X's that is the default of an argument.
+    """A function or class of T5X's that is the default of an argument.
 
     Attributes:
-      default_of: the arguments whose default it is.
+      default_of: the arguments that have it as default.
     """
 
     default_of: ClassVar[tuple[str, ...]] = ()

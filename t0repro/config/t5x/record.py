@@ -1,4 +1,4 @@
-"""What the records of T5X's classes have in common: arguments of declared types, called at once."""
+"""The base of the records of T5X's classes: typed arguments, instantiated at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from t0repro.errors import UserError
 
 
 class WrongArgument(UserError):
-    """An argument of a record that is not of the declared type.
+    """An argument of a record that does not have the declared type.
 
     Attributes:
       record: the record's class.
@@ -30,13 +30,13 @@ class WrongArgument(UserError):
 
 
 class Record:
-    """A dataclass whose arguments that are classes of records are called at once.
+    """A dataclass that instantiates arguments that are record classes.
 
-    T5X calls what a gin file gives by name (`trainer_cls = @trainer.Trainer`) later; gin's values
-    for it are known only while gin holds the configuration.
+    T5X instantiates classes that a gin file names (`trainer_cls = @trainer.Trainer`) later, but
+    gin's values for them are available only while gin has the configuration.
 
     Raises:
-      WrongArgument: if an argument is not of its declared type.
+      WrongArgument: if an argument does not have its declared type.
     """
 
     def __post_init__(self) -> None:

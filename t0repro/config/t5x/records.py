@@ -1,10 +1,10 @@
-"""What T5X's gin files configure, as plain typed records under T5X's names.
+"""The configurables of T5X's gin files as plain typed records, under T5X's names.
 
-A T5X gin file binds the arguments of T5X's own classes and functions. The records here stand in
-for them: each has the arguments and defaults of its original (google-research/t5x at cc342d4) and
-does nothing but hold the values that gin gives it. Calling one, as gin does for
-`@utils.DatasetConfig()`, therefore yields a description of what T5X would have built.
-`t0repro.config.t5x.modules` says under which module each is served.
+A T5X gin file binds the arguments of T5X's own classes and functions. Each record here stands in
+for one of them: it has the arguments and defaults of its original (google-research/t5x at cc342d4)
+and only stores the values that gin passes. Calling one, as gin does for `@utils.DatasetConfig()`,
+therefore yields a description of what T5X would have built. `t0repro.config.t5x.modules` maps
+modules to records.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from t0repro.config.t5x.record import Record
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetConfig(Record):
-    """Which examples a run reads, and in which batches.
+    """The examples that a run reads, and their batches.
 
     Attributes:
       mixture_or_task_name: a registered SeqIO task or mixture, or a `TfExampleTask`.
       task_feature_lengths: tokens per feature; None stands for the longest example.
       batch_size: examples over all devices; rows, when they are packed.
-      seed: None takes another order at each start.
-      num_shards: shards of a training run's examples. T5X has no such argument and
-        makes as many shards as hosts hold different rows.
+      seed: None picks another order at each start.
+      num_shards: shards of a training run's examples. T5X has no such argument; it makes as many
+        shards as hosts have different rows.
     """
 
     mixture_or_task_name: Any
@@ -53,7 +53,7 @@ class SaveCheckpointConfig(Record):
     Attributes:
       dtype: dtype of the parameters; slots stay float32. None keeps the parameters' own.
       period: steps between checkpoints; None saves only at `checkpoint_steps`.
-      keep: how many of the latest are kept; None keeps all.
+      keep: how many of the latest to keep; None keeps all.
     """
 
     dtype: str | None = "float32"
@@ -71,16 +71,16 @@ class SaveCheckpointConfig(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestoreCheckpointConfig(Record):
-    """Where parameters and slots come from.
+    """The source of parameters and slots.
 
     Attributes:
       path: a checkpoint, or (with mode "latest" or "all") a folder of checkpoints; an empty list
         restores nothing.
       mode: "specific", "latest" or "all".
-      assignment_map: (pattern, replacement) pairs, matched against whole parameter names; a
-        replacement of None leaves the parameter as it was initialised.
+      assignment_map: (pattern, replacement) pairs, matched against complete parameter names; a
+        replacement of None leaves the parameter initialized.
       strict: whether every slot must be in the checkpoint.
-      fallback_to_scratch: whether parameters missing from the checkpoint are initialised.
+      fallback_to_scratch: whether to initialize parameters missing from the checkpoint.
     """
 
     path: str | Sequence[str]
@@ -122,7 +122,7 @@ class LearningRateSchedule(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding(Record):
-    """How an encoder-decoder decodes: the arguments of `predict_batch_with_aux`.
+    """The decoding options of an encoder-decoder: the arguments of `predict_batch_with_aux`.
 
     Attributes:
       num_decodes: beams, or samples; 1 decodes greedily.
@@ -163,7 +163,7 @@ class EncoderDecoderModel(Record):
     """A T5 with its loss, vocabularies and optimizer.
 
     Attributes:
-      decoding: what gin binds for `predict_batch_with_aux`.
+      decoding: the values that gin binds for `predict_batch_with_aux`.
     """
 
     module: Transformer
@@ -180,7 +180,7 @@ class EncoderDecoderModel(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Called here, so that gin supplies what it binds for the method.
+        # Called here, so that gin supplies its bindings for the method.
         object.__setattr__(self, "decoding", self.predict_batch_with_aux())
 
     def predict_batch_with_aux(
@@ -190,7 +190,7 @@ class EncoderDecoderModel(Record):
         num_decodes: int = 1,
         prompt_with_targets: bool = False,
     ) -> Decoding:
-        """How the model decodes; gin binds arguments of this method as of a function."""
+        """The decoding options; gin binds arguments of this method as of a function."""
         return Decoding(
             decoder_params=decoder_params,
             return_all_decodes=return_all_decodes,
@@ -246,7 +246,7 @@ class GpuT5Config(T5Config):
     """The shape of `t5x.contrib.gpu.t5.network.Transformer`.
 
     Attributes:
-      scale_attn_logits: divides queries by the root of head_dim, as optimizers need it that do not
+      scale_attn_logits: divides queries by the square root of head_dim; for optimizers that do not
         scale updates by the parameters' size.
     """
 
@@ -272,14 +272,14 @@ class StandardFactorRules(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HParamMap(Record):
-    """`adafactor.HParamMap`: a value for each parameter, by expressions found in its path."""
+    """`adafactor.HParamMap`: a value per parameter, chosen by regular expressions on its path."""
 
     rules: Sequence[tuple[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor(Record):
-    """T5X's Adafactor; `beta1` None means no momentum, where Mesh TensorFlow says 0.0."""
+    """T5X's Adafactor; `beta1` None means no momentum, for which Mesh TensorFlow uses 0.0."""
 
     learning_rate: float | None = None
     factored: bool = True
@@ -318,7 +318,7 @@ class OptaxCall(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptaxChain(Record):
-    """`optimizers.chain`: transformations of optax, one after the other."""
+    """`optimizers.chain`: transformations of optax, applied in order."""
 
     transformations: Sequence[OptaxCall]
 
@@ -346,7 +346,7 @@ class SaveBestCheckpointer(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxisRules(Record):
-    """`partitioning.standard_logical_axis_rules`: logical axes of tensors to axes of the mesh."""
+    """`partitioning.standard_logical_axis_rules`: maps logical axes of arrays to mesh axes."""
 
     activation_partitioning_dims: int = 1
     parameter_partitioning_dims: int = 1
@@ -355,12 +355,11 @@ class AxisRules(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PjitPartitioner(Record):
-    """How tensors are divided between devices."""
+    """How arrays are sharded across devices."""
 
     num_partitions: int | None = None
     model_parallel_submesh: Sequence[int] | None = None
-    # No effect here, like `backend` and `use_cpu_pjit`: parameters are on the devices that JAX
-    # finds.
+    # Ignored, like `backend` and `use_cpu_pjit`: parameters are on the devices that JAX finds.
     params_on_devices: bool = True
     backend: str | None = None
     ici_mesh_shape: Mapping[str, int] | None = None
@@ -382,7 +381,7 @@ class WeightMetrics(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer(Record):
-    """The train step: a schedule, microbatches, and what is measured of the parameters."""
+    """The train step: a schedule, microbatches, and the weight metrics."""
 
     learning_rate_fn: LearningRateSchedule | None = None
     num_microbatches: int | None = None
@@ -391,7 +390,7 @@ class Trainer(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Action(Record):
-    """`trainer.BaseAction`, which a user's action derives from."""
+    """`trainer.BaseAction`, the base class of a user's action."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -403,7 +402,7 @@ class EarlyStopping(Record):
     patience: int = 3
     atol: float = 0.0
     rtol: float = 0.0
-    # Not in T5X, whose rule is "previous"; the other compares with the best value so far.
+    # Not in T5X, whose rule is "previous"; "best" compares with the best value so far.
     reference: str = "previous"
 
 
@@ -420,7 +419,7 @@ class TerminateOnNan(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentencePieceVocabulary(Record):
-    """A SentencePiece model's file; its extra ids stand at the end of the vocabulary."""
+    """A SentencePiece model's file; its extra ids are at the end of the vocabulary."""
 
     sentencepiece_model_file: str
     extra_ids: int | None = None
@@ -477,7 +476,7 @@ class JSONLogger(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluator(Record):
-    """Which loggers an evaluation with SeqIO's metrics has, and how many examples it takes."""
+    """The loggers of an evaluation with SeqIO's metrics, and its number of examples."""
 
     logger_cls: Sequence[Record] = ()
     num_examples: int | None = None

@@ -1,4 +1,4 @@
-"""A T5X program's record -> RunConfig, where both dialects meet."""
+"""Turns a T5X program's record into a RunConfig, where both dialects meet."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SCHEDULE_ARGUMENTS = (
     "factors base_learning_rate warmup_steps decay_factor steps_per_decay steps_per_cycle"
     " step_offset min_learning_rate"
 ).split()
-# Functions that T5X would call in place of its own; they would have to be T5X's code.
+# Functions that replace T5X's own; they could only be T5X code.
 _OWN_CODE = {
     name: "this function of the run cannot be replaced."
     for name in (
@@ -67,7 +67,7 @@ def train_config(parsed: Parsed) -> RunConfig:
     """The RunConfig of a training run.
 
     Raises:
-      UserError: For a value that has no counterpart here or is out of range, with its place.
+      UserError: For a value without a counterpart here or out of range, with its place.
     """
     program, places = parsed.program, Places.of(parsed.values)
     assert isinstance(program, programs.TrainProgram)
@@ -86,7 +86,7 @@ def train_config(parsed: Parsed) -> RunConfig:
         schedule=t5x_optimizer.schedule_config(program.trainer_cls, program.total_steps, places),
         sequence_length=train.sequence_length,
         batch_size=train.batch_size,
-        # T5X takes None and 0 for no microbatches.
+        # T5X takes None and 0 to mean no microbatches.
         num_microbatches=program.trainer_cls.num_microbatches or 1,
         train_steps=program.total_steps,
         plan=plan,
@@ -102,7 +102,7 @@ def train_config(parsed: Parsed) -> RunConfig:
 
 
 def precompile_config(parsed: Parsed) -> RunConfig:
-    """The training whose step T5X's precompile.gin compiles: its rate is 0.001, as in T5X.
+    """The training run whose step T5X's precompile.gin compiles; its rate is 0.001, as in T5X.
 
     Raises:
       UserError: See `train_config`.
@@ -128,7 +128,7 @@ def precompile_config(parsed: Parsed) -> RunConfig:
         total_steps=1,
         eval_steps=1,
         eval_period=1,
-        # T5X's own default. No number is drawn: the step is compiled and not run.
+        # T5X's own default. Nothing is sampled: the step is compiled but not run.
         random_seed=program.random_seed or 42,
     )
     return train_config(dataclasses.replace(parsed, program=training))
@@ -139,7 +139,7 @@ def shared_fields(model: records.EncoderDecoderModel) -> dict[str, Any]:
     vocabulary = getattr(model.output_vocabulary, "sentencepiece_model_file", None)
     parameters = model.decoding.decoder_params or {}
     return {
-        # Mesh TensorFlow's modes do not run from such a RunConfig, so these are placeholders.
+        # Mesh TensorFlow's modes do not use such a RunConfig, so these are placeholders.
         "eval_data": None,
         "eval_checkpoint_step": None,
         "eval_summary_dir": None,
@@ -195,7 +195,7 @@ def _plan(program: programs.TrainProgram, places: Places) -> TrainingPlan:
         actions=data.actions_config(program.actions, places),
         gc_period=program.gc_period,
         user_classes=user_classes,
-        # A model of the user's may generate whenever it likes.
+        # A user's model may generate at any time.
         decoding=decoding_plan(program.model, places)
         if generates or "model" in user_classes
         else None,
@@ -223,7 +223,7 @@ def _weight_metrics_every(trainer: records.Trainer) -> int:
 
 
 def _check(config: RunConfig, places: Places) -> None:
-    """Refuses what T5X's train refuses, before any data or checkpoint is read."""
+    """Refuses what T5X's train refuses, before reading any data or checkpoint."""
     plan = config.plan
     if plan.restore and plan.restore.mode == "all":
         raise places.refused(
@@ -249,7 +249,7 @@ def _check(config: RunConfig, places: Places) -> None:
 
 
 def _check_infer_eval(program: programs.TrainProgram, places: Places) -> None:
-    """Refuses what the evaluation with the tasks' metrics would stumble over, steps later."""
+    """Refuses settings with which the evaluation by the tasks' metrics would fail, steps later."""
     if program.infer_eval_dataset_cfg is None:
         return
     if program.inference_evaluator_cls is None:
@@ -262,7 +262,7 @@ def _check_infer_eval(program: programs.TrainProgram, places: Places) -> None:
 
 
 def _check_periods(plan: TrainingPlan, places: Places) -> None:
-    """Refuses periods of which the shortest does not divide the others."""
+    """Refuses periods that are not multiples of the shortest."""
     periods = {
         "train.eval_period": eval_period(plan),
         "utils.SaveCheckpointConfig.period": (plan.save and plan.save.period) or 0,
@@ -270,7 +270,7 @@ def _check_periods(plan: TrainingPlan, places: Places) -> None:
     }
     # 0 turns a period off.
     named = {name: period for name, period in periods.items() if period}
-    # T5X trains in rounds of the shortest period and acts between them, so it refuses the same.
+    # T5X trains in rounds of the shortest period and acts between them, so it refuses them too.
     shortest = min(named.values(), default=1)
     for name, period in named.items():
         if period % shortest:
@@ -318,9 +318,9 @@ _READERS: Mapping[type, Callable[[Parsed], Any]] = {
 
 
 def converted(parsed: Parsed) -> RunConfig | EvalPlan | InferPlan:
-    """What a program's run mode takes.
+    """The configuration for the program's run mode.
 
     Raises:
-      UserError: for a value that has no counterpart here or is out of range, with its place.
+      UserError: for a value without a counterpart here or out of range, with its place.
     """
     return _READERS[type(parsed.program)](parsed)

@@ -1,8 +1,8 @@
-"""Classes of the user's that a T5X gin file names in place of T5X's own.
+"""User classes that a T5X gin file names in place of T5X's own.
 
-A subclass of one of this project's extension points (`EXTENSIONS`) is served to gin as a record of
-the same kind, with the arguments of T5X's class and its own besides. So the rest of a run is read
-as if T5X's class stood there, and the class itself is made when the run begins
+gin sees a subclass of one of this project's extension points (`EXTENSIONS`) as a record of the same
+kind, with the arguments of T5X's class and the subclass's own. The rest of a run is thus read as if
+it named T5X's class. The user's class itself is instantiated when the run begins
 (t0repro.training.user_classes).
 """
 
@@ -19,10 +19,10 @@ from t0repro.config.ranges import alternatives
 from t0repro.config.t5x import records
 from t0repro.config.training_plan import UserClass
 
-if TYPE_CHECKING:  # which imports the modules that serve these classes
+if TYPE_CHECKING:  # for types only: config imports the modules that serve these classes
     from t0repro.config.t5x.places import Places
 
-# Classes to subclass: (module, name) -> the record that has T5X's arguments.
+# Classes to subclass: (module, name) -> the record with T5X's arguments.
 EXTENSIONS: dict[tuple[str, str], type[records.Record]] = {
     ("t0repro.training.models", "EncoderDecoderModel"): records.EncoderDecoderModel,
     ("t0repro.training.trainer", "BaseTrainer"): records.Trainer,
@@ -30,7 +30,7 @@ EXTENSIONS: dict[tuple[str, str], type[records.Record]] = {
     ("t0repro.training.weight_metrics", "WeightMetricsComputer"): records.WeightMetrics,
     ("t0repro.training.stopping", "BaseAction"): records.Action,
 }
-# What a run gives these classes itself; no gin file binds it.
+# Arguments that the run supplies to these classes; no gin file binds them.
 _SUPPLIED = frozenset(
     "self model train_state partitioner eval_names summary_dir train_state_axes rng open_writer"
     " files partitioning say".split()
@@ -39,7 +39,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def served_class(value: Any) -> Any:
-    """The record class for a class of the user's that can be used; any other value as it is."""
+    """The record class for a user's class that is usable; any other value as it is."""
     for base in value.__mro__ if isinstance(value, type) else ():
         record = EXTENSIONS.get((base.__module__, base.__qualname__))
         if record is not None:
@@ -48,7 +48,7 @@ def served_class(value: Any) -> Any:
 
 
 def base_class(hint: Any) -> str | None:
-    """The class to subclass for an argument of a declared type; None if it takes none."""
+    """The class to subclass for an argument of a declared type; None if it accepts none."""
     for (module, name), record in EXTENSIONS.items():
         if record in alternatives(hint):
             return f"{module}.{name}"
@@ -56,10 +56,10 @@ def base_class(hint: Any) -> str | None:
 
 
 def user_class(record: Any, places: Places) -> UserClass | None:
-    """The class that a record stands for, with the arguments that T5X's class lacks.
+    """The class behind a record, with the arguments that T5X's class lacks.
 
     Raises:
-      UserError: for an argument that cannot be written down, with its place.
+      UserError: for an argument that JSON cannot represent, with its place.
     """
     cls = getattr(record, "stands_for", None)
     if cls is None:
@@ -69,7 +69,7 @@ def user_class(record: Any, places: Places) -> UserClass | None:
     arguments = {name: getattr(record, name) for name in sorted(named)}
     for name, value in arguments.items():
         try:
-            # Through JSON, so that what RunConfig holds can be written and read back equal.
+            # Convert through JSON, so that RunConfig can be written and read back equal.
             arguments[name] = json.loads(json.dumps(value))
         except TypeError:
             raise places.refused(
@@ -89,7 +89,7 @@ def _kind_of(record: Any) -> type[records.Record]:
 def _record_class(cls: type, record: type[records.Record]) -> type[records.Record]:
     """A record with the arguments of a user's class."""
     fields = _own_fields(cls, record)
-    # gin knows a method by the name of its class, so an inherited one is copied.
+    # gin identifies a method by its class's name, so copy inherited ones.
     methods = {
         name: types.FunctionType(
             method.__code__, method.__globals__, name, method.__defaults__, method.__closure__
@@ -105,7 +105,7 @@ def _record_class(cls: type, record: type[records.Record]) -> type[records.Recor
         bases=(record,),
         frozen=True,
         kw_only=True,
-        # Of this package's, so that gin forgets it with the other records.
+        # Use this package's module name, so that gin forgets it with the other records.
         namespace={**methods, "stands_for": cls, "__module__": records.__name__},
     )
 
@@ -116,7 +116,7 @@ def _fields(record: type[records.Record]) -> dict[str, dataclasses.Field]:
 
 
 def _own_fields(cls: type, record: type[records.Record]) -> list[tuple[str, Any, Any]]:
-    """The fields of a user's arguments, with its defaults, as `make_dataclass` takes them."""
+    """The fields of a user's arguments, with their defaults, as `make_dataclass` expects them."""
     parameters = inspect.signature(cls).parameters
     inherited, fields = _fields(record), []
     for name, parameter in parameters.items():
@@ -127,12 +127,12 @@ def _own_fields(cls: type, record: type[records.Record]) -> list[tuple[str, Any,
         if default is parameter.empty:
             if name not in inherited:
                 fields.append((name, kind, dataclasses.field()))
-        elif type(default).__hash__ is None:  # which a dataclass refuses as a default
+        elif type(default).__hash__ is None:  # a dataclass refuses an unhashable default
             fields.append((name, kind, dataclasses.field(default_factory=lambda x=default: x)))
         else:
             fields.append((name, kind, dataclasses.field(default=default)))
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    # What shapes the run, and not an object, is bound all the same.
+    # Bind these anyway: they shape the run rather than the object.
     if takes_all or record not in (records.EncoderDecoderModel, records.Trainer):
         return fields
     for name, field in inherited.items():
