@@ -1,16 +1,16 @@
-"""Attention with T5's position bias, behind one function; what computes it depends on the machine.
+"""Attention with T5's position bias, behind one function; the machine decides what computes it.
 
-    whole     matmuls of whole matrices of weights: the oracle, and the choice for small ones
+    whole     matmuls over the whole matrix of weights: the reference, and the choice for small ones
     blocks    a block of queries at a time, in JAX (t0repro.model.blockwise_attention): anywhere
     cpu       a kernel in C++ (t0repro.model.cpu_attention): float32, on one CPU
 
-The position bias depends on the offset of a key from its query alone, so it is handed over as
-[heads, offsets], and so is its gradient. Who sees whom follows from a few numbers of each position
-(`Visibility`). Neither is ever expanded to [batch, heads, query, key], except by the oracle.
+The position bias depends only on the offset of a key from its query, so it is passed as [heads,
+offsets], and so is its gradient. A few numbers per position (`Visibility`) determine which query
+sees which key. Only the reference expands either to [batch, heads, query, key].
 
 Mesh TensorFlow's softmax differs from the usual one for a query that sees nothing, as with empty
 inputs: near -1e9, float32 is too coarse for log_z to include the logarithm of the number of keys,
-so each weight is 1 rather than 1 over their number. All implementations do the same.
+so each weight is 1 rather than 1 over that number. All implementations do the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from t0repro.partitioning.rules import parts_of
 INVISIBLE = -1e9
 
 KERNEL_FROM = 1 << 23
-"""Bytes of attention logits from which a kernel computes a layer. XLA keeps less in the caches."""
+"""Bytes of attention logits from which a layer uses a kernel; XLA keeps fewer in cache."""
 
 Implementation = Literal["whole", "blocks", "cpu"]
 
@@ -64,7 +64,7 @@ class Visibility(NamedTuple):
         return visible & (self.query_order[:, None, :, None] >= self.key_order[:, None, None, :])
 
     def for_all(self, batch: int, length: int, keys: int) -> Visibility:
-        """With all four arrays, of these sizes."""
+        """The visibility with all four arrays present, in these sizes."""
         query_order, key_order = self.query_order, self.key_order
         if query_order is None or key_order is None:
             query_order = key_order = jnp.zeros((1, 1), jnp.int32)
@@ -94,22 +94,22 @@ def attention(
       query: not scaled here. Its dtype is that of logits and softmax.
       key: of the query's dtype.
       value: its dtype is that of the weights and of the result.
-      position_bias: of the offsets key - query, from 1 - length to keys - 1.
+      position_bias: by the offset key - query, from 1 - length to keys - 1.
       visibility: which query sees which key.
-      dropped: applies dropout to [batch, heads, query, key] with one draw for all queries.
+      dropped: applies dropout to [batch, heads, query, key] with one mask for all queries.
     """
     (batch, heads, length, _), keys = query.shape, key.shape[2]
     float32 = query.dtype == key.dtype == value.dtype == jnp.float32
     way = implementation(batch, heads, length, keys, float32=float32)
     if way == "whole":
         return whole(query, key, value, position_bias, visibility, dropped)
-    # What scales a key's weights scales its value instead.
+    # Scaling a key's value has the same effect as scaling its weights.
     scale = dropped(jnp.ones((batch, heads, 1, keys), value.dtype))
     value = value * scale.swapaxes(2, 3)
     visibility = visibility.for_all(batch, length, keys)
     if way == "cpu":
         return cpu_attention.attention(query, key, value, position_bias, visibility)
-    from t0repro.model.blockwise_attention import blockwise_attention  # which reads the oracle
+    from t0repro.model.blockwise_attention import blockwise_attention  # which imports the reference
 
     blocks = number_of_blocks(batch, heads, length, keys)
     return blockwise_attention(query, key, value, position_bias, visibility, blocks)
@@ -118,7 +118,7 @@ def attention(
 def implementation(
     batch: int, heads: int, length: int, keys: int, *, float32: bool
 ) -> Implementation:
-    """What computes attention of this size where the mesh in scope, or else JAX, computes.
+    """Chooses the implementation for attention of this size on the device mesh, or JAX's device.
 
     Args:
       batch: rows.
@@ -129,9 +129,9 @@ def implementation(
     """
     mesh = jax.sharding.get_abstract_mesh()
     large = 4 * batch * heads * length * keys >= KERNEL_FROM
-    # XLA cannot divide a kernel among devices.
+    # XLA cannot shard a kernel across devices.
     alone = mesh.empty or mesh.size == 1
-    # One query, as in decoding, has no block of queries to share what is read.
+    # A single query, as in decoding, has no block of queries to share the reads.
     fits = large and alone and length > 1
     if fits and float32 and _platform() == "cpu" and cpu_attention.available():
         return "cpu"
@@ -139,15 +139,15 @@ def implementation(
 
 
 def _platform() -> str:
-    """Where what is traced now will run."""
+    """The platform on which the code being traced will run."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else str(device.platform)
 
 
 def number_of_blocks(batch: int, heads: int, length: int, keys: int) -> int:
-    """How many blocks of queries keep within ATTENTION_BLOCK_BYTES: 1 if the whole matrix does.
+    """The number of query blocks that keeps within ATTENTION_BLOCK_BYTES; 1 for the whole matrix.
 
-    Among numbers up to twice the least one, the first that divides the length, if one does.
+    Prefers a number that divides the length, up to twice the least possible one.
     """
     # 4 bytes each: logits are float32, whatever the activations are.
     size = 4 * batch * heads * length * keys // parts_of("batch", "heads")
@@ -166,7 +166,7 @@ def whole(
     visibility: Visibility,
     dropped: Callable[[Array], Array] = lambda x: x,
 ) -> Float[Array, "batch heads length d_kv"]:
-    """What `attention` computes, by matmuls of whole matrices."""
+    """Computes `attention` by matmuls over the whole matrix of weights."""
     bias = visibility_bias(visibility.matrix())
     if position_bias is not None:
         bias = along_diagonals(position_bias, query.shape[2])[None] + bias
@@ -197,10 +197,10 @@ def log_normalizer(logits: Float[Array, "*rows keys"]) -> Float[Array, "*rows 1"
 def along_diagonals(
     by_offset: Float[Array, "heads offsets"], queries: int
 ) -> Float[Array, "heads queries keys"]:
-    """The matrices of queries and keys whose entries depend on key - query alone.
+    """The matrices [queries, keys] whose entries depend only on key - query.
 
-    Looking up queries x keys offsets would take a gather, whose gradient is a scatter: slow, and
-    on a TPU padded to sixteen times its size. Here each row is the one before it, moved by one:
+    Looking up queries x keys offsets would need a gather, whose gradient is a scatter: slow, and
+    padded to sixteen times its size on a TPU. Instead, each row is the previous row shifted by one:
 
         by_offset       a b c d e        of the offsets -2 to 2
         repeated        a b c d e 0 a b c d e 0 a b c ...

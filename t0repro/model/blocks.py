@@ -1,13 +1,13 @@
-"""The T5 block, and the tower of blocks that is an encoder, a decoder or a language model.
+"""The T5 block, and the tower of blocks that forms an encoder, a decoder or a language model.
 
-One block serves all of them, in training, in scoring and when decoding with a cache:
+All of them use one block, in training, in scoring and in decoding with a cache:
 
     x -> x + self_attention(norm(x)) -> x + attention(norm(x), encoded) -> x + mlp(norm(x))
 
-The middle step exists only in a decoder that has an encoder. Parameters are named as in T5X, where
-an encoder's self-attention is `attention` and a decoder's is `self_attention`.
+Only a decoder with an encoder has the middle step. Parameters are named as in T5X, where an
+encoder's self-attention is `attention` and a decoder's is `self_attention`.
 
-Mesh TensorFlow multiplies each normalised input by 0 at padding and by 1 elsewhere (`present`). The
+Mesh TensorFlow multiplies each normalized input by 0 at padding and by 1 elsewhere (`present`). The
 block does the same, so that even positions that nothing reads have equal values on both stacks.
 """
 
@@ -40,7 +40,7 @@ from t0repro.model.shapes import Array, Float, Int
 from t0repro.parameters.naming import LAYERS, layer_name
 from t0repro.partitioning.program_costs import ATTENDED
 
-# Towers of at least this many layers have one body for all, unless the configuration decides.
+# Towers with at least this many layers are scanned, unless the configuration decides.
 SCANNED_FROM = 12
 
 # Keys and values of the encoder's outputs, one per decoder layer, first to last.
@@ -48,13 +48,13 @@ Memory = tuple[KeysAndValues, ...]
 
 
 class Block(nn.Module):
-    """One layer of a tower; each sublayer reads a normalised input and adds to the residual stream.
+    """One layer of a tower; each sublayer reads a normalized input and adds to the residual stream.
 
     Attributes:
       config: the model's shape.
       dtype: activation dtype.
       encoder: whether this is an encoder's block.
-      layer: which layer this is, if one body serves them all.
+      layer: the layer's place in its tower, if the tower is scanned.
     """
 
     config: ModelConfig
@@ -80,10 +80,10 @@ class Block(nn.Module):
         Args:
           x: the residual stream before it.
           visibility: which position attends to which.
-          shared: the position bias of all layers, if it is not each layer's own.
+          shared: the position bias of all layers, unless each layer has its own.
           present: 0 at padding, 1 elsewhere.
-          encoded: the encoder's outputs, or their `keys_and_values`; None if there is no encoder.
-            Beams of one input share a row, so x may have several times as many rows.
+          encoded: the encoder's outputs, or their `keys_and_values`; None without an encoder. Beams
+            of one input share a row, so x may have several times as many rows.
           encoded_visibility: which position attends to which of the encoder's.
           position: position of the one token in each row of x when decoding with a cache (see
             `Attention`); None otherwise.
@@ -149,10 +149,10 @@ class Tower(nn.Module):
         position: Int[Array, ""] | None = None,
         hidden: bool = False,
     ) -> Float[Array, "batch length features"]:
-        """Returns an encoder's normalised outputs, zero at padding, or any other tower's logits.
+        """Returns an encoder's normalized outputs, zero at padding, or any other tower's logits.
 
         Args:
-          tokens: what the tower reads; for a decoder, the targets shifted right.
+          tokens: the tower's input; for a decoder, the targets shifted right.
           visibility: which position attends to which.
           present: 0 at padding, 1 elsewhere; outputs at padding are zero.
           encoded: for a decoder, the encoder's outputs, or the keys and values that each layer
@@ -160,7 +160,7 @@ class Tower(nn.Module):
           encoded_visibility: which position attends to which of the encoder's.
           deterministic: False applies dropout.
           position: position of the one token in each row when decoding with a cache.
-          hidden: returns any tower's normalised outputs, from which `logits_of` makes logits.
+          hidden: returns any tower's normalized outputs, from which `logits_of` computes logits.
         """
         config = self.config
         dropout = Dropout(config.dropout_rate, -2)
@@ -179,8 +179,8 @@ class Tower(nn.Module):
         else:
             for index in range(self._layers):
                 block = Block(config, self.dtype, self.encoder, name=layer_name(index))
-                # When decoding, each layer's keys and values have been computed; else all read one
-                # array.
+                # In decoding, each layer has its own precomputed keys and values; otherwise all
+                # layers read one array.
                 memory = encoded[index] if isinstance(encoded, tuple) else encoded
                 layer = recomputed(block, deterministic)
                 x = layer(x, visibility, shared, present, memory, encoded_visibility, position)
@@ -207,13 +207,13 @@ class Tower(nn.Module):
         return is_scanned(self.config, self._layers) and not self.is_initializing()
 
     def _all_layers(self, x: Array, arrays: tuple[Any, ...], deterministic: bool) -> Array:
-        """The residual stream after all layers, computed by one body in a loop.
+        """The residual stream after all layers, computed by scanning one body.
 
-        `arrays` are what `Block` takes between x and the position. The body reads stacks of the
-        layers' parameters, in the activation dtype where that is what they are cast to anyway. They
-        are given stacked (t0repro.model.layer_stacks) or stacked here, a copy that is half as large
-        as the parameters when activations are bfloat16. If sums of gradients are given with the
-        parameters, the backward pass adds to them (t0repro.model.layer_stacks).
+        `arrays` are the arguments of `Block` between x and the position. The body reads stacked
+        parameters, in the activation dtype if they are cast to it anyway. They arrive stacked
+        (t0repro.model.layer_stacks) or are stacked here; with bfloat16 activations, that copy is
+        half as large as the parameters. If gradient sums come with the parameters, the backward
+        pass adds to them (t0repro.model.layer_stacks).
         """
         config, own = self.config, self.variables["params"]
         draws = config.dropout_rate and not deterministic
@@ -221,11 +221,11 @@ class Tower(nn.Module):
         assert not isinstance(rng, jax.Array)  # Flax wraps the keys that it is given
 
         def as_read(x: jax.Array, vector: int) -> jax.Array:
-            # Vectors are the norms' scales, which are multiplied in float32.
+            # Vectors are the norms' scales, which multiply in float32.
             return x.astype(self.dtype) if x.ndim > vector else x
 
         def stacked(*layers: jax.Array) -> jax.Array:
-            # Cast first: the copy is then the smaller one.
+            # Cast before stacking: the copy is then smaller.
             return jnp.stack([as_read(x, 1) for x in layers])
 
         def body(carry: tuple[Any, Any], item: tuple[jax.Array, Any]) -> tuple[Any, None]:
@@ -239,15 +239,15 @@ class Tower(nn.Module):
 
         policy = kept(config.recompute)
         if not config.recomputes:
-            # Whatever is kept of a layer is copied into a stack and out of it. So the products are
-            # kept and the rest, which is cheap, is recomputed, as XLA does by fusion where
-            # layers are no loop. Not of attention in blocks, whose products are not to be kept.
-            # A kernel's result is one product more.
+            # Every value saved for the backward pass is copied into a stack and out of it. So save
+            # the matmuls' outputs and rematerialize the rest, which is cheap, as XLA does by fusion
+            # without a scan. Do not save the matmuls of blockwise attention. A kernel's result
+            # counts as a matmul's.
             policies = jax.checkpoint_policies
             named = policies.save_only_these_names(ATTENDED)
             policy = policies.save_from_both_policies(policies.dots_saveable, named)
         if config.recomputes or not self._in_blocks(x, arrays[3]):
-            # Nothing outside the loop's body can be merged with what it computes again.
+            # The scan's body already keeps XLA from merging recomputation with code outside.
             body = jax.checkpoint(body, prevent_cse=False, policy=policy)
         if LAYERS in own:
             parameters = jax.tree.map(lambda x: as_read(x, 2), own[LAYERS])
@@ -260,7 +260,7 @@ class Tower(nn.Module):
         return x if sums is None else starting_with(x, sums)
 
     def _in_blocks(self, x: Array, encoded: Array | None) -> bool:
-        """Whether a layer computes some attention for some queries at a time."""
+        """Whether a layer computes some attention in blocks of queries."""
         (rows, length, _), heads = x.shape, self.config.num_heads
         read = [length] if encoded is None else [length, encoded.shape[1]]
         float32 = self.dtype == jnp.float32
@@ -269,13 +269,13 @@ class Tower(nn.Module):
 
 
 def is_scanned(config: ModelConfig, layers: int) -> bool:
-    """Whether a tower of so many layers is one body in a loop."""
+    """Whether a tower of this many layers is scanned."""
     asked = config.scan_layers
     return layers >= SCANNED_FROM if asked is None else asked
 
 
 def towers_in_loops(config: ModelConfig) -> dict[str, int]:
-    """The towers that are one body in a loop and share no layers, with their numbers of layers."""
+    """The scanned towers that share no layers, with their numbers of layers."""
     towers = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
     return {
         tower: count
@@ -285,24 +285,24 @@ def towers_in_loops(config: ModelConfig) -> dict[str, int]:
 
 
 def position_bias(config: ModelConfig, dtype: jnp.dtype, encoder: bool) -> RelativePositionBias:
-    """Creates the position bias of the tower or block that calls this.
+    """Creates the position bias of the calling tower or block.
 
-    A language model whose inputs all see each other needs buckets for both directions, like an
-    encoder.
+    A language model whose inputs all see each other needs buckets for both directions, as an
+    encoder does.
     """
     bidirectional = encoder or config.input_full_attention
     return RelativePositionBias(config, dtype, bidirectional, name="relpos_bias")
 
 
 def vocabulary(config: ModelConfig, dtype: jnp.dtype) -> Dense:
-    """Creates the layer that makes float32 logits, in a model whose embedding does not."""
+    """Creates the layer that computes float32 logits, if the embedding does not."""
     init, axes = kernel_initializer(config), ("embed", "vocab")
     factors, result = logits_dtype(config, dtype), jnp.dtype("float32")
     return Dense(config.vocab_size, factors, init, result, axes, name="logits_dense")
 
 
 def recomputed(block: Block, deterministic: bool) -> Callable[..., jax.Array]:
-    """The block's call, recomputed in the backward pass as `config.recompute` says.
+    """The block's call, rematerialized in the backward pass according to `config.recompute`.
 
     Args:
       block: the block.
@@ -319,10 +319,11 @@ def recomputed(block: Block, deterministic: bool) -> Callable[..., jax.Array]:
 
 
 def kept(recompute: Recompute | None) -> Callable[..., Any] | None:
-    """What `jax.checkpoint` keeps of a layer for the backward pass; None for its input alone."""
+    """The policy of `jax.checkpoint` for a layer; None saves its input only."""
     policies = jax.checkpoint_policies
     if recompute == "minimal":
-        # The products with parameters, which are most of the operations; not attention's matrices.
+        # Saves the outputs of matmuls with parameters, which are most of the FLOPs; not attention's
+        # matrices.
         return policies.dots_with_no_batch_dims_saveable
     if recompute == "offload":
         return policies.offload_dot_with_no_batch_dims("device", "pinned_host")

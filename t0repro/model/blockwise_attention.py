@@ -1,10 +1,10 @@
-"""Attention that never holds its full matrix: a block of queries at a time, in both passes.
+"""Attention that never materializes its full matrix: a block of queries at a time, in both passes.
 
-The weights of one layer are as large as [batch, heads, length, keys], and the backward pass keeps
-several such arrays of every layer. Here only a block of their rows exists at a time, and the
-backward pass recomputes it from two numbers for each query, as FlashAttention does (Dao et al.,
-2022). It is written in JAX, so XLA compiles it for every platform, and it has the gradient of T5's
-learned position bias, which kernels for one platform mostly lack.
+The weights of one layer are as large as [batch, heads, length, keys], and the backward pass saves
+several such arrays per layer. Here only a block of their rows exists at a time, and the backward
+pass recomputes it from two numbers per query, as FlashAttention does (Dao et al., 2022). It is
+written in JAX, so XLA compiles it for every platform, and it has the gradient of T5's learned
+position bias, which most platform-specific kernels lack.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def blockwise_attention(
     visibility: Visibility,
     blocks: int,
 ) -> Float[Array, "batch heads length d_kv"]:
-    """As t0repro.model.attention.attention, without dropout, in so many blocks of queries.
+    """Like t0repro.model.attention.attention, without dropout, in this many blocks of queries.
 
-    Every array of `visibility` is there, of full size.
+    Every array of `visibility` must be present, at full size.
     """
     length = query.shape[2]
     padding = -length % blocks
@@ -38,7 +38,7 @@ def blockwise_attention(
     of_queries: Any = jax.tree.map(
         lambda x: jnp.pad(x, ((0, 0), (0, padding))), (query_segments, query_order)
     )
-    if position_bias is not None:  # queries that come last have the least offsets
+    if position_bias is not None:  # later queries have lower offsets
         position_bias = jnp.pad(position_bias, ((0, 0), (padding, 0)))
     seen = (of_queries, (key_segments, key_order))
     attended: Any = _attend(blocks, query, key, value, position_bias, seen)
@@ -85,15 +85,16 @@ def _backward(blocks: int, kept: Any, d_y: Array) -> tuple[Any, ...]:
         weights = jnp.exp(_logits(*given) - log_z)
         d_weights = jnp.einsum("bhqd,bhkd->bhqk", dy, value).astype(weights.dtype)
         products = weights * d_weights
-        # Weights of a query that sees nothing are all 1 (t0repro.model.attention); of others their
-        # total is 1.
+        # If a query sees nothing, its weights are all 1 (t0repro.model.attention), so divide by
+        # their total; for other queries the total is 1.
         d_logits = products - weights * (jnp.sum(products, axis=-1, keepdims=True) / total)
         d_key, d_value, d_bias = sums
         d_key += jnp.einsum("bhqk,bhqd->bhkd", d_logits, given[0])
         d_value += jnp.einsum("bhqk,bhqd->bhkd", weights.astype(dy.dtype), dy)
         d_query = jnp.einsum("bhqk,bhkd->bhqd", d_logits, key)
         if d_bias is not None:
-            # As a product: XLA on CPU takes thirty times as long for a sum over the first axis.
+            # A matmul with ones: XLA on CPU takes thirty times as long for a sum over the first
+            # axis.
             ones = jnp.ones(d_logits.shape[0], d_logits.dtype)
             matrix = jnp.einsum("b,bhqk->hqk", ones, d_logits).astype(jnp.float32)
             rows = matrix.shape[1]
@@ -115,7 +116,7 @@ _attend.defvjp(_forward, _backward)
 def _of_block(
     index: Array, blocks: int, query: Array, key: Array, bias: Array | None, seen: Any
 ) -> tuple[Array, Array, Array | None, Any]:
-    """What `_logits` takes of the block of this number."""
+    """The arguments of `_logits` for the block of this number."""
     of_queries, of_keys = seen
     query = _block(query, index, blocks, 2)
     of_queries = [_block(x, index, blocks, 1) for x in of_queries]
@@ -124,15 +125,15 @@ def _of_block(
 
 
 def _matrix(bias: Array, index: Array, blocks: int, rows: int) -> Array:
-    """The position bias of a block of so many queries, [heads, rows, keys], from all offsets."""
-    # The last block has the least offsets.
+    """The position bias of a block of queries, [heads, rows, keys], from that of all offsets."""
+    # The last block has the lowest offsets.
     start, others = (blocks - 1 - index) * rows, (blocks - 1) * rows
     window = jax.lax.dynamic_slice_in_dim(bias, start, bias.shape[1] - others, axis=1)
     return along_diagonals(window, rows)
 
 
 def _block(x: Array, index: Array, blocks: int, axis: int) -> Array:
-    """The block of this number of an array whose axis is queries."""
+    """The block of this number from an array with an axis of queries."""
     rows = x.shape[axis] // blocks
     return jax.lax.dynamic_slice_in_dim(x, index * rows, rows, axis=axis)
 

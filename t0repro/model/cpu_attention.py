@@ -1,8 +1,8 @@
-"""Attention on one CPU, float32, by the kernel in attention.cc.
+"""Attention on one CPU, in float32, with the kernel in attention.cc.
 
-The machine's own C++ compiler builds the kernel the first time that a program needs it, for the
-machine's own instructions, and the library is kept in the user's cache. Without a compiler nothing
-is built and other implementations take over.
+This machine's C++ compiler builds the kernel for this machine's instructions when a program first
+needs it; the user's cache keeps the library. Without a compiler nothing is built, and other
+implementations take over.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from t0repro.partitioning.program_costs import ATTENDED, KERNEL_MATMULS
 _SOURCE = Path(__file__).with_name("attention.cc")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 _TARGETS = tuple(KERNEL_MATMULS)
-# [batch, heads, length, d_kv] in memory as [batch, length, heads, d_kv], as projections leave it.
+# [batch, heads, length, d_kv] stored as [batch, length, heads, d_kv], the order of projections.
 _BY_POSITION = (0, 2, 1, 3)
 
 
@@ -41,9 +41,9 @@ def attention(
     position_bias: Float[Array, "heads offsets"] | None,
     visibility: Any,
 ) -> Float[Array, "batch heads length d_kv"]:
-    """As t0repro.model.attention.attention, without dropout; only where `available`."""
+    """Like t0repro.model.attention.attention, without dropout; only if `available`."""
     if position_bias is None:
-        # No offset, which the kernel takes for no bias.
+        # A bias without offsets tells the kernel that there is none.
         position_bias = jnp.zeros((query.shape[1], 0), jnp.float32)
     attended: Any = _attend(query, key, value, position_bias.astype(jnp.float32), visibility)
     return attended
@@ -111,12 +111,12 @@ def available() -> bool:
 
 
 def _library() -> Path | None:
-    """The library built from the source as it is now; None if it cannot be built."""
+    """The library built from the current source; None if it cannot be built."""
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
         return None
     include = jax.ffi.include_dir()
-    # A home folder may be shared by machines with other instructions.
+    # Machines with different instruction sets may share a home folder.
     parts = (_SOURCE.read_bytes(), repr((compiler, _FLAGS, jax.__version__, _machine())).encode())
     name = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t0repro"
@@ -138,7 +138,7 @@ def _library() -> Path | None:
 
 
 def _machine() -> str:
-    """What `-march=native` depends on."""
+    """Whatever `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,19 +1,18 @@
 """Generates targets with an encoder-decoder T5: greedy, by sampling, and by beam search.
 
 It decodes one position at a time with a cache of earlier keys and values, under jit with static
-shapes; the loop ends as soon as every row is done. In float32 the outputs equal those of Mesh
-TensorFlow 0.1.21 (Bitransformer.decode, Unitransformer.sample_autoregressive,
-beam_search.beam_search), edge cases included:
+shapes; the loop ends once every row is done. In float32 the outputs equal those of Mesh TensorFlow
+0.1.21 (Bitransformer.decode, Unitransformer.sample_autoregressive, beam_search.beam_search), edge
+cases included:
 
 - Sampling adds Gumbel noise times the temperature to the logits; top-k keeps the logits above the
   (k+1)-th largest.
 - A beam's score is its log-probability over ((5 + length) / 6)**alpha. Each step takes the
   2 * beam best continuations among the `prefilter` best of each beam; those that end in EOS are
   finished.
-- A finished beam can take the place of an alive one that does not exist yet, and continue; whatever
-  follows its EOS is removed from the output (clean_decodes). How far it goes, and so which output
-  is best, depends on when all rows of the batch are done. In no other way do rows affect each
-  other.
+- A finished beam can replace an alive one that does not exist yet, and continue; the output omits
+  whatever follows its EOS (clean_decodes). How far it goes, and so which output is best, depends on
+  when all rows of the batch are done. Rows affect each other in no other way.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def search_limit(longest_input: int, config: DecodingConfig) -> int:
 
 @flax.struct.dataclass
 class DecoderReads:
-    """What every decoding step reads and none changes.
+    """The constant inputs of every decoding step.
 
     Attributes:
       memory: keys and values of the encoder's outputs, by layer, [batch, heads, memory, d_kv].
@@ -152,14 +151,14 @@ def decoder_step(
       params: its parameters.
       reads: from `read_inputs`; all beams of a row read the same input.
       cache: keys and values of the earlier positions, [batch * beams, heads, length, d_kv].
-      tokens: what the decoder reads there: the targets one position earlier, 0 at the first.
+      tokens: the decoder's inputs: the targets one position earlier, 0 at the first.
       position: counted from 0, less than the cache's length.
     """
     logits, updated = model.apply(
         {"params": params, "cache": cache},
         tokens.reshape(-1, 1),
         position,
-        # The length of the cache, whose leaves are [rows, heads, length, d_kv].
+        # The cache's length; its leaves are [rows, heads, length, d_kv].
         jax.tree.leaves(cache)[0].shape[2],
         reads.memory,
         reads.visibility,
@@ -182,7 +181,7 @@ def _sample(
     inputs: Int[Array, "batch memory"],
     key: jax.Array,
 ) -> Int[Array, "batch length"]:
-    """Generates tokens one after the other until each row has its EOS or is `length` long."""
+    """Generates tokens one by one until each row has its EOS or is `length` long."""
     temperature, keep_top_k = options
     rows = inputs.shape[0]
     reads = read_inputs(model, params, inputs)
@@ -213,13 +212,13 @@ def _sample(
 def _choose(
     logits: Float[Array, "batch vocab"], temperature: float, keep_top_k: int, key: jax.Array
 ) -> Int[Array, " batch"]:
-    """Chooses a token for each row; at temperature 0, the first of those with the largest logit."""
+    """Chooses a token for each row; at temperature 0, the first one with the largest logit."""
     if keep_top_k != -1 and keep_top_k < logits.shape[-1]:
-        # mtf.nth_largest_element counts from zero: this is the largest logit that is dropped.
+        # mtf.nth_largest_element counts from zero, so this is the largest logit to drop.
         dropped = jax.lax.top_k(logits, keep_top_k + 1)[0][:, -1:]
         logits = jnp.where(logits <= dropped, _DROPPED, logits)
     if temperature != 0.0:
-        # Above zero, where the logarithm is finite.
+        # Keep above zero, where the logarithm is finite.
         uniform = jax.random.uniform(key, logits.shape, minval=1e-9, maxval=1.0)
         logits = logits - jnp.log(-jnp.log(uniform)) * temperature
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -271,11 +270,11 @@ def _search(
         grown, parents = _grow(state, logits, position, penalty, prefilter, vocab_parts)
         active = going_on(position, state)
 
-        # Rows may have different limits: one that is done keeps its state while others continue.
+        # Rows may have different limits: a row that is done keeps its state while others continue.
         def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
-        # Row i of the batch has rows i * beams onwards of the cache; each beam takes its parent's.
+        # The cache's rows for batch row i start at i * beams; each beam takes its parent's row.
         flat = (jnp.arange(rows)[:, None] * beams + parents).reshape(-1)
         cache = jax.tree.map(lambda x: x[flat], cache)
         return position + 1, jax.tree.map(chosen, grown, state), cache
@@ -292,11 +291,11 @@ def _search(
     )
     carry = (jnp.int32(0), start, empty_cache(model, rows * beams, length))
     state = jax.lax.while_loop(more, step, carry)[1]
-    # Without a finished beam the best alive one is the answer, at its plain log-probability.
+    # Without a finished beam, return the best alive one with its plain log-probability.
     any_finished = state.is_finished.any(axis=1)
     tokens = jnp.where(any_finished[:, None], state.finished[:, 0], state.alive[:, 0])
     scores = jnp.where(any_finished, state.finished_scores[:, 0], state.log_probs[:, 0])
-    # A beam can continue after its EOS (see the module's docstring): that part is no output.
+    # A beam can continue after its EOS (see the module's docstring): drop that part.
     after_end = jnp.cumsum(tokens == EOS, axis=1) - (tokens == EOS) > 0
     return Decoded(jnp.where(after_end, 0, tokens), scores)
 
@@ -312,7 +311,7 @@ def _grow(
     """Extends the beams by one token; also returns the parent of each beam that is now alive."""
     beams = logits.shape[1]
     log_probs = _continued(logits, state.log_probs)
-    # Without the barrier, XLA multiplies by the rounded reciprocal of the one penalty.
+    # Without the barrier, XLA would multiply by a rounded reciprocal of the penalty.
     divisors = jax.lax.optimization_barrier(jnp.broadcast_to(penalty, log_probs.shape))
     scores, parents, tokens = _best_continuations(
         log_probs / divisors, 2 * beams, prefilter, vocab_parts
@@ -342,9 +341,9 @@ def _grow(
 def _length_penalties(length: int, alpha: float) -> np.ndarray:
     """The penalty of an output of n tokens, for n from 0 to `length`: float32 [length + 1].
 
-    Each is rounded as by Mesh TensorFlow on a CPU: TensorFlow's optimizer multiplies by a rounded
-    1/6. XLA would take powers in another order, which makes the first penalty 1.0000001 for an
-    alpha of 2; of a beam that does not exist, at -1e7, that changes the score by 1.
+    Rounds as Mesh TensorFlow does on a CPU, where TensorFlow's optimizer multiplies by a rounded
+    1/6. XLA would take powers in another order, so that the first penalty would be 1.0000001 for an
+    alpha of 2; for a nonexistent beam, at -1e7, that changes the score by 1.
     """
     tokens = np.arange(length + 1, dtype=np.float32)
     sixth = np.float32(1.0) / np.float32(6.0)
@@ -356,9 +355,9 @@ def _continued(
 ) -> Float[Array, "batch beams vocab"]:
     """The log-probabilities of beams with each token appended.
 
-    Mesh TensorFlow's source says (logits - log_z) + log_probs; this is the order that TensorFlow's
-    arithmetic optimizer makes of it. For a beam that does not exist the order matters: at -1e7
-    float32 has only whole numbers, so it decides which tokens tie and which are found.
+    Mesh TensorFlow's source has (logits - log_z) + log_probs; TensorFlow's arithmetic optimizer
+    changes that to the order used here. It matters for a nonexistent beam: at -1e7 float32 resolves
+    only integers, so the order decides which tokens tie and which are found.
     """
     log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return logits + (log_probs[..., None] - log_z)
@@ -367,16 +366,16 @@ def _continued(
 def _best_continuations(
     scores: Float[Array, "batch beams vocab"], count: int, prefilter: int, vocab_parts: int
 ) -> tuple[Float[Array, "batch count"], Int[Array, "batch count"], Int[Array, "batch count"]]:
-    """Returns the best continuations: their scores, the beams that they continue, their tokens.
+    """Returns the best continuations: their scores, the beams they continue, and their tokens.
 
-    At most `prefilter` continuations per beam and per part of the vocabulary compete.
+    At most `prefilter` continuations per beam and per shard of the vocabulary compete.
     """
     batch, beams, vocab = scores.shape
     split = scores.reshape(batch, beams, vocab_parts, vocab // vocab_parts)
-    # Without a prefilter (0), as many of each beam compete as are wanted.
+    # Without a prefilter (0), as many continuations per beam compete as the caller wants.
     kept = min(prefilter or count, split.shape[-1])
     values, tokens = jax.lax.top_k(split, kept)
-    # From ids within a part of the vocabulary to ids in all of it.
+    # Convert ids within a shard of the vocabulary to ids in the whole.
     tokens = tokens + jnp.arange(vocab_parts)[:, None] * split.shape[-1]
     best, index = jax.lax.top_k(values.reshape(batch, -1), count)
     chosen = jnp.take_along_axis(tokens.reshape(batch, -1), index, axis=1)
@@ -384,13 +383,13 @@ def _best_continuations(
 
 
 def _is_decided(state: _Beams, longest: Float[Array, " batch"]) -> Array:
-    """Whether each row's worst finished beam beats anything its best alive one can become.
+    """Whether each row's worst finished beam beats any score its best alive beam can still reach.
 
     Args:
       state: the search's.
-      longest: the penalty of the longest output of each row, the largest to divide by.
+      longest: the penalty of each row's longest output, which is the largest.
     """
-    # The most that a beam can reach: nothing lost on the way.
+    # An upper bound on a beam's score: it loses no further log-probability.
     reachable = state.log_probs[:, 0] / longest
     # An unfinished beam counts as 0, above every real score.
     worst = jnp.min(state.finished_scores * state.is_finished, axis=1)

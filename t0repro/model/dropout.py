@@ -1,4 +1,4 @@
-"""Dropout, and its keys in scanned layers, whose number is known only on the device."""
+"""Dropout, and its keys in scanned layers, whose index is known only on the device."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from t0repro.partitioning.rules import for_all_groups
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScannedLayer:
-    """One iteration of a body that is traced once for all layers of a tower.
+    """One iteration of a scanned tower, whose body is traced once for all layers.
 
     Attributes:
       index: which layer it is, from 0.
       count: number of layers.
       rng: the tower's key; Flax folds the path of each module below it into it.
-      drawn: number of keys that each module has drawn.
+      drawn: number of keys that each module has taken so far.
     """
 
     index: Int[Array, ""]
@@ -36,9 +36,9 @@ class ScannedLayer:
     def key(self, path: tuple[str, ...]) -> jax.Array:
         """The key that Flax gives the module at this path below `layers_<index>`.
 
-        Flax folds in a hash of the path, so a table of the hashes of all layers is looked up.
+        Flax folds in a hash of the path, so this looks it up in a table of all layers' hashes.
         """
-        # Before it is hashed: Flax numbers a module's draws from 1.
+        # Increment before hashing: Flax numbers a module's keys from 1.
         self.drawn[path] += 1
         hashes = [
             flax_hash(*self.rng.suffix, f"layers_{layer}", *path, self.drawn[path])
@@ -48,10 +48,10 @@ class ScannedLayer:
 
 
 class Dropout(nn.Module):
-    """Zeroes entries and scales up the rest, with one draw for all positions along one axis.
+    """Zeroes entries and scales up the rest, with one mask for all positions along an axis.
 
-    Mesh TensorFlow broadcasts its noise over the length: a channel is dropped for a whole sequence.
-    With a broadcast_axis of None every entry has its own draw.
+    Mesh TensorFlow broadcasts its noise over the length: it drops a channel for a whole sequence.
+    With a broadcast_axis of None, every entry is sampled separately.
 
     Attributes:
       rate: the fraction of entries that become zero.
@@ -73,6 +73,6 @@ class Dropout(nn.Module):
         if self.broadcast_axis is not None:
             shape[self.broadcast_axis] = 1
         key = self.make_rng("dropout") if self.layer is None else self.layer.key(self.path)
-        # All groups draw as one batch, so that a divided run drops what an undivided one drops.
+        # All groups sample one mask for the batch, so that a sharded run drops the same entries.
         kept = for_all_groups(lambda rows: jax.random.bernoulli(key, keep, rows), tuple(shape))
         return x * (kept.astype(x.dtype) / jnp.asarray(keep, x.dtype))

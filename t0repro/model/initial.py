@@ -1,8 +1,8 @@
 """Initializes parameters, with one small program for each kind of parameter.
 
-Flax's `init` under one jit gives XLA operations of their own for each parameter: T5 1.1 small has
-190, of nine kinds, and that program took four times as long to compile as the nine together. The
-values are Flax's, to the last bit.
+Flax's `init` under one jit gives XLA separate operations for each parameter. T5 1.1 small has 190
+parameters of nine kinds; that program took four times as long to compile as nine small ones
+together. The values equal Flax's bitwise.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class _Noted:
 
 
 def parameter(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...]) -> Any:
-    """A float32 parameter of a module that has no other, which `draw_parameters` can draw.
+    """Declares a module's only parameter, float32, so that `draw_parameters` can initialize it.
 
-    Returns the array that the model is applied to, JAX's or numpy's.
+    Returns the array passed to `apply`, JAX's or numpy's.
 
     Args:
-      module: the module that is being called.
+      module: the module being called.
       name: the parameter's name.
-      init: its initializer; parameters with the same one (by identity) are drawn by one program.
+      init: its initializer; one program initializes all parameters with the same (identical) one.
       shape: its shape.
     """
     noted = _Noted(init)
-    # Left out wherever the collection is not asked for, that is everywhere but below.
+    # Ignored unless the caller requests the collection, which only the function below does.
     module.sow(_COLLECTION, name, noted, init_fn=lambda: noted, reduce_fn=lambda _, new: new)
     return module.param(name, init, shape, jnp.float32)
 
@@ -53,14 +53,14 @@ def parameter(module: nn.Module, name: str, init: Initializer, shape: tuple[int,
 def draw_parameters(
     model: nn.Module, key: jax.Array, batch: Mapping[str, Any], shardings: Any = None
 ) -> dict[str, Any]:
-    """The parameters that `model.init(key, batch)` draws, as a nested dictionary.
+    """The parameters that `model.init(key, batch)` would give, as a nested dictionary.
 
     Args:
-      model: a module whose parameters are all made by `parameter`.
+      model: a module that declares all its parameters by `parameter`.
       key: PRNG key.
       batch: arrays of the shapes that the model takes.
-      shardings: where each parameter belongs, a tree of them; None for the default device. Each
-        device draws its own part, so none has to hold the whole.
+      shardings: the sharding of each parameter, as a tree; None for the default device. Each device
+        initializes its own shard, so none needs to hold a whole parameter.
     """
     asked = ["params", _COLLECTION]
     variables: Any = jax.eval_shape(lambda: model.init(key, batch, mutable=asked))
@@ -69,7 +69,7 @@ def draw_parameters(
     drawn = {}
     for path, leaf in flax.traverse_util.flatten_dict(variables["params"]).items():
         draw = _program(noted[path].init, leaf.shape, places.get(path))
-        # It is its module's only draw, and Flax counts draws from 1.
+        # This is its module's only key, and Flax counts keys from 1.
         drawn[path] = draw(key, np.uint32(flax_hash(*path[:-1], 1)))
     return flax.traverse_util.unflatten_dict(drawn)
 
@@ -83,8 +83,8 @@ def _program(init: Initializer, shape: tuple[int, ...], sharding: Sharding | Non
 
 
 def flax_hash(*names: str | int) -> int:
-    """What flax.core.scope folds into a key for a path and a number of draws."""
-    # The separator keeps ("ab", "c") and ("a", "bc") apart; Flax has it only if so configured.
+    """The hash of a path and a key count that flax.core.scope folds into a PRNG key."""
+    # The separator distinguishes ("ab", "c") from ("a", "bc"); Flax adds it only if so configured.
     separator = b"\0" if flax.config.flax_fix_rng_separator else b""
     sha1 = hashlib.sha1(usedforsecurity=False)
     for name in names:

@@ -1,13 +1,13 @@
-"""Trees whose towers hold their layers stacked, one array for each parameter of a layer.
+"""Trees whose towers have stacked layers, with one array for each parameter of a layer.
 
     by layer    {"encoder": {"layers_0": {"mlp": ...}, "layers_1": {"mlp": ...}, ...}}
     stacked     {"encoder": {"layers_*": {"mlp": an axis more, of layers}, ...}}
 
-A scanned tower (t0repro.model.blocks) reads its layers as stacks. Where it is
-given them so, nothing has to be copied in each step, and an update is one operation for all layers
-of a tower. Checkpoints and users know the layers by their own names.
+A scanned tower (t0repro.model.blocks) reads its layers as stacks. If they arrive stacked, no step
+has to copy them, and one operation updates all layers of a tower. Checkpoints and users refer to
+layers by their own names.
 
-Trees may be of anything that is in the place of parameters: shapes, gradients, optimizer slots.
+A tree may have anything in place of parameters: shapes, gradients, optimizer slots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from t0repro.parameters.naming import LAYERS, layer_name
 
 # The number of layers of each tower.
 Towers = Mapping[str, int]
-# Makes one array of those of all layers, and the arrays of all layers of one.
+# Functions that stack the arrays of all layers, and that split a stack into its layers' arrays.
 Stack = Callable[[Sequence[Any]], Any]
 Split = Callable[[Any], Sequence[Any]]
 
@@ -47,7 +47,7 @@ def stacked(tree: Any, towers: Towers, stack: Stack = jnp.stack) -> dict[str, An
     Args:
       tree: by layer.
       towers: the towers, with all of their layers.
-      stack: makes one array of those of all layers.
+      stack: stacks the arrays of all layers.
     """
     found = without_layers(tree, towers)
     for tower, count in towers.items():
@@ -57,7 +57,7 @@ def stacked(tree: Any, towers: Towers, stack: Stack = jnp.stack) -> dict[str, An
 
 
 def rows(stack: Any) -> Sequence[Any]:
-    """The arrays of all layers of a stack; of an array of numpy they are views."""
+    """The arrays of all layers of a stack; for a numpy array, views of it."""
     return [stack[index] for index in range(stack.shape[0])]
 
 
@@ -65,9 +65,9 @@ def by_layer(tree: Any, towers: Towers, split: Split = rows) -> Any:
     """The inverse of `stacked`.
 
     Args:
-      tree: with stacks; one without any, of any kind, is returned as it is.
-      towers: what `stacks_in` finds in it, or in the parameters that it belongs to.
-      split: makes the arrays of all layers of one.
+      tree: with stacks; a tree without any, of any kind, is returned as it is.
+      towers: the result of `stacks_in` for it, or for the parameters it belongs to.
+      split: splits a stack into its layers' arrays.
     """
     if not towers:
         return tree
@@ -96,9 +96,9 @@ def without_layers(tree: Any, towers: Towers) -> Any:
 
 
 def joined(arrays: Sequence[Any]) -> Any:
-    """A stack of arrays, which it deletes; or the shape of one, for shapes.
+    """Stacks arrays and deletes them; for shapes, returns the stack's shape.
 
-    So a state that is stacked array by array never needs the memory of a second one.
+    Stacking a state array by array thus never needs the memory of a second state.
     """
     first = arrays[0]
     sharding = getattr(first, "sharding", None)
@@ -112,7 +112,7 @@ def joined(arrays: Sequence[Any]) -> Any:
 
 
 def released(stack: jax.Array) -> list[jax.Array]:
-    """The arrays of all layers of a stack, which it deletes."""
+    """Splits a stack into its layers' arrays and deletes it."""
     sharding = stack.sharding
     divided = isinstance(sharding, NamedSharding)
     if divided:
@@ -121,8 +121,8 @@ def released(stack: jax.Array) -> list[jax.Array]:
 
 
 def _in_place_of(arrays: Sequence[Any], result: Any) -> Any:
-    """What was made of arrays, which it deletes."""
-    # Not earlier: results that are only queued may have their memory already.
+    """Deletes arrays after computing the result made from them."""
+    # Wait first: results that are only queued may still need the arrays.
     jax.block_until_ready(result)
     for array in arrays:
         if isinstance(array, jax.Array):  # a user's state may have arrays of numpy
@@ -132,17 +132,17 @@ def _in_place_of(arrays: Sequence[Any], result: Any) -> Any:
 
 # ---- Adds up the gradients of a tower's layers inside the backward pass of its loop --------------
 
-# A tower that is one body in a loop (t0repro.model.blocks) ends its backward pass with a stack of
-# all its layers' gradients. With several microbatches these are then added to sums of the same
-# size, and XLA has the stacks of both towers beside the sums: 2.3 of the 16.3 GiB of T0 11B's
-# step on a v3-512. So the sums go through the loops themselves, stacked, as values that nothing
-# is computed from. Their gradient is defined here as what has been added up so far:
+# A scanned tower (t0repro.model.blocks) ends its backward pass with a stack of all its layers'
+# gradients. With several microbatches, these are then added to sums of the same size, and XLA holds
+# the stacks of both towers in addition to the sums: 2.3 of the 16.3 GiB of T0 11B's step on a
+# v3-512. So the sums go through the scans themselves, stacked, as values that no computation reads.
+# Their gradient is defined here as the sum so far:
 #
 #     forward    sums ---- layer 0 ---- ... ---- layer 23 ---- starting_with
 #     backward   sums + all gradients <- ... <- sums + those of layer 23 <- sums
 #
-# Each layer adds its own gradient in its place, and no stack of gradients exists. The sums are an
-# entry of the tower's parameters, SUMS, so that a loss hands them through like any parameter.
+# Each layer adds its own gradient in place, and no stack of gradients exists. The sums are an entry
+# of the tower's parameters, SUMS, so that a loss passes them on like any parameter.
 
 
 SUMS = "gradient_sums"
@@ -153,12 +153,12 @@ SUMS = "gradient_sums"
 
 @jax.custom_vjp
 def adding(parameters: Any, sums: Any, index: Int[Array, ""]) -> tuple[Any, Any]:
-    """Both as they are; in the backward pass, the parameters' gradient goes to the sums' row.
+    """Returns both; in the backward pass, the parameters' gradient is added to the sums' row.
 
     Args:
-      parameters: those of one layer.
+      parameters: one layer's parameters.
       sums: the same tree, float32, [layers, ...].
-      index: which layer it is.
+      index: the layer's index.
     """
     del index
     return parameters, sums
@@ -179,7 +179,7 @@ adding.defvjp(_adding, _added)
 
 @jax.custom_vjp
 def starting_with(x: Array, sums: Any) -> Array:
-    """x; in the backward pass, the sums' own values are what the last layer adds to."""
+    """Returns x; in the backward pass, the last layer adds its gradient to the sums' own values."""
     del sums
     return x
 
@@ -189,16 +189,16 @@ starting_with.defvjp(lambda x, sums: (x, sums), lambda sums, gradient: (gradient
 
 # ---- Around the loss ----------------------------------------------------------------------------
 
-# Without towers, parameters may be any tree: they are those of a user's model.
+# Without towers, parameters may be any tree, such as those of a user's model.
 
 
 def zeros(params: Any, towers: Towers, specs: Any = None) -> Any:
-    """Float32 sums of no gradients: those of each tower's layers stacked, all others as they are.
+    """Zero float32 sums of gradients, stacked for each tower's layers, else like the parameters.
 
     Args:
       params: the parameters, by layer or stacked.
-      towers: towers whose layers' sums go through their loop.
-      specs: how each parameter is divided; None on one device.
+      towers: towers whose layers' sums go through their scan.
+      specs: how each parameter is sharded; None on one device.
     """
 
     def zero(parameter: Any, spec: PartitionSpec | None = None) -> jax.Array:
@@ -210,7 +210,7 @@ def zeros(params: Any, towers: Towers, specs: Any = None) -> Any:
         return totals
     if not stacks_in(params):
         params = jax.eval_shape(lambda p: stacked(p, towers), params)
-        # All layers of a tower have parameters of the same shapes, divided alike.
+        # All layers of a tower have parameters with the same shapes and sharding.
         of_all = lambda layers: PartitionSpec(None, *layers[0])  # noqa: E731
         specs = None if specs is None else stacked(specs, towers, of_all)
     for tower in towers:
@@ -220,7 +220,7 @@ def zeros(params: Any, towers: Towers, specs: Any = None) -> Any:
 
 
 def with_sums(params: Any, totals: Any, towers: Towers) -> Any:
-    """The parameters that a loss is given, with the sums of the towers' layers among them."""
+    """The parameters to pass to a loss, with the sums of the towers' layers among them."""
     if not towers:
         return params
     summed = {tower: {**params[tower], SUMS: totals[tower][SUMS]} for tower in towers}

@@ -1,8 +1,8 @@
 """The layers of T5, with T5X's parameter names and Mesh TensorFlow's arithmetic.
 
-Parameters are float32 and are cast to the activation type where they are used. In float32 every
-operation agrees with Mesh TensorFlow 0.1.21 up to rounding; where the order of operations matters
-beyond that, the docstring says so. Initial values have Mesh TensorFlow's distributions too.
+Parameters are float32 and are cast to the activation dtype where they are used. In float32 every
+operation agrees with Mesh TensorFlow 0.1.21 up to rounding; if the order of operations matters
+beyond that, the docstring states it. Initial values also follow Mesh TensorFlow's distributions.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from t0repro.model.initial import Initializer, parameter
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.partitioning.rules import constrain
 
-# Mesh TensorFlow names no initializer for position biases, so TensorFlow's default applies.
+# Mesh TensorFlow sets no initializer for position biases, so TensorFlow's default applies.
 _GLOROT_UNIFORM = nn.initializers.glorot_uniform(in_axis=0, out_axis=1)
 _RESCALED_TRUNCATED_NORMAL = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-# One function for each deviation, so that one program draws all parameters of a shape.
+# Cache one function per deviation, so that one program initializes all parameters of a shape.
 normal = functools.cache(nn.initializers.normal)
 
 
@@ -37,7 +37,7 @@ class Dense(nn.Module):
 
     Attributes:
       features: size of the output's last axis.
-      dtype: dtype of both factors.
+      dtype: dtype of both inputs of the matmul.
       kernel_init: initializer of the kernel.
       output_dtype: dtype of the accumulation and of the result; defaults to `dtype`.
       axes: logical axes of the kernel (t0repro.partitioning.rules).
@@ -53,7 +53,7 @@ class Dense(nn.Module):
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch features"]:
         """Returns x @ kernel."""
         kernel = parameter(self, "kernel", self.kernel_init, (x.shape[-1], self.features))
-        # Two axes rather than three: XLA on CPU then takes half as long for the gradient.
+        # Flatten to two axes: XLA on CPU then takes half as long for the gradient.
         rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         output_dtype = self.output_dtype or self.dtype
         # A fully sharded kernel is gathered here, in the activation dtype.
@@ -76,7 +76,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
-        """Normalises each vector to a root mean square of `scale`."""
+        """Normalizes each vector to a root mean square of `scale`."""
         scale = parameter(self, "scale", nn.initializers.ones, (x.shape[-1],))
         x = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
@@ -118,7 +118,7 @@ class Embedding(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward layer: the product of one activated projection per activation, then `wo`.
+    """The feed-forward layer: multiplies one activated projection per activation, then `wo`.
 
     With one activation the first kernel is called `wi` (T5 1.0), with several `wi_0`, `wi_1`
     (T5 1.1).
@@ -158,10 +158,10 @@ class KeysAndValues(NamedTuple):
 class Attention(nn.Module):
     """Multi-head attention without biases; kernels are matrices, [d_model, heads * d_kv].
 
-    Logits are not scaled by 1/sqrt(d_kv): that scale is in the query's initial values, as with
-    Mesh TensorFlow's fold_scaling_into_initializer. ModelConfig.scale_queries scales by it again.
-    Logits and softmax are float32, as with its
-    float32_logits, unless Arithmetic.float32_attention_logits is off.
+    Logits are not scaled by 1/sqrt(d_kv): the query's initial values include that factor, as with
+    Mesh TensorFlow's fold_scaling_into_initializer. ModelConfig.scale_queries applies it again.
+    Logits and softmax are float32, as with Mesh TensorFlow's float32_logits, unless
+    Arithmetic.float32_attention_logits is off.
     """
 
     config: ModelConfig
@@ -182,14 +182,14 @@ class Attention(nn.Module):
         """Attends from x to memory.
 
         Args:
-          x: where queries come from.
-          memory: where keys and values come from, or its `keys_and_values`.
+          x: the source of queries.
+          memory: the source of keys and values, or its `keys_and_values`.
           visibility: which query sees which key.
           position_bias: added to the logits, by the offset of the key from the query.
           deterministic: False applies dropout.
-          position: when decoding with a cache, the position of the one token in each row. Its key
-            and value are written there into the collection "cache", [batch, heads, length, d_kv],
-            and all keys in the cache are attended to.
+          position: in decoding with a cache, the position of the one token in each row. Its key and
+            value are written there into the collection "cache", [batch, heads, length, d_kv], and
+            the query attends to all keys in the cache.
         """
         config = self.config
         heads, d_kv = config.num_heads, config.d_kv
@@ -200,7 +200,7 @@ class Attention(nn.Module):
             y = Dense(heads * d_kv, self.dtype, init, axes=("embed", "heads"), name=name)(source)
             return split_heads(y, heads)
 
-        # T5X divides before the projection, in the activations' type.
+        # T5X divides before the projection, in the activations' dtype.
         queries = x / jnp.sqrt(d_kv).astype(x.dtype) if config.scale_queries else x
         query = project("query", queries, fan_in * d_kv**-0.5)
         if isinstance(memory, KeysAndValues):
@@ -214,7 +214,7 @@ class Attention(nn.Module):
         in_float32 = config.arithmetic.float32_attention_logits
         logits_type = jnp.dtype("float32") if in_float32 else self.dtype
         query, key = query.astype(logits_type), key.astype(logits_type)
-        # One draw for all queries of a sequence: axis -2 of [batch, heads, query, key].
+        # One mask for all queries of a sequence: axis -2 of [batch, heads, query, key].
         dropout = Dropout(config.dropout_rate, -2, self.layer)
         dropped = functools.partial(dropout, deterministic=deterministic)
         y = attention(query, key, value, position_bias, visibility, dropped)
@@ -227,7 +227,8 @@ class Attention(nn.Module):
         self, name: str, x: Float[Array, "batch heads 1 d_kv"], position: Int[Array, ""]
     ) -> Float[Array, "batch heads keys d_kv"]:
         """The cache of this name with x at its position."""
-        # Only decoding passes a position, and it passes the cache: there is nothing to initialise.
+        # Only decoding passes a position, and it also passes the cache, so no initialization is
+        # needed.
         cache = self.variable("cache", name)
         cache.value = cache.value.at[:, :, position].set(x[:, :, 0])
         return cache.value
@@ -236,7 +237,7 @@ class Attention(nn.Module):
 def split_heads(
     x: Float[Array, "batch length width"], heads: int
 ) -> Float[Array, "batch heads length d_kv"]:
-    """The width of a projection as heads: [batch, heads, length, width / heads]."""
+    """Splits the width of a projection into heads: [batch, heads, length, width / heads]."""
     split = x.reshape(*x.shape[:-1], heads, -1).swapaxes(1, 2)
     return constrain(split, "batch", "heads", None, None)
 
@@ -247,7 +248,7 @@ def keys_and_values(
     heads: int,
     dtype: jnp.dtype,
 ) -> KeysAndValues:
-    """The projections that an `Attention` with these parameters makes of its memory."""
+    """The projections that an `Attention` with these parameters computes from its memory."""
 
     def project(name: str) -> jax.Array:
         kernel = parameters[name]["kernel"]
@@ -274,13 +275,13 @@ class RelativePositionBias(nn.Module):
     def __call__(
         self, length: int, position: Int[Array, ""] | None = None
     ) -> Float[Array, "heads offsets"]:
-        """The bias of the offsets of keys from queries, the least first.
+        """The bias for the offsets of keys from queries, in ascending order.
 
         Args:
           length: length of the sequence.
-          position: position of the single query, when decoding with a cache: offsets are then
-            those of all keys from it, and the bias for later keys is meaningless. None computes
-            the bias of all queries.
+          position: position of the single query in decoding with a cache: offsets are then those of
+            all keys from it, and the bias for later keys is meaningless. None gives the bias of all
+            queries.
         """
         config = self.config
         shape = (config.num_heads, config.relative_attention_num_buckets)
@@ -298,9 +299,9 @@ class RelativePositionBias(nn.Module):
 
         if position is None:
             return of_offsets(np.arange(1 - length, length, dtype=np.int32)).astype(self.dtype)
-        # Buckets are computed in numpy while the model is traced, but the position is known only on
-        # the device. So compute the bias of every distance up to the one from which all share a
-        # bucket, and look up each key's distance there.
+        # numpy computes buckets while the model is traced, but the position is known only on the
+        # device. So compute the bias of every distance up to where all share a bucket, and look up
+        # each key's distance there.
         furthest = config.relative_attention_max_distance
         by_distance = of_offsets(-np.arange(furthest + 1, dtype=np.int32)).astype(self.dtype)
         places = np.arange(length, dtype=np.int32)
@@ -319,9 +320,9 @@ def relative_position_bucket(
 
     Half of the buckets hold one offset each; the others are spaced logarithmically up to
     max_distance. The arithmetic is float32 with Mesh TensorFlow's order of operations
-    (transformer_layers._relative_position_bucket); with `epsilon`, T5X's, which adds float32's
-    epsilon to the logarithm's argument. It runs in numpy, since lengths are known when a model is
-    traced, so that every device has the same buckets.
+    (transformer_layers._relative_position_bucket); with `epsilon`, it is T5X's, which adds
+    float32's epsilon to the logarithm's argument. It runs in numpy while the model is traced, since
+    lengths are known then, so that every device has the same buckets.
     """
     bucket = np.zeros_like(offset)
     # Positive for keys before the query.
@@ -334,7 +335,7 @@ def relative_position_bucket(
         # Later keys, which a decoder does not see, share bucket 0.
         distance = np.maximum(distance, 0)
     max_exact = num_buckets // 2
-    # The logarithm of small distances is not used; clipping at 1 avoids a warning about log(0).
+    # Small distances do not use the logarithm; clipping at 1 avoids a warning about log(0).
     ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(max_exact)
     if epsilon:
         ratio = ratio + np.finfo(np.float32).eps
@@ -369,13 +370,13 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def logits_dtype(config: ModelConfig, activations: jnp.dtype) -> jnp.dtype:
-    """The type of both factors of the vocabulary's logits, which are float32 themselves."""
+    """The dtype of both inputs of the vocabulary's logits matmul; the logits are float32."""
     in_float32 = config.arithmetic.float32_vocabulary_logits
     return jnp.dtype("float32") if in_float32 else activations
 
 
 def kernel_initializer(config: ModelConfig) -> Initializer:
-    """The initial values of the feed-forward layers' kernels and of the logits'."""
+    """The initializer of the feed-forward layers' kernels and of the logits'."""
     if config.arithmetic.rescaled_truncated_normal:
         return _RESCALED_TRUNCATED_NORMAL
     return fan_in_truncated_normal
@@ -384,7 +385,7 @@ def kernel_initializer(config: ModelConfig) -> Initializer:
 def fan_in_truncated_normal(
     key: jax.Array, shape: tuple[int, int], dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """Normal with standard deviation fan_in**-0.5, truncated at two of them without rescaling.
+    """Normal with standard deviation fan_in**-0.5, truncated at two deviations, not rescaled.
 
     This is mtf.layers.VarianceScalingInitializer, the default of dense layers.
     """

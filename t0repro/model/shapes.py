@@ -1,7 +1,7 @@
-"""Array types with shapes, as `Float[Array, "batch length d_model"]`.
+"""Array types with shapes, as in `Float[Array, "batch length d_model"]`.
 
 jaxtyping is optional, because the JAX core also runs on accelerator machines that have only jax,
-flax, optax and orbax. There the annotations mean nothing; in the tests beartype checks them.
+flax, optax and orbax. There the annotations have no effect; in the tests beartype checks them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ else:
     except ImportError:
 
         class _Unchecked:
-            """Takes the place of a jaxtyping type: any subscript means any array."""
+            """Replaces a jaxtyping type: any subscript means any array."""
 
             def __class_getitem__(cls, item: object) -> Any:
                 return Any

@@ -38,7 +38,7 @@ EOS = 1
 def of_inputs(targets: Int[Array, "batch length"]) -> Bool[Array, "batch length"]:
     """Marks targets that belong to an example's inputs (transformer.delimited_lm_inputs_mask).
 
-    Each example is two sequences that end in EOS, so what follows an even number of EOS is inputs.
+    Each example is two sequences that end in EOS, so tokens after an even number of EOS are inputs.
     """
     ends = (targets == EOS).astype(jnp.int32)
     # Minus `ends`: an EOS belongs to the sequence that it ends.
@@ -50,11 +50,11 @@ def visible_targets(
     targets: Int[Array, "batch length"],
     segments: Int[Array, "batch length"] | None,
 ) -> Visibility:
-    """Which position of a language model sees which.
+    """Which positions of a language model see each other.
 
-    With full attention, inputs have priority 0, and so does the position after them, where their
-    EOS is read and the first target is predicted. As in Mesh TensorFlow, this applies to the inputs
-    of *every* example in a row; the segments keep examples apart.
+    With full attention, inputs have priority 0, and so does the position after them, which reads
+    their EOS and predicts the first target. As in Mesh TensorFlow, this applies to the inputs of
+    *every* example in a row; the segments keep examples apart.
     """
     priority = jnp.arange(targets.shape[1])[None]
     if config.input_full_attention:
@@ -66,14 +66,14 @@ def visible_targets(
 
 
 def delayed(x: Array) -> Array:
-    """Each row one place later, with a zero in front."""
+    """Shifts each row right by one, with a zero in front."""
     return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
 
 
 def text_to_self(
     config: ModelConfig, batch: Mapping[str, jax.Array | np.ndarray]
 ) -> dict[str, jax.Array]:
-    """Returns the batch as the model reads it: a `delimited_lm` reads inputs and targets as one.
+    """Returns the batch as the model reads it: for a `delimited_lm`, inputs and targets joined.
 
     Rows become inputs_length + targets_length long. The arrays of any other model, or of a batch
     without inputs, are returned unchanged.
@@ -90,7 +90,7 @@ def text_to_self(
         for name in ("inputs", "targets")
     ]
     joined = jnp.concatenate(segments, axis=1)
-    # Sort by segment, padding last. The sort is stable, so that within a segment inputs stay before
+    # Sort by segment, padding last. The sort is stable: within a segment, inputs stay before
     # targets and tokens keep their order.
     order = jnp.argsort(jnp.where(joined == 0, joined.shape[1] + 1, joined), axis=1, stable=True)
 
@@ -127,14 +127,14 @@ class T5(nn.Module):
         """Flax's init, without the encoder's parameters if it shares the decoder's."""
         variables = super().init(*args, **kwargs)
         if self.config.shared_towers:
-            # Flax has drawn them, since the modules of both towers are there; `apply` puts the
-            # decoder's in their place.
+            # Flax has initialized them, since both towers have modules; `apply` replaces them by
+            # the decoder's.
             variables["params"].pop("encoder")
         return variables
 
     @nn.nowrap
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """Flax's apply; shared parameters serve both towers, and their gradients add up."""
+        """Flax's apply; shared parameters serve both towers, and their gradients are summed."""
         if self.config.shared_towers:
             params = variables["params"]
             encoder = encoder_of_decoder(params["decoder"])
@@ -160,8 +160,8 @@ class T5(nn.Module):
         Args:
           batch: arrays as in the module's docstring; without segmentation each row is one example
             and zeros are padding.
-          deterministic: False applies dropout, drawn from the PRNG stream "dropout".
-          hidden: returns what `logits_of` takes, [batch, length, d_model], instead of logits.
+          deterministic: False applies dropout, with keys from the PRNG stream "dropout".
+          hidden: returns the input of `logits_of`, [batch, length, d_model], instead of logits.
         """
         if self.config.decoder_only:
             batch = text_to_self(self.config, batch)
@@ -216,13 +216,13 @@ class T5(nn.Module):
         """Float32 logits of the targets given the encoder's outputs.
 
         Args:
-          encoded: the encoder's outputs, or what `cross_attention_memory` makes of them.
+          encoded: the encoder's outputs, or their `cross_attention_memory`.
           encoder_segments: segments of the inputs.
           targets: not shifted yet; this method shifts them right.
           segments: segments of the targets; a position attends to earlier ones of its own segment.
           deterministic: False applies dropout.
           segments_read: the input segment that each target attends to; defaults to `segments`.
-          hidden: returns what `logits_of` makes logits from instead.
+          hidden: returns the input of `logits_of` instead of logits.
         """
         reads = segments if segments_read is None else segments_read
         place = jnp.arange(targets.shape[1])[None]
@@ -247,14 +247,14 @@ class T5(nn.Module):
         """Float32 logits of one position, given earlier ones in Flax's collection "cache".
 
         Args:
-          tokens: what the decoder reads there.
+          tokens: the decoder's inputs there.
           position: counted from 0.
-          length: number of positions that the cache has room for.
+          length: number of positions in the cache.
           encoded: from `cross_attention_memory`; None in a model without an encoder. Beams of one
-            input are adjacent rows of `tokens` that share a row of it.
+            input are adjacent rows of `tokens` that share one row of it.
           encoded_visibility: which inputs are not padding.
         """
-        # The cache beyond the position still holds zeros, which attention must not see.
+        # Beyond the position, the cache still has zeros, which attention must not see.
         places = jnp.arange(length)[None]
         same = jnp.zeros((1, 1), jnp.int32)
         earlier = Visibility(same, jnp.zeros_like(places), jnp.full((1, 1), position), places)
@@ -290,7 +290,7 @@ def encoder_of_decoder(decoder: Mapping[str, Any]) -> dict[str, Any]:
 def cross_attention_memory(
     model: T5, parameters: Mapping[str, Any], encoded: Float[Array, "batch memory d_model"]
 ) -> Memory:
-    """Keys and values of the encoder's outputs for every decoder layer, for repeated decoding."""
+    """Keys and values of the encoder's outputs for every decoder layer, computed once."""
     dtype, decoder = jnp.dtype(model.dtypes.activation), parameters["decoder"]
     return tuple(
         keys_and_values(
@@ -306,8 +306,8 @@ def cross_attention_memory(
 def logits_of(
     model: T5, parameters: Mapping[str, Any], hidden: Float[Array, "batch length d_model"]
 ) -> Float[Array, "batch length vocab"]:
-    """Float32 logits, from what the model returns if `hidden`."""
-    # Apart from the model's own call, so that a loss can make logits of some positions at a time.
+    """Float32 logits from the model's output with `hidden`."""
+    # Separate from the model's call, so that a loss can compute logits for a slice of positions.
     config, dtype, decoder = model.config, jnp.dtype(model.dtypes.activation), parameters["decoder"]
     if not config.logits_from_embedding:
         logits = vocabulary(config, dtype).apply({"params": decoder["logits_dense"]}, hidden)
@@ -324,8 +324,8 @@ def segments_of(
 ) -> Int[Array, "batch length"]:
     """The segment of each position: as given or, if rows are not packed, min(id, 1).
 
-    The latter is what Mesh TensorFlow does in Bitransformer.call_simple. As there, a negative id
-    makes a segment of its own.
+    The latter matches Mesh TensorFlow's Bitransformer.call_simple; as there, a negative id forms a
+    segment of its own.
     """
     return jnp.minimum(ids, 1) if segmentation is None else segmentation
 
@@ -333,15 +333,15 @@ def segments_of(
 def shift_right(
     targets: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None
 ) -> Int[Array, "batch length"]:
-    """What the decoder reads: each segment's targets shifted right by one, starting with 0.
+    """The decoder's inputs: each segment's targets shifted right by one, starting with 0.
 
     Without segments, as in a language model with unpacked rows, each row is one sequence.
 
     Source: mesh_tensorflow.transformer.transformer.autoregressive_inputs.
     """
-    # Negative targets are read but carry no loss, as in Mesh TensorFlow.
+    # The decoder reads negative targets, which carry no loss, as in Mesh TensorFlow.
     inputs = jnp.abs(delayed(targets))
-    # The first position of a segment would otherwise read the last target of the one before it.
+    # Otherwise a segment's first position would read the last target of the segment before.
     if segments is not None:
         inputs = inputs * (segments == delayed(segments)).astype(inputs.dtype)
     return inputs
@@ -352,7 +352,7 @@ def nonpadding(
 ) -> Float[Array, "#batch #length 1"]:
     """The factor by which Mesh TensorFlow multiplies: 1 at tokens, 0 at padding.
 
-    Without segments nothing is known to be padding, and a single 1 stands for all positions.
+    Without segments, no position is known to be padding, and a single 1 stands for all positions.
     """
     dtype = jnp.dtype(dtypes.activation)
     if segments is None:
@@ -361,7 +361,7 @@ def nonpadding(
 
 
 def initial_parameters(model: T5, key: jax.Array, shardings: Any = None) -> dict:
-    """Draws new float32 parameters, a nested dictionary, divided as `shardings` says if given."""
+    """Initializes float32 parameters as a nested dictionary, sharded by `shardings` if given."""
     # No parameter's shape depends on the batch, so one token per row is enough.
     names = ("targets",) if model.config.decoder_only else ("inputs", "targets")
     batch = {name: jnp.zeros((1, 1), jnp.int32) for name in names}
@@ -374,11 +374,11 @@ def parameter_shapes(model: T5) -> Any:
 
 
 def held_for_evaluation(model: T5, shapes: Any) -> Any:
-    """The shapes of a model's parameters, each in the dtype that a forward pass computes it in.
+    """The shapes of a model's parameters, each in the dtype in which a forward pass uses it.
 
-    Training keeps all parameters in float32. An evaluation may cast once what is cast wherever it
-    is used: kernels and the embedding. With bfloat16 activations this halves its memory, and
-    results are equal to the last bit.
+    Training keeps all parameters in float32. An evaluation may cast kernels and the embedding in
+    advance, since every use casts them. With bfloat16 activations this halves the memory, and
+    results are bitwise equal.
 
     Args:
       model: the model.

@@ -1,8 +1,9 @@
 """T5X's beam search and temperature sampling, position by position with a cache.
 
-They differ from Mesh TensorFlow's (t0repro.model.decoding) in when a search ends, in the candidates
-that compete, and in what a score is; each follows t5x.decoding at cc342d4. A prompt forces the
-tokens at its positions. All decodes of a row are returned, sorted so that the best is the last.
+They differ from Mesh TensorFlow's (t0repro.model.decoding) in when a search ends, in which
+candidates compete, and in how a score is defined; each follows t5x.decoding at cc342d4. A prompt
+forces the tokens at its positions. All decodes of a row are returned in ascending order of score,
+the best last.
 
 `beam_search` and `temperature_sample` have T5X's arguments and decode any model, given a function
 from the state to logits; `generate` decodes a T5.
@@ -44,14 +45,14 @@ class Decodes(NamedTuple):
 
 @flax.struct.dataclass
 class DecodingState:
-    """What a function from tokens to logits is given; decodes of one row are adjacent.
+    """The argument of a function from tokens to logits; decodes of one row are adjacent.
 
     Attributes:
-      cur_index: the position that is decoded, counted from 0: one for all rows in a beam search,
-        [batch * decodes] in sampling.
+      cur_index: the position to decode, counted from 0: one for all rows in a beam search, [batch *
+        decodes] in sampling.
       sequences: [batch * decodes, length (+ 1)], a 0 and then the tokens so far.
-      cur_token: [batch * decodes, 1], what the decoder reads now.
-      cache: what the function returned for the position before; batch * decodes rows.
+      cur_token: [batch * decodes, 1], the decoder's current inputs.
+      cache: the cache returned for the previous position; batch * decodes rows.
     """
 
     cur_index: jax.Array
@@ -62,17 +63,17 @@ class DecodingState:
 
 @flax.struct.dataclass
 class SamplingLoopState:
-    """The state of `temperature_sample`, which its callbacks see; rows are batch * decodes.
+    """The state of `temperature_sample`, passed to its callbacks; rows are batch * decodes.
 
     Attributes:
       step: number of positions decoded so far.
-      cur_index: the position that is decoded, [rows].
+      cur_index: the position to decode, [rows].
       sequences: a 0, the prompt or the tokens so far, and another 0: [rows, length + 2].
       cache: the cache.
-      cur_token: what the decoder reads now, [rows, 1].
+      cur_token: the decoder's current inputs, [rows, 1].
       ended: whether an output is complete, [rows, 1].
       rng: PRNG key.
-      log_prob: log-probability of the tokens that were not forced, [rows].
+      log_prob: log-probability of the sampled tokens, forced ones excluded, [rows].
     """
 
     step: jax.Array
@@ -104,13 +105,13 @@ def generate(
       model: the model.
       params: its parameters.
       inputs: one example per row; zeros are padding.
-      targets: their length is the outputs'; read only by `prompt_with_targets`.
-      plan: how to decode.
+      targets: their length sets the outputs'; read only with `prompt_with_targets`.
+      plan: the decoding options.
       key: PRNG key for sampling.
 
     Source: t5x.models.EncoderDecoderModel.predict_batch_with_aux.
     """
-    # T5X reads the prompt off the decoder's inputs, which lack the last target.
+    # T5X takes the prompt from the decoder's inputs, which lack the last target.
     prompt = jnp.pad(jnp.asarray(targets, jnp.int32)[:, :-1], ((0, 0), (1, 0)))
     prompt = jnp.where(plan.prompt_with_targets & (prompt != plan.eos_id), prompt, 0)
     return _generate(model, plan, params, jnp.asarray(inputs, jnp.int32), prompt, key)
@@ -137,14 +138,14 @@ def _generate(
 def t5_functions(
     model: T5, params: Parameters, inputs: Int[Array, "batch memory"], decodes: int, length: int
 ) -> tuple[Any, TokensToLogits]:
-    """An empty cache for each row of inputs, and the function that a decoding calls T5 with.
+    """An empty cache for each row of inputs, and the function by which decoding calls T5.
 
     Args:
       model: the model.
       params: its parameters.
       inputs: one example per row; zeros are padding.
       decodes: number of decodes of each row.
-      length: positions that the cache has room for.
+      length: number of positions in the cache.
     """
     reads, rows = read_inputs(model, params, inputs), inputs.shape[0]
 
@@ -162,7 +163,7 @@ def t5_functions(
 
 
 def brevity_penalty(alpha: float, length: Any) -> jax.Array:
-    """What the log-probability of an output of this length is divided by."""
+    """The divisor for the log-probability of an output of this length."""
     return jnp.power((5.0 + length) / 6.0, alpha)
 
 
@@ -219,14 +220,14 @@ def beam_search(
     whole, first = jnp.asarray(inputs), jnp.zeros(rows, jnp.int32)
     if initial_index is not None:
         first = jnp.asarray(initial_index, jnp.int32)
-        # Of the prompt the search sees the last token alone.
+        # The search sees only the last token of the prompt.
         last = jnp.take_along_axis(whole, _prompt_lengths(whole)[:, None], axis=1)
         inputs = jnp.pad(last, ((0, 0), (0, inputs.shape[1] - 1)))
     # The token forced at each position; beyond the prompt every token is free.
     prompt = jnp.pad(inputs[:, 1:], ((0, 0), (0, max(0, length + 1 - inputs.shape[1]))))
 
     def more(state: _Search) -> jax.Array:
-        # T5X counts the token before the first one too: hence the + 1.
+        # The + 1: T5X also counts the token before the first one.
         longest = brevity_penalty(alpha, length + 1)
         reachable = state.log_probs[:, -1:] / longest
         worst = jnp.min(state.scores, axis=1, keepdims=True)
@@ -245,9 +246,9 @@ def beam_search(
         logits = logits.reshape(rows, beams, -1)
         log_probs = jax.nn.log_softmax(logits) + state.log_probs[..., None]
         vocabulary = logits.shape[-1]
-        # Twice as many as beams: at most half of them can end, so enough stay alive.
+        # Take twice as many as beams: at most half of them can end, so enough stay alive.
         best, index = jax.lax.top_k(log_probs.reshape(rows, -1), 2 * beams)
-        # Inside a prompt one beam is left, at no cost.
+        # Inside a prompt only one beam remains, at no cost.
         forced = prompt[:, state.position][:, None]
         only = jnp.where(jnp.arange(2 * beams) == 0, 0.0, NEG_INF)
         best = jnp.where(forced == 0, best, only)
@@ -257,7 +258,7 @@ def beam_search(
         ends = tokens == eos_id
 
         alive = _best_last(best + ends * NEG_INF, beams)
-        # Continuations that do not end are no candidates for the finished ones.
+        # Continuations that do not end cannot become finished beams.
         lengths = first[:, None] + state.position + 1
         scores = best / brevity_penalty(alpha, lengths) + ~ends * NEG_INF
         all_scores = jnp.concatenate([state.scores, scores], axis=1)
@@ -294,14 +295,14 @@ def beam_search(
 
 
 def _prompt_lengths(prompts: Int[Array, "batch length"]) -> Int[Array, " batch"]:
-    """The index of each prompt's last token, which is the number of its tokens after the 0."""
+    """The index of each prompt's last token, which equals its number of tokens after the 0."""
     return jnp.argmax((prompts != 0) * jnp.arange(prompts.shape[1]), axis=1)
 
 
 def _after_prompts(
     prompts: Int[Array, "batch some"], tokens: Int[Array, "batch beams length"]
 ) -> Int[Array, "batch beams length"]:
-    """Each beam's tokens after those of its row's prompt, cut at the same length."""
+    """Each beam's tokens after those of its row's prompt, truncated to the same length."""
     length, shift = tokens.shape[2], _prompt_lengths(prompts)[:, None]
     at = jnp.arange(length)[None, :]
     moved = _taken_last(tokens, jnp.maximum(at - shift, 0)[:, None, :])
@@ -319,10 +320,10 @@ def _repeated(cache: Any, decodes: int, axis: int) -> Any:
 
 
 def _of_rows(cache: Any, change: Callable[[Any], Any]) -> Any:
-    """A cache with its arrays that have a row for each decode changed."""
+    """Applies a change to the cache's arrays that have a row for each decode."""
 
     def changed(path: Any, x: Any) -> Any:
-        # Flax's layers keep these beside what each row has.
+        # Flax's layers keep these once, in addition to the arrays with rows.
         shared = jnp.ndim(x) == 0 or jax.tree_util.keystr(path[-1:], simple=True) == "cached_bias"
         return x if shared else change(x)
 
@@ -334,7 +335,7 @@ def _best_last(scores: Float[Array, "batch some"], count: int) -> Int[Array, "ba
 
 
 def _taken(x: Array, index: Int[Array, "batch some"]) -> Array:
-    """For each row, the beams of these indices."""
+    """Selects beams by index, for each row."""
     return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
@@ -359,7 +360,7 @@ def temperature_sample(
     state_callback_fn: StateCallback | None = None,
     logit_callback_fn: LogitCallback | None = None,
 ) -> Decodes:
-    """Samples outputs token by token; sorted by their log-probability.
+    """Samples outputs token by token; sorts them by log-probability.
 
     Args:
       inputs: a 0, then the prompt's tokens, which are forced; 0 leaves a position free. An EOS in
@@ -374,8 +375,8 @@ def temperature_sample(
       topk: sample among this many of the likeliest tokens; 0 keeps all.
       topp: sample among the fewest tokens with at least this much probability; 0 keeps all.
       cache_offset: see `beam_search`.
-      initial_index: the position of each row that is decoded first, if the cache has the ones
-        before; None for 0.
+      initial_index: each row's first position to decode, if the cache has the ones before; None for
+        0.
       max_decode_steps: maximum tokens after the prompt; None fills the length of `inputs`.
       max_decode_steps_hard_limit: a limit to that number, if above 0.
       rescale_log_probs: whether log-probabilities count the temperature, topk and topp.
@@ -383,10 +384,10 @@ def temperature_sample(
       logit_callback_fn: maps logits and state to other logits.
 
     Inside a jitted function `temperature`, `topk`, `topp` and `max_decode_steps` may be traced;
-    what cannot be checked there is not.
+    checks on traced values are skipped.
 
     Raises:
-      ValueError: if topk and topp are both set, or more steps are asked for than there is room.
+      ValueError: if topk and topp are both set, or max_decode_steps exceeds the available length.
 
     Source: t5x.decoding.temperature_sample.
     """
@@ -419,11 +420,11 @@ def temperature_sample(
         chosen, log_p = chosen_tokens(logits, temperature, topk, topp, rescale_log_probs, now)
         at, done = state.cur_index + 1, state.ended[:, 0]
         forced = jnp.take_along_axis(state.sequences, at[:, None], axis=1)[:, 0]
-        # What is forced, or follows the end, costs nothing.
+        # Forced tokens and those after the end cost nothing.
         log_p = jnp.where((forced == 0) & ~done, log_p, 0.0)
         token = jnp.where(done, 0, jnp.where(forced == 0, chosen, forced))
         sequences = state.sequences.at[jnp.arange(rows), at].set(token)
-        # Those of the prompt that are not reached yet are among the sequence's already.
+        # The sequence already contains the prompt's tokens that are still ahead.
         more_ends = (sequences == eos_id).sum(axis=1) > ends_in_prompt
         return SamplingLoopState(
             step=state.step + 1,

@@ -1,4 +1,4 @@
-"""The token that T5X's sampling takes at a position: temperature, topk and topp."""
+"""How T5X's sampling chooses a token: temperature, topk and topp."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def chosen_tokens(
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
     """A token for each row and its log-probability; the temperature is a number or [rows, 1]."""
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Rescaled to the one token that is left, its probability is 1.
+    # Rescaled to the one remaining token, its probability is 1.
     certain = jnp.zeros(likeliest.shape) if rescale else _log_prob(logits, likeliest)
     if isinstance(temperature, int | float) and temperature <= MIN_TEMPERATURE:
         return likeliest, certain
     scaled = logits / jnp.maximum(temperature, MIN_TEMPERATURE)
     if traced(topk):
-        # Of which 0 keeps all, as the whole vocabulary does.
+        # 0 keeps all, like the size of the whole vocabulary.
         count = jnp.where(topk > 0, jnp.minimum(topk, scaled.shape[-1]), scaled.shape[-1])
         kept = jnp.take(jnp.flip(jnp.sort(scaled, axis=-1), axis=-1), count - 1, axis=-1)
         scaled = jnp.where(scaled >= kept[:, None], scaled, NEVER)
@@ -54,10 +54,10 @@ def chosen_tokens(
 
 
 def _most_probable(logits: Float[Array, "rows vocab"], share: Any) -> Float[Array, "rows vocab"]:
-    """Drops all but the fewest tokens that together have at least this share of probability."""
+    """Keeps only the fewest most probable tokens that together have at least this probability."""
     probs = jax.nn.softmax(logits)
     ordered = -jnp.sort(-probs, axis=-1)
-    # Kept as long as what comes before them does not have the share yet.
+    # Keep a token as long as those before it do not reach the share.
     needed = jnp.cumsum(ordered, axis=-1) - ordered < share
     least = jnp.min(jnp.where(needed, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(probs >= least, logits, NEVER)
