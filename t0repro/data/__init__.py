@@ -1,1 +1,1 @@
-"""The batches of a run, and the cache of prompted tasks that they are read from."""
+"""The batches of a run, and the cache of prompted tasks that they come from."""

@@ -1,8 +1,8 @@
-"""A run's batches as numpy arrays, from the same functions that Mesh TensorFlow's stack calls.
+"""A run's batches as numpy arrays, from the functions that Mesh TensorFlow's stack also calls.
 
 Both stacks get their data from t5.models.mesh_transformer (mesh_train_dataset_fn and
 mesh_eval_dataset_fn) with the same arguments, so with a seed they see the same packed batches in
-the same order. In a packed batch each row holds the tokens of several examples, padded with 0:
+the same order. In a packed batch each row has the tokens of several examples, padded with 0:
 
     inputs               [batch, inputs_length]   3  8  5  1  7  2  9  1  0  0
     inputs_segmentation                           1  1  1  1  2  2  2  2  0  0
@@ -25,7 +25,8 @@ from t0repro.config.run_config import EvalDataConfig, RunConfig
 from t0repro.data.checks import no_task_has
 from t0repro.errors import UserError
 
-# What Mesh TensorFlow feeds its model (mesh_tensorflow.transformer.utils._MODEL_FEATURES).
+# The features that Mesh TensorFlow's model reads
+# (mesh_tensorflow.transformer.utils._MODEL_FEATURES).
 MODEL_FEATURES = (
     "inputs",
     "inputs_position",
@@ -38,13 +39,13 @@ MODEL_FEATURES = (
 
 @dataclasses.dataclass(frozen=True)
 class EvalTask:
-    """One task of an evaluation: its examples and how they are scored.
+    """One task of an evaluation: its examples, and how to score them.
 
     Attributes:
       name: The task's name.
       examples: Dicts with `inputs` and `targets` (int32 [length], padded with 0 when lengths are
         given) and the task's other features. Each iteration reads them again.
-      postprocess: Turns a score or a decoded text into what the metrics compare.
+      postprocess: Turns a score or a decoded text into the metrics' input.
       metric_fns: Each is called as metric(targets, predictions) -> {name: value}.
     """
 
@@ -60,7 +61,7 @@ def eval_tasks(
     """Yields, one at a time, the mixture's tasks that have both the split and metrics.
 
     Args:
-      data: The evaluation mixture, its split and how it is read.
+      data: The evaluation mixture, its split and its reading options.
       sequence_length: Tokens per feature; None leaves examples unpadded.
 
     Source: mesh_tensorflow.transformer.utils.eval_model.
@@ -103,7 +104,7 @@ class _Examples:
 
 
 def targets_vocabulary(data: EvalDataConfig) -> Any:
-    """The SeqIO vocabulary that the evaluation's targets are encoded with."""
+    """The SeqIO vocabulary of the evaluation's targets."""
     import seqio
 
     provider = seqio.get_mixture_or_task(data.mixture_or_task_name)
@@ -119,7 +120,7 @@ Batch = dict[str, np.ndarray]
 def perplexity_batches(config: RunConfig) -> list[tuple[str, list[Batch]]]:
     """Up to perplexity_eval_steps batches of each task, with its name: int32 [batch_size, length].
 
-    If a task runs out of examples, its last batch is filled up with empty rows; no batch is all
+    If a task runs out of examples, its last batch is padded with empty rows; no batch is entirely
     empty. Without an evaluation dataset, the training dataset is evaluated under the name "eval".
 
     Source: mesh_tensorflow.transformer.utils.run, mode perplexity_eval.

@@ -1,9 +1,10 @@
-"""Training batches read from a prompt cache with numpy alone: no TensorFlow, no SeqIO.
+"""Training batches read from a prompt cache with numpy only: no TensorFlow, no SeqIO.
 
-The batches are SeqIO's, entry by entry, if each example has tokens in both features and the tasks
-have no preprocessors after SeqIO's CacheDatasetPlaceholder: the examples, their trimming and
-packing, and, with the same seed and rates, which example comes next (`tf_order`). Mesh TensorFlow's
-are the same too, but where it cuts targets it puts EOS in their row's last place.
+The batches equal SeqIO's entry by entry, if each example has tokens in both features and the tasks
+have no preprocessors after SeqIO's CacheDatasetPlaceholder. This covers the examples, their
+truncation and packing and, with the same seed and rates, their order (`tf_order`). Mesh
+TensorFlow's batches are also the same, except that it puts EOS at the end of a row whose targets it
+truncates.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from t0repro.tasks.prompt_cache.records import integers, read_block, read_record
 from t0repro.words import counted
 
 FEATURES = ("inputs", "targets")
-_SHUFFLED = 1000  # examples among which the next one is drawn, as in SeqIO
-_HELD = 10_000  # fewer examples SeqIO keeps in memory, so that their files are shuffled once
-_FILES = 16  # files that are read in turn, and
-_TURN = 16  # records of each turn, as in SeqIO's FileDataSource
-_ORDER = "tf.data"  # earlier versions drew from numpy's generator, and recorded no order
-_EOS = 1  # of every T5's vocabulary
+_SHUFFLED = 1000  # size of the shuffle buffer, as in SeqIO
+_HELD = 10_000  # SeqIO keeps fewer examples than this in memory and shuffles their files once
+_FILES = 16  # number of files read in turn, and
+_TURN = 16  # records per turn, as in SeqIO's FileDataSource
+_ORDER = "tf.data"  # earlier versions sampled with numpy's generator, and recorded no order
+_EOS = 1  # in every T5's vocabulary
 
 Example = dict[str, np.ndarray]
 
@@ -45,12 +46,12 @@ class CachedBatches(ResumableBatches):
     Args:
       folders: The cache folder of each task, mapped to the task's rate in the mixture; a sequence
         mixes the tasks in proportion to their numbers of examples.
-      sequence_length: Tokens per row of `inputs` and of `targets`; longer examples are cut.
+      sequence_length: Tokens per row of `inputs` and of `targets`; longer examples are truncated.
       batch_size: Rows in a batch.
       split: The split to read.
       pack: Whether a row holds as many examples as fit.
-      shuffle: Whether examples come in SeqIO's random order; otherwise in that of the files.
-      seed: Seed for the order; None draws one, which checkpoints record.
+      shuffle: Whether examples come in SeqIO's random order, or in the order of the files.
+      seed: Seed for the order; None picks one, which checkpoints record.
 
     Raises:
       UserError: If a folder is not a complete cache of the split, no task has an example, a length
@@ -70,7 +71,7 @@ class CachedBatches(ResumableBatches):
     ):
         counts = {str(folder): _count(Path(folder), split) for folder in folders}
         given = dict(folders) if isinstance(folders, Mapping) else counts
-        # A task without examples would be drawn from for ever.
+        # A task without examples would be sampled forever.
         self._rates = {str(folder): float(given[folder]) for folder in given if counts[str(folder)]}
         self._counts = counts
         if not self._rates:
@@ -107,7 +108,7 @@ class CachedBatches(ResumableBatches):
         return super().open(step, saved)
 
     def _position(self, saved: Path | None) -> dict[str, Any]:
-        # Without a checkpoint there is nothing to continue from, and nothing to say about it.
+        # Without a checkpoint there is no position to resume, and nothing to report about it.
         return {} if saved is None else super()._position(saved)
 
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
@@ -126,7 +127,7 @@ class CachedBatches(ResumableBatches):
     # ---- The examples' way into batches ---------------------------------------------------------
 
     def _dataset(self, seed: int, shard: int = 0) -> Iterator[Batch]:
-        del shard  # there is one
+        del shard  # there is only one
         trimmed = (
             {name: example[name][: self._lengths[name]] for name in FEATURES}
             for example in self._mixed(seed)
@@ -137,9 +138,9 @@ class CachedBatches(ResumableBatches):
             yield to_batch(rows, self._lengths, positions=self._pack)
 
     def _mixed(self, seed: int) -> Iterator[Example]:
-        """Examples of all tasks, each task drawn with its rate."""
-        # SeqIO gives one seed to every task and to the draws, leaves out tasks with rate 0, and
-        # sorts tasks by name, which is that of a task's folder.
+        """Examples of all tasks, sampled by the tasks' rates."""
+        # SeqIO uses one seed for every task and for sampling, skips tasks with rate 0, and sorts
+        # tasks by name, which is the name of a task's folder.
         folders = sorted(self._rates, key=lambda folder: Path(folder).name)
         rates = {folder: self._rates[folder] for folder in folders if self._rates[folder]}
         tasks = [self._examples(folder, seed) for folder in rates]
@@ -148,13 +149,13 @@ class CachedBatches(ResumableBatches):
         return (next(tasks[at]) for at in draws([*rates.values()], seed))
 
     def _examples(self, folder: str, seed: int) -> Iterator[Example]:
-        """A task's examples without end; shuffled, they are drawn from across epochs."""
+        """A task's examples without end; if shuffled, sampled from a buffer that spans epochs."""
         epochs = self._epochs(folder, seed)
-        # One buffer for all epochs: SeqIO repeats a task before it shuffles its examples.
+        # One buffer for all epochs: SeqIO repeats a task before it shuffles the examples.
         return shuffled(epochs, _SHUFFLED, ShuffleSeeds(seed)) if self._shuffle else epochs
 
     def _epochs(self, folder: str, seed: int) -> Iterator[Example]:
-        """A task's examples, its files read over and over; shuffled, in a random order of files."""
+        """A task's examples, its files read repeatedly; if shuffled, in random order of files."""
         order = shards = [Path(folder, name) for name in _shards(Path(folder), self._split)]
         seeds = ShuffleSeeds(seed)
         for epoch in itertools.count():
@@ -184,9 +185,9 @@ def _count(folder: Path, split: str) -> int:
 
 
 def _ends_in_eos(folder: str, split: str) -> bool:
-    """Whether a cache's first targets do."""
+    """Whether the first targets in a cache end in EOS."""
     if Path(folder, PROVENANCE).is_file():
-        return True  # in its own vocabulary's, since `t0repro cache` wrote it
+        return True  # in its own vocabulary, since `t0repro cache` wrote it
     records = _by_turns([Path(folder, name) for name in _shards(Path(folder), split)])
     targets = integers(next(records), FEATURES)["targets"]
     return bool(targets.size and targets[-1] == _EOS)
@@ -199,8 +200,8 @@ def _shards(folder: Path, split: str) -> list[str]:
 def _by_turns(shards: Sequence[Path]) -> Iterator[bytes]:
     """The files' records in the order in which SeqIO reads them.
 
-    It takes up to 16 records of one of 16 files, then of the next. A file that ended is replaced at
-    its next turn by the first one that has not been begun.
+    It takes up to 16 records from one of 16 files, then from the next. A file that has ended is
+    replaced, at its next turn, by the first file that has not been started.
     """
     waiting = iter(shards)
     begun = [(shard, 0) for shard in itertools.islice(waiting, _FILES)]
@@ -216,10 +217,10 @@ def _by_turns(shards: Sequence[Path]) -> Iterator[bytes]:
 
 
 def _packed(examples: Iterator[Example], lengths: Mapping[str, int]) -> Iterator[list[Example]]:
-    """Examples of each row: those that come, until one does not fit in both features.
+    """The examples of each row: consecutive ones, until one does not fit in both features.
 
-    SeqIO and Mesh TensorFlow pack groups of as many examples as the longer feature has tokens, each
-    group by itself, so the last row of a group ends with it even if the next example would fit:
+    SeqIO and Mesh TensorFlow pack groups of as many examples as the longer feature has tokens. They
+    pack each group separately, so its last row ends with it even if the next example would fit:
 
         group     1  1  1  1  1  1  2  2  2 ...
         row       1  1  2  2  3  3  4  4  5 ...
@@ -240,7 +241,7 @@ def _packed(examples: Iterator[Example], lengths: Mapping[str, int]) -> Iterator
 def to_batch(
     rows: Sequence[Sequence[Example]], lengths: Mapping[str, int], *, positions: bool
 ) -> Batch:
-    """Rows of examples as arrays, as t0repro.data.batches draws them: int32 [rows, length].
+    """Rows of examples as arrays, with the features of t0repro.data.batches: int32 [rows, length].
 
     Args:
       rows: The examples of each row, which fit it.

@@ -1,4 +1,4 @@
-"""Checks that a run's rows and vocabularies are available, before anything is built or written."""
+"""Checks that a run's rows and vocabularies are available before it builds or writes anything."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _NAMES_SHOWN = 5
 
 
 def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
-    """Checks that the mixture that the run reads is registered and that its rows are there.
+    """Checks that the run's mixture is registered and its rows are available.
 
-    A run that reads text files, or uses a dataset function other than t5's, names no mixture and
-    is not checked.
+    A run that reads text files, or uses a dataset function other than t5's, names no mixture and is
+    not checked.
 
     Args:
-      inputs: What the run reads.
-      at_hand: Drop tasks that cannot be read here from the mixture, and list them on stderr.
+      inputs: The run's inputs.
+      at_hand: Whether to drop tasks from the mixture that cannot be read here, and list them on
+        stderr.
 
     Raises:
       UserError: If there is no such mixture, or rows or caches are missing.
@@ -41,7 +42,7 @@ def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
 
 
 def note_uncached(use_cached: bool) -> None:
-    """Reports once, before a training run, what SeqIO would warn of for every task."""
+    """Reports once, before a training run, what SeqIO would warn about for every task."""
     if not use_cached:
         say(
             "note: the tasks are not cached, so the run renders examples as it reads them;"
@@ -50,7 +51,7 @@ def note_uncached(use_cached: bool) -> None:
 
 
 SPLIT = "MIXTURE_OR_TASK_SPLIT (utils.DatasetConfig.split)"
-"""What sets the split of an evaluation or inference: the macro of T5X's files, and its binding."""
+"""The settings of an evaluation's or inference's split: T5X's macro, and its binding."""
 
 
 def check_mixture(name: str) -> None:
@@ -62,7 +63,7 @@ def check_mixture(name: str) -> None:
 
 
 def check_lengths(name: str, lengths: Mapping[str, int] | None) -> None:
-    """Checks that the lengths name the features that a batch is made of.
+    """Checks that the lengths include the features of a batch.
 
     Args:
       name: A registered task or mixture.
@@ -87,7 +88,7 @@ def splits_of(task: Any) -> Sequence[str]:
     """A SeqIO task's splits.
 
     Raises:
-      UserError: If it has none, as a task of TensorFlow Datasets without its data.
+      UserError: If it has none, like a task of TensorFlow Datasets without its data.
     """
     if not task.source.splits:
         raise UserError(
@@ -107,10 +108,10 @@ def tasks_with_split(name: str, split: str) -> list[Any]:
 
 
 def tasks_to_train_on(data: SeqioDataConfig) -> list[Any]:
-    """The SeqIO tasks that a training run reads: those with the split or with parts of it.
+    """The SeqIO tasks that a training run reads: those that have the split or the parts it names.
 
-    SeqIO looks for the split in a mixture's tasks alone. That of a single task goes to TensorFlow
-    Datasets as it is, which also knows `train[:90%]` and `train+validation`.
+    SeqIO checks the split only for the tasks of a mixture. It passes a single task's split on to
+    TensorFlow Datasets, which also supports `train[:90%]` and `train+validation`.
     """
     import seqio
 
@@ -124,7 +125,7 @@ def tasks_to_train_on(data: SeqioDataConfig) -> list[Any]:
 
 
 def no_task_has(name: str, split: str, where: str | None) -> UserError:
-    """The error for a split that no task of a task or mixture has; `where` it was set."""
+    """The error for a split that no task of a task or mixture has; `where` is its place."""
     import seqio
 
     tasks = seqio.get_subtasks(seqio.get_mixture_or_task(name))
@@ -153,12 +154,12 @@ def check_readable(
     Args:
       name: The task or mixture.
       split: The split.
-      use_cached: Whether caches are read.
-      tasks: Those of its tasks that are read; None for all that have the split.
+      use_cached: Whether to read caches.
+      tasks: The tasks to read; None for all that have the split.
 
     Raises:
-      UserError: If caches or rows are missing, or a task that is not to be read from a cache can
-        only be read from one.
+      UserError: If caches or rows are missing, or if a task can only be read from a cache but
+        should not be.
     """
     tasks = tasks_with_split(name, split) if tasks is None else tasks
     if use_cached:
@@ -168,10 +169,10 @@ def check_readable(
 
 
 def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
-    """Raises UserError if one of the tasks is not cached, or incompletely.
+    """Raises UserError if one of the tasks has no cache, or an incomplete one.
 
-    Tasks that SeqIO cannot cache are read without. What need not stop a run, such as rows that have
-    changed since, is a warning on stderr.
+    Tasks that SeqIO cannot cache are read without one. Findings that need not stop a run, such as
+    rows that have changed since, are warnings on stderr.
     """
     import seqio
 
@@ -184,9 +185,9 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     searched = list(seqio.get_global_cache_dirs())
     target = searched[0] if searched else "CACHE_DIR"
     shown = ", ".join(missing[:_NAMES_SHOWN])
-    # Only prompted tasks are in t0repro's own cache command.
+    # t0repro's own cache command covers prompted tasks only.
     if all(task in prompted_tasks() for task in missing):
-        # A mixture by its name where the command would otherwise name too many tasks.
+        # Name the mixture if the command would otherwise list too many tasks.
         many = len(missing) > _NAMES_SHOWN and name in prompted_mixtures()
         wanted = f"--mixture {name}" if many else f"--tasks '{','.join(missing)}'"
         command = f"t0repro cache {wanted} --output_cache_dir {target}"
@@ -205,35 +206,35 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
 
 
 def check_shards(name: str, split: str, num_shards: int, *, use_cached: bool) -> None:
-    """Checks that every shard has an example of each task, as far as their numbers are known.
+    """Checks that every shard has an example of each task, if their numbers are known.
 
-    SeqIO ends a shard of a mixture where one of its tasks has no more, which may be long after the
-    training began.
+    SeqIO ends a shard of a mixture when one of its tasks has no more examples, which may be long
+    after training began.
 
     Args:
       name: The task or mixture.
-      split: The split that is divided.
+      split: The split to shard.
       num_shards: Number of shards.
-      use_cached: Whether caches are read.
+      use_cached: Whether to read caches.
 
     Raises:
-      UserError: If a task has too few examples, or a shard no file with one.
+      UserError: If a task has too few examples, or a shard has no file with an example.
     """
     import tensorflow as tf
 
     for task in tasks_with_split(name, split) if num_shards > 1 else ():
         cached = use_cached and task.supports_caching
-        # SeqIO's way to the cached files; it offers no other.
+        # SeqIO has no public function for the cached files.
         source = task._get_cached_source(split) if cached else task.source
         files = source.list_shards(split)
         if cached:
             examples = task.get_cached_stats(split)["examples"]
         else:
             examples = source.num_input_examples(split)
-        if examples is None:  # of a source that does not say
+        if examples is None:  # the source does not report its number
             continue
         few = examples < num_shards
-        if cached and not few and len(files) >= num_shards:  # divided by files
+        if cached and not few and len(files) >= num_shards:  # sharded by files
             sizes = [tf.io.gfile.stat(file).length for file in files]
             few = not all(any(sizes[shard::num_shards]) for shard in range(num_shards))
         if few:
@@ -247,7 +248,7 @@ def check_shards(name: str, split: str, num_shards: int, *, use_cached: bool) ->
 
 
 def _check_rows(split: str, tasks: Sequence[Any]) -> None:
-    """Raises UserError if the rows of a prompted task are missing, or a task needs a cache."""
+    """Raises UserError if a prompted task's rows are missing, or a task needs a cache."""
     from t0repro.tasks.seqio_tasks import PromptedSource
 
     if needing := [task.name for task in tasks if task.requires_caching]:
@@ -259,14 +260,14 @@ def _check_rows(split: str, tasks: Sequence[Any]) -> None:
         )
     for task in tasks:
         if isinstance(task.source, PromptedSource):
-            # Finding the reader is enough: it raises if there is none, and reads no rows.
+            # Finding the reader is enough: it raises if there are no rows, and reads none.
             task.source.reader(split)
 
 
 # ---- The vocabularies of a T5X model, and whether a task's are the same --------------------------
 
 
-# T5's own vocabulary with its 100 sentinels, as t5's tasks and as T5X's gin files name it.
+# T5's own vocabulary with its 100 sentinels, as named by t5's tasks and by T5X's gin files.
 _T5 = {
     ("gs://t5-data/vocabs/cc_all.32000/sentencepiece.model", EXTRA_IDS),
     ("gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model", EXTRA_IDS),
@@ -276,9 +277,9 @@ _T5 = {
 
 
 def seqio_vocabulary(record: Any) -> Any:
-    """The SeqIO vocabulary that a record describes; its file is read when it is first used.
+    """The SeqIO vocabulary that a record describes; its file is read at first use.
 
-    T5's own is read from T0REPRO_VOCAB, if that is set.
+    If T0REPRO_VOCAB is set, T5's own vocabulary comes from there.
     """
     from t0repro import compat
 
@@ -298,7 +299,7 @@ def seqio_vocabulary(record: Any) -> Any:
     if isinstance(record, records.PassThroughVocabulary):
         return seqio.PassThroughVocabulary(record.size, eos_id=record.eos_id)
     if isinstance(record, seqio.Vocabulary):
-        return record  # bound in a gin file to an object of the user's own
+        return record  # a user's own object, bound in a gin file
     raise UserError(
         f"{record!r} is not a vocabulary.",
         fix="Bind @seqio.SentencePieceVocabulary(), @seqio.ByteVocabulary() or"
@@ -307,12 +308,12 @@ def seqio_vocabulary(record: Any) -> Any:
 
 
 def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
-    """Checks that a task or mixture is encoded with its model's vocabularies.
+    """Checks that a task or mixture uses its model's vocabularies.
 
     Args:
       name: The task or mixture.
-      inputs: The record of the model's vocabulary of inputs.
-      outputs: That of targets.
+      inputs: The record of the model's vocabulary for inputs.
+      outputs: The record of its vocabulary for targets.
 
     Raises:
       UserError: If one differs, or there is no such task.
@@ -358,7 +359,7 @@ def check_rows(vocab_size: int, *vocabularies: Any) -> None:
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    """Whether two vocabularies encode alike, wherever their files lie."""
+    """Whether two vocabularies encode alike, wherever their files are."""
     import seqio
 
     # SeqIO compares addresses, and T5's vocabulary has several (docs/lab_log.md).
@@ -366,7 +367,7 @@ def _are_same(one: Any, other: Any) -> bool:
         return True
     if not all(isinstance(each, seqio.SentencePieceVocabulary) for each in (one, other)):
         return False
-    # The bytes of the models: copies of one file under different names encode alike.
+    # Compare the models' bytes: copies of one file under different names encode alike.
     return one.sp_model == other.sp_model
 
 
@@ -377,7 +378,7 @@ def _is_t5s(vocabulary: Any) -> bool:
 
 
 def _bindings(vocabulary: Any) -> str:
-    """The bindings that give T5X's own model files a vocabulary; "" for one of another kind."""
+    """Bindings that give T5X's own model files a vocabulary; "" for one of another kind."""
     path = getattr(vocabulary, "_sentencepiece_model_file", None)
     if not path:
         return ""

@@ -3,21 +3,21 @@
 A checkpoint's folder `data/` holds position.json:
 
     batches     number trained on since the data began
-    seed        for the order of the data: bound in gin, or drawn when the run began
-    arguments   what else decides the order (the mixture, lengths, the batch size, ...)
+    seed        for the order of the data: bound in gin, or picked when the run began
+    arguments   whatever else decides the order (the mixture, lengths, the batch size, ...)
 
-and, where it is asked for, the state of tf.data's iterator. Without that state the batches before
-the position are rebuilt and skipped. This is exact on every path, because a given seed produces
-the same data in every process.
+and, if configured, the state of tf.data's iterator. Without that state, the batches before the
+position are rebuilt and skipped. This is exact in every case, because a given seed produces the
+same data in every process.
 
-Batches may be made in shards: each reads its part of the examples, with a pipeline of its own, and
+Batches may be built from shards: each shard has its own pipeline over its part of the examples, and
 makes an equal part of the rows of every batch. With three shards, a batch of six rows is
 
     row     0     1     2     3     4     5
     shard   0     0     1     1     2     2
 
-so that each of several processes has to run only the pipelines of the rows that its devices hold.
-The batches depend on the number of shards, and not on that of processes.
+so that each of several processes only runs the pipelines for the rows on its devices. Batches
+depend on the number of shards but not on the number of processes.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ Batch = dict[str, np.ndarray]
 
 
 class ResumableBatches(abc.ABC):
-    """Endless batches of a pipeline, mostly tf.data's; implements `training.start.BatchSource`.
+    """Endless batches of a pipeline, usually tf.data's; implements `training.start.BatchSource`.
 
-    A subclass says which pipeline (`_dataset`), what decides its batches (`_arguments`), and how an
-    element becomes a numpy batch (`_to_numpy`).
+    A subclass defines the pipeline (`_dataset`), what decides its batches (`_arguments`), and how
+    an element becomes a numpy batch (`_to_numpy`).
 
     Args:
-      seed: Seed for the data; None draws one, which checkpoints record.
+      seed: Seed for the data; None picks one, which checkpoints record.
       num_shards: Number of shards that make a batch.
     """
 
@@ -67,62 +67,60 @@ class ResumableBatches(abc.ABC):
         self._iterators: dict[int, Any] = {}
 
     def make_only(self, shards: Sequence[int]) -> None:
-        """Leaves the rows of other shards, which other processes make, zeros; before `open`."""
+        """Zeroes the rows of other shards, which other processes build; before `open`."""
         self._here = shards
 
     def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
         """Batches from where the run continues; see `training.start.BatchSource`."""
         position = self._position(saved)
         if self._seed is None:
-            # Drawn here and saved: without a seed, a resumed run could not make its batches again.
-            # The seed drawn is never 0, which `or` would take for one that was not
-            # recorded.
+            # Pick a seed now and save it: without one, a resumed run could not rebuild its batches.
+            # The picked seed is never 0, which `or` would treat as not recorded.
             self._seed = from_first(lambda: position.get("seed") or secrets.randbits(31) + 1)
         self._taken = self._first(step, position)
         datasets = {index: self._dataset(self._seed, index) for index in self._here}
-        # Only one pipeline's state is saved: shards are rebuilt and skipped.
+        # Only a single pipeline's state can be saved; several shards are rebuilt and skipped.
         self._saves_iterator = self.num_shards == 1 and self._can_save_iterator(datasets[0])
         self._iterators = {index: iter(dataset) for index, dataset in datasets.items()}
         elements = self._elements()
         if self._taken:
             self._go_on(elements, saved, position)
         batches = map(self._assembled, elements)
-        # What is saved of tf.data's iterator is where it is, so it must not be ahead.
+        # The saved state is the iterator's current position, so it must not read ahead.
         return self._counted(batches if self._saves_iterator else read_ahead(batches))
 
     def save(self, folder: Path) -> None:
-        """Writes the position after the last batch taken, and the pipeline's state if asked for."""
+        """Writes the position after the last batch taken; the pipeline's state if configured."""
         position = {"batches": self._taken, "seed": self._seed, "arguments": self._arguments()}
         if self._saves_iterator:
             self._tracked().write(str(folder / ITERATOR))
             position["iterator"] = ITERATOR
-        # Written last: a position is only read together with an iterator's state that is
-        # whole.
+        # Written last: a position is read only together with a complete iterator state.
         write_atomically(folder / POSITION, json.dumps(position, indent=1) + "\n")
 
     # ---- What a subclass provides ---------------------------------------------------------------
 
     @abc.abstractmethod
     def _dataset(self, seed: int, shard: int = 0) -> Any:
-        """What iterates over the endless batches for a seed, mostly a tf.data.Dataset.
+        """An iterable over the endless batches for a seed, usually a tf.data.Dataset.
 
-        Of several shards, over the batches of one: their `batch_size / num_shards` rows.
+        With several shards, over the batches of one: `batch_size / num_shards` rows each.
         """
 
     @abc.abstractmethod
     def _arguments(self) -> dict[str, Any]:
-        """What decides the batches, apart from the seed; JSON values."""
+        """Whatever decides the batches apart from the seed; JSON values."""
 
     @abc.abstractmethod
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
         """A batch of int32 arrays [rows, length] from an element of the dataset."""
 
     def _is_resumed(self) -> bool:
-        """Whether the position in a checkpoint is to be used."""
+        """Whether to use the position in a checkpoint."""
         return True
 
     def _can_save_iterator(self, dataset: Any) -> bool:
-        """Whether checkpoints hold the state of tf.data's iterator."""
+        """Whether checkpoints contain the state of tf.data's iterator."""
         del dataset
         return False
 
@@ -134,7 +132,7 @@ class ResumableBatches(abc.ABC):
     # ---- Batches of shards ----------------------------------------------------------------------
 
     def _elements(self) -> Iterator[tuple[Any, ...]]:
-        """An element of each shard that is made here, at a time."""
+        """Yields one element of each shard built here at a time."""
         if self.num_shards == 1:
             yield from zip(*self._iterators.values(), strict=True)
             return
@@ -151,7 +149,7 @@ class ResumableBatches(abc.ABC):
         )
 
     def _assembled(self, elements: Sequence[Any]) -> Batch:
-        """The full batch, in which the rows of shards that are made elsewhere are zeros."""
+        """The full batch; rows of shards built elsewhere are zeros."""
         parts = [self._to_numpy(element) for element in elements]
         if self.num_shards == 1:
             return parts[0]
@@ -167,8 +165,8 @@ class ResumableBatches(abc.ABC):
 
     def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            # Counted before the batch is handed over: the generator runs no further
-            # until the next is asked for.
+            # Count before yielding: the generator does not continue until the next batch is
+            # requested.
             self._taken += 1
             yield batch
 
@@ -181,8 +179,8 @@ class ResumableBatches(abc.ABC):
             return {}
         position = json.loads((saved / POSITION).read_text())
         ours, theirs = self._arguments(), _UNRECORDED | position["arguments"]
-        # Only our own names are compared: what an older version recorded in addition does
-        # not matter.
+        # Compare only this version's names: whatever an older version recorded in addition does not
+        # matter.
         changed = [name for name in ours if ours[name] != theirs.get(name)]
         if self._bound_seed not in (None, position["seed"]):
             changed.append("seed")
@@ -199,8 +197,8 @@ class ResumableBatches(abc.ABC):
         if self._saves_iterator and position.get("iterator"):
             assert saved is not None
             say(f"data: after {taken}, by the input pipeline's state")
-            # Without assert_consumed, TensorFlow restores what matches and passes over
-            # the rest in silence.
+            # Without assert_consumed, TensorFlow restores what matches and silently ignores the
+            # rest.
             self._tracked().read(str(saved / ITERATOR)).assert_consumed()
             return
         say(f"data: after {taken}, which are rebuilt and skipped")
@@ -228,14 +226,14 @@ Item = TypeVar("Item")
 
 
 def read_ahead(items: Iterable[Item], count: int = 2) -> Iterator[Item]:
-    """The items in order, of which up to `count` are read before; the first one from now on.
+    """The items in order, with up to `count` read ahead, starting now.
 
-    So the next batch is made while the device computes, even if making it takes Python. An error
-    of `items` is raised where its item would have come. The thread ends when the iterator is closed
-    or dropped, and at exit.
+    The next batch is thus built while the device computes, even if building it takes Python. An
+    error of `items` is raised in place of its item. The thread ends when the iterator is closed or
+    dropped, and at exit.
     """
     reading = _read_ahead(items, count)
-    next(reading)  # starts the thread; closing a generator ends it only once it has begun
+    next(reading)  # starts the thread; closing a generator ends it only if it has started
     return reading
 
 
@@ -247,7 +245,7 @@ def _read_ahead(items: Iterable[Item], count: int) -> Generator[Any]:
     def read() -> None:
         iterator = iter(items)
         try:
-            # Room first: what has been read and not asked for is held in memory.
+            # Acquire room first: items that were read but not yet requested are held in memory.
             while room.acquire() and not closed.is_set():
                 ready.put((next(iterator),))
         except StopIteration:
@@ -272,8 +270,8 @@ def _read_ahead(items: Iterable[Item], count: int) -> Generator[Any]:
             room.release()
             yield item[0]
     finally:
-        # If nobody closed it, `end` ran at exit, and the iterator is dropped when the modules that
-        # `end` needs are already taken apart.
+        # If nobody closed it, `end` ran at exit; the iterator is dropped after the modules that
+        # `end` needs have been torn down.
         if not closed.is_set():
             atexit.unregister(end)
             end()

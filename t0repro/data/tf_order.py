@@ -1,8 +1,8 @@
-"""The random order of tf.data without TensorFlow: shuffle buffers and draws from weighted datasets.
+"""tf.data's random order without TensorFlow: shuffle buffers and sampling from weighted datasets.
 
-Each function draws the numbers that TensorFlow 2.21 draws for the same seed on the CPU, so the
-order is the same example by example (tests/data/test_tf_order.py compares them). All of it rests on
-Philox, a generator that encrypts a counter: four words of 32 bits at a time.
+Each function samples the numbers that TensorFlow 2.21 samples for the same seed on the CPU, so the
+order is the same, example by example (tests/data/test_tf_order.py compares them). All of it uses
+Philox, a generator that encrypts a counter and yields four words of 32 bits at a time.
 
 Sources: tensorflow/core/kernels/data/{shuffle,random,directed_interleave}_dataset_op.cc,
 multinomial_op.cc, stateless_random_ops.cc; tsl/lib/random/philox_random.h; Eigen's plog_float.
@@ -20,9 +20,9 @@ import numpy as np
 
 Item = TypeVar("Item")
 
-_DEFAULT_GRAPH_SEED = 87654321  # what TensorFlow takes where only an operation has a seed
+_DEFAULT_GRAPH_SEED = 87654321  # TensorFlow's choice if only an operation has a seed
 _ROUNDS = 10
-_BLOCKS = 512  # Philox's outputs that are made at once: numpy's calls take most of the time
+_BLOCKS = 512  # Philox blocks per numpy call; the calls take most of the time
 _MASK = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 
@@ -30,7 +30,7 @@ _SHIFT = np.uint64(32)
 def _philox(counters: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Philox4x32-10 of each counter, uint64 [n, 4], with its key, uint64 [n, 2]: words of 32 bits.
 
-    Words are held in 64 bits, in which their products fit.
+    Words are stored in 64 bits, so that their products fit.
     """
     a, b, c, d = counters.T
     k, m = keys.T
@@ -47,7 +47,7 @@ def _words(number: int) -> list[int]:
 
 
 def _stream(seed: int, seed2: int) -> Iterator[int]:
-    """The words that tf's PhiloxRandom(seed, seed2) gives one after the other, without end."""
+    """The words that tf's PhiloxRandom(seed, seed2) yields, without end."""
     key = np.tile(np.array(_words(seed), np.uint64), (_BLOCKS, 1))
     upper = np.tile(np.array(_words(seed2), np.uint64), (_BLOCKS, 1))
     first = 0
@@ -59,12 +59,12 @@ def _stream(seed: int, seed2: int) -> Iterator[int]:
 
 
 def _of_operation(seed: int) -> Iterator[int]:
-    """The words of a dataset that alone has a seed, which TensorFlow takes modulo 2**31 - 1."""
+    """The words for a dataset with a seed of its own only, which TensorFlow takes mod 2**31 - 1."""
     return _stream(_DEFAULT_GRAPH_SEED, seed % (2**31 - 1))
 
 
 class ShuffleSeeds:
-    """The seeds of a dataset that is shuffled each time that it is iterated over."""
+    """The seeds of a dataset that is reshuffled at each iteration."""
 
     def __init__(self, seed: int):
         self._words = _of_operation(seed)
@@ -74,12 +74,12 @@ class ShuffleSeeds:
 
 
 def shuffled(items: Iterator[Item], buffer_size: int, seeds: ShuffleSeeds) -> Iterator[Item]:
-    """The items in the order of `tf.data.Dataset.shuffle`: each drawn from the next `buffer_size`.
+    """The items in the order of `tf.data.Dataset.shuffle`, each sampled from a buffer.
 
     Args:
-      items: The items, of which at least the buffer's are read before the first is drawn.
+      items: The items; at least a full buffer is read before the first is sampled.
       buffer_size: Number of items in the buffer.
-      seeds: Seeds of the dataset; one pair is taken.
+      seeds: Seeds of the dataset; this takes one pair.
     """
     words = _stream(*next(seeds))
     buffer: list[Item] = []
@@ -87,7 +87,7 @@ def shuffled(items: Iterator[Item], buffer_size: int, seeds: ShuffleSeeds) -> It
         buffer.append(item)
         if len(buffer) == buffer_size:
             break
-    # The buffer is a ring: an item that is drawn changes places with the first, which then leaves.
+    # The buffer is a ring: the sampled item swaps places with the first, which then leaves.
     size, start, filled = len(buffer), 0, len(buffer)
     while filled:
         index = (start + next(words) % filled) % size
@@ -103,7 +103,7 @@ def shuffled(items: Iterator[Item], buffer_size: int, seeds: ShuffleSeeds) -> It
 
 
 def draws(weights: Sequence[float], seed: int) -> Iterator[int]:
-    """Which dataset gives the next item in `tf.data.Dataset.sample_from_datasets`, without end.
+    """The dataset that gives each next item in `tf.data.Dataset.sample_from_datasets`, without end.
 
     Args:
       weights: A weight above 0 for each of at least two datasets.
@@ -114,7 +114,7 @@ def draws(weights: Sequence[float], seed: int) -> Iterator[int]:
     totals = np.cumsum([math.exp(float(logit - highest)) for logit in logits])
     words = _of_operation(seed)
     while True:
-        # A stateless draw for each pair of words, as seeds of 64 bits.
+        # One stateless sample per pair of words, which form a 64-bit seed.
         pairs = np.array([[next(words), next(words)] for _ in range(_BLOCKS)], np.uint64)
         nothing = np.zeros(_BLOCKS, np.uint64)
         scramble = np.tile(np.array([0x3EC8F720, 0x02461E29], np.uint64), (_BLOCKS, 1))
@@ -129,8 +129,8 @@ def draws(weights: Sequence[float], seed: int) -> Iterator[int]:
 def _log(x: np.ndarray) -> np.ndarray:
     """TensorFlow's logarithm of positive float32 numbers, which is not the nearest float32.
 
-    A last place of it decides about one draw in millions. Eigen takes eight numbers at a time by a
-    quotient of polynomials, without fused multiplications, and the rest by the C library.
+    The last bit decides one sample in millions. Eigen processes eight numbers at a time with a
+    quotient of polynomials, without fused multiplications, and the rest with the C library.
     """
     one = np.float32(1)
     mantissa, exponent = np.frexp(x)
@@ -150,7 +150,7 @@ def _log(x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _logf() -> Callable[[float], float]:
-    """The C library's logarithm of a float32; numpy's and the nearest differ from it at times."""
+    """The C library's float32 logarithm; numpy's and the nearest float32 sometimes differ."""
     function = ctypes.CDLL(None).logf
     function.argtypes, function.restype = [ctypes.c_float], ctypes.c_float
     return function

@@ -1,4 +1,4 @@
-"""The batches of a run's training data in either dialect, with their position."""
+"""The batches of a run's training data in either dialect, and their position."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class SeqioTrainBatches(ResumableBatches):
     """The endless training batches of a dataset; implements `training.start.BatchSource`.
 
     Without `save_dataset`, a resumed run reads its data from the beginning again, as in T5X. With
-    it, checkpoints hold the state of the input pipeline. If the pipeline runs Python functions, it
-    has no state to save; checkpoints then hold the position, and earlier batches are rebuilt and
+    it, checkpoints contain the state of the input pipeline. A pipeline that runs Python functions
+    has no state to save; checkpoints then contain the position, and earlier batches are rebuilt and
     skipped.
 
     Args:
-      data: The dataset; its sequence_length is given.
-      save_dataset: Whether checkpoints say where the data were.
+      data: The dataset, with sequence_length set.
+      save_dataset: Whether checkpoints record the position in the data.
       resumed: Whether training continues from a checkpoint of its own model_dir.
     """
 
@@ -78,7 +78,7 @@ class SeqioTrainBatches(ResumableBatches):
         return {
             name: values[name]
             for name in values
-            if name not in ("seed", "use_memory_cache")  # neither decides what a batch holds
+            if name not in ("seed", "use_memory_cache")  # neither decides a batch's contents
         }
 
     def _dataset(self, seed: int, shard: int = 0) -> Any:
@@ -88,8 +88,8 @@ class SeqioTrainBatches(ResumableBatches):
 def train_eval_batches(data: SeqioDataConfig, eval_steps: int) -> dict[str, EvalBatches]:
     """Batches for evaluating the loss: for each task with the split, and for a mixture of them.
 
-    Each has `eval_steps` full batches; examples repeat where there are too few. No batches at all
-    if no task has the split.
+    Each has `eval_steps` full batches; if there are too few examples, they repeat. Returns no
+    batches if no task has the split.
 
     Source: t5x.utils.get_training_eval_datasets.
     """
@@ -117,7 +117,7 @@ def train_eval(plan: TrainingPlan) -> Mapping[str, EvalBatches]:
 
 
 class EvalBatches:
-    """The first batches of a dataset, the same ones each time that it is iterated over.
+    """The first batches of a dataset, the same at each iteration.
 
     Args:
       data: The dataset; its seed may be None only if nothing is random.
@@ -132,7 +132,7 @@ class EvalBatches:
         """Reads the batches, or takes them from memory.
 
         Raises:
-          UserError: If there is no example.
+          UserError: If there are no examples.
         """
         if self._kept:
             yield from self._kept
@@ -147,7 +147,7 @@ class EvalBatches:
                 where=f"split {self._data.split!r}",
                 fix="Choose another split, or remove the task from the mixture.",
             )
-        # Kept only after a full pass: an iteration that was given up has too few batches.
+        # Keep them only after a full pass: an abandoned iteration has too few batches.
         if self._data.use_memory_cache:
             self._kept = batches
 
@@ -158,8 +158,8 @@ class EvalBatches:
             seed=self._data.seed,
             num_epochs=self._steps * self._data.batch_size,
         )
-        # Batched again across epochs, so that a task with fewer examples than a batch still
-        # fills them.
+        # Batch again across epochs, so that a task with fewer examples than a batch still fills
+        # one.
         batches = rows.unbatch().repeat().batch(self._data.batch_size, drop_remainder=True)
         return batches.take(self._steps)
 
@@ -173,8 +173,8 @@ def seqio_dataset(
       data: The dataset; its own seed is not read.
       seed: Seed for the order of examples and for random preprocessors.
       num_epochs: How many times to go through the examples; None repeats them without end.
-      shard: Which of `data.num_shards` shards, whose batches have as many times fewer rows. It is
-        what T5X reads on one of so many hosts.
+      shard: Which of `data.num_shards` shards; its batches have that many times fewer rows. It
+        equals what T5X reads on one of that many hosts.
     """
     # compat has to be installed before anything imports t5 or seqio.
     from t0repro import compat
@@ -211,15 +211,15 @@ def renamed(batch: Mapping[str, Any]) -> Batch:
 def runs_python(dataset: Any) -> bool:
     """Whether a tf.data pipeline calls Python functions, whose state TensorFlow cannot save.
 
-    It does not say so itself: it saves such a pipeline's state without an error, and restores it
-    to another place (docs/decisions/0012).
+    TensorFlow does not report it: it saves such a pipeline's state without an error, and restores
+    it to another place (docs/decisions/0012).
     """
     import tensorflow as tf
 
     graph = tf.raw_ops.DatasetToGraphV2(
-        # tf.data has no public function that gives a pipeline's graph.
+        # tf.data has no public function that returns a pipeline's graph.
         input_dataset=dataset._variant_tensor,
-        external_state_policy=1,  # ignore stateful operations, which this is to find
+        external_state_policy=1,  # ignore stateful operations, since this code searches for them
         strip_device_assignment=True,
     )
     return b"PyFunc" in graph.numpy()
@@ -233,8 +233,8 @@ class TrainBatches(ResumableBatches):
 
     Args:
       config: A configuration of mode "train".
-      has_checkpoint: Whether model_dir has a checkpoint of any kind, which is what Mesh TensorFlow
-        takes to mean that a run is resumed.
+      has_checkpoint: Whether model_dir has a checkpoint of any kind, by which Mesh TensorFlow
+        decides whether a run is resumed.
     """
 
     def __init__(self, config: RunConfig, *, has_checkpoint: bool = False):
@@ -245,14 +245,13 @@ class TrainBatches(ResumableBatches):
         super().__init__(self._data.seed, self._data.num_shards)
 
     def _is_resumed(self) -> bool:
-        # Bound either way, skip_seen_data is Mesh TensorFlow's own way to resume and
-        # decides alone.
+        # If skip_seen_data is bound either way, Mesh TensorFlow's own way to resume applies.
         return self._data.skip_seen_data is None and self._has_checkpoint
 
     def _first(self, step: int, position: Mapping[str, Any]) -> int:
         if self._data.skip_seen_data and self._has_checkpoint:
-            # Mesh TensorFlow counts from the step at which the data began, whatever was
-            # really read.
+            # Mesh TensorFlow counts from the step at which the data began, whatever was actually
+            # read.
             return max(0, step - self._data.seen_data_init_step)
         return super()._first(step, position)
 
@@ -264,16 +263,16 @@ class TrainBatches(ResumableBatches):
         }
 
     def _can_save_iterator(self, dataset: Any) -> bool:
-        """Whether the input pipeline's state is asked for.
+        """Whether the configuration requests the input pipeline's state.
 
         Raises:
-          UserError: If it is, but the data are not cached.
+          UserError: If it does, but the data is not cached.
         """
         if not self._data.checkpoint_input_pipeline:
             return False
-        # tf.data saves the state of Python generators without complaint, even with the
-        # external-state policy FAIL (docs/decisions/0012). With use_cached too, tasks that
-        # SeqIO cannot cache may run them.
+        # tf.data saves the state of Python generators without an error, even with the
+        # external-state policy FAIL (docs/decisions/0012). Even with use_cached, tasks that SeqIO
+        # cannot cache may run such generators.
         if not self._data.use_cached or runs_python(dataset):
             raise UserError(
                 "The input pipeline cannot be saved: it runs Python functions.",
@@ -309,8 +308,8 @@ class TrainBatches(ResumableBatches):
 
         data, config = self._data, self._config
         assert config.sequence_length is not None
-        # The state of tf.data's iterator can only be read into a pipeline like the one that saved
-        # it, so such a pipeline stays as it is, as does one without a cache, which was not timed.
+        # tf.data can restore an iterator's state only into a pipeline like the one that saved it,
+        # so leave such a pipeline unchanged, and also one without a cache, which was not timed.
         light = data.use_cached and not data.checkpoint_input_pipeline
         with (
             light_steps_in_place() if light else contextlib.nullcontext(),
@@ -331,7 +330,7 @@ class TrainBatches(ResumableBatches):
 
 
 def train_batches(config: RunConfig, *, resumed: bool) -> ResumableBatches:
-    """The training batches of a run, by the dataset function that its plan's data are for.
+    """The training batches of a run, made by its plan's dataset function.
 
     Args:
       config: A configuration of mode "train" with data.
@@ -347,9 +346,9 @@ def train_batches(config: RunConfig, *, resumed: bool) -> ResumableBatches:
 
 @contextlib.contextmanager
 def reading_shard(name: str, shard: int, num_shards: int) -> Iterator[None]:
-    """Context in which a task or mixture gives one shard of its examples, as SeqIO divides them.
+    """Context in which a task or mixture yields one shard of its examples, as SeqIO divides them.
 
-    t5's mesh_train_dataset_fn has no argument for it.
+    t5's mesh_train_dataset_fn has no argument for this.
     """
     import seqio
 
@@ -358,7 +357,7 @@ def reading_shard(name: str, shard: int, num_shards: int) -> Iterator[None]:
         return
     provider = seqio.get_mixture_or_task(name)
     info = seqio.ShardInfo(shard, num_shards)
-    # In the place of the method, for this object alone.
+    # Replace the method for this object only.
     provider.get_dataset = functools.partial(provider.get_dataset, shard_info=info)
     try:
         yield
@@ -368,18 +367,19 @@ def reading_shard(name: str, shard: int, num_shards: int) -> Iterator[None]:
 
 # ---- The light steps of a tf.data pipeline run where their example is ----------------------------
 
-# SeqIO and Mesh TensorFlow map a function over single examples seven or more times to select,
-# cast and cut features, each time with `num_parallel_calls=AUTOTUNE`. Such a function takes a
-# microsecond or two; handing the example to another thread and back, and modelling for AUTOTUNE
-# what that took, took ten times what is left without it (docs/benchmarks.md, "Full batches"). A
-# parallel map keeps its order, so the examples and their order are the same either way.
+# SeqIO and Mesh TensorFlow map a function over single examples seven or more times, to select, cast
+# and truncate features, each time with `num_parallel_calls=AUTOTUNE`. Such a function takes a
+# microsecond or two. Passing the example to another thread and back, and AUTOTUNE's modeling of
+# that time, took ten times as long as everything else (docs/benchmarks.md, "Full batches"). A
+# parallel map keeps its order, so the examples and their order do not change.
 
 
-# The functions of SeqIO 0.0.20, t5 0.9.4 and Mesh TensorFlow 0.1.21 that define light steps. Every
-# other stays parallel: packing, which works on 1,024 examples at once, the reading of files, and
-# the tasks' own preprocessors.
+# The functions of SeqIO 0.0.20, t5 0.9.4 and Mesh TensorFlow 0.1.21 that define light steps. All
+# others stay parallel: packing, which processes 1,024 examples at once, reading files, and the
+# tasks' own preprocessors.
 _LIGHT = {
-    # Parse a record, cast its integers, rename; AutoGraph puts tf__ before what interleaving calls.
+    # Parse a record, cast its integers, rename; AutoGraph prefixes functions that interleave calls
+    # with tf__.
     "tf__read_file_fn",
     "tf___rename_plaintext_to_pretokenized",
     "trim_dataset",
@@ -393,7 +393,7 @@ _LIGHT = {
 
 @contextlib.contextmanager
 def light_steps_in_place() -> Iterator[None]:
-    """Context in which datasets are built whose light steps start no thread."""
+    """Context in which new datasets run their light steps without starting threads."""
     import tensorflow as tf
     from tensorflow.python.data.ops import map_op
 
@@ -402,7 +402,7 @@ def light_steps_in_place() -> Iterator[None]:
     def map_in_place(self: Any, map_func: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if _LIGHT.isdisjoint(map_func.__qualname__.split(".")):
             return original(self, map_func, *args, **options)
-        # Dataset.map does not offer the executor that runs a function in the thread that asks.
+        # Dataset.map has no option for the executor that runs a function in the calling thread.
         return map_op._MapDataset(
             self, map_func, preserve_cardinality=True, use_inter_op_parallelism=False
         )

@@ -16,12 +16,12 @@ Rules = Sequence[tuple[str, str | None]]
 def assigned_names(
     wanted: Iterable[str], stored: Collection[str], rules: Rules
 ) -> dict[str, str | None]:
-    r"""For each entry of a model, the checkpoint's entry that fills it.
+    r"""Maps each entry of a model to the checkpoint's entry that fills it.
 
-    A rule's pattern is matched against the model's whole name; its replacement, in which `\1`
-    stands for a group, is the checkpoint's name, or None to keep what was initialised. The first
-    rule that matches decides. A name without a rule is filled by the same name, unless a rule gave
-    that entry to another; if there is none, it is left out of the result.
+    A rule's pattern must match the model's complete name. Its replacement, in which `\1` stands for
+    a group, is the checkpoint's name, or None to keep the initialized value. The first matching
+    rule decides. A name without a rule takes the entry of the same name, unless a rule assigned
+    that entry to another; if there is none, the result omits it.
 
     Args:
       wanted: names of the model's entries, such as `target/decoder/logits_dense/kernel`.
@@ -38,8 +38,7 @@ def assigned_names(
     unused = {pattern for pattern, _ in rules}
     for name in wanted:
         for pattern, replacement in rules:
-            # The whole name, as in T5X: a pattern that fits only a part matches
-            # nothing.
+            # Match the complete name, as T5X does: a pattern that fits only a part matches nothing.
             match = re.fullmatch(pattern, name)
             if match:
                 unused.discard(pattern)
@@ -67,7 +66,7 @@ def assigned_names(
 
 
 def names_in_mtf(tree: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
-    """Mesh TensorFlow's names of a flat tree's entries; "" for what the model does not have.
+    """Mesh TensorFlow's names of a flat tree's entries; "" for entries that the model lacks.
 
     Args:
       tree: A flat tree, or its shapes.

@@ -1,6 +1,6 @@
 """The table of parameter names and axes through which every checkpoint format is translated.
 
-Inside the package every tensor of a checkpoint is known by its path in T5X's tree, as a flat key:
+Inside the package, a tensor of a checkpoint is identified by its path in T5X's tree, as a flat key:
 
     target/<path>                          a parameter
     state/param_states/<path>/<slot>       an optimizer slot: v, v_row, v_col or m
@@ -8,7 +8,7 @@ Inside the package every tensor of a checkpoint is known by its path in T5X's tr
 
 and each format translates its own names to and from these. Mesh TensorFlow's names come from
 checkpoints that mesh_tensorflow 0.1.21 and t5 0.9.4 wrote, T5X's from t5x/checkpoint_importer.py.
-Nothing is transposed or scaled between the two; only the factored slots of square matrices swap
+Neither direction transposes or scales anything; only the factored slots of square matrices swap
 names (`factored_slots`).
 """
 
@@ -27,16 +27,16 @@ SLOTS = "state/param_states/"
 ADAFACTOR_SLOTS = ("v_row", "v_col", "v", "m")  # T5X's names
 ADAM_SLOTS = ("adam_m", "adam_v")  # from mesh_tensorflow.optimize.AdamWeightDecayOptimizer
 MOMENTUM_SLOT = "momentum_v"  # from mesh_tensorflow.optimize.MomentumOptimizer
-# optax's names for Adam's moments, where a checkpoint of T5X's tree keeps them.
+# optax's names for Adam's moments in a checkpoint with T5X's tree.
 _OPTAX = {"adam_m": "mu", "adam_v": "nu"}
 OPTAX_COUNT = f"{SLOTS}0/count"
 SLOT_NAMES = (*ADAFACTOR_SLOTS, *ADAM_SLOTS, MOMENTUM_SLOT)
 RELATIVE_BIAS = "relpos_bias/rel_embedding"  # of a tower or, in umT5, of each of its layers
-# In place of a tower's single layers where they are held stacked; never in a checkpoint.
+# Replaces a tower's single layers while they are stacked; never in a checkpoint.
 LAYERS = "layers_*"
 
-# bi_v1_shared names the decoder's layers by kind where other models number them, which makes the
-# encoder's layers the same variables.
+# bi_v1_shared names the decoder's layers by kind while other models number them, so that the
+# encoder's layers are the same variables.
 SHARED_LAYERS = ("self_attention", "enc_dec_attention", "dense_relu_dense")
 
 NormNames = Literal["rms_norm", "layer_norm"]
@@ -62,17 +62,17 @@ class Row:
 
     @property
     def tower(self) -> str | None:
-        """The tower in whose every layer the parameter occurs; None if it occurs only once."""
+        """The tower that has the parameter in every layer; None if it occurs only once."""
         return self.t5x.partition("/")[0] if "{layer}" in self.t5x else None
 
     @property
     def bias_per_layer(self) -> bool | None:
-        """Whether only models whose layers each have a position bias have it; None: all models."""
+        """Whether it occurs only in models with a position bias per layer; None: in all models."""
         return bool(self.tower) if self.t5x.endswith(RELATIVE_BIAS) else None
 
     @property
     def transposed_in_hf(self) -> bool:
-        """Whether Hugging Face stores the transpose: true of all matrices but the embedding."""
+        """Whether Hugging Face stores the transpose, as for every matrix but the embedding."""
         return len(self.axes) == 2 and self.axes != ("vocab_size", "d_model")
 
 
@@ -118,7 +118,7 @@ def _position_biases(tower: str, mtf_tower: str) -> list[Row]:
     hf = f"{tower}.block.{{}}.layer.0.SelfAttention.relative_attention_bias.weight"
     axes = ("num_heads", "relative_attention_num_buckets")
     return [
-        # Held by the first layer and shared by the others ('bias_shared').
+        # In the first layer, shared by the others ('bias_shared').
         Row(f"{tower}/{RELATIVE_BIAS}", mtf.format("000"), hf.format("0"), axes),
         # One in every layer ('bias'), as in umT5 and scalable_t5.
         Row(
@@ -203,7 +203,7 @@ def layer_name(index: int) -> str:
 def _patterns(
     column: Column, decoder_only: bool, bias_per_layer: bool | None
 ) -> tuple[tuple[re.Pattern[str], Row], ...]:
-    # Mesh TensorFlow pads layer numbers to three digits, and does not cut longer ones.
+    # Mesh TensorFlow pads layer numbers to three digits and does not truncate longer ones.
     number = r"(?P<layer>\d{3,})" if column == "mtf" else r"(?P<layer>\d+)"
     return tuple(
         # re.escape has put backslashes before the braces of {layer}.
@@ -226,9 +226,9 @@ def find_row(
       name: The name.
       column: The format.
       decoder_only: Whether the model has no encoder.
-      bias_per_layer: Whether each layer of the model has its own position bias. Its name in the
-        first layer is that of the bias that all layers of other models share, in every format but
-        T5X's; None takes it for the shared one.
+      bias_per_layer: Whether each layer of the model has its own position bias. In every format but
+        T5X's, the first layer's has the name of the bias that other models share; None assumes the
+        shared one.
     """
     for pattern, row in _patterns(column, decoder_only, bias_per_layer):
         if match := pattern.fullmatch(name):
@@ -251,7 +251,7 @@ def mtf_to_path(variable: str, bias_per_layer: bool | None = None) -> str | None
       variable: Its name.
       bias_per_layer: See `find_row`.
     """
-    # Only decoder-only models have this tower; no variable of another begins so.
+    # Only decoder-only models have this tower; no other variable's name starts like this.
     decoder_only = variable.startswith("transformer/")
     name = _numbered_layers(modern_norm_name(variable))
     found = find_row(name, "mtf", decoder_only, bias_per_layer)
@@ -259,10 +259,10 @@ def mtf_to_path(variable: str, bias_per_layer: bool | None = None) -> str | None
 
 
 def has_bias_per_layer(paths: Iterable[str | None]) -> bool:
-    """Returns whether T5X's paths are those of a model with a position bias in each layer.
+    """Returns whether T5X's paths belong to a model with a position bias in each layer.
 
-    A model of one layer in each tower counts as one whose layers share a bias if its paths come
-    from names of another format, which are then the same.
+    If each tower has one layer and the paths come from another format's names, the two cases have
+    the same names, and the model counts as one with a shared bias.
     """
     return any(path and path.endswith(RELATIVE_BIAS) and "/layers_" in path for path in paths)
 
@@ -290,14 +290,14 @@ def names_shared_layer(variable: str) -> bool:
 
 
 def _numbered_layers(variable: str) -> str:
-    """Returns the name that a shared layer's variable would have in an ordinary decoder."""
+    """Returns the name of a shared layer's variable in an ordinary decoder."""
     for number, layer in enumerate(SHARED_LAYERS):
         variable = re.sub(rf"^(decoder/block_\d+)/{layer}/", rf"\1/layer_{number:03d}/", variable)
     return variable
 
 
 def has_shared_towers(names: Collection[str]) -> bool:
-    """Returns whether the keys are of a bi_v1_shared model: no encoder parameters of its own."""
+    """Returns whether the keys belong to a bi_v1_shared model, whose encoder has no parameters."""
     encoder = PARAMETERS + "encoder/"
     return PARAMETERS + TABLE[0].t5x in names and not any(n.startswith(encoder) for n in names)
 
@@ -315,7 +315,7 @@ def known_names(column: Column, layers: Iterable[int], decoder_only: bool = Fals
         for row in (DECODER_ONLY if decoder_only else TABLE)
         for layer in layers
     ]
-    # Once each: rows that are in no layer repeat, and two kinds of position bias share a name.
+    # Remove duplicates: rows outside of layers repeat, and two kinds of position bias share a name.
     return list(dict.fromkeys(names))
 
 
@@ -340,7 +340,7 @@ def old_norm_name(variable: str) -> str:
 
 def split_mtf_slot(variable: str) -> tuple[str, str | None]:
     """Splits a Mesh TensorFlow variable into parameter and slot: `a/b_slot_vr` is ("a/b", "vr")."""
-    # Adafactor's slots hang on by `_slot_`, Adam's by a slash, momentum's by an underscore.
+    # Adafactor's slots are attached by `_slot_`, Adam's by a slash, momentum's by an underscore.
     match = re.fullmatch(r"(.+)_slot_(vr|vc|v|m)", variable) or re.fullmatch(
         r"(.+)(?:/(?=adam)|_(?=momentum))(adam_m|adam_v|momentum_v)", variable
     )
@@ -374,7 +374,7 @@ def split_key(key: str) -> tuple[str, str | None]:
 
 
 def to_optax(key: str) -> str:
-    """Returns a flat key's name in T5X's tree; Adam's moments go where optax.adam keeps them.
+    """Returns a flat key's name in T5X's tree; Adam's moments get their places in optax.adam.
 
     Raises:
       ValueError: See `split_key`.
@@ -422,14 +422,14 @@ def factored_slots(shape: Sequence[int]) -> dict[str, str]:
 
     Two slots are the same if they average over the same axis of the parameter. So vr is v_row and
     vc is v_col if the two largest axes differ in size. If they are equal, as in nearly every
-    attention kernel, it is the other way round. (T5X's own importer always uses the former.)
+    attention kernel, vr is v_col and vc is v_row. (T5X's own importer always uses the former.)
 
     Args:
       shape: The parameter's shape, two axes or more.
 
     Raises:
-      ValueError: If the two libraries factor different pairs of axes, which takes three axes whose
-        second and third largest are equal; no T5 has such a parameter.
+      ValueError: If the two libraries factor different pairs of axes, which needs three axes of
+        which the second and third largest are equal; no T5 has such a parameter.
     """
     t5x = {axis: slot for slot, axis in t5x_dropped_axes(shape).items()}
     mtf = mtf_dropped_axes(shape)
@@ -465,7 +465,7 @@ def exchange_tied_slots(key: str, shapes: Mapping[str, Sequence[int]]) -> str:
     path, slot = split_key(key)
     other = {"v_row": "v_col", "v_col": "v_row"}.get(slot or "")
     shape = shapes.get(PARAMETERS + path, ())
-    # Where the straight renaming is right, T5X's importer and this table agree.
+    # Where vr is v_row, T5X's importer and this table agree.
     if other is None or len(shape) < 2 or factored_slots(shape)["vr"] == "v_row":
         return key
     return slot_key(path, other)

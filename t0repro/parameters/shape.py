@@ -1,4 +1,4 @@
-"""The sizes of a T5 and what follows from them: parameters, name, variables, factored axes."""
+"""The sizes of a T5 and what follows from them: its parameters, name, variables, factored axes."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ class ModelShape:
         if self.gated == self.tied:
             return f"T5, {'gated' if self.gated else 'ReLU'}, {'tied' if self.tied else 'untied'}"
         family = "T5 1.1" if self.gated else "T5 1.0"
-        # These families have T5 1.1's architecture; only their vocabularies tell them apart.
+        # These families share T5 1.1's architecture; only their vocabularies distinguish them.
         if self.gated and self.vocab_size == 384:
             return self._relative("ByT5")
         if self.gated and self.vocab_size >= 250_000:
             return self._relative("mT5")
         sizes = (self.d_model, self.d_ff, self.num_heads, self.d_kv)
-        # Every published size has as many layers in one tower as in the other.
+        # Every published size has equally many layers in both towers.
         if self.num_encoder_layers != self.num_decoder_layers:
             return family
         size = _SIZES[family].get((self.num_encoder_layers, *sizes))
@@ -102,7 +102,7 @@ class ModelShape:
         }
         layers = (self.num_encoder_layers, self.num_decoder_layers)
         sizes = (self.d_model, self.d_ff, self.num_heads, self.d_kv)
-        # ByT5's towers differ in depth, and its widths are its own.
+        # ByT5's towers differ in depth, and its widths differ from T5's.
         size = own.get((family, *layers, self.d_model))
         if not size and layers[0] == layers[1]:
             size = _SIZES["T5 1.1"].get((layers[0], *sizes))
@@ -144,7 +144,8 @@ class ModelShape:
             return row.bias_per_layer == self.position_bias_per_layer
         if row.t5x == "decoder/logits_dense/kernel":
             return not self.tied
-        # Of wi, wi_0 and wi_1 only the model's own; every other parameter is in all models.
+        # Keep only this model's kernels of wi, wi_0 and wi_1; all models have every other
+        # parameter.
         kernel = row.t5x.split("/")[-2]
         return not kernel.startswith("wi") or kernel in self.wi_kernels
 
@@ -164,8 +165,8 @@ def describe(shape: ModelShape) -> str:
 
 # ---- Which axes of a parameter Adafactor averages over -------------------------------------------
 
-# Mesh TensorFlow factors the two longest axes of a parameter of any rank. T5X wants a rule for
-# every parameter with more than two axes, and ignores it for most others. A rule is text here:
+# Mesh TensorFlow factors the two longest axes of a parameter of any rank. T5X requires a rule for
+# every parameter with more than two axes, and ignores it for most others. Here, a rule is text:
 #
 #     unfactored        the second moment is not factored (in T5X, None)
 #     heuristic         the two longest axes, as in Mesh TensorFlow; at most two axes
@@ -184,7 +185,7 @@ ALL_HEURISTIC: tuple[tuple[str, str], ...] = ((".*", HEURISTIC),)
 
 
 class FactorRuleError(UserError, ValueError):
-    """A parameter that has no rule, or one that does not suit it."""
+    """A parameter without a rule, or with one that does not fit it."""
 
 
 class Factoring(NamedTuple):
@@ -192,7 +193,7 @@ class Factoring(NamedTuple):
 
     Attributes:
       dropped: the axes that v_row lacks, and those that v_col lacks; None if it is not factored.
-      scaled: the axes over which its size and its update's size are taken; None for all.
+      scaled: the axes over which its own size and its update's size are measured; None for all.
     """
 
     dropped: tuple[tuple[int, ...], tuple[int, ...]] | None
@@ -209,21 +210,21 @@ class Factoring(NamedTuple):
 
 
 class Options(Protocol):
-    """The options of Adafactor that say what is factored."""
+    """Adafactor's options about factoring."""
 
     @property
     def factored(self) -> bool:
-        """Whether any parameter is."""
+        """Whether any parameter is factored."""
         ...
 
     @property
     def min_dim_size_to_factor(self) -> int:
-        """The two longest axes are averaged over if both are as long."""
+        """The two longest axes are averaged over if both have at least this length."""
         ...
 
     @property
     def factor_map(self) -> Sequence[tuple[str, str]]:
-        """Regular expressions, found anywhere in a path, and their rules; the first match counts.
+        """Regular expressions, searched for in a path, and their rules; the first match counts.
 
         Empty for Mesh TensorFlow's rule.
         """
@@ -234,7 +235,7 @@ def factoring(path: str, shape: Sequence[int], options: Options) -> Factoring:
     """How Adafactor factors the parameter of a path and a shape.
 
     Raises:
-      FactorRuleError: if no expression matches, or the rule does not suit the number of axes.
+      FactorRuleError: if no expression matches, or the rule does not fit the number of axes.
     """
     if not options.factored:
         return Factoring(None)
@@ -260,7 +261,7 @@ def factoring(path: str, shape: Sequence[int], options: Options) -> Factoring:
         tuple(axis for axis, word in enumerate(words) if word == kind)
         for kind in ("row", "column", "batch")
     )
-    # T5X ignores a rule where there is no choice.
+    # T5X ignores a rule where it leaves no choice.
     if len(shape) <= 2 and not batch:
         return _of_longest_axes(shape, options.min_dim_size_to_factor)
     scaled = tuple(axis for axis in range(len(shape)) if axis not in batch)

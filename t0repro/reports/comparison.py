@@ -1,10 +1,10 @@
 """Compares evaluations of the same tasks: two runs, or the checkpoints of one.
 
-Differences of scores are per (example, choice) pair, in natural-logarithm units, and per target
-token, which is how the agreement between the two stacks is defined (1e-4 absolute per token in
-float32). Differences of accuracy are paired: only tasks and examples that both runs have are
-compared, and each weighting of the examples is the same for both. An example under several prompts
-is one observation, because its outcomes are not independent.
+Differences of scores are per (example, choice) pair, in natural-logarithm units, and also per
+target token, the unit in which the two stacks must agree (1e-4 absolute per token in float32).
+Differences of accuracy are paired: they compare only the tasks and examples that both runs have,
+under the same weightings of examples. An example under several prompts is one observation, because
+its outcomes are not independent.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class TaskComparison:
     """One task in two runs.
 
     Attributes:
-      pairs: (example, choice) pairs whose scores are compared.
+      pairs: (example, choice) pairs whose scores were compared.
       max_difference: largest absolute difference between a pair's scores.
       max_difference_per_token: largest absolute difference divided by the pair's target tokens.
-      at: the (example, choice) with that difference per token.
+      at: the (example, choice) with the largest difference per token.
       flipped: examples whose predicted choice differs.
       metrics_a: the first run's metrics, in percent.
       metrics_b: the second run's metrics, in percent.
-      unpaired: pairs that only one run has, or whose targets differ in length.
+      unpaired: pairs that only one run has, or whose targets have different lengths.
     """
 
     task: str
@@ -72,14 +72,15 @@ class DatasetDifference:
     Attributes:
       prompts: tasks that both runs have.
       examples: distinct examples that both have.
-      accuracy_a: mean over prompts of the first run; accuracy_b of the second.
-      interval: of the difference; equal runs have one too, since further examples could differ.
+      accuracy_a: the first run's mean over prompts; accuracy_b the second's.
+      interval: of the difference; equal runs have one too, since other examples could differ.
       only_a: (example, prompt) outcomes that only the first run gets right; only_b the second.
       p_value: of McNemar's test with examples as clusters (statistics.mcnemar).
-      agreement: percent of (example, prompt) outcomes that both predict alike.
-      p_adjusted: the p-value by Holm's correction over all datasets of all runs compared; None in
+      agreement: percentage of (example, prompt) outcomes on which both predictions agree.
+      p_adjusted: the p-value with Holm's correction over all datasets of all compared runs; None in
         reports before schema 5.
-      detectable: the smallest difference, in points, that these examples show with a power of 80%.
+      detectable: the smallest difference, in points, that these examples reveal with a power of
+        80%.
     """
 
     dataset: str
@@ -103,7 +104,7 @@ class DatasetDifference:
 
 @dataclasses.dataclass(frozen=True)
 class Flip:
-    """An example that the runs predict differently.
+    """An example on which the runs' predictions differ.
 
     Attributes:
       margin_a: best score minus the second best in the first run; None where there is one choice.
@@ -124,17 +125,17 @@ class Flip:
 
 @dataclasses.dataclass(frozen=True)
 class RunComparison:
-    """A second run (`b`) against a first one (`a`), on the tasks that both have.
+    """A second run (`b`) compared with a first one (`a`), on the tasks that both have.
 
     Attributes:
       label_a: what to call the first run; label_b the second.
       step_a: the first run's step; step_b the second's.
       only_a: tasks that the second run lacks; only_b those that the first lacks.
-      flips: the examples that are predicted differently, the first MAX_FLIPS_KEPT of them.
+      flips: the first MAX_FLIPS_KEPT examples whose predictions differ.
       datasets: accuracies; empty in reports written before schema 4.
-      bootstrap: how the intervals were made.
-      checkpoint_a: hash of the first run's checkpoint, None where it recorded none; checkpoint_b of
-        the second's.
+      bootstrap: the options of the intervals.
+      checkpoint_a: hash of the first run's checkpoint, None if not recorded; checkpoint_b of the
+        second's.
     """
 
     label_a: str
@@ -152,14 +153,14 @@ class RunComparison:
 
     @property
     def same_checkpoint(self) -> bool | None:
-        """Whether both runs scored the same parameters; None where that is not known."""
+        """Whether both runs scored the same parameters; None if unknown."""
         if not (self.checkpoint_a and self.checkpoint_b):
             return None
         return self.checkpoint_a == self.checkpoint_b
 
     @property
     def alike(self) -> tuple[str, ...] | None:
-        """Datasets on which the runs cannot be told apart; None if p-values are not corrected."""
+        """Datasets without a significant difference; None if p-values are uncorrected."""
         if any(entry.p_adjusted is None for entry in self.datasets) or not self.datasets:
             return None
         limit = 1 - self.bootstrap.confidence
@@ -167,7 +168,7 @@ class RunComparison:
 
     @property
     def pairs(self) -> int:
-        """(example, choice) pairs whose scores are compared."""
+        """(example, choice) pairs whose scores were compared."""
         return sum(task.pairs for task in self.tasks)
 
     @property
@@ -200,7 +201,7 @@ class RunComparison:
         )
 
     def within(self, tolerance: float) -> bool:
-        """Whether scores differ by at most `tolerance` per token, and no prediction differs."""
+        """Whether scores differ by at most `tolerance` per token, and all predictions agree."""
         return self.worst.max_difference_per_token <= tolerance and self.flipped == 0
 
 
@@ -218,9 +219,9 @@ def compare_runs(
       a: the first run.
       b: the second run.
       prompts: task name -> its prompt, to group tasks by dataset; may be empty.
-      bootstrap: how to make the intervals.
-      same_pairs: refuse tasks whose (example, choice) pairs differ between the runs; needed if the
-        scores, not only the accuracies, are to agree.
+      bootstrap: the options of the intervals.
+      same_pairs: whether to refuse tasks whose (example, choice) pairs differ between the runs;
+        needed to compare scores, not only accuracies.
 
     Raises:
       UserError: if the runs share no task, a shared task has no common example, or a task's
@@ -229,7 +230,7 @@ def compare_runs(
     prompts, bootstrap = prompts or {}, bootstrap or Bootstrap()
     scores_a = {scores.task: scores for scores in read_task_scores(a.eval_dir, a.step)}
     scores_b = {scores.task: scores for scores in read_task_scores(b.eval_dir, b.step)}
-    # A task that only one run has cannot be paired; it is listed instead.
+    # A task in only one run cannot be paired, so list it instead.
     shared = sorted(scores_a.keys() & scores_b.keys())
     if not shared:
         raise UserError(
@@ -270,7 +271,7 @@ def compare_runs(
 
 
 def to_json(comparisons: Sequence[RunComparison], models: Models | None = None) -> str:
-    """The comparisons as indented JSON, a list; each has what was found about all models too."""
+    """The comparisons as an indented JSON list; each includes the findings about all models."""
     more = {} if models is None else {"models": dataclasses.asdict(models)}
     found = [
         {**dataclasses.asdict(entry), "flipped": entry.flipped, **more} for entry in comparisons
@@ -321,8 +322,8 @@ def _compare_task(
 
 
 def _shared_pairs(a: TaskScores, b: TaskScores) -> tuple[np.ndarray, np.ndarray]:
-    """Each run's indices of the pairs that both scored with equally long targets."""
-    # One number per pair: its example's index and its choice's, as digits of a number.
+    """Each run's indices of the pairs that both scored with targets of equal length."""
+    # One number per pair, with the example's index and the choice's as digits.
     choices = 1 + max(a.choice_index.max(), b.choice_index.max())
     keys_a, keys_b = (s.input_index * choices + s.choice_index for s in (a, b))
     _, at_a, at_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
@@ -334,10 +335,10 @@ def _shared_pairs(a: TaskScores, b: TaskScores) -> tuple[np.ndarray, np.ndarray]
 
 
 def _ranked(a: TaskScores, b: TaskScores, num_classes: int | None) -> tuple[RankResult, RankResult]:
-    """Both runs' predictions on the examples that both have."""
+    """Both runs' predictions on their common examples."""
     shared = np.intersect1d(a.input_index, b.input_index)
     kept_a, kept_b = _on_examples(a, shared), _on_examples(b, shared)
-    # Paired figures make sense only where both runs were asked the same.
+    # Paired figures make sense only if both runs answered the same examples.
     if not shared.size:
         raise UserError(
             f"Task {a.task!r}: no example was scored by both runs.",
@@ -357,7 +358,7 @@ def _ranked(a: TaskScores, b: TaskScores, num_classes: int | None) -> tuple[Rank
 
 def _on_examples(scores: TaskScores, examples: np.ndarray) -> TaskScores:
     keep = np.isin(scores.input_index, examples)
-    # Nothing to leave out: the same arrays, and no copy.
+    # Nothing to drop: return the same arrays without a copy.
     if keep.all():
         return scores
     names = (
@@ -401,7 +402,7 @@ def _difference(
     dataset: str, tasks: Sequence[tuple[RankResult, RankResult]], bootstrap: Bootstrap
 ) -> DatasetDifference:
     first, second = (Outcomes.of(results) for results in zip(*tasks, strict=True))
-    # The same weightings for both runs: they have the same name and the same examples.
+    # Both runs get the same weightings, since name and examples are the same.
     found_a, found_b = (reweighted(outcomes, dataset, bootstrap) for outcomes in (first, second))
     # 1 where only the second run is right, -1 where only the first is, 0 where they agree.
     gain = (second.right - first.right).astype(np.int64)
@@ -437,7 +438,7 @@ class History:
     """Mean accuracy over prompts in percent, by dataset, at each of the steps.
 
     Attributes:
-      curves: dataset -> one value a step.
+      curves: dataset -> one value per step.
       chance: dataset -> its chance level.
       skipped: tasks that lack one of the steps.
     """
@@ -453,7 +454,7 @@ class History:
 
 
 def read_history(eval_dir: str | os.PathLike[str], prompts: Mapping[str, PromptInfo]) -> History:
-    """Ranks, at every step in the folder, the tasks that have predictions at all of these steps.
+    """Ranks, at every step in the folder, the tasks with predictions at all of these steps.
 
     Raises:
       UserError: if there are no predictions, no task has all steps, or files cannot be read.
@@ -475,7 +476,7 @@ def read_history(eval_dir: str | os.PathLike[str], prompts: Mapping[str, PromptI
     values: dict[str, dict[int, list[float]]] = {}
     chance: dict[str, list[float]] = {}
     for step in steps:
-        # Ranked again from the scores of each step, so no report needs to exist for it.
+        # Rank the scores of each step again, so that no step needs a report.
         for result in rank_folder(eval_dir, prompts, step=step, tasks=whole):
             label = dataset_label(result.task, prompts)
             values.setdefault(label, {}).setdefault(step, []).append(result.accuracy)

@@ -15,7 +15,7 @@ from t0repro.words import counted
 
 
 def comparison_page(comparisons: Sequence[RunComparison], models: Models | None = None) -> Page:
-    """Runs compared with the first one: accuracies, scores, and examples predicted differently.
+    """Compares runs with the first one: accuracies, scores, and examples whose predictions differ.
 
     Models, if there are any, come first.
     """
@@ -41,7 +41,7 @@ _METHOD = (
 
 
 def models_sections(models: Models) -> list[Section]:
-    """Which models cannot be told apart, by dataset; with seeds, every pair's difference."""
+    """Models without significant differences, by dataset; with seeds, each pair's difference."""
     labels = list(models.seeds)
     rows = tuple(
         (
@@ -102,7 +102,7 @@ def _mean_and_spread(entry: DatasetModels, label: str) -> Cell:
 
 
 def sets_in_words(sets: Sequence[Sequence[str]]) -> str:
-    """The sets of models that cannot be told apart; a model by itself is in none."""
+    """The sets of models that do not differ significantly; sets of one model are omitted."""
     return "; ".join(" = ".join(each) for each in sets if len(each) > 1) or "none"
 
 
@@ -183,7 +183,7 @@ def scores_section(compared: RunComparison, title: str) -> Section:
         )
         for task in compared.tasks
     )
-    # Rows with a flip, whatever their scores differ by.
+    # Bold rows have flips, however small their score differences.
     bold = frozenset(at for at, task in enumerate(compared.tasks) if task.flipped)
     lines = tuple(scores_in_words(compared))
     return Section(title, lines=lines, header=header, rows=rows, bold=bold, level=3)
@@ -240,7 +240,7 @@ def checkpoints_in_words(compared: RunComparison) -> str:
 
 
 def flips_section(compared: RunComparison) -> list[Section]:
-    """The examples that are predicted differently; no section where there are none."""
+    """The examples whose predictions differ; no section if there are none."""
     a, b = compared.label_a, compared.label_b
     header = (
         Column("task"), "example", f"choice of {a}", f"choice of {b}", f"margin of {a}",
@@ -284,7 +284,7 @@ def losses_section(compared: LossComparison, title: str, level: Literal[2, 3] = 
 
 
 def _loss_cells(row: LossRow) -> tuple[str, str, str, Cell]:
-    """A row as text: losses to seven digits, as float32 has them."""
+    """A row as text: losses to seven digits, the precision of float32."""
     difference = Cell(f"{row.relative_difference:.2e}", row.relative_difference)
     # `#` keeps trailing zeros: seven digits in every row.
     return str(row.step), f"{row.loss_a:#.7g}", f"{row.loss_b:#.7g}", difference

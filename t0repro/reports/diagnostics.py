@@ -17,7 +17,7 @@ FLIPS_KEPT = 5
 
 @dataclasses.dataclass(frozen=True)
 class Confusion:
-    """How often each answer was predicted as each choice, summed over prompts.
+    """How often each choice was predicted for each answer, summed over prompts.
 
     Attributes:
       labels: the choices, as the first prompt words them.
@@ -32,7 +32,7 @@ class Confusion:
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationBin:
-    """Examples within a range of confidence; mean confidence and accuracy in percent."""
+    """Examples in a range of confidence; mean confidence and accuracy in percent."""
 
     confidence: float
     accuracy: float
@@ -44,7 +44,7 @@ class Calibration:
     """Calibration: whether predictions made with 80% confidence are right 80% of the time.
 
     Attributes:
-      bins: of equal width, empty ones left out; every example counts once per prompt.
+      bins: of equal width, without empty ones; every example counts once per prompt.
       error: expected calibration error in percentage points: the mean of |accuracy - confidence|
         over bins, weighted by their examples.
     """
@@ -60,7 +60,7 @@ class PromptFlip:
     Attributes:
       example: its index in the task.
       right: prompts that get it right, of `prompts`.
-      first_input: the example under the first prompt, None where inputs were not written.
+      first_input: the example under the first prompt, None if inputs were not written.
     """
 
     example: int
@@ -72,7 +72,7 @@ class PromptFlip:
 def confusion(
     results: Sequence[RankResult], choices: Mapping[str, tuple[str, ...] | None]
 ) -> Confusion | None:
-    """Answers against predictions, over the prompts with the most common number of fixed choices.
+    """Counts predictions by answer, over prompts with the most common number of fixed choices.
 
     Args:
       results: of one dataset's prompts.
@@ -82,13 +82,13 @@ def confusion(
     if not fixed:
         return None
     sizes = [len(choices[result.task] or ()) for result in fixed]
-    # Prompts with other numbers of choices would need another table.
+    # Prompts with another number of choices would need their own table.
     size = max(set(sizes), key=sizes.count)
     members = [result for result, found in zip(fixed, sizes, strict=True) if found == size]
     counts = np.zeros((size, size), np.int64)
     for result in members:
-        known = result.answer >= 0  # -1: the answer is none of the choices
-        # Unlike counts[a, p] += 1, this counts a pair of indices that occurs several times.
+        known = result.answer >= 0  # -1: the answer is not among the choices
+        # Unlike counts[a, p] += 1, this counts repeated pairs of indices.
         np.add.at(counts, (result.answer[known], result.predicted[known]), 1)
     return Confusion(
         labels=choices[members[0].task] or (),
@@ -101,7 +101,7 @@ def calibration(results: Sequence[RankResult], bins: int = BINS) -> Calibration:
     """Accuracy by confidence, over all prompts of a dataset."""
     confidence = np.concatenate([result.confidence for result in results])
     correct = np.concatenate([result.correct for result in results])
-    # A confidence of exactly 1 belongs to the last bin, not to one of its own.
+    # Put a confidence of exactly 1 into the last bin, not into one of its own.
     place = np.minimum((confidence * bins).astype(np.int64), bins - 1)
     found = [
         CalibrationBin(
@@ -122,8 +122,8 @@ def prompt_flips(
 ) -> tuple[tuple[PromptFlip, ...], float]:
     """The examples that prompts disagree on most, and the percentage with any disagreement.
 
-    What is compared is whether the prediction is right, not which choice it is, because prompts
-    order and word their choices differently. Only examples that all prompts share are compared.
+    Compares whether predictions are right, not which choices they are, because prompts order and
+    word their choices differently. Only examples that all prompts share are compared.
     """
     if len(results) < 2:
         return (), 0.0
@@ -135,7 +135,7 @@ def prompt_flips(
     # For each shared example, the number of prompts that get it right.
     right = sum(result.correct[np.searchsorted(result.example, shared)] for result in results)
     right = np.asarray(right, np.int64)
-    # The smaller side: half of the prompts is the most that can disagree.
+    # Count the smaller side: at most half of the prompts can disagree.
     disagreement = np.minimum(right, len(results) - right)
     # Stable, so that two reports of the same scores list the same examples.
     order = np.argsort(-disagreement, kind="stable")[:FLIPS_KEPT]

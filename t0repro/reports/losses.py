@@ -1,6 +1,6 @@
 """Training losses: read from metrics.jsonl, compared between two runs, thinned for a plot.
 
-A difference between two losses is relative to the first run's.
+The difference between two losses is relative to the first run's.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LossComparison:
 
 
 def metric_rows(metrics: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last one that a killed run left half-written is skipped.
+    """The lines of a metrics.jsonl, without an incomplete last line of a killed run.
 
     Raises:
       UserError: if the file is missing, or a line is not a JSON object (reported with its number).
@@ -91,7 +91,7 @@ def metric_rows(metrics: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            if number == len(lines):  # no line feed after it: the writer was stopped in the middle
+            if number == len(lines):  # no line feed after it: the writer was killed in the middle
                 break
             raise UserError(
                 f"This line is not JSON ({error.msg}).", where=f"{path}:{number}"
@@ -104,17 +104,17 @@ def metric_rows(metrics: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[int, float]:
     """Reads the loss of each step from a metrics.jsonl, by ascending step.
 
-    If a step occurs twice, as it does after a restart from an earlier checkpoint, its last line
-    counts. Lines of another split or without a loss are skipped.
+    If a step occurs twice, as after a restart from an earlier checkpoint, its last line counts.
+    Lines of another split or without a loss are skipped.
 
     Raises:
-      UserError: if no line has a loss of the split, and as metric_rows does.
+      UserError: if no line has a loss of the split, or as metric_rows does.
     """
     rows = list(metric_rows(metrics))
     losses = {
         int(row["step"]): float(row["loss"])
         for row in rows
-        # NaN and infinity are kept here: each caller decides what such a loss means.
+        # Keep NaN and infinity here: each caller decides what such a loss means.
         if row.get("split") == split and row.get("loss") is not None
     }
     if not losses:
@@ -179,7 +179,7 @@ def loss_curve(metrics: str | os.PathLike[str], label: str) -> LossCurve | None:
 def thinned_losses(compared: LossComparison, count: int = MAX_ROWS) -> list[LossRow]:
     """The rows to show: evenly spaced if there are many, and always including the worst."""
     rows = thinned(compared.rows, count)
-    # By identity: equal rows of other steps are not the worst.
+    # Compare by identity: an equal row at another step is not the worst.
     if not any(row is compared.worst for row in rows):
         rows = sorted([*rows, compared.worst], key=lambda row: row.step)
     return rows
@@ -189,7 +189,7 @@ def thinned(items: Sequence[Item], count: int) -> list[Item]:
     """At most `count` of the items, evenly spaced, including the first and the last."""
     if len(items) <= count:
         return list(items)
-    # Rounded positions, so that first and last are always in.
+    # Round the positions, so that the first and the last item are always included.
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 

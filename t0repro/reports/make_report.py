@@ -1,4 +1,4 @@
-"""Builds a report from one run's scores and anything that is to be shown with them."""
+"""Builds a report from one run's scores and whatever else it should show."""
 
 from __future__ import annotations
 
@@ -49,19 +49,18 @@ class ReportOptions:
     Attributes:
       title: the report's heading.
       bootstrap: how to compute the intervals.
-      training_datasets: labels of the datasets that were trained on, as prompts.dataset_label gives
-        them; None if unknown.
-      training_tasks: names of the tasks that were trained on.
+      training_datasets: labels of the datasets trained on, as prompts.dataset_label returns them;
+        None if unknown.
+      training_tasks: names of the tasks trained on.
       tasks: names of the tasks to report; None for all in the folder.
-      extras: definitions to report besides T0's: target_length (divides a score by its choice's
-        tokens), calibrated (subtracts the score given a content-free input, if that was scored).
-      checkpoint: path of the checkpoint; defaults to what the evaluation recorded.
-      device: the device it was evaluated on; defaults to what the evaluation recorded.
-      duration_seconds: duration of the evaluation; defaults to what the evaluation recorded.
+      extras: definitions of accuracy to report besides T0's: target_length (divides a score by its
+        choice's tokens), calibrated (subtracts the score for a content-free input, if scored).
+      checkpoint: path of the checkpoint; defaults to the evaluation's record.
+      device: the device of the evaluation; defaults to the evaluation's record.
+      duration_seconds: duration of the evaluation; defaults to the evaluation's record.
       notes: sentences for the top of the report.
-      overlap: task -> indices of its examples that share text with training rows, as
-        tasks.overlap.read_overlap gives them; accuracies without them are reported too. None if it
-        is not known.
+      overlap: task -> indices of its examples that share text with training rows, as returned by
+        tasks.overlap.read_overlap; the report also gives accuracies without them. None if unknown.
     """
 
     title: str = "Rank evaluation"
@@ -79,7 +78,7 @@ class ReportOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What a report may show besides its run's scores.
+    """Optional parts of a report besides its run's scores.
 
     Attributes:
       other: a second run to compare scores with.
@@ -113,7 +112,7 @@ def make_report(
     """
     options, beside = options or ReportOptions(), beside or Beside()
     step = latest_step(run.eval_dir) if run.step is None else run.step
-    # Fixed from here on: a training run may write the next step while the report is made.
+    # Fix the step: a training run may write the next one while the report is being built.
     run = dataclasses.replace(run, step=step)
     records = read_records(run.eval_dir, step)
     ranked, decoded = _by_mode(run, records, options.tasks)
@@ -162,7 +161,7 @@ def make_report(
 def _by_mode(
     run: Run, records: Mapping[str, Mapping[str, Any]], tasks: Sequence[str] | None
 ) -> tuple[list[str], list[Mapping[str, Any]]]:
-    """The tasks that were ranked, and the records of those that were decoded."""
+    """The ranked tasks, and the records of the decoded ones."""
     decoded = {name: found for name, found in records.items() if found.get("mode") == "generate"}
     if tasks is None:
         # Decoded tasks have no scores: find_tasks does not list them.
@@ -176,7 +175,7 @@ def _stacks(
 ) -> RunComparison | None:
     if beside.other is None:
         return None
-    # The stacks are to agree in every score, so a pair that one of them lacks is an error.
+    # The stacks must agree in every score, so a pair that one lacks is an error.
     (compared,) = corrected_comparisons(
         [compare_runs(run, beside.other, prompts, bootstrap, same_pairs=True)]
     )
@@ -207,7 +206,7 @@ def _extras(
                 for task, record in records.items()
                 if record.get("content_free") is not None
             }
-        # Ranked again from the same scores: only what is added or divided by differs.
+        # Rank the same scores again; only the added or dividing term differs.
         results = rank_folder(
             run.eval_dir,
             prompts,
@@ -226,7 +225,7 @@ def accuracies_without(
 ) -> dict[str, float]:
     """Task -> accuracy in percent without the examples that `overlap` lists.
 
-    Tasks that it does not list, or whose examples are all listed, are left out.
+    Tasks that it does not list, or whose examples are all listed, are omitted.
     """
     found = {}
     for result in results:
@@ -283,10 +282,10 @@ def _summarize(
       results: from `rank_folder`.
       prompts: task name -> its prompt; tasks without one are grouped by their own name.
       eval_dir: where the rendered inputs are.
-      training_datasets: labels (`dataset_label`) of the datasets that were trained on, whose other
-        prompts count as held out. None if unknown: all datasets then form one group.
-      training_tasks: names of the tasks that were trained on (without `_score_eval`), so that their
-        prompts do not count as held out.
+      training_datasets: labels (`dataset_label`) of the datasets trained on; their other prompts
+        count as held out. None if unknown: all datasets then form one group.
+      training_tasks: names of the tasks trained on (without `_score_eval`), whose prompts do not
+        count as held out.
       bootstrap: how to compute the intervals.
       extras: task -> name of another definition -> accuracy under it, in percent.
     """
@@ -315,7 +314,7 @@ def _summarize_dataset(
     bootstrap: Bootstrap,
     extras: Mapping[str, Mapping[str, float]],
 ) -> tuple[DatasetResult, DatasetMean]:
-    """The dataset's result with its diagnostics, and its mean over prompts."""
+    """The dataset's result with diagnostics, and its mean over prompts."""
     outcomes = Outcomes.of(results)
     found = reweighted(outcomes, label, bootstrap)
     errors, error_of_mean = outcomes.standard_errors()

@@ -1,10 +1,9 @@
-"""Several models on the same tasks: which of them can be told apart, and on which datasets.
+"""Several models on the same tasks: which differ significantly, and on which datasets.
 
-Runs with one label are one model, trained with several seeds. Two models with a run each are told
-apart by McNemar's test; where one has several, by a test that takes seeds, prompts and examples for
-random samples (statistics.difference_over_seeds). Holm's correction covers all pairs of models on
-all datasets, so that any false claim is made with at most the probability that the confidence
-leaves out.
+Runs with the same label are one model, trained with several seeds. McNemar's test compares two
+models with one run each. If one has several, the test treats seeds, prompts and examples as random
+samples (statistics.difference_over_seeds). Holm's correction covers all pairs of models on all
+datasets, so the probability of any false claim is at most 1 - confidence.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class ModelPair:
     Attributes:
       a: the first model's label; b the second's.
       difference: percentage points by which the second is better.
-      interval: over examples, prompts and seeds; None where neither has several seeds.
+      interval: over examples, prompts and seeds; None if neither has several seeds.
       p_value: two-sided, of no difference.
-      p_adjusted: by Holm's correction over all pairs of models on all datasets.
+      p_adjusted: with Holm's correction over all pairs of models on all datasets.
     """
 
     a: str
@@ -58,12 +57,12 @@ class DatasetModels:
 
     Attributes:
       accuracy: label -> mean over prompts and seeds, in percent, of what all runs have.
-      over_seeds: label -> standard deviation of its runs' accuracies, of models with several.
-      pairs: every two models.
-      below_chance: models that are clearly below chance with each of their runs, by Holm's
-        correction over all runs and datasets.
-      alike: the largest sets of models that cannot be told apart, the best model's first; a model
-        that differs from all others is a set of its own.
+      over_seeds: label -> standard deviation of its runs' accuracies, for models with several.
+      pairs: every pair of models.
+      below_chance: models of which every run is clearly below chance, with Holm's correction over
+        all runs and datasets.
+      alike: the largest sets of models without a significant difference, the best model's first; a
+        model that differs from all others forms its own set.
     """
 
     dataset: str
@@ -76,12 +75,12 @@ class DatasetModels:
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """Models compared with each other.
+    """Several models compared with each other.
 
     Attributes:
       seeds: label -> number of runs, in the order of the labels.
       datasets: by name.
-      never_apart: the largest sets of models of which no two are told apart on any dataset.
+      never_apart: the largest sets of models in which no two differ significantly on any dataset.
     """
 
     seeds: dict[str, int]
@@ -93,10 +92,10 @@ class Models:
 def compare_models(
     runs: Sequence[Run], prompts: Mapping[str, PromptInfo], bootstrap: Bootstrap
 ) -> Models:
-    """Compares every two models on the tasks and examples that all runs have.
+    """Compares every pair of models on the tasks and examples that all runs have.
 
     Args:
-      runs: two or more labels; runs with one label are a model's seeds.
+      runs: at least two labels; runs with the same label are a model's seeds.
       prompts: task name -> its prompt, to group tasks by dataset; may be empty.
       bootstrap: the confidence.
 
@@ -161,7 +160,7 @@ def _p_below_chance(
 
 
 def common_outcomes(runs: Sequence[Sequence[RankResult]]) -> list[Outcomes]:
-    """Each run's outcomes of a dataset's prompts, of the examples that all runs have.
+    """Each run's outcomes on a dataset's prompts, for the examples that all runs have.
 
     Args:
       runs: for each run, the results of the same prompts in the same order.
@@ -225,9 +224,9 @@ def _told_apart(
 
 
 def sets_alike(labels: Sequence[str], apart: set[frozenset[str]]) -> tuple[tuple[str, ...], ...]:
-    """The largest sets of labels of which no two are told apart, in the order of their labels.
+    """The largest sets of labels in which no two differ, in the order of their labels.
 
-    A label may be in several: with A and B alike, and B and C, but not A and C.
+    A label may be in several sets: A and B may be alike, and B and C, but not A and C.
     """
     sets: list[frozenset[str]] = [frozenset()]
     for label in labels:
@@ -256,7 +255,7 @@ def corrected_by(models: Models, comparisons: Sequence[RunComparison]) -> list[R
 
 
 def corrected(comparisons: Sequence[RunComparison]) -> list[RunComparison]:
-    """The comparisons with p-values by Holm's correction over all of their datasets."""
+    """The comparisons with p-values after Holm's correction over all of their datasets."""
     values = holm([d.p_value for compared in comparisons for d in compared.datasets])
     return _with_p_values(comparisons, values)
 
@@ -264,7 +263,7 @@ def corrected(comparisons: Sequence[RunComparison]) -> list[RunComparison]:
 def _with_p_values(
     comparisons: Sequence[RunComparison], p_adjusted: Iterable[float | None]
 ) -> list[RunComparison]:
-    """The comparisons with these p-values, one for each dataset of each in turn."""
+    """The comparisons with these p-values, one for each dataset of each comparison in turn."""
     values = iter(p_adjusted)
     return [
         dataclasses.replace(

@@ -16,9 +16,9 @@ class Cell:
     """A table's cell.
 
     Attributes:
-      text: what is shown.
-      value: what HTML sorts the column by, if not by the text.
-      tip: what HTML shows on hover and focus.
+      text: the displayed text.
+      value: HTML's sort key for the column, if not the text.
+      tip: HTML's tooltip, on hover and focus.
       tone: whether the text is good or bad news.
     """
 
@@ -50,14 +50,14 @@ class Section:
       lines: paragraphs.
       note: a remark in smaller type.
       plot: HTML from svg.inline_plot.
-      legend: (CSS class of the key, what it stands for), below the plot.
-      header: the table's columns; the first is the key, which no rendering drops or cuts.
+      legend: (CSS class of the key, its meaning), below the plot.
+      header: the table's columns; the first is the key, which every rendering shows in full.
       rows: the table's rows.
-      bold: indices of the rows that stand out.
+      bold: indices of the rows to set in bold.
       facts: (name, value) pairs.
       text: preformatted text.
-      level: 2 for a section, 3 for a part of the one before it.
-      folded: whether HTML shows the content only when asked to.
+      level: 2 for a section, 3 for a part of the section before it.
+      folded: whether HTML hides the content until a reader opens it.
     """
 
     title: str
@@ -76,7 +76,7 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A headline figure: its title, the figure, and sentences on it."""
+    """A headline figure: its title, the figure, and sentences about it."""
 
     title: str
     figure: str
@@ -92,8 +92,8 @@ class Page:
     Attributes:
       title: the heading.
       sections: the body.
-      lead: a sentence on what the page is about.
-      warning: what a reader must know before believing a figure; shown as a banner.
+      lead: a sentence that introduces the page.
+      warning: what a reader must know before trusting a figure; shown as a banner.
       notes: further sentences.
       cards: headline figures.
     """

@@ -16,14 +16,14 @@ _LEFT = 0.68  # inches for the numbers and the name of a vertical axis
 
 
 def calibration_plot(datasets: Sequence[DatasetResult], label: str) -> str:
-    """Accuracy against confidence, a dot for each dataset's bin; the diagonal is perfect."""
+    """Accuracy against confidence, a dot for each dataset's bin; the diagonal is ideal."""
 
     def draw(drawing: Drawing) -> None:
         axes = drawing.axes(3.6, _LEFT)
         axes.plot([0, 100], [0, 100], color=ROLES["chance"], linewidth=1.2, linestyle="--")
         for row, dataset in enumerate(datasets):
             for at, found in enumerate(dataset.calibration.bins if dataset.calibration else ()):
-                # The id by which the SVG's element gets its tip.
+                # The SVG element's id, by which it gets its tip.
                 name = f"bin-{row}-{at}"
                 axes.plot(
                     [found.confidence],
@@ -55,7 +55,7 @@ def history_plot(steps: Sequence[int], curves: Mapping[str, Sequence[float]], la
 
 
 _COLOURS, _STYLES = ("accent", "chance", "majority", "ink"), ("-", "--", ":", "-.")
-_MARKED = 30  # a curve of more points has no marks, except for its last
+_MARKED = 30  # a longer curve has a mark at its last point only
 
 
 def curves_plot(
@@ -70,10 +70,10 @@ def curves_plot(
 
     Args:
       curves: name -> (step, value), ascending.
-      label: what assistive technology reads.
+      label: text for assistive technology.
       values: the vertical axis's label.
       limits: of the vertical axis; None fits them to the values.
-      form: how a value is written where the pointer is.
+      form: the format of a value at the pointer.
     """
 
     def draw(drawing: Drawing) -> None:
@@ -82,7 +82,7 @@ def curves_plot(
         right = 0.2 + 0.085 * max(map(len, names))
         axes = drawing.axes(height, _LEFT, right)
         for number, (name, points) in enumerate(curves.items()):
-            # Four colours with four dashes tell sixteen curves apart, then they repeat.
+            # Four colors with four dashes distinguish sixteen curves; then they repeat.
             color = ROLES[_COLOURS[number % 4]]
             axes.plot(*zip(*points, strict=True), color=color, linewidth=1.4, alpha=0.75,
                       linestyle=_STYLES[number // 4 % 4])  # fmt: skip
@@ -90,7 +90,7 @@ def curves_plot(
                 mark = f"history-{number}-{at}"
                 axes.plot([step], [value], marker="o", markersize=4, color=color, gid=mark)
                 drawing.tips[mark] = f"{name}, step {step}: {form.format(value)}"
-        # Before the names are placed, whose heights are measured against the limits.
+        # Set limits before placing the names, whose heights depend on them.
         if limits:
             axes.set_ylim(*limits)
         _name_ends(axes, names, [points[-1] for points in curves.values()], height)
@@ -107,12 +107,12 @@ def curves_plot(
 
 
 def _short_names(names: Sequence[str], length: int) -> list[str]:
-    """The names cut to a length: at their ends or, if that made two the same, in the middle."""
+    """Truncates names: at their ends or, if that would make two equal, in the middle."""
     shown = [printable(name) for name in names]
     short = [shortened(name, length) for name in shown]
     if len(set(short)) == len(short):
         return short
-    ending = os.path.commonprefix([name[::-1] for name in shown])  # the same in all tells nothing
+    ending = os.path.commonprefix([name[::-1] for name in shown])  # common to all
     shown = [name[: len(name) - len(ending)] for name in shown]
     half = (length - 1) // 2
     return [n if len(n) <= length else f"{n[:half]}…{n[-half:]}" for n in shown]
@@ -121,7 +121,7 @@ def _short_names(names: Sequence[str], length: int) -> list[str]:
 def _name_ends(
     axes, names: Sequence[str], ends: Sequence[tuple[int, float]], height: float
 ) -> None:
-    """Writes curves' names to the right of the axes, near the curves' ends but apart."""
+    """Writes curves' names right of the axes, near the curves' ends but without overlap."""
     low, high = axes.get_ylim()
     heights = {at: 100 * (value - low) / (high - low) for at, (_, value) in enumerate(ends)}
     # A line of text is a quarter of an inch high
@@ -170,18 +170,18 @@ _BOX = 0.22
 def accuracy_plot(report: Report, group: GroupResult) -> str:
     """A row per dataset of a group: dots and box over prompts, chance, majority, the mean.
 
-    The plots of a report have one scale at one place, so that groups can be compared by eye.
+    The plots of a report share one scale at one place, so that readers can compare groups by eye.
     """
     datasets = report.members(group)
     widest = max(len(_name(dataset)) for dataset in report.datasets)
 
-    # Called twice by inline_plot, for a wide and for a narrow screen.
+    # inline_plot calls it twice, for a wide and for a narrow screen.
     def draw(drawing: Drawing) -> None:
         names = [_name(dataset) for dataset in datasets]
-        # On a narrow screen a name stands above its row, since beside it no room would be left
+        # On a narrow screen, put a name above its row, since there is no room beside it.
         pitch, left = (0.92, 0.15) if drawing.narrow else (0.72, 0.3 + 0.085 * widest)
         axes = drawing.axes(0.8 + pitch * len(datasets), left)
-        # The first dataset is at the top, where the largest y is.
+        # Put the first dataset at the top, where y is largest.
         for row, (name, dataset) in enumerate(zip(names, datasets, strict=True)):
             y = pitch * (len(datasets) - 1 - row)
             _draw_dataset(drawing, axes, y, row, dataset, report.bootstrap.percent)
@@ -206,9 +206,9 @@ def _name(dataset: DatasetResult) -> str:
 
 
 def published_letters(published: Sequence[PublishedFigure]) -> dict[tuple[str, str], str]:
-    """(model, statistic) -> the letter that stands for it in the plots."""
+    """(model, statistic) -> its letter in the plots."""
     kinds = dict.fromkeys((figure.model, figure.statistic) for figure in published)
-    # Not strict: there are more letters than kinds; a 27th kind would go without one.
+    # Not strict: there are more letters than kinds; a 27th kind would get none.
     return dict(zip(kinds, string.ascii_lowercase, strict=False))
 
 
@@ -223,7 +223,7 @@ def _draw_published(
     """A line with its letter for each figure, solid for a mean and dotted for a median."""
     letters = published_letters(published)
     figures = [figure for figure in published if figure.dataset == family_of(dataset.dataset)]
-    gap = 3.2 if drawing.narrow else 2.0  # percent that a letter takes
+    gap = 3.2 if drawing.narrow else 2.0  # percent of the axis that a letter covers
     places = spread_out({at: figure.value for at, figure in enumerate(figures)}, gap)
     for number, figure in enumerate(figures):
         name = f"published-{row}-{number}"
@@ -247,7 +247,7 @@ def _draw_published(
 def _draw_dataset(
     drawing: Drawing, axes, y: float, row: int, dataset: DatasetResult, confidence: str
 ) -> None:
-    """Chance, the majority class, the box, the dots and, below them, the mean's interval."""
+    """Chance, the majority class, the box, the dots and, below these, the mean's interval."""
     tips = drawing.tips
     for name, value, dashes in (
         ("chance", dataset.chance, (3, 2)),
@@ -260,7 +260,7 @@ def _draw_dataset(
             linewidth=1.6,
             linestyle=(0, dashes),
             gid=f"{name}-{row}",
-            zorder=2.5,  # over the box, under the dots
+            zorder=2.5,  # above the box, below the dots
         )
     tips[f"chance-{row}"] = f"{dataset.dataset}: chance {dataset.chance:.1f}%"
     tips[f"majority-{row}"] = f"{dataset.dataset}: majority class {dataset.majority:.1f}%"
@@ -268,7 +268,7 @@ def _draw_dataset(
     if len(dataset.prompts) > 2:
         _draw_box(axes, y + _DOTS, dataset)
     for i, prompt in enumerate(dataset.prompts):
-        # Neighbours are shifted by a fixed pattern, so that equal accuracies stay apart.
+        # Shift neighbors by a fixed pattern, so that equal accuracies stay apart.
         shift = 0.065 * ((i * 2) % 5 - 2) / 2 if len(dataset.prompts) > 1 else 0
         name = f"prompt-{row}-{i}"
         axes.plot(
@@ -294,7 +294,7 @@ def _draw_dataset(
 
 def _draw_box(axes, y: float, dataset: DatasetResult) -> None:
     spread = dataset.accuracy
-    # What bxp draws; it is given the quartiles, so that plot and table cannot differ.
+    # The input of bxp: with given quartiles, plot and table cannot differ.
     box: Mapping[str, float] = {
         "med": spread.median,
         "q1": spread.lower_quartile,
@@ -319,7 +319,7 @@ def _draw_box(axes, y: float, dataset: DatasetResult) -> None:
 
 
 def prompt_tip(prompt: PromptResult) -> str:
-    """What hovering over a prompt shows: its figures, its text and one rendering."""
+    """A prompt's tooltip: its figures, its text and one rendering."""
     lines = [
         f"{prompt.template_name}: {prompt.accuracy:.1f}%"
         f" ({prompt.interval.low:.1f} to {prompt.interval.high:.1f}),"

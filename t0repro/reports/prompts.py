@@ -1,7 +1,6 @@
-"""What a report needs from the registered tasks: each task's prompt, and what was trained on.
+"""A report's facts from the registered tasks: each task's prompt, and which tasks were trained on.
 
-This is the only reporting module that uses the task registry, and only if a module or mixture is
-named.
+Only this reporting module uses the task registry, and only if a module or mixture is named.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ class PromptInfo(Protocol):
 
     @property
     def template_name(self) -> str:
-        """The name in promptsource of the template."""
+        """The template's name in promptsource."""
         ...
 
     @property
     def fixed_choices(self) -> tuple[str, ...] | None:
-        """The answers where every example has the same ones."""
+        """The answers, if every example has the same ones."""
         ...
 
     @property
@@ -41,7 +40,7 @@ class PromptInfo(Protocol):
 
 
 def dataset_label(task: str, prompts: Mapping[str, PromptInfo]) -> str:
-    """The dataset label to group a task under: `super_glue/rte`, or the task's name if unknown.
+    """The dataset label of a task: `super_glue/rte`, or the task's name if unknown.
 
     Each of ANLI's rounds is a separate dataset, as in T0's figures: `anli/r1`, from the task's
     suffix.
@@ -50,7 +49,7 @@ def dataset_label(task: str, prompts: Mapping[str, PromptInfo]) -> str:
     if info is None:
         return task.removesuffix("_score_eval")
     label = f"{info.dataset}/{info.subset}" if info.subset else info.dataset
-    # From the task's name: the registered dataset is ANLI as a whole.
+    # Parse the task's name, since the registered dataset is ANLI as a whole.
     round_of_anli = re.search(r"_(r[123])(_score_eval)?$", task)
     return f"anli/{round_of_anli[1]}" if info.dataset == "anli" and round_of_anli else label
 
@@ -62,7 +61,7 @@ def template_name(task: str, prompts: Mapping[str, PromptInfo]) -> str:
 
 
 def fixed_classes(prompts: Mapping[str, PromptInfo]) -> dict[str, int]:
-    """Task name -> number of choices, for the tasks where it is fixed."""
+    """Task name -> number of choices, for tasks where it is fixed."""
     return {name: len(info.fixed_choices) for name, info in prompts.items() if info.fixed_choices}
 
 
@@ -71,7 +70,7 @@ def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping
 
     Args:
       modules: names of modules.
-      into_seqio: whether SeqIO is to have the tasks, to read their examples.
+      into_seqio: whether to register the tasks with SeqIO, to read their examples.
 
     Raises:
       UserError: if a module cannot be found.
@@ -84,7 +83,7 @@ def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping
 
 
 def training_tasks(mixtures: Sequence[str]) -> set[str]:
-    """Names of the tasks of registered mixtures, or of tasks themselves.
+    """Names of the tasks in registered mixtures; a task's own name stands for itself.
 
     Raises:
       UserError: if one is not registered.
@@ -92,14 +91,14 @@ def training_tasks(mixtures: Sequence[str]) -> set[str]:
     from t0repro.tasks.task import registered_tasks, tasks_of_mixture
 
     tasks = set(registered_tasks()) & set(mixtures)
-    # Names that are no tasks have to be mixtures.
+    # Names that are not tasks must be mixtures.
     for mixture in set(mixtures) - tasks:
         tasks |= set(tasks_of_mixture(mixture, "--train_mixture"))
     return tasks
 
 
 def training_datasets(tasks: Collection[str], prompts: Mapping[str, PromptInfo]) -> set[str]:
-    """Labels of the datasets that tasks belong to."""
+    """Labels of the datasets of tasks."""
     return {dataset_label(task, prompts) for task in tasks}
 
 
@@ -107,10 +106,10 @@ def training_datasets(tasks: Collection[str], prompts: Mapping[str, PromptInfo])
 
 
 def synthetic_datasets(labels: Collection[str]) -> tuple[str, ...]:
-    """Labels of the datasets whose rows were generated, recognised by their names.
+    """Labels of datasets with generated rows, recognized by name.
 
-    Matches anywhere in the label: without the tasks' module it is a task's name, which need not
-    start with the dataset's.
+    Matches anywhere in the label: without the tasks' module the label is a task's name, which need
+    not start with the dataset's.
     """
     from t0repro.tasks.catalogue import SYNTHETIC
 
@@ -118,11 +117,11 @@ def synthetic_datasets(labels: Collection[str]) -> tuple[str, ...]:
 
 
 def synthetic_warning(labels: Collection[str], synthetic: Collection[str]) -> str:
-    """The banner of a page about some datasets; empty where all rows are real.
+    """The banner of a page about some datasets; empty if all rows are real.
 
     Args:
       labels: of all the page's datasets.
-      synthetic: those whose rows were generated.
+      synthetic: those with generated rows.
     """
     if not synthetic:
         return ""

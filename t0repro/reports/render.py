@@ -1,6 +1,6 @@
-"""Draws a page: as one HTML file, as GitHub-flavoured Markdown, and as tables on a terminal.
+"""Renders a page as one HTML file, as GitHub-flavored Markdown, and as tables on a terminal.
 
-Names come from files that others wrote. In none of the three can a name act as markup.
+Names come from files by others. None of the three renderings lets a name act as markup.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def render_html(page: Page) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
-        # Names come from tasks and files, so everything is escaped but HTML of our own.
+        # Names come from tasks and files, so escape everything except our own HTML.
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
@@ -43,7 +43,7 @@ def render_html(page: Page) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Text with control characters made visible; what is HTML already stays as it is."""
+    """Text with control characters made visible; HTML is returned unchanged."""
     import markupsafe
 
     if isinstance(value, str) and not isinstance(value, markupsafe.Markup):
@@ -58,10 +58,10 @@ def _asset(name: str) -> str:
 # ---- Markdown ------------------------------------------------------------------------------------
 
 
-# What Markdown acts on in the middle of a line. An underscore inside a word does nothing, and names
-# are full of them. Escaping the colon keeps GitHub from making links of bare addresses.
+# Characters with a meaning to Markdown inside a line. An underscore inside a word has none, and
+# names are full of them. An escaped colon keeps GitHub from linking bare addresses.
 _ACTIVE = re.compile(r"[\\`*\[\]<>|~&]|(?<!\w)_|_(?!\w)|:(?=//)|(?<=www)\.|@(?=\w)")
-# What it acts on at the beginning of a line: headings, lists, rules
+# Characters with a meaning at the start of a line: headings, lists, rules.
 _AT_START = re.compile(r"^(\s*)([#+=-]|\d+(?=[.)]))")
 
 
@@ -84,13 +84,13 @@ def render_markdown(page: Page) -> str:
 
 
 def markdown_table(header: Sequence[str | Column], rows: Iterable[Sequence[str | Cell]]) -> str:
-    """A Markdown table: the first column and columns of text to the left, numbers to the right."""
+    """A Markdown table: text and the first column left-aligned, numbers right-aligned."""
     columns = [as_column(column) for column in header]
     names = [name for name, _, _ in columns]
-    # Markdown aligns a column by colons in the line below the header.
+    # Markdown sets a column's alignment by colons in the line below the header.
     rule = ["---" if text or not at else "---:" for at, (_, text, _) in enumerate(columns)]
     lines = [
-        # Nothing in a cell is at the beginning of a line, so "47.8" needs no escape.
+        # A cell never starts a line, so "47.8" needs no escape.
         "| " + " | ".join(_inline(as_cell(cell).text) for cell in line) + " |"
         for line in (names, *rows)
     ]
@@ -98,13 +98,13 @@ def markdown_table(header: Sequence[str | Column], rows: Iterable[Sequence[str |
 
 
 def escape(text: str) -> str:
-    """Text that Markdown shows as it is, on a line of its own."""
-    # A number loses its meaning when the full stop after it is escaped, other signs on their own
+    """Text that Markdown displays literally, on a line of its own."""
+    # For a number, escape the full stop after it; for other signs, the sign itself.
     return _AT_START.sub(_without_start, _inline(text))
 
 
 def _inline(text: str) -> str:
-    """Text that Markdown shows as it is, within a line."""
+    """Text that Markdown displays literally, within a line."""
     return _ACTIVE.sub(lambda match: "\\" + match[0], printable(text))
 
 
@@ -114,9 +114,9 @@ def _without_start(match: re.Match[str]) -> str:
 
 
 def _with_content(sections: Sequence[Section]) -> list[Section]:
-    """The sections that have something below their heading: plots and their legends have not."""
+    """The sections with content below their heading; plots and legends do not count."""
     kept: list[Section] = []
-    # From the end, so that a section's parts have been judged before it.
+    # Backwards, so that a section's parts are decided before the section.
     for section in reversed(sections):
         content = (*section.lines, section.note, section.rows, section.facts, section.text)
         has_parts = bool(kept) and kept[-1].level > section.level
@@ -155,7 +155,7 @@ _TONES = {"": "", "good": "green", "bad": "yellow"}
 
 
 def print_page(page: Page, console: Console | None = None) -> None:
-    """Prints a page's sentences and tables; a table that is cut short says so."""
+    """Prints a page's sentences and tables; a truncated table says so."""
     console = console or terminal()
     if page.warning:
         console.print(Text(printable(page.warning), "bold yellow"))
@@ -172,7 +172,7 @@ def _print_section(section: Section, console: Console) -> None:
             console,
             section.title,
             [name for name, _, _ in columns],
-            # The rest is said to be left out, never dropped in silence.
+            # Report omitted rows; never drop them silently.
             [[_text(as_cell(cell)) for cell in row] for row in section.rows[:MAX_ROWS]],
             numbers={name for name, text, _ in columns[1:] if not text},
             bold=section.bold,

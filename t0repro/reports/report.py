@@ -1,8 +1,8 @@
-"""The report of a rank evaluation, as data: what report.json holds.
+"""A rank evaluation's report as data: the content of report.json.
 
-report.json is one object, UTF-8, indented, with the fields of `Report`; the dataclasses that it is
-made of document theirs. `load_report` reads it back equal to what was written. Accuracies, chance
-and intervals are in percent; scores and losses in natural-logarithm units.
+report.json is one object, UTF-8, indented, with the fields of `Report`; the dataclasses inside
+document their own. `load_report` reads it back equal to what was written. Accuracies, chance and
+intervals are in percent; scores and losses in natural-logarithm units.
 
 What each schema added, so that readers know what older reports lack:
 
@@ -35,12 +35,12 @@ from t0repro.reports.results import DatasetResult, GenerationResult, GroupResult
 from t0repro.reports.run import Provenance
 from t0repro.reports.statistics import Bootstrap
 
-SCHEMA_VERSION = 6  # earlier reports lack what is listed above; they are still read
+SCHEMA_VERSION = 6  # earlier reports lack the additions above but can still be read
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Everything that report.json, report.md and report.html show.
+    """The content of report.json, report.md and report.html.
 
     Attributes:
       title: the heading.
@@ -51,10 +51,10 @@ class Report:
       loss_curve: the training run's losses.
       conversion: the result of converting the checkpoint and back, as text.
       notes: sentences for the top of the report.
-      published: figures by others for the same datasets.
+      published: figures that others published for the same datasets.
       tasks: size and cost of each task, slowest first.
-      generation: prompts that were decoded.
-      synthetic: datasets whose rows were generated.
+      generation: decoded prompts.
+      synthetic: datasets with generated rows.
     """
 
     title: str
@@ -80,11 +80,11 @@ class Report:
     def to_json(self) -> str:
         """The report as indented JSON."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
-        # Python reads a file name that is not UTF-8 with lone surrogates; they have to be escaped.
+        # Python reads file names that are not UTF-8 with lone surrogates; escape these.
         return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-# JSON has lists for tuples, and other writers may have turned 5.0 into 5.
+# JSON has lists in place of tuples, and other writers may have turned 5.0 into 5.
 _FROM_JSON = dacite.Config(cast=[tuple, float], strict=True)
 
 
@@ -107,8 +107,8 @@ def load_report(path: str | os.PathLike[str]) -> Report:
         version = int(content["schema_version"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError("This is not a report: no schema_version.", where=str(path)) from error
-    # An older report lacks fields, which have defaults; a newer one may mean something else by
-    # them.
+    # An older report lacks fields, which have defaults; in a newer one, fields may have another
+    # meaning.
     if version > SCHEMA_VERSION:
         raise UserError(
             f"The report has schema {version}; this t0repro reads up to {SCHEMA_VERSION}.",
@@ -130,7 +130,7 @@ def load_report(path: str | os.PathLike[str]) -> Report:
 
 @dataclasses.dataclass(frozen=True)
 class TaskCost:
-    """Size of a task, and the cost of scoring or decoding it.
+    """A task's size, and the cost of scoring or decoding it.
 
     Attributes:
       pairs: (input, choice) pairs that were scored, or inputs that were decoded.
@@ -139,8 +139,8 @@ class TaskCost:
       seconds: time spent scoring or decoding.
       inputs: number of inputs; like the fields below, None if not recorded.
       available: inputs in the split; more than `inputs` if a sample was evaluated.
-      cut_inputs: inputs that were cut to their sequence length.
-      cut_targets: targets, one per pair, that were cut to their sequence length.
+      cut_inputs: inputs truncated to their sequence length.
+      cut_targets: targets, one per pair, truncated to their sequence length.
     """
 
     task: str
@@ -165,7 +165,7 @@ def task_costs(
 def _task_cost(task: str, record: Mapping[str, Any]) -> TaskCost:
     return TaskCost(
         task=task,
-        # A decoded task has examples and no pairs.
+        # A decoded task has examples but no pairs.
         pairs=record["pairs"] if "pairs" in record else record["examples"],
         tokens=record["input_tokens"] + record["target_tokens"],
         longest_input=record["longest_input"],
@@ -188,7 +188,7 @@ _PUBLISHED = Path(__file__).parent / "published.csv"
 
 @dataclasses.dataclass(frozen=True)
 class PublishedFigure:
-    """A figure that others have published, in percent, and where it stands."""
+    """A figure that others published, in percent, and its source."""
 
     model: str
     dataset: str
@@ -198,7 +198,7 @@ class PublishedFigure:
 
 
 def published_figures(datasets: Collection[str]) -> tuple[PublishedFigure, ...]:
-    """The figures for some datasets, in the file's order; ANLI's for any of its rounds."""
+    """The published figures for datasets, in the file's order; ANLI's for any of its rounds."""
     wanted = {family_of(dataset) for dataset in datasets}
     # A source may contain commas and quotes; newline="" leaves them to the csv module.
     with open(_PUBLISHED, encoding="utf-8", newline="") as file:
@@ -212,5 +212,5 @@ def published_figures(datasets: Collection[str]) -> tuple[PublishedFigure, ...]:
 
 
 def family_of(dataset: str) -> str:
-    """The name under which a dataset's figures were published: ANLI's rounds are one."""
+    """The dataset name under which figures were published: ANLI's rounds share one."""
     return "anli" if dataset.startswith("anli/") else dataset

@@ -25,11 +25,11 @@ from t0repro.reports.sections import (
 )
 from t0repro.words import counted
 
-_NOTICEABLE_TIES = 0.05  # share of a prompt's examples; scores in bfloat16 tie now and then
+_NOTICEABLE_TIES = 0.05  # share of a prompt's examples; bfloat16 scores occasionally tie
 
 
 def report_page(report: Report) -> Page:
-    """The report's page: headline figures first, where they come from and what they mean last."""
+    """The report's page: headline figures first, their origin and meaning last."""
     return Page(
         title=report.title,
         warning=_warning(report),
@@ -53,12 +53,12 @@ def report_page(report: Report) -> Page:
 
 
 def brief_page(report: Report) -> Page:
-    """The report in brief, for a terminal: datasets and groups, and what was decoded."""
+    """A brief report for a terminal: datasets and groups, and decoded tasks."""
     rows: list[tuple[str | Cell, ...]] = []
     bold = set()
     for group in report.groups:
         rows += [_brief_row(d) for d in report.datasets if d.group == group.group]
-        # The group's row comes after its datasets' and is set in bold.
+        # The group's row follows its datasets' and is bold.
         bold.add(len(rows))
         rows.append(_brief_row(group))
     header = (
@@ -123,7 +123,7 @@ def _warning(report: Report) -> str:
 
 
 def _ties_warning(prompts: Sequence[tuple[str, int, int]]) -> str:
-    """A warning where many examples' choices score the same; empty where few do.
+    """A warning if many examples' choices tie; empty if few do.
 
     Args:
       prompts: (name, ties, examples) of every prompt.
@@ -169,7 +169,7 @@ def _card(report: Report, group: GroupResult) -> Card:
 
 
 def _method(report: Report) -> list[str]:
-    """What the figures mean, in sentences."""
+    """The meaning of the figures, in sentences."""
     bootstrap = report.bootstrap
     return [
         "A prediction is the answer choice with the highest log-likelihood, summed over its tokens"
@@ -206,12 +206,12 @@ _TASKS_SHOWN = 10
 
 
 def _coverage_in_words(report: Report) -> list[str]:
-    """Sentences: how many of how many inputs were evaluated, and how many were cut."""
+    """Sentences: how many of how many inputs were evaluated, and how many were truncated."""
     return [*_sampled_in_words(report.tasks), *_cut_in_words(report.tasks)]
 
 
 def _sampled_in_words(tasks: Sequence[TaskCost]) -> list[str]:
-    # Only what both numbers are known of can be summed.
+    # Only tasks with both numbers known can be summed.
     known = [
         (cost.inputs, cost.available)
         for cost in tasks
@@ -246,7 +246,7 @@ def _cut_in_words(tasks: Sequence[TaskCost]) -> list[str]:
 
 
 def _coverage_sections(report: Report) -> list[Section]:
-    """The tasks of which only a sample was evaluated, or of which something was cut."""
+    """The tasks of which only a sample was evaluated, or whose texts were truncated."""
     header = (Column("task"), "inputs", "of", "inputs cut", "targets cut")
     rows = tuple(
         (
@@ -257,7 +257,7 @@ def _coverage_sections(report: Report) -> list[Section]:
             _number(cost.cut_targets),
         )
         for cost in report.tasks
-        # Of older evaluations both numbers are None, and so are equal.
+        # In older evaluations both numbers are None, and thus equal.
         if cost.cut_inputs or cost.cut_targets or cost.inputs != cost.available
     )
     return [Section("Sampled and cut tasks", header=header, rows=rows)] * bool(rows)
@@ -268,10 +268,10 @@ def _number(value: int | None) -> str:
 
 
 def _cost_sections(report: Report) -> list[Section]:
-    """The tasks that took most seconds and those with the longest inputs, each once."""
+    """The slowest tasks and those with the longest inputs, each listed once."""
     slowest = sorted(report.tasks, key=lambda cost: -cost.seconds)[:_TASKS_SHOWN]
     longest = sorted(report.tasks, key=lambda cost: -cost.longest_input)[:_TASKS_SHOWN]
-    # Both lists may name a task; it is shown once.
+    # A task may be in both lists; show it once.
     shown: Sequence[TaskCost] = list(dict.fromkeys([*slowest, *longest]))
     header = (Column("task"), "pairs", "tokens", "longest input", "seconds")
     rows = tuple(
@@ -306,7 +306,7 @@ def _training_sections(report: Report) -> list[Section]:
     if report.stacks or report.losses:
         sections.append(Section("Compared with another run"))
     if compared := report.stacks:
-        # Only equal hashes show it; any second run may have been named.
+        # Only equal hashes prove it; users may compare with any second run.
         same = " (the same checkpoint)" if compared.same_checkpoint else ""
         title = f"Scores of {compared.label_a} and {compared.label_b}{same}"
         sections += [scores_section(compared, title), *flips_section(compared)]
@@ -323,7 +323,7 @@ def _training_sections(report: Report) -> list[Section]:
 
 def _provenance_sections(source: Provenance, written: str) -> list[Section]:
     """Run, checkpoint, device, hashes; then versions and the configuration, folded."""
-    # What is missing is listed by name too: a reader should not have to notice a gap.
+    # List missing facts by name too, so that readers notice the gap.
     known = [(name, value) for name, value in _facts(source) if value]
     missing = [name for name, value in _facts(source) if not value]
     facts = [
@@ -349,7 +349,7 @@ def _provenance_sections(source: Provenance, written: str) -> list[Section]:
 
 
 def _facts(source: Provenance) -> list[tuple[str, str | None]]:
-    """What an evaluation may record; None where it did not."""
+    """The facts that an evaluation may record; None for those that it did not."""
     seconds = source.duration_seconds
     return [
         ("Checkpoint", source.checkpoint),

@@ -1,4 +1,4 @@
-"""What an evaluation found: its tasks ranked, and the figures of a prompt, a dataset, a group."""
+"""An evaluation's results: its ranked tasks, and the figures of a prompt, a dataset, a group."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def rank_folder(
       normalize_by_target_length: see rank_classification.
       tasks: names of the tasks to rank; None for all.
       less: task -> what to subtract from each pair's score, in TaskScores' order; tasks not in it
-        are left out.
+        are omitted.
 
     Raises:
-      UserError: as read_task_scores and rank_classification do.
+      UserError: like read_task_scores and rank_classification.
     """
     classes = fixed_classes(prompts)
     found = iterate_task_scores(eval_dir, step, tasks)
     if less is not None:
         found = (
-            # Content-free scores are in the order of TaskScores, as the record says.
+            # Content-free scores are in the order of TaskScores, as recorded.
             dataclasses.replace(scores, score=scores.score - np.asarray(less[scores.task]))
             for scores in found
             if scores.task in less
@@ -77,7 +77,7 @@ def rank_folder(
 
 UNANSWERABLE_KEPT = 20
 CLEAR = 0.025
-"""One-sided p-value up to which a dataset is clearly above or below something."""
+"""One-sided p-value up to which a dataset counts as clearly above or below a value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +94,11 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Unanswerable:
-    """An example whose answer is none of its choices.
+    """An example whose answer is not among its choices.
 
     Attributes:
       example: its index in the task.
-      first_input: its rendered input, None where inputs were not written.
+      first_input: its rendered input, None if inputs were not written.
     """
 
     example: int
@@ -110,10 +110,10 @@ class PromptResult:
     """One prompt's rank classification.
 
     Attributes:
-      prompt: the template's Jinja text, None where the task was not registered.
-      first_input: the first rendered input, None where inputs were not written.
+      prompt: the template's Jinja text, None if the task was not registered.
+      first_input: the first rendered input, None if inputs were not written.
       ties: examples where another choice scores as high as the predicted one.
-      unanswerable: examples whose answer is none of the choices; they count as wrong.
+      unanswerable: examples whose answer is not among the choices; they count as wrong.
       unanswerable_examples: the first of them.
     """
 
@@ -140,18 +140,18 @@ class DatasetResult:
 
     Attributes:
       group: a key of GROUP_TITLES.
-      examples: Number of examples of the prompt that has the most.
+      examples: Number of examples of the prompt with the most.
       paired: whether all prompts have the same examples.
       standard_error: Standard error of the mean over prompts.
       majority: accuracy of always choosing the position that is right most often.
       above_chance: whether the mean over prompts is clearly above chance.
-      p_above_chance: one-sided p-value of that, by Holm's correction over the report's datasets;
-        p_below_chance and p_above_majority likewise. None in reports before schema 5, where
+      p_above_chance: its one-sided p-value, with Holm's correction over the report's datasets;
+        p_below_chance and p_above_majority likewise. None in reports before schema 5, in which
         intervals alone decided.
-      random_prompts_interval: the mean's interval with prompts a random sample too; None with a
+      random_prompts_interval: the mean's interval if prompts are a random sample too; None with a
         single prompt.
       detectable: the smallest difference, in points, that is found with a power of 80% between two
-        models whose errors are unrelated; it is smaller where they err on the same examples.
+        models with unrelated errors; it is smaller if they err on the same examples.
     """
 
     dataset: str
@@ -192,7 +192,7 @@ class DatasetResult:
 
 
 def corrected(datasets: Sequence[DatasetResult]) -> tuple[DatasetResult, ...]:
-    """The datasets with p-values by Holm's correction over all of them, and verdicts to match."""
+    """The datasets with p-values after Holm's correction over all of them, and new verdicts."""
     names = ("p_above_chance", "p_below_chance", "p_above_majority")
     columns = [holm([getattr(dataset, name) for dataset in datasets]) for name in names]
     return tuple(
@@ -231,8 +231,8 @@ def prompt_result(
 
 
 def _unanswerable(result: RankResult, eval_dir: str | os.PathLike[str]) -> tuple[Unanswerable, ...]:
-    """The first examples whose answer is none of their choices."""
-    # Counted in full; only the first are looked up and listed.
+    """The first examples whose answer is not among their choices."""
+    # All are counted, but only the first are looked up and listed.
     found = [int(example) for example in result.example[~result.answerable][:UNANSWERABLE_KEPT]]
     texts = read_inputs_of(eval_dir, result.task, found)
     return tuple(Unanswerable(example, texts.get(example)) for example in found)
@@ -256,20 +256,20 @@ def dataset_result(
       weighted: their accuracies under the same weightings, [replicates, prompts].
       standard_error: that of the mean over prompts.
       paired: see DatasetResult.
-      bootstrap: how to make the intervals.
+      bootstrap: the options of the intervals.
     """
     accuracy = np.array([prompt.accuracy for prompt in prompts])
     spread = np.percentile(accuracy, [25, 50, 75])
     chance = float(np.mean([prompt.chance for prompt in prompts]))
-    # Over prompts first: they share their examples, so their errors are correlated, and an average
-    # of the prompts' own intervals would be too wide.
+    # Average over prompts first: they share their examples, so their errors are correlated, and
+    # averaging the prompts' own intervals would give one that is too wide.
     mean = weighted.each(lambda values: values.mean(-1))
     mean_interval = mean.interval(bootstrap)
     majority = float(np.mean([prompt.majority for prompt in prompts]))
     return DatasetResult(
         dataset=label,
         group=group,
-        # A template may drop rows, so the largest number is the nearest to the split's own.
+        # A template may drop rows, so the largest number is the closest to the split's size.
         examples=max(prompt.examples for prompt in prompts),
         paired=paired,
         accuracy=Spread(
@@ -290,7 +290,7 @@ def dataset_result(
         p_above_chance=mean.p_above(chance),
         p_below_chance=mean.p_below(chance),
         p_above_majority=mean.p_above(majority),
-        # Two models on the same examples: their errors add up where they are unrelated.
+        # Two models on the same examples: if their errors are unrelated, the variances add up.
         detectable=detectable_difference(math.sqrt(2) * standard_error, bootstrap),
     )
 
@@ -298,7 +298,7 @@ def dataset_result(
 # ---- A group of datasets -------------------------------------------------------------------------
 
 
-# In a report's order. The last is for runs of which it is unknown what was trained on.
+# In a report's order. The last is for runs whose training data is unknown.
 GROUP_TITLES = {
     "trained_prompts": "Prompts trained on",
     "held_out_prompts": "Held-out prompts of training datasets",
@@ -348,7 +348,7 @@ def group_of(
     training_datasets: Collection[str] | None,
     training_tasks: Collection[str],
 ) -> str:
-    """A key of GROUP_TITLES: what the task's dataset and prompt were to the training."""
+    """A key of GROUP_TITLES: whether the training run saw the task's dataset and prompt."""
     # SeqIO's name of the training task, without the twin's suffix.
     if task.removesuffix("_score_eval") in training_tasks:
         return "trained_prompts"
@@ -363,18 +363,18 @@ def group_result(
     means: Mapping[tuple[str, str], DatasetMean],
     bootstrap: Bootstrap,
 ) -> GroupResult | None:
-    """A group's aggregate, None where no dataset is in it.
+    """A group's aggregate, None if it has no datasets.
 
     Args:
       group: a key of GROUP_TITLES.
       datasets: the report's datasets.
       means: (label, group) of a dataset -> its mean over prompts.
-      bootstrap: how to make the interval.
+      bootstrap: the options of the interval.
     """
     members = [dataset for dataset in datasets if dataset.group == group]
     if not members:
         return None
-    # Each dataset counts the same, however many prompts it has.
+    # Each dataset has the same weight, however many prompts it has.
     found = [means[dataset.dataset, group] for dataset in members]
     interval = mean_over_datasets(found, bootstrap).interval(bootstrap)
     chance = float(np.mean([dataset.chance for dataset in members]))
@@ -384,7 +384,7 @@ def group_result(
         prompts=sum(len(dataset.prompts) for dataset in members),
         mean=float(np.mean([dataset.accuracy.mean for dataset in members])),
         interval=interval,
-        # Datasets have no examples in common, so that their errors are independent.
+        # Datasets share no examples, so their errors are independent.
         standard_error=math.hypot(*(dataset.standard_error for dataset in members)) / len(members),
         chance=chance,
         majority=float(np.mean([dataset.majority for dataset in members])),
@@ -401,8 +401,8 @@ class GenerationResult:
 
     Attributes:
       group: a key of GROUP_TITLES.
-      metrics: as the template's metrics give them, most in percent; each over all examples.
-      first_target: the first example's target; first_output what was decoded for it.
+      metrics: the template's metrics, most in percent; each over all examples.
+      first_target: the first example's target; first_output is its decoded output.
     """
 
     task: str
@@ -431,13 +431,13 @@ def generation_results(
       eval_dir: the `<split>_eval` folder.
       records: of the decoded tasks.
       prompts: task name -> its prompt.
-      training_datasets: labels of the datasets that were trained on; None where unknown.
-      training_tasks: names of the tasks that were trained on.
+      training_datasets: labels of the datasets trained on; None if unknown.
+      training_tasks: names of the tasks trained on.
     """
     found = []
     for record in records:
         task, step = record["key"]["task"], record["key"]["step"]
-        # No prompt is known for a task whose module was not named; its own name is its label then.
+        # A task has no prompt if its module was not named; then its own name is its label.
         label, info = dataset_label(task, prompts), prompts.get(task)
         found.append(
             GenerationResult(

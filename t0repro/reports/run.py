@@ -1,4 +1,4 @@
-"""A run to report on: how a path is resolved to one, and where its numbers come from."""
+"""A run to report on: how a path resolves to one, and the provenance of its numbers."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ class Run:
 
 
 def labelled(text: str) -> tuple[str | None, Path]:
-    """Splits LABEL=PATH; a path alone, which may itself contain `=`, has no label."""
+    """Splits LABEL=PATH; a path without a label may itself contain `=`."""
     label, separator, path = text.partition("=")
-    # A path may contain `=`; if it exists as written, it is one.
+    # A path may contain `=`; if it exists as written, it has no label.
     if not separator or Path(text).exists():
         return None, input_path(text)
     return label, input_path(path)
 
 
 def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
-    """Finds the `<split>_eval` folder that a path stands for, and the step if a report names it.
+    """Finds the `<split>_eval` folder for a path, and the step if a report names it.
 
-    That is the path itself if it holds an evaluation's files, else the only evaluation in it, else,
-    if the path is a report (or its folder), the report's evaluation at the report's step.
+    The folder is the path itself if it has an evaluation's files; else the only evaluation inside
+    it; else, if the path is a report or its folder, the report's evaluation at the report's step.
 
     Raises:
       UserError: if there is no evaluation, or more than one.
     """
     path = Path(path)
-    # The folder itself, before anything that may be inside it.
+    # Check the folder itself before searching inside.
     if any(path.glob("*_targets")):
         return path, None
     evaluations = sorted(
@@ -62,7 +62,7 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     if len(evaluations) == 1:
         return evaluations[0], None
     report = path / "report.json" if path.is_dir() else path
-    # rank-eval's --out folder holds both; the folder of files wins.
+    # rank-eval's --out folder has both; prefer the folder of files.
     if not evaluations and report.is_file():
         return _evaluation_of_report(report)
     if evaluations:
@@ -98,7 +98,7 @@ def _evaluation_of_report(path: Path) -> tuple[Path, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """Where the numbers come from; None where it is not known."""
+    """The origin of a report's numbers; None for what is unknown."""
 
     created: str
     label: str
@@ -132,23 +132,23 @@ def collect_provenance(
     The operative configuration is operative_config.gin in the folder, or in the model_dir above it.
 
     Raises:
-      UserError: if provenance.json is there and is not a JSON object.
+      UserError: if provenance.json exists but is not a JSON object.
     """
     folder = Path(run.eval_dir)
     facts = recorded_facts(folder, step)
     return Provenance(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         label=run.label,
-        # A bucket's address, where the folder is a working copy of it.
+        # A bucket's address, if the folder is a working copy of it.
         eval_dir=as_shown(str(run.eval_dir)),
         checkpoint=checkpoint or facts.get("checkpoint"),
         step=step,
         device=device or facts.get("device"),
-        # 0 is a duration too.
+        # Keep a duration of 0.
         duration_seconds=facts.get("duration_seconds")
         if duration_seconds is None
         else duration_seconds,
-        # An evaluation that recorded none is given those that write the report.
+        # If the evaluation recorded no versions, give those of the report's writer.
         versions=facts.get("versions") or package_versions(),
         git_commit=git_commit(),
         operative_config=_operative_config(folder),
@@ -166,7 +166,7 @@ def git_commit() -> str | None:
     """The commit of the checkout that this code runs from, with `-dirty` if it has changes."""
     try:
         found = subprocess.run(
-            # --exclude=*: no tag is matched, so that only the commit is printed.
+            # --exclude=* matches no tag, so that only the commit is printed.
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             cwd=Path(__file__).parent,
             capture_output=True,
@@ -180,10 +180,10 @@ def git_commit() -> str | None:
 
 
 def recorded_facts(folder: str | os.PathLike[str], step: int) -> dict[str, Any]:
-    """What an evaluation recorded in provenance.json; empty if it was of another step.
+    """An evaluation's record in provenance.json; empty if it is for another step.
 
     Raises:
-      UserError: if the file is there and is not a JSON object.
+      UserError: if the file exists but is not a JSON object.
     """
     path = Path(folder) / EVALUATION_FACTS
     if not path.is_file():
@@ -194,7 +194,7 @@ def recorded_facts(folder: str | os.PathLike[str], step: int) -> dict[str, Any]:
         raise UserError(f"This is not JSON: {error}", where=str(path)) from error
     if not isinstance(facts, dict):
         raise UserError("This is not a JSON object.", where=str(path))
-    # A folder may hold several steps; the file is of the last one evaluated.
+    # A folder may have several steps; the file describes the one evaluated last.
     return facts if facts.get("step", step) == step else {}
 
 

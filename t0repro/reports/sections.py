@@ -1,4 +1,4 @@
-"""Sections of a report's page: accuracies, what others published, single answers and outputs."""
+"""Sections of a report's page: accuracies, published figures, single answers and outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXTRA_TITLES = {
 
 
 def verdict(result: DatasetResult | GroupResult) -> Cell:
-    """Which baselines the interval of the mean lies above: chance, and the majority class."""
+    """The baselines that the mean's interval lies above: chance, and the majority class."""
     if result.below_chance:
         return Cell("neither: below chance", tone="bad")
     if not result.above_chance:
@@ -46,7 +46,7 @@ def verdict_in_words(result: DatasetResult | GroupResult) -> str:
 
 def accuracy_sections(report: Report) -> list[Section]:
     """A plot for each group, and the table of datasets."""
-    # Groups and datasets are made of the same results: without one there is neither.
+    # Groups and datasets come from the same results: either both exist or neither.
     if not report.groups:
         return []
     header = (
@@ -73,8 +73,8 @@ def _legend(report: Report) -> tuple[tuple[str, str], ...]:
 
 
 def _plot_section(report: Report, group: GroupResult) -> Section:
-    """The group's plot, with a legend of the published figures that are drawn in it."""
-    # The legend names only what this plot shows; the letters are the same in all plots.
+    """The group's plot, with a legend of the published figures drawn in it."""
+    # The legend only lists this plot's figures; letters are the same in all plots.
     families = {family_of(dataset.dataset) for dataset in report.members(group)}
     drawn = {
         (figure.model, figure.statistic)
@@ -112,7 +112,7 @@ def _dataset_row(dataset: DatasetResult) -> tuple[str | Cell, ...]:
 
 
 def prompts_sections(report: Report) -> list[Section]:
-    """Every prompt; HTML shows its text on hover. No section where none was ranked."""
+    """Every prompt; HTML shows its text on hover. No section if none was ranked."""
     extras = _extra_names(report)
     header = (
         Column("dataset"), Column("prompt"), "examples", "accuracy", "interval", "s.e.", "chance",
@@ -131,7 +131,7 @@ def prompts_sections(report: Report) -> list[Section]:
             percent(prompt.majority),
             str(prompt.ties),
             str(prompt.unanswerable),
-            # A task may lack a definition: calibration needs a score of a content-free input.
+            # A task may lack a definition: calibration needs the score for a content-free input.
             *(percent(prompt.extras[name]) if name in prompt.extras else "" for name in extras),
         )
         for dataset, prompt in prompts_of(report)
@@ -140,7 +140,7 @@ def prompts_sections(report: Report) -> list[Section]:
 
 
 def _extra_names(report: Report) -> list[str]:
-    """The definitions of accuracy that are reported beside T0's."""
+    """The definitions of accuracy reported besides T0's."""
     return list(dict.fromkeys(name for _, prompt in prompts_of(report) for name in prompt.extras))
 
 
@@ -150,7 +150,7 @@ def prompts_of(report: Report) -> list[tuple[DatasetResult, PromptResult]]:
 
 
 def published_sections(report: Report) -> list[Section]:
-    """The published figures that the plots show; no section where there are none."""
+    """The published figures shown in the plots; no section if there are none."""
     letters = published_letters(report.published)
     header = (Column("dataset"), Column("model"), "percent", Column("source", wide=True))
     rows = tuple(
@@ -158,13 +158,13 @@ def published_sections(report: Report) -> list[Section]:
             figure.dataset,
             f"{letters.get((figure.model, figure.statistic), '')}: {figure.model},"
             f" {figure.statistic} over prompts",
-            # With the decimals of its source, not one as for our own.
+            # Keep the source's decimals instead of the single one used for our figures.
             Cell(f"{figure.value:g}", figure.value),
             figure.source,
         )
         for figure in report.published
     )
-    # A section without rows is none at all.
+    # Without rows, return no section.
     return [Section("Published figures", header=header, rows=rows)] * bool(rows)
 
 
@@ -184,7 +184,7 @@ _INPUT_SHOWN = 240
 
 
 def unanswerable_sections(report: Report) -> list[Section]:
-    """The prompts with examples whose answer is none of the choices."""
+    """The prompts with examples whose answer is not among the choices."""
     sections = [
         Section(
             f"{dataset.dataset}, {prompt.template_name}: {prompt.unanswerable} of"
@@ -208,7 +208,7 @@ def unanswerable_sections(report: Report) -> list[Section]:
 
 
 def generation_sections(report: Report) -> list[Section]:
-    """The prompts that were decoded; no section where there are none."""
+    """The decoded prompts; no section if there are none."""
     if not report.generation:
         return []
     header = (
@@ -245,7 +245,7 @@ def _generation_tip(result: GenerationResult) -> str:
 
 
 def diagnostic_sections(report: Report) -> list[Section]:
-    """Calibration, agreement between prompts, and which answers are mistaken for which."""
+    """Calibration, agreement between prompts, and which answers get confused."""
     # Reports written before schema 2 have none.
     if not any(dataset.calibration for dataset in report.datasets):
         return []
@@ -253,7 +253,7 @@ def diagnostic_sections(report: Report) -> list[Section]:
         (
             dataset.dataset,
             percent(dataset.calibration.error) if dataset.calibration else "",
-            # Sorted by the number, not by the text with its percent sign.
+            # Sort by the number, not by the text with its percent sign.
             Cell(f"{dataset.flipped:.1f}%", dataset.flipped)
             if len(dataset.prompts) > 1
             else "one prompt",

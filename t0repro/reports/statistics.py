@@ -1,16 +1,16 @@
 """The statistics of reports and comparisons: intervals, standard errors and tests over examples.
 
-Examples are the random sample; prompts are held fixed, except where `random_prompts_interval` says
-otherwise. An example under several prompts is one observation, whatever rows each prompt has:
-outcomes are paired by the example's index.
+Examples are the random sample; prompts are held fixed, except in `random_prompts_interval` and in
+comparisons over seeds. An example under several prompts is one observation, whatever rows each
+prompt has: outcomes are paired by the example's index.
 
-Every interval of an accuracy is Gaffke's. Examples get random weights (the Bayesian bootstrap), its
-low end is taken with one further example that is wrong under every prompt, and its high end with
-one that is right. Resampling alone cannot make an interval: two examples that are both right are
-right in every resample. For a single prompt Gaffke's interval is Clopper and Pearson's exact one.
-For the difference of two runs, the further example is one that only the first run gets right (low
-end) or only the second (high end). `scripts/bench/coverage.py` simulates how often each interval
-contains the truth.
+Every interval of an accuracy is Gaffke's. Examples get random weights (the Bayesian bootstrap). The
+low end adds one further example that is wrong under every prompt, and the high end one that is
+right. Resampling alone cannot give an interval: two examples that are both right are right in every
+resample. For a single prompt, Gaffke's interval is Clopper and Pearson's exact one. For the
+difference of two runs, the further example is one that only the first run gets right (low end) or
+only the second (high end). `scripts/bench/coverage.py` simulates how often each interval contains
+the truth.
 
 Sources: N. Gaffke, "Three test statistics for a nonparametric one-sided hypothesis on the mean of a
 nonnegative variable", Mathematical Methods of Statistics 14 (2005); W. Hoeffding, "On the
@@ -31,9 +31,9 @@ from jaxtyping import Float
 
 from t0repro.evaluation.rank import RankResult
 
-_EXACT_EXAMPLES = 100  # McNemar's test is exact for as many that differ
+_EXACT_EXAMPLES = 100  # up to this many differing examples, McNemar's test is exact
 _FEW_PROMPTS = 5
-_DRAWN_AT_ONCE = 2_000_000  # weights in memory, 16 MB of them
+_DRAWN_AT_ONCE = 2_000_000  # weights in memory at once, 16 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Bootstrap:
-    """How intervals are computed: from random weightings of the examples, prompts held fixed.
+    """Options of the intervals: random weightings of the examples, with prompts held fixed.
 
-    The smallest p-value is one over the replicates, and Holm's correction multiplies it by the
-    number of datasets: 4,000 are enough for 100 datasets.
+    The smallest p-value is one over the number of replicates, and Holm's correction multiplies it
+    by the number of datasets: 4,000 replicates suffice for 100 datasets.
     """
 
     replicates: int = 4000
@@ -58,17 +58,16 @@ class Bootstrap:
 
     @property
     def percent(self) -> str:
-        """The intervals' confidence in words, as in `95%`."""
+        """The confidence of the intervals in words, as in `95%`."""
         return f"{100 * self.confidence:g}%"
 
     def weightings(
         self, dataset: str, examples: int
     ) -> Iterator[Float[np.ndarray, "some examples+1"]]:
-        """Random weights of a dataset's examples and of one more, `replicates` rows in all.
+        """Random weights of a dataset's examples and of one more, in `replicates` rows.
 
-        A row is uniform over the simplex once it is divided by its sum. The seed includes a
-        checksum of the name, so a dataset's intervals do not depend on which other datasets are in
-        the report.
+        After division by its sum, a row is uniform over the simplex. The seed includes a checksum
+        of the name, so a dataset's intervals do not depend on the other datasets in the report.
         """
         seed = [self.seed, zlib.crc32(dataset.encode()), examples, 1]
         generator = np.random.default_rng(seed)
@@ -84,8 +83,8 @@ class Reweighted:
 
     Attributes:
       plain: [..., replicates] or [..., replicates, prompts], of the available examples.
-      lower: the same with a further example at its worst; low ends are its percentiles.
-      upper: the same with a further example at its best; high ends are its percentiles.
+      lower: the same with a further example at its worst; low ends are percentiles of these.
+      upper: the same with a further example at its best; high ends are percentiles of these.
     """
 
     plain: np.ndarray
@@ -97,13 +96,13 @@ class Reweighted:
         return Reweighted(function(self.plain), function(self.lower), function(self.upper))
 
     def minus(self, other: Reweighted) -> Reweighted:
-        """A difference between figures that were made from the same weightings."""
+        """The difference between two sets of figures with the same weightings."""
         return Reweighted(
             self.plain - other.plain, self.lower - other.upper, self.upper - other.lower
         )
 
     def ends(self, bootstrap: Bootstrap) -> tuple[np.ndarray, np.ndarray]:
-        """Both ends of the central intervals: half of what is left out is on either side."""
+        """Both ends of the central intervals, which leave out equal parts on either side."""
         tail = 50 * (1 - bootstrap.confidence)
         low = np.percentile(self.lower, tail, axis=-1)
         return low, np.percentile(self.upper, 100 - tail, axis=-1)
@@ -111,8 +110,7 @@ class Reweighted:
     def p_above(self, value: float) -> float:
         """One-sided p-value of the claim that the figure is above a value.
 
-        Where the interval begins above the value, it is at most half of what the interval leaves
-        out.
+        If the interval begins above the value, the p-value is at most half of 1 - confidence.
         """
         return float((1 + (self.lower <= value).sum()) / (1 + self.lower.size))
 
@@ -121,7 +119,7 @@ class Reweighted:
         return float((1 + (self.upper >= value).sum()) / (1 + self.upper.size))
 
     def interval(self, bootstrap: Bootstrap) -> Interval:
-        """The interval, where there is one figure in each replicate."""
+        """The interval, if there is one figure per replicate."""
         low, high = self.ends(bootstrap)
         return Interval(float(low), float(high))
 
@@ -145,7 +143,7 @@ class Outcomes:
         right = np.zeros((len(examples), len(results)))
         weight = np.zeros_like(right)
         for column, result in enumerate(results):
-            # Templates drop rows, and not all the same ones: a position says nothing.
+            # Templates drop different rows, so a row's position does not identify its example.
             rows = np.searchsorted(examples, result.example)
             right[rows, column], weight[rows, column] = result.correct, result.weight
         return cls(right, weight)
@@ -172,21 +170,21 @@ class Outcomes:
 
     @property
     def largest_share(self) -> np.ndarray:
-        """The largest share that one example has in the mean over prompts, [...]."""
+        """The largest share of a single example in the mean over prompts, [...]."""
         return self.share.mean(-1).max(-1)
 
     def reweighted(self, weights: Float[np.ndarray, "replicates examples+1"]) -> Reweighted:
         """Each prompt's accuracy under each weighting, [..., replicates, prompts]."""
         drawn, one_more = weights[:, :-1], weights[:, -1:]
         right, wrong = (drawn @ (self.weight * at) for at in (self.right, 1 - self.right))
-        # The further example counts as much as the prompt's heaviest. With the average, intervals
-        # of unequal weights held the truth too rarely.
+        # The further example weighs as much as the prompt's heaviest. With the average weight,
+        # intervals with unequal weights contained the truth too rarely.
         further = one_more * self.weight.max(-2, keepdims=True)
         total = right + wrong
         return Reweighted(
             100 * right / total,
             100 * right / (total + further),
-            # From what is wrong, so that nothing wrong is 100 and not nearly so.
+            # Compute it from wrong predictions, so that none gives exactly 100.
             100 - 100 * wrong / (total + further),
         )
 
@@ -194,7 +192,7 @@ class Outcomes:
         """Standard error of each prompt's accuracy and of their mean, in percentage points.
 
         By linearization: an example moves a prompt's accuracy by its share of the weight times its
-        distance from the accuracy. For one prompt with equal weights that is the square root of
+        distance from the accuracy. For one prompt with equal weights, this gives the square root of
         p * (1 - p) / (examples - 1).
         """
         moves = self.share * (100 * self.right - self.accuracy[..., None, :])
@@ -202,12 +200,12 @@ class Outcomes:
         return each, _root_of_squares(moves.mean(-1), self.examples, axis=-1)
 
     def random_prompts_error(self) -> tuple[np.ndarray, np.ndarray]:
-        """Standard error of the mean with prompts a random sample too, and its degrees of freedom.
+        """Standard error of the mean with prompts a random sample too, and degrees of freedom.
 
-        Needs two prompts. The variance is that of the mean with prompts fixed, plus that of the
-        prompts' accuracies divided by their number. The degrees of freedom are Satterthwaite's.
-        With fewer than five prompts, where intervals with these held the truth too rarely in
-        simulation, they are one less than the prompts.
+        Needs two prompts. The variance is that of the mean with prompts fixed, plus the variance of
+        the prompts' accuracies divided by their number. The degrees of freedom are Satterthwaite's.
+        With fewer than five prompts, they are the number of prompts minus one, because intervals
+        with Satterthwaite's contained the truth too rarely in simulation.
         """
         prompts = self.right.shape[-1]
         _, fixed = self.standard_errors()
@@ -223,7 +221,7 @@ class Outcomes:
 
 def _root_of_squares(moves: np.ndarray, examples: np.ndarray | int, axis: int = -2) -> np.ndarray:
     """Square root of the sum over examples of squared moves, which have a mean of zero."""
-    # One example has no spread: zero over zero.
+    # One example has no spread: avoid zero over zero.
     return np.sqrt((moves**2).sum(axis) * examples / np.maximum(np.subtract(examples, 1), 1))
 
 
@@ -232,12 +230,12 @@ def random_prompts_interval(
 ) -> Interval | None:
     """The interval of the mean over all prompts that could have been written, in percent.
 
-    On the logit scale, where the mean's error is nearly symmetric: percentages near 100 leave more
-    room below than above. None with a single prompt, which says nothing of others.
+    Computed on the logit scale, where the mean's error is nearly symmetric: a percentage near 100
+    has more room below than above. None with a single prompt, which shows nothing about others.
 
     Args:
       outcomes: One dataset's, [examples, prompts].
-      fixed: The interval with prompts held fixed, which is returned where all outcomes are alike.
+      fixed: The interval with prompts held fixed; returned if all outcomes are alike.
       bootstrap: The confidence.
     """
     if outcomes.right.shape[-1] < 2:
@@ -253,20 +251,20 @@ def random_prompts_interval(
 
 
 def t_quantile(freedom: float, confidence: float) -> float:
-    """What a variable with Student's t distribution stays within, with the given probability."""
+    """The bound on a Student's t variable's absolute value that holds with this probability."""
     angles, below = _t_angles(freedom)
     angle = np.interp(confidence, below, angles)
     return math.sqrt(freedom) * math.tan(angle)
 
 
 def t_p_value(freedom: float, t: float) -> float:
-    """How often a variable with Student's t distribution is at least as far from 0 as `t`."""
+    """The probability that a Student's t variable is at least as far from 0 as `t`."""
     angles, below = _t_angles(freedom)
     return float(1 - np.interp(math.atan(abs(t) / math.sqrt(freedom)), angles, below))
 
 
 def _t_angles(freedom: float) -> tuple[np.ndarray, np.ndarray]:
-    """Angles with t = sqrt(freedom) * tan(angle), and how often |t| is below each."""
+    """Angles with t = sqrt(freedom) * tan(angle), and the probability of |t| below each."""
     # The density of the angle is a power of its cosine.
     angles = np.linspace(0, math.pi / 2, 20_001)
     density = np.cos(angles) ** (freedom - 1)
@@ -276,12 +274,12 @@ def _t_angles(freedom: float) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class SeedsDifference:
-    """The difference of two models that were trained with several seeds, in percentage points.
+    """The difference of two models trained with several seeds, in percentage points.
 
     Attributes:
-      difference: of the means over seeds and prompts.
-      interval: with examples, prompts and seeds random samples.
-      p_value: two-sided, of the claim that there is no difference.
+      difference: between the means over seeds and prompts.
+      interval: if examples, prompts and seeds are random samples.
+      p_value: two-sided, for the claim that there is no difference.
     """
 
     difference: float
@@ -294,16 +292,16 @@ def difference_over_seeds(
 ) -> SeedsDifference:
     """Compares two models whose runs differ by seed: examples, prompts and seeds are all random.
 
-    Examples and prompts are crossed with the models and with each model's seeds, so the variance is
-    the sum of those of the means over each factor's levels: of the difference over examples, of the
-    difference over prompts (none for a single prompt), and of the models' accuracies over seeds,
-    which are taken to vary equally: one model may have a single run. The quantile is Student's with
-    Satterthwaite's degrees of freedom. A bootstrap that draws all three factors again holds the
-    truth too rarely with few seeds (`scripts/bench/coverage.py`).
+    Examples and prompts are crossed with the models and with each model's seeds. So the variance is
+    the sum of the variances of the means over each factor's levels: the difference over examples,
+    the difference over prompts (absent with a single prompt), and the models' accuracies over
+    seeds, whose variance is assumed equal since one model may have a single run. The quantile is
+    Student's with Satterthwaite's degrees of freedom. A bootstrap that resamples all three factors
+    contains the truth too rarely with few seeds (`scripts/bench/coverage.py`).
 
     Args:
-      first: one run's outcomes each, [examples, prompts], the same examples and prompts in all.
-      second: those of the other model.
+      first: each run's outcomes, [examples, prompts], with the same examples and prompts in all.
+      second: the other model's.
       bootstrap: the confidence.
 
     Raises:
@@ -331,15 +329,15 @@ def difference_over_seeds(
     total = sum(variance for variance, _ in terms)
     difference = float(of_prompt.mean())
     if not total:
-        # Nothing varies. The next example may still be another one, as in Clopper and Pearson's
-        # interval of outcomes that are all alike; the p-value is the sign test's.
+        # Nothing varies. Another example may still differ, as in Clopper and Pearson's interval of
+        # equal outcomes; the p-value is the sign test's.
         other = 1 - ((1 - bootstrap.confidence) / 2) ** (1 / examples)
         low, high = (difference + other * (end - difference) for end in (-100.0, 100.0))
         return SeedsDifference(
             difference, Interval(low, high), min(1.0, 2 * 0.5**examples) if difference else 1.0
         )
     freedom = total**2 / sum(variance**2 / max(free, 1) for variance, free in terms)
-    # As for prompts: few levels estimate their variance too badly for Satterthwaite's rule.
+    # As for prompts: few levels estimate their variance too poorly for Satterthwaite's rule.
     few = [free for _, free in terms[1:] if free < _FEW_PROMPTS - 1]
     freedom = min([freedom, *few])
     error = math.sqrt(total)
@@ -351,13 +349,14 @@ def difference_over_seeds(
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p-values, in the order given.
 
-    Calling what is at most alpha significant makes any false claim with at most that probability.
+    If every adjusted p-value up to alpha counts as significant, the probability of any false claim
+    is at most alpha.
     Source: S. Holm, "A simple sequentially rejective multiple test procedure",
     Scandinavian Journal of Statistics 6 (1979).
     """
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, at in enumerate(sorted(range(len(p_values)), key=lambda at: p_values[at])):
-        # Never below the adjusted value of a smaller one.
+        # Never less than the adjusted value of a smaller p-value.
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[at]))
         adjusted[at] = largest
     return adjusted
@@ -368,12 +367,12 @@ def detectable_difference(
 ) -> float | None:
     """The smallest difference that a comparison finds with the given power.
 
-    None where nothing varies: then the sample does not say how much another would.
+    None if nothing varies: the sample then does not show how much another would.
 
     Args:
       standard_error: That of the difference.
       bootstrap: The confidence at which a difference counts as found.
-      power: How often it is to be found.
+      power: The probability of finding it.
     """
     if not standard_error:
         return None
@@ -393,13 +392,13 @@ def reweighted(outcomes: Outcomes, dataset: str, bootstrap: Bootstrap) -> Reweig
 
 @dataclasses.dataclass(frozen=True)
 class DatasetMean:
-    """A dataset's mean over prompts, as the mean over datasets needs it; in percent.
+    """A dataset's mean over prompts, in the form that the mean over datasets needs; in percent.
 
     Attributes:
       estimate: [...].
       reweighted: [..., replicates].
       examples: number of examples.
-      largest_share: the largest share that one example has in the mean, [...].
+      largest_share: the largest share of a single example in the mean, [...].
     """
 
     estimate: np.ndarray
@@ -409,7 +408,7 @@ class DatasetMean:
 
     @classmethod
     def of(cls, outcomes: Outcomes, found: Reweighted) -> DatasetMean:
-        """The mean of prompts' outcomes, whose accuracies under each weighting are `found`."""
+        """The mean of prompts' outcomes, given `found`, their accuracies under each weighting."""
         return cls(
             outcomes.accuracy.mean(-1),
             found.each(lambda values: values.mean(-1)),
@@ -419,14 +418,14 @@ class DatasetMean:
 
 
 def mean_over_datasets(datasets: Sequence[DatasetMean], bootstrap: Bootstrap) -> Reweighted:
-    """The mean over datasets, each of the same weight and with examples of its own.
+    """The mean over datasets with equal weights and separate examples.
 
-    There is one further example, not one for each dataset, with the largest share that any example
-    has in the mean: all datasets are not at their worst at once. (With equally many examples that
-    are all right, this is Clopper and Pearson's interval of all of them together, which holds
-    whatever the datasets' accuracies are, by Hoeffding's theorem.) Weightings spread less than
-    samples of few examples do, by (n - 1) / (n + 1) in variance; each dataset's further example
-    makes up for that in its own interval, and a factor does here.
+    There is one further example for all datasets, with the largest share of any example in the
+    mean, because not all datasets are at their worst at once. (With equally many examples that are
+    all right, this is Clopper and Pearson's interval of all of them together, which holds for any
+    accuracies of the datasets, by Hoeffding's theorem.) Weightings spread less than samples of few
+    examples, by (n - 1) / (n + 1) in variance. In a dataset's own interval its further example
+    makes up for that; here, a factor does.
     """
     if len(datasets) == 1:
         return datasets[0].reweighted
@@ -448,21 +447,21 @@ def mcnemar(differences: np.ndarray) -> float:
     """Two-sided p-value of McNemar's test over clusters; 1 if nothing differs.
 
     Args:
-      differences: of each example, under how many prompts only the second run is right, minus
-        under how many only the first is.
+      differences: for each example, the number of prompts under which only the second run is right,
+        minus the number under which only the first is.
 
     The statistic is (sum of d)**2 / sum of d**2, chi-squared with one degree of freedom; with one
-    prompt that is McNemar's own, (b - c)**2 / (b + c). Where at most 100 examples differ it is
-    exact: the share of all ways to swap the runs on each of them whose sum of d is as large; with
-    one prompt that is the binomial test.
+    prompt that is McNemar's own, (b - c)**2 / (b + c). If at most 100 examples differ, the test is
+    exact: the fraction of all ways to swap the runs on each of them whose sum of d is as large;
+    with one prompt that is the binomial test.
     """
     sizes = np.abs(differences[differences != 0]).astype(np.int64)
     total = abs(int(differences.sum()))
     if len(sizes) > _EXACT_EXAMPLES:
         # The upper tail of chi-squared with one degree of freedom.
         return math.erfc(math.sqrt(total**2 / float((sizes**2).sum()) / 2))
-    # Either run could have been the better one on each of these: the distribution of their sum,
-    # from -sum(sizes) to sum(sizes).
+    # Under the null hypothesis, either run could be the better one on each of these: compute the
+    # distribution of their sum, from -sum(sizes) to sum(sizes).
     probability = np.ones(1)
     for size in sizes:
         either = np.zeros(2 * size + 1)

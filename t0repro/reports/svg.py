@@ -1,9 +1,9 @@
-"""Plots as inline SVG that takes its colours from the page, light or dark.
+"""Plots as inline SVG that takes its colors from the page, light or dark.
 
-Matplotlib draws in placeholder colours, each of which is then replaced by the page's CSS variable
-for that role; what an inline SVG does not need (metadata, style sheet, unused ids) is removed.
-Every plot is drawn twice, for wide and for narrow screens, because text that scales with the plot
-would be unreadable on a narrow one; the page's style sheet shows the one that fits.
+Matplotlib draws in placeholder colors, each of which is then replaced by the page's CSS variable
+for that role. Parts that an inline SVG does not need are removed (metadata, style sheet, unused
+ids). Every plot is drawn twice, for wide and for narrow screens, because text that scales with the
+plot would be unreadable on a narrow one; the page's style sheet shows the one that fits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Key = TypeVar("Key")
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
 
-# Role -> a colour that occurs nowhere else in a figure, so that it can be told apart afterwards.
+# Role -> a color that occurs nowhere else in a figure, so that it can be replaced afterwards.
 ROLES = {
     "ink": "#010203",
     "muted": "#040506",
@@ -54,12 +54,12 @@ _SETTINGS: dict[Any, Any] = {
 
 @dataclasses.dataclass
 class Drawing:
-    """A figure while it is drawn.
+    """A figure while it is being drawn.
 
     Attributes:
       narrow: whether it is for a narrow screen.
       figure: Matplotlib's figure, once `axes` has been called.
-      tips: group id of an artist -> what hovering over it shows.
+      tips: group id of an artist -> its tooltip.
     """
 
     narrow: bool
@@ -72,7 +72,7 @@ class Drawing:
         return 4.7 if self.narrow else 7.6
 
     def axes(self, height: float, left: float, right: float = 0.15):
-        """New axes on a new figure, all in inches; pyplot, with its global state, is not involved.
+        """New axes on a new figure, all sizes in inches; does not use pyplot and its global state.
 
         Args:
           height: Height of the figure.
@@ -86,7 +86,7 @@ class Drawing:
         FigureCanvasSVG(self.figure)
         # Transparent, so that the page's background shows.
         self.figure.patch.set_alpha(0)
-        # Room below for the axis's label, and a little above.
+        # Leave room for the axis's label below, and a little above.
         bottom, top = 0.48 / height, 1 - 0.08 / height
         width = (self.inches - left - right) / self.inches
         axes = self.figure.add_axes((left / self.inches, bottom, width, top - bottom))
@@ -100,8 +100,8 @@ def inline_plot(draw: Callable[[Drawing], None], label: str) -> str:
     """A plot as HTML: its SVG for wide screens and its SVG for narrow ones.
 
     Args:
-      draw: draws it, by `Drawing.axes`.
-      label: what assistive technology reads.
+      draw: draws the plot, with `Drawing.axes`.
+      label: text for assistive technology.
     """
     import matplotlib
 
@@ -116,7 +116,7 @@ def inline_plot(draw: Callable[[Drawing], None], label: str) -> str:
 
 
 def whole_steps(axes, count: int) -> None:
-    """Labels the horizontal axis with about `count` whole steps, written out."""
+    """Labels the horizontal axis with about `count` integer steps, written out."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(count, integer=True))
@@ -124,14 +124,14 @@ def whole_steps(axes, count: int) -> None:
 
 
 def spread_out(values: Mapping[Key, float], gap: float) -> dict[Key, float]:
-    """Places for labels in 0 to 100, near their values, at least `gap` apart where possible."""
+    """Positions for labels in 0 to 100, near their values, at least `gap` apart where possible."""
     places: dict[Key, float] = {}
     lowest = 0.0
-    # Ascending: a label is pushed up by the one below it.
+    # Ascending: each label is pushed up by the one below it.
     for key in sorted(values, key=lambda key: values[key]):
         places[key] = max(values[key], lowest)
         lowest = places[key] + gap
-    # What is pushed beyond the top comes down again, all labels together.
+    # If labels were pushed beyond the top, move all of them down together.
     beyond = max(places.values(), default=0) - 100
     return {key: place - max(beyond, 0) for key, place in places.items()}
 
@@ -139,7 +139,7 @@ def spread_out(values: Mapping[Key, float], gap: float) -> dict[Key, float]:
 def _inline_svg(drawing: Drawing, label: str, prefix: str) -> str:
     """The figure as an <svg> element that fits its page; its ids start with the prefix."""
     buffer = io.StringIO()
-    # No creator, no date: nothing that names an address or differs between equal reports
+    # Omit creator and date: nothing may name an address or differ between equal reports.
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     drawing.figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     root = ElementTree.fromstring(buffer.getvalue())
@@ -149,17 +149,17 @@ def _inline_svg(drawing: Drawing, label: str, prefix: str) -> str:
                 parent.remove(child)
     _add_tips(root, drawing.tips)
     _tidy_ids(root, prefix=re.sub(r"\W+", "-", prefix.lower()))
-    # Without a size of its own, the SVG fills the width that the page gives it.
+    # Without a size of its own, the SVG fills the width that the page allots.
     for name in ("width", "height", "version"):
         root.attrib.pop(name, None)
     root.set("role", "group")
     root.set("aria-label", label)
     ElementTree.register_namespace("", _SVG)
     text = ElementTree.tostring(root, encoding="unicode")
-    # Matplotlib writes colours in lower case, as ROLES has them.
+    # Matplotlib writes colors in lower case, as in ROLES.
     for role, colour in ROLES.items():
         text = text.replace(colour, f"var(--{role})")
-    # The page's font; the size stays
+    # Use the page's font but keep the size.
     return re.sub(r"(font(?:-family)?: (?:[\w.]+px )?)[^;\"]+", r"\1var(--font)", text)
 
 
@@ -167,7 +167,7 @@ def _add_tips(root: ElementTree.Element, tips: Mapping[str, str]) -> None:
     for element in root.iter():
         tip = tips.get(element.get("id", ""))
         if tip is not None:
-            tip = printable(tip, keep="\n")  # XML has no way to write control characters
+            tip = printable(tip, keep="\n")  # XML cannot represent control characters
             element.set("data-tip", tip)
             title = ElementTree.Element(f"{{{_SVG}}}title")
             title.text = tip
@@ -175,7 +175,7 @@ def _add_tips(root: ElementTree.Element, tips: Mapping[str, str]) -> None:
 
 
 def _tidy_ids(root: ElementTree.Element, prefix: str) -> None:
-    """Keeps only the ids that are referred to, made unique to this figure on its page."""
+    """Keeps only referenced ids, made unique to this figure on its page."""
     link = f"{{{_XLINK}}}href"
     used = set()
     for element in root.iter():
@@ -183,7 +183,7 @@ def _tidy_ids(root: ElementTree.Element, prefix: str) -> None:
             used.add(element.attrib[link].removeprefix("#"))
         for value in element.attrib.values():
             used.update(re.findall(r"url\(#([^)]+)\)", value))
-    # A second pass: only now all references are known.
+    # A second pass, since references are known only now.
     for element in root.iter():
         name = element.attrib.pop("id", None)
         if name in used:

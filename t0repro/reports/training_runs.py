@@ -22,7 +22,7 @@ from t0repro.training.run_state import RUN_STATE_FILE, RunState, read_run_state
 from t0repro.words import counted
 
 HEADER = ("run", "state", "step", "loss", "tokens", "tokens/s", "left")
-# Far longer than a step takes: the record is written at the next step once it is 5 seconds old.
+# Far longer than a step: each step rewrites the record once it is 5 seconds old.
 _SILENT = datetime.timedelta(minutes=10)
 _MESH_CHECKPOINT = re.compile(r"model\.ckpt-\d+\.index")
 _NO_RUNS_INSIDE = re.compile(r"checkpoint_\d+.*|\..*")
@@ -46,7 +46,7 @@ def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
 
 
 def left_out_in_words(folder: str | os.PathLike[str]) -> str:
-    """Which Mesh TensorFlow runs `find_runs` leaves out, since only runs on JAX record a state."""
+    """The Mesh TensorFlow runs that `find_runs` omits, since only runs on JAX record a state."""
     left_out = [
         str(parent)
         for parent, names in _folders(folder)
@@ -61,15 +61,14 @@ def left_out_in_words(folder: str | os.PathLike[str]) -> str:
 
 
 def folders_with(file: str, folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """The folders at or below a folder that hold a file of this name, checkpoints left out."""
+    """The folders at or below a folder with a file of this name; skips checkpoints."""
     return (parent for parent, names in _folders(folder) if file in names)
 
 
 def _folders(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, list[str]]]:
-    """Each folder at or below a folder, with the names of its files; checkpoints left out."""
+    """Each folder at or below a folder, with the names of its files; skips checkpoints."""
     for parent, folders, names in os.walk(folder):
-        # Changed in place, which is how os.walk skips folders; checkpoints hold many
-        # files.
+        # Change the list in place, which makes os.walk skip folders; checkpoints have many files.
         folders[:] = sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
         yield Path(parent), names
 
@@ -91,19 +90,19 @@ def run_rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:
 
 
 def _state(run: RunState) -> str:
-    """The state with its reason; of a running training that has been silent, for how long."""
+    """The state with its reason; for a silent run that counts as running, for how long."""
     if run.reason:
         return f"{run.state}: {run.reason}"
     now = datetime.datetime.now(datetime.UTC)
     silent = now - datetime.datetime.fromisoformat(run.updated)
-    # Of a process on another machine nothing else tells that it is gone.
+    # For a process on another machine, silence is the only sign that it is gone.
     if run.state == "running" and silent > _SILENT:
         return f"running, silent for {datetime.timedelta(seconds=round(silent.total_seconds()))}"
     return run.state
 
 
 def _left(run: RunState) -> str:
-    """The time left of a running training, in hours, minutes and seconds."""
+    """The time left of a run in progress, in hours, minutes and seconds."""
     if run.state != "running" or run.seconds_left is None:
         return ""
     return str(datetime.timedelta(seconds=round(run.seconds_left)))
@@ -119,11 +118,11 @@ def to_json(runs: Mapping[Path, RunState]) -> list[dict[str, Any]]:
 
 Points = list[tuple[int, float]]
 
-_COLUMNS = 60  # of a curve on a terminal
-# Where what a run's folder itself holds was measured: in metrics.jsonl's lines, in event files.
+_COLUMNS = 60  # width of a curve on a terminal
+# The names of a run's own values: _TRAIN in metrics.jsonl, _TOP in event files of its folder.
 _TRAIN = "train"
 _TOP = "."
-# The first part of evaluations' tags.
+# Prefix of evaluations' tags.
 _EVAL = "eval/"
 
 
@@ -131,10 +130,10 @@ def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
     """A metric's curves in several runs: label -> (step, value), ascending.
 
     A folder that is not a run itself stands for the runs below it. A run's metrics.jsonl has the
-    metrics of the training and of its evaluations, by split; what it lacks, such as the results of
-    auxiliary jobs, is looked for as a tag in all event files below the run. Of a step that occurs
-    twice, as after a restart, the last value counts. Values that are NaN or Inf have no place in a
-    curve. `eval/<metric>` is also the metric of every task whose tag is `eval/<task>/<metric>`.
+    metrics of training and of its evaluations, by split. What it lacks, such as the results of
+    auxiliary jobs, is searched for as a tag in all event files below the run. If a step occurs
+    twice, as after a restart, the last value counts. Values that are NaN or Inf are dropped.
+    `eval/<metric>` also selects the metric of every task with the tag `eval/<task>/<metric>`.
 
     Raises:
       UserError: if a run has no metrics, or none of them has this one.
@@ -143,7 +142,7 @@ def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
     curves: dict[tuple[Path, str], Points] = {}
     for folder in (run for given in folders for run in _runs_at(given)):
         found = _of_lines(folder)
-        # Only for what metrics.jsonl lacks: every event file below the run has to be read.
+        # Only if metrics.jsonl lacks it, since this reads every event file below the run.
         if metric not in found:
             found |= _of_events(folder)
         if not found:
@@ -169,14 +168,14 @@ def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
 
 
 def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
-    """A name for each curve, as short as tells it from the others."""
+    """A name for each curve, as short as distinguishes it from the others."""
     runs = {folder for folder, _ in curves}
     names = {folder.resolve().name for folder in runs}
     places = {place for _, place in curves}
     last = {place.rpartition("/")[2] for place in places}
     labels = []
     for folder, place in curves:
-        # Two runs may be in folders of one name, such as a/model and b/model.
+        # Two runs may have folders of the same name, such as a/model and b/model.
         run = folder.resolve().name if len(names) == len(runs) else str(folder)
         shown = place.rpartition("/")[2] if len(last) == len(places) else place
         of_the_run = place in (_TRAIN, _TOP)
@@ -190,17 +189,17 @@ _Found = dict[str, dict[str, dict[int, float]]]
 
 
 def _runs_at(folder: Path) -> list[Path]:
-    """The folder, if it is a run; otherwise the runs below it."""
+    """The folder itself, if it is a run; otherwise the runs below it."""
     if (folder / METRICS_FILE).is_file():
         return [folder]
-    # Without any, it may still hold TensorBoard's files, as Mesh TensorFlow's training runs do.
+    # Otherwise it may still have TensorBoard's files, as Mesh TensorFlow's training runs do.
     return list(folders_with(METRICS_FILE, folder)) or [folder]
 
 
 def _of_lines(folder: Path) -> _Found:
     found: _Found = {}
     path = folder / METRICS_FILE
-    # In the order of writing: after a restart, the later line of a step replaces the earlier one.
+    # In writing order: after a restart, a step's later line replaces the earlier one.
     for row in metric_rows(path) if path.is_file() else ():
         place, step = str(row.get("split", _TRAIN)), row.get("step")
         # An evaluation has a line for each task.
@@ -215,7 +214,7 @@ def _of_lines(folder: Path) -> _Found:
 def _of_events(folder: Path) -> _Found:
     found: _Found = {}
     for parent, _, names in os.walk(folder):
-        # Each folder of event files is a run of TensorBoard's, and a place of its own.
+        # Each folder of event files is a separate TensorBoard run.
         if any(MARK in name for name in names):
             place = os.path.relpath(parent, folder)
             for tag, points in read_scalars(parent).items():
@@ -254,7 +253,7 @@ def _extremes(values: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def curves_in_words(curves: Mapping[str, Points]) -> Iterable[str]:
-    """Each curve as a line of bars, all on one scale."""
+    """Each curve as a line of bars, all on the same scale."""
     values = [value for points in curves.values() for _, value in points]
     low, high = min(values), max(values)
     longest = max(map(len, curves))

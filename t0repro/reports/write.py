@@ -1,4 +1,4 @@
-"""Writes the files of a report, and every score as a table: all files of a kind, or none."""
+"""Writes a report's files, and every score as a table: all files of a kind, or none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_report(report: Report, out: str | os.PathLike[str]) -> list[Path]:
     """Writes report.json, report.md and report.html into a folder; returns their paths.
 
     Raises:
-      UserError: as write_files does.
+      UserError: like write_files.
     """
     return write_page("report", report_page(report), report.to_json(), out)
 
@@ -39,7 +39,7 @@ def write_page(name: str, page: Page, content: str, out: str | os.PathLike[str])
     """Writes <name>.json with the content, and the page as <name>.md and <name>.html.
 
     Raises:
-      UserError: as write_files does.
+      UserError: like write_files.
     """
     files = {
         f"{name}.json": content,
@@ -53,7 +53,7 @@ def write_files(files: Mapping[str, str | bytes], out: str | os.PathLike[str]) -
     """Writes files into a folder, all of them or none, and returns their paths.
 
     Raises:
-      UserError: if a file cannot be written; the file is named.
+      UserError: if a file cannot be written; it names the file.
     """
     with all_or_none(out) as staging:
         for name, content in files.items():
@@ -69,16 +69,16 @@ def all_or_none(out: str | os.PathLike[str]) -> Iterator[Path]:
     files of an earlier report as they were.
 
     Raises:
-      UserError: if a file cannot be written; it is named, or else the folder.
+      UserError: if a file cannot be written; it names the file, or else the folder.
     """
     out = output_path(out)
-    # A name of its own: two reports may be written to one folder at a time.
+    # A unique name: two reports may be written to one folder at the same time.
     staging = out / f".{uuid.uuid4().hex[:8]}.tmp"
     try:
         make_folder(staging)
         yield staging
         sync_tree(staging)
-        # By now everything is on the disk; what is left can hardly fail for space.
+        # By now everything is on disk, so running out of space is unlikely from here on.
         for path in sorted(staging.iterdir()):
             os.replace(path, out / path.name)
         sync_directory(out)
@@ -116,9 +116,8 @@ def write_tables(
 ) -> list[Path]:
     """Writes scores.csv and scores.parquet, a row for each pair of the tasks; returns their paths.
 
-    Scores are in natural-log units; `predicted` says whether the choice is its example's
-    prediction. In the CSV file, a name that a spreadsheet would take for a formula is prefixed with
-    an apostrophe.
+    Scores are in natural-log units; `predicted` marks the example's prediction. In the CSV file, a
+    name that a spreadsheet would interpret as a formula is prefixed with an apostrophe.
 
     Raises:
       UserError: if the files cannot be read or written.
@@ -157,14 +156,14 @@ def _cells(columns: Mapping[str, np.ndarray]) -> Iterator[tuple[Any, ...]]:
 
 
 def _plain(text: str) -> str:
-    """A name that no spreadsheet takes for a formula: an apostrophe in front makes it text."""
+    """Prefixes a name that a spreadsheet would take for a formula with an apostrophe."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else text
 
 
 def _columns(scores: TaskScores, prompts: Mapping[str, PromptInfo]) -> dict[str, Any]:
     classes = fixed_classes(prompts).get(scores.task)
     ranked = rank_classification(scores, num_classes=classes)
-    # A pair's example is found by its index; ranked.example is sorted.
+    # Look up a pair's example by index; ranked.example is sorted.
     predicted = ranked.predicted[np.searchsorted(ranked.example, scores.input_index)]
     constants = {
         "task": scores.task,
