@@ -316,6 +316,11 @@ def make_conversion(
     if from_config and text is None:
         text = hf_config.gin_text(computed, family, reader.ref.path)
         notes.append(f"{mtf.OPERATIVE_CONFIG} is made from config.json; run the model with it.")
+    if (ids := hf.read_token_ids(reader.ref)) != hf_config.TokenIds():
+        notes.append(
+            f"config.json pads with id {ids.pad} and ends with id {ids.eos}. Here, as in T5X, id 0"
+            " pads, and the vocabulary says which id ends: give --vocab if you convert back to hf."
+        )
     if target.format == "mtf":
         outputs = list(mtf.mtf_outputs(tensors, norm_names))
         return Conversion(
@@ -359,17 +364,19 @@ def _to_hf(
     # config.json has one type for all weights, and float32 holds each of them exactly.
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     vocabulary = Path(options.vocabulary) if options.vocabulary else None
-    tokenizer = hf_files.tokenizer_files(vocabulary, family)
+    pieces = hf_files.read_pieces(vocabulary, family) if vocabulary else None
+    tokenizer = hf_files.tokenizer_files(pieces, family)
+    ids = pieces.ids if pieces else hf.read_token_ids(reader.ref)
     provenance = {
         "path": reader.ref.path,
         "format": reader.ref.format,
         "step": step,
         "versions": versions(),
     }
-    config = hf_files.model_config(family, dtype, computed)
+    config = hf_files.model_config(family, dtype, computed, ids)
     small = {
         "README.md": hf_files.model_card(family, provenance, dtype, slots).encode(),
-        "generation_config.json": json.dumps(hf_files.generation_config(), indent=2).encode(),
+        "generation_config.json": json.dumps(hf_files.generation_config(ids), indent=2).encode(),
         **tokenizer,
         hf.CONFIG: json.dumps(config, indent=2).encode(),
     }

@@ -1,5 +1,7 @@
 """Reads and writes Hugging Face's format: a directory of safetensors that transformers loads.
 
+A directory with flax_model.msgpack, which transformers 4 could save, is read too.
+
 Kernels are [out, in] and relative position biases [buckets, heads], the transposes of Mesh
 TensorFlow's and T5X's. The format has no place for optimizer slots; they go to a file beside the
 weights, which `HfReader` reads and transformers ignores.
@@ -18,6 +20,7 @@ import numpy as np
 from t0repro.converters import hf_config, storage, tensors
 from t0repro.converters.recognition import recognise, unknown_variable
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
+from t0repro.converters.t5x_msgpack import FlaxFile, torch_name
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.converters.witnesses import MANIFEST, Manifest, check_names, read_manifest
 from t0repro.errors import UserError
@@ -25,11 +28,14 @@ from t0repro.parameters import naming
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
+FLAX_WEIGHTS = "flax_model.msgpack"
+FLAX_INDEX = "flax_model.msgpack.index.json"
 CONFIG = "config.json"
 SLOTS_FILE = "optimizer_slots.safetensors"
 SHARD_BYTES = 5_000_000_000  # transformers' own default size of a file is 5 GB
 
-_SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
+_File = SafetensorsFile | FlaxFile
+_SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.(?:safetensors|msgpack)")
 _LOGITS = naming.PARAMETERS + "decoder/logits_dense/kernel"
 
 # What some versions of transformers write and none reads any more.
@@ -44,7 +50,8 @@ _UNREAD = (
 
 def hf_ref(path: str) -> CheckpointRef | None:
     """Returns the Hugging Face checkpoint in a directory, or None if it has none."""
-    if any(storage.is_file(storage.join(path, name)) for name in (INDEX, WEIGHTS)):
+    names = (INDEX, WEIGHTS, FLAX_INDEX, FLAX_WEIGHTS)
+    if any(storage.is_file(storage.join(path, name)) for name in names):
         return CheckpointRef("hf", path, _step(path))
     return None
 
@@ -79,8 +86,8 @@ class HfReader:
         self.ref = ref
         self.config = _config(ref.path)
         hf_config.arithmetic_of(self.config, storage.join(ref.path, CONFIG))
-        self._files: dict[str, SafetensorsFile] = {}
-        self._places: dict[str, tuple[SafetensorsFile, str]] = {}
+        self._files: dict[str, _File] = {}
+        self._places: dict[str, tuple[_File, str]] = {}
         self.tensors: dict[str, TensorInfo] = {naming.STEP: TensorInfo((), np.dtype(np.int32))}
         self._enter_weights()
         self._enter_slots()
@@ -134,9 +141,7 @@ class HfReader:
             numbers = [int(n) for name in unknown for n in re.findall(r"\.block\.(\d+)\.", name)]
             raise unknown_variable(unknown, naming.known_names("hf", numbers), self.ref.path)
 
-    def _check_copy(
-        self, file: SafetensorsFile | None, files: Mapping[str, SafetensorsFile]
-    ) -> None:
+    def _check_copy(self, file: _File | None, files: Mapping[str, _File]) -> None:
         """Checks that a tied model's lm_head.weight is the embedding."""
         embedding = files.get("shared.weight")
         if file is None or embedding is None:
@@ -203,6 +208,11 @@ def read_arithmetic(path: str) -> hf_config.Computation:
     return hf_config.arithmetic_of(_config(path), storage.join(path, CONFIG))
 
 
+def read_token_ids(ref: CheckpointRef) -> hf_config.TokenIds:
+    """The ids in a checkpoint's config.json; T5's if it is of another format."""
+    return hf_config.token_ids(_config(ref.path)) if ref.format == "hf" else hf_config.TokenIds()
+
+
 def _config(path: str) -> Mapping[str, Any]:
     file = storage.join(path, CONFIG)
     try:
@@ -237,37 +247,37 @@ def _json(path: str) -> dict[str, Any]:
     return content
 
 
-def _weights(path: str) -> Iterator[tuple[str, SafetensorsFile]]:
-    """Name and file of each tensor."""
-    whole, index = storage.join(path, WEIGHTS), storage.join(path, INDEX)
+def _weights(path: str) -> Iterator[tuple[str, _File]]:
+    """PyTorch's name and the file of each tensor; safetensors go before Flax's files."""
+    safe = any(storage.is_file(storage.join(path, name)) for name in (INDEX, WEIGHTS))
+    open_file, name_of = (SafetensorsFile, str) if safe else (FlaxFile, torch_name)
+    weights, index_name = (WEIGHTS, INDEX) if safe else (FLAX_WEIGHTS, FLAX_INDEX)
+    whole, index = storage.join(path, weights), storage.join(path, index_name)
     # Looked for first, as transformers does: it leaves the index of shards that a single file
     # has replaced.
     if storage.is_file(whole) or not storage.is_file(index):
-        file = SafetensorsFile(whole)
+        file = open_file(whole)
         yield from ((name, file) for name in file.tensors)
         return
     try:
-        names = {str(name): str(file) for name, file in _json(index)["weight_map"].items()}
+        content = _json(index)["weight_map"].items()
+        names = {name_of(str(name)): str(file) for name, file in content}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
-            f"{INDEX} is not an index of tensors.", where=index, fix="Copy the file again."
+            f"{index_name} is not an index of tensors.", where=index, fix="Copy the file again."
         ) from None
     if outside := [file for file in names.values() if not storage.is_inside(file)]:
         raise UserError(
-            f"{INDEX} names the file {outside[0]!r}, which is not in its own directory.",
+            f"{index_name} names the file {outside[0]!r}, which is not in its own directory.",
             where=index,
             fix="Do not trust this model; get it again from where it came from.",
         )
-    files = {
-        name: SafetensorsFile(storage.join(path, name)) for name in sorted(set(names.values()))
-    }
+    files = {name: open_file(storage.join(path, name)) for name in sorted(set(names.values()))}
     _check_index(index, names, files)
     yield from ((name, files[file]) for name, file in names.items())
 
 
-def _check_index(
-    index: str, names: Mapping[str, str], files: Mapping[str, SafetensorsFile]
-) -> None:
+def _check_index(index: str, names: Mapping[str, str], files: Mapping[str, _File]) -> None:
     """Checks that an index names every tensor of its files, and a file of every number."""
     for file, content in files.items():
         check_names(
@@ -279,7 +289,7 @@ def _check_index(
     counts = {match[1] for match in map(_SHARD.fullmatch, files) if match}
     if counts and counts != {f"{len(files):05d}"}:
         raise UserError(
-            f"{INDEX} names {len(files)} files of {', '.join(sorted(counts))}.",
+            f"{os.path.basename(index)} names {len(files)} files of {', '.join(sorted(counts))}.",
             where=index,
             fix="Copy the file again.",
         )

@@ -33,9 +33,24 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 _MAX_DISTANCE, _EPSILON = 128, 1e-6  # of Mesh TensorFlow and T5X
 
-# Fields that have one value here, with what another would mean.
+# Relatives of T5 by their model_type, with what no T5 here has.
+_RELATIVES = {
+    "longt5": "LongT5, whose encoder attends within windows of the input",
+    "switch_transformers": "a Switch Transformer, whose feed-forward layers are experts",
+    "t5gemma": "T5Gemma, whose layers are Gemma's",
+    "t5gemma2": "T5Gemma 2, whose layers are Gemma's",
+}
+# transformers' classes without a decoder or without logits, by the ends of their names.
+_OTHER_CLASSES = {
+    "EncoderModel": "an encoder alone, which can neither score nor generate",
+    "ForSequenceClassification": "a T5 with a head for classes instead of logits",
+    "ForTokenClassification": "an encoder with a head for classes instead of logits",
+    "ForQuestionAnswering": "a T5 with a head for spans instead of logits",
+}
+
+# Fields that have one value here, with what another would mean. pad_token_id is none of them: what
+# fills a row is masked. Here and in T5X it is id 0, which is why the decoder begins with 0.
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "pad_token_id": ((0, None), "padding is id 0"),
     "decoder_start_token_id": ((0, None), "the decoder's first input is id 0"),
     "quantization_config": ((None,), "weights are not quantised"),
     "pruned_heads": (({}, None), "all layers have all heads"),
@@ -73,13 +88,7 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Computation:
     Raises:
       UserError: naming the field whose value no T5 here can have.
     """
-    kind = config.get("model_type")
-    if kind not in ("t5", "mt5", "umt5"):
-        raise UserError(
-            f"The model is of type {kind!r}, not a T5.",
-            where=f"{where}, model_type",
-            fix="Give a directory whose config.json says t5, mt5 or umt5.",
-        )
+    _check_family(config, where)
     for field, (values, meaning) in _FIXED.items():
         if config.get(field) not in values:
             raise UserError(
@@ -94,6 +103,54 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Computation:
         # scale_tied_logits stays True.
         float(_number(config, "layer_norm_epsilon", _EPSILON, (int, float), where)),
     )
+
+
+def _check_family(config: Mapping[str, Any], where: str) -> None:
+    """Checks that config.json is of an encoder and decoder with logits, computed as a T5's."""
+    kind = config.get("model_type")
+    if kind not in ("t5", "mt5", "umt5"):
+        relative = _RELATIVES.get(str(kind))
+        raise UserError(
+            f"The model is {relative}; no T5 here computes that."
+            if relative
+            else f"The model is of type {kind!r}, not a T5.",
+            where=f"{where}, model_type",
+            fix="Give a directory whose config.json says t5, mt5 or umt5.",
+        )
+    if config.get("auto_map"):
+        raise UserError(
+            "The model computes with code of its own beside its weights, as MADLAD-400's language"
+            " model of 8 billion parameters does; no T5 here computes that.",
+            where=f"{where}, auto_map",
+            fix="Give a model that transformers loads with its own T5, mT5 or umT5.",
+        )
+    for name in config.get("architectures") or ():
+        for end, meaning in _OTHER_CLASSES.items():
+            if str(name).endswith(end):
+                raise UserError(
+                    f"The model is a {name}: {meaning}.",
+                    where=f"{where}, architectures",
+                    fix="Give a model that was saved as T5ForConditionalGeneration.",
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenIds:
+    """Ids with a meaning of their own; the defaults are T5's.
+
+    Attributes:
+      pad: fills rows. T5X fills with id 0 in any vocabulary.
+      eos: ends inputs and targets.
+    """
+
+    pad: int = 0
+    eos: int = 1
+
+
+def token_ids(config: Mapping[str, Any]) -> TokenIds:
+    """Reads the ids from the content of config.json; MADLAD-400 pads with 1 and ends with 2."""
+    found = {name: config.get(f"{name}_token_id") for name in ("pad", "eos")}
+    return TokenIds(**{name: value for name, value in found.items() if type(value) is int})
 
 
 def _number(config: Mapping[str, Any], field: str, default: float, kind: Any, where: str) -> float:

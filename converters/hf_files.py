@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t0repro.converters.hf_config import Computation, feed_forward_proj
+from t0repro.converters.hf_config import Computation, TokenIds, feed_forward_proj
 from t0repro.converters.tensor_bundle import protobuf_fields
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape, describe
@@ -21,16 +22,18 @@ _T5_EXTRA_IDS = 100
 _MODEL_MAX_LENGTH = 512
 
 
-def model_config(family: ModelShape, dtype: str, arithmetic: Computation) -> dict[str, Any]:
+def model_config(
+    family: ModelShape, dtype: str, arithmetic: Computation, ids: TokenIds
+) -> dict[str, Any]:
     """The content of config.json.
 
     Args:
       family: the model.
       dtype: of the parameters, as numpy names it.
       arithmetic: what the weights do not tell.
+      ids: of padding and end.
     """
-    # As in `ModelShape.name`: mT5 differs from T5 1.1 in its vocabulary alone.
-    model_type = "mt5" if family.vocab_size >= 250_000 else "t5"
+    model_type = "mt5" if family.name.startswith("mT5") else "t5"
     if family.position_bias_per_layer:
         model_type = "umt5"
     return {
@@ -52,9 +55,7 @@ def model_config(family: ModelShape, dtype: str, arithmetic: Computation) -> dic
         "is_encoder_decoder": True,
         "use_cache": True,
         "tie_word_embeddings": family.tied,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "decoder_start_token_id": 0,
+        **generation_config(ids),
         "dtype": dtype,
     }
 
@@ -66,29 +67,56 @@ _ARCHITECTURES = {
 }
 
 
-def generation_config() -> dict[str, Any]:
+def generation_config(ids: TokenIds) -> dict[str, Any]:
     """The content of generation_config.json."""
-    return {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    return {"decoder_start_token_id": 0, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
 
 
 # --- Tokenizer -----------------------------------------------------------------------------------
 
 
-def tokenizer_files(vocabulary: Path | None, family: ModelShape) -> dict[str, bytes]:
-    """The tokenizer's files, by name; none if no vocabulary is given and the model needs one.
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """What a SentencePiece model holds of which transformers makes a tokenizer.
+
+    Attributes:
+      content: The model's bytes.
+      scored: Pieces and their scores, by id.
+      charsmap: Its table for normalizing text.
+      byte_fallback: Whether unknown characters are spelled in bytes, as mT5's are.
+      ids: Ids of padding and end.
+      unknown: Id of unknown characters.
+    """
+
+    content: bytes
+    scored: list[tuple[str, float]]
+    charsmap: bytes
+    byte_fallback: bool
+    ids: TokenIds
+    unknown: int
+
+    @property
+    def as_t5(self) -> bool:
+        """Whether ids 0, 1 and 2 are padding, end and unknown, as in T5's own models."""
+        return (self.ids, self.unknown) == (TokenIds(), 2)
+
+    def name(self, token: int) -> str:
+        """What transformers' tokenizer calls an id."""
+        # T5 calls these so, whatever its model calls them.
+        own = ("<pad>", "</s>", "<unk>") if self.as_t5 else ()
+        return own[token] if token < len(own) else self.scored[token][0]
+
+
+def read_pieces(vocabulary: Path, family: ModelShape) -> Pieces:
+    """Reads a SentencePiece model.
 
     Args:
-      vocabulary: a SentencePiece model; ByT5 needs none.
+      vocabulary: the file.
       family: the model, whose embedding the tokens must fit.
 
     Raises:
-      UserError: if the file is no SentencePiece model or has more pieces than the embedding rows.
+      UserError: if the file is no unigram model or has more pieces than the embedding rows.
     """
-    if vocabulary is None:
-        if family.vocab_size != _BYT5_VOCABULARY:
-            return {}
-        config = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": _BYT5_EXTRA_IDS}
-        return {"tokenizer_config.json": _json(config | _special_tokens())}
     fix = "Name the SentencePiece model that the checkpoint was trained with."
     try:
         content = vocabulary.read_bytes()
@@ -100,86 +128,121 @@ def tokenizer_files(vocabulary: Path | None, family: ModelShape) -> dict[str, by
         "The vocabulary is not a SentencePiece model.", where=str(vocabulary), fix=fix
     )
     try:
-        pieces, charsmap, byte_fallback = _parse_sentencepiece(content)
+        pieces, kind = _parse_sentencepiece(content)
     except (IndexError, struct.error, UnicodeDecodeError):
         raise no_model from None
-    if not pieces:
+    if max(pieces.ids.pad, pieces.ids.eos, pieces.unknown) >= len(pieces.scored):
         raise no_model
-    if len(pieces) > family.vocab_size:
+    if kind != _UNIGRAM:
         raise UserError(
-            f"The vocabulary has {len(pieces)} pieces, but the embedding only {family.vocab_size}"
-            " rows.",
+            "The vocabulary is no unigram model, as T5's are. (Pile-T5's, for instance, is Llama's,"
+            " of byte pairs.)",
+            where=str(vocabulary),
+            fix="Leave --vocab out, and copy the tokenizer files of the released model.",
+        )
+    if len(pieces.scored) > family.vocab_size:
+        raise UserError(
+            f"The vocabulary has {len(pieces.scored)} pieces, but the embedding only"
+            f" {family.vocab_size} rows.",
             where=str(vocabulary),
             fix="Give the vocabulary that the model was trained with.",
         )
+    return pieces
+
+
+def tokenizer_files(pieces: Pieces | None, family: ModelShape) -> dict[str, bytes]:
+    """The tokenizer's files, by name; none if no vocabulary is given and the model needs one.
+
+    Args:
+      pieces: what the vocabulary holds; ByT5 needs none.
+      family: the model that they are for.
+    """
+    if pieces is None:
+        if family.vocab_size != _BYT5_VOCABULARY:
+            return {}
+        config = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": _BYT5_EXTRA_IDS}
+        names = ("<pad>", "</s>", "<unk>")
+        return {"tokenizer_config.json": _json(config | _special_tokens(*names))}
     # Sentinels only where the embedding has rows for them.
-    extra_ids = _T5_EXTRA_IDS if len(pieces) + _T5_EXTRA_IDS <= family.vocab_size else 0
+    there = len(pieces.scored)
+    extra_ids = _T5_EXTRA_IDS if there + _T5_EXTRA_IDS <= family.vocab_size else 0
     config: dict[str, Any] = {"tokenizer_class": "T5Tokenizer", "extra_ids": extra_ids}
-    if byte_fallback:
-        # transformers 5's T5Tokenizer makes a tokenizer of its own, without bytes.
+    if pieces.byte_fallback or not pieces.as_t5:
+        # transformers 5's T5Tokenizer makes a tokenizer of its own: without bytes, with T5's ids.
         config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    names = tuple(map(pieces.name, (pieces.ids.pad, pieces.ids.eos, pieces.unknown)))
     return {
-        "spiece.model": content,
-        "tokenizer.json": _json(
-            _fast_tokenizer(pieces, charsmap, extra_ids, byte_fallback), indent=None
-        ),
-        "tokenizer_config.json": _json(config | _special_tokens()),
+        "spiece.model": pieces.content,
+        "tokenizer.json": _json(_fast_tokenizer(pieces, extra_ids), indent=None),
+        "tokenizer_config.json": _json(config | _special_tokens(*names)),
     }
 
 
-def _special_tokens() -> dict[str, Any]:
+def _special_tokens(pad: str, end: str, unknown: str) -> dict[str, Any]:
     return {
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
+        "eos_token": end,
+        "unk_token": unknown,
+        "pad_token": pad,
         "model_max_length": _MODEL_MAX_LENGTH,
     }
 
 
-def _parse_sentencepiece(content: bytes) -> tuple[list[tuple[str, float]], bytes, bool]:
-    """Pieces with their scores, the normalisation table, and whether unknown characters are spelled
-    in bytes, as mT5's are (sentencepiece_model.proto).
-    """
-    pieces, charsmap, byte_fallback = [], b"", False
+_UNIGRAM = 1  # TrainerSpec.ModelType
+_NONE = 2**64 - 1  # -1
+
+
+def _parse_sentencepiece(content: bytes) -> tuple[Pieces, int]:
+    """What a SentencePiece model holds, and its type (sentencepiece_model.proto)."""
+    scored: list[tuple[str, float]] = []
+    charsmap, trainer = b"", {}
     for number, value in protobuf_fields(content):
-        # Of ModelProto: 1 is pieces, 2 trainer_spec (35 in it is byte_fallback), 3
-        # normalizer_spec.
+        # Of ModelProto: 1 is pieces, 2 trainer_spec, 3 normalizer_spec.
         if number == 1:
             fields = dict(protobuf_fields(value))
             # protobuf_fields gives a float's 32 bits as an integer.
             score = struct.unpack("<f", fields.get(2, 0).to_bytes(4, "little"))[0]
-            pieces.append((fields[1].decode(), score))
+            scored.append((fields[1].decode(), score))
         elif number == 2:
-            byte_fallback = bool(dict(protobuf_fields(value)).get(35, False))
+            trainer = dict(protobuf_fields(value))
         elif number == 3:
             charsmap = dict(protobuf_fields(value)).get(2, b"")
-    return pieces, charsmap, byte_fallback
+    # Of TrainerSpec: 3 is model_type, 35 byte_fallback, 40 to 43 the ids of unknown, begin, end and
+    # padding. An id that the model does not have is -1, which protobuf writes as 64 bits.
+    unknown, begin, end, pad = (
+        trainer.get(number, default) for number, default in ((40, 0), (41, 1), (42, 2), (43, _NONE))
+    )
+    if pad == _NONE:
+        # What no text has: the begin's, as in transformers' MADLAD-400.
+        pad = unknown if begin == _NONE else begin
+    ids = TokenIds(pad, end)
+    pieces = Pieces(content, scored, charsmap, bool(trainer.get(35, False)), ids, unknown)
+    return pieces, trainer.get(3, _UNIGRAM)
 
 
-def _fast_tokenizer(
-    pieces: list[tuple[str, float]], charsmap: bytes, extra_ids: int, byte_fallback: bool
-) -> dict[str, Any]:
+def _fast_tokenizer(pieces: Pieces, extra_ids: int) -> dict[str, Any]:
     """The content of tokenizer.json, as transformers makes it of a T5's SentencePiece model."""
-    # T5 calls padding, end and unknown by these names, whatever the model calls ids 0, 1 and 2.
-    vocabulary: list[list[Any]] = [[token, 0.0] for token in ("<pad>", "</s>", "<unk>")]
-    vocabulary += [[piece, score] for piece, score in pieces[3:]]
+    own = sorted({pieces.ids.pad, pieces.ids.eos, pieces.unknown})
+    vocabulary: list[list[Any]] = [list(piece) for piece in pieces.scored]
+    for token in own:
+        vocabulary[token] = [pieces.name(token), 0.0]
     # Sentinels count down: <extra_id_0> has the last id.
     vocabulary += [[f"<extra_id_{n}>", 0.0] for n in range(extra_ids - 1, -1, -1)]
-    special = [0, 1, 2, *range(len(pieces), len(vocabulary))]
-    end = {"SpecialToken": {"id": "</s>", "type_id": 0}}
+    special = [*own, *range(len(pieces.scored), len(vocabulary))]
+    eos = pieces.name(pieces.ids.eos)
+    end = {"SpecialToken": {"id": eos, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
     decoder = metaspace
-    if byte_fallback:
+    if pieces.byte_fallback:
         decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, metaspace]}
-    normalizer = base64.b64encode(charsmap).decode()
+    normalizer = base64.b64encode(pieces.charsmap).decode()
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [_added_token(token, vocabulary[token][0]) for token in special],
         "normalizer": {"type": "Precompiled", "precompiled_charsmap": normalizer}
-        if charsmap
+        if pieces.charsmap
         else None,
         "pre_tokenizer": {
             "type": "Sequence",
@@ -189,14 +252,14 @@ def _fast_tokenizer(
             "type": "TemplateProcessing",
             "single": [first, end],
             "pair": [first, end, second, end],
-            "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}},
+            "special_tokens": {eos: {"id": eos, "ids": [pieces.ids.eos], "tokens": [eos]}},
         },
         "decoder": decoder,
         "model": {
             "type": "Unigram",
-            "unk_id": 2,
+            "unk_id": pieces.unknown,
             "vocab": vocabulary,
-            "byte_fallback": byte_fallback,
+            "byte_fallback": pieces.byte_fallback,
         },
     }
 

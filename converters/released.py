@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from t0repro.config.recipe import ADAFACTOR
 from t0repro.errors import UserError, nearest_names
@@ -36,6 +36,8 @@ _HUB_FILES = re.compile(
     r"|generation_config\.json|spiece\.model|tokenizer\.json|tokenizer_config\.json"
     r"|special_tokens_map\.json|added_tokens\.json|README\.md"
 )
+
+_FLAX_FILES = re.compile(r"flax_model(-\d+-of-\d+)?\.msgpack|flax_model\.msgpack\.index\.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +65,55 @@ class Released:
     source: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What the checkpoints of a family have in common, and their sizes do not tell.
+
+    Attributes:
+      name: For instance "T5 1.1 LM-adapted".
+      model_type: In transformers' config.json.
+      feed_forward: feed_forward_proj in config.json.
+      logits: What they come from: "the embedding", scaled, or "a kernel".
+      position_bias: "one a tower", or "one a layer".
+      pad: Id of padding in config.json; T5X and this project pad with 0.
+      eos: Id of the end.
+      vocabulary: Whose.
+      checked_against: Where the sizes and these facts were compared.
+      to_know: What to know before using one; may be empty.
+    """
+
+    name: str
+    model_type: Literal["t5", "mt5", "umt5"]
+    feed_forward: str
+    logits: Literal["the embedding", "a kernel"]
+    position_bias: Literal["one a tower", "one a layer"]
+    pad: int
+    eos: int
+    vocabulary: str
+    checked_against: str
+    to_know: str
+
+
+@functools.cache
+def families() -> dict[str, Family]:
+    """Returns the family of every released checkpoint, by name."""
+    return {
+        row["family"]: Family(
+            row.pop("family"), pad=int(row.pop("pad")), eos=int(row.pop("eos")), **row
+        )
+        for row in _rows("families.csv")
+    }
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    text = importlib.resources.files("t0repro.converters").joinpath(name).read_text()
+    return list(csv.DictReader(text.splitlines()))
+
+
 @functools.cache
 def catalogue() -> dict[str, Released]:
     """Returns every known released checkpoint, by name."""
-    text = importlib.resources.files("t0repro.converters").joinpath("released.csv").read_text()
-    return {row["name"]: _released(row) for row in csv.DictReader(text.splitlines())}
+    return {row["name"]: _released(row) for row in _rows("released.csv")}
 
 
 def _released(row: dict[str, str]) -> Released:
@@ -221,8 +267,10 @@ def _chosen(
     if released.format == "hf":
         chosen = {file.path: file for file in listed if _HUB_FILES.fullmatch(file.path)}
         if not any(name.endswith(".safetensors") for name in chosen):
+            chosen |= {file.path: file for file in listed if _FLAX_FILES.fullmatch(file.path)}
+        if not any(name.endswith((".safetensors", ".msgpack")) for name in chosen):
             raise UserError(
-                "At this revision the repository has no safetensors, which t0repro needs.",
+                "At this revision the repository has neither safetensors nor Flax's weights.",
                 where=released.address,
                 fix="Name a revision that has them, if there is one: --revision refs/pr/1.",
             )

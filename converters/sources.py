@@ -170,7 +170,7 @@ def _not_found(what: str, path: str) -> CheckpointNotFound:
         where=path,
         fix="Give a directory with model.ckpt-<step>.index or checkpoint_<step>/, the path of"
         " one checkpoint (.../model.ckpt-<step> or .../checkpoint_<step>), or a directory with"
-        " model.safetensors.",
+        " model.safetensors or flax_model.msgpack.",
     )
 
 
@@ -201,7 +201,11 @@ def files_of(ref: CheckpointRef) -> list[str]:
         ]
     if ref.format == "hf":
         names = storage.names(ref.path)
-        return [storage.join(ref.path, name) for name in names if name.endswith(".safetensors")]
+        return [
+            storage.join(ref.path, name)
+            for name in names
+            if name.endswith((".safetensors", ".msgpack"))
+        ]
     return sorted(storage.walk(ref.path))
 
 

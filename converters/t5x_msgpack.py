@@ -1,14 +1,17 @@
-"""The file `checkpoint`: a tree in msgpack that points to Zarr arrays.
+"""Trees in msgpack: T5X's file `checkpoint`, which points to Zarr arrays, and Flax models.
 
-T5X's own Checkpointer writes it into `checkpoint_<step>/` (t5x/checkpoints.py, versions 2 and 3):
-{"version": 3, "optimizer": {"target": ..., "state": ...}}. A leaf is an array itself, or a
+T5X's own Checkpointer writes `checkpoint` into `checkpoint_<step>/` (t5x/checkpoints.py, versions 2
+and 3): {"version": 3, "optimizer": {"target": ..., "state": ...}}. A leaf is an array itself, or a
 TensorStore specification whose path, relative to the directory, names a Zarr array beside the file.
 Orbax wrote one until 2023, the tree alone, where an array beside the file is a leaf
 "PLACEHOLDER://<name>".
+
+transformers 4 saved a Flax model as flax_model.msgpack, the tree of its arrays; 5 reads none.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -116,16 +119,52 @@ def _array_at(place: str) -> str:
     return place.rstrip("/").rpartition("/")[2].replace(".", "/")
 
 
+class FlaxFile:
+    """A flax_model.msgpack, or a shard of one; its tensors have PyTorch's names and axes.
+
+    The format has no index, so the whole file is in memory while it is open.
+
+    Args:
+      path: the file.
+
+    Raises:
+      UserError: if it is missing or damaged.
+    """
+
+    def __init__(self, path: str):
+        try:
+            packed = storage.read(path)
+        except OSError:
+            raise UserError(
+                "A file of the checkpoint is missing.",
+                where=path,
+                fix="Copy all of its files, or choose another checkpoint.",
+            ) from None
+        tree = _unpacked(path, packed)
+        if not isinstance(tree, dict):
+            raise damaged(path, "it holds no tree of arrays")
+        self._arrays: dict[str, np.ndarray] = {}
+        for name, leaf in _leaves(tree):
+            array = _numbers(leaf, path, name)
+            # Flax keeps kernels as [in, out], PyTorch as [out, in].
+            self._arrays[torch_name(name)] = array.T if name.endswith("/kernel") else array
+        self.tensors = {
+            name: TensorInfo(array.shape, array.dtype) for name, array in self._arrays.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads one tensor."""
+        return self._arrays[name]
+
+
+def torch_name(name: str) -> str:
+    """PyTorch's name of an array of a Flax T5: "shared/embedding" -> "shared.weight"."""
+    return re.sub(r"/(kernel|embedding|weight)$", "/weight", name).replace("/", ".")
+
+
 def _load(path: str, packed: bytes) -> tuple[dict[str, Any], int]:
     """The tree in a file's bytes, and T5X's version of it; Orbax's count as today's."""
-    # flax takes a second to import, which only these files need.
-    from flax import serialization
-
-    try:
-        # It makes arrays of bytes and shapes; an array of objects is an error, never unpickled.
-        content: Any = serialization.msgpack_restore(packed)
-    except Exception as error:  # msgpack raises many kinds for a damaged file.
-        raise damaged(path, f"it cannot be unpacked ({type(error).__name__})") from error
+    content = _unpacked(path, packed)
     if isinstance(content, dict) and isinstance(content.get("target"), dict):
         return content, _VERSION
     version = content.get("version", 0) if isinstance(content, dict) else 0
@@ -136,6 +175,22 @@ def _load(path: str, packed: bytes) -> tuple[dict[str, Any], int]:
             where=path,
         )
     return tree, version
+
+
+def _unpacked(path: str, packed: bytes) -> Any:
+    """What a file's bytes hold.
+
+    Raises:
+      UserError: if they are damaged.
+    """
+    # flax takes a second to import, which only these files need.
+    from flax import serialization
+
+    try:
+        # It makes arrays of bytes and shapes; an array of objects is an error, never unpickled.
+        return serialization.msgpack_restore(packed)
+    except Exception as error:  # msgpack raises many kinds for a damaged file.
+        raise damaged(path, f"it cannot be unpacked ({type(error).__name__})") from error
 
 
 def _path_of(spec: Mapping[str, Any], file: str, name: str) -> str:

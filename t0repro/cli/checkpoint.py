@@ -157,6 +157,8 @@ def fetch(
     done = released_checkpoints.fetch(found, to, base_url=base_url, revision=revision, step=step)
     what = "was downloaded already" if done.present else "downloaded"
     echo(f"{name} {what}: {done.path} ({counted(done.files, 'file')}, {sized(done.bytes)}).")
+    if to_know := released_checkpoints.families()[found.family].to_know:
+        echo(to_know)
     echo(f"Licence: {found.license or f'not stated in the catalogue; see {found.source}'}.")
 
 
@@ -171,7 +173,7 @@ def plan(
 
     Example: t0repro checkpoint plan bigscience/T0_3B
     """
-    from t0repro.converters.released import find, needs_of, this_machine
+    from t0repro.converters.released import families, find, needs_of, this_machine
     from t0repro.parameters.shape import describe
 
     found = find(name)
@@ -182,6 +184,8 @@ def plan(
         return
     echo(f"{found.name} ({found.family}, {found.format}): {describe(found.shape)}")
     echo(f"{needs.parameters:,} parameters")
+    if to_know := families()[found.family].to_know:
+        echo(to_know)
     rows = [("", "needs", "here", "")]
     # Against what is free now, not against what the machine has.
     for what, needed, has in (

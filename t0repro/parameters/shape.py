@@ -12,7 +12,7 @@ from t0repro.errors import UserError
 from t0repro.parameters import naming
 
 # Sizes by (layers, d_model, d_ff, num_heads, d_kv), from the gin files models/t5.1.{0,1}.*.gin of
-# t5 0.9.4. mT5 has T5 1.1's; ByT5's own are in `ModelShape._relative`.
+# t5 0.9.4; UL2's from its model card. mT5 has T5 1.1's; others' own are in `ModelShape._relative`.
 _SIZES = {
     "T5 1.0": {
         (6, 512, 2048, 8, 64): "small",
@@ -27,6 +27,7 @@ _SIZES = {
         (24, 1024, 2816, 16, 64): "large",
         (24, 2048, 5120, 32, 64): "XL",
         (24, 4096, 10240, 64, 64): "XXL",
+        (32, 4096, 16384, 16, 256): "UL2",
     },
 }
 
@@ -82,6 +83,8 @@ class ModelShape:
         # These families share T5 1.1's architecture; only their vocabularies distinguish them.
         if self.gated and self.vocab_size == 384:
             return self._relative("ByT5")
+        if self.gated and self.vocab_size == 256_000:
+            return self._relative("MADLAD-400")
         if self.gated and self.vocab_size >= 250_000:
             return self._relative("mT5")
         sizes = (self.d_model, self.d_ff, self.num_heads, self.d_kv)
@@ -99,10 +102,13 @@ class ModelShape:
             ("ByT5", 36, 12, 1536): "large",
             ("ByT5", 36, 12, 2560): "XL",
             ("ByT5", 36, 12, 4672): "XXL",
+            ("MADLAD-400", 32, 32, 1024): "3B",
+            ("MADLAD-400", 48, 48, 2048): "7B",
+            ("MADLAD-400", 32, 32, 2048): "10B",
         }
         layers = (self.num_encoder_layers, self.num_decoder_layers)
         sizes = (self.d_model, self.d_ff, self.num_heads, self.d_kv)
-        # ByT5's towers differ in depth, and its widths differ from T5's.
+        # ByT5's towers differ in depth; its widths and MADLAD-400's differ from T5's.
         size = own.get((family, *layers, self.d_model))
         if not size and layers[0] == layers[1]:
             size = _SIZES["T5 1.1"].get((layers[0], *sizes))

@@ -53,11 +53,14 @@ def test_distance_and_epsilon_are_read():
     [
         ("feed_forward_proj", t5(feed_forward_proj="gated-mish")),
         ("feed_forward_proj", t5(feed_forward_proj="quick_gelu")),
-        ("pad_token_id", t5(pad_token_id=1)),
         ("decoder_start_token_id", t5(decoder_start_token_id=259)),
         ("quantization_config", t5(quantization_config={"load_in_8bit": True})),
         ("pruned_heads", t5(pruned_heads={"0": [1]})),
         ("model_type", {"model_type": "longt5"}),
+        ("model_type", {"model_type": "t5gemma"}),
+        ("auto_map", t5(auto_map={"AutoModel": "modeling_own.OwnModel"})),
+        ("architectures", t5(architectures=["T5EncoderModel"])),
+        ("architectures", t5(architectures=["T5ForTokenClassification"])),
         ("model_type", {}),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import typer
@@ -50,23 +51,31 @@ def fetch(server, name, to, **options):
 
 def test_the_catalogue_has_every_family_in_its_sizes():
     families = {entry.family for entry in released.catalogue().values()}
-    assert families == {
-        "T5 1.0",
-        "T5 1.1",
-        "T5 1.1 LM-adapted",
-        "mT5",
-        "ByT5",
-        "umT5",
-        "T0",
-        "T0+",
-        "T0++",
-        "Flan-T5",
-    }
-    assert len(released.catalogue()) > 80
+    assert families == released.families().keys()
+    assert len(families) == 15
+    assert len(released.catalogue()) > 110
     for entry in released.catalogue().values():
-        assert entry.address.startswith(("gs://t5-data/pretrained_models/", "hf://"))
+        assert entry.address.startswith(("gs://t5-data/", "gs://scenic-bucket/", "hf://"))
         assert entry.source.startswith("https://")
+        family = released.families()[entry.family]
+        assert entry.shape.gated == family.feed_forward.startswith("gated-")
+        assert entry.shape.tied == (family.logits == "the embedding")
+        assert entry.shape.position_bias_per_layer == (family.position_bias == "one a layer")
         assert (entry.format == "hf") == entry.address.startswith("hf://") == ("/" in entry.name)
+
+
+def test_the_page_has_the_table_of_families():
+    header = "family | config.json says | logits | position biases | pads, ends with | vocabulary"
+    rows = [f"| {header} | checked against | to know |"]
+    rows.append("|" + "---|" * rows[0].count(" | ") + "---|")
+    for family in released.families().values():
+        config = f"`{family.model_type}`, `{family.feed_forward}`"
+        cells = (family.name, config, family.logits, family.position_bias)
+        cells += (f"{family.pad}, {family.eos}", family.vocabulary, family.checked_against)
+        rows.append(f"| {' | '.join((*cells, family.to_know))} |")
+    table = "\n".join(rows)
+    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+    assert table in page.read_text(), f"docs/checkpoints.md lacks this table:\n{table}"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +88,18 @@ def test_the_catalogue_has_every_family_in_its_sizes():
         ("google/umt5-base", None, 2.37e9 / 4),
         ("google/flan-t5-xl", "T5 1.1 XL", 11.4e9 / 4),
         ("byt5_xl", "ByT5 XL", 14.951e9 / 4),
+        ("google/madlad400-3b-mt", "MADLAD-400 3B", 11.8e9 / 4),
+        ("google/madlad400-7b-mt", "MADLAD-400 7B", 33.2e9 / 4),
+        ("google/madlad400-10b-mt", "MADLAD-400 10B", 42.86e9 / 4),
+        # As the model cards count them; Pile-T5's to the last one.
+        ("google/flan-ul2", "T5 1.1 UL2", 19.5e9),
+        ("google/t5-efficient-tiny", None, 15.58e6),
+        ("google/t5-efficient-mini", None, 31.23e6),
+        ("google/t5-efficient-small", "T5 1.0 small", 60.52e6),
+        ("EleutherAI/pile-t5-base", "umT5 base", 247_586_304),
+        ("EleutherAI/pile-t5-large", "umT5 large", 783_173_632),
+        ("EleutherAI/pile-t5-xl", "umT5 XL", 2_849_804_288),
+        ("EleutherAI/pile-t5-xxl", "umT5 XXL", 11_135_426_560),
     ],
 )
 def test_parameters_are_those_of_the_released_files(name, family, count):
@@ -128,6 +149,16 @@ def test_a_hub_repository_comes_without_what_is_not_read(server, tmp_path):
     assert {"config.json", "model.safetensors"} <= record["files"].keys()
 
 
+def test_a_repository_without_safetensors_comes_with_flax_s_weights(server, tmp_path):
+    folder = tmp_path / "served" / "bigscience" / "T0" / "main"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "flax_model.msgpack", "pytorch_model.bin"):
+        (folder / name).write_bytes(name.encode())
+    done = fetch(server, "bigscience/T0", tmp_path / "to")
+    assert done.files == 2
+    assert (tmp_path / "to" / "flax_model.msgpack").read_bytes() == b"flax_model.msgpack"
+
+
 def test_a_t5x_checkpoint_comes_as_its_folder(server, tmp_path):
     done = fetch(server, T5X, tmp_path / "to")
     assert done.path == tmp_path / "to" / "checkpoint_1100000"
@@ -171,7 +202,7 @@ def test_a_step_that_is_not_there_and_a_repository_without_safetensors_are_refus
     with pytest.raises(UserError, match="no checkpoint of step 5; it has 3, 7"):
         fetch(server, LM, tmp_path / "to", step=5)
     (server.root / "bigscience" / "T0_3B" / "main" / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="no safetensors"):
+    with pytest.raises(UserError, match="neither safetensors nor Flax"):
         fetch(server, T0, tmp_path / "hf")
     with pytest.raises(UserError, match="no such folder or repository"):
         fetch(server, T0, tmp_path / "hf", revision="refs/pr/9")
