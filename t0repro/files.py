@@ -11,6 +11,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from t0repro.buckets import checked, exists, is_address, spelled, upload
 from t0repro.errors import UserError
@@ -297,3 +298,17 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
             raise
         where = refused.where or os.fspath(path)
         raise UserError(refused.what, where=where, fix=refused.fix) from error
+
+
+def append_whole(file: BinaryIO, data: bytes, path: str | os.PathLike[str]) -> None:
+    """Appends to a file that is open without a buffer: all of the bytes, or none.
+
+    Raises:
+      UserError: If the disk is full.
+    """
+    with writing(path):
+        size = os.fstat(file.fileno()).st_size
+        if file.write(data) != len(data):
+            # Part of it was written: take it back.
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))

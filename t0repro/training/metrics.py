@@ -1,13 +1,12 @@
 """Training and evaluation metrics, and what writes them to model_dir.
 
-TensorBoard's event files are written by clu, which imports TensorFlow. The JAX core does not depend
-on either: callers that have them pass t0repro.event_files.event_writer.
+TensorBoard's event files are written by t0repro.event_files.event_writer, which needs TensorBoard.
+The JAX core does not depend on it: callers that have it pass the writer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import threading
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t0repro.files import make_folder, naming, write_atomically, writing
+from t0repro.files import append_whole, make_folder, naming, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 OpenWriter = Callable[[str], "Writer"]
@@ -85,7 +84,7 @@ def step_line(
 
 
 class MetricLog:
-    """Writes model_dir/metrics.jsonl, and hands everything to writers such as clu's.
+    """Writes model_dir/metrics.jsonl, and hands everything to writers with clu's methods.
 
     A line of metrics.jsonl is {"split": "train", "step": 1, "loss": ..., ...} for every training
     step, and {"split": <name>, "step": ..., ...} for every evaluation. Writers get the tags
@@ -291,13 +290,7 @@ class JsonLines:
         Raises:
           UserError: if the disk is full; no part of the line is left in the file.
         """
-        line = (json.dumps(row) + "\n").encode()
-        with writing(self._path):
-            size = os.fstat(self._file.fileno()).st_size
-            if self._file.write(line) != len(line):
-                # Part of the line was written: take it back.
-                self._file.truncate(size)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path))
+        append_whole(self._file, (json.dumps(row) + "\n").encode(), self._path)
 
     def sync(self) -> None:
         """Waits until every line is on disk."""

@@ -110,7 +110,7 @@ class BaseTrainer(abc.ABC):
       train_state_axes: where each array of the state belongs; None asks the partitioner.
       rng: PRNG key, into which each step is folded.
       open_writer: opens a folder's writer of TensorBoard's events, for instance
-        t0repro.event_files.event_writer, which needs TensorFlow.
+        t0repro.event_files.event_writer, which needs TensorBoard.
       files: where to write metrics, in place of `summary_dir` and `open_writer`.
 
     Attributes:
