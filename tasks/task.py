@@ -124,6 +124,55 @@ def registered_tasks() -> list[str]:
     return [*known, *(name for name in others if name not in known)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """What a described task's inputs or targets are encoded with, by the names of SeqIO's class."""
+
+    vocabulary: VocabularyFile | seqio.Vocabulary
+    add_eos: bool
+
+
+class DescribedTask:
+    """A prompted task that SeqIO has not been given, with attributes named as in seqio.Task.
+
+    Attributes:
+      name: The task's name.
+      prompt: The prompt that it renders.
+      source: Its rows.
+      splits: Names of its splits.
+      output_features: Its features by name.
+    """
+
+    def __init__(self, description: TaskDescription):
+        self.name, self.prompt = description.prompt.name, description.prompt
+        self.source, self.splits = description.rows, tuple(description.rows.files_of_splits)
+        self.output_features = {
+            name: Feature(description.vocabulary, adds_eos) for name, adds_eos in ADDS_EOS.items()
+        }
+
+
+def find_task(name: str) -> DescribedTask | seqio.Task:
+    """A registered task: SeqIO's own, or where SeqIO has not been given it, as it is described.
+
+    Raises:
+      KeyError: If there is no such task.
+    """
+    seqio = sys.modules.get("seqio")
+    if seqio is not None and name in seqio.TaskRegistry.names():
+        return seqio.TaskRegistry.get(name)
+    return DescribedTask(_tasks[name])
+
+
+def find_tasks(name: str) -> Sequence[DescribedTask | seqio.Task]:
+    """The tasks of a registered mixture, or the task of that name; as `find_task` has them.
+
+    Raises:
+      KeyError: If there is neither.
+    """
+    mixtures = registered_mixtures()
+    return [find_task(each) for each in mixtures.get(name, (name,))]
+
+
 # Metrics ----------------------------------------------------------------------------------------
 
 METRICS = {

@@ -56,6 +56,15 @@ class VocabularyFile:
         """The token that ends a target."""
         return self.processor().eos_id()
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of pieces, sentinels included."""
+        return self.processor().get_piece_size()
+
+    def encode(self, text: str) -> list[int]:
+        """A text's tokens, without EOS."""
+        return self.processor().encode(text)
+
 
 @functools.lru_cache(maxsize=4)
 def processor_of(model: bytes) -> SentencePieceProcessor:

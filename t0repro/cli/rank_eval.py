@@ -27,9 +27,10 @@ from t0repro.cli.spelling import output
 from t0repro.words import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from t0repro.evaluation.evaluation_folder import EvaluationSettings
+    from t0repro.reports.prompts import PromptInfo
     from t0repro.reports.report import Report
     from t0repro.runs.rank_eval import Outcome
 
@@ -151,7 +152,7 @@ def rank_eval(
     Example: t0repro rank-eval --checkpoint runs/demo/model --mixture demo_eval_score_eval
     --module_import t0repro.tasks.demo --out runs/demo/rank_eval
     """
-    echo("importing JAX, and the tasks with SeqIO ...", err=True)
+    echo("importing JAX and the tasks ...", err=True)
     # Tasks look for the variable when their rows are read.
     if tasks.data is not None:
         os.environ["T0REPRO_DATA_DIR"] = str(tasks.data)
@@ -159,6 +160,7 @@ def rank_eval(
 
     with processes.joined():
         from t0repro.partitioning.processes import is_first
+        from t0repro.reports.prompts import load_prompts
 
         # Only now that the processes have joined: the default activation asks JAX for its backend.
         settings = EvaluationSettings(
@@ -174,7 +176,10 @@ def rank_eval(
         )
         extras = [normalize, *(extra.value for extra in also or ())]
         # This registers the tasks, so it comes before the mixture is looked up.
-        write = _writer(modules_or_t0(tasks.module_import), head, extras)
+        # SeqIO reads caches, and t5 has the metrics of decoded texts.
+        into_seqio = tasks.cache_dir is not None or "generate" in settings.modes
+        prompts = load_prompts(modules_or_t0(tasks.module_import), into_seqio=into_seqio)
+        write = _writer(prompts, head, extras)
         _add_cache(tasks.cache_dir)
         if dry_run:
             _check(mixture, settings)
@@ -187,15 +192,15 @@ def rank_eval(
 
 
 def _writer(
-    modules: Sequence[str], head: ReportHead, extras: Sequence[str]
+    prompts: Mapping[str, PromptInfo], head: ReportHead, extras: Sequence[str]
 ) -> Callable[..., tuple[Report, list[Path]]]:
-    """Registers the modules' tasks; returns `write_results` for a report with these options."""
-    from t0repro.reports.prompts import load_prompts, training_tasks
+    """`write_results` for a report with these options."""
+    from t0repro.reports.prompts import training_tasks
     from t0repro.runs.rank_eval import write_results
 
     return functools.partial(
         write_results,
-        prompts=load_prompts(modules, into_seqio=True),
+        prompts=prompts,
         trained=training_tasks(head.train_mixture or ()),
         label=head.label,
         title=head.title,

@@ -11,7 +11,13 @@ from t0repro.config.t5x import records
 from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.errors import UserError, of_command
 from t0repro.progress import say
-from t0repro.tasks.task import keep_at_hand, lacks_cache, prompted_mixtures, prompted_tasks
+from t0repro.tasks.task import (
+    find_tasks,
+    keep_at_hand,
+    lacks_cache,
+    prompted_mixtures,
+    prompted_tasks,
+)
 from t0repro.tasks.vocabulary import EXTRA_IDS, default_vocabulary
 from t0repro.words import counted
 
@@ -126,10 +132,7 @@ def tasks_to_train_on(data: SeqioDataConfig) -> list[Any]:
 
 def no_task_has(name: str, split: str, where: str | None) -> UserError:
     """The error for a split that no task of a task or mixture has; `where` is its place."""
-    import seqio
-
-    tasks = seqio.get_subtasks(seqio.get_mixture_or_task(name))
-    splits = sorted({each for task in tasks for each in task.splits})
+    splits = sorted({each for task in find_tasks(name) for each in task.splits})
     return UserError(
         f"No task of {name!r} has a split {split!r}.",
         where=where,

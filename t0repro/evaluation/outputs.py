@@ -88,6 +88,11 @@ class ScoredPairs:
         rest = (columns["is_correct"], columns["weight"], columns["target_length"].tolist())
         return list(zip(indices, *rest, strict=True)), list(columns["score"])
 
+    def scores(self, task: str, step: int) -> TaskScores:
+        """The pairs as a task's scores at a step, in the order in which they were added."""
+        columns: dict[str, Any] = self._columns()
+        return TaskScores(task, step, **columns)
+
     def _columns(self) -> dict[str, np.ndarray]:
         names = self._parts[0]
         return {name: np.concatenate([part[name] for part in self._parts]) for name in names}

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import TaskScores
+from t0repro.evaluation.outputs import ScoredPairs, TaskScores
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,7 +125,8 @@ def rank_classification(
     metrics = {"accuracy": float(100 * np.average(correct, weights=weight))}
     num_correct = table.is_correct.sum(-1)
     if num_classes and num_classes > 1 and (num_correct <= 1).all():
-        metrics |= _class_metrics(table, weight)
+        found = _class_metrics(table, weight)
+        metrics |= {name: value for name, value in found.items() if np.isfinite(value)}
     return RankResult(
         task=scores.task,
         step=scores.step,
@@ -141,6 +144,47 @@ def rank_classification(
         answer=np.where(num_correct > 0, table.choice[rows, table.is_correct.argmax(-1)], -1),
         confidence=_confidence(table, best),
     )
+
+
+def rank_metrics(
+    targets: Sequence[Any], scores: Sequence[Any], num_classes: int | None = None
+) -> dict[str, float]:
+    """What t5.evaluation.metrics.rank_classification returns, to the bit, without TensorFlow.
+
+    Args:
+      targets: ((input, choice), is correct, weight, number of tokens) of each pair.
+      scores: the pairs' log-likelihoods.
+      num_classes: the number of choices, if the task fixes it for every example.
+
+    Raises:
+      UserError: as `rank_classification`.
+    """
+    pairs = ScoredPairs()
+    pairs.add(targets, scores)
+    table = _tabulate(pairs.scores("", 0), num_classes, normalize=False)
+    rows, best = np.arange(len(table.example)), table.value.argmax(-1)
+    right = table.is_correct[rows, best]
+    if not num_classes:
+        # Summed one after the other in the weights' own type, and not averaged in float64.
+        weight = table.weight[rows, best]
+        hits, total = (np.add.accumulate(each)[-1] for each in (right * weight, weight))
+        return {"accuracy": float(100 * hits / total)}
+    weight = table.weight[:, 0]
+    found = {"accuracy": float(100 * np.average(right, weights=weight))}
+    if num_classes > 1 and (table.is_correct.sum(-1) <= 1).all():
+        found |= _class_metrics(table, weight)
+    return found
+
+
+def ranked_target(
+    output: Any, example: Mapping[str, Any] | None = None, is_target: bool = False
+) -> Any:
+    """What t5.data.postprocessors.rank_classification returns: a score, or a pair's target."""
+    if not is_target:
+        return output
+    assert example is not None
+    weight = example.get("weight", 1.0)
+    return tuple(example["idx"]), example["is_correct"], weight, len(example["targets"])
 
 
 def _tabulate(scores: TaskScores, num_classes: int | None, normalize: bool) -> _Table:
@@ -242,7 +286,7 @@ def _class_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:
     """t5's additional metrics, in percent, for fixed classes with at most one right answer.
 
     Computed with scikit-learn from the same arrays, as t5 does. If all answers are of one class,
-    a metric may be undefined: scikit-learn warns and returns NaN, and it is left out here.
+    a metric may be undefined: scikit-learn warns and returns NaN.
     """
     from sklearn.exceptions import UndefinedMetricWarning
 
@@ -251,7 +295,7 @@ def _class_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:
         warnings.filterwarnings("ignore", message="No positive class found in y_true")
         compute = _binary_metrics if table.value.shape[-1] == 2 else _multiclass_metrics
         found = compute(table, weight)
-    return {name: 100 * float(value) for name, value in found.items() if np.isfinite(value)}
+    return {name: 100 * float(value) for name, value in found.items()}
 
 
 def _binary_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:

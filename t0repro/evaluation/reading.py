@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from t0repro.evaluation.records import digest_of_texts
-from t0repro.evaluation.task_output import Judge, TruncationCounter
+from t0repro.evaluation.task_output import TruncationCounter, judge_of_registered
 from t0repro.tasks.prompted_examples import prompted_examples
-from t0repro.tasks.task import task_descriptions
+from t0repro.tasks.task import find_task, task_descriptions
 
 Item = TypeVar("Item")
 Row = TypeVar("Row", bound=Mapping[str, Any])
@@ -57,13 +57,11 @@ class TaskReader:
         limit: int | None = None,
         use_cached: bool = False,
     ):
-        import seqio
-
-        task: Any = seqio.TaskRegistry.get(name)
+        task: Any = find_task(name)
         self.name, self._split, self._lengths = name, split, lengths
         self._use_cached, self._features = use_cached, task.output_features
         self._sample = Sample(limit)
-        self.judge = Judge(name, task.postprocess_fn, task.metric_fns)
+        self.judge = judge_of_registered(task)
 
     @property
     def available(self) -> int:
@@ -207,9 +205,7 @@ def data_origin(name: str, split: str, use_cached: bool) -> dict[str, Any] | Non
     A local file is identified by size and checksum, not by its path; rows from the hub by
     repository and commit; a cached task by a digest of the JSON files in its cache.
     """
-    import seqio
-
-    task = seqio.TaskRegistry.get(name)
+    task: Any = find_task(name)
     if use_cached and task.cache_dir:
         # SeqIO's info and stats files, which name shards and count examples.
         files = sorted(Path(task.cache_dir).glob(f"*.{split}.json"))
@@ -226,9 +222,7 @@ def data_origin(name: str, split: str, use_cached: bool) -> dict[str, Any] | Non
 
 def vocabulary_digest(name: str) -> str | None:
     """Digest, 16 hex digits, of a task's SentencePiece model; None if it has none."""
-    import seqio
-
-    vocabulary = seqio.get_mixture_or_task(name).output_features["targets"].vocabulary
+    vocabulary = find_task(name).output_features["targets"].vocabulary
     model = getattr(vocabulary, "sp_model", None)
     return None if model is None else hashlib.blake2b(model, digest_size=8).hexdigest()
 

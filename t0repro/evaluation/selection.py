@@ -6,11 +6,19 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from t0repro import compat
 from t0repro.data.checks import check_readable, no_task_has
 from t0repro.errors import UserError, nearest_names
-from t0repro.evaluation.task_output import Judge
-from t0repro.tasks.task import not_at_hand
+from t0repro.evaluation.task_output import ranks_choices
+from t0repro.tasks.task import (
+    SCORE_EVAL_SUFFIX,
+    DescribedTask,
+    find_task,
+    find_tasks,
+    metric_names,
+    not_at_hand,
+    registered_mixtures,
+    registered_tasks,
+)
 
 MODES = ("rank", "generate")
 
@@ -34,7 +42,7 @@ class Selection:
 
 
 def subtasks(mixture: str, option: str) -> Sequence[Any]:
-    """The seqio tasks of a registered mixture or task.
+    """The tasks of a registered mixture or task, as `t0repro.tasks.task.find_task` has them.
 
     Args:
       mixture: its name.
@@ -43,14 +51,10 @@ def subtasks(mixture: str, option: str) -> Sequence[Any]:
     Raises:
       UserError: if it is not registered; the nearest names are listed.
     """
-    # A module of tasks installs it too, but one may be what is missing.
-    compat.install()
-    import seqio
-
     try:
-        return seqio.get_subtasks(seqio.get_mixture_or_task(mixture))
-    except ValueError as error:
-        known = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
+        return find_tasks(mixture)
+    except KeyError as error:
+        known = [*registered_mixtures(), *registered_tasks()]
         raise UserError(
             f"There is no mixture or task {mixture!r}.",
             where=option,
@@ -115,7 +119,7 @@ def _check_modes(
             where=mixture,
             fix="Add the mode rank.",
         )
-    without = [task for task in others if not task.metric_fns]
+    without = [task for task in others if not _has_metric(task)]
     if without:
         raise UserError(
             f"Tasks to decode have no metric: {_some(without)}.",
@@ -141,10 +145,15 @@ def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool
 
 def _ranking_twin(task: Any) -> Any:
     """The task that ranks the same prompt's answers, or the task itself if there is none."""
-    import seqio
+    try:
+        return find_task(task.name + SCORE_EVAL_SUFFIX)
+    except KeyError:
+        return task
 
-    name = f"{task.name}_score_eval"
-    return seqio.TaskRegistry.get(name) if name in seqio.TaskRegistry.names() else task
+
+def _has_metric(task: Any) -> bool:
+    described = isinstance(task, DescribedTask)
+    return bool(metric_names(task.prompt) if described else task.metric_fns)
 
 
 def _some(tasks: Sequence[Any]) -> str:
@@ -153,7 +162,9 @@ def _some(tasks: Sequence[Any]) -> str:
 
 
 def _ranks(task: Any) -> bool:
-    return Judge(task.name, task.postprocess_fn, task.metric_fns).ranks
+    if isinstance(task, DescribedTask):
+        return task.prompt.score_eval
+    return ranks_choices(task.metric_fns)
 
 
 def padded_rows(size: int) -> int:
@@ -172,11 +183,9 @@ def check_vocabulary(names: Sequence[str], rows: int, where: str) -> Any:
     Raises:
       UserError: if a task's padded vocabulary has another size; both sizes are named.
     """
-    import seqio
-
     vocabulary: Any = None
     for name in names:
-        vocabulary = seqio.get_mixture_or_task(name).output_features["targets"].vocabulary
+        vocabulary = find_task(name).output_features["targets"].vocabulary
         padded = padded_rows(vocabulary.vocab_size)
         if padded != rows:
             raise UserError(

@@ -29,15 +29,16 @@ import numpy as np
 from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import ScoredPairs
-from t0repro.evaluation.rank import without_tokens
+from t0repro.evaluation.rank import rank_metrics, ranked_target, without_tokens
 from t0repro.files import make_folder, naming
+from t0repro.tasks.task import DescribedTask
 
 
 class TruncationCounter:
     """Counts the truncated texts of one task.
 
     Args:
-      features: SeqIO's features by name, `inputs` and `targets`.
+      features: the task's features by name, `inputs` and `targets`.
       lengths: maximum tokens per feature; None if nothing is cut.
     """
 
@@ -109,7 +110,7 @@ class Judge:
 
     @property
     def ranks(self) -> bool:
-        """Whether a metric is t5's rank_classification, possibly in a functools.partial."""
+        """Whether a metric ranks answer choices."""
         return ranks_choices(self.metric_fns)
 
     def target(self, example: Example) -> Any:
@@ -156,9 +157,20 @@ def judge_of(task: EvalTask) -> Judge:
     return Judge(task.name, task.postprocess, task.metric_fns)
 
 
+def judge_of_registered(task: Any) -> Judge:
+    """The judge of the outputs of SeqIO's task, or of a described one that ranks its choices."""
+    if not isinstance(task, DescribedTask):
+        return Judge(task.name, task.postprocess_fn, task.metric_fns)
+    assert task.prompt.score_eval, task.name
+    choices = task.prompt.fixed_choices
+    metric = functools.partial(rank_metrics, num_classes=len(choices) if choices else None)
+    return Judge(task.name, ranked_target, [metric])
+
+
 def ranks_choices(metric_fns: Iterable[Any]) -> bool:
-    """Whether a metric is t5's rank_classification, possibly in a functools.partial."""
-    return any(_name(metric) == "rank_classification" for metric in metric_fns)
+    """Whether a metric is t5's rank_classification or ours, also as a functools.partial."""
+    names = ("rank_classification", rank_metrics.__name__)
+    return any(_name(metric) in names for metric in metric_fns)
 
 
 def _name(metric: Any) -> str:

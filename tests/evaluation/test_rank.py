@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import TaskScores
-from t0repro.evaluation.rank import rank_classification
+from t0repro.evaluation.rank import rank_classification, rank_metrics, ranked_target
 from t0repro.evaluation.task_output import Judge
 
 
@@ -73,6 +73,9 @@ def assert_as_t5(evaluation, normalize):
     ).metrics
     theirs = {name: value for name, value in theirs.items() if np.isfinite(value)}
     assert ours.keys() == theirs.keys()
+    if not normalize:
+        same = rank_metrics(targets, scores, num_classes)
+        assert {name: x for name, x in same.items() if np.isfinite(x)} == theirs
     for name, value in theirs.items():
         assert ours[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
 
@@ -90,6 +93,36 @@ def test_accuracy_is_t5s_where_the_number_of_choices_varies(evaluation, normaliz
 @given(evaluations(fixed=True), st.booleans())
 def test_metrics_are_t5s_where_the_number_of_choices_is_fixed(evaluation, normalize):
     assert_as_t5(evaluation, normalize)
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.UndefinedMetricWarning")
+@pytest.mark.filterwarnings("ignore:No positive class found in y_true")
+@pytest.mark.parametrize("num_classes", [None, 2, 3])
+def test_float32_weights_and_undefined_metrics_are_treated_as_t5_does(num_classes):
+    """Sums in float32, NaN where all answers are of one class; targets as rank_eval has them."""
+    from t5.data import postprocessors
+    from t5.evaluation import metrics as t5_metrics
+
+    generator = np.random.default_rng(0)
+    targets = []
+    for number in range(41):
+        for choice in range(num_classes or 1 + number % 4):
+            example = {
+                "idx": np.array([number, choice], np.int32),
+                "is_correct": np.bool_(choice == 0),
+                "weight": np.float32(0.1 + number % 3),
+                "targets": np.ones(number % 5, np.int32),
+            }
+            targets.append(ranked_target("", example=example, is_target=True))
+            theirs = postprocessors.rank_classification("", example=example, is_target=True)
+            assert repr(targets[-1]) == repr(theirs)
+    scores = list(generator.normal(size=len(targets)).astype(np.float32))
+    assert ranked_target(scores[0], example={}) is scores[0]
+    ours = rank_metrics(targets, scores, num_classes)
+    theirs = t5_metrics.rank_classification(targets, scores, num_classes=num_classes)
+    assert {name: repr(float(value)) for name, value in theirs.items()} == {
+        name: repr(value) for name, value in ours.items()
+    }
 
 
 def test_the_highest_log_likelihood_is_predicted():

@@ -61,6 +61,47 @@ def evaluated(model_dir, tmp_path_factory):
     return out, evaluate(model_dir, out)
 
 
+LIGHT = """
+import sys
+from t0repro.cli.app import main
+
+try:
+    main()
+finally:
+    heavy = {"tensorflow", "seqio", "t5", "clu", "mesh_tensorflow"} & set(sys.modules)
+    assert not heavy, sorted(heavy)
+"""
+
+
+def test_the_command_ranks_prompted_tasks_without_tensorflow_to_the_same_bits(
+    evaluated, model_dir, tmp_path
+):
+    """`evaluated` has SeqIO's tasks with t5's metrics."""
+    options = {"checkpoint": model_dir, "mixture": MIXTURE, "out": tmp_path, "limit": 3}
+    options |= {"inputs_length": 128, "targets_length": 32}
+    command = [sys.executable, "-P", "-c", LIGHT, "rank-eval"]
+    command += ["--module_import=t0repro.tasks.demo"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    folder, other = evaluated[1].folder, tmp_path / "validation_eval"
+    files = sorted(path.name for path in folder.glob("*_score_eval_*"))
+    assert len(files) == 3 * 9
+    for name in files:
+        assert (other / name).read_bytes() == (folder / name).read_bytes(), name
+    lines = [
+        (path / "metrics.jsonl").read_text().splitlines() for path in (tmp_path, folder.parent)
+    ]
+    assert sorted(lines[0]) == sorted(lines[1])
+    records = [read_records(path, 7) for path in (folder, other)]
+    for name in records[0]:
+        varying = ("seconds", "joules", "checksum")
+        ours, theirs = (
+            {k: v for k, v in found[name].items() if k not in varying} for found in records
+        )
+        assert ours == theirs, name
+
+
 def test_every_task_has_files_that_agree_with_plain_scoring(evaluated, model_dir, prompts):
     out, outcome = evaluated
     assert len(outcome.tasks) == 9 and outcome.finished == outcome.empty == ()
