@@ -3,9 +3,9 @@
 datasets.csv: T0's table, from bigscience-workshop/t-zero.
 catalog.csv: splits and their sizes in T0's time, licence, today's repository.
 features.json: each dataset's features in `datasets` 1.12, which T0's templates were written for.
-p3_sizes.csv: number of examples per task and split of the released P3. The counts are those of
-  google-research/FLAN at e9e4ec6e, flan/v2/constants_t0.py (Apache-2.0): what is left after each
-  template has dropped the rows that it has no prompt for.
+p3_sizes.csv: number of examples per task and split of the released P3, after each template dropped
+the rows that it has no prompt for. From google-research/FLAN at e9e4ec6e, flan/v2/constants_t0.py
+(Apache-2.0).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Alias:
 
     Attributes:
       name: The column's name in the data.
-      after: What ends the prefix that the data's class names have, if any: `:` where the data says
+      after: The end of the prefix in the data's class names, if they have one: `:` if the data has
         `NUM:date` for `date`.
     """
 
@@ -66,8 +66,8 @@ class HubPlace:
     Attributes:
       repository: `owner/name`.
       configuration: The configuration's folder in the revision, `*` if there is only one.
-      revision: A branch. `refs/convert/parquet` is the one that the hub itself keeps in Parquet, as
-        `<configuration>/<split>/NNNN.parquet`, whether or not there is a loading script.
+      revision: A branch. The hub itself maintains `refs/convert/parquet` in Parquet, as
+        `<configuration>/<split>/NNNN.parquet`, with or without a loading script.
     """
 
     repository: str
@@ -84,7 +84,7 @@ class CatalogueEntry:
       subset: The configuration, or None.
       splits: Split -> number of rows, as in `datasets` 1.12.
       licence: The data's licence; empty if not known.
-      hub: Where it is today, or None if it can only be had from its authors.
+      hub: Where it is today, or None if only its authors provide it.
       aliases: Column -> other names that it goes by today.
     """
 
@@ -105,15 +105,15 @@ SYNTHETIC = "synthetic_"
 
 
 def is_synthetic(dataset: str) -> bool:
-    """Whether a dataset's rows are generated, as names such as `synthetic_imdb` say."""
+    """Whether a dataset's rows are generated, as names such as `synthetic_imdb` show."""
     return dataset.startswith(SYNTHETIC)
 
 
 def modelled_on(dataset: str) -> str:
     """The dataset whose templates, columns and metrics a dataset uses.
 
-    That is the dataset itself, except that `synthetic_imdb` uses those of `imdb`, so that T0's
-    prompts are found for generated rows too.
+    This is the dataset itself, except that `synthetic_imdb` uses those of `imdb`, so that T0's
+    prompts also apply to generated rows.
     """
     return dataset.removeprefix(SYNTHETIC)
 
@@ -143,7 +143,7 @@ def catalogue() -> Mapping[tuple[str, str | None], CatalogueEntry]:
     """Every dataset configuration of T0's table, keyed by (dataset, subset)."""
     with open(CATALOGUE, newline="", encoding="utf-8") as file:
         entries = [_entry(row) for row in csv.DictReader(file)]
-    # Read-only, since every caller gets the same object.
+    # Read-only, since all callers share one object.
     return types.MappingProxyType({(entry.dataset, entry.subset): entry for entry in entries})
 
 

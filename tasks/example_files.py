@@ -28,7 +28,7 @@ def add_example_files(
     targets_key: str | None,
     features: Mapping[str, Any],
 ) -> None:
-    """Registers a task whose split "infer" holds the files' examples; does so once for a name.
+    """Registers a task whose split "infer" has the files' examples; only once per name.
 
     Args:
       name: The task's name.
@@ -39,7 +39,7 @@ def add_example_files(
       features: seqio.Features `inputs` and `targets`.
 
     Raises:
-      UserError: If no file is there.
+      UserError: If there is no such file.
     """
     import seqio
     import tensorflow as tf
@@ -47,7 +47,7 @@ def add_example_files(
     found = sorted({path for pattern in paths for path in glob.glob(pattern)})
     if not found:
         raise UserError("The files of examples are not there.", where=", ".join(paths))
-    # SeqIO refuses a name twice, and a run that is repeated in one process comes here again.
+    # SeqIO refuses a name twice, and a run repeated in one process gets here again.
     if name in seqio.TaskRegistry.names():
         return
     keys = [key for key in (inputs_key, targets_key) if key]
@@ -63,7 +63,7 @@ def add_example_files(
         source,
         preprocessors=[
             functools.partial(
-                # SeqIO fills a feature whose key is None with empty text.
+                # SeqIO sets a feature whose key is None to empty text.
                 seqio.preprocessors.rekey,
                 key_map={"inputs": inputs_key, "targets": targets_key},
             ),
@@ -93,7 +93,7 @@ def _rows(paths: Sequence[str], keys: Sequence[str]) -> Iterator[dict[str, str]]
     """The fields of each row, as text.
 
     Raises:
-      UserError: If a line is no JSON object or lacks a field.
+      UserError: If a line is not a JSON object or lacks a field.
     """
     for path in paths:
         with open(path, encoding="utf-8") as lines:

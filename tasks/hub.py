@@ -1,8 +1,8 @@
-"""Rows from the Hugging Face hub, read by `datasets` from the branch that the hub keeps in Parquet.
+"""Rows from the Hugging Face hub, read by `datasets` from the hub's own Parquet branch.
 
-`datasets` no longer runs loading scripts, and most repositories were renamed: the catalogue says
-where each dataset is today. Nothing here runs unless the user asks for it (T0REPRO_DATA_HUB=1).
-Downloads stay in Hugging Face's cache (HF_HOME) and are read from there when offline.
+`datasets` no longer runs loading scripts, and most repositories were renamed: the catalogue lists
+where each dataset is today. This module does nothing unless the user opts in (T0REPRO_DATA_HUB=1).
+Downloads stay in Hugging Face's cache (HF_HOME), which is used offline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from t0repro.files import write_atomically
 from t0repro.tasks.catalogue import CatalogueEntry, HubPlace
 
 BATCH = 1000
-"""Rows that are taken out of Arrow at once."""
+"""Number of rows converted from Arrow at once."""
 
 TIMEOUT_SECONDS = 10.0
 
@@ -48,7 +48,7 @@ class HubReader:
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
         """Rows `start` to `stop`."""
         stop = len(self.data) if stop is None else min(stop, len(self.data))
-        # Arrow gives columns; converting a thousand rows at a time is cheap and bounds the memory.
+        # Arrow stores columns; converting a thousand rows at a time is cheap and bounds memory.
         for first in range(start, stop, BATCH):
             columns = self.data[first : min(first + BATCH, stop)]
             names = list(columns)
@@ -97,7 +97,7 @@ def hub_reader(entry: CatalogueEntry, split: str) -> HubReader:
 
 
 @functools.cache
-# Read once a process: the branch may move between two calls.
+# Read once per process: the branch may move between two calls.
 def _load(
     dataset: str, subset: str | None, place: HubPlace, split: str, expected: int | None
 ) -> HubReader:
@@ -106,7 +106,7 @@ def _load(
 
     try:
         commit, files = _resolve(place, split)
-        # A commit's files never change, so those in the cache are used without a request.
+        # A commit's files never change, so use cached ones without a request.
         paths = [
             huggingface_hub.hf_hub_download(
                 place.repository, name, repo_type="dataset", revision=commit
@@ -116,7 +116,7 @@ def _load(
         data = datasets.load_dataset("parquet", data_files={split: paths}, split=split)
     except UserError:
         raise
-    except Exception as error:  # each layer below has exceptions of its own
+    except Exception as error:  # each layer below raises its own exceptions
         raise UserError(
             f"Split {split!r} of {place.repository} cannot be read from the hub: "
             f"{type(error).__name__}: {_first_line(error)}",
@@ -126,9 +126,9 @@ def _load(
                 f" {_by_hand(dataset, subset, split)}"
             ),
         ) from error
-    # After a whole download only: what is remembered must be readable offline.
+    # Only after a complete download: whatever is remembered must be readable offline.
     _remember(place, split, commit, files)
-    # A warning: the rows are usable, and T0's sizes are those of another day.
+    # Only a warning: the rows are usable, and T0's sizes may be out of date.
     if expected is not None and len(data) != expected:
         logging.warning(
             "%s, split %s, has %d rows on the hub today; T0's had %d.",
@@ -141,14 +141,14 @@ def _load(
 
 
 def _resolve(place: HubPlace, split: str) -> tuple[str, list[str]]:
-    """The branch's commit and the split's files; those of the last download when offline."""
+    """The branch's commit and the split's files; offline, those of the last download."""
     import huggingface_hub
 
     try:
         info = huggingface_hub.HfApi().dataset_info(
             place.repository, revision=place.revision, timeout=TIMEOUT_SECONDS
         )
-    # Whatever the network does; the last download answers, if there was one.
+    # Whatever the network error, use the last download if there is one.
     except Exception:
         record = _record(place, split)
         if not record.is_file():
@@ -177,7 +177,7 @@ def _files(place: HubPlace, split: str, held: Sequence[str]) -> list[str]:
 def _record(place: HubPlace, split: str) -> Path:
     """The file that records which commit and files were downloaded, for later use offline."""
     name = f"{place.repository}@{place.revision}/{place.configuration}/{split}.json"
-    # `*` stands for the only configuration, and is awkward in a file's name.
+    # `*` stands for the only configuration, and is awkward in a file name.
     return user_cache() / "hub" / name.replace("*", "_")
 
 

@@ -1,4 +1,4 @@
-"""What `t0repro tasks ls` computes, and the tables of ls, show and check on a terminal."""
+"""Computes `t0repro tasks ls`, and prints the tables of ls, show and check on a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from t0repro.terminal import print_table, terminal
 from t0repro.words import counted, printable
 
 OVERSAMPLED = 2.0
-"""A rate above so many times the training examples is pointed out."""
+"""A rate above this multiple of the training examples is marked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +41,13 @@ class ListedTask:
       subset: The configuration, or None.
       template: promptsource's name for the template.
       choices: The answer choices; empty if they differ between examples, None if there are none.
-      metrics: Names of the metrics that it is evaluated with.
-      original_task: Whether the prompt asks for what the dataset was made for.
-      mixture: The mixture that the rate refers to, or None if no registered one has the task.
+      metrics: Names of its evaluation metrics.
+      original_task: Whether the prompt poses the dataset's original task.
+      mixture: The mixture of the rate, or None if no registered one has the task.
       rate: Its weight in the mixture, in examples; None if not known.
       examples: Number of training examples after the template has dropped rows; None if not known.
       oversampled: Rate divided by examples, if both are known and the task is not a twin.
-      cached: The cache folder that has all of it, or None.
+      cached: The cache folder that has the complete task, or None.
     """
 
     task: str
@@ -77,10 +77,10 @@ def list_tasks(
       mixture: Only tasks of this mixture; defaults to all.
       dataset: Only tasks of this dataset, given as `dataset` or `dataset/subset`.
       caches: SeqIO cache folders to look for each task in; the first that has it wins.
-      at_hand: Only tasks that are cached there, or have a split whose rows are on this machine.
+      at_hand: Only tasks that are cached there, or have a split with rows on this machine.
 
     Raises:
-      UserError: If the mixture or the dataset is not there; lists the nearest names.
+      UserError: If the mixture or the dataset does not exist; lists the nearest names.
     """
     known = prompted_tasks()
     names = select_tasks(mixture, dataset)
@@ -93,7 +93,7 @@ def list_tasks(
 
 
 def _mixtures_of_tasks() -> dict[str, str]:
-    """Task -> the first registered mixture that has it; in all of T0's its rate is the same."""
+    """Task -> the first registered mixture that has it; all of T0's give it the same rate."""
     found: dict[str, str] = {}
     for name, tasks in registered_mixtures().items():
         for task in tasks:
@@ -120,7 +120,7 @@ def _listed(task: PromptedTask, mixture: str | None, caches: Sequence[Path]) -> 
         mixture=mixture,
         rate=rate,
         examples=examples,
-        # A twin's rate has no meaning: it is not trained on.
+        # A twin's rate has no meaning, since nothing trains on it.
         oversampled=rate / examples if trains and rate and examples else None,
         cached=None if cached is None else str(cached),
     )
@@ -130,9 +130,9 @@ def _rate(mixture: str, task: str) -> float | None:
     try:
         known = prompted_mixtures().get(mixture)
         rate = _rate_in_seqio(mixture, task) if known is None else known.rate(task)
-    except UserError:  # a rate that is the number of rows, which are not available
+    except UserError:  # the rate is a number of rows, which are not available
         return None
-    # Rates are mostly whole numbers, and are printed without a fraction then.
+    # Most rates are integers; print these without a fraction.
     return int(rate) if float(rate).is_integer() else rate
 
 
@@ -146,8 +146,7 @@ def _training_examples(task: str, cached: Path | None) -> int | None:
     if cached is not None:
         statistics = cached / task / "stats.train.json"
         if statistics.is_file():
-            # The statistics of the cache itself are exact; P3's sizes are those of the
-            # released version.
+            # The cache's own statistics are exact; P3's sizes are those of the released version.
             return json.loads(statistics.read_text()).get("examples")
     return p3_sizes().get(task, {}).get("train")
 
@@ -165,7 +164,7 @@ def _task_as_json(task: ListedTask) -> dict[str, Any]:
 # ---- Prints the results of `t0repro tasks` ls, show and check on a terminal ----------------------
 
 
-# Of what goes to a file or another program: a list's lines stay whole, examples can be read.
+# For a file or another program: keep a list's lines complete and examples readable.
 LIST_WIDTH, TEXT_WIDTH = 1_000, 100
 
 
@@ -230,7 +229,7 @@ def list_in_words(tasks: Sequence[ListedTask], caches: Sequence[Path]) -> list[s
 
 
 def print_task(shown: ShownTask) -> None:
-    """Prints a task's examples: input, target, choices, tokens, and what is cut."""
+    """Prints a task's examples: input, target, choices, tokens, and truncated text."""
     console, task = terminal(TEXT_WIDTH), shown.task
     dataset = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
     console.print(Text(task.name, style="bold"), f"split {shown.split}")
@@ -268,7 +267,7 @@ def _panel(example: ShownExample, shown: ShownTask) -> Panel:
 
 
 def _shown(text: str) -> str:
-    """The text with its line breaks, but without anything that a terminal would act on."""
+    """The text with its line breaks, but without terminal control sequences."""
     return printable(text, keep="\n\t")
 
 
@@ -298,7 +297,7 @@ def _choice_lines(example: ShownExample, shown: ShownTask) -> list[tuple[str, st
 
 
 def cuts_in_words(example: ShownExample, shown: ShownTask) -> list[str]:
-    """Lines that say what the limits on variables and sequences cut off."""
+    """Lines that report what the limits on variables and sequences truncated."""
     lines = []
     for name, lost in zip(("input", "target"), example.cut_characters, strict=True):
         if lost:

@@ -1,11 +1,11 @@
-"""Registers T0's tasks, by T0's names, for each dataset that is under T0REPRO_DATA_DIR.
+"""Registers T0's tasks, under T0's names, for each dataset under T0REPRO_DATA_DIR.
 
     T0REPRO_DATA_DIR=../shared/data seqio_cache_tasks --module_import=t0repro.tasks.local \
         --tasks='super_glue_rte_.*' --output_cache_dir=...
 
-A task has the splits that are there, so that part of a mixture can be cached. File names are
-listed, but no rows are read. If t0repro.tasks.t0 is imported as well, its tasks, with all their
-splits, stay.
+A task gets the splits found there, so that part of a mixture can be cached. File names are listed,
+but no rows are read. If t0repro.tasks.t0 is also imported, its tasks, with all their splits,
+remain.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Finds held-out rows whose text stands in the training rows: `t0repro tasks overlap`.
+"""Finds held-out rows whose text also occurs in training rows: `t0repro tasks overlap`.
 
-Rows are compared before any template: a prompt's own words would match those of every other row.
-Two texts match if they share a run of `ngram` words, or if a whole field of at least SHORTEST words
-is the same. Words are runs of letters and digits, without case or punctuation.
+Compares rows before any template, because a prompt's own words would match in every row. Two texts
+match if they share a run of `ngram` words, or if a field of at least SHORTEST words is entirely
+equal. Words are runs of letters and digits, ignoring case and punctuation.
 
-Held-out rows are indexed by 64-bit hashes of their runs, as many rows at a time as the allowed
-memory holds, and the training rows stream past each such part. A match is kept only if its words
-are equal too, so no hash alone flags a row.
+Held-out rows are indexed by 64-bit hashes of their runs, as many rows at a time as the memory limit
+allows; the training rows are streamed past each such part. A match counts only if its words are
+also equal, so a hash collision never flags a row.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from t0repro.tasks.templates import Drop
 from t0repro.words import counted
 
 SHORTEST = 5
-"""Words that a field needs so that it counts as the same text: 'yes' stands everywhere."""
+"""Words that a field needs to count as the same text: 'yes' occurs everywhere."""
 _BYTES_A_RUN = 40  # key and owner, and their copies while they are sorted
 _ROWS_AT_ONCE = 2000  # training rows whose words are hashed together
 _WORD = re.compile(r"\w+")
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses nothing
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplication is invertible
 
 Rows = Iterator[tuple[int, Mapping[str, Any]]]
 
@@ -48,7 +48,7 @@ class Match:
       train: The training dataset.
       train_row: The row's number there, from 0.
       text: The shared words.
-      whole: Whether the whole field is the same, rather than a run of words.
+      whole: Whether the entire field is equal, rather than a run of words.
     """
 
     field: str
@@ -60,15 +60,15 @@ class Match:
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """What was found, and in what.
+    """The matches, and the datasets searched.
 
     Attributes:
-      ngram: Words of a run.
+      ngram: Number of words in a run.
       train: Training dataset -> its number of rows.
       rows: Held-out dataset -> its number of rows.
       found: Held-out dataset -> row -> its first match.
       tasks: Held-out task -> indices of its examples whose rows match.
-      absent: Dataset -> why it was not looked at.
+      absent: Dataset -> why it was not searched.
     """
 
     ngram: int
@@ -91,15 +91,14 @@ def find_overlap(
     ngram: int = 13,
     memory: int = 1024,
 ) -> Overlap:
-    """Looks for each row of a mixture's datasets among the training rows of another.
+    """Searches the training rows of one mixture for each row of another's datasets.
 
     Args:
-      train: The mixture that was trained on; its datasets' split `train` is read.
-      held_out: The mixture that is evaluated.
-      split: The split that is evaluated.
-      ngram: Words of a run.
-      memory: MiB that the index may take; more held-out rows take more passes over the training
-        rows.
+      train: The training mixture; reads the split `train` of its datasets.
+      held_out: The evaluation mixture.
+      split: The evaluated split.
+      ngram: Number of words in a run.
+      memory: MiB for the index; more held-out rows need more passes over the training rows.
 
     Raises:
       UserError: If a mixture is unknown, or no rows of one are available.
@@ -123,12 +122,12 @@ def find_overlap(
 
 
 def write_overlap(overlap: Overlap, path: Path) -> None:
-    """Writes what `read_overlap` reads."""
+    """Writes the file that `read_overlap` reads."""
     write_atomically(path, overlap.to_json())
 
 
 def read_overlap(path: Path) -> dict[str, list[int]]:
-    """Held-out task -> indices of its examples whose text stands in the training rows.
+    """Held-out task -> indices of its examples whose text occurs in the training rows.
 
     Raises:
       UserError: If the file is not one that `t0repro tasks overlap` wrote.
@@ -147,11 +146,11 @@ def read_overlap(path: Path) -> dict[str, list[int]]:
 def _sources(
     mixture: str, split: str, absent: dict[str, str], option: str
 ) -> dict[str, PromptedRows]:
-    """Dataset -> rows of one of its tasks, for the datasets whose rows are here."""
+    """Dataset -> rows of one of its tasks, for the datasets with rows on this machine."""
     found: dict[str, PromptedRows] = {}
     for task in tasks_of_mixture(mixture, option):
         description = task_descriptions().get(task)
-        # A task that is SeqIO's alone has no rows that could be read.
+        # A task that only SeqIO has offers no rows to read.
         if description is None:
             absent[task] = "not a prompted task"
             continue
@@ -175,7 +174,7 @@ def _sources(
 
 
 def _name(source: PromptedRows, split: str) -> str:
-    """The dataset, with the file's name where that is not the split's: ANLI's rounds."""
+    """The dataset, with the file's name if it differs from the split's: ANLI's rounds."""
     name = label(source.dataset, source.subset)
     file = source.files_of_splits[split].file if split in source.files_of_splits else split
     return name if file == split else f"{name} ({file})"
@@ -184,7 +183,7 @@ def _name(source: PromptedRows, split: str) -> str:
 def _examples(
     mixture: str, split: str, found: Mapping[str, Mapping[int, Match]]
 ) -> dict[str, list[int]]:
-    """Task -> its examples whose rows match; an example's index counts the rows that give one."""
+    """Task -> its examples with matching rows; indices only count rows that give an example."""
     flagged = {}
     for task in tasks_of_mixture(mixture, "--eval"):
         description = task_descriptions().get(task)
@@ -214,9 +213,9 @@ class _Part:
     Attributes:
       ngram: Words of a run.
       owners: (dataset, row, field) of each field.
-      rows: Dataset -> how many of its rows are in this part.
+      rows: Dataset -> the number of its rows in this part.
       keys: Sorted hashes of runs and of whole fields, uint64 [runs].
-      owner: Which field each is of, int32 [runs].
+      owner: The field of each, int32 [runs].
       matches: Candidate of each row, by (dataset, row).
     """
 
@@ -228,7 +227,7 @@ class _Part:
     matches: dict[tuple[str, int], Match]
 
     def pass_over(self, train: str, rows: Rows, advance: Callable[[int], None]) -> int:
-        """Looks the training rows up; returns their number."""
+        """Searches the training rows; returns their number."""
         count = 0
         for block in _blocks(rows):
             fields = [(number, words) for number, row in block for _, words in _fields(row)]
@@ -254,7 +253,7 @@ class _Part:
             start = int(starts[hit])
             text = " ".join(words if whole else words[start : start + self.ngram])
             at = int(place[hit])
-            # The same run may stand in many held-out rows.
+            # Many held-out rows may contain the same run.
             while at < len(self.keys) and self.keys[at] == keys[hit]:
                 name, row, field = self.owners[self.owner[at]]
                 match = Match(field, train, number, text, whole)
@@ -264,7 +263,7 @@ class _Part:
     def verified(
         self, sources: Mapping[str, PromptedRows], split: str
     ) -> dict[tuple[str, int], Match]:
-        """The matches whose words the held-out row really has."""
+        """The matches whose words the held-out row actually has."""
         found = {}
         for name in dict.fromkeys(name for name, _ in self.matches):
             for row, content in sources[name].rows(split):
@@ -311,7 +310,7 @@ def _part(
     found = list(_runs(words_of, ngram))
     keys = np.concatenate([keys for keys, *_ in found])
     owner = np.concatenate([fields for _, fields, *_ in found])
-    # One key that nothing has, so that a part without any run can be searched.
+    # Add a key that matches nothing, so that a part without any run can be searched.
     keys, owner = np.append(keys, ~np.uint64(0)), np.append(owner, 0)
     order = np.argsort(keys, kind="stable")
     return _Part(ngram, owners, rows, keys[order], owner[order].astype(np.int32), {})
@@ -341,7 +340,7 @@ def _runs(
     for at, field in enumerate(whole):
         part = words[begins[field] : ends[field]]
         powers = np.cumprod(np.full(len(part), _FACTOR, np.uint64))
-        # The length keeps a whole field apart from a run that begins another.
+        # Include the length, to distinguish a whole field from a run at the start of another.
         keys[at] = (part * powers).sum(dtype=np.uint64) ^ np.uint64(len(part))
     yield keys, whole, np.zeros(len(whole), np.int64), True
 
@@ -358,7 +357,7 @@ def _blocks(rows: Rows) -> Iterator[list[tuple[int, Mapping[str, Any]]]]:
 
 
 def _fields(row: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
-    """(field, words) of every text in a row, those in lists and objects too."""
+    """(field, words) of every text in a row, including those in lists and objects."""
     if isinstance(row, str):
         words = _WORD.findall(row.casefold())
         if len(words) >= SHORTEST:
@@ -372,7 +371,7 @@ def _fields(row: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
 
 
 def summary(overlap: Overlap) -> Iterator[str]:
-    """Lines that say what was found, with one text a dataset, and what was not looked at."""
+    """Lines that report the matches, with one text per dataset, and the datasets not searched."""
     trained = counted(sum(overlap.train.values()), "training row")
     yield f"{trained} of {counted(len(overlap.train), 'dataset')} were read."
     for name, rows in overlap.rows.items():

@@ -3,7 +3,7 @@
     t0repro tasks fetch-p3 --tasks 'super_glue_rte_*' --to p3
     t5_mesh_transformer --module_import=t0repro.tasks.t0 --additional_task_cache_dirs=p3 ...
 
-The branch `main` has held Parquet since 2024. Before that, `data/<task>/` was SeqIO's cache itself:
+The branch `main` has contained Parquet since 2024. Before, `data/<task>/` was SeqIO's cache itself:
 COMPLETED, info.<split>.json, stats.<split>.json and <split>.tfrecord-00000-of-00001. REVISION is
 the last commit of that form (25 January 2023).
 """
@@ -38,7 +38,7 @@ HUB = "https://huggingface.co"
 REPOSITORY = "bigscience/P3"
 REVISION = "eebf82105ad8b692635572bcb5ba58e1b6d3c473"
 UNFINISHED = ".p3_unfinished"
-"""Folder, inside the destination, for tasks that are not complete yet."""
+"""Folder, inside the destination, for incomplete tasks."""
 MARKER = "COMPLETED"
 
 
@@ -48,7 +48,7 @@ class Fetched:
 
     Attributes:
       fetched: Tasks that were fetched.
-      present: Tasks that were there already, complete.
+      present: Tasks that were already there and complete.
       absent: Tasks that P3 does not have.
       bytes: Total size of the fetched tasks' files.
     """
@@ -61,7 +61,7 @@ class Fetched:
 
 @functools.cache
 def known_names() -> tuple[str, ...]:
-    """T0's tasks and their twins, and whatever else P3 is known to have, sorted."""
+    """T0's tasks and their twins, and all other names known to be in P3, sorted."""
     prompted = set(template_datasets())
     names = list(p3_sizes())
     for entry in t0_datasets():
@@ -85,7 +85,7 @@ def matching_names(patterns: Sequence[str]) -> list[str]:
     """
     found: set[str] = set()
     for pattern in patterns:
-        # Shell patterns, where seqio_cache_tasks takes regular expressions.
+        # These are shell patterns, while seqio_cache_tasks takes regular expressions.
         names = fnmatch.filter(known_names(), pattern)
         if not names:
             stem = re.sub(r"[*?\[\]]+", "", pattern)
@@ -104,8 +104,8 @@ def matching_names(patterns: Sequence[str]) -> list[str]:
 def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetched:
     """Fetches the matching tasks into `to`, a folder for `--additional_task_cache_dirs`.
 
-    A task's folder appears once all of it has arrived and been checked. However a fetch ended, the
-    next one continues at the same byte. Complete tasks are left alone and need no network.
+    A task's folder appears once all of it has arrived and been checked. After an interruption, the
+    next fetch resumes at the same byte. Complete tasks are left alone and need no network.
 
     Args:
       patterns: Patterns of task names, as for `matching_names`.
@@ -120,7 +120,7 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
     with folder_lock(to, "fetching P3"):
         present = [name for name in names if _is_whole(to / name)]
         wanted = [name for name in names if name not in set(present)]
-        # Complete tasks are not asked for, so that a finished fetch works offline.
+        # Skip complete tasks, so that a finished fetch works offline.
         listed = _list(wanted, repository)
         absent = [name for name, files in listed.items() if files is None]
         if absent and len(absent) == len(names):
@@ -217,13 +217,13 @@ def _fetch_task(
         },
     }
     write_atomically(folder / P3_SOURCE, json.dumps(source, indent=1) + "\n")
-    # The marker comes after everything else is on the disk, and the rename after the marker, so
-    # that a folder of the task's name is complete even after a power cut.
+    # Write everything else to disk first, then the marker, then rename: a folder with the task's
+    # name is then complete even after a power failure.
     for file in files:
         _sync(folder / file.name)
     write_atomically(folder / MARKER, b"")
     os.rename(folder, to / name)
-    with contextlib.suppress(OSError):  # not empty: other tasks are still unfinished
+    with contextlib.suppress(OSError):  # not empty: other tasks are still incomplete
         (to / UNFINISHED).rmdir()
 
 

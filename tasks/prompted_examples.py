@@ -1,8 +1,8 @@
-"""Evaluation examples of a prompted task, straight from rows to tokens, without SeqIO's pipeline.
+"""Evaluation examples of a prompted task, from rows directly to tokens, without SeqIO's pipeline.
 
-Except for padding they equal those of t5.models.mesh_transformer.mesh_eval_dataset_fn, which traces
-and runs a graph for each task that calls back into Python for each row: with a mixture of a hundred
-tasks, most of an evaluation would be spent there.
+Except for padding they equal those of t5.models.mesh_transformer.mesh_eval_dataset_fn. That
+function traces and runs a graph per task, which calls back into Python for each row: for a mixture
+of a hundred tasks, it would take most of an evaluation's time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Example = dict[str, Any]
 Numbered = Iterator[tuple[int, Example]]
 
-_ROWS_AT_ONCE = 512  # tokenized together, which is faster, and no more than these in memory
+_ROWS_AT_ONCE = 512  # tokenized together for speed; also limits memory
 _CHOICES_KEPT = 4096
 
 
@@ -36,7 +36,8 @@ def prompted_examples(
     Args:
       task: A task with a SentencePiece vocabulary.
       split: The task's split to read.
-      lengths: Maximum tokens per feature; longer ones are cut, and cut targets still end in EOS.
+      lengths: Maximum tokens per feature; longer ones are truncated, and truncated targets still
+        end in EOS.
       choose: Filters the stream of (number, rendered row); keeps all of them by default.
 
     Yields:
@@ -50,7 +51,7 @@ def prompted_examples(
     rendered = choose(enumerate(task.rows.examples(split)))
     tokens, ranks = None, task.prompt.score_eval
     while block := list(itertools.islice(rendered, _ROWS_AT_ONCE)):
-        tokens = tokens or _Tokens(task, lengths)  # missing rows are reported before anything else
+        tokens = tokens or _Tokens(task, lengths)  # report missing rows before anything else
         inputs = tokens.of_inputs([example["inputs"] for _, example in block])
         for (number, example), encoded in zip(block, inputs, strict=True):
             if ranks:
@@ -108,7 +109,7 @@ class _Tokens:
                 self._targets.clear()
             eos, length = self._processor.eos_id(), self._lengths["targets"]
             tokens = [*self._processor.encode(text), eos]
-            # Cut, but still with EOS at the end.
+            # Truncated, but still with EOS at the end.
             if len(tokens) > length:
                 tokens = [*tokens[: length - 1], eos]
             found = self._targets[text] = {

@@ -25,19 +25,19 @@ class Reader(Protocol):
         ...
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
-        """Yields rows `start` to `stop` (exclusive), as they are in the data."""
+        """Yields rows `start` to `stop` (exclusive), unchanged."""
         ...
 
     def place(self, index: int) -> str:
-        """Where row `index`, from 0, is, in words for a message."""
+        """Describes where row `index`, from 0, is, for a message."""
         ...
 
     def class_names(self) -> Mapping[str, Sequence[str]]:
-        """Column -> names of its classes, as far as the data gives them."""
+        """Column -> names of its classes, if the data has them."""
         ...
 
     def origin(self) -> dict[str, Any]:
-        """What the rows are and which version of them, as JSON values."""
+        """The rows' origin and version, as JSON values."""
         ...
 
 
@@ -52,7 +52,7 @@ class LocalReader:
     @classmethod
     def of(cls, path: Path) -> LocalReader:
         """The reader of a file as it is now."""
-        # The time and size are part of the reader, so that a changed file is another reader.
+        # Include time and size, so that a changed file gives another reader.
         status = path.stat()
         return cls(path, status.st_mtime_ns, status.st_size)
 
@@ -129,7 +129,7 @@ def local_reader(
       subset: The configuration, or None.
       split: The file's name without its suffix.
     """
-    # Without a folder nothing is local, and that is no error: the hub may be allowed.
+    # Without a folder there are no local rows, but the hub may be allowed.
     if root is None and not os.environ.get(rows.DATA_VARIABLE):
         return None
     root = root or rows.data_folder()
@@ -146,13 +146,13 @@ def find_reader(root: Path | None, dataset: str, subset: str | None, split: str)
     If `root` is given, rather than taken from T0REPRO_DATA_DIR, no other place is searched.
 
     Raises:
-      UserError: If the rows are nowhere; it lists every way to get them.
+      UserError: If the rows are not found; it lists every way to get them.
     """
     local = local_reader(root, dataset, subset, split)
     if local is not None:
         return local
     if root is not None:
-        rows.rows_file(root, dataset, subset, split)  # raises an error that says what is missing
+        rows.rows_file(root, dataset, subset, split)  # raises an error that names what is missing
     entry = catalogue().get((dataset, subset))
     if entry is not None and entry.hub is not None and hub_is_allowed():
         from t0repro.tasks.hub import hub_reader
@@ -187,8 +187,8 @@ def _missing(dataset: str, subset: str | None, split: str) -> UserError:
 
 # Story Cloze ------------------------------------------------------------------------------------
 
-# The University of Rochester sends CSV files to those who fill in a form. They are read unchanged,
-# and their columns get the names that `datasets` gave them.
+# The University of Rochester sends CSV files to applicants who fill in a form. The files are read
+# unchanged, and their columns get the names that `datasets` gave them.
 
 STORY_CLOZE_FORM = "https://cs.rochester.edu/nlp/rocstories/"
 
@@ -219,7 +219,7 @@ def manual_file(root: Path, dataset: str, subset: str | None, split: str) -> Pat
 
 
 def how_to_ask(dataset: str, subset: str | None, split: str, folder: Path) -> str:
-    """How to get a dataset that nobody may redistribute, and where to put it."""
+    """How to get a dataset that may not be redistributed, and where to put it."""
     if dataset == "story_cloze":
         name = STORY_CLOZE_FILES.get(split, f"{split}.jsonl")
         return (
@@ -233,7 +233,7 @@ def read_story_cloze(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the rows of one of the CSV files, with the columns that they have in `datasets`.
 
     Raises:
-      UserError: If a column is missing, a line is cut or the text is not UTF-8.
+      UserError: If a column is missing, a line is truncated or the text is not UTF-8.
     """
     # utf-8-sig drops the byte-order mark that spreadsheets write.
     with open(path, newline="", encoding="utf-8-sig") as file:
@@ -245,7 +245,7 @@ def read_story_cloze(path: Path) -> Iterator[dict[str, Any]]:
             for row in reader:
                 brought = {new: row[old] for old, new in STORY_CLOZE_COLUMNS.items()}
                 answer = brought["answer_right_ending"]
-                # DictReader fills a short line up with None.
+                # DictReader completes a short line with None.
                 if None in brought.values() or answer not in ("1", "2"):
                     raise _broken(path, reader.line_num, "it is cut, or its answer is not 1 or 2")
                 yield {**brought, "answer_right_ending": int(answer)}

@@ -101,7 +101,7 @@ def add_prompted_task(
         splits = {split: Split(split) for split in splits}
     _check_metrics(dataset, template)
     rows = PromptedRows(name, dataset, subset, template, splits, root)
-    # Before anything is registered: SeqIO and the descriptions must not disagree.
+    # Check before registering anything: SeqIO and the descriptions must not disagree.
     description = _with_most_splits(
         TaskDescription(_prompt(rows), rows, vocabulary or default_vocabulary())
     )
@@ -173,8 +173,8 @@ def _prompt(rows: PromptedRows) -> PromptedTask:
 def _with_most_splits(description: TaskDescription) -> TaskDescription:
     """The task, or its earlier registration if that one already has all of its splits.
 
-    t0repro.tasks.local registers the splits on disk, t0repro.tasks.t0 all of them: whichever is
-    imported first, the task ends up with all of them.
+    t0repro.tasks.local registers the splits on disk, t0repro.tasks.t0 all of them. Whichever is
+    imported first, the task ends up with all splits.
     """
     known = task_descriptions().get(description.prompt.name)
     if known is None:
@@ -191,7 +191,7 @@ def _with_most_splits(description: TaskDescription) -> TaskDescription:
 
 
 def _agree(one: Mapping[str, Split], other: Mapping[str, Split]) -> bool:
-    """Whether one has all of the other's splits, from the same rows."""
+    """Whether one has all of the other's splits, with the same rows."""
     # The registration with fewer splits has to be a part of the other.
     few, many = sorted((one, other), key=len)
     return few.items() <= many.items()
@@ -211,7 +211,7 @@ _OWN = "t0repro.tasks."
 
 
 def needs_seqio(modules: Iterable[str]) -> bool:
-    """Whether a module may register things with SeqIO directly, as any but t0repro's own may."""
+    """Whether a module may register directly with SeqIO, as any but t0repro's own may."""
     return not all(module.startswith(_OWN) for module in modules)
 
 
@@ -234,8 +234,8 @@ def load_tasks(
     """
     modules = resolved(modules)
     for path in templates:
-        read_template_file(path)  # so that a broken file is reported before seconds of imports
-    # A module of the user's may register plain SeqIO tasks beside prompted ones.
+        read_template_file(path)  # report a broken file before seconds of imports
+    # A user's module may register plain SeqIO tasks in addition to prompted ones.
     with_seqio = into_seqio or needs_seqio(modules)
     if with_seqio and modules:
         from t0repro import compat
@@ -257,7 +257,7 @@ def _import(module: str) -> None:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # The module exists, but something that it imports does not: that is not the user's typo.
+        # The module exists but one of its own imports does not: this is not a typo of the user's.
         if error.name is None or not module.startswith(error.name):
             raise
         raise UserError(
@@ -324,7 +324,7 @@ def _register_mixture(name: str, rates: Mapping[str, float], content: TemplateFi
             )
     mixtures = registered_mixtures()
     before = prompted_mixtures().get(name)
-    # The same mixture again is no error: a file may be read twice in a process.
+    # The same mixture again is no error: a process may read a file twice.
     if name in known or (
         name in mixtures and (before is None or dict(before.rates) != dict(rates))
     ):

@@ -1,7 +1,7 @@
-"""Converts rows to JSON bytes and back without loss; unlike pickle, reading them cannot run code.
+"""Converts rows to JSON bytes and back without loss; unlike unpickling, decoding cannot run code.
 
-JSON lacks some types that Parquet files hold: bytes, dates, decimals, tuples. Such a value is
-written as a mapping with the single key `_TAG`; a row's own mapping with that key is tagged too.
+JSON lacks some types in Parquet files: bytes, dates, decimals, tuples. Such a value is written as a
+mapping with the single key `_TAG`; a row's own mapping with that key is tagged too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _tagged(value: Any) -> Any:
         return _tag("dict", [[_tagged(key), _tagged(item)] for key, item in value.items()])
     if kind is tuple:
         return _tag("tuple", [_tagged(item) for item in value])
-    # By exact type here too: a datetime is a date as well, and would lose its time.
+    # Compare exact types here too: a datetime is also a date, and would lose its time.
     for name, (of_kind, write, _) in _OTHERS.items():
         if kind is of_kind:
             return _tag(name, write(value))

@@ -105,7 +105,7 @@ def _read_jsonl(path: Path, start: int, stop: int | None) -> Iterator[dict[str, 
     for number, line in itertools.islice(_lines(path), start, stop):
         try:
             row = json.loads(line.decode("utf-8"))
-            # JSON can spell lone surrogates, which UTF-8 cannot encode: reject them here.
+            # JSON can contain lone surrogates, which UTF-8 cannot encode: reject them here.
             if b"\\ud" in line or b"\\uD" in line:
                 json.dumps(row, ensure_ascii=False).encode("utf-8")
         except ValueError as error:  # includes UnicodeError
@@ -128,7 +128,7 @@ def _depth(value: Any) -> int:
         if isinstance(item, dict | list):
             deepest = max(deepest, depth + 1)
             inside = item.values() if isinstance(item, dict) else item
-            # A stack of its own, since what is measured is deeper than Python's.
+            # Use an explicit stack: the nesting may exceed Python's recursion limit.
             waiting += [(each, depth + 1) for each in inside]
     return deepest
 
@@ -158,13 +158,13 @@ def _read_parquet(path: Path, start: int, stop: int | None) -> Iterator[dict[str
         end = file.metadata.num_rows if stop is None else stop
         groups = []
         for group in range(file.num_row_groups):
-            # Row groups are found by counting, so that rows before `start` are not decoded.
+            # Count rows per row group, so that rows before `start` are not decoded.
             last = first + file.metadata.row_group(group).num_rows
             if last > start and first < end:
                 groups.append((group, first))
             first = last
         for group, first in groups:
-            # Decoded bytes are text only if they are UTF-8; to_pylist finds out.
+            # Decoded bytes are text only if they are UTF-8; to_pylist raises otherwise.
             for batch in file.iter_batches(row_groups=[group]):
                 low, high = max(start - first, 0), min(end - first, batch.num_rows)
                 if low < high:
@@ -187,7 +187,7 @@ def place_of_row(path: Path, index: int) -> str:
     """Where row `index`, from 0, is: the file and the line, or the row in a Parquet file."""
     if path.suffix == ".parquet":
         return f"{path}, row {index + 1}"
-    # Blank lines are not rows, so the line's number has to be counted.
+    # Blank lines are not rows, so find the line's number by counting.
     number, _ = next(itertools.islice(_lines(path), index, None), (index + 1, b""))
     return f"{path}, line {number}"
 
@@ -195,7 +195,7 @@ def place_of_row(path: Path, index: int) -> str:
 def number_of_rows(path: Path) -> int:
     """Number of rows of a file, counted without parsing; cached while the file is unchanged."""
     status = path.stat()
-    # Time and size are in the key: a changed file is counted again.
+    # Time and size are in the key, so that a changed file is counted again.
     return _number_of_rows(path, status.st_mtime_ns, status.st_size)
 
 
@@ -239,5 +239,5 @@ def kept_row(index: int, count: int, max_rows: int | None) -> bool:
     """Whether row `index` of `count` is among the evenly spaced `max_rows`."""
     if max_rows is None or count <= max_rows:
         return True
-    # Where the scaled index passes a whole number: evenly spaced, and exactly max_rows of them.
+    # Keep rows where the scaled index passes an integer: evenly spaced, exactly max_rows of them.
     return (index + 1) * max_rows // count > index * max_rows // count

@@ -8,9 +8,9 @@ layers of protection:
     BYTES of memory beyond what it starts with (`"a" * (4 * 10**9)` needs no attribute at all);
   answers in JSON: even if the process is taken over, nothing that it sends is ever executed.
 
-Such templates are also checked more strictly than promptsource's: a variable that a row does not
-have is an error (write `{{ text | default("") }}` if it may be missing), and rows without a label
-or with an empty target are dropped, where T0 would train on a wrong answer or on "<NO LABEL>".
+Such templates are also checked more strictly than promptsource's. A variable that a row lacks is an
+error (write `{{ text | default("") }}` if it may be missing). Rows without a label or with an empty
+target are dropped, while T0 would train on a wrong answer or on "<NO LABEL>".
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from t0repro.tasks.templates import (
 from t0repro.words import counted
 
 SECONDS = 2.0
-"""Processor time that one row may take; usual templates take a thousandth of a second."""
+"""Processor seconds for one row; ordinary templates take a thousandth of a second."""
 BYTES = 1 << 29
-"""Memory that rendering may take."""
+"""Maximum memory for rendering."""
 CHARACTERS = 1 << 24
-"""Length that a rendering may have; sequence lengths keep a few thousand characters."""
+"""Maximum characters of a rendering; sequence lengths keep a few thousand."""
 
 
 class SandboxedTemplate:
@@ -62,7 +62,7 @@ class SandboxedTemplate:
 
     Args:
       template: Any object with `name`, `jinja` and `answer_choices`.
-      cut: Whether to cut variables at 2,048 characters, as promptsource does.
+      cut: Whether to truncate variables to 2,048 characters, as promptsource does.
     """
 
     def __init__(self, template: Any, cut: bool = True):
@@ -132,7 +132,7 @@ class _Process:
                 line = process.stdout.readline()
             except BrokenPipeError:
                 line = b""
-            # A line without its end was cut short: the process died while it answered.
+            # A line without a line break is incomplete: the process died while it answered.
             if not line.endswith(b"\n"):
                 raise self._ended(process)
         answer = json.loads(line)
@@ -141,7 +141,7 @@ class _Process:
         raise _failure(answer["failure"], answer["message"], answer.get("line"))
 
     def _started(self) -> subprocess.Popen[bytes]:
-        # After a fork, the pipes are the parent's: its requests and ours would mix.
+        # After a fork, the pipes belong to the parent: both processes' requests would mix.
         if self._process is None or self._owner != os.getpid():
             self._owner = os.getpid()
             # -P: modules are not looked for in the working directory.
@@ -196,11 +196,11 @@ def _failure(kind: str, message: str, line: int | None) -> Exception:
 
 
 class NoLabel(Exception):
-    """A choice was looked up by a label that is hidden or null."""
+    """A template looked up a choice by a label that is hidden or null."""
 
 
 class OutOfRange(jinja2.UndefinedError):
-    """A list was asked for an item beyond its end."""
+    """A template indexed a list beyond its end."""
 
 
 class _Label(int):
@@ -226,7 +226,7 @@ class StrictEnvironment(PromptEnvironment):
 
     def __init__(self) -> None:
         promptsource = promptsource_environment()
-        # StrictUndefined: what a row does not have is an error, not an empty text.
+        # StrictUndefined: a field that the row lacks is an error, not an empty text.
         super().__init__(loader=jinja2.BaseLoader(), undefined=jinja2.StrictUndefined)
         self.take({**promptsource.filters, "string": _text_of}, promptsource.globals)
 
@@ -255,7 +255,7 @@ class _StrictTemplate:
     def __init__(self, template: Any, cut: bool):
         environment = _environment()
         self._compiled = CompiledTemplate(template, cut, environment)
-        # Variables that index something, as `label` does in {{ answer_choices[label] }}.
+        # Variables used as an index, like `label` in {{ answer_choices[label] }}.
         self._labels = {
             item.arg.name
             for text in (template.jinja, template.answer_choices or "")
@@ -267,7 +267,7 @@ class _StrictTemplate:
         labels = {
             name: _Label.of(name, value)
             for name, value in row.items()
-            # Rows spell hyphens where templates write underscores (see CompiledTemplate.render).
+            # Rows have hyphens where templates have underscores (see CompiledTemplate.render).
             if name.replace("-", "_") in self._labels and type(value) is int
         }
         try:
@@ -291,7 +291,7 @@ class _Text:
         self.name, self.jinja, self.answer_choices = name, jinja, answer_choices
 
 
-# As many templates as a run is likely to use at once.
+# About as many templates as a run uses at once.
 @functools.lru_cache(maxsize=256)
 def _strict(name: str, jinja: str, answer_choices: str | None, cut: bool) -> _StrictTemplate:
     return _StrictTemplate(_Text(name, jinja, answer_choices), cut)
@@ -324,7 +324,7 @@ def _variables(text: str) -> list[str]:
         found = jinja2.meta.find_undeclared_variables(environment.parse(text))
     except jinja2.TemplateSyntaxError:
         return []
-    # What Jinja itself provides, and what promptsource adds, are no columns.
+    # Jinja's own globals and promptsource's additions are not columns.
     return sorted(found - set(environment.globals) - {"answer_choices"})
 
 
@@ -370,15 +370,15 @@ def _serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (held + BYTES, held + BYTES))
     # No file can grow, so nothing can be written, /tmp included.
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    # With the default action the kernel ends the process. A Python handler would not do: it runs
-    # only between bytecodes, and a call into C can last as long as it likes.
+    # With the default action the kernel ends the process. A Python handler would not suffice: it
+    # runs only between bytecodes, and a call into C may take any time.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # One line is one request: row_codec encodes without line breaks.
     for line in sys.stdin.buffer:
         operation, arguments = row_codec.decode(line)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         answer = json.dumps(_answer(operation, arguments))
-        # The time that writing the answer takes is not the template's.
+        # The time to write the answer does not count as the template's.
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(answer.encode("ascii") + b"\n")
         sys.stdout.buffer.flush()

@@ -1,8 +1,8 @@
-"""Converts rows to the schema that the templates were written for, and checks them against it.
+"""Converts rows to the schema for which the templates were written, and checks them against it.
 
-A schema is a dataset's features in `datasets` 1.12, the version of T0's time, taken from the
-catalogue. It is compiled once to plain functions, one per column, since every row of every template
-passes through it: a row of four columns takes two or three microseconds.
+A schema is a dataset's features in `datasets` 1.12, the version of T0's time, from the catalogue.
+It is compiled once to plain functions, one per column, since every row of every template passes
+through it: a row of four columns takes two or three microseconds.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Schema:
           SchemaError: If a column does not fit.
         """
         brought: dict[str, Any] = {}
-        # In the schema's order, whatever the row's.
+        # Follow the schema's order, whatever the row's.
         for column, convert, needed in self._columns:
             if column in row:
                 value = row[column]
@@ -150,7 +150,7 @@ def _compile(feature: Any, class_names: Sequence[str] | None = None) -> Convert:
     if kind == "ClassLabel":
         return _class_label(feature["names"], class_names)
     if kind == "Value":
-        # "int32", "int64" and the like are one type here.
+        # Treat "int32", "int64" and the like as one type.
         return _VALUES[feature["dtype"].rstrip("0123456789")]
     return _record({name: _compile(inner) for name, inner in feature.items()})
 
@@ -168,7 +168,7 @@ def _text(value: Any) -> str:
 def _integer(value: Any) -> int:
     if type(value) is int:
         return value
-    # pandas writes a column of whole numbers as floats when one of them was missing.
+    # pandas writes an integer column as floats if one of its values was missing.
     if type(value) is float and value.is_integer():
         return int(value)
     raise _wrong(value, "a whole number")
@@ -213,10 +213,10 @@ def _class_label(names: Sequence[str], data_names: Sequence[str] | None) -> Conv
                 return number_of[value]
             raise SchemaError("", f"it is {value!r}, which is none of its classes {_some(names)}")
         number = _integer(value)
-        # -1 in every dataset of the hub, so it is never translated.
+        # HIDDEN is -1 in every dataset of the hub, so it is never translated.
         if number == HIDDEN:
             return HIDDEN
-        # By name: the number is that of the class with the same name in T0's time.
+        # Translate by name: return the number of the same-named class in T0's time.
         if translated is not None and data_names is not None and 0 <= number < len(translated):
             known = translated[number]
             if known is None:
@@ -236,7 +236,8 @@ def _class_label(names: Sequence[str], data_names: Sequence[str] | None) -> Conv
 
 def _renamed_label(alias: Alias, names: Sequence[str], data_names: Sequence[str] | None) -> Convert:
     """Converts a label column that was renamed, whose classes may be in another order today."""
-    # TREC's coarse labels are, for instance, so numbers without class names are refused.
+    # TREC's coarse labels, for instance, are in another order; numbers without class names are
+    # refused.
 
     def plain(name: str) -> str:
         return name.split(alias.after)[-1] if alias.after else name
@@ -270,7 +271,7 @@ def _list_of(feature: Any) -> Convert:
     if convert is _text:
         return _list_of_text
 
-    # Some copies hold lists of records where records of lists are wanted, and the reverse.
+    # Some copies have lists of records in place of records of lists, or the reverse.
     def convert_list(value: Any) -> list[Any]:
         if type(value) is dict and isinstance(feature, dict) and "_type" not in feature:
             value = _rows_of(value)
@@ -300,7 +301,7 @@ def _record(columns: Mapping[str, Convert]) -> Convert:
         if type(value) is not dict:
             raise _wrong(value, "a record")
         try:
-            # Fields that the schema does not have are dropped.
+            # Drop fields that the schema does not have.
             return {name: _inside(name, inner, value) for name, inner in pairs}
         except KeyError as error:
             raise SchemaError(f".{error.args[0]}", f"it is missing from {_shown(value)}") from None
@@ -310,7 +311,7 @@ def _record(columns: Mapping[str, Convert]) -> Convert:
 
 def _inside(name: str, convert: Convert, record: dict[str, Any]) -> Any:
     value = record[name]
-    # Arrow has no required fields inside records, and the datasets left some of them null.
+    # Arrow has no required fields inside records, and the datasets have nulls in some of them.
     if value is None:
         return None
     try:
@@ -326,7 +327,7 @@ def _record_of_lists(inner: Mapping[str, Any]) -> Convert:
         if type(value) is list:
             value = _columns_of(value, inner)
         brought = record(value)
-        # zip would cut the longer lists in silence.
+        # zip would silently truncate the longer lists.
         if len({len(items) for items in brought.values() if items is not None}) > 1:
             raise SchemaError("", "the lists of its record differ in length")
         return brought
@@ -382,8 +383,8 @@ def _compiled(
     read: frozenset[str],
     class_names: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> Schema:
-    # Cached apart from schema_of, whose `read` differs by template: templates that read no more
-    # than promptsource's do share one Schema.
+    # Cached separately from schema_of, whose `read` differs by template: templates that read no
+    # more columns than promptsource's share one Schema.
     required = [
         column for column in features_of(dataset, subset) or {} if column.replace("-", "_") in read
     ]

@@ -50,11 +50,11 @@ def add_task(description: TaskDescription) -> None:
         name,
         PromptedSource(rows),
         preprocessors=[
-            # The twin's examples are made before they are tokenized: one per answer choice.
+            # Make the twin's examples before tokenizing: one per answer choice.
             *([_expand_choices()] if ranks else []),
             tokenize,
             seqio.preprocessors.append_eos,
-            # Where seqio_cache_tasks cuts the pipeline; a run may do without the cache.
+            # Where seqio_cache_tasks splits the pipeline; a run may work without the cache.
             seqio.CacheDatasetPlaceholder(required=False),
         ],
         output_features={
@@ -95,8 +95,8 @@ def _rate_of_task(rate: Callable[[PromptedRows], float], task: seqio.Task) -> fl
 def tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, Any]) -> tf.data.Dataset:
     """SeqIO's tokenize, after loading the vocabularies.
 
-    If they were loaded while AutoGraph traces, a missing file would surface as AutoGraph's
-    StagingError rather than as a UserError.
+    If they were loaded while AutoGraph traces, a missing file would raise AutoGraph's StagingError
+    rather than a UserError.
     """
     for feature in output_features.values():
         load = getattr(feature.vocabulary, "load_model", None)
@@ -105,7 +105,7 @@ def tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, Any]) -> tf
     return _tokenize(dataset, output_features=output_features)
 
 
-# AutoGraph would rewrite SeqIO's functions, which decide nothing by a tensor's value.
+# AutoGraph would rewrite SeqIO's functions, which do not branch on a tensor's value.
 _tokenize = tf.autograph.experimental.do_not_convert(seqio.preprocessors.tokenize)
 
 
@@ -117,7 +117,7 @@ class PromptedSource(PromptedRows, seqio.FunctionDataSource):
     """
 
     def __init__(self, rows: PromptedRows):
-        # Two bases with constructors of their own: each is called by name.
+        # Each base has its own constructor, so call each by name.
         PromptedRows.__init__(
             self,
             rows.name,
@@ -132,7 +132,7 @@ class PromptedSource(PromptedRows, seqio.FunctionDataSource):
     @tf.autograph.experimental.do_not_convert
     def _dataset(self, split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
         del shuffle_files, seed  # one file a split; SeqIO shuffles the examples
-        # Broken rows are found here, where a Python exception still reaches the user as it is.
+        # Find broken rows here, where the user still gets the Python exception unchanged.
         self.checked_count(split)
         signature: dict[str, tf.TensorSpec] = {
             "inputs": tf.TensorSpec((None,), tf.string),
@@ -150,7 +150,7 @@ class PromptedSource(PromptedRows, seqio.FunctionDataSource):
 def in_blocks(examples: Iterable[dict[str, Any]], size: int = 64) -> Iterator[dict[str, list[Any]]]:
     """The examples in order, up to `size` at a time: {feature: one value of each}.
 
-    Those of a block have equally many answer choices, so that each feature is one array.
+    All examples of a block have equally many answer choices, so that each feature is one array.
     """
     choices = itertools.groupby(examples, lambda example: len(example.get("answer_choices", ())))
     for _, alike in choices:
@@ -159,7 +159,7 @@ def in_blocks(examples: Iterable[dict[str, Any]], size: int = 64) -> Iterator[di
 
 
 class LazyVocabulary(seqio.SentencePieceVocabulary):
-    """A SentencePiece vocabulary whose error says how to get its file when it cannot be read.
+    """A SentencePiece vocabulary whose error, if its file is unreadable, says how to get it.
 
     Equal to, and pickled like, `seqio.SentencePieceVocabulary` of the same address. A file in a
     bucket is fetched once over HTTPS and kept in the user's cache folder: TensorFlow's own reader
@@ -168,7 +168,7 @@ class LazyVocabulary(seqio.SentencePieceVocabulary):
 
     def _model_context(self):
         if self._model is None:
-            # Before TensorFlow sees the address, which it would ask the network for.
+            # Do this before TensorFlow sees the address and tries the network.
             path = local_copy(self._sentencepiece_model_file)
             try:
                 loaded = seqio.SentencePieceVocabulary(path, self._extra_ids)._model_context()
@@ -179,10 +179,10 @@ class LazyVocabulary(seqio.SentencePieceVocabulary):
 
     @property
     def tf_tokenizer(self):
-        """TensorFlow's tokenizer, made where tf.data's functions are not traced.
+        """TensorFlow's tokenizer, created outside of tf.data's traced functions.
 
-        Made inside of such a function, as SeqIO does, it is looked up for every text, which takes
-        as long as tokenizing it.
+        If it is created inside such a function, as SeqIO does, it is looked up for every text,
+        which takes as long as tokenizing the text.
         """
         with tf.init_scope():
             return super().tf_tokenizer
@@ -196,16 +196,16 @@ def seqio_vocabulary(vocabulary: VocabularyFile | seqio.Vocabulary) -> seqio.Voc
 
 
 def read_t5s_vocabulary_as_ours() -> None:
-    """Gives tasks of t5's that are registered from now on `default_vocabulary()`.
+    """Makes t5's tasks registered from now on use `default_vocabulary()`.
 
-    It has the same pieces under another address (`t0repro.data.checks`), and t5's own would
-    be read from a bucket although T0REPRO_VOCAB names a copy.
+    It has the same pieces at another address (`t0repro.data.checks`). t5's own would be read from a
+    bucket even if T0REPRO_VOCAB names a copy.
     """
 
     def get_default_vocabulary() -> seqio.Vocabulary:
         return seqio_vocabulary(default_vocabulary())
 
-    # t5.data has the name by a star import, and users' modules look it up there.
+    # A star import puts the name into t5.data, where users' modules look it up.
     for module in (t5.data, t5.data.utils):
         module.get_default_vocabulary = get_default_vocabulary  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -213,8 +213,8 @@ def read_t5s_vocabulary_as_ours() -> None:
 # The task ----------------------------------------------------------------------------------------
 
 
-# t5's metrics of questions that may have several right answers: they take a list for each question,
-# and would take every character of a prompt's one target for a right answer.
+# t5's metrics for questions with several right answers: they take a list for each question, and
+# would treat every character of a prompt's single target as a right answer.
 _OF_SEVERAL_ANSWERS = ("squad", "trivia_qa", "coqa_f1")
 
 
@@ -228,7 +228,7 @@ def _decoded(rows: PromptedRows) -> dict[str, Any]:
 
 
 def task_metrics(dataset: str, subset: str | None, template: Any) -> list[Callable[..., Any]]:
-    """T0's metrics for a task: T5's for GLUE and SuperGLUE, else those that the template names."""
+    """T0's metrics for a task: T5's for GLUE and SuperGLUE, else those named by the template."""
     dataset = modelled_on(dataset)
     if dataset == "glue":
         return glue_utils.get_glue_metric(subset)
@@ -304,7 +304,7 @@ def _choices(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
 
 
 def _is_each_choice_correct(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    # Targets may carry the space before them; choices are stripped already (see `postprocess`).
+    # Targets may have a leading space; choices are already stripped (see `postprocess`).
     return tf.equal(example["answer_choices"], tf.strings.strip(example["targets"]))
 
 

@@ -1,4 +1,4 @@
-"""What `t0repro tasks` show and check compute: prompted examples, their tokens, truncation."""
+"""Computes `t0repro tasks` show and check: prompted examples, their tokens, truncation."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 ROWS_LOOKED_AT = 5_000
-"""Rows read before giving up on a template that makes no example of them."""
+"""Rows read before giving up on a template that gives no example."""
 VARIABLE_LENGTH = 2_048
-"""Characters that promptsource leaves of a variable."""
+"""Characters to which promptsource truncates a variable."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +40,9 @@ class ShownExample:
       input_tokens: Number of tokens in the input, which has no EOS; None without a vocabulary.
       target_tokens: Number of tokens in the target, including EOS; None without a vocabulary.
       choice_tokens: Number of tokens in each choice, including EOS, or None.
-      cut_characters: Characters lost from (input, target) because a variable is cut at 2,048.
+      cut_characters: Characters lost from (input, target) because variables are truncated at 2,048.
       long_fields: Names of the row's text fields that are longer than that.
-      kept_end: The last characters of an input that is cut to the sequence length, else None.
+      kept_end: The last characters of an input truncated to the sequence length, else None.
       lost_tokens: Tokens of (input, target) beyond the sequence lengths.
     """
 
@@ -111,7 +111,7 @@ def show_task(
     lengths = lengths or {"inputs": 1024, "targets": 256}
     source = description.rows
     split = chosen_split(source, name, split)
-    # Rendered a second time without the cut, to show what it takes away.
+    # Render again without truncation, to show what it removes.
     uncut = compile_template(source.template, cut=False)
     tokenizer, error = _tokenizer(description.vocabulary)
     dropped: Counter[str] = Counter()
@@ -123,7 +123,7 @@ def show_task(
         if isinstance(rendering, Drop):
             dropped[rendering.value] += 1
             continue
-        # The same draws as above, or the two would not be comparable.
+        # Use the same random choices as above, or the two could not be compared.
         whole = uncut.render(row, f"{source.name}/{split}/{index}")
         examples.append(_shown(index, row, rendering, whole, tokenizer, lengths))
         if len(examples) == rows:
@@ -132,7 +132,7 @@ def show_task(
 
 
 def chosen_split(source: PromptedRows, name: str, split: str | None) -> str:
-    """The split asked for, or the first of train, validation, test and others that is available.
+    """The requested split, or the first of train, validation, test and others that is available.
 
     Raises:
       UserError: If the task has no such split.
@@ -149,7 +149,7 @@ def chosen_split(source: PromptedRows, name: str, split: str | None) -> str:
     order = {"train": 0, "validation": 1, "test": 2}
     splits.sort(key=lambda name: order.get(name, 3))
     at_hand = set(source.splits_at_hand())
-    # If none is available, the first: its reader's error lists every way to get the rows.
+    # If none is available, take the first: its reader's error lists every way to get the rows.
     return next((split for split in splits if split in at_hand), splits[0])
 
 
@@ -220,7 +220,7 @@ def _shown(
 
 
 ROWS = 20
-"""Rows of each split that are rendered; more only where none of them gives an example."""
+"""Rows to render per split; more only if none of them gives an example."""
 
 
 class Verdict(enum.Enum):
@@ -310,10 +310,10 @@ def _check(name: str) -> CheckedTask:
 
 
 def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, str]:
-    """A task's verdict and the reason for it, judged by the first rows of its splits."""
+    """A task's verdict and its reason, from the first rows of its splits."""
     if not seen:
         return Verdict.NO_ROWS, "its rows are not available"
-    # A misspelt variable is broken whatever else the template does.
+    # A misspelt variable breaks a template, whatever else it does.
     undefined = [each.undefined for each in seen if each.undefined]
     if undefined:
         return Verdict.BROKEN, undefined[0]
@@ -325,7 +325,8 @@ def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, st
             Verdict.BROKEN,
             f"none of the first {rows:,} rows gives an input and a target{counts}",
         )
-    # Many datasets hide the labels of their test split, where no target can be among the choices.
+    # Many datasets hide the labels of their test split, whose targets are then not among the
+    # choices.
     labelled = [each for each in seen if each.split != "test"]
     unlabelled = sum((each.no_example for each in labelled), Counter())
     unlabelled = Counter({why: n for why, n in unlabelled.items() if why in _OF_OWN_PROMPTS})
@@ -348,7 +349,7 @@ def _in_words(counts: Counter[str]) -> str:
 
 
 class _Seen:
-    """What rendering the first rows of a split gave.
+    """The result of rendering the first rows of a split.
 
     Attributes:
       split: The split's name.
@@ -356,7 +357,7 @@ class _Seen:
       examples: Number of examples that they gave.
       correct: Number of examples whose target is one of the choices.
       no_example: Reason -> number of rows that gave no example.
-      undefined: What the template reads that rows do not have, in words; empty if nothing.
+      undefined: Variables that the template reads but rows lack, in words; empty if none.
     """
 
     def __init__(self, source: PromptedRows, split: str):
@@ -371,7 +372,7 @@ class _Seen:
         Raises:
           UserError: If a row is broken or the template fails on it.
         """
-        # More rows are looked at only as long as none of them has given an example.
+        # Read more rows only until one of them gives an example.
         for index, row in itertools.islice(self._source.rows(self.split), ROWS_LOOKED_AT):
             if self.rows >= ROWS and (self.examples or self.undefined):
                 break

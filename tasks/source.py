@@ -27,7 +27,7 @@ from t0repro.tasks.templates import (
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Where the rows of a task's split come from.
+    """The source of the rows of a task's split.
 
     Attributes:
       file: The split's name on disk, for instance `dev_r1`.
@@ -48,10 +48,10 @@ def schema_of_rows(
       dataset: The Hugging Face name.
       subset: The configuration, or None.
       reader: Reads the rows.
-      columns: Columns that are read besides those that promptsource's templates of the dataset
+      columns: Columns to read in addition to those that promptsource's templates of the dataset
         read.
     """
-    # Tuples, because compiled schemas are cached by them.
+    # Use tuples, because they are cache keys of compiled schemas.
     names = tuple((column, tuple(found)) for column, found in reader.class_names().items())
     return schema_of(dataset, subset, columns, names)
 
@@ -73,14 +73,14 @@ def checked_rows(
       reader: Reads the rows.
       schema: The schema to convert rows to; None leaves them as they are.
       max_rows: Maximum number of rows, evenly spaced over the whole data; None takes all.
-      start: The first row, counted in the data before `max_rows` leaves any out.
+      start: The first row, counted in the data before `max_rows` drops any.
       stop: The row to stop before; None reads to the end.
 
     Raises:
       UserError: If a row is broken or does not fit the schema, or if there is none at all; it names
         column, file and line.
     """
-    # Counting takes a pass over the data, which is spared where all rows are taken.
+    # Counting takes a pass over the data; skip it if all rows are taken.
     count = 0 if max_rows is None else reader.count()
     number = None
     for number, row in enumerate(reader.read(start, stop), start=start):
@@ -94,7 +94,7 @@ def checked_rows(
                 where=reader.place(number),
                 fix="Give the row the fields, of the types, that the dataset had in datasets 1.12.",
             ) from error
-    # A download that failed leaves such a file; nothing would be learned from it, in silence.
+    # A failed download leaves an empty file, from which training would silently learn nothing.
     if number is None and start == 0 and stop != 0:
         raise UserError(
             f"{label(dataset, subset)} has no rows.",
@@ -107,7 +107,7 @@ class PromptedRows:
     """Rows of a dataset configuration, read on demand and rendered by one template.
 
     Args:
-      name: Seeds the template's random draws, together with the split and the row's number.
+      name: Seeds the template's random choices, together with the split and the row's number.
       dataset: The Hugging Face name.
       subset: The configuration, or None.
       template: A promptsource `Template`.
@@ -127,7 +127,7 @@ class PromptedRows:
     ):
         self.name, self.dataset, self.subset = name, dataset, subset
         self.template, self.root = template, root
-        # A copy, so that no caller can add splits to a registered task.
+        # Copy, so that no caller can add splits to a registered task.
         self.files_of_splits = dict(splits)
 
     def reader(self, split: str) -> Reader:
@@ -141,7 +141,7 @@ class PromptedRows:
         )
 
     def splits_at_hand(self) -> list[str]:
-        """The splits whose rows lie on this machine; no row is read."""
+        """The splits with rows on this machine; reads no row."""
         files = {
             name: readers.local_reader(self.root, self.dataset, self.subset, split.file)
             for name, split in self.files_of_splits.items()
@@ -149,7 +149,7 @@ class PromptedRows:
         return [name for name, reader in files.items() if reader is not None]
 
     def origin(self, split: str) -> dict[str, Any]:
-        """Where the split's rows come from, and in which version, as JSON values."""
+        """The origin and version of the split's rows, as JSON values."""
         limit = self.files_of_splits[split].max_rows
         return {**self.reader(split).origin(), **({} if limit is None else {"max_rows": limit})}
 
@@ -169,11 +169,12 @@ class PromptedRows:
 
         Args:
           split: The task's split.
-          start: The first row, counted in the data before `max_rows` leaves any out.
+          start: The first row, counted in the data before `max_rows` drops any.
           stop: The row to stop before; None reads to the end.
 
         Returns:
-          An iterator of (number in the data, row). The number, from 0, seeds the row's draws.
+          An iterator of (number in the data, row). The number, from 0, seeds the row's random
+          choices.
 
         Raises:
           UserError: If a row is broken or does not fit the schema; it names column, file and line.
@@ -193,8 +194,7 @@ class PromptedRows:
             if isinstance(rendering, Drop):
                 dropped[rendering] += 1
                 continue
-            # The keys are those of PromptedSource's signature, which tf.data holds every example
-            # to.
+            # The keys of PromptedSource's signature, which tf.data requires in every example.
             example: dict[str, Any] = {"inputs": rendering.inputs, "targets": rendering.targets}
             if self.template.answer_choices:
                 example["answer_choices"] = rendering.answer_choices
@@ -256,5 +256,5 @@ def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where
     )
 
 
-# Row counts of data that has been checked: every template of a dataset would check it again.
+# Row counts of checked data; otherwise every template of a dataset would check it again.
 _checked: dict[tuple[Reader, Schema | None], int] = {}

@@ -1,4 +1,4 @@
-"""T0's tasks, and which of them are in which mixture at what rate, derived from T0's table."""
+"""T0's tasks, its mixtures and their rates, derived from T0's table."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from t0repro.tasks.templates import task_name, template_datasets, template_names
 from t0repro.tasks.vocabulary import VocabularyFile
 
 MAX_EXAMPLES = 500_000
-"""T0 counts a larger dataset as this many examples, shared by its templates."""
+"""T0 counts a larger dataset as this many examples, divided among its templates."""
 
-# What each model was trained on: values of the column do_train in T0's table.
+# Each model's training data: values of the column do_train in T0's table.
 TRAINED_ON: Mapping[str, tuple[str, ...]] = {
     "t0_train": ("BASE",),
     "t0+_train": ("BASE", "GPT_EVAL"),
@@ -24,11 +24,11 @@ TRAINED_ON: Mapping[str, tuple[str, ...]] = {
 }
 
 # T0 leaves some tasks out of every mixture because their inputs are too long or their cache was
-# broken. Only this one belongs to a dataset in its table, and promptsource 0.1.0 has no such
+# broken. Only this one belongs to a dataset in its table, and promptsource 0.1.0 lacks its
 # template.
 EXCLUDED_TASKS = frozenset({"gigaword_summarize_"})
 
-# Prefixes of tasks that T0 leaves out of t0_train_score_eval for too many examples or choices.
+# Prefixes of tasks that T0 excludes from t0_train_score_eval: too many examples or choices.
 WITHOUT_TRAIN_SCORE_EVAL = (
     "paws_labeled_final",
     "adversarial_qa_dbidaf",
@@ -100,7 +100,7 @@ def t0_rate(train_size: int, num_templates: int) -> int:
       train_size: Number of training examples in the dataset, before a template drops any.
       num_templates: Number of templates that promptsource has for it, used or not.
     """
-    # Above the limit, the limit is shared by the templates; below it each has the whole size.
+    # Above the limit, templates share the limit; below it, each has the dataset's size.
     return MAX_EXAMPLES // num_templates if train_size > MAX_EXAMPLES else train_size
 
 
@@ -108,7 +108,7 @@ def t0_mixtures(tasks: Sequence[T0Task]) -> list[T0Mixture]:
     """The eight mixtures of these tasks."""
     used = [each for each in tasks if each.task.name not in EXCLUDED_TASKS]
     mixtures = [
-        # `groups` is bound now; a closure would see the last one of the loop.
+        # Bind `groups` now; a closure would see the loop's last one.
         _training(name, used, lambda each, groups=groups: each.entry.train in groups)
         for name, groups in TRAINED_ON.items()
     ]
@@ -189,8 +189,8 @@ def register_t0_tasks(
     """Registers the tasks of every dataset in T0's table, and their twins, by T0's names.
 
     Args:
-      held: Returns the splits of a dataset that its tasks are to have; tasks that would have none
-        are not registered.
+      held: Returns the splits to register for a dataset; tasks that would have none are not
+        registered.
 
     Returns:
       The tasks, in the table's order.
@@ -221,7 +221,7 @@ def _splits_of_tasks(dataset: str, held: list[str]) -> dict[str, dict[str, Split
 
 
 def evaluation_rate(rows: PromptedRows) -> float:
-    """Number of examples, up to 500,000: T0's rate for tasks that are only evaluated.
+    """Number of examples, up to 500,000: T0's rate for tasks used only in evaluations.
 
     Counts the training split, else validation, else test; the counts come from the catalogue, so
     no rows are read.
@@ -237,7 +237,7 @@ def evaluation_rate(rows: PromptedRows) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class PromptedDataset:
-    """A dataset, and the templates that it is trained on and evaluated with.
+    """A dataset, with its training and evaluation templates.
 
     Attributes:
       dataset: The Hugging Face name.
@@ -265,13 +265,13 @@ def register_train_and_eval(
 ) -> None:
     """Registers tasks, and the mixtures `<prefix>_train` and `<prefix>_eval_score_eval` of them.
 
-    Task names are T0's with the prefix: their rows and splits are not T0's, so they must not be
+    Task names are T0's with the prefix. Their rows and splits are not T0's, so they must not be
     mistaken for T0's in a process or a cache folder. Training tasks have only a training split and
     evaluation tasks only a validation split, which keeps their caches small.
 
     Args:
-      prefix: Of all names.
-      datasets: What is trained on and evaluated.
+      prefix: The prefix of all names.
+      datasets: The datasets to train on and to evaluate.
       root: The folder of datasets; defaults to the one that T0REPRO_DATA_DIR names.
       vocabulary: Vocabulary of all tasks; defaults to `default_vocabulary()`.
     """
@@ -300,7 +300,7 @@ def register_train_and_eval(
                 else:
                     evaluated.append(task.name + SCORE_EVAL_SUFFIX)
 
-    # A function of the rows, so that nothing is counted until somebody asks for the rate.
+    # A function of the rows, so that nothing is counted until the rate is needed.
     def training_rate(rows: PromptedRows) -> float:
         return t0_rate(rows.num_input_examples("train"), rates[rows.name])
 

@@ -1,4 +1,4 @@
-"""Prompted tasks and mixtures of them: what each consists of, and which are registered.
+"""Prompted tasks and mixtures: their contents, and which are registered.
 
 Does not import SeqIO.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SCORE_EVAL_SUFFIX = "_score_eval"
 
 ADDS_EOS = {"inputs": False, "targets": True}
-"""T0 ends targets with EOS and inputs with nothing."""
+"""T0 ends targets with EOS, but not inputs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PromptedTask:
       has_answer_choices: Whether the template lists answers to rank.
       fixed_choices: The answers if every example has the same ones, else None.
       metrics: Names of the metrics in the template's metadata.
-      original_task: Whether the prompt asks for the task that the dataset was made for.
+      original_task: Whether the prompt poses the dataset's original task.
       prompt: The template's Jinja, with `|||` between input and target.
       score_eval: Whether this is the twin that expands each example to one per answer choice.
     """
@@ -63,7 +63,7 @@ class PromptedTask:
 
     @property
     def synthetic(self) -> bool:
-        """Whether its rows are generated, as the demo's are; scores say nothing about real data."""
+        """Whether its rows are generated, like the demo's; scores say nothing of real data."""
         return is_synthetic(self.dataset)
 
     def twin(self) -> PromptedTask:
@@ -73,7 +73,7 @@ class PromptedTask:
 
 @dataclasses.dataclass(frozen=True)
 class TaskDescription:
-    """Everything that a task consists of.
+    """The contents of a task.
 
     Attributes:
       prompt: The task and its prompt.
@@ -118,7 +118,7 @@ def record_task(description: TaskDescription) -> None:
 def registered_tasks() -> list[str]:
     """Names of all tasks, including those that only SeqIO knows."""
     known = task_descriptions()
-    # Not imported here: that takes seconds, and nothing is registered in it yet.
+    # Do not import it here: that takes seconds, and nothing is registered in it yet.
     seqio = sys.modules.get("seqio")
     others = () if seqio is None else seqio.TaskRegistry.names()
     return [*known, *(name for name in others if name not in known)]
@@ -196,7 +196,7 @@ METRICS = {
 OF_T5 = ("glue", "super_glue")
 """Datasets whose tasks have T5's metrics, whatever the template names."""
 
-# Those whose metric is not simply accuracy. Source: t5.data.glue_utils.
+# Tasks with other metrics than accuracy. Source: t5.data.glue_utils.
 _T5S: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("glue", "ax"): (),
     ("glue", "cola"): ("matthews_corrcoef",),
@@ -211,7 +211,7 @@ _T5S: dict[tuple[str, str | None], tuple[str, ...]] = {
 
 
 def metric_names(task: PromptedTask) -> tuple[str, ...]:
-    """Names of the metrics that a task is evaluated with; for a twin, rank_classification."""
+    """Names of a task's evaluation metrics; for a twin, rank_classification."""
     if task.score_eval:
         return ("rank_classification",)
     dataset = modelled_on(task.dataset)
@@ -245,7 +245,7 @@ class PromptedMixture:
         Raises:
           UserError: If the rate is a number of rows, and the rows are missing.
         """
-        # Counting rows is left to the end: it needs the data.
+        # Count rows only when needed, since that needs the data.
         if task in self.rates or self.default_rate is None:
             return self.rates[task]
         return self.default_rate(task_descriptions()[task].rows)
@@ -265,9 +265,9 @@ def record_mixture(mixture: PromptedMixture) -> None:
 
 
 def check_rates(mixture: str, rates: Mapping[str, float]) -> None:
-    """Checks that a mixture's rates are numbers from 0 on, and not all 0.
+    """Checks that a mixture's rates are finite, not negative, and not all 0.
 
-    SeqIO never samples a task whose rate is 0. If all are, its mixture is empty, without an error.
+    SeqIO never samples a task with rate 0. If all rates are 0, the mixture is silently empty.
 
     Raises:
       UserError: If they are not; names the task.
@@ -291,7 +291,7 @@ def registered_mixtures() -> Mapping[str, Sequence[str]]:
     found: dict[str, Sequence[str]] = {
         name: mixture.tasks for name, mixture in prompted_mixtures().items()
     }
-    # Never imported here: that takes seconds, and if nobody has, it holds no mixtures yet.
+    # Never import it here: that takes seconds, and until another module does, it has no mixtures.
     seqio = sys.modules.get("seqio")
     if seqio is not None:
         for name in seqio.MixtureRegistry.names():
@@ -327,7 +327,7 @@ def select_tasks(mixture: str | None = None, dataset: str | None = None) -> list
       dataset: Only tasks of this dataset, given as `dataset` or `dataset/subset`.
 
     Raises:
-      UserError: If the mixture or the dataset is not there; lists the nearest names.
+      UserError: If the mixture or the dataset does not exist; lists the nearest names.
     """
     known = prompted_tasks()
     names: Iterable[str] = known
@@ -364,7 +364,7 @@ def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
 
 
 def rows_at_hand(tasks: Iterable[str], split: str) -> list[str]:
-    """The tasks that have the split and whose rows for it can be read here.
+    """The tasks that have the split and whose rows for it are available here.
 
     Raises:
       UserError: If there is none.
@@ -386,9 +386,9 @@ def rows_at_hand(tasks: Iterable[str], split: str) -> list[str]:
 
 
 def lacks_cache(task: seqio.Task) -> bool:
-    """Whether a SeqIO task has no cache, although it needs one to be read with `use_cached`.
+    """Whether a SeqIO task lacks the cache that reading it with `use_cached` needs.
 
-    SeqIO makes the examples of a task without a CacheDatasetPlaceholder while it reads them.
+    SeqIO computes the examples of a task without a CacheDatasetPlaceholder while reading it.
     """
     return task.supports_caching and not task.cache_dir
 
@@ -399,7 +399,7 @@ def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) ->
     Args:
       tasks: Tasks from SeqIO's registry.
       split: The split to be read.
-      use_cached: Whether caches are read, rather than rows.
+      use_cached: Whether to read caches rather than rows.
     """
     found = {}
     for task in tasks:
@@ -409,19 +409,19 @@ def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) ->
         if use_cached:
             if lacks_cache(task):
                 found[task.name] = "not cached"
-        # A source without prompted rows reports what it lacks by itself, when it is read.
+        # A source without prompted rows reports missing data itself, when it is read.
         elif hasattr(source, "reader") and missing_rows(source, split):
             found[task.name] = "rows not available"
     return found
 
 
 def keep_at_hand(name: str, split: str, *, use_cached: bool) -> None:
-    """Drops the tasks that cannot be read here from a SeqIO mixture; the others keep their rates.
+    """Drops tasks that cannot be read here from a SeqIO mixture; the others keep their rates.
 
     Args:
       name: The mixture's name; if it is a task's, nothing is done.
       split: The split to be read.
-      use_cached: Whether caches are read, rather than rows.
+      use_cached: Whether to read caches rather than rows.
 
     Raises:
       UserError: If none of the mixture's tasks can be read.
@@ -444,11 +444,11 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool) -> None:
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name a folder of caches by"
             " --additional_task_cache_dirs.",
         )
-    # Rates that are numbers of rows are counted here, for the tasks that are kept: counting those
-    # of the whole mixture would fail on the missing rows.
+    # Count rates that are numbers of rows here, for the remaining tasks only: for the full mixture,
+    # counting would fail on the missing rows.
     rates = {task.name: mixture.get_rate(task) for task in kept}
     check_rates(name, rates)
-    # SeqIO has no way to change a mixture in place.
+    # SeqIO cannot change a mixture in place.
     seqio.MixtureRegistry.remove(name)
     seqio.MixtureRegistry.add(name, list(rates.items()))
     left_out = "; ".join(f"{task} ({why})" for task, why in missing.items())

@@ -10,13 +10,13 @@ r"""Reads users' own prompts from files in promptsource's YAML format.
         answer_choices: no ||| yes
         metadata: !TemplateMetadata {original_task: true, metrics: [Accuracy]}
 
-A file may also define mixtures of its own and other registered tasks, with rates:
+A file may also define its own mixtures, of its tasks and other registered ones, with rates:
 
     mixtures:
       my_train: {my_reviews_was_it_good: 4000, super_glue_rte_GPT_3_style: 2490}
 
-The loader makes only text, numbers, lists and mappings and knows only these two tags, so a file
-cannot name a Python object.
+The loader only creates text, numbers, lists and mappings and supports only these two tags, so a
+file cannot name a Python object.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_template_file(path: str | Path) -> TemplateFile:
     """Reads and checks a file of templates, without registering anything.
 
     Raises:
-      UserError: If anything in it is wrong; names the file and, where known, line and template.
+      UserError: If the file has any mistake; names the file and, where known, line and template.
     """
     path = Path(path)
     content = _load(path)
@@ -88,7 +88,7 @@ def read_template_file(path: str | Path) -> TemplateFile:
 
 
 def _folder_name(content: _Mapping, key: str, path: Path) -> str:
-    """A dataset or subset, which is also a path: refused if it leads out of T0REPRO_DATA_DIR."""
+    """A dataset or subset, which is also a path: refused if it leaves T0REPRO_DATA_DIR."""
     value = _text(content, key, str(path))
     if value.startswith("/") or ".." in value.split("/") or "\0" in value:
         raise UserError(
@@ -113,7 +113,7 @@ def _mixtures(path: Path, content: _Mapping) -> dict[str, dict[str, float]]:
         if not isinstance(tasks, _Mapping) or not tasks:
             raise UserError(f"Mixture {name!r} has no tasks with rates.", where=where, fix=fix)
         for task, rate in tasks.items():
-            # By exact type: True is an int to Python, and no rate.
+            # Compare exact types: Python treats True as an int, but it is no rate.
             if type(rate) not in (int, float) or not 0 < rate < math.inf:
                 raise UserError(
                     f"The rate of {task} in mixture {name!r} is {reprlib.repr(rate)}.",
@@ -153,7 +153,7 @@ class _Loader(yaml_files.Bounded, yaml.SafeLoader):
         self.flatten_mapping(node)
         lines: dict[str, int] = {}
         for key_node, value_node in node.value:
-            # YAML reads keys such as 1 or yes as a number and a truth value.
+            # YAML reads keys such as 1 or yes as a number or a bool.
             key = str(self.construct_object(key_node, deep=True))
             if key in lines:
                 raise yaml.constructor.ConstructorError(
@@ -209,7 +209,7 @@ def _load(path: Path) -> _Mapping:
 def _template(path: Path, key: str, entry: Any, entries: _Mapping) -> Any:
     """The promptsource `Template` of one entry, checked."""
     where = f"{path}, line {entries.line_of(key)}"
-    # A tag is required: an entry without it may be another kind of file.
+    # Require the tag: an entry without it may belong to another kind of file.
     if not isinstance(entry, _Mapping) or entry.tag != "!Template":
         raise UserError(
             f"Entry {key!r} of templates is not a template.", where=where, fix="Tag it !Template."
@@ -234,7 +234,7 @@ def _template(path: Path, key: str, entry: Any, entries: _Mapping) -> Any:
         jinja,
         choices,
         _metadata(entry.get("metadata"), where),
-        # promptsource identifies templates by UUID; the key serves where the file gives none.
+        # promptsource identifies templates by UUID; use the key if the file gives none.
         identifier=str(entry.get("id") or key),
         reference=str(entry.get("reference") or ""),
     )
@@ -294,7 +294,7 @@ def _check_names(
     lines = [entries.line_of(key) for key in entries]
     seen: dict[str, tuple[str, int]] = {}
     for template, line in zip(templates, lines, strict=True):
-        # Two names that differ only in punctuation would be one task.
+        # Two names that differ only in punctuation would give one task.
         name = task_name(dataset, subset, template.name)
         if len(name.encode()) > LONGEST_NAME:
             raise UserError(

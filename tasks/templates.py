@@ -26,10 +26,10 @@ from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalogue import modelled_on
 
 SEPARATOR = "|||"
-"""Stands between a template's input and its target, and between answer choices."""
+"""Separates a template's input from its target, and answer choices from each other."""
 
 NO_LABEL = "<NO LABEL>"
-"""T0's target for a rendering whose target is empty, as hidden labels give."""
+"""T0's target for a rendering with an empty target, as hidden labels give."""
 
 
 class Rendering(NamedTuple):
@@ -64,10 +64,10 @@ def task_name(dataset: str, subset: str | None, template_name: str) -> str:
 
 
 def template_datasets() -> list[tuple[str, str | None]]:
-    """The (dataset, subset) pairs that have templates, sorted, judged by folder names alone."""
+    """The (dataset, subset) pairs with templates, sorted, from folder names alone."""
     pairs = []
     for path in _templates_folder().rglob("templates.yaml"):
-        # Datasets of two users are in folders `user/dataset`, read wrongly here; T0 has neither.
+        # A user's dataset is in a folder `user/dataset`, which this misreads; T0 has none of these.
         dataset, *subset = path.parent.relative_to(_templates_folder()).parts
         pairs.append((dataset, "/".join(subset) or None))
     return sorted(pairs, key=str)
@@ -107,7 +107,7 @@ def make_template(
     identifier: str,
     reference: str,
 ) -> Any:
-    """Makes a promptsource `Template` of a user's own, which only the sandbox will render."""
+    """Makes a promptsource `Template` from a user's own, which only the sandbox will render."""
     kind = _promptsource().Template
     template = kind(name, jinja, reference, kind.Metadata(**metadata), answer_choices)
     template.id = identifier
@@ -128,20 +128,20 @@ def fixed_choices(template: Any) -> tuple[str, ...] | None:
         choices = sandbox.fixed_choices(template.answer_choices or "")
         return choices if template.answer_choices else None
     text = constant_text(promptsource_environment(), template.answer_choices or "")
-    # As promptsource's get_fixed_answer_choices_list, which also returns what was drawn once.
+    # Like promptsource's get_fixed_answer_choices_list, which also returns random choices, once.
     return tuple(choice.strip() for choice in text.split(SEPARATOR)) if text else None
 
 
 class CompiledTemplate:
-    """A template that is compiled once and whose answer choices, if constant, are rendered once.
+    """A template compiled once; constant answer choices are also rendered only once.
 
-    Every rendering equals that of promptsource's `Template.apply` and `get_answer_choices_list`,
+    Every rendering equals that of promptsource's `Template.apply` and `get_answer_choices_list`
     byte for byte, but those compile the template again for each row.
 
     Args:
       template: A promptsource `Template`, or any object with its `name`, `jinja` and
         `answer_choices`.
-      cut: Whether to cut variables at 2,048 characters; False serves to show what is cut.
+      cut: Whether to truncate variables to 2,048 characters; False shows what is removed.
       environment: Jinja environment; defaults to promptsource's.
 
     Raises:
@@ -154,9 +154,9 @@ class CompiledTemplate:
         module = _promptsource()
         self.name: str = template.name
         self._environment = environment or module.env
-        # What stands for a `|||` in the data while the two halves are split.
+        # Replaces `|||` in the data while the two halves are split.
         self._escaped = module.Template.pipe_protector
-        # promptsource cuts variables in this way, by editing the text of the template.
+        # promptsource also truncates variables by editing the template's text.
         end = f" | string | truncate({module.TEXT_VAR_LENGTH}) }}}}" if cut else "}}"
         self._body = self._compile(template.jinja.replace("}}", end))
         self._choices: Callable[[dict[str, Any]], list[str] | None] = lambda fields: None
@@ -174,13 +174,13 @@ class CompiledTemplate:
         for name, value in row.items():
             if "-" in name:
                 name = name.replace("-", "_")
-            # A separator in the data must not split the rendering; `_split` puts it back.
+            # A separator in the data must not split the rendering; `_split` restores it.
             if type(value) is str and SEPARATOR in value:
                 value = value.replace(SEPARATOR, self._escaped)
             fields[name] = value
         if "answer_choices" in fields:
             raise ValueError("a field is named answer_choices, which templates use themselves")
-        # The choices may draw, and the body may use them: this order is promptsource's.
+        # Both the choices and the body may use random choices: keep promptsource's order.
         with _draws_of(draw_key):
             choices = fields["answer_choices"] = self._choices(fields)
             parts = self._split(self._body.render(fields))
@@ -223,7 +223,7 @@ def compile_template(template: Any, cut: bool = True) -> Renderer:
     Args:
       template: A promptsource `Template`, or any object with its `name`, `jinja` and
         `answer_choices`.
-      cut: Whether to cut variables at 2,048 characters.
+      cut: Whether to truncate variables to 2,048 characters.
 
     Raises:
       UserError: If the Jinja cannot be compiled.
@@ -244,15 +244,15 @@ def compiled(template: Any) -> Renderer:
 def render(template: Any, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | None:
     """Renders one row as T0 did; returns None if T0 drops the example.
 
-    Hyphens in field names become underscores; every variable is cut at 2,048 characters; an empty
-    target becomes "<NO LABEL>"; a rendering that is not exactly an input and a target, or whose
-    input is empty, is dropped.
+    Hyphens in field names become underscores. Every variable is truncated to 2,048 characters. An
+    empty target becomes "<NO LABEL>". A rendering without exactly an input and a target, or with an
+    empty input, is dropped.
 
     Args:
       template: A promptsource `Template`.
       row: Field names -> values.
       draw_key: Seeds the template's filters `choice` and `random`, which promptsource leaves
-        unseeded; None draws from Python's global generator, as promptsource does.
+        unseeded; None uses Python's global generator, as promptsource does.
     """
     rendering = compiled(template).render(row, draw_key)
     return None if isinstance(rendering, Drop) else rendering
@@ -265,7 +265,7 @@ def render(template: Any, row: Mapping[str, Any], draw_key: str | None = None) -
 def _promptsource() -> Any:
     """The module promptsource.templates, with its Jinja environment sandboxed and made seedable.
 
-    `promptsource.utils` is never imported: it asks the network for a list of datasets.
+    `promptsource.utils` is never imported: it requests a list of datasets from the network.
     """
     with warnings.catch_warnings():
         # promptsource finds its folder with pkg_resources, which warns about itself on import.
@@ -321,11 +321,11 @@ def _label(dataset: str, subset: str | None) -> str:
 
 
 class PromptEnvironment(jinja2.sandbox.SandboxedEnvironment):
-    """Jinja in a sandbox in which a rendering depends on nothing but the row and its draws.
+    """A Jinja sandbox in which a rendering depends only on the row and its random seed.
 
-    Python prints some values with their address, which differs in every process; a row's dates
-    can read the clock and the time zone; and a set has another order in every process. All three
-    are refused.
+    Python prints some values with their address, which differs in every process; a row's dates can
+    read the clock and the time zone; and a set's order differs in every process. All three are
+    refused.
     """
 
     intercepted_binops = frozenset({"-"})
@@ -335,7 +335,7 @@ class PromptEnvironment(jinja2.sandbox.SandboxedEnvironment):
         seeded = {"choice": _choice, "random": _random}
         self.filters = {name: _as_items(each) for name, each in {**filters, **seeded}.items()}
         self.globals = {**names, "cycler": _Cycler, "joiner": _Joiner}
-        # Its text is drawn from Python's global generator. No prompt of promptsource calls it.
+        # It takes random text from Python's global generator. No prompt of promptsource calls it.
         self.globals.pop("lipsum", None)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -383,7 +383,7 @@ class _NotText:
 
 
 class _Method(_NotText):
-    """What a template reads as an attribute and can call; `PromptEnvironment.call` calls it."""
+    """A callable attribute that a template reads; `PromptEnvironment.call` calls it."""
 
     def __init__(self, function: Callable[..., Any], name: str):
         self.function = function
@@ -432,9 +432,9 @@ def _as_items(filter_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def constant_text(environment: jinja2.Environment, jinja: str) -> str | None:
-    """What a Jinja text renders to if that is the same for every row, else None.
+    """The rendering of a Jinja text if it is the same for every row, else None.
 
-    It is the same if the text reads no variable and draws nothing.
+    It is the same if the text reads no variable and makes no random choice.
     """
     if jinja2.meta.find_undeclared_variables(environment.parse(jinja)) - set(environment.globals):
         return None
@@ -444,7 +444,7 @@ def constant_text(environment: jinja2.Environment, jinja: str) -> str | None:
 
 
 class _Draws:
-    """The draws of one rendering, from a generator that is made when the first is wanted."""
+    """The random choices of one rendering, from a generator created at the first one."""
 
     def __init__(self, key: str | None):
         self._key, self.made = key, False
@@ -454,7 +454,7 @@ class _Draws:
         self.made = True
         if self._key is None:
             return random.choice(items)
-        # Seeded with a string, Python's generator draws the same in every process.
+        # Seeded with a string, Python's generator gives the same choices in every process.
         self._generator = self._generator or random.Random(self._key)
         return self._generator.choice(items)
 
@@ -464,7 +464,7 @@ _drawing = threading.local()
 
 @contextlib.contextmanager
 def _draws_of(key: str | None) -> Iterator[_Draws]:
-    """Context in which templates of this thread draw from one generator, seeded with the key."""
+    """Context in which this thread's templates use one generator, seeded with the key."""
     draws = _drawing.draws = _Draws(key)
     try:
         yield draws
@@ -473,12 +473,12 @@ def _draws_of(key: str | None) -> Iterator[_Draws]:
 
 
 def _draws() -> _Draws:
-    # promptsource's own `Template.apply` renders outside of such a context.
+    # promptsource's own `Template.apply` renders outside of this context.
     return getattr(_drawing, "draws", None) or _Draws(None)
 
 
-# Most templates draw from a constant list. Jinja evaluates a filter of a constant at compile time,
-# which would mean one draw for all examples, unless the filter asks for the context.
+# Most templates choose from a constant list. Jinja evaluates a filter of a constant at compile
+# time, which would make one choice for all examples, unless the filter takes the context.
 @jinja2.pass_context
 def _choice(context: jinja2.runtime.Context, items: Sequence[Any]) -> Any:
     """The filter `choice`, which promptsource adds."""
@@ -488,7 +488,7 @@ def _choice(context: jinja2.runtime.Context, items: Sequence[Any]) -> Any:
 
 @jinja2.pass_context
 def _random(context: jinja2.runtime.Context, items: Sequence[Any]) -> Any:
-    """The filter `random` of Jinja, which makes an undefined value of no items."""
+    """Jinja's filter `random`, which returns an undefined value for an empty list."""
     if not items:
         return context.environment.undefined("No random item, sequence was empty.")
     return _draws().choice(items)

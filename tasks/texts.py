@@ -7,8 +7,8 @@ or, in a module of your own that a gin file imports:
     from t0repro.tasks.texts import add_text_task
     add_text_task("my_texts", {"train": "/data/books/*.txt"}, objective="span_corruption")
 
-The preprocessors are t5's. A text is a line of a text file, or a field of a row of JSON Lines;
-several texts fill one example, and a long one is cut, as in T5's pretraining on C4.
+The preprocessors are t5's. A text is a line of a text file, or a field of a row of JSON Lines.
+Several texts fill one example, and a long one is split, as in T5's pretraining on C4.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ def add_text_task(
 
     Args:
       name: The task's name.
-      files: Split -> files, or patterns of files; those that end in .jsonl hold rows, any other
-        holds a text on each line.
+      files: Split -> files, or patterns of files; files ending in .jsonl have rows, all others a
+        text per line.
       objective: "span_corruption" as in T5's pretraining, or "prefix_lm", with which T0's
-        checkpoint was adapted to language modelling. In the latter a text's halves are inputs and
-        targets.
-      field: The field of a row that holds the text; of several, the first that a row has.
+        checkpoint was adapted to language modeling: a text's two halves are its inputs and targets.
+      field: The row's field with the text; if several are given, the first that a row has.
       vocabulary: The vocabulary; defaults to T5's.
       merge_examples: In span corruption, whether short texts are joined to fill an example.
 
@@ -82,7 +81,7 @@ def add_text_task(
                 seqio.preprocessors.rekey, key_map={"inputs": None, "targets": "text"}
             ),
             seqio.preprocessors.tokenize,
-            # Cached before the objective, whose noise is redrawn in every epoch.
+            # Cached before the objective, which samples new noise in every epoch.
             seqio.CacheDatasetPlaceholder(),
             _denoising(objective, merge_examples),
             seqio.preprocessors.append_eos_after_trim,
@@ -105,7 +104,7 @@ def _feature(vocabulary: VocabularyFile | seqio.Vocabulary | None) -> Any:
 
 
 def _denoising(objective: Objective, merge_examples: bool) -> Callable[..., Any]:
-    """t5's preprocessor that makes inputs and targets of a text's tokens."""
+    """t5's preprocessor that turns a text's tokens into inputs and targets."""
     from t5.data import preprocessors
 
     if objective == "prefix_lm":
@@ -118,11 +117,11 @@ def _denoising(objective: Objective, merge_examples: bool) -> Callable[..., Any]
 def add_described(description: str) -> list[str]:
     """Registers the tasks that a description names and returns their names.
 
-    The form is `span:NAME=FILES` or `prefix:NAME=FILES`, several separated by semicolons. FILES is
-    a pattern of files for the split "train"; `NAME[SPLIT]` names another split.
+    The form is `span:NAME=FILES` or `prefix:NAME=FILES`, separated by semicolons if there are
+    several. FILES is a pattern of files for the split "train"; `NAME[SPLIT]` names another split.
 
     Raises:
-      UserError: If the description is malformed, or as `add_text_task` does.
+      UserError: If the description is malformed, or like `add_text_task`.
     """
     kinds: dict[str, Objective] = {"span": "span_corruption", "prefix": "prefix_lm"}
     tasks: dict[str, tuple[Objective, dict[str, str]]] = {}
@@ -138,7 +137,7 @@ def add_described(description: str) -> list[str]:
                 where=TEXTS_VARIABLE,
                 fix="Write span:NAME=FILES or prefix:NAME=FILES; several are joined by ';'.",
             )
-        # `NAME[SPLIT]` entries of one task are collected, since SeqIO registers all splits at once.
+        # Collect all `NAME[SPLIT]` entries of a task, since SeqIO registers its splits together.
         tasks.setdefault(name, (kinds[kind], {}))[1][split or "train"] = files.strip()
     for name, (objective, files) in tasks.items():
         add_text_task(name, files, objective=objective)
@@ -204,7 +203,7 @@ def _field_of_rows(path: str, fields: Sequence[str]) -> Iterator[str]:
     """The first of these fields of each row of a JSON Lines file.
 
     Raises:
-      UserError: If a line is no JSON object or lacks the field.
+      UserError: If a line is not a JSON object or lacks the field.
     """
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -223,7 +222,7 @@ def _field_of_rows(path: str, fields: Sequence[str]) -> Iterator[str]:
 
 
 def _row(line: str) -> dict[str, Any]:
-    """The row of a line; {} if it is not JSON, or no object."""
+    """The row of a line; {} if it is not a JSON object."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -231,6 +230,6 @@ def _row(line: str) -> dict[str, Any]:
     return row if isinstance(row, dict) else {}
 
 
-# On import, since a gin file can only import a module.
+# Runs on import, since a gin file can only import a module.
 if os.environ.get(TEXTS_VARIABLE):
     add_described(os.environ[TEXTS_VARIABLE])

@@ -78,7 +78,7 @@ def processor_of(model: bytes) -> SentencePieceProcessor:
 
 def default_vocabulary() -> VocabularyFile:
     """T5's vocabulary of 32,000 pieces and 100 sentinels, or the copy that T0REPRO_VOCAB names."""
-    # Only the address: nothing is read or fetched until a token is wanted.
+    # Only the address: nothing is read or fetched until a token is needed.
     return VocabularyFile(os.environ.get(VOCABULARY_VARIABLE) or DEFAULT_ADDRESS)
 
 
@@ -92,8 +92,8 @@ def _with_extra_ids(path: str, extra_ids: int) -> bytes:
     except DecodeError as error:
         raise not_a_model(path, error) from error
     user_defined = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
-    # Written by SeqIO's rule, so that the bytes, and with them a cache's digest, agree with its.
-    # From the highest number down: <extra_id_0> gets the last id.
+    # Follow SeqIO's rule, so that the bytes, and thus a cache's digest, equal SeqIO's. Count down:
+    # <extra_id_0> gets the last id.
     for number in reversed(range(extra_ids)):
         model.pieces.add(piece=f"\u2581<extra_id_{number}>", score=0.0, type=user_defined)
     return model.SerializeToString()
@@ -116,7 +116,7 @@ def local_copy(address: str) -> str:
         if not Path(address).is_file():
             raise UserError("The vocabulary is missing.", where=address, fix=_advice())
         return address
-    # By the whole address, so that vocabularies of two buckets do not collide.
+    # Use the full address, so that vocabularies in two buckets do not collide.
     copy = _cache_folder() / address.removeprefix("gs://")
     if not copy.is_file():
         write_atomically(copy, _fetch(address))

@@ -1,4 +1,4 @@
-"""What the embedded demo consists of; nothing is registered here."""
+"""The datasets and prompts of the embedded demo; importing this registers nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEMO = (
         train=("choices", "only_options", "which_correct"),
         evaluate=("pick_answer_with_options",),
     ),
-    # Held out altogether: no row and no prompt of it is trained on.
+    # Entirely held out: no row or prompt of it is trained on.
     PromptedDataset(
         "synthetic_imdb",
         None,

@@ -1,10 +1,10 @@
 """What a small model can learn: mixtures `learning_train` and `learning_eval_score_eval`.
 
 scripts/small_texts.sh trains on prompts of four datasets. It evaluates other prompts of these, a
-held-out dataset of a task type that is trained on (imdb: film reviews, as in rotten_tomatoes), and
-datasets of T0's held-out task types. Rows come from T0REPRO_DATA_DIR; larger sets
-are evaluated on evenly spaced rows, so that many checkpoints can be. ag_news and trec have no
-validation split, so their test splits are evaluated, and imdb's larger split, which nothing trains.
+held-out dataset of a task type that it trains on (imdb: film reviews, like rotten_tomatoes), and
+datasets of T0's held-out task types. Rows come from T0REPRO_DATA_DIR. Larger sets are evaluated on
+evenly spaced rows, so that many checkpoints can be evaluated. ag_news and trec have no validation
+split, so their test splits are evaluated; for imdb it is the larger split, which nothing trains on.
 """
 
 from t0repro.tasks.source import Split
@@ -23,7 +23,7 @@ TRAINED = (
             "Text Expressed Sentiment",
             "Writer Expressed Sentiment",
         ),
-        # The answers of the last one are in no prompt that is trained on.
+        # No training prompt contains the last one's answers.
         evaluate=("Movie Expressed Sentiment", "Reviewer Sentiment Feeling", "Reviewer Enjoyment"),
         validation=Split("validation", 400),
     ),
@@ -59,7 +59,7 @@ HELD_OUT_DATASETS = (
     PromptedDataset(
         "imdb",
         None,
-        # Its question comes first, so that cutting a long review leaves it.
+        # Its question comes first, so truncating a long review keeps it.
         evaluate=("Movie Expressed Sentiment 2",),
         validation=Split("train", 400),
     ),

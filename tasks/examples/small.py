@@ -1,9 +1,9 @@
-"""What the demo does, on real rows: mixtures `small_train` and `small_eval_score_eval`.
+"""The demo's job on real rows: mixtures `small_train` and `small_eval_score_eval`.
 
 Rows come from T0REPRO_DATA_DIR, and the vocabulary is T5's. No evaluation prompt is trained on;
-RTE, CB, COPA and ANLI's first round are not trained on with any prompt. Evaluations take evenly
-spaced rows of the larger sets, so that Mesh TensorFlow scores them all in minutes on a CPU. ag_news
-and trec have no validation split, so their test splits are evaluated.
+RTE, CB, COPA and ANLI's first round are held-out datasets. Evaluations use evenly spaced rows of
+the larger sets, so that Mesh TensorFlow scores them all in minutes on a CPU. ag_news and trec have
+no validation split, so their test splits are evaluated.
 """
 
 from t0repro.tasks.source import Split

@@ -1,8 +1,8 @@
 """Runs the work of a cache run as Beam pipelines, on Beam's runners instead of local processes.
 
-What is queued is run by one pipeline at a time: the rows of all splits are spooled by the first,
-all shards are written by the second, and twins whose rows are renumbered by a third. The same
-functions write the same bytes as the local workers do.
+One pipeline at a time runs all queued work: the first spools the rows of all splits, the second
+writes all shards, and a third rewrites twins whose rows are renumbered. The same functions write
+the same bytes as the local workers.
 
 Workers read and write the cache folder at the same path as this machine, and find the rows there.
 """
@@ -25,17 +25,17 @@ from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.tasks.prompt_cache.shards import PieceResult, SpooledRows, spool_rows, write_piece
 
-# What each function returns, since results come back as JSON.
+# The result type of each function, since results come back as JSON.
 _RESULTS = {"spool_rows": SpooledRows, "write_piece": PieceResult}
 _FUNCTIONS = {"spool_rows": spool_rows, "write_piece": write_piece}
 
 
 class BeamWorkers:
-    """Takes calls like a pool of processes, and makes them when somebody waits for their results.
+    """Accepts calls like a process pool, and runs them when a caller waits for their results.
 
     Args:
       options: Beam's pipeline options, as on the command line of a pipeline.
-      folder: a folder that all workers see, for results.
+      folder: a folder that all workers can access, for results.
     """
 
     def __init__(self, options: Sequence[str], folder: Path):
@@ -49,14 +49,14 @@ class BeamWorkers:
         return future
 
     def finished(self, futures: Collection[Future[Any]]) -> set[Future[Any]]:
-        """Runs a pipeline over everything queued; all futures have their results then."""
+        """Runs a pipeline over everything queued, after which all futures have their results."""
         import apache_beam as beam
 
         queued, self._queued = self._queued, []
         with tempfile.TemporaryDirectory(dir=self._folder) as results:
             calls = [(n, name, arguments) for n, (_, name, arguments) in enumerate(queued)]
             with _pipeline(self._options) as pipeline:
-                # Reshuffled, so that calls are spread over all workers.
+                # Reshuffle, so that calls are spread over all workers.
                 _ = pipeline | beam.Create(calls) | beam.Reshuffle() | beam.Map(_call, results)
             for number, (future, name, _) in enumerate(queued):
                 future.set_result(_read(Path(results, f"{number}.json"), name))
@@ -74,7 +74,7 @@ def _pipeline(options: Sequence[str]) -> Any:
 
     said = io.StringIO()
     try:
-        # argparse prints what it refuses, below hundreds of lines of usage, and exits.
+        # argparse prints the refused option, below hundreds of lines of usage, and exits.
         with contextlib.redirect_stderr(said):
             parsed = PipelineOptions(options)
             parsed.get_all_options()  # by itself Beam parses many of them while it works
@@ -89,7 +89,7 @@ def _pipeline(options: Sequence[str]) -> Any:
 
 
 def _call(call: tuple[int, str, tuple[Any, ...]], results: str) -> None:
-    """Makes a call on a worker; writes its result, or the user's mistake that it found."""
+    """Runs a call on a worker; writes its result, or the user error that it found."""
     number, name, arguments = call
     try:
         result = dataclasses.asdict(_FUNCTIONS[name](*arguments))
@@ -102,7 +102,7 @@ def _read(path: Path, name: str) -> Any:
     """A call's result.
 
     Raises:
-      UserError: if the call found a mistake.
+      UserError: if the call found a user error.
     """
     result = json.loads(path.read_text(encoding="utf-8"))
     if "error" in result:

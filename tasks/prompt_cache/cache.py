@@ -1,4 +1,4 @@
-"""Caches prompted tasks with several worker processes, putting each in place once complete."""
+"""Caches prompted tasks with several worker processes; a task appears once it is complete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from t0repro.tasks.prompt_cache.shards import Piece, PieceResult, SpooledRows, s
 from t0repro.tasks.registration import needs_seqio
 from t0repro.words import counted
 
-# Rows that a worker renders between two answers, so that progress shows and memory stays small.
+# Rows that a worker renders per call, to report progress and to limit memory.
 _ROWS_PER_PIECE = 1 << 12
 # EFBIG too: a file may hit a limit (ulimit -f) before the disk is full.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -39,10 +39,10 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclasses.dataclass
 class Summary:
-    """What a run did.
+    """The result of a run.
 
     Attributes:
-      selected: Number of tasks asked for.
+      selected: Number of tasks selected.
       cached: Names of the tasks that it cached or added splits to.
       examples: Number of examples written, over all tasks.
       dropped: Reason -> number of rows that templates dropped, over all tasks.
@@ -65,7 +65,7 @@ def cache_tasks(
     plan_for: Callable[[Request], CachePlan] | None = None,
     beam_options: Sequence[str] | None = None,
 ) -> Summary:
-    """Caches whatever was asked for and is not cached yet.
+    """Caches the requested tasks that are not cached yet.
 
     Args:
       request: The tasks, splits and folder.
@@ -77,11 +77,11 @@ def cache_tasks(
       beam_options: Run the work as Beam pipelines with these options; None runs it on `workers`.
 
     Returns:
-      A summary of what was done.
+      A summary of the run.
 
     Raises:
-      UserError: On bad names, rows or templates, when the disk is full, when another run holds
-        the folder, or when a worker was killed. Tasks that were finished before that are kept.
+      UserError: On bad names, rows or templates, when the disk is full, when another run holds the
+        folder, or when a worker was killed. Tasks finished before that remain.
     """
     started = time.monotonic()
     folder = output_path(request.folder)
@@ -92,12 +92,12 @@ def cache_tasks(
             if beam_options is None:
                 pool = stack.enter_context(_workers(workers))
                 plan = plan_for(request) if plan_for else _planned(request, pool, workers)
-                # Two pieces per worker, so that none waits for its next one.
+                # Two pieces per worker, so that no worker waits for its next one.
                 wait, ahead = _finished, 2 * workers
             else:
                 plan = plan_for(request) if plan_for else _planned_elsewhere(request)
                 pool = BeamWorkers(beam_options, staging)
-                wait, ahead = pool.finished, None  # a pipeline takes all that there is to do
+                wait, ahead = pool.finished, None  # a pipeline takes all available work
             run = _Run(plan, request, folder, staging)
             with progress(run.total) as advance:
                 run.work(pool, wait, ahead, advance)
@@ -139,21 +139,20 @@ def _pool(workers: int, **options: Any) -> ProcessPoolExecutor:
 
 @contextlib.contextmanager
 def _workers(count: int) -> Iterator[ProcessPoolExecutor]:
-    # Processors left over by the workers go to SentencePiece's threads.
+    # Give the processors that the workers leave idle to SentencePiece's threads.
     threads = max(1, default_workers() // count)
     pool = _pool(count, initializer=shards.start_worker, initargs=(os.getpid(), threads))
     try:
         yield pool
     finally:
-        # What is queued is dropped; what is running is waited for, since the staging folder
-        # goes next.
+        # Drop queued work but wait for running work, since the staging folder is removed next.
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> CachePlan:
-    """The plan, made by a worker or, if it takes SeqIO, by a process that ends right after.
+    """The plan, made by a worker or, if it needs SeqIO, by a process that ends right after.
 
-    Were a worker to import SeqIO, it would keep the gigabyte that SeqIO and TensorFlow take.
+    A worker that imported SeqIO would keep the gigabyte that SeqIO and TensorFlow take.
     """
     if needs_seqio(request.modules):
         return _planned_elsewhere(request)
@@ -215,8 +214,7 @@ class _Run:
         for prompt in plan.prompts:
             for split, rows in prompt.rows.items():
                 self._groups.setdefault(rows, []).append((prompt, split))
-        # A rendering per row and prompt is the unit of progress; a twin is rendered with
-        # its task.
+        # Progress counts one rendering per row and prompt; a twin is rendered with its task.
         self.total = sum(rows.estimate * len(group) for rows, group in self._groups.items())
         self._splits_left = {task.name: set(task.splits) for task in plan.tasks()}
         self._described: dict[str, dict[str, Any]] = {task.name: {} for task in plan.tasks()}
@@ -247,15 +245,15 @@ class _Run:
         waiting = iter(enumerate(self._groups))
         in_use: dict[int, int] = {}  # a spool's id -> splits that need it
         while True:
-            # At most two at a time: one dataset's rows are spooled while another's are rendered.
+            # At most two at a time: spool one dataset's rows while rendering another's.
             while (ahead is None or len(queued) + len(spooling) < 2) and (
                 entry := next(waiting, None)
             ):
                 base = str(self._staging / f"rows-{entry[0]}")
                 spooling[pool.submit(shards.spool_rows, entry[1], base)] = entry[1]
             while queued and (ahead is None or len(writing) < ahead):
-                # One dataset's pieces after another's, so that its spool can be
-                # removed early.
+                # Finish one dataset's pieces before the next, so that its spool can be removed
+                # early.
                 piece = next(queued[0], None)
                 if piece is None:
                     queued.pop(0)
@@ -274,17 +272,17 @@ class _Run:
                     split = writing.pop(future)
                     result = future.result()
                     split.add(result)
-                    # A second pass over the same rows is no progress.
+                    # A second pass over the same rows does not count as progress.
                     if not split.again:
                         advance(result.rows)
-                    # Complete unless the twin has to be written again.
+                    # Complete, unless the twin must be rewritten.
                     if split.left == 0 and not self._needs_ordinals(split):
                         self._finish(split)
                         in_use[id(split.rows.spool)] -= 1
                         if not in_use[id(split.rows.spool)]:
                             split.rows.spool.remove()
                     elif split.left == 0:
-                        # Next, while the spool is there.
+                        # Do this next, while the spool exists.
                         queued.insert(0, self._rewrite_twin(split))
 
     # Pieces ------------------------------------------------------------------------------------
@@ -304,8 +302,7 @@ class _Run:
             make_folder(path)
         # Rows of one shard.
         per_shard = max(1, split.rows.spool.count // split.num_shards)
-        # Small shards are written several at a time: a message to a worker has its cost
-        # too.
+        # Write several small shards per call, since each message to a worker has a cost.
         step = max(1, _ROWS_PER_PIECE // per_shard)
         starts = range(0, split.num_shards, step)
         split.left = len(starts)
@@ -329,22 +326,21 @@ class _Run:
         return True in split.tasks() and bool(split.dropped) and not split.again
 
     def _rewrite_twin(self, split: _Split) -> Iterator[tuple[_Split, Piece]]:
-        """The twin's pieces again, because its `idx` counts only rows that the template keeps.
+        """Rewrites the twin's pieces, because its `idx` counts only rows that the template keeps.
 
-        Which rows those are is known only after rendering them all. Few templates with choices
-        drop rows, so the first pass assumes that all are kept.
+        Those rows are known only after rendering all of them. Few templates with choices drop rows,
+        so the first pass assumes that all are kept.
         """
         kept = np.ones(split.rows.spool.count, bool)
         kept[split.dropped_places()] = False
         path = self._staging / f"ordinals-{split.prompt.source}-{split.split}.npy"
-        # A kept row's number among those kept; dropped ones have a number that is never
-        # read.
+        # A kept row's number among the kept ones; the numbers of dropped rows are never read.
         save_array(path, np.cumsum(kept) - 1)
         split.again = True
         del split.statistics[True]
         # The second pass counts again.
         split.count, split.dropped = 0, {}
-        # The task itself is written; only its twin (True) comes again.
+        # The task itself is done; only its twin (True) is rewritten.
         yield from self._pieces_of(split, (True,), str(path))
 
     # What is written last ----------------------------------------------------------------------
@@ -366,7 +362,7 @@ class _Run:
             self._write_json(task, f"info.{split.split}.json", self._info(split, form))
             self._described[task.name][split.split] = _description(split, form, statistics)
             self._splits_left[task.name].remove(split.split)
-            # A task is put in place as soon as its last split is written.
+            # Move a task into place as soon as its last split is written.
             if not self._splits_left[task.name]:
                 self._complete(split.prompt, task)
 
@@ -402,7 +398,7 @@ def _description(split: _Split, score_eval: bool, statistics: Statistics) -> dic
         "examples": statistics.examples,
         "shards": split.num_shards,
         "files": split.files[score_eval],
-        # The numbers of a few dropped rows are enough to look at them.
+        # A few numbers of dropped rows suffice for inspection.
         "dropped": {
             reason: {"rows": len(places), "first": sorted(places)[: shards.NUMBERS_KEPT]}
             for reason, places in sorted(numbers.items())
@@ -411,9 +407,9 @@ def _description(split: _Split, score_eval: bool, statistics: Statistics) -> dic
 
 
 def _check_gives_examples(split: _Split) -> None:
-    """Refuses a user's own prompt that makes no example of a split, unless it is a test split.
+    """Refuses a user's own prompt that gives no example of a split, except a test split.
 
-    T0 has prompts that fit no row of some split, but in a user's prompt that is a mistake. Test
+    T0 has prompts that fit no row of some split, but for a user's prompt that is a mistake. Test
     splits often have hidden labels.
     """
     gives = any(statistics.examples for statistics in split.statistics.values())

@@ -1,4 +1,4 @@
-"""The folder of a cache: one run writes it at a time, and a later run checks it before use."""
+"""The cache folder: one run writes it at a time, and later runs check it before use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MARKER = "COMPLETED"
 PROVENANCE = "provenance.json"
 STAGING = ".t0repro-cache"
 
-# What a task's folder may hold; names that begin with beam-temp- are Beam's temporary files.
+# Files allowed in a task's folder; names that begin with beam-temp- are Beam's temporary files.
 CACHE_FILE = re.compile(
     r".+\.tfrecord-\d+-of-\d+|(info|stats)\..+\.json|provenance\.json|COMPLETED|beam-temp-.+"
 )
@@ -58,11 +58,11 @@ def locked(folder: Path) -> Iterator[Path]:
 
 
 def remove_interrupted(folder: Path, task: str) -> bool:
-    """Removes what an interrupted seqio_cache_tasks left in a task's folder.
+    """Removes an interrupted seqio_cache_tasks' files from a task's folder.
 
-    SeqIO writes COMPLETED last, so such files are never read. But leftover shards would be mistaken
-    for part of a later cache with as many shards, since SeqIO finds its files by a pattern that
-    ends in their number.
+    SeqIO writes COMPLETED last, so such files are never read. But SeqIO finds its files by a
+    pattern that ends in the number of shards, so it would mistake leftover shards for part of a
+    later cache with as many shards.
 
     Returns:
       Whether there was anything to remove.
@@ -70,7 +70,7 @@ def remove_interrupted(folder: Path, task: str) -> bool:
     Raises:
       UserError: If the folder contains a file that does not belong in a cache.
     """
-    # Complete, or nothing there: not an interrupted cache.
+    # Complete or empty: not an interrupted cache.
     if not folder.is_dir() or (folder / MARKER).is_file():
         return False
     foreign = [path.name for path in folder.iterdir() if not CACHE_FILE.fullmatch(path.name)]
@@ -87,8 +87,9 @@ def remove_interrupted(folder: Path, task: str) -> bool:
 def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
     """Makes a staged task, or the splits to add to a complete one, part of the cache.
 
-    A new task's folder is renamed as a whole. Splits are added to a complete task file by file, the
-    info file last: SeqIO reads it first, and to a later run a split without it is not cached.
+    A new task's folder is renamed in one step. Splits are added to a complete task file by file,
+    the info file last: SeqIO reads it first, and later runs consider a split without it as not
+    cached.
 
     Args:
       staged: The staged task.
@@ -104,14 +105,14 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
         sync_directory(folder.parent)
         return
     for split in splits:
-        # Left by a run that was killed between the renames below.
+        # Left over from a run killed between the renames below.
         for stray in folder.glob(f"{split}.tfrecord-*"):
             stray.unlink()
         for path in sorted(staged.glob(f"{split}.tfrecord-*")):
             os.rename(path, folder / path.name)
         for name in (f"stats.{split}.json", PROVENANCE, f"info.{split}.json"):
             if (staged / name).exists():
-                # What the next rename vouches for is on the disk before it.
+                # Sync before the next rename, which marks these files as complete.
                 sync_directory(folder)
                 os.rename(staged / name, folder / name)
     sync_directory(folder)
@@ -124,7 +125,7 @@ def shard_names(split: str, num_shards: int) -> list[str]:
 
 
 def _check_shards(staged: Path, splits: Sequence[str]) -> None:
-    """Raises UserError if a shard is gone from the staging folder, so that none is put in place."""
+    """Raises UserError if a shard is missing from the staging folder, before any is moved."""
     for split in splits:
         number = json.loads((staged / f"info.{split}.json").read_text())["num_shards"]
         missing = [name for name in shard_names(split, number) if not (staged / name).is_file()]
@@ -138,7 +139,7 @@ def _check_shards(staged: Path, splits: Sequence[str]) -> None:
 
 # ---- Describes what a cached task was made from, in a file beside it that SeqIO does not read ----
 
-# Nothing in it depends on when or where the cache was made, so it too can be reproduced byte for
+# Nothing in it depends on when or where the cache was made, so it is also reproducible byte for
 # byte.
 
 
@@ -155,9 +156,9 @@ def describe(
     """The contents of a task's provenance file.
 
     Args:
-      prompt: The prompt rendered for the task.
+      prompt: The task's prompt.
       task: The task.
-      seed: Seed for the template's draws and the order of the examples.
+      seed: Seed for the template's random choices and the order of the examples.
       splits: Split -> origin of its rows and counts of rows, examples and dropped rows.
     """
     template = prompt.template
@@ -180,14 +181,14 @@ def describe(
 
 # ---- Checks cached tasks before use: complete, same vocabulary and template, unchanged rows ------
 
-# SeqIO finds shards by a pattern, so it silently reads a cache in which one is missing or empty.
-# It does not notice tokens of another vocabulary either.
+# SeqIO finds shards by a pattern, so it silently reads a cache with a missing or empty shard, or
+# with tokens of another vocabulary.
 
 
 P3_SOURCE = "p3_source.json"
-"""What `tasks fetch-p3` writes beside the files that it fetched."""
+"""The file that `tasks fetch-p3` writes beside the files that it fetched."""
 SAMPLES = 3
-"""Examples of a cache without provenance whose tokens are compared with their text."""
+"""Number of examples whose tokens are compared with their text, in a cache without provenance."""
 
 
 def check_caches(tasks: Sequence[seqio.Task], split: str) -> None:
@@ -235,10 +236,10 @@ def check_caches(tasks: Sequence[seqio.Task], split: str) -> None:
 
 
 def damage(folder: Path, split: str) -> str | None:
-    """What is wrong with a cached split, in words, or None if it is complete.
+    """Describes the damage in a cached split, or None if it is complete.
 
     Caches from `t0repro cache` and `tasks fetch-p3` record the bytes and records of each shard. In
-    a cache that SeqIO made, the records are counted and compared with its statistics.
+    a cache that SeqIO made, records are counted and compared with its statistics.
     """
     if not (folder / MARKER).is_file():
         return f"there is no {MARKER}"
@@ -268,8 +269,8 @@ def damage(folder: Path, split: str) -> str | None:
 def explain_damaged_record(message: str) -> UserError:
     """The error for TensorFlow's "corrupted record at 2299", with the name of the file.
 
-    TensorFlow checks each record but does not say of which file: the caches of all registered tasks
-    are searched for a damaged record at that byte.
+    TensorFlow checks each record but does not name the file, so this searches the caches of all
+    registered tasks for a damaged record at that byte.
     """
     import seqio
 
@@ -318,7 +319,7 @@ def rows_changed(description: TaskDescription, split: str, made: Mapping[str, An
     Args:
       description: The task.
       split: The task's split.
-      made: What the cache's provenance file says about the split.
+      made: The provenance file's entry for the split.
 
     Returns:
       False also if the rows are missing or the cache does not record their checksum.
@@ -371,7 +372,7 @@ def _check_samples(task: seqio.Task, folder: Path, split: str) -> None:
             vocabulary = feature.vocabulary
             tokens = list(features[name].int64_list.value)
             texts = features[f"{name}_pretokenized"].bytes_list.value
-            # Out of range, the vocabulary could not even spell them.
+            # The vocabulary cannot decode tokens out of range.
             wrong = [token for token in tokens if not 0 <= token < vocabulary.vocab_size]
             text = texts[0].decode("utf-8", "replace") if texts else None
             if wrong or (text is not None and not _agree(vocabulary, tokens, text)):
@@ -386,13 +387,13 @@ def _check_samples(task: seqio.Task, folder: Path, split: str) -> None:
 
 
 def _agree(vocabulary: Any, tokens: Sequence[int], text: str) -> bool:
-    """Whether tokens spell a text, or its beginning, as far as the vocabulary can spell it."""
+    """Whether tokens spell a text, or its beginning, as far as the vocabulary can."""
 
     # Spaces are compared loosely: decoding does not restore them exactly.
     def spelt(numbers: Sequence[int]) -> str:
         return " ".join(vocabulary.decode([n for n in numbers if n != vocabulary.eos_id]).split())
 
-    # A prefix: the tokens may have been cut to a length.
+    # Compare a prefix: the tokens may have been truncated.
     return spelt(vocabulary.encode(text)).startswith(spelt(tokens))
 
 

@@ -1,4 +1,4 @@
-"""What a cache run has to do, as plain data that workers can unpickle without SeqIO."""
+"""A cache run's work as plain data, which workers can unpickle without SeqIO."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PlainTemplate:
 
 @dataclasses.dataclass(frozen=True)
 class RowsOfSplit:
-    """Where the rows of a split are read from, and how they are checked.
+    """The source of a split's rows, and how to check them.
 
     Attributes:
       root: The folder of datasets, or None for the one that T0REPRO_DATA_DIR names.
@@ -67,7 +67,7 @@ class Prompt:
     """A template over a dataset's splits, rendered once for both a task and its twin.
 
     Attributes:
-      source: Seeds the template's draws, with the split and the row's number.
+      source: Seeds the template's random choices, with the split and the row's number.
       dataset: The Hugging Face name.
       subset: The configuration, or None.
       template: The template.
@@ -87,7 +87,7 @@ class Prompt:
     eos: Mapping[str, int | None]
 
     def wanting(self, split: str) -> tuple[CachedTask, ...]:
-        """The tasks that lack a split."""
+        """The tasks whose caches lack a split."""
         return tuple(task for task in self.tasks if split in task.splits)
 
 
@@ -98,7 +98,7 @@ class CachePlan:
     Attributes:
       prompts: Those of a dataset come one after another.
       vocabularies: SHA-256 -> the serialized SentencePiece model, extra ids included.
-      selected: Number of tasks asked for.
+      selected: Number of tasks selected.
       left_out: (task, split, reason) for each split whose rows are not available.
       seqio_version: Version to write into SeqIO's info files.
     """
@@ -116,7 +116,7 @@ class CachePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line.
+    """The request on the command line.
 
     Attributes:
       modules: Modules to import, which register tasks.
@@ -125,7 +125,7 @@ class Request:
       folder: The cache folder.
       splits: Only these splits; None caches all splits of a task.
       at_hand: Leave out splits whose rows are missing, rather than stop.
-      seed: Seed for the templates' draws and the order of examples.
+      seed: Seed for the templates' random choices and the order of examples.
       min_shards: Minimum number of files per split.
       templates: Files of the user's own templates.
     """

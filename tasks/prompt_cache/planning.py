@@ -1,8 +1,8 @@
-"""Makes the plan of a cache run: which tasks and splits are left to cache, and from what rows.
+"""Plans a cache run: which tasks and splits are still to cache, and from which rows.
 
-t0repro's own modules describe their tasks without SeqIO. A user's module may need it; the plan is
-then made in a separate process that ends before the work begins, because SeqIO and TensorFlow take
-about a gigabyte.
+t0repro's own modules describe their tasks without SeqIO. A user's module may need it; a separate
+process then makes the plan and ends before the work begins, because SeqIO and TensorFlow take about
+a gigabyte.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def make_plan(request: Request) -> CachePlan:
-    """Registers the tasks, selects those asked for, and works out which are not cached yet.
+    """Registers and selects tasks, and finds out which are not cached yet.
 
     Raises:
       UserError: If a name matches nothing, a task is not a prompted one, rows are missing, or a
@@ -84,7 +84,7 @@ def _selected(request: Request) -> list[str]:
                 fix=f"{regex}Nearest: {nearest_names(pattern, tasks)}.",
             )
         names += matching
-    # Once each, in order; mixtures and patterns may overlap.
+    # Each once, in order; mixtures and patterns may overlap.
     return list(dict.fromkeys(names))
 
 
@@ -99,7 +99,7 @@ def _check_prompted(names: Sequence[str], descriptions: Mapping[str, TaskDescrip
 
 
 def _check_splits(splits: Sequence[str] | None, tasks: Sequence[TaskDescription]) -> None:
-    """Refuses a split that no task has: a misspelt one would be ignored silently."""
+    """Refuses a split that no task has: a misspelt one would otherwise be ignored silently."""
     known = list(dict.fromkeys(split for task in tasks for split in task.rows.files_of_splits))
     for split in splits or ():
         if split not in known:
@@ -134,13 +134,12 @@ class _Planner:
         cached = _cached_splits(self.folder / folder)
         if cached is not None:
             self._check_same(task, self.folder / folder, [s for s in wanted if s in cached])
-        # What is cached is not looked at again, so rows of complete splits may be gone.
+        # Cached splits are not checked again, so their rows may be gone.
         splits = [split for split in wanted if split not in (cached or ())]
         splits = [split for split in splits if self._at_hand(task, split)]
         if not splits:
             return
-        # Only once something is left to write: the folder of a complete task is not
-        # touched.
+        # Only if something is left to write: never touch the folder of a complete task.
         remove_interrupted(self.folder / folder, name)
         self._tasks.setdefault(rows.name, []).append(
             CachedTask(name, folder, tuple(splits), task.prompt.score_eval)
@@ -159,7 +158,7 @@ class _Planner:
                 fix=f"{first.fix} Or leave such splits out with --at_hand, or name others with"
                 " --splits.",
             )
-        # Everything that was asked for lacks its rows, and no earlier run made any of it.
+        # All requested splits lack rows, and no earlier run cached any of them.
         if selected and not self._tasks and len(self.left_out) and not self._any_cached():
             raise UserError(
                 "None of the rows that these tasks need are available.",
@@ -225,7 +224,7 @@ class _Planner:
             source = self._made_of[source_name].rows
             for split in dict.fromkeys(split for each in tasks for split in each.splits):
                 key = self._key(source, split)
-                # Checked for the columns of all templates together.
+                # Check the columns of all templates together.
                 columns.setdefault(key, set()).update(columns_read(source.template))
                 sources[key] = (source, split)
         return {
@@ -249,7 +248,7 @@ class _Planner:
         return digest
 
     def _check_same(self, task: TaskDescription, folder: Path, splits: Sequence[str]) -> None:
-        """Raises UserError if a cache is damaged, or is not what would be made now.
+        """Raises UserError if a cache is damaged, or differs from what this run would write.
 
         Complete caches are never rebuilt, so a difference would otherwise go unnoticed.
         """

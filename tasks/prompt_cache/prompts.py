@@ -51,7 +51,7 @@ def count(tokens: bytes) -> int:
 _TOKENS = {"shape": [None], "dtype": "int32"}
 _STRING = {"shape": [], "dtype": "string"}
 
-# Targets that repeat, as classes and answer choices do, are tokenized once and remembered.
+# Tokenize repeated targets, such as classes and answer choices, only once.
 _REMEMBERED_TARGETS = 1 << 14
 _SHORT = 200  # characters
 
@@ -67,7 +67,7 @@ class Statistics:
     targets_max_tokens: int = 0
 
     def add(self, inputs: int, targets: int) -> None:
-        """Counts an example of so many tokens."""
+        """Counts an example with these numbers of tokens."""
         self.examples += 1
         self.inputs_tokens += inputs
         self.targets_tokens += targets
@@ -140,7 +140,7 @@ class ExampleWriter:
             tokens, text = self._encoders["targets"], self._encoders["targets_pretokenized"]
             packed = tokens.varints(encoded + self._eos["targets"])
             found = packed + text.strings([target.encode()]), count(encoded)
-            # Long targets seldom repeat, and would fill the memory.
+            # Long targets seldom repeat and would fill memory.
             if len(target) <= _SHORT and len(self._targets_seen) < _REMEMBERED_TARGETS:
                 self._targets_seen[target] = found
         return found

@@ -3,9 +3,9 @@
     python -P -m t0repro.tasks.prompt_cache.seqio_plan --module_import=t0repro.tasks.demo \
         --mixtures=demo_train --output_cache_dir=runs/demo/cache --processes=2
 
-prints one line per process to start: the tasks that it should cache, separated by commas. By then
-rows, templates and vocabulary have been read once, so that a missing file or a broken line gives
-one clear message rather than the end of a long Beam traceback. scripts/cache.sh calls it.
+prints one line per process to start: the tasks that it should cache, separated by commas. Before
+that it reads rows, templates and vocabulary once, so that a missing file or a broken line gives one
+clear message rather than the end of a long Beam traceback. scripts/cache.sh calls it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from t0repro.tasks.prompt_cache import folders
 from t0repro.tasks.registration import load_tasks
 from t0repro.words import counted
 
-# SeqIO and TensorFlow take seconds to import: functions do it, once a line says so.
+# SeqIO and TensorFlow take seconds to import, so functions import them after printing a line.
 if TYPE_CHECKING:
     import seqio
 
@@ -97,10 +97,10 @@ def check_readable(tasks: Sequence[seqio.Task]) -> None:
 
 
 def spread(tasks: Sequence[seqio.Task], processes: int) -> list[list[str]]:
-    """Shares tasks among processes, with about as many splits each; no share is empty."""
+    """Divides tasks among processes, with about as many splits each; no share is empty."""
     shares: list[list[str]] = [[] for _ in range(processes)]
     loads = [0] * processes
-    # The largest first, each to the process with the least to do.
+    # Assign the largest first, each to the process with the least work.
     for task in sorted(tasks, key=lambda task: -len(task.splits)):
         least = loads.index(min(loads))
         shares[least].append(task.name)

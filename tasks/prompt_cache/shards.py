@@ -36,7 +36,7 @@ from t0repro.tasks.templates import (
 
 @dataclasses.dataclass(frozen=True)
 class Spool:
-    """Where a split's rows are: `<base>.rows`, with their offsets and numbers in the source."""
+    """The files of a split's rows: `<base>.rows`, with their offsets and numbers in the source."""
 
     base: str
     count: int
@@ -66,9 +66,9 @@ def write_spool(rows: Iterable[tuple[int, dict[str, Any]]], base: Path) -> Spool
 
 
 def save_array(path: Path, values: np.ndarray) -> None:
-    """Writes an array as np.save does, with the system's own error where it cannot be written.
+    """Writes an array like np.save, but raises the system's own error on failure.
 
-    NumPy writes files by itself, and on a full disk raises an OSError that has no number.
+    On a full disk, NumPy's own file writing raises an OSError without an error number.
     """
     whole = io.BytesIO()
     np.save(whole, values)
@@ -79,7 +79,7 @@ class SpoolReader:
     """Reads rows by their place in the spool; a context manager."""
 
     def __init__(self, spool: Spool):
-        # Mapped, not loaded: a worker with a few shards needs only some of them.
+        # Map it rather than load it: a worker with a few shards needs only part of it.
         self._offsets = np.load(f"{spool.base}.offsets.npy", mmap_mode="r", allow_pickle=False)
         empty = np.zeros(0, np.uint64)  # which cannot be mapped
         numbers = f"{spool.base}.numbers.npy"
@@ -107,7 +107,7 @@ class SpoolReader:
 
 
 ROWS_PER_SHARD = 1 << 14
-"""A larger split has more shards than asked for, so that each is written from bounded memory."""
+"""Rows per shard; a larger split gets more shards than requested, to bound memory."""
 
 _BATCH = 256  # rows whose inputs are tokenized together
 NUMBERS_KEPT = 20  # of dropped rows, in the provenance file
@@ -139,14 +139,14 @@ def warm_up() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SpooledRows:
-    """A split's rows on disk, and what the provenance file says about their origin."""
+    """A split's rows on disk, and their origin for the provenance file."""
 
     spool: Spool
     origin: Mapping[str, Any]
 
 
 def reader_of(rows: RowsOfSplit) -> Reader:
-    """The reader of the rows, from wherever they are now: this machine or the hub."""
+    """The reader of the rows, wherever they are now: on this machine or the hub."""
     root = None if rows.root is None else Path(rows.root)
     return find_reader(root, rows.dataset, rows.subset, rows.file)
 
@@ -170,7 +170,7 @@ def spool_rows(rows: RowsOfSplit, base: str) -> SpooledRows:
     """
     reader = reader_of(rows)
     spool = write_spool(rows_of(rows, reader), Path(base))
-    # Where the data is and when it was copied there must not change the bytes of the cache.
+    # The cache's bytes must not depend on where the data is or when it was copied.
     origin = {
         key: value for key, value in reader.origin().items() if key not in ("path", "modified_ns")
     }
@@ -211,7 +211,7 @@ class Piece:
 
 @dataclasses.dataclass
 class PieceResult:
-    """What was written for a piece.
+    """The result of writing a piece.
 
     Attributes:
       rows: Number of rows rendered.
@@ -233,11 +233,11 @@ def number_of_shards(rows: int, min_shards: int) -> int:
 
 
 def shard_order(count: int, shard: int, num_shards: int, seed: str) -> np.ndarray:
-    """Places in the spool of a shard's rows, in the order in which they are written.
+    """Places in the spool of a shard's rows, in writing order.
 
-    These are every num_shards-th row, shuffled. Since SeqIO reads several files at once through a
-    shuffle buffer, even a dataset sorted by label is then read well mixed. SeqIO's own cache is
-    shuffled too.
+    These are every num_shards-th row, shuffled. SeqIO reads several files at once through a shuffle
+    buffer, so that even a dataset sorted by label is then well mixed. SeqIO's own cache is shuffled
+    too.
     """
     # The same rows for any number of workers.
     places = np.arange(shard, count, num_shards)
@@ -247,7 +247,7 @@ def shard_order(count: int, shard: int, num_shards: int, seed: str) -> np.ndarra
 
 
 def draw_key(source: str, split: str, number: int, seed: int) -> str:
-    """The seed for one row's draws; with seed 0 it equals that of the SeqIO pipeline."""
+    """The seed for one row's random choices; with seed 0 it equals that of the SeqIO pipeline."""
     key = f"{source}/{split}/{number}"
     return f"{seed}/{key}" if seed else key
 
@@ -326,7 +326,7 @@ def render_row(
     try:
         rendering = template.render(row, draw_key(prompt.source, split, number, seed))
         if isinstance(rendering, Rendering):
-            # Text that UTF-8 cannot encode is to fail here, where the row is known.
+            # Text that UTF-8 cannot encode must fail here, where the row is known.
             rendering.inputs.encode(), rendering.targets.encode()
         return rendering
     except Exception as error:
