@@ -14,7 +14,7 @@ from t0repro.tasks.templates import task_name, template_datasets, template_names
 from t0repro.tasks.vocabulary import VocabularyFile
 
 MAX_EXAMPLES = 500_000
-"""T0 counts a larger dataset as this many examples, divided among its templates."""
+"""T0 counts a larger dataset as this many examples, which its templates share."""
 
 # Each model's training data: values of the column do_train in T0's table.
 TRAINED_ON: Mapping[str, tuple[str, ...]] = {

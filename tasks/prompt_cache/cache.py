@@ -409,7 +409,7 @@ def _description(split: _Split, score_eval: bool, statistics: Statistics) -> dic
 def _check_gives_examples(split: _Split) -> None:
     """Refuses a user's own prompt that gives no example of a split, except a test split.
 
-    T0 has prompts that fit no row of some split, but for a user's prompt that is a mistake. Test
+    T0 has prompts that fit no row of some split, but in a user's prompt that is a mistake. Test
     splits often have hidden labels.
     """
     gives = any(statistics.examples for statistics in split.statistics.values())
