@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -114,7 +115,7 @@ def status(
 def launch(
     context: typer.Context,
     to: Annotated[
-        Literal["slurm", "k8s", "tpu-vm"],
+        Literal["slurm", "k8s", "skypilot", "tpu-vm"],
         typer.Option("--to", help="The engine that starts the command."),
     ],
     name: Annotated[str, typer.Option(help="The job's name on the engine.")] = "t0repro",
@@ -124,7 +125,9 @@ def launch(
     # With `=`, since Click would otherwise read --partition as an option of this command.
     option: Annotated[
         list[str] | None,
-        typer.Option(help="An option for sbatch, kubectl or gcloud, as --option=--partition=gpu."),
+        typer.Option(
+            help="An option for sbatch, kubectl, sky or gcloud, as --option=--partition=gpu."
+        ),
     ] = None,
     machines: Annotated[
         Path | None, typer.Option(help="A YAML file that defines platforms and cells.")
@@ -139,7 +142,7 @@ def launch(
         bool, typer.Option("--dry_run", help="Print what the engine would receive, then exit.")
     ] = False,
 ) -> None:
-    """Start a command as several processes on Slurm, Kubernetes or a Cloud TPU.
+    """Start a command as several processes on Slurm, Kubernetes, SkyPilot or a Cloud TPU.
 
     The command follows two dashes. For a TPU, prints the gcloud commands to run one after another.
 
@@ -173,6 +176,10 @@ def launch(
         return
     if to == "slurm":
         text, submit = launching.slurm_script(asked), ("sbatch", "--parsable")
+    elif to == "skypilot":
+        text = json.dumps(launching.sky_task(asked), indent=2) + "\n"
+        secrets = (f"--secret={variable}" for variable in asked.secrets)
+        submit = ("sky", "launch", "--yes", "--detach-run", *machine.options, *secrets)
     else:
         shown = asked.shown if dry_run else asked
         manifest = launching.job_set(shown, engines.read_template(machine.template))
@@ -180,5 +187,10 @@ def launch(
         submit = ("kubectl", "create", "--filename=-", *machine.options)
     if dry_run:
         echo(text.rstrip("\n"))
-    else:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if to == "skypilot":
+            # sky reads a task from a file, which it knows by the end of its name.
+            Path(folder, "task.yaml").write_text(text)
+            submit = (*submit, f"{folder}/task.yaml")
         echo(engines.run_engine(*submit, text=text, environment=asked.secrets))

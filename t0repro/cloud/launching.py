@@ -1,6 +1,7 @@
 """Writes what an engine needs to start a command as several processes that work together.
 
-Slurm gets a batch script, Kubernetes a JobSet, a Cloud TPU the gcloud commands. In each the
+Slurm gets a batch script, Kubernetes a JobSet, SkyPilot a task, a Cloud TPU the gcloud commands. In
+each the
 processes find each other by what the engine puts into their environment
 (t0repro.partitioning.processes).
 """
@@ -8,6 +9,7 @@ processes find each other by what the engine puts into their environment
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import shlex
@@ -133,6 +135,40 @@ def job_set(launch: Launch, template: dict[str, Any]) -> dict[str, Any]:
                 {"name": _PODS, "replicas": 1, "template": {"spec": job["spec"]}},
             ],
         },
+    }
+
+
+def sky_task(launch: Launch) -> dict[str, Any]:
+    """A task of SkyPilot's, one node for each process.
+
+    The options for `sky launch` say which accelerators and which cloud. Secrets are named only:
+    `sky launch` takes their values from its own environment.
+
+    Raises:
+      UserError: for a name without a letter, or a variable's that no shell takes.
+    """
+    variables = dict(_environment(launch))
+    limits, words = launch.limits, shlex.join(launch.command)
+    if limits.seconds is not None:
+        # The run saves and ends when it gets the signal; a task has no limit of its own.
+        words = f"timeout --kill-after={_SECONDS_TO_SAVE} {math.ceil(limits.seconds)} {words}"
+    resources = {
+        name: f"{math.ceil(limit)}+"
+        for name, limit in (("cpus", limits.cpus), ("memory", limits.memory_gb))
+        if limit is not None
+    }
+    return {
+        "name": _label(launch.name),
+        "num_nodes": launch.processes,
+        **({"resources": resources} if resources else {}),
+        "envs": {name: text for name, text in variables.items() if name not in launch.secrets},
+        # The nodes' addresses, one a line; the first one's is rank 0.
+        "run": f"""\
+export T0REPRO_COORDINATOR_ADDRESS=$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{_PORT}
+export T0REPRO_PROCESS_COUNT=$SKYPILOT_NUM_NODES
+export T0REPRO_PROCESS_INDEX=$SKYPILOT_NODE_RANK
+{words}
+""",
     }
 
 

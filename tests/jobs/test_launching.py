@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from t0repro.cli.app import app
 from t0repro.cli.gate import ErrorHandling
 from t0repro.cloud.engines import read_template
-from t0repro.cloud.launching import Launch, job_set, slurm_script, tpu_vm_commands
+from t0repro.cloud.launching import Launch, job_set, sky_task, slurm_script, tpu_vm_commands
 from t0repro.cloud.machines import Machine
 from t0repro.errors import UserError
 from t0repro.training.checkpoints import list_checkpoints
@@ -189,6 +189,61 @@ def test_a_job_set_is_what_its_published_schema_says():
         with pytest.raises(ValueError, match=field):
             JobsetV1alpha2JobSet.from_dict(manifest)
         part[field] = right
+
+
+def test_a_task_for_skypilot_starts_one_process_a_node_that_knows_the_first():
+    task = sky_task(launch(environment={"A": "b c", "API_KEY": "hidden"}))
+    assert task == {
+        "name": "t0-train",
+        "num_nodes": 4,
+        "resources": {"cpus": "8+", "memory": "64+"},
+        "envs": {"A": "b c"},
+        "run": task["run"],
+    }
+    nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
+    script = task["run"].replace("timeout --kill-after=120 3600", "env; printf '%s\\n'")
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={**nodes, "SKYPILOT_NODE_RANK": "1", "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert done[-3:] == list(COMMAND)
+    assert {
+        "T0REPRO_COORDINATOR_ADDRESS=10.0.0.1:8476",
+        "T0REPRO_PROCESS_COUNT=2",
+        "T0REPRO_PROCESS_INDEX=1",
+    } <= set(done)
+
+
+def test_a_task_for_skypilot_is_what_its_own_schema_says():
+    schemas = pytest.importorskip("sky.utils.schemas", reason="needs skypilot")
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = schemas.get_task_schema()
+    for fields in ({}, {"environment": {"A": "b"}}):
+        jsonschema.validate(sky_task(launch(**fields)), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(sky_task(launch()) | {"nodes": 2}, schema)
+
+
+def test_skypilot_gets_the_task_in_a_file_and_secrets_by_name(tmp_path, monkeypatch):
+    received = tmp_path / "received"
+    (tmp_path / "sky").write_text(
+        f'#!/bin/sh\necho "$@" > {received}\nfor last; do :; done\ncat "$last" >> {received}\n'
+    )
+    (tmp_path / "sky").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    machines = tmp_path / "machines.yaml"
+    machines.write_text("platforms: {sky: {environment: {API_KEY: hidden}}}")
+    arguments = ["launch", "--to", "skypilot", "--machines", str(machines), "--platform", "sky"]
+    arguments += ["--option=--gpus=H100:8", "--", *COMMAND]
+    done = CliRunner().invoke(app, arguments, obj=ErrorHandling())
+    assert done.exit_code == 0, done.output
+    words, _, task = received.read_text().partition("\n")
+    start = "launch --yes --detach-run --gpus=H100:8 --secret=API_KEY /"
+    assert words.startswith(start) and words.endswith("/task.yaml")
+    assert json.loads(task)["num_nodes"] == 1 and "hidden" not in task
 
 
 TPU = ("--zone=europe-west4-a", "--accelerator-type=v3-512", "--version=tpu-ubuntu2204-base")
