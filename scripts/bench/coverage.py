@@ -354,7 +354,7 @@ def seed_lines(simulation: Simulation) -> Iterator[str]:
 
 def published_lines(simulation: Simulation) -> Iterator[str]:
     """The table of docs/evaluation.md: each interval where the wide tables find it least sure."""
-    yield "| interval | suite | holds the truth | mean width |"
+    yield "| interval | suite | coverage | mean width |"
     yield "|---|---|---|---|"
     for suite in (
         Suite(277, 0.5, 1.0, 10, "unequal"),

@@ -55,7 +55,13 @@ def losses_table(mtf: np.ndarray, jax: np.ndarray) -> str:
                 f"{apart.max():.1e}",
             ]
         )
-    header = ["steps", "Mesh TensorFlow, mean", "JAX, mean", "apart, median", "largest"]
+    header = [
+        "steps",
+        "Mesh TensorFlow, mean loss",
+        "JAX, mean loss",
+        "difference, median",
+        "difference, largest",
+    ]
     return markdown_table(header, rows)
 
 

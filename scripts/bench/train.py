@@ -236,7 +236,10 @@ def published(folder: Path) -> str:
         layers = {"num_encoder_layers": 24, "num_decoder_layers": 24}
         sized = values | {"model": values["model"] | shape | layers}
         flops[size] = operations(model_of(sized), sized, row)
-    lines = ["| T5X, as published | a row | tokens/s a GPU | rate | MFU |", "|---|---|---|---|---|"]
+    lines = [
+        "| T5X, as published | time per row | tokens/s per GPU | FLOP/s | MFU |",
+        "|---|---|---|---|---|",
+    ]
     for size, machine, rows, peak in T5X_512_128:
         rate = rows * flops[size]
         lines.append(
