@@ -1,7 +1,7 @@
-"""How a checkpoint's model computes, where its tensors do not say: from config.json and from gin.
+"""A model's arithmetic where a checkpoint's tensors do not show it: from config.json and gin.
 
-transformers' directories state it in config.json. For other checkpoints, the gin file of the
-training run does: `operative_config.gin` beside them, or T5X's `config.gin`.
+transformers' directories state it in config.json. For other checkpoints it is in the training run's
+gin file: `operative_config.gin` beside them, or T5X's `config.gin`.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def arithmetic(
     text: str | None,
     gin_file: str | os.PathLike[str] | None = None,
 ) -> hf_config.Computation:
-    """Activation, epsilon and the like of a checkpoint's model.
+    """A checkpoint's model arithmetic: activation, epsilon and so on.
 
     Args:
       ref: The checkpoint.
-      family: Its sizes.
-      text: Its gin text, from `gin_text`; T5X's config.gin beside it counts where this is silent.
-      gin_file: Where that is from, if not from beside the checkpoint.
+      family: The model's sizes.
+      text: Its gin text, from `gin_text`; T5X's config.gin beside it supplies what this leaves out.
+      gin_file: The text's file, if it is not the one beside the checkpoint.
 
     Raises:
-      UserError: If config.json and the gin text disagree, or name what no T5 here computes.
+      UserError: If config.json and the gin text disagree, or name arithmetic that no T5 here has.
     """
     bound = {}
     if storage.is_file(config := _beside(ref, T5X_CONFIG)):
@@ -64,8 +64,8 @@ def arithmetic(
     if text:
         bound |= gin_shapes.bound_arithmetic(text, Path(gin_file or _gin_beside(ref)))
     if ref.format != "hf":
-        # Only gin says which activation such a checkpoint was trained with; without it, assume the
-        # published ones: T5 1.1's gated GELU and T5 1.0's ReLU.
+        # Only gin shows the activation of such a checkpoint; without it, assume the published ones:
+        # T5 1.1's gated GELU and T5 1.0's ReLU.
         default = ("gelu", "linear") if family.gated else ("relu",)
         said = {field: found.value for field, found in bound.items()}
         return dataclasses.replace(hf_config.Computation(default), **said)
@@ -78,7 +78,7 @@ def arithmetic(
                 where=binding.place,
                 fix=_OTHER_GIN,
             )
-    # What a gin file leaves unbound has its default, which may not be the model's either.
+    # A field that a gin file leaves unbound has gin's default, which may not be the model's.
     for field in ("epsilon", "max_distance"):
         default = getattr(hf_config.Computation, field)
         if text and field not in bound and getattr(found, field) != default:
@@ -94,17 +94,17 @@ def arithmetic(
 def open_configured(
     ref: CheckpointRef, model: ModelConfig, *, slots: bool = True
 ) -> dict[str, StoredTensor]:
-    """Opens a checkpoint as a run's model needs it; each tensor is read when it is used.
+    """Opens a checkpoint in the form that a run's model needs; reads each tensor when it is used.
 
-    If only the model has a position bias in each layer, each gets the one that they share.
+    If only the model has a position bias per layer, each layer gets the checkpoint's shared one.
 
     Args:
       ref: The checkpoint.
       model: The run's model.
-      slots: False leaves the optimizer slots out.
+      slots: False omits the optimizer slots.
 
     Raises:
-      UserError: As from `check_configured` and `sources.open_any`.
+      UserError: Like `check_configured` and `sources.open_any`.
     """
     check_configured(ref, model)
     tree = sources.open_any(ref.path, slots=slots)
@@ -114,20 +114,20 @@ def open_configured(
 
 
 def repeated_biases(names: Iterable[str], model: ModelConfig) -> dict[str, str]:
-    """Finds the tensors that fill each layer's own position bias from one that all layers share.
+    """Finds the tensors to fill each layer's own position bias from a shared one.
 
     Args:
       names: Flat keys of a checkpoint.
-      model: The model that is to have its parameters, and their slots.
+      model: The model to fill.
 
     Returns:
-      Key of a layer -> the checkpoint's key; empty if not only the model has a bias per layer.
+      Key of a layer -> the checkpoint's key; empty unless only the model has a bias per layer.
     """
     if not model.position_bias_per_layer:
         return {}
     counts = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
     found = {}
-    # `coder/` is either tower's end: the shared biases of encoder and decoder, and their slots.
+    # `coder/` ends either tower's name: the shared biases of encoder and decoder, and their slots.
     for key in [key for key in names if f"coder/{naming.RELATIVE_BIAS}" in key]:
         before, tower, after = key.partition("encoder" if "encoder" in key else "decoder")
         for layer in range(counts[tower]):
@@ -136,14 +136,14 @@ def repeated_biases(names: Iterable[str], model: ModelConfig) -> dict[str, str]:
 
 
 def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
-    """Checks that a run computes what the files beside the checkpoint that it reads say.
+    """Checks that a run's arithmetic matches the files beside the checkpoint that it reads.
 
     Args:
       ref: The checkpoint; without such files it passes.
       model: The run's model.
 
     Raises:
-      UserError: Naming the field of config.json, or the gin file that says how queries are scaled.
+      UserError: Naming the field of config.json, or the gin file that sets the scaling of queries.
     """
     _check_query_scale(ref, model)
     if ref.format != "hf":
@@ -170,7 +170,7 @@ def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
 
 
 def _check_query_scale(ref: CheckpointRef, model: ModelConfig) -> None:
-    """Checks that a run scales queries as the checkpoint's training did: its kernels differ."""
+    """Checks that a run scales queries as the checkpoint's training did, since kernels differ."""
     said = _query_scale(ref)
     if said is None or said[0] == model.scale_queries:
         return
@@ -187,7 +187,7 @@ def _check_query_scale(ref: CheckpointRef, model: ModelConfig) -> None:
 
 
 def _query_scale(ref: CheckpointRef) -> tuple[bool, str] | None:
-    """Whether a training run scaled queries, and what says so; None if nothing does."""
+    """Whether a training run scaled queries, and the place that shows it; None if unknown."""
     if ref.format in ("hf", "mtf"):  # neither library can
         return False, f"its format is {ref.format}"
     unbound = None

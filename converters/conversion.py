@@ -1,4 +1,4 @@
-"""A conversion: its options, its changes, the target's tensors in order and their writer."""
+"""A conversion: its options, its changes, the target's tensors in order, and their writer."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from t0repro.parameters.shape import ModelShape
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a conversion does besides changing the format.
+    """A conversion's changes besides the format.
 
     Attributes:
-      slots: False leaves the optimizer slots out. hf keeps them in a file beside the weights.
-      norm_names: How Mesh TensorFlow's variables spell the norms: "rms_norm", or "layer_norm" as in
-        T5 1.0's released checkpoints. Defaults to what the source or its manifest says, else to
+      slots: False omits the optimizer slots. hf stores them in a file beside the weights.
+      norm_names: Mesh TensorFlow's spelling of the norms: "rms_norm", or "layer_norm" as in T5
+        1.0's released checkpoints. Defaults to that of the source or its manifest, else to
         "rms_norm".
       dtype: Type of the target's parameters, "float32" or "bfloat16"; None keeps the source's.
       master_dtype: The same under gin's name for it; only for mtf. Defaults to what `gin_file`
         binds, because Mesh TensorFlow restores only into variables of that type.
       scan: Stack the layers as T5X's scalable_t5 does; only for t5x.
       layout: "legacy" (msgpack and Zarr) or "orbax" (T5X's default since 2023); only for t5x.
-        Defaults to legacy, which T5X of any age reads.
-      t5x_importer_slots: The T5X side, source or target, has the slots of square matrices as T5X's
-        own importer of Mesh TensorFlow's checkpoints leaves them.
-      vocab_size: Pad the vocabulary with zeros, or cut it, to this size. By default a vocabulary
-        from hf is padded to a multiple of 128, which the other formats expect.
+        Defaults to legacy, which T5X of any age can read.
+      t5x_importer_slots: Whether the T5X side, source or target, has the slots of square matrices
+        in the places where T5X's importer of Mesh TensorFlow's checkpoints puts them.
+      vocab_size: Pad the vocabulary with zeros, or truncate it, to this size. By default a
+        vocabulary from hf is padded to a multiple of 128, which the other formats expect.
       vocabulary: SentencePiece model for hf's tokenizer files.
-      gin_file: Configuration that the model was trained with, written beside the target as
+      gin_file: The model's training configuration, written beside the target as
         operative_config.gin; defaults to the source's own. The sizes that it binds must match the
         checkpoint's.
     """
@@ -62,7 +62,7 @@ class Options:
 
 # ---- Changes that a conversion can make on the way: dtype, vocabulary size, slots ----------------
 
-# Each one is a reader that wraps another reader, so the formats need not know about it.
+# Each change is a reader that wraps another, so the formats need not support it.
 
 
 DTYPES = ("float32", "bfloat16")
@@ -85,7 +85,7 @@ class _Around:
 
 
 class WithoutSlots(_Around):
-    """Leaves out the optimizer slots; parameters and the step remain."""
+    """Omits the optimizer slots; parameters and the step remain."""
 
     def __init__(self, reader: CheckpointReader):
         super().__init__(reader)
@@ -95,15 +95,15 @@ class WithoutSlots(_Around):
 
 
 class Cast(_Around):
-    """Casts the parameters; slots and the step keep their types.
+    """Casts the parameters; slots and the step keep their dtypes.
 
     Args:
       reader: The reader to wrap.
       dtype: "float32" or "bfloat16"; None casts nothing.
 
     Raises:
-      UserError: If `dtype` is neither, or if it is None and a parameter is of another type
-        (float16 or float64, which Hugging Face models may have).
+      UserError: If `dtype` is neither, or if it is None and a parameter has another dtype (float16
+        or float64, which Hugging Face models may have).
     """
 
     def __init__(self, reader: CheckpointReader, dtype: str | None):
@@ -122,14 +122,14 @@ class Cast(_Around):
         self.tensors = {**reader.tensors, **cast}
 
     def read(self, key: str) -> np.ndarray:
-        """Reads one tensor in its new type."""
+        """Reads one tensor in its new dtype."""
         array = self._reader.read(key)
         # numpy rounds float32 to bfloat16 to nearest even, as both stacks do.
         return array.astype(self.tensors[key].dtype, copy=False)
 
     @property
     def lossy(self) -> list[str]:
-        """Flat keys of the parameters that the new type rounds."""
+        """Flat keys of the parameters that lose precision."""
         return [
             key
             for key, info in self.tensors.items()
@@ -147,10 +147,10 @@ def _check_type(name: str, info: TensorInfo, where: str) -> None:
 
 
 class Resized(_Around):
-    """Pads the vocabulary with zeros, or cuts it, to a given size.
+    """Pads the vocabulary with zeros, or truncates it, to a given size.
 
     This changes the embedding's rows, the logits kernel's columns and their slots. A factored slot
-    that averages over the vocabulary is left as it is.
+    that averages over the vocabulary stays as it is.
 
     Args:
       reader: The reader to wrap.
@@ -190,7 +190,8 @@ class Resized(_Around):
         if key not in self._axes:
             return array
         kept = min(self._size, array.shape[self._axes[key]])
-        # New rows are zero, in slots too: Adafactor's statistics of a row that was never trained.
+        # New rows are zero, in slots too, like Adafactor's statistics of a row that was never
+        # trained.
         resized = np.zeros(self.tensors[key].shape, array.dtype)
         part = [slice(None)] * array.ndim
         part[self._axes[key]] = slice(kept)
@@ -205,7 +206,7 @@ def _check_order(reader: CheckpointReader, vocab_size: int) -> None:
     """
     for key in reader.tensors:
         path, slot = ("", None) if key == naming.STEP else naming.split_key(key)
-        # A slot's parameter has the axis; the slot may have lost it to the mean.
+        # Look up the slot's parameter: the slot itself may lack the axis.
         axis = _vocabulary_axis(naming.PARAMETERS + path, reader.tensors) if path else None
         if slot in ("v_row", "v_col") and axis is not None:
             before = list(reader.tensors[naming.PARAMETERS + path].shape)
@@ -230,14 +231,14 @@ def _vocabulary_axis(key: str, tensors: Mapping[str, TensorInfo]) -> int | None:
     if not found or "vocab_size" not in found[0].axes:
         return None
     axes = list(found[0].axes)
-    # A factored slot lacks the axis that it averages over, which moves those after it.
+    # A factored slot lacks the axis that it averages over, which shifts later axes.
     if slot in ("v_row", "v_col"):
         del axes[naming.t5x_dropped_axes(tensors[naming.PARAMETERS + path].shape)[slot]]
     return axes.index("vocab_size") if "vocab_size" in axes else None
 
 
 class ExchangedSlots(_Around):
-    """Swaps v_row and v_col where a matrix's two largest axes tie, as T5X's importer does."""
+    """Swaps v_row and v_col if a matrix's two largest axes are equal, as T5X's importer does."""
 
     def __init__(self, reader: CheckpointReader):
         super().__init__(reader)
@@ -260,12 +261,12 @@ class ExchangedSlots(_Around):
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """Everything that a conversion will write.
+    """All outputs of a conversion.
 
     Attributes:
-      outputs: The tensors, in the order they are written.
+      outputs: The tensors, in writing order.
       open_writer: Opens the writer for a directory.
-      norm_names: How Mesh TensorFlow spells the model's norms.
+      norm_names: Mesh TensorFlow's spelling of the model's norms.
       small_files: Name -> content of the destination's other files.
       notes: What is missing or dropped, one sentence each.
     """
@@ -278,7 +279,7 @@ class Conversion:
 
     @property
     def identity(self) -> list[Any]:
-        """Everything besides the tensors' names and shapes that decides the content, as JSON."""
+        """Whatever decides the content besides the tensors' names and shapes, as JSON."""
         return [self.norm_names, sorted(self.small_files), list(self.notes)]
 
 
@@ -289,7 +290,7 @@ def make_conversion(
     tensors: Mapping[str, TensorInfo],
     options: Options,
 ) -> Conversion:
-    """What to write for one target.
+    """Plans the conversion to one target.
 
     Args:
       reader: The source.
@@ -302,7 +303,7 @@ def make_conversion(
       UserError: If the gin file cannot be read or contradicts config.json, or if the target
         cannot express the model's arithmetic.
     """
-    # An explicit choice wins, then what the source or its manifest says, then today's names.
+    # An explicit choice wins, then the source's or its manifest's spelling, then today's names.
     norm_names = options.norm_names or reader.norm_names or "rms_norm"
     step = target.step or 0
     text = gin_text(reader.ref, options.gin_file)
@@ -330,7 +331,7 @@ def make_conversion(
             notes=tuple(notes),
         )
     outputs = list(jax_tree.jax_outputs(tensors, family, options.scan))
-    # The `jax` format is this project's own layout, whatever --layout says.
+    # The `jax` format always has this project's own layout, whatever --layout is.
     of_t5x = (options.layout or "legacy") if target.format == "t5x" else None
     small = {mtf.OPERATIVE_CONFIG: text.encode()} if text else {}
     if options.scan and (averaged := scanning.averaged_kernels(tensors)):
@@ -361,7 +362,7 @@ def _to_hf(
     weights = [output for output in outputs if output.file != hf.SLOTS_FILE]
     slots = len(weights) < len(outputs)
     dtypes = {output.info.dtype.name for output in weights}
-    # config.json has one type for all weights, and float32 holds each of them exactly.
+    # config.json has a single type for all weights, and float32 represents each exactly.
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     vocabulary = Path(options.vocabulary) if options.vocabulary else None
     pieces = hf_files.read_pieces(vocabulary, family) if vocabulary else None

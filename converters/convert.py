@@ -57,7 +57,7 @@ from t0repro.progress import byte_progress
 from t0repro.redaction import without_passwords
 from t0repro.words import counted, sized
 
-# Orbax and the index file add little to the tensors' bytes.
+# Orbax's metadata and the index file add little to the tensors' bytes.
 _SPACE_MARGIN = 1.02
 _BYTES_AHEAD = 1 << 30
 VOCAB_DIVISOR = 128  # Mesh TensorFlow and T5X pad vocabularies to a multiple of it
@@ -65,13 +65,13 @@ VOCAB_DIVISOR = 128  # Mesh TensorFlow and T5X pad vocabularies to a multiple of
 
 @dataclasses.dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did, or with `dry_run` would do.
+    """The result of a conversion; with `dry_run`, the expected one.
 
     Attributes:
       source: The checkpoint that was read.
       target: The checkpoint that was written.
       family: Shape of the model in both.
-      tensors: Number of tensors in the source that are converted, including the global step.
+      tensors: Number of converted tensors in the source, including the global step.
       bytes: Total size of those tensors, in bytes.
       slots: "kept", "dropped" (on request) or "none" (the source has none).
       notes: What was changed, dropped or is missing, one sentence each.
@@ -104,14 +104,14 @@ def convert(
 ) -> ConversionReport:
     """Converts parameters, optimizer slots and the global step to another format.
 
-    Values are copied bit for bit unless `options` ask for another type. Files get their final names
-    in `dst` only once they are complete, the manifest last. If the conversion is interrupted, what
-    it wrote stays in a hidden directory, and the same call resumes from there.
+    Values are copied bit for bit unless `options` choose another dtype. Files get their final names
+    in `dst` only once they are complete, the manifest last. After an interruption, the files
+    written so far stay in a hidden directory, and the same call resumes from there.
 
     Args:
       src: See `sources.find_checkpoint`.
-      dst: Directory, created if missing, or an address where nothing is. Like a model_dir, it
-        receives `model.ckpt-<step>.*` and `checkpoint`, or `checkpoint_<step>/`; for hf, the
+      dst: Directory, created if missing, or an address that does not exist yet. Like a model_dir,
+        it receives `model.ckpt-<step>.*` and `checkpoint`, or `checkpoint_<step>/`; for hf, the
         model's files.
       to: Format to write.
       step: See `sources.find_checkpoint`.
@@ -129,12 +129,12 @@ def convert(
     """
     options = options or Options(**choices)
     _check_request(to, options)
-    # What an earlier checkpoint has more of would stay among the new one's objects.
+    # An earlier checkpoint's extra objects would remain among the new one's.
     check_no_objects(dst)
     directory = output_path(dst)
     ref = find_checkpoint(src, step, source)
     _check_target_absent(directory, force)
-    # Taken before the first byte is read, and compared after the last.
+    # Taken before reading the first byte, and compared after the last.
     files = fingerprint(ref)
     report, reader, conversion = _planned(ref, directory, to, options)
     if dry_run:
@@ -184,8 +184,8 @@ def _planned(
 def _prepare(
     reader: CheckpointReader, to: Format, options: Options
 ) -> tuple[CheckpointReader, list[str]]:
-    """Wraps the source in the requested changes; returns the reader and a note on each change."""
-    # Slots are dropped first: Resized refuses a vocabulary size that would rename factored slots.
+    """Wraps the source in the requested changes; returns the reader and a note per change."""
+    # Drop slots first: Resized refuses a vocabulary size that would rename factored slots.
     notes = []
     trees, before = ("t5x", "jax"), reader
     if not options.slots:
@@ -206,7 +206,7 @@ def _prepare(
         notes.append(f"{count} rounded to {dtype}, as {asked_by} asks.")
     size = recognise({key: info.shape for key, info in before.tensors.items()}).vocab_size
     wanted = options.vocab_size
-    # transformers leaves a vocabulary at its own size; the other formats expect it padded.
+    # transformers does not pad vocabularies; the other formats expect padding.
     if wanted is None and reader.ref.format == "hf" and to != "hf" and size > VOCAB_DIVISOR:
         # Rounded up to a whole multiple.
         wanted = -(-size // VOCAB_DIVISOR) * VOCAB_DIVISOR
@@ -229,7 +229,7 @@ def _dtype(to: Format, options: Options) -> tuple[str | None, str]:
 
 
 def _left_behind(reader: CheckpointReader) -> list[str]:
-    """Notes on what a T5X checkpoint holds besides the model and no other format has room for."""
+    """Notes about the parts of a T5X checkpoint that no other format can store."""
     files = jax_tree.dataset_state(reader.ref.path) if isinstance(reader, JaxReader) else []
     return [
         f"T5X's place in its training data ({storage.name(file)}) is left out: it is one of"
@@ -290,8 +290,7 @@ def _check_form_exists(shape: ModelShape, to: Format, ref: CheckpointRef, scan: 
 def _check_target_absent(directory: Path, force: bool) -> None:
     if directory.is_dir():
         own = staging.staging_directory(directory.absolute())
-        # A directory with nothing but an interrupted conversion's files: the same call
-        # resumes there.
+        # A directory with only an interrupted conversion's files: the same call resumes there.
         ours = {own.name, *LOCK_FILES}
         if force or all(path.name in ours for path in directory.iterdir()):
             return
@@ -333,7 +332,7 @@ def _write(
 ) -> ConversionReport:
     """Writes to a hidden directory, then moves the checkpoint and the manifest into place."""
     # Everything that decides the output's content. A staged directory is resumed only if its
-    # request equals this one, so a setting left out here could mix two different conversions.
+    # request equals this one, so omitting a setting here could mix two different conversions.
     request = {
         "source": [report.source.format, _absolute(report.source.path), report.source.step],
         "files": files,
@@ -347,7 +346,7 @@ def _write(
         writer = conversion.open_writer(staged.path)
         try:
             resumed = _write_tensors(reader, report, conversion, writer, staged)
-            # A training run may have saved over the source while it was being read.
+            # A training run may have overwritten the source during reading.
             if fingerprint(report.source) != files:
                 raise UserError(
                     "The source was written to while it was read.",
@@ -385,7 +384,7 @@ def _write_tensors(
     writer: Writer,
     staged: staging.Staged,
 ) -> int:
-    """Writes the tensors that are still missing; returns how many were already there."""
+    """Writes the missing tensors; returns how many were already there."""
     description = f"Converting step {report.target.step} to {report.target.format}"
     resumed = 0
     noted = set(staged.digests)
@@ -402,7 +401,7 @@ def _write_tensors(
         following = dict(zip((output.name for output in new), new[1:], strict=False))
         for output in conversion.outputs:
             if output.name in noted and _kept(writer, output, staged):
-                # Outputs made of no tensor (T5X's dummies) are not counted.
+                # Outputs built from no tensor (T5X's dummies) do not count.
                 resumed += bool(output.keys)
             else:
                 array = (ahead.pop(output.name, None) or pool.submit(build, output)).result()

@@ -1,4 +1,4 @@
-"""What the files of a run say about its model, compared with a checkpoint: sizes and names."""
+"""Compares the files of a run with a checkpoint: the model's sizes and names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from t0repro.converters.witnesses import check_names, damaged
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
 
-# Configurable and argument -> the family's field, in Mesh TensorFlow's words and in T5X's.
+# Configurable and argument -> the family's field, in Mesh TensorFlow's names and in T5X's.
 _FIELDS = {
     ("Unitransformer", "d_model"): "d_model",
     ("DenseReluDense", "hidden_size"): "d_ff",
@@ -38,7 +38,7 @@ _FIELDS = {
     ("T5Config", "num_decoder_layers"): "num_decoder_layers",
     ("T5Config", "logits_via_embedding"): "tied",
 }
-# What mesh_tensorflow's defaults.gin, which every run begins with, makes of a model's macros.
+# Bindings in mesh_tensorflow's defaults.gin, which every run reads first, from a model's macros.
 _DEFAULTS = {
     ("Unitransformer", "d_model"): "d_model",
     ("DenseReluDense", "hidden_size"): "d_ff",
@@ -46,7 +46,7 @@ _DEFAULTS = {
     ("SelfAttention", "key_value_size"): "d_kv",
     ("make_layer_stack", "num_layers"): "num_layers",
 }
-# What the weights do not tell.
+# Arithmetic that the weights do not show.
 _ARITHMETIC = {
     ("DenseReluDense", "activation"): "activations",
     ("sublayer_rms_norm", "epsilon"): "epsilon",
@@ -80,7 +80,7 @@ class _Macro:
 
 
 class _Delegate:
-    """Keeps gin's references as they are and looks none of them up."""
+    """Keeps gin's references unresolved."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
         # `%name` is gin's shorthand for `@name/gin.macro()`; files have either.
@@ -92,14 +92,14 @@ class _Delegate:
 
 
 def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str]:
-    """Checks that every size that a gin file binds is the checkpoint's.
+    """Checks that every size bound in a gin file equals the checkpoint's.
 
     Args:
       path: a gin file of either dialect, with the files that it includes.
       family: the checkpoint's model.
 
     Returns:
-      The names of included files that are missing, so that their bindings were not seen.
+      The names of missing included files, whose bindings were therefore not checked.
 
     Raises:
       UserError: if the file cannot be read or is not gin, or a size differs; the message names the
@@ -113,15 +113,15 @@ def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str
 
 
 def check_gin_text(text: str, path: Path, family: ModelShape) -> list[str]:
-    """Checks that every size that gin text binds is the checkpoint's; see `check_gin_file`.
+    """Checks that every size bound in gin text equals the checkpoint's; see `check_gin_file`.
 
     Args:
-      text: Text of either dialect; files that it includes count if they are here.
-      path: Where the text is from, for messages and for its includes.
+      text: Text of either dialect; included files count if they are available.
+      path: The text's file, for messages and for its includes.
       family: The checkpoint's model.
     """
-    # Entered first, so that the file's own bindings win: model files set macros and leave these
-    # to defaults.gin.
+    # Add these first, so that the file's own bindings win: model files set macros and leave these
+    # bindings to defaults.gin.
     bindings = {
         ("", *argument): Bound(_Macro(name), f"{'.'.join(argument)} = %{name}", "defaults.gin")
         for argument, name in _DEFAULTS.items()
@@ -131,11 +131,11 @@ def check_gin_text(text: str, path: Path, family: ModelShape) -> list[str]:
         field = _FIELDS.get((configurable, argument))
         resolved = _resolve(binding, bindings)
         if field is None or isinstance(resolved.value, _Macro) or resolved.value is None:
-            # A macro of a file that is missing cannot be compared.
+            # A macro from a missing file cannot be compared.
             continue
         towers = [tower for tower in _TOWERS if tower in scope.split("/")]
         if not scope:
-            # What is bound for one tower alone holds there.
+            # A binding for one tower holds there only.
             towers = [t for t in _TOWERS if (t, configurable, argument) not in bindings]
         value = resolved.value
         if field == "position_bias_per_layer":
@@ -166,14 +166,14 @@ def master_dtype(path: str | os.PathLike[str]) -> str | None:
 
 
 def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
-    """What gin text binds of a model's arithmetic that its weights do not show.
+    """The model arithmetic bound in gin text that the weights do not show.
 
     Args:
-      text: Text of either dialect; files that it includes count if they are here.
-      path: Where the text is from, for messages and for its includes.
+      text: Text of either dialect; included files count if they are available.
+      path: The text's file, for messages and for its includes.
 
     Returns:
-      Fields of `Arithmetic`, each if it is bound for the whole model.
+      Fields of `Arithmetic` that are bound for the whole model.
     """
     bindings: dict[tuple[str, str, str], Bound] = {}
     # The generator has to be run to its end for `bindings` to be filled.
@@ -188,7 +188,7 @@ def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
         value = resolved.value
         if field == "activations":
             names = (value,) if isinstance(value, str) else value
-            # `silu` is what the field calls Mesh TensorFlow's `swish`.
+            # `silu` is the usual name for Mesh TensorFlow's `swish`.
             value = tuple("swish" if name == "silu" else name for name in names)
         bound[field] = Bound(value, resolved.line, resolved.place)
     exact_gelu, activations = bound.pop("exact_gelu", None), bound.get("activations")
@@ -206,12 +206,12 @@ def describes_model(text: str, path: Path) -> bool:
 
 
 def _has_several_layers(family: ModelShape) -> bool:
-    """Whether a tower has several layers; the bias of an only layer is like a shared one."""
+    """Whether a tower has several layers; the bias of a single layer equals a shared one."""
     return max(family.num_encoder_layers, family.num_decoder_layers) > 1
 
 
 def _family_fields(field: str, towers: Sequence[str], family: ModelShape) -> list[str]:
-    """The fields of the family that a binding sets: a stack's layers depend on the tower."""
+    """The fields of the family that a binding sets; a stack's depth belongs to its tower."""
     if field != "layers":
         return [field]
     if family.decoder_only:
@@ -221,7 +221,7 @@ def _family_fields(field: str, towers: Sequence[str], family: ModelShape) -> lis
 
 def _resolve(binding: Bound, bindings: dict[tuple[str, str, str], Bound]) -> Bound:
     """Follows a binding through macros to the one that holds the value."""
-    for _ in range(10):  # a macro may refer to a macro; one that refers to itself ends here
+    for _ in range(10):  # a macro may refer to a macro; a circular one ends here
         if not isinstance(binding.value, _Macro):
             break
         name = binding.value.name
@@ -245,7 +245,7 @@ def cannot_read_gin(path: str | os.PathLike[str], error: OSError | UnicodeDecode
 def _read(
     path: Path, bindings: dict[tuple[str, str, str], Bound], including: Sequence[Path]
 ) -> Iterator[str]:
-    """Adds a file's bindings, later ones over earlier ones; yields includes that are missing."""
+    """Adds a file's bindings, later ones overriding earlier ones; yields missing includes."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -262,7 +262,7 @@ def _read_text(
     from gin import config_parser
 
     try:
-        # Materialised, since the parser raises where it comes to the error.
+        # Parse completely, since the parser raises only when it reaches the error.
         statements = list(config_parser.ConfigParser(text, _Delegate()))
     except (SyntaxError, ValueError) as error:
         raise UserError(
@@ -297,7 +297,7 @@ def _find(name: str, including: Path) -> Path | None:
 
 # ---- What a run writes into its model_dir about its model, compared with a checkpoint there ------
 
-# Apart from `witnesses`, which the JAX core reads checkpoints with: that core does not import
+# Separate from `witnesses`, with which the JAX core reads checkpoints: that core does not import
 # gin.
 
 
@@ -309,7 +309,7 @@ _PARAMETERS_END = "Total number of parameters:"
 
 
 def check_run_files(ref: CheckpointRef, family: ModelShape) -> None:
-    """Checks that a checkpoint's model is the one that the files of a run beside it describe.
+    """Checks that a checkpoint's model matches the files of a run beside it.
 
     Args:
       ref: The checkpoint.
@@ -336,9 +336,9 @@ def _text(file: str) -> str:
 
 
 def _check_model_info(file: str, family: ModelShape) -> None:
-    """Compares the parameters' names in T5X's list; its names have no `target/` before them."""
+    """Compares the parameters' names in T5X's list, which have no `target/` prefix."""
     parameters, end, _ = _text(file).partition(_PARAMETERS_END)
     named = {match[1] for match in map(_VARIABLE.match, parameters.splitlines()) if match}
-    # A scanned tree has other names, and a list of another kind says nothing about this one.
+    # A scanned tree has other names, and another kind of list shows nothing about this one.
     if end and named and not any(re.match(r"(encoder|decoder)/\1/", name) for name in named):
         check_names(family.parameters(), named, file, lambda name: f"target/{name}")

@@ -3,7 +3,7 @@
 A directory with flax_model.msgpack, which transformers 4 could save, is read too.
 
 Kernels are [out, in] and relative position biases [buckets, heads], the transposes of Mesh
-TensorFlow's and T5X's. The format has no place for optimizer slots; they go to a file beside the
+TensorFlow's and T5X's. The format has no place for optimizer slots; they are in a file beside the
 weights, which `HfReader` reads and transformers ignores.
 """
 
@@ -38,7 +38,7 @@ _File = SafetensorsFile | FlaxFile
 _SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.(?:safetensors|msgpack)")
 _LOGITS = naming.PARAMETERS + "decoder/logits_dense/kernel"
 
-# What some versions of transformers write and none reads any more.
+# Tensors that some versions of transformers write and none reads any more.
 _UNREAD = (
     # Copies of shared.weight.
     "encoder.embed_tokens.weight",
@@ -67,8 +67,8 @@ class HfReader:
 
     Args:
       ref: The directory.
-      norm_names: How Mesh TensorFlow spells the norms, according to the conversion manifest.
-      manifest: The conversion manifest; every tensor is compared with it when read.
+      norm_names: Mesh TensorFlow's spelling of the norms, from the conversion manifest.
+      manifest: The conversion manifest; every tensor read is compared with it.
 
     Raises:
       UserError: If a file is missing or damaged, the model is not a T5, or a tensor is not in the
@@ -117,7 +117,7 @@ class HfReader:
         logits = hf_config.logits_of(self.config, "lm_head.weight" in files, config_file)
         if logits == "scaled embedding":
             self._check_copy(files.pop("lm_head.weight", None), files)
-        # In one layer, umT5's bias is like one that all layers share.
+        # With one layer, umT5's bias equals one that all layers share.
         several = any(".block.1." in name for name in files)
         bias_per_layer = several and self.config.get("model_type") == "umt5"
         for name, file in files.items():
@@ -133,7 +133,8 @@ class HfReader:
             self.tensors[key] = TensorInfo(shape, info.dtype)
             self._places[key] = file, name
         if logits == "embedding" and "shared.weight" in files:
-            # Not scaled as T5 1.0's: Mesh TensorFlow and T5X need a kernel for that.
+            # T5 1.0's tied logits are scaled and these are not: Mesh TensorFlow and T5X need a
+            # kernel for that.
             embedding = self.tensors[naming.PARAMETERS + naming.TABLE[0].t5x]
             self.tensors[_LOGITS] = TensorInfo(embedding.shape[::-1], embedding.dtype)
             self._places[_LOGITS] = files["shared.weight"], "shared.weight"
@@ -164,7 +165,7 @@ class HfReader:
                 self._places[key] = file, key
 
     def _check_complete(self) -> None:
-        """Checks that what a conversion wrote is still there, slots in a file of their own too."""
+        """Checks that everything a conversion wrote still exists, slots in their own file too."""
         there = {name for _, name in self._places.values()}
         gone = [
             name for name in (self._manifest.tensors if self._manifest else ()) if name not in there
@@ -179,16 +180,16 @@ class HfReader:
             )
 
     def _check_sizes(self) -> None:
-        """Checks that the weights are of the sizes in config.json."""
+        """Checks that the weights have the sizes in config.json."""
         try:
             family = recognise({key: info.shape for key, info in self.tensors.items()})
         except UserError:
-            return  # no complete T5: `sources.check_checkpoint` says what is missing
+            return  # not a complete T5: `sources.check_checkpoint` names what is missing
         hf_config.check_sizes(self.config, family, storage.join(self.ref.path, CONFIG))
 
 
 def is_transposed(key: str) -> bool:
-    """Whether Hugging Face stores the transpose of what a flat key stands for."""
+    """Whether Hugging Face stores the transpose of a flat key's tensor."""
     if not key.startswith(naming.PARAMETERS):
         return False
     found = naming.find_row(key.removeprefix(naming.PARAMETERS), "t5x")
@@ -204,7 +205,7 @@ def hf_name(key: str) -> str | None:
 
 
 def read_arithmetic(path: str) -> hf_config.Computation:
-    """What a directory's config.json says about the arithmetic; see `hf_config.arithmetic_of`."""
+    """The arithmetic in a directory's config.json; see `hf_config.arithmetic_of`."""
     return hf_config.arithmetic_of(_config(path), storage.join(path, CONFIG))
 
 
@@ -235,7 +236,7 @@ def _json(path: str) -> dict[str, Any]:
 
     Raises:
       OSError: if it cannot be read.
-      ValueError: if it is no JSON, or nests deeper than Python follows.
+      ValueError: if it is not JSON, or is nested deeper than Python can follow.
       TypeError: if it is JSON of another kind.
     """
     try:
@@ -299,7 +300,7 @@ def _check_index(index: str, names: Mapping[str, str], files: Mapping[str, _File
 
 
 def hf_outputs(tensors: Mapping[str, TensorInfo], where: str) -> list[Output]:
-    """The tensors of the directory's files: weights in shards, slots and step in their own.
+    """The tensors of the directory's files: weights in shards, slots and step in a separate file.
 
     Args:
       tensors: flat key -> shape and type.

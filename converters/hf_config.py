@@ -1,8 +1,8 @@
-"""What a T5's config.json says about its arithmetic that its weights do not.
+"""The arithmetic in a T5's config.json that its weights do not show.
 
-transformers' T5, mT5 and umT5 compute other logits from the same weights under another
-activation, norm epsilon, reach of the position bias, or scale before the logits. `arithmetic_of`
-reads all of it as transformers 4 and 5 wrote it, and refuses by name what no T5 here computes;
+transformers' T5, mT5 and umT5 compute different logits from the same weights with another
+activation, norm epsilon, range of the position bias, or scale before the logits. `arithmetic_of`
+reads all of these as transformers 4 and 5 write them, and refuses by name what no T5 here computes;
 docs/checkpoints.md has the table.
 """
 
@@ -18,8 +18,8 @@ from t0repro.config.run_config import Activation
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
 
-# transformers' names of activations (transformers/activations.py, ACT2FN). Its "gelu" is the one
-# with the error function; Mesh TensorFlow's is the tanh form, which transformers calls "gelu_new".
+# transformers' names of activations (transformers/activations.py, ACT2FN). Its "gelu" is the exact
+# one with the error function; Mesh TensorFlow's is the tanh form, "gelu_new" in transformers.
 _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "gelu": "gelu_exact",
@@ -61,14 +61,14 @@ Logits = Literal["scaled embedding", "embedding", "kernel"]
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """How a T5 computes, beyond the shapes of its weights.
+    """A T5's arithmetic, beyond the shapes of its weights.
 
     Attributes:
       activations: of the feed-forward layer, in the names of `ModelConfig`.
-      max_distance: distances from here on share a bucket of the position bias.
+      max_distance: distances from this one on share a bucket of the position bias.
       epsilon: added to the mean square in every layer norm.
       scale_tied_logits: whether logits from the embedding are scaled by d_model**-0.5.
-      scale_queries: whether queries are divided by d_kv**0.5, as T5X's contrib/gpu can do.
+      scale_queries: whether queries are divided by d_kv**0.5, an option of T5X's contrib/gpu.
     """
 
     activations: tuple[Activation, ...]
@@ -86,7 +86,7 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Computation:
       where: the file, for messages.
 
     Raises:
-      UserError: naming the field whose value no T5 here can have.
+      UserError: naming the field with an unsupported value.
     """
     _check_family(config, where)
     for field, (values, meaning) in _FIXED.items():
@@ -99,8 +99,8 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Computation:
     return Computation(
         _activations(config, where),
         int(_number(config, "relative_attention_max_distance", _MAX_DISTANCE, int, where)),
-        # Unscaled tied logits are read as a kernel of their own (`HfReader`), so
-        # scale_tied_logits stays True.
+        # Unscaled tied logits are read as a separate kernel (`HfReader`), so scale_tied_logits
+        # stays True.
         float(_number(config, "layer_norm_epsilon", _EPSILON, (int, float), where)),
     )
 
@@ -156,7 +156,7 @@ def token_ids(config: Mapping[str, Any]) -> TokenIds:
 def _number(config: Mapping[str, Any], field: str, default: float, kind: Any, where: str) -> float:
     """A field that is a positive number."""
     value = config.get(field, default)
-    # A bool is an int to Python, and a NaN is not above 0.
+    # Python treats a bool as an int, and a NaN is not above 0.
     if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
         noun = "whole number" if kind is int else "number"
         raise UserError(
@@ -167,7 +167,7 @@ def _number(config: Mapping[str, Any], field: str, default: float, kind: Any, wh
     return value
 
 
-# Fields of config.json and of the model that its weights make.
+# Fields of config.json -> fields of the model inferred from its weights.
 _SIZES = {
     "d_model": "d_model",
     "d_kv": "d_kv",
@@ -181,17 +181,17 @@ _SIZES = {
 
 
 def check_sizes(config: Mapping[str, Any], family: ModelShape, where: str) -> None:
-    """Checks that the sizes in config.json are those of the weights.
+    """Checks that the sizes in config.json equal those of the weights.
 
     Args:
-      config: The content of config.json; a field that it leaves out is not compared.
-      family: The model that the weights make.
+      config: The content of config.json; missing fields are not compared.
+      family: The model inferred from the weights.
       where: The file, for messages.
 
     Raises:
       UserError: Naming the field, its value and the weights'.
     """
-    # Without num_decoder_layers, transformers makes both towers of one depth.
+    # Without num_decoder_layers, transformers gives both towers the same depth.
     depth = {"num_decoder_layers": config.get("num_layers")}
     said = depth | {field: value for field, value in config.items() if value is not None}
     for field, name in _SIZES.items():
@@ -225,8 +225,8 @@ def _activations(config: Mapping[str, Any], where: str) -> tuple[Activation, ...
     default = "relu" if config["model_type"] == "t5" else "gated-gelu"
     projection = str(config.get("feed_forward_proj", default))
     *gate, name = projection.split("-", 1) if projection.startswith("gated-") else [projection]
-    # transformers gives "gated-gelu" the tanh form, for T5 1.1's sake, and "gelu" the exact one.
-    # Both generations also save what they made of feed_forward_proj, and believe it when they load.
+    # For T5 1.1's sake, transformers computes "gated-gelu" in the tanh form, but "gelu" exactly.
+    # Both versions also save their interpretation of feed_forward_proj, and trust it on loading.
     name = str(config.get("dense_act_fn", "gelu_new" if gate and name == "gelu" else name))
     gated = bool(config.get("is_gated_act", gate))
     if name not in _ACTIVATIONS:
@@ -239,12 +239,12 @@ def _activations(config: Mapping[str, Any], where: str) -> tuple[Activation, ...
 
 
 def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits:
-    """Where the logits come from: a kernel, or the embedding, times d_model**-0.5 or not.
+    """The source of the logits: a kernel, or the embedding, scaled by d_model**-0.5 or not.
 
     transformers 4 scales a tied T5 and mT5 and gives an untied one a kernel. transformers 5 ties
-    all of them and lets an lm_head.weight in the file override the tie: its T5 says
-    scale_decoder_outputs, and its mT5 never scales. Both scale a tied umT5; an untied one, which 4
-    and T5X do not scale, 5 says is tied and scales.
+    all of them and lets an lm_head.weight in the file override the tie: its T5 has the field
+    scale_decoder_outputs, and its mT5 never scales. Both scale a tied umT5. An untied umT5, which
+    transformers 4 and T5X do not scale, counts as tied and scaled in transformers 5.
 
     Args:
       config: the content of config.json.
@@ -252,8 +252,8 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
       where: the file, for messages.
 
     Raises:
-      UserError: if the logits are said not to come from the embedding and have no kernel, or if it
-        cannot be known which of them wrote a tied mT5.
+      UserError: if the config says that the logits are not tied but there is no kernel, or if it is
+        unknown which version wrote a tied mT5.
     """
     unscaled: Logits = "kernel" if has_kernel else "embedding"
     version = re.match(r"(\d+)\.", str(config.get("transformers_version")))
@@ -283,19 +283,19 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
 
 
 def check_target_computes(arithmetic: Computation, shape: ModelShape, to: str, where: str) -> None:
-    """Checks that the software of a format computes what a model computes.
+    """Checks that the software of a format supports a model's arithmetic.
 
-    The JAX stack computes everything, but T5X's gin file alone can tell it to scale queries, and a
+    The JAX stack supports all of it, but only T5X's gin file can make it scale queries, and a
     conversion writes none.
 
     Args:
-      arithmetic: the model's.
+      arithmetic: the model's arithmetic.
       shape: its sizes.
       to: the format.
-      where: what says so, for messages.
+      where: the place that sets it, for messages.
 
     Raises:
-      UserError: naming the field of config.json, or t0repro's own binding, that is not possible.
+      UserError: naming the unsupported field of config.json, or t0repro's own binding.
     """
     if arithmetic.scale_queries:
         raise UserError(
@@ -341,10 +341,10 @@ def check_target_computes(arithmetic: Computation, shape: ModelShape, to: str, w
 
 
 def gin_text(arithmetic: Computation, shape: ModelShape, source: str) -> str:
-    """A gin file of the model in Mesh TensorFlow's words and, where these fail, t0repro's own.
+    """A gin file of the model, in Mesh TensorFlow's bindings and otherwise t0repro's own.
 
     Args:
-      arithmetic: what the target computes.
+      arithmetic: the target's arithmetic.
       shape: the sizes.
       source: where the model came from, for the first line.
     """
@@ -357,7 +357,7 @@ def gin_text(arithmetic: Computation, shape: ModelShape, source: str) -> str:
         own += f"t0repro.jax_model.relative_attention_max_distance = {distance}\n"
     if "gelu_exact" in arithmetic.activations:
         own += "t0repro.jax_model.exact_gelu = True\n"
-    # Later bindings win: every size that the included file binds is bound again below.
+    # Later bindings win: every size bound in the included file is bound again below.
     return f"""\
 # The model of {source}, from its config.json and its weights.
 include 'models/t5.1.0.base.gin'
@@ -377,11 +377,11 @@ Unitransformer.shared_embedding_and_softmax_weights = {shape.tied}
 
 
 def feed_forward_proj(arithmetic: Computation) -> dict[str, Any]:
-    """The fields of config.json that say which activation a feed-forward layer has."""
+    """The fields of config.json that set a feed-forward layer's activation."""
     name, *gate = arithmetic.activations
     theirs = {"gelu": "gelu_new", "gelu_exact": "gelu", "swish": "silu"}.get(name, name)
     if gate:
-        # "gated-gelu" is the tanh form; the exact one has no name of its own but dense_act_fn.
+        # "gated-gelu" is the tanh form; only dense_act_fn can name the exact one.
         projection = "gated-gelu" if name in ("gelu", "gelu_exact") else f"gated-{theirs}"
     else:
         projection = theirs

@@ -199,7 +199,7 @@ def _parse_sentencepiece(content: bytes) -> tuple[Pieces, int]:
         # Of ModelProto: 1 is pieces, 2 trainer_spec, 3 normalizer_spec.
         if number == 1:
             fields = dict(protobuf_fields(value))
-            # protobuf_fields gives a float's 32 bits as an integer.
+            # protobuf_fields returns a float's 32 bits as an integer.
             score = struct.unpack("<f", fields.get(2, 0).to_bytes(4, "little"))[0]
             scored.append((fields[1].decode(), score))
         elif number == 2:
@@ -279,7 +279,7 @@ def model_card(family: ModelShape, provenance: Mapping[str, Any], dtype: str, sl
       family: the model.
       provenance: source path, format and step, and the versions that converted it.
       dtype: of the parameters.
-      slots: whether the optimizer's slots are beside the weights.
+      slots: whether there is a file of optimizer slots beside the weights.
     """
     versions = ", ".join(
         f"{name} {version}" for name, version in provenance["versions"].items() if version

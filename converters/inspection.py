@@ -1,4 +1,4 @@
-"""What `t0repro checkpoint` inspect, compare and verify compute."""
+"""Computes `t0repro checkpoint` inspect, compare and verify."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], step: int | None = None) ->
 
 @dataclasses.dataclass(frozen=True)
 class TensorDifference:
-    """How one tensor differs.
+    """The difference of one tensor.
 
     Attributes:
       key: Its flat key.
@@ -171,7 +171,7 @@ def compare(
 
     Args:
       a: A checkpoint; see `sources.find_checkpoint`.
-      b: Another.
+      b: The other checkpoint.
       tolerance: Largest absolute difference that counts as equal; 0 requires identical bits and
         types.
       slots: False compares only parameters and the step.
@@ -206,12 +206,12 @@ def _compare_tensor(key: str, a: CheckpointReader, b: CheckpointReader) -> Tenso
         return TensorDifference(key, "shape", detail=f"{shapes[0]} and {shapes[1]}")
     left, right = a.read(key), b.read(key)
     if key == naming.STEP:
-        # Mesh TensorFlow stores an int64, T5X an int32; only the number matters.
+        # Mesh TensorFlow stores an int64, T5X an int32; compare the numbers only.
         left, right = left.astype(np.int64), right.astype(np.int64)
     same_type = left.dtype == right.dtype
     if same_type and left.tobytes() == right.tobytes():
         return None
-    # In float64, so that the differences themselves are not rounded.
+    # Compute in float64, so that the differences themselves are not rounded.
     wide = np.subtract(left, right, dtype=np.float64)
     largest = float(np.max(np.abs(wide))) if wide.size else 0.0
     rms = float(np.sqrt(np.mean(np.square(wide)))) if wide.size else 0.0
@@ -231,9 +231,9 @@ class Verification:
       checkpoint: The checkpoint.
       family: Shape of the model that it holds.
       tensors: Number of tensors read.
-      checks: What was checked, in words.
+      checks: The checks done, in words.
       unchecked: What could not be checked, one phrase each.
-      problems: What is wrong, one sentence each.
+      problems: The problems found, one sentence each.
     """
 
     checkpoint: CheckpointRef
@@ -245,7 +245,7 @@ class Verification:
 
 
 def verify(path: str | os.PathLike[str], step: int | None = None) -> Verification:
-    """Reads a whole checkpoint and checks everything in it that can be checked.
+    """Reads a complete checkpoint and checks everything in it that can be checked.
 
     That is: files and their sizes, tensor names and shapes, the format's own checksums, NaN and
     infinity, and each tensor's SHA-256 if a conversion's manifest has it. The result also lists
@@ -268,7 +268,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
     problems: list[str] = []
     try:
         check_step(reader, ref)
-    except UserError as error:  # the values can be checked all the same
+    except UserError as error:  # the values can still be checked
         problems.append(error.what)
     compared: set[str] = set()
     with byte_progress("Verifying", total_bytes(reader.tensors)) as done:
@@ -305,10 +305,10 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
 
 
 def _compare_stored(reader: JaxReader, manifest: Manifest, compared: set[str]) -> list[str]:
-    """Compares the arrays that are stored otherwise than they are read; returns what is wrong.
+    """Compares the arrays whose stored form differs from the form read; returns the problems.
 
-    Those are the arrays of a scanned tree, which hold a tensor for each layer, T5X's placeholders
-    for unused slots, and what optax names in its own way.
+    These are the arrays of a scanned tree, which stack a tensor of each layer, T5X's placeholders
+    for unused slots, and arrays under optax's own names.
     """
     problems = []
     names = [name for name in reader.stored.tensors if name in manifest.tensors]
@@ -323,7 +323,7 @@ def _compare_stored(reader: JaxReader, manifest: Manifest, compared: set[str]) -
 
 
 def _checksums(reader: CheckpointReader) -> list[str]:
-    """The checkpoint's own checksums, which the reader compares on every read."""
+    """The checkpoint's own checksums, with which the reader compares every read."""
     if reader.ref.format == "mtf":
         return ["CRC-32C of every tensor"]
     if isinstance(reader, JaxReader):
@@ -334,7 +334,7 @@ def _checksums(reader: CheckpointReader) -> list[str]:
 
 
 def _unchecked(reader: CheckpointReader, compared: Collection[str]) -> Iterator[str]:
-    """Yields the kinds of damage that nothing in the checkpoint would reveal."""
+    """Yields the kinds of damage that the checkpoint has no means to reveal."""
     if reader.ref.format == "hf" and not compared:
         yield f"flipped bits: safetensors has no checksums, and there is no {MANIFEST}."
     if not isinstance(reader, JaxReader) or reader.has_integrity:
@@ -355,8 +355,8 @@ def _unchecked(reader: CheckpointReader, compared: Collection[str]) -> Iterator[
 def _values(name: str, array: np.ndarray) -> list[str]:
     if np.issubdtype(array.dtype, np.integer):
         return []
-    # A finite sum means that every term is finite, and a sum needs no memory for a mask; so the
-    # exact count below is needed only for tensors that look bad.
+    # A finite sum shows that every term is finite, and needs no memory for a mask. So only tensors
+    # that look bad need the exact count below.
     with np.errstate(all="ignore"):
         if np.isfinite(array.sum(dtype=np.float64)):
             return []

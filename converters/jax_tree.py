@@ -2,11 +2,11 @@
 
 T5X has two layouts. The legacy one has T5X's msgpack file `checkpoint` with Zarr arrays beside it.
 Orbax's, T5X's default since 2023, has the folder `state` and, if T5X saved its position in the
-training data, the folder `dataset`. T5X tells them apart by `_METADATA`, which only Orbax writes.
+training data, the folder `dataset`. T5X distinguishes them by `_METADATA`, which only Orbax writes.
 
-T5X's tree holds all four slots of every parameter; those that the optimizer does not use are zeros
-of shape (1,). These dummies are removed on reading and added on writing, so that the rest of the
-package sees only real slots. Adam's moments are where optax's adam keeps them.
+T5X's tree has all four slots of every parameter; slots that the optimizer does not use are zeros of
+shape (1,). Reading removes these dummies and writing adds them, so that the rest of the package
+sees only real slots. Adam's moments are where optax's adam keeps them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class JaxReader:
 
     Args:
       ref: A `checkpoint_<step>` directory.
-      norm_names: How Mesh TensorFlow spells the norms, according to the conversion manifest.
-      manifest: The conversion manifest, with which every array is compared when it is read if the
-        directory has no checksums of its own.
+      norm_names: Mesh TensorFlow's spelling of the norms, from the conversion manifest.
+      manifest: The conversion manifest; if the directory has no checksums of its own, every array
+        read is compared with it.
 
     Raises:
       UserError: If the directory cannot be read, holds a name that is not in the table of names, or
@@ -90,7 +90,7 @@ class JaxReader:
 
 
 class _Compared:
-    """Arrays that are compared with a conversion's manifest when they are read."""
+    """Arrays that are compared with a conversion's manifest as they are read."""
 
     def __init__(self, arrays: scanning.Arrays, manifest: Manifest, where: str):
         self._arrays, self._manifest, self._where = arrays, manifest, where
@@ -141,15 +141,15 @@ def _is_known(key: str, decoder_only: bool) -> bool:
 
 
 def dummies(tree: Mapping[str, _Shaped]) -> set[str]:
-    """Finds T5X's placeholders among the slots: zeros of shape (1,) for slots that are not used.
+    """Finds T5X's placeholders for unused slots: zeros of shape (1,).
 
-    A slot of that shape is a dummy unless a real one would have it too: `v` and `m` of a parameter
-    of shape (1,), or the factored slots of a matrix with a side of 1.
+    A slot of that shape is a dummy unless a real one would have the same shape: `v` and `m` of a
+    parameter of shape (1,), or the factored slots of a matrix with a side of 1.
 
     Args:
       tree: Flat key -> an array or its description.
     """
-    # Momentum is kept for all parameters or for none, so looking at the matrices is enough.
+    # All parameters have momentum or none has, so looking at the matrices is enough.
     momentum = any(
         key.endswith("/m") and len(array.shape) > 1
         for key, array in tree.items()
@@ -169,14 +169,14 @@ def _is_dummy(key: str, tree: Mapping[str, _Shaped], momentum: bool) -> bool:
     parameter = tree.get(naming.PARAMETERS + path)
     if parameter is None or slot is None or slot not in naming.ADAFACTOR_SLOTS:
         return False
-    # Parameters that are not trained have no slot at all.
+    # Parameters that are not trained have no slots.
     if slot == "m":
         return not momentum or tuple(parameter.shape) != _DUMMY_SHAPE
     if slot == "v":
         return tuple(parameter.shape) != _DUMMY_SHAPE
     if len(parameter.shape) < 2 or min(parameter.shape) > 1:
         return True
-    # A side of 1 gives real factored slots of shape (1,), unless `v` is kept whole.
+    # A side of 1 gives real factored slots of shape (1,), unless `v` is not factored.
     unfactored = tree.get(naming.slot_key(path, "v"))
     return unfactored is not None and unfactored.shape == parameter.shape
 
@@ -203,8 +203,8 @@ def jax_outputs(
         dummy = TensorInfo(_DUMMY_SHAPE, np.dtype(np.float32))
         yield Output(name, dummy, (), lambda _: np.zeros(_DUMMY_SHAPE, np.float32))
     if any(key.endswith(naming.ADAM_SLOTS) for key in tensors):
-        # optax's adam corrects its bias by this count. Mesh TensorFlow's Adam has no correction,
-        # and at the global step optax's has faded.
+        # optax's adam uses this count for its bias correction. Mesh TensorFlow's Adam has no
+        # correction, and at the global step optax's has faded.
         yield Output(
             naming.OPTAX_COUNT,
             TensorInfo((), np.dtype(np.int32)),
@@ -221,7 +221,7 @@ def _named_by_optax(output: Output) -> Output:
 
 
 def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the slots that T5X's Adafactor expects and the tree lacks; nothing if it has none."""
+    """Yields the slots that T5X's Adafactor expects but the tree lacks; none without slots."""
     adafactor = any(
         key.startswith(naming.SLOTS)
         and not key.endswith((*naming.ADAM_SLOTS, naming.MOMENTUM_SLOT))
@@ -236,7 +236,7 @@ def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def with_dummies(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tree with zeros of shape (1,) for the slots that T5X expects and nothing uses.
+    """Returns the tree with zeros of shape (1,) for the unused slots that T5X expects.
 
     A tree without Adafactor slots gets none.
     """
@@ -259,7 +259,7 @@ def jax_writer(
     if layout == "orbax":
         return OrbaxWriter(path, item=STATE)
     if layout == "legacy":
-        # No `_METADATA` here: T5X would treat a directory that has it as Orbax's.
+        # Write no `_METADATA` here: T5X would treat the directory as Orbax's.
         tensors = {output.name: output.info for output in outputs}
         file = t5x_msgpack.msgpack_file(tensors, step)
         return OrbaxWriter(path, {t5x_msgpack.FILE: file}, metadata=False)
@@ -283,7 +283,7 @@ def jax_ref(path: str, step: int | None) -> CheckpointRef | None:
     """Returns the checkpoint in a directory, as "t5x" if it has one of T5X's layouts; else None.
 
     T5X's legacy layout has the file `checkpoint`, its Orbax layout the folder `state`; this
-    project's has the tree in the directory itself.
+    project's layout has the tree in the directory itself.
     """
     tree = _tree_directory(path)
     if storage.is_file(storage.join(tree, t5x_msgpack.FILE)) or (tree != path and is_orbax(tree)):

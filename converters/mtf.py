@@ -27,7 +27,7 @@ class MtfReader:
 
     Args:
       prefix: Path without `.index`, for instance `model_dir/model.ckpt-1000`.
-      manifest: The conversion manifest, whose names are compared with the checkpoint's.
+      manifest: The conversion manifest; its names are compared with the checkpoint's.
 
     Raises:
       UserError: If a file is missing, damaged or truncated, or a variable is not in the layout
@@ -46,7 +46,7 @@ class MtfReader:
             if (entry := self._bundle.entries[name]).dtype is not None
         }
         self.norm_names: naming.NormNames = "rms_norm"
-        # Old names occur together or not at all, so one is enough.
+        # Either all names are old or none is, so one is enough.
         if any(naming.modern_norm_name(name) != name for name in self._bundle.entries):
             self.norm_names = "layer_norm"
         shared = any(map(naming.names_shared_layer, self._bundle.entries))
@@ -65,7 +65,7 @@ class MtfReader:
         return self._bundle.read(self._names[key]).reshape(self.tensors[key].shape)
 
     def as_stored(self, key: str, array: np.ndarray) -> np.ndarray:
-        """Returns what `read` returned in the shape that the file has it in."""
+        """Returns the array that `read` returned, in the shape stored in the file."""
         return array.reshape(self._bundle.entries[self._names[key]].shape)
 
     def native_name(self, key: str) -> str:
@@ -73,12 +73,12 @@ class MtfReader:
         return self._names.get(key) or mtf_name(key, self.tensors, self.norm_names)
 
 
-# Mesh TensorFlow has no axis of heads where there is only one: the position bias of such a model,
-# and what an optimizer keeps for it, are vectors there and matrices of one row here.
+# With a single head, Mesh TensorFlow omits the axis of heads: the position bias of such a model and
+# its slots are vectors in its files, and matrices of one row here.
 
 
 def _is_position_bias(key: str) -> bool:
-    """Whether a key is a position bias's, or a slot's of its shape."""
+    """Whether a key belongs to a position bias, or to a slot of the same shape."""
     if key == naming.STEP:
         return False
     path, slot = naming.split_key(key)
@@ -123,14 +123,14 @@ def _flat_key(name: str, bundle: BundleReader, bias_per_layer: bool) -> str | No
     if variable not in bundle.entries:
         return None  # a slot without its parameter
     shape = bundle.entries[variable].shape
-    # Only matrices are factored: such a slot belongs to no T5.
+    # Only matrices are factored, so no T5 has such a slot.
     if slot in ("vr", "vc") and len(shape) < 2:
         return None
     return naming.slot_key(path, naming.slot_from_mtf(slot, shape))
 
 
 def _known_names(bundle: BundleReader) -> list[str]:
-    """Names that such a checkpoint may have, to suggest the nearest to an unknown one."""
+    """Names that such a checkpoint may have, to suggest the nearest ones to an unknown name."""
     numbers = [int(n) for name in bundle.entries for n in re.findall(r"/block_(\d+)/", name)]
     decoder_only = any(name.startswith("transformer/") for name in bundle.entries)
     known = naming.known_names("mtf", numbers, decoder_only)
@@ -166,7 +166,7 @@ def mtf_name(
         return name
     parameter = tensors.get(naming.PARAMETERS + path)
     shape = parameter.shape if parameter else ()
-    # A slot of a matrix that this checkpoint lacks has no other name to go by.
+    # If the checkpoint lacks the slot's matrix, use the slot's own name.
     return naming.join_mtf_slot(name, naming.slot_to_mtf(slot, shape) if len(shape) > 1 else slot)
 
 
@@ -204,18 +204,18 @@ class MtfWriter:
 
     def __init__(self, directory: Path, step: int, operative_config: str | None = None):
         self._directory, self._step, self._config = directory, step, operative_config
-        # The shard is continued where an interrupted conversion stopped.
+        # Continue the shard where an interrupted conversion stopped.
         self._bundle = BundleWriter(directory / f"model.ckpt-{step}", resume=True)
 
     def stored(self, output: Output) -> np.ndarray | None:
-        """Returns what an interrupted writer left in the next tensor's place, or None."""
+        """Returns an interrupted writer's bytes for the next tensor, or None."""
         data = self._bundle.stored(output.info.nbytes)
         if data is None:
             return None
         return np.frombuffer(data, output.info.dtype).reshape(output.info.shape)
 
     def keep(self, output: Output, array: np.ndarray) -> None:
-        """Accepts what is in the tensor's place as written."""
+        """Accepts the bytes in the tensor's place as written."""
         self._bundle.keep(output.name, array)
 
     def add(self, output: Output, array: np.ndarray) -> None:
@@ -236,10 +236,10 @@ class MtfWriter:
 
 
 def publish_mtf(staged: Path, directory: Path, step: int) -> None:
-    """Moves a checkpoint that an `MtfWriter` wrote into a directory that others read.
+    """Moves a checkpoint by `MtfWriter` into a directory that others read.
 
-    Data without an index is not a checkpoint, so an old index is removed first and the new one is
-    moved after its data.
+    Data without an index is not a checkpoint, so the old index is removed first and the new one
+    moved last.
     """
     (directory / f"model.ckpt-{step}.index").unlink(missing_ok=True)
     for stale in directory.glob(f"model.ckpt-{step}.*"):
@@ -269,11 +269,11 @@ def _state_text(steps: list[int]) -> str:
 
 
 def latest_mtf_prefix(directory: str | Path) -> str | None:
-    """Returns the prefix that the state file names, else that of the highest step, else None.
+    """Returns the prefix that the state file names, else the highest step's, else None.
 
-    A state file names its checkpoints by absolute paths if the run's model_dir was one. In a
-    directory that was copied or moved they lead elsewhere; the checkpoint of the same name that
-    lies beside the file is then the one that it means.
+    If the run's model_dir was an absolute path, the state file names its checkpoints by absolute
+    paths. In a copied or moved directory these lead elsewhere; the state file then means the
+    checkpoint of the same name beside it.
 
     Raises:
       UserError: If the checkpoint that the state file names is missing, or if it names none.
@@ -303,8 +303,8 @@ def latest_mtf_prefix(directory: str | Path) -> str | None:
 def check_state_file(directory: str | Path) -> None:
     """Checks that TensorFlow finds a directory's latest checkpoint in that directory.
 
-    It follows an absolute path to wherever it leads, and where that is nowhere it finds no
-    checkpoint: training would start from step 0.
+    TensorFlow follows an absolute path wherever it leads. If nothing is there, it finds no
+    checkpoint, and training would start from step 0.
 
     Raises:
       UserError: If the state file names a checkpoint in another directory.
@@ -313,7 +313,7 @@ def check_state_file(directory: str | Path) -> None:
     named = _named_by_state_file(directory)
     if named is None or storage.is_remote(directory):
         return
-    # A relative name replaces nothing; an absolute one replaces the directory.
+    # Joining an absolute name replaces the directory; a relative name does not.
     holder = os.path.dirname(storage.join(directory, named))
     if storage.is_remote(holder) or os.path.realpath(holder) != os.path.realpath(directory):
         raise UserError(
@@ -326,7 +326,7 @@ def check_state_file(directory: str | Path) -> None:
 
 
 def _named_by_state_file(directory: str) -> str | None:
-    """The path that a directory's state file gives for its latest checkpoint, if it gives one."""
+    """The path of the latest checkpoint in a directory's state file, if it has one."""
     state_file = storage.join(directory, STATE_FILE)
     if not storage.is_file(state_file):
         return None

@@ -1,10 +1,10 @@
 """Reads and writes Orbax directories one tensor at a time.
 
 `ocp.PyTreeCheckpointHandler` saves and restores whole trees; reading and writing single tensors
-means that a checkpoint need not fit into memory. It writes the layout that Orbax calls "not OCDBT":
-one directory per array, named by its path with dots, holding a Zarr 2 array of one uncompressed
-chunk, plus two JSON files. Orbax restores it like its own. It reads that layout with any chunks and
-compression (through TensorStore), and OCDBT's single key-value store.
+means that a checkpoint need not fit into memory. This module writes the layout that Orbax calls
+"not OCDBT": a directory per array, named by its path with dots, with a Zarr 2 array of one
+uncompressed chunk, plus two JSON files. Orbax restores it like its own. This module reads that
+layout with any chunks and compression (through TensorStore), and OCDBT's single key-value store.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMMITTED = "commit_success.txt"  # Orbax's marker in a bucket
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _ARRAY = ".zarray"
 _OCDBT = "manifest.ocdbt"
-# The name of a chunk, of either version of Zarr: numbers, or "c" before them.
+# The name of a chunk in either version of Zarr: numbers, possibly after "c".
 _IS_CHUNK = re.compile(r"(?:c[./])?\d+(?:[./]\d+)*|c")
 
 
@@ -58,10 +58,10 @@ def is_orbax(path: str) -> bool:
 
 
 def _is_committed(path: str) -> bool:
-    """Whether an Orbax directory of a bucket, which appears file by file, is complete.
+    """Whether an Orbax directory in a bucket, which appears file by file, is complete.
 
-    Orbax writes COMMITTED last, and before it the time into `_CHECKPOINT_METADATA`, which a copy
-    of a local directory has too.
+    Orbax writes COMMITTED last. Before that it writes the time into `_CHECKPOINT_METADATA`, which a
+    copy of a local directory also has.
     """
     names = set(storage.names(path))
     if not names.isdisjoint((INTEGRITY, COMMITTED)):
@@ -79,14 +79,14 @@ class OrbaxArrays:
     """The arrays of an Orbax directory by their paths in the tree ("target/a/kernel").
 
     Args:
-      path: The directory that holds the arrays. In a remote one, arrays in plain files, as this
-        project writes them, are read in place; others are copied here, each when it is read, but an
-        OCDBT store is copied whole.
+      path: The directory with the arrays. In a remote one, arrays in plain files, as this project
+        writes them, are read in place; other arrays are copied here as they are read, but an OCDBT
+        store is copied completely.
       has_metadata: Whether `_METADATA` describes the tree, as in all of Orbax's directories today.
 
     Raises:
-      UserError: If a file is missing or has another length than was written, or if the arrays are
-        not those that `_METADATA` names.
+      UserError: If a file is missing or its length differs from what was written, or if the arrays
+        are not those in `_METADATA`.
     """
 
     def __init__(self, path: str, *, has_metadata: bool = True):
@@ -97,10 +97,10 @@ class OrbaxArrays:
         self._ocdbt = storage.is_file(self._inside(_OCDBT))
         self._copy = storage.LocalCopy(self._path) if self._ocdbt else None
         if self._copy is not None:
-            # In OCDBT's store an array has no file of its own to be checked when it is read.
+            # In an OCDBT store, an array has no file of its own to check on reading.
             check_contents(self._copy.path, self.integrity)
         self._chunks: dict[str, set[str]] = {}  # array -> its chunks, of an OCDBT store
-        # No array's name has a dot, and in the tree a slash stands for one.
+        # Names of arrays have no dots; in the tree, a slash takes their place.
         self._arrays = {name.replace(".", "/"): found for name, found in self._list()}
         if tree is not None:
             check_names(self._arrays, tree.arrays, tree.file, self.place)
@@ -112,11 +112,11 @@ class OrbaxArrays:
         return bool(self.integrity)
 
     def unchecked(self) -> list[str]:
-        """Lists the arrays that may lack chunks without anyone noticing: those with a fill value.
+        """Lists the arrays whose missing chunks nothing would reveal: those with a fill value.
 
-        TensorStore leaves out chunks that hold only the fill value, and reads a lost chunk as the
-        same. Without a fill value it writes every chunk, so a lost one is noticed; `_METADATA` may
-        say that it wrote every chunk all the same.
+        TensorStore omits chunks that contain only the fill value, and reads a lost chunk as if it
+        did. Without a fill value it writes every chunk, so a loss is noticed. `_METADATA` may say
+        that it wrote every chunk anyway.
         """
         return [
             name
@@ -128,7 +128,7 @@ class OrbaxArrays:
         """Checks that every array has all of its chunks, as far as the files show.
 
         Raises:
-          UserError: Naming the chunk that is missing, or that is not of its array.
+          UserError: Naming a chunk that is missing or does not belong to its array.
         """
         for name in self._arrays:
             found = self._chunks.get(name)
@@ -141,14 +141,14 @@ class OrbaxArrays:
         """Reads one array as stored.
 
         Raises:
-          UserError: if it cannot be read or is not what was written.
+          UserError: if it cannot be read or differs from what was written.
         """
         description = self._arrays[name]
         info, chunk_name = description.info, description.first_chunk
         chunk_name = f"{name.replace('/', '.')}/{chunk_name}"
         chunk = self._inside(chunk_name)
-        # Fast path for arrays as this project writes them: one uncompressed chunk, read
-        # straight into memory.
+        # Fast path for arrays written by this project: one uncompressed chunk, read straight into
+        # memory.
         if self._ocdbt or not description.is_plain or not storage.is_file(chunk):
             return self._read_by_tensorstore(name)
         array = tensors.empty(info.shape, info.dtype)
@@ -160,14 +160,14 @@ class OrbaxArrays:
         return array
 
     def place(self, name: str) -> str:
-        """Where the array of a name is, or should be."""
+        """Where a name's array is, or should be."""
         return self._inside(name.replace("/", "."))
 
     def _inside(self, name: str) -> str:
         return storage.join(self._path, name)
 
     def _tree(self) -> OrbaxTree:
-        """What `_METADATA` says of the directory."""
+        """The content of the directory's `_METADATA`."""
         file = self._inside(METADATA)
         if not storage.is_file(file):
             raise missing_file(file)
@@ -177,7 +177,7 @@ class OrbaxArrays:
         return tree
 
     def _is_complete(self, description: zarr.Description) -> bool:
-        """Whether an array was written with all of its chunks."""
+        """Whether all chunks of an array were written."""
         return self._has_every_chunk or not description.has_fill_value
 
     def _check_chunks(self, name: str, found: Collection[str]) -> None:
@@ -204,8 +204,8 @@ class OrbaxArrays:
 
         array = name.replace("/", ".")
         directory = self._inside(array)
-        # TensorStore decodes chunks and compression of every kind, but reads only local
-        # files here.
+        # TensorStore decodes all kinds of chunks and compression, but here it reads local files
+        # only.
         if self._copy is not None:
             store = self._ocdbt_store(self._copy.path, array)
             self._check_chunks(name, self._chunks.get(name, set()))
@@ -233,7 +233,7 @@ class OrbaxArrays:
 
     @staticmethod
     def _ocdbt_store(path: str, array: str = "") -> dict[str, Any]:
-        # No address, in which %, # and ? of a folder's name would mean something else.
+        # Not a URL, in which %, # and ? in a folder's name would have another meaning.
         base = {"driver": "file", "path": f"{path}/"}
         return {"driver": "ocdbt", "base": base, "path": array and f"{array}/"}
 
@@ -282,10 +282,10 @@ class OrbaxWriter:
     Args:
       path: The directory, created if missing; files of an interrupted writer can be kept.
       extra_files: Name -> content of further files, written at the end.
-      item: Folder inside `path` for the tree, as Orbax's CheckpointManager has one for each item of
-        a checkpoint; by default the tree is in `path` itself.
-      metadata: Whether to write Orbax's own metadata; False for directories that another reader
-        must not mistake for Orbax's.
+      item: Folder inside `path` for the tree, as Orbax's CheckpointManager has one per item of a
+        checkpoint; by default the tree is in `path` itself.
+      metadata: Whether to write Orbax's own metadata; False for directories that other readers must
+        not mistake for Orbax's.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class OrbaxWriter:
         self._names.append(output.name)
 
     def stored(self, output: Output) -> np.ndarray | None:
-        """Returns what is stored of an array, or None; the metadata is written after the values."""
+        """Returns an array's stored bytes, or None; the metadata is written after the values."""
         directory = self._path / output.name.replace("/", ".")
         chunk = directory / zarr.plain_chunk(output.info.shape)
         if not (directory / _ARRAY).is_file() or not chunk.is_file():
@@ -324,7 +324,7 @@ class OrbaxWriter:
         return array if _fill(array, chunk) else None
 
     def keep(self, output: Output, array: np.ndarray) -> None:
-        """Adds an array that is there already to the lists of names and files."""
+        """Adds an existing array to the lists of names and files."""
         directory = self._path / output.name.replace("/", ".")
         self._enter(directory / zarr.plain_chunk(array.shape), bytes_of(array))
         self._enter(directory / _ARRAY, memoryview((directory / _ARRAY).read_bytes()))
@@ -338,17 +338,17 @@ class OrbaxWriter:
             if self._root == self._path:
                 small[_CHECKPOINT_METADATA] = _checkpoint_metadata(_HANDLER)
             else:
-                # Orbax's CheckpointManager looks for the mark in the checkpoint's
-                # own folder, not in its items'.
+                # Orbax's CheckpointManager looks for the marker in the checkpoint's own folder, not
+                # in its items'.
                 write_atomically(self._root / _CHECKPOINT_METADATA, _checkpoint_metadata(None))
         for name, content in small.items():
             self._write(self._path / name, memoryview(content))
-        # Everything is on the disk before the listing that vouches for it.
+        # Sync everything before the listing that vouches for it.
         sync_all([self._path / name for name in self._files])
         write_integrity(self._path, self._files)
 
     def abandon(self) -> None:
-        """Nothing is open between two arrays."""
+        """Does nothing: no file is open between two arrays."""
 
     def _write(self, path: Path, content: memoryview) -> None:
         with naming(path), open(path, "wb") as file:
@@ -380,7 +380,7 @@ def _tree_metadata(names: list[str]) -> bytes:
 
 
 def _checkpoint_metadata(handler: str | None) -> bytes:
-    """Orbax's mark of a finished checkpoint; names the handler if one reads it all."""
+    """Orbax's marker of a finished checkpoint; names the handler if one reads all of it."""
     now = time.time_ns()
     description: dict[str, Any] = {"init_timestamp_nsecs": now, "commit_timestamp_nsecs": now}
     if handler:

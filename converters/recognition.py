@@ -1,4 +1,4 @@
-"""Recognises which T5 a checkpoint holds from the names and shapes of its tensors alone."""
+"""Recognizes which T5 a checkpoint contains, from its tensors' names and shapes only."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from t0repro.words import counted
 def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
     """Infers a model's sizes from its parameters.
 
-    Looks only at the few parameters that determine the sizes; `check_parameters` checks all.
+    Reads only the few parameters that determine the sizes; `check_parameters` checks all.
 
     Args:
       names_and_shapes: Shapes by Mesh TensorFlow's variable names, by T5X's flat keys or by T5X's
-        paths. Slots, the step and names that no T5 has are ignored.
+        paths. Ignores slots, the step and names that no T5 has.
 
     Raises:
       UserError: If one of these parameters is missing or its shape fits no T5.
@@ -33,7 +33,7 @@ def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
     bias = _matrix(shapes, first_bias)
     query = _matrix(shapes, f"{attention}/query/kernel")
     output = _matrix(shapes, f"{tower}/layers_0/mlp/wo/kernel")
-    # wi_0 or wi_1: one of the two may be missing, which check_parameters then reports by name.
+    # wi_0 or wi_1: if one is missing, check_parameters reports it by name later.
     mlp = f"{tower}/layers_0/mlp/{{}}/kernel"
     gated = mlp.format("wi_0") in shapes or mlp.format("wi_1") in shapes
     if bias[0] == 0 or query[1] % bias[0]:
@@ -64,7 +64,7 @@ def _parameter_shapes(
     """T5X path -> shape of every parameter."""
     paths = {name: _path(name) for name in names_and_shapes}
     # A bias variable of Mesh TensorFlow belongs to its tower or to its layer, depending on whether
-    # other layers have one too, so names are read once more when that is known.
+    # other layers also have one, so read the names again once that is known.
     if naming.has_bias_per_layer(paths.values()):
         paths = {name: _path(name, bias_per_layer=True) for name in names_and_shapes}
     return {path: tuple(names_and_shapes[name]) for name, path in paths.items() if path}
@@ -91,7 +91,7 @@ def _matrix(shapes: Mapping[str, tuple[int, ...]], path: str) -> tuple[int, ...]
 
 
 def _count_layers(shapes: Mapping[str, tuple[int, ...]], tower: str) -> int:
-    # Decoder-only trees share the decoder's names, so the common table serves here.
+    # Decoder-only trees use the decoder's names, so the common table applies.
     found = (naming.find_row(path, "t5x") for path in shapes)
     numbers = [
         layer for row, layer in filter(None, found) if row.tower == tower and layer is not None
@@ -104,12 +104,12 @@ def check_parameters(
     where: str,
     native_name: Callable[[str], str] = str,
 ) -> ModelShape:
-    """Checks that the paths and shapes are exactly those of one T5, and returns its sizes.
+    """Checks that paths and shapes are exactly those of one T5, and returns its sizes.
 
     Args:
       shapes: T5X path -> shape of every parameter in the checkpoint.
       where: The checkpoint's path, for messages.
-      native_name: T5X path -> the name that the user knows.
+      native_name: T5X path -> the name familiar to the user.
 
     Raises:
       UserError: Naming parameters that are missing, unknown or of the wrong shape.

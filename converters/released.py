@@ -1,4 +1,4 @@
-"""Finds released checkpoints by name, tells what they need, and fetches them."""
+"""Finds released checkpoints by name, lists their requirements, and fetches them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from t0repro.words import sized
 OPT_IN = "T0REPRO_CHECKPOINT_HUB"
 HUB, STORAGE = "https://huggingface.co", "https://storage.googleapis.com"
 UNFINISHED = ".fetching"
-"""Folder, inside the destination, for files that are not all there yet."""
+"""Folder, inside the destination, for incomplete files."""
 SOURCE = "fetched.json"
 
 # The files that conversions and transformers read; repositories also hold other forms of weights.
@@ -45,12 +45,12 @@ class Released:
     """A released checkpoint.
 
     Attributes:
-      name: What users call it: the Mesh TensorFlow or T5X folder, or the hub repository.
+      name: The name users give it: the Mesh TensorFlow or T5X folder, or the hub repository.
       family: For instance "T5 1.1 LM-adapted".
       format: mtf, t5x or hf.
       address: gs://bucket/folder or hf://owner/name.
-      step: None if the source does not say; the latest is then fetched.
-      license: The checkpoint's licence; empty if the source does not say.
+      step: None if the source does not state it; then the latest is fetched.
+      license: The checkpoint's licence; empty if the source does not state it.
       shape: The model's sizes.
       source: The page that lists the checkpoint.
     """
@@ -204,7 +204,7 @@ def fetch(
     wanted = {"name": released.name, "revision": revision if released.format == "hf" else None}
     if (done := _done(to, wanted, step)) is not None:
         return done
-    # After the look at what is there: a folder that is complete needs no network and no opt-in.
+    # Check existing files first: a complete folder needs no network and no opt-in.
     if os.environ.get(OPT_IN) != "1":
         raise UserError(
             f"Fetching {released.name} needs the network, which is used only if you ask for it.",
@@ -225,8 +225,7 @@ def fetch(
         total = sum(file.size for file in chosen.values())
         partial = to / UNFINISHED
         with byte_progress(f"fetching {released.name}", total) as advance:
-            # The lock keeps a second fetch out; files that are there are continued or
-            # passed over.
+            # The lock excludes a second fetch; existing files are resumed or skipped.
             for name, file in chosen.items():
                 make_folder((partial / name).parent)
                 server.download(file, partial / name, advance)
@@ -244,7 +243,7 @@ def _origin(released: Released, server: RemoteFiles) -> dict[str, str | None]:
 
 
 def _write_record(to: Path, origin: Mapping[str, str | None], files: dict[str, HubFile]) -> None:
-    """Writes what came from where; last, because `_done` takes it to mean that all is there."""
+    """Records the origin of each file; written last, since `_done` takes it as completeness."""
     sums = {name: {"bytes": file.size, "checksum": file.checksum} for name, file in files.items()}
     write_atomically(to / SOURCE, json.dumps({**origin, "files": sums}, indent=1) + "\n")
 
@@ -297,7 +296,7 @@ def _chosen(
 
 
 def _check_space(to: Path, chosen: dict[str, HubFile]) -> None:
-    # What an interrupted fetch left need not be downloaded again.
+    # Files of an interrupted fetch need not be downloaded again.
     held = sum(
         (to / UNFINISHED / name).stat().st_size
         for name in chosen
@@ -314,7 +313,7 @@ def _check_space(to: Path, chosen: dict[str, HubFile]) -> None:
 
 
 def _publish(partial: Path, to: Path, chosen: dict[str, HubFile]) -> None:
-    """Moves the files into place; those that readers recognise a checkpoint by come last."""
+    """Moves files into place; those by which readers recognize a checkpoint come last."""
     last = ("config.json", ".index", "/checkpoint", "/.zmetadata", "/_METADATA")
     # False sorts before True: the files in `last` come after all others.
     for name in sorted(chosen, key=lambda name: (name.endswith(last), name)):
@@ -326,7 +325,7 @@ def _publish(partial: Path, to: Path, chosen: dict[str, HubFile]) -> None:
 
 
 def _done(to: Path, wanted: dict[str, str | None], step: int | None) -> Fetched | None:
-    """Returns what an earlier fetch of the same checkpoint left, or None if it is incomplete.
+    """Returns an earlier fetch of the same checkpoint, or None if it is incomplete.
 
     Raises:
       UserError: If the folder holds another checkpoint.
@@ -346,7 +345,7 @@ def _done(to: Path, wanted: dict[str, str | None], step: int | None) -> Fetched 
         )
     for name, size in files.items():
         if not (to / name).is_file() or (to / name).stat().st_size != size:
-            return None  # fetched again, all of it
+            return None  # fetch everything again
     return Fetched(_checkpoint_path(to, files), len(files), sum(files.values()), present=True)
 
 
@@ -367,7 +366,7 @@ _FLOAT32 = 4
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Bytes that a model takes, without activations, which depend on batch size and length.
+    """Bytes that a model needs, without activations, which depend on batch size and length.
 
     Attributes:
       parameters: Number of parameters (a count, not bytes).
@@ -386,7 +385,7 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What this machine has, in bytes.
+    """This machine's resources, in bytes.
 
     Attributes:
       disk: Free space on the folder's disk.
@@ -402,7 +401,8 @@ class Machine:
 def needs_of(released: Released) -> Needs:
     """Computes what a released checkpoint needs, from its shapes.
 
-    Parameters and Adafactor's slots are float32, as both stacks train and evaluate.
+    Parameters and Adafactor's slots count as float32, the dtype in which both stacks train and
+    evaluate.
     """
     weights = _FLOAT32 * released.shape.parameter_count()
     slots = slot_bytes(released.shape, ADAFACTOR)
@@ -411,7 +411,7 @@ def needs_of(released: Released) -> Needs:
         disk=weights,
         training_disk=weights + slots,
         evaluation=weights,
-        # The gradients are as large as the parameters, and both are there at once.
+        # Gradients are as large as the parameters, and both exist at the same time.
         training=2 * weights + slots,
     )
 

@@ -1,4 +1,4 @@
-"""Checks the checkpoints that a run reads, before any graph is built or any file is written.
+"""Checks the checkpoints that a run reads before building a graph or writing a file.
 
 Every failure is a UserError that says what to do.
 """
@@ -57,11 +57,11 @@ def check_checkpoints(inputs: RunInputs, *, jax: bool) -> None:
 def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[str]:
     """Returns the Mesh TensorFlow prefixes in model_dir that eval_checkpoint_step selects.
 
-    Empty if JAX will read checkpoints of another format instead, or if `steps` is None, which
-    means that evaluation waits for new checkpoints.
+    Empty if JAX will read checkpoints of another format instead, or if `steps` is None: evaluation
+    then waits for new checkpoints.
 
     Raises:
-      UserError: If model_dir holds no checkpoint, or the latest is not known.
+      UserError: If model_dir has no checkpoint, or its latest is unknown.
     """
     from mesh_tensorflow.transformer import utils
 
@@ -79,7 +79,7 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
         mtf.check_state_file(model_dir)
     if steps is None:
         return []
-    # utils.get_checkpoint_iterator yields None where the state file names no latest checkpoint.
+    # utils.get_checkpoint_iterator yields None if the state file names no latest checkpoint.
     chosen = [path for path in utils.get_checkpoint_iterator(steps, model_dir) if path]
     if not chosen:
         raise UserError(
@@ -105,12 +105,12 @@ def _checkpoints_to_start_from(inputs: RunInputs, *, jax: bool) -> list[str]:
 
 def _initial(path: str, inputs: RunInputs, jax: bool) -> str | None:
     """Returns init_checkpoint's Mesh TensorFlow prefix; None if JAX reads it in another format."""
-    # A prefix, or a path that is nowhere: its check comes next and names what is missing.
+    # A prefix, or a path to nothing: the next check then names what is missing.
     if storage.is_file(f"{path}.index") or not storage.is_directory(path):
         return path
     if jax:
         return None
-    # Mesh TensorFlow's tf.train.list_variables takes a directory for its latest one.
+    # For a directory, Mesh TensorFlow's tf.train.list_variables takes the latest checkpoint.
     if prefix := mtf.latest_mtf_prefix(path):
         mtf.check_state_file(path)
         return prefix
@@ -137,7 +137,7 @@ def _has_jax_checkpoint(model_dir: str) -> bool:
 
 
 def check_checkpoint(prefix: str) -> BundleReader:
-    """Opens a Mesh TensorFlow checkpoint and checks that its files are there and not truncated.
+    """Opens a Mesh TensorFlow checkpoint and checks that its files exist and are not truncated.
 
     Raises:
       UserError: Naming the index or data file that is missing, damaged or truncated.
@@ -160,7 +160,7 @@ def check_types(prefix: str, bundle: BundleReader, inputs: RunInputs) -> None:
     masters = {
         entry.dtype.name
         for name, entry in bundle.entries.items()
-        # Slots are float32 whatever the masters are, and the step is an integer.
+        # Slots are float32 whatever the master dtype, and the step is an integer.
         if naming.split_mtf_slot(name)[1] is None
         and entry.dtype is not None
         and name != naming.MTF_STEP
@@ -192,8 +192,8 @@ def check_vocabulary(prefix: str, vocabulary: Any, divisor: int) -> None:
         if name not in entries:
             continue
         used = targets if name.startswith("decoder") else inputs
-        # Rounded up to a multiple of vocab_divisor, as Mesh TensorFlow pads it; layers may
-        # be stacked before the rows.
+        # Rounded up to a multiple of vocab_divisor, as Mesh TensorFlow pads it; a stack's axis of
+        # layers may precede the rows.
         rows, padded = entries[name].shape[-2], -(-used.vocab_size // divisor) * divisor
         if rows != padded:
             raise UserError(

@@ -1,9 +1,9 @@
 """Files of the safetensors format, read and written one tensor at a time.
 
 A file is the length of a JSON header (8 bytes, little-endian), the header (name -> dtype, shape and
-place; `__metadata__` -> strings), and the tensors' bytes one after the other, little-endian and
-C-contiguous (github.com/huggingface/safetensors, README). The safetensors package writes a file
-only from tensors that are all in memory.
+place; `__metadata__` -> strings), and the tensors' bytes in sequence, little-endian and
+C-contiguous (github.com/huggingface/safetensors, README). The safetensors package can write a file
+only if all its tensors are in memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VALUES_LIMIT = 500_000  # T5 11B with its slots has 3,000 tensors, of 6 values 
 
 
 class SafetensorsFile:
-    """A file that is open for reading.
+    """A file open for reading.
 
     Args:
       path: The file.
@@ -48,7 +48,7 @@ class SafetensorsFile:
     def __init__(self, path: str):
         self._path = path
         self._header, self._start = _read_header(path)
-        # Taken out, so that the rest of the header is tensors only.
+        # Remove it, so that the rest of the header contains only tensors.
         self.metadata = _metadata(path, self._header.pop("__metadata__", None))
         self.tensors = {name: _info(path, name, entry) for name, entry in self._header.items()}
         end = _end(path, {name: entry["data_offsets"] for name, entry in self._header.items()})
@@ -78,7 +78,7 @@ def _read_header(path: str) -> tuple[dict[str, Any], int]:
             fix="Copy all of its files, or choose another checkpoint.",
         ) from None
     first = storage.read_range(path, 0, 8)
-    # A file too short for the length is refused by the check below.
+    # The check below refuses a file too short for the length.
     length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
     if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
         raise _damaged(path, "it does not begin as a safetensors file does")
@@ -104,7 +104,7 @@ def _metadata(path: str, metadata: Any) -> dict[str, str]:
 
 
 def _end(path: str, places: Mapping[str, tuple[int, int]]) -> int:
-    """Where the last tensor ends. As in the safetensors package, each begins where one ends."""
+    """Where the last tensor ends. As in the safetensors package, tensors leave no gaps."""
     end = 0
     for name, (begin, until) in sorted(places.items(), key=lambda item: tuple(item[1])):
         if begin != end:
@@ -122,7 +122,7 @@ def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
     except (KeyError, TypeError, ValueError):
         raise _damaged(path, f"its header does not describe {name}") from None
     sizes = (*shape, begin, end)
-    # A bool is an int to Python, and a negative place would be counted from the file's end.
+    # Python treats a bool as an int, and a negative place would count from the file's end.
     if not all(type(size) is int and size >= 0 for size in sizes):
         raise _damaged(path, f"its header gives {name} the shape {list(shape)} at {begin} to {end}")
     dtype = _DTYPES.get(given)
@@ -152,7 +152,7 @@ class SafetensorsWriter:
     """Writes tensors of known shapes into files of known names, at known places.
 
     Args:
-      directory: Where the files go; what an interrupted writer left there is used.
+      directory: The files' folder; files of an interrupted writer there are used.
       outputs: Everything that will be written, each with the name of its file.
       metadata: Strings for every file's header.
     """
@@ -165,8 +165,8 @@ class SafetensorsWriter:
         self._files: set[Path] = set()
         for name in {output.file: None for output in outputs}:
             self._prepare(
-                # transformers refuses weights whose header does not say which
-                # framework wrote them.
+                # transformers refuses weights whose header does not name the framework that wrote
+                # them.
                 name,
                 [o for o in outputs if o.file == name],
                 metadata or {"format": "pt"},
@@ -183,18 +183,18 @@ class SafetensorsWriter:
             }
             offset += output.info.nbytes
         header = json.dumps(entries, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % 8)  # tensors begin at a multiple of 8
+        header += b" " * (-len(header) % 8)  # align tensors to 8 bytes
         for output in outputs:
             begin = entries[output.name]["data_offsets"][0]
             self._places[output.name] = 8 + len(header) + begin
         path = self._directory / name
         self._files.add(path)
-        # Not truncated: an interrupted writer's tensors are still there to be kept.
+        # Do not truncate: an interrupted writer's tensors may be kept.
         with open(path, "r+b" if path.exists() else "w+b") as file:
             file.write(struct.pack("<Q", len(header)) + header)
 
     def stored(self, output: Output) -> np.ndarray | None:
-        """Returns what an earlier writer left in a tensor's place, or None."""
+        """Returns an earlier writer's bytes for a tensor, or None."""
         path = self._directory / output.file
         if path.stat().st_size < self._places[output.name] + output.info.nbytes:
             return None
@@ -215,7 +215,7 @@ class SafetensorsWriter:
         sync_all(self._files)
 
     def abandon(self) -> None:
-        """No file is open between two tensors."""
+        """Does nothing: no file is open between two tensors."""
 
 
 def index_text(outputs: list[Output]) -> str:

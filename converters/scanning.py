@@ -2,18 +2,18 @@
 
 There, `encoder/layers_{0,1,...}/mlp/wo/kernel` of shape [d_ff, d_model] are one array
 `encoder/encoder/mlp/wo/kernel` of shape [d_ff, layers, d_model] (param_scan_axis is 1). Attention
-heads have their own axis: query, key and value are [d_model, layers, heads, kv], out is
-[heads, layers, kv, d_model]. Each layer has its own relative position bias; one that all layers of
-a tower share is repeated, and biases that are all equal are read as a shared one.
+heads have their own axis: query, key and value are [d_model, layers, heads, kv], out is [heads,
+layers, kv, d_model]. Each layer has its own relative position bias. Writing repeats a bias that a
+tower's layers share, and reading turns equal biases into a shared one.
 
 Adafactor's factored slots follow the names of the axes, not their sizes: v_row averages over the
-axes that are not d_model, v_col over d_model (t5x/adafactor.py, standard_logical_factor_rules). A
-mean over heads and kv is the mean over the two joined, so slots that both trees factor are the same
-numbers. scalable_t5 factors every kernel of a layer, however small; other trees keep a kernel's
-second moment whole if one of its sides is below 128 (min_dim_size_to_factor). Stacking takes the
-means of such a kernel, which are what T5X would have kept except for rounding: Adafactor averages
-squared gradients over time, and a mean of averages is the average of the means. The whole moment
-cannot be recovered from the means.
+axes other than d_model, v_col over d_model (t5x/adafactor.py, standard_logical_factor_rules). A
+mean over heads and kv equals the mean over the two joined, so slots that both trees factor have the
+same values. scalable_t5 factors every kernel of a layer, however small; other trees do not factor a
+kernel's second moment if one of its sides is below 128 (min_dim_size_to_factor). Stacking takes the
+means of such a kernel. They equal T5X's up to rounding: Adafactor averages squared gradients over
+time, and a mean of averages is the average of the means. The full moment cannot be recovered from
+the means.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from t0repro.parameters.shape import ModelShape
 
 _LAYERS = "layers"
 _FACTORED = ("v_row", "v_col")
-# Mesh TensorFlow's and T5X's Adafactor factor a matrix whose second longest side is at least this.
+# Mesh TensorFlow's and T5X's Adafactor factor a matrix if its second longest side is at least this.
 MIN_DIM_SIZE_TO_FACTOR = 128
 
 
@@ -61,7 +61,7 @@ def scanned_axes(row: naming.Row, slot: str | None = None, joined: bool = False)
     """Returns the axes of a parameter, or of one of its slots, in a scanned tree.
 
     Args:
-      row: The parameter's row; its own axes are those of the tree that is not scanned.
+      row: The parameter's row, with the axes of the tree without scanning.
       slot: None for the parameter itself; "v_row" and "v_col" lack some of its axes.
       joined: Whether heads and kv are one axis, as this package once wrote scanned trees.
     """
@@ -82,7 +82,7 @@ def _row_axis(row: naming.Row) -> str:
 
 
 def _scanned_slot(slot: str | None, row: naming.Row, shape: tuple[int, ...]) -> str | None:
-    """The scanned tree's name of a slot; also the inverse: two slots can only change places."""
+    """The scanned tree's name of a slot; its own inverse, since two slots can only swap."""
     if slot not in _FACTORED:
         return slot
     kept = row.axes.index(_row_axis(row))
@@ -111,10 +111,10 @@ def scanned_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Ite
         path, slot = (key, None) if key == naming.STEP else naming.split_key(key)
         row, layer = naming.find_row(path, "t5x", shape.decoder_only) or (None, None)
         _, _, rest = path.partition("/")
-        # What occurs once in the model is the same in both trees.
+        # A tensor outside of layers is the same in both trees.
         if row is None or not (row.tower or rest == naming.RELATIVE_BIAS):
             yield Output(key, info, (key,), next)
-        # Layer 0 stands for all; the others' tensors are read when its array is built.
+        # Layer 0 represents all; the others' tensors are read when its array is built.
         elif layer in (None, 0) and slot == "v" and path in to_average:
             for name in _FACTORED:
                 yield _stacked(path, slot, name, row, info, shape)
@@ -124,10 +124,10 @@ def scanned_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Ite
 
 
 def averaged_kernels(tensors: Mapping[str, TensorInfo]) -> set[str]:
-    """Returns the paths of kernels whose whole second moment a scanned tree holds as two means.
+    """Returns the paths of kernels whose full second moment a scanned tree stores as two means.
 
-    There are none if the optimizer left large kernels whole too: it then factors nothing
-    (Adafactor's `factored` is off).
+    There are none if the optimizer does not factor large kernels either, that is, if Adafactor's
+    `factored` is off.
     """
     kernels = {}
     for key, info in tensors.items():
@@ -142,12 +142,12 @@ def averaged_kernels(tensors: Mapping[str, TensorInfo]) -> set[str]:
 def _stacked(
     path: str, slot: str | None, name: str | None, row: naming.Row, info: TensorInfo, of: ModelShape
 ) -> Output:
-    """The array of a scanned tree that holds what all layers have at a path.
+    """The scanned tree's array for all layers' tensors at a path.
 
     Args:
-      path: The parameter's path in the first layer, or that of one that all layers share.
-      slot: The slot that is read; None for the parameter itself.
-      name: The slot that is written.
+      path: The parameter's path in the first layer, or that of a shared one.
+      slot: The slot to read; None for the parameter itself.
+      name: The slot to write.
       row: The parameter's row.
       info: Shape and type in one layer.
       of: The model.
@@ -174,15 +174,14 @@ def _stacked(
 def _stack(
     arrays: Iterator[np.ndarray], info: TensorInfo, axis: int, mean_over: int | None
 ) -> np.ndarray:
-    """Stacks the layers' arrays; if there is only one, which all layers share, repeats it."""
+    """Stacks the layers' arrays; repeats a single array that all layers share."""
     result = tensors.empty(info.shape, info.dtype)
     places, array = np.moveaxis(result, axis, 0), np.empty(())
     for place in places:
-        # When the iterator is exhausted, the last array is repeated: a shared bias, in each
-        # layer.
+        # When the iterator is exhausted, repeat the last array: a shared bias goes into each layer.
         array = next(arrays, array)
         if mean_over is not None:
-            # float64, so that the mean is rounded once.
+            # Use float64, so that the mean is rounded once.
             array = array.mean(axis=mean_over, dtype=np.float64).astype(info.dtype)
         place[...] = array.reshape(place.shape)
     return result
@@ -203,8 +202,8 @@ class _Place:
 class UnscannedArrays:
     """Reads a scanned tree layer by layer, keeping the last stacked array in memory.
 
-    Heads may have their own axis, as in scalable_t5, or be joined with kv, as this package once
-    wrote scanned trees.
+    Heads may have their own axis, as in scalable_t5, or be joined with kv, as in scanned trees that
+    earlier versions of this package wrote.
 
     Args:
       arrays: The scanned tree's arrays, without dummies.
@@ -261,7 +260,7 @@ class UnscannedArrays:
             self.tensors[key] = TensorInfo(shape, info.dtype)
 
     def _scanned(self, name: str) -> tuple[str, str, str | None, naming.Row] | None:
-        """Tower, rest of the path, slot and row of an array with stacked layers, else None."""
+        """Tower, rest of the path, slot and row of an array with stacked layers; else None."""
         slots = "|".join(naming.SLOT_NAMES)
         match = re.fullmatch(
             rf"(?:target|state/param_states)/(encoder|decoder)/\1/(.+?)(?:/({slots}))?", name
@@ -276,10 +275,10 @@ class UnscannedArrays:
 
 
 def _biases_differ(arrays: Arrays) -> bool:
-    """Whether the layers of a tower have different relative position biases, or slots of them."""
+    """Whether a tower's layers have different relative position biases, or slots of them."""
     names = [name for name in arrays.tensors if f"/{naming.RELATIVE_BIAS}" in name]
     for name in names:
-        # Factored slots of a bias do not tell: means may be equal where the biases are not.
+        # Factored slots do not show it: means may be equal while the biases differ.
         if len(arrays.tensors[name].shape) == 3:
             first, *others = np.moveaxis(arrays.read(name), 1, 0)
             if any(layer.tobytes() != first.tobytes() for layer in others):

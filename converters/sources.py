@@ -1,4 +1,4 @@
-"""Finds and opens checkpoints of any format by the paths that people give."""
+"""Finds and opens checkpoints of any format by the paths that users give."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from t0repro.parameters.shape import ModelShape
 def find_checkpoint(
     path: str | os.PathLike[str], step: int | None = None, source: Format | None = None
 ) -> CheckpointRef:
-    """Finds the checkpoint that a path refers to.
+    """Finds the checkpoint at a path.
 
     Args:
       path: One of
-        - a directory of checkpoints: the latest one is taken. If it holds several formats, the
-          highest step wins, and JAX or T5X wins over Mesh TensorFlow at the same step;
+        - a directory of checkpoints: the latest one. If it has several formats, the highest step
+          wins, and JAX or T5X wins over Mesh TensorFlow at the same step;
         - a `checkpoint_<step>` directory;
         - a Mesh TensorFlow prefix (`model.ckpt-<step>`, with or without `.index`);
         - a directory that transformers loads.
         Any of them may be remote, at an address that fsspec opens (gs://...).
       step: Take this step instead of the latest. If `path` already names one checkpoint, its step
         must be this one.
-      source: Accept only this format ("t5x" and "jax" stand for each other); defaults to any.
+      source: Accept only this format ("t5x" and "jax" are interchangeable); defaults to any.
 
     Raises:
       UserError: If there is no such checkpoint, or a Mesh TensorFlow state file names one that is
@@ -50,8 +50,8 @@ def find_checkpoint(
     except CheckpointNotFound:
         if not storage.is_remote(path):
             raise
-    # s3fs takes an answer that was cut before its first byte for an empty listing. Asked again, the
-    # store lists what there is, or its library says what is wrong.
+    # s3fs takes a response cut off before its first byte for an empty listing. On a second request,
+    # the store lists its contents, or its library reports the error.
     storage.refresh(path)
     return _find(path, step, source)
 
@@ -72,7 +72,7 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
     refs = [ref for ref in list_checkpoints(path) if _is_of(ref, source)]
     if not refs:
         if source in (None, "mtf"):
-            # Raises if a state file names a checkpoint that is gone: a more useful message.
+            # Raises if a state file names a missing checkpoint: a more useful message.
             mtf.latest_mtf_prefix(path)
         what = f"The directory holds no checkpoint{f' of the format {source}' if source else ''}."
         raise _not_found(what + _unfinished(path), path)
@@ -87,9 +87,9 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
 
 
 def absence(path: str) -> str:
-    """Says why a path that names neither a checkpoint nor a directory names none.
+    """Explains why there is no checkpoint at a path that is not a directory.
 
-    If the name is one that a checkpoint has, that includes the steps that are there.
+    If the name looks like a checkpoint's, the explanation lists the existing steps.
     """
     if storage.is_file(path):
         return "This file is not a checkpoint."
@@ -117,7 +117,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRef]:
 
 
 def _is_of(ref: CheckpointRef, source: Format | None) -> bool:
-    # Both hold T5X's tree, and one reader reads both, so either name may be asked for.
+    # Both have T5X's tree, and one reader reads both, so either name may be requested.
     trees = ("jax", "t5x")
     return source in (None, ref.format) or (source in trees and ref.format in trees)
 
@@ -137,18 +137,18 @@ def _exact(path: str) -> CheckpointRef | None:
         if ref is None:
             raise _not_found("The directory holds no complete checkpoint.", directory)
         return ref
-    # A checkpoint that was renamed, or one item that was copied out of it.
+    # A renamed checkpoint, or one item copied out of it.
     return hf.hf_ref(path) or (jax_tree.orbax_ref(path) if storage.is_directory(path) else None)
 
 
 def _latest(path: str, refs: list[CheckpointRef], source: Format | None) -> CheckpointRef:
     """The checkpoint with the highest step; of Mesh TensorFlow's, the one its state file names."""
-    # tf.train.Saver restores what its state file names, even if a higher step lies beside it.
+    # tf.train.Saver restores the checkpoint in its state file, even if a higher step is beside it.
     candidates = [ref for ref in refs if ref.format != "mtf"][-1:]
     prefix = mtf.latest_mtf_prefix(path) if source in (None, "mtf") else None
     if prefix is not None and (named := _exact(prefix)):
         candidates.insert(0, named)
-    # Reversed: of equal steps `max` returns the first, which is then JAX's.
+    # Reversed: among equal steps `max` returns the first, which is then JAX's.
     return max(reversed(candidates), key=lambda ref: ref.step if ref.step is not None else -1)
 
 
@@ -210,14 +210,14 @@ def files_of(ref: CheckpointRef) -> list[str]:
 
 
 def fingerprint(ref: CheckpointRef) -> dict[str, Any]:
-    """Sizes and modification times of a checkpoint's files: they change when it is written to."""
+    """Sizes and modification times of a checkpoint's files, to detect changes to it."""
     # Remote file systems cache listings, which would hide the change.
     storage.refresh(ref.path)
     return {file: storage.stamp(file) for file in files_of(ref)}
 
 
 def check_checkpoint(reader: CheckpointReader) -> ModelShape:
-    """Checks that a checkpoint holds one complete T5, with all of its slots if it has any.
+    """Checks that a checkpoint contains one complete T5, with all of its slots if it has any.
 
     Returns:
       The model's shape.
@@ -246,11 +246,11 @@ def check_step(reader: CheckpointReader, ref: CheckpointRef) -> None:
     """Checks that a checkpoint's step is the one in its name.
 
     Training may continue from a renamed checkpoint (--allow_changed); a conversion may not, because
-    it names its output by one of the two.
+    one of the two steps would name its output.
 
     Args:
       reader: A reader of the checkpoint.
-      ref: The checkpoint as it was found; `reader.ref` may have the step of the content.
+      ref: The checkpoint as found; `reader.ref` may have the step in its content.
 
     Raises:
       UserError: If the two differ.
@@ -265,11 +265,11 @@ def check_step(reader: CheckpointReader, ref: CheckpointRef) -> None:
 
 
 def check_slots_step(reader: CheckpointReader) -> None:
-    """Checks that the step of a Hugging Face model's slots is known; only a record holds it.
+    """Checks that the step of a Hugging Face model's slots is known; only the manifest has it.
 
     Raises:
-      UserError: If there are slots without the record: they would count as those of step 0, where
-        Adafactor forgets what it has accumulated.
+      UserError: If there are slots but no manifest: they would count as those of step 0, where
+        Adafactor discards what it has accumulated.
     """
     record = manifest_path(reader.ref)
     if reader.ref.format == "hf" and has_slots(reader) and not storage.is_file(record):
@@ -283,7 +283,7 @@ def check_slots_step(reader: CheckpointReader) -> None:
 
 
 def _check_types(reader: CheckpointReader) -> None:
-    """Checks that the step is a whole number and everything else is of floating point."""
+    """Checks that the step is an integer and everything else is floating-point."""
     for key, info in reader.tensors.items():
         is_whole = info.dtype.kind in "iu"
         if is_whole != (key == naming.STEP) or info.dtype.kind == "b" or (is_whole and info.shape):
@@ -321,7 +321,7 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
                 where=reader.ref.path,
                 fix="Convert without slots (--no_slots), or get the whole checkpoint.",
             )
-        # A parameter has both factored slots or one whole second moment.
+        # A parameter has both factored slots, or one unfactored second moment.
         needed = ["v_row", "v_col"] if {"v_row", "v_col"} & present.keys() else ["v"]
         if adam:
             needed = list(naming.ADAM_SLOTS)
@@ -357,7 +357,7 @@ def load_any(
     Args:
       path: See `find_checkpoint`.
       step: See `find_checkpoint`.
-      slots: False leaves the optimizer slots out.
+      slots: False omits the optimizer slots.
 
     Returns:
       Flat key -> array: `target/...`, `state/step` (int32) and, if the checkpoint has Adafactor
@@ -380,7 +380,7 @@ def open_any(
     Args:
       path: See `find_checkpoint`.
       step: See `find_checkpoint`.
-      slots: False leaves the optimizer slots out.
+      slots: False omits the optimizer slots.
 
     Returns:
       Flat key -> tensor, as `load_any` returns them, but without zeros for unused slots.

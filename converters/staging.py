@@ -1,10 +1,10 @@
 """The hidden directory that a conversion writes to before publishing, so that it can be resumed.
 
-It is called `.<name>.conversion` and lies beside a destination that does not exist yet, or inside
-one that does. It holds the target's files, `request.json` (what is converted to what) and
+It is called `.<name>.conversion` and is beside a destination that does not exist yet, or inside one
+that does. It contains the target's files, `request.json` (what is converted to what) and
 `digests.jsonl`, one line per tensor written. A conversion that finds an identical request there
-resumes: tensors that match their digest are kept. Nothing that looks for
-checkpoints looks inside.
+resumes: it keeps tensors that match their digest. Code that searches for checkpoints does not look
+inside.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PURPOSE = "converting a checkpoint"
 
 @dataclasses.dataclass
 class Staged:
-    """A staging directory that is locked and ready to be written to.
+    """A staging directory that is locked and ready for writing.
 
     Attributes:
       root: The hidden directory.
@@ -48,7 +48,7 @@ class Staged:
     @contextlib.contextmanager
     def log(self) -> Iterator[Callable[[Output, np.ndarray, Callable[[], None]], None]]:
         """Yields a function that writes a tensor, hashes it meanwhile, and logs the digest."""
-        # A thread of its own, so that hashing overlaps with writing.
+        # A separate thread, so that hashing overlaps with writing.
         path = self.root / DIGESTS
         with naming(path), open(path, "a") as file, ThreadPoolExecutor(1) as pool:
 
@@ -71,14 +71,14 @@ def staging_directory(directory: Path) -> Path:
 
 @contextlib.contextmanager
 def staged(directory: Path, request: dict[str, Any]) -> Iterator[Staged]:
-    """Yields the staging directory, with whatever an interrupted run of the same request left.
+    """Yields the staging directory, with any files of an interrupted run of the same request.
 
-    On success the hidden directory is removed. After an exception its files are kept, so that the
+    On success the hidden directory is removed. After an exception its files remain, so that the
     conversion can be resumed.
 
     Args:
       directory: The destination, which is locked meanwhile if it exists.
-      request: Everything that decides what is written, as JSON values.
+      request: Everything that decides the output, as JSON values.
 
     Raises:
       UserError: If another conversion or a training run holds the destination.
@@ -88,8 +88,7 @@ def staged(directory: Path, request: dict[str, Any]) -> Iterator[Staged]:
     with contextlib.ExitStack() as held:
         if directory.exists():
             held.enter_context(folder_lock(directory, _PURPOSE))
-        # Both are locked: the destination, if others may write into it, and the hidden
-        # directory itself.
+        # Lock both: the destination, if others may write into it, and the hidden directory itself.
         held.enter_context(folder_lock(root, _PURPOSE))
         text, files = json.dumps(request, sort_keys=True), root / "files"
         # An interrupted cleanup may have left the request without the files, or only some of them.
@@ -116,7 +115,7 @@ def _read(path: Path) -> str | None:
 def _empty(root: Path) -> None:
     """Empties the directory except for the lock.
 
-    The request goes first, so that an interrupted cleanup is never resumed from.
+    The request goes first, so that an interrupted cleanup is never resumed.
     """
     (root / REQUEST).unlink(missing_ok=True)
     for path in root.iterdir():
@@ -127,7 +126,7 @@ def _empty(root: Path) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields name and digest of each complete line; a crash may have cut the last one short."""
+    """Yields name and digest of each complete line; a crash may have truncated the last one."""
     for line in (_read(path) or "").splitlines():
         with contextlib.suppress(ValueError):
             name, digest = json.loads(line)
@@ -137,8 +136,8 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def publish(staged: Staged, directory: Path, target: CheckpointRef, manifest: str) -> None:
     """Moves the finished files to the destination.
 
-    A destination that does not exist yet appears in one rename. Into an existing one, the files
-    move one by one, the file that makes them a checkpoint late and the manifest last.
+    A destination that does not exist yet appears in one rename. Into an existing one, files move
+    one by one: the file that makes them a checkpoint late, and the manifest last.
     """
     if not directory.exists():
         write_atomically(staged.path / MANIFEST, manifest)
@@ -161,7 +160,8 @@ def publish(staged: Staged, directory: Path, target: CheckpointRef, manifest: st
                 os.replace(extra, directory / extra.name)
         final = Path(target.path)
         if final.exists():
-            # Renamed away instead of deleted in place, so that the name never holds half of it.
+            # Rename it away instead of deleting in place, so that the name never has only part of
+            # it.
             shutil.rmtree(staged.root / "replaced", ignore_errors=True)
             os.rename(final, staged.root / "replaced")
         os.rename(staged.path / final.name, final)
@@ -172,7 +172,7 @@ def _publish_hf(staged: Path, directory: Path, manifest: str) -> None:
     """Replaces the files of a Hugging Face model.
 
     The old config.json is removed first and the new one moved last, because transformers loads
-    nothing without it. The manifest, which holds the global step, is in place before it.
+    nothing without it. The manifest, which has the global step, is in place before it.
     """
     (directory / "config.json").unlink(missing_ok=True)
     (directory / MANIFEST).unlink(missing_ok=True)

@@ -59,10 +59,10 @@ def is_directory(path: str) -> bool:
 
 
 def _type(path: str) -> str | None:
-    """What is at a remote address, "file" or "directory"; None if nothing is."""
+    """The kind of a remote address, "file" or "directory"; None if it does not exist."""
     system, path = located(path)
     try:
-        # Not isfile and isdir: fsspec's answer False to every error, a lost connection too.
+        # Not isfile and isdir: fsspec's return False on every error, even a lost connection.
         return system.info(path)["type"]
     except FileNotFoundError:
         return None
@@ -76,7 +76,7 @@ def names(path: str) -> list[str]:
     if not is_remote(path):
         return sorted(os.listdir(path))
     system, path = located(path)
-    # Some file systems end a directory's entry with a slash or give it with the whole address.
+    # Some file systems end a directory's entry with a slash, or list it with its full address.
     return sorted(entry.rstrip("/").rpartition("/")[2] for entry in system.ls(path, detail=False))
 
 
@@ -93,7 +93,7 @@ def name(path: str) -> str:
 
 
 def is_inside(name: str) -> bool:
-    """Returns whether a name read from a file stays inside that file's directory when joined."""
+    """Returns whether a name from a file, once joined, stays inside that file's directory."""
     parts = name.split("/")
     return bool(name) and "://" not in name and not os.path.isabs(name) and ".." not in parts
 
@@ -129,7 +129,7 @@ def refresh(path: str) -> None:
 
 @explained
 def stamp(path: str) -> list[Any]:
-    """Returns what changes when a file is written: size and mtime, or a remote store's key."""
+    """Returns values that change when a file is written: size and mtime, or a store's key."""
     if is_remote(path):
         system, place = located(path)
         return [size(path), system.ukey(place)]
@@ -168,7 +168,7 @@ def read_into(path: str, start: int, array: np.ndarray) -> bool:
     """
     room = array.reshape(-1).view(np.uint8).data
     system, path = located(path) if is_remote(path) else (None, path)
-    # Unbuffered: what is read goes straight into the array's memory.
+    # Unbuffered: bytes go straight into the array's memory.
     opened = system.open(path, "rb", block_size=1 << 24) if system else open(path, "rb", 0)
     with opened as file:
         file.seek(start)
@@ -188,7 +188,7 @@ def _read_some(file: Any, room: memoryview) -> int:
 class LocalCopy:
     """Copies a remote directory to a temporary local one; a local directory is used in place.
 
-    The copy is removed when this object is gone, or at the latest when the process ends.
+    The copy is removed when this object is deleted, or at the latest when the process ends.
 
     Args:
       path: A directory.

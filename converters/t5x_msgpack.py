@@ -36,7 +36,7 @@ class MsgpackArrays:
       path: a `checkpoint_<step>` directory with the file `checkpoint`.
 
     Raises:
-      UserError: if the file is damaged, too old, or names an array that is not there.
+      UserError: if the file is damaged or too old, or names a missing array.
     """
 
     def __init__(self, path: str):
@@ -57,7 +57,7 @@ class MsgpackArrays:
             elif leaf is not None:
                 self._inline[name] = _numbers(leaf, file, name)
         self._check_places(file, shapes)
-        # bfloat16 may be kept as bits in uint16, so the type is the translated one.
+        # bfloat16 may be stored as bits in uint16, so this is the translated type.
         self.tensors = {
             name: self._info(self._arrays.tensors[place]) for name, place in self._places.items()
         } | {name: TensorInfo(array.shape, array.dtype) for name, array in self._inline.items()}
@@ -71,7 +71,7 @@ class MsgpackArrays:
         if name in self._inline:
             return self._inline[name]
         array = self._arrays.read(self._places[name])
-        # The same bits under the type that they stand for.
+        # The same bits, viewed as the type they represent.
         return array.view(self._info(self._arrays.tensors[self._places[name]]).dtype)
 
     @property
@@ -80,7 +80,7 @@ class MsgpackArrays:
         return self._arrays.has_integrity
 
     def place(self, name: str) -> str:
-        """Where the array of a name is, or should be; one in the file itself is there."""
+        """Where a name's array is, or should be; arrays in the file itself always exist."""
         return self._arrays.place(FILE if name in self._inline else self._places.get(name, name))
 
     def unchecked(self) -> list[str]:
@@ -89,9 +89,9 @@ class MsgpackArrays:
         return [name for name, place in self._places.items() if place in missing]
 
     def _check_places(self, file: str, shapes: Mapping[str, Any]) -> None:
-        """Checks that the arrays beside the file are those that it names, in its shapes."""
+        """Checks that the arrays beside the file have the names and shapes in the file."""
         owners = {place: name for name, place in self._places.items()}
-        # This project's own also has the step as an array beside the file.
+        # This project's own checkpoints also have the step as an array beside the file.
         there = self._arrays.tensors.keys() - (self._inline.keys() - owners.keys())
         check_names(
             [owners.get(place, place.replace("/", ".")) for place in there],
@@ -114,8 +114,8 @@ class MsgpackArrays:
 
 
 def _array_at(place: str) -> str:
-    """The array's name among the directories; of a path only the last part counts."""
-    # T5X records the path of the machine that wrote the checkpoint.
+    """The array's name among the directories; only a path's last part counts."""
+    # T5X records the path on the machine that wrote the checkpoint.
     return place.rstrip("/").rpartition("/")[2].replace(".", "/")
 
 
@@ -218,8 +218,8 @@ def _numbers(leaf: Any, file: str, name: str) -> np.ndarray:
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        # A dictionary with a driver is a TensorStore specification, any other a branch of
-        # the tree.
+        # A dictionary with a driver is a TensorStore specification; any other is a branch of the
+        # tree.
         if isinstance(value, dict) and not {"driver", "kvstore"} <= value.keys():
             yield from _leaves(value, f"{prefix}{key}/")
         else:
@@ -227,7 +227,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def msgpack_file(tensors: Mapping[str, TensorInfo], step: int) -> bytes:
-    """The file's content for arrays that an `OrbaxWriter` writes beside it, the step in itself."""
+    """The file's content, with the step, for arrays that an `OrbaxWriter` writes beside it."""
     from flax import serialization
 
     tree: dict[str, Any] = {}

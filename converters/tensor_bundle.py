@@ -7,8 +7,8 @@ bytes, little-endian, one after the other. The formats are described in
 tensorflow/core/util/tensor_bundle, tensorflow/core/protobuf/tensor_bundle.proto and
 tensorflow/core/lib/io/table_format.txt.
 
-Reading it here needs no graph and detects a truncated file before any work is done. Writing it
-here allows tensors to be written one by one, which tf.train.Saver cannot do.
+Reading it here needs no graph and detects a truncated file before any work is done. Writing it here
+allows tensors to be written one by one, which tf.train.Saver cannot do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UNCOMPRESSED, _SNAPPY = 0, 1
 _RESTART_INTERVAL = 16
 _BLOCK_BYTES = 4096
 
-# tensorflow/core/framework/types.proto; the types that a T5's checkpoint can hold.
+# tensorflow/core/framework/types.proto; the dtypes that a T5's checkpoint can have.
 _DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.float32),
     2: np.dtype(np.float64),
@@ -92,7 +92,7 @@ class BundleReader:
         """Reads a tensor and verifies its checksum; the array is read-only.
 
         Raises:
-          UserError: If the bytes are not those that were written.
+          UserError: If the bytes differ from what was written.
         """
         entry = self.entries[name]
         file_name = self._shard_path(entry.shard)
@@ -112,7 +112,7 @@ class BundleReader:
         return f"{self._prefix}.data-{shard:05d}-of-{self._num_shards:05d}"
 
     def _check_shards(self) -> None:
-        # Starting from 0, so that a shard without tensors has to be there too.
+        # Start every shard from 0, so that one without tensors must exist too.
         needed = dict.fromkeys(range(self._num_shards), 0)
         for entry in self.entries.values():
             needed[entry.shard] = max(needed.get(entry.shard, 0), entry.offset + entry.size)
@@ -193,14 +193,14 @@ def _decompressed(path: str, block: bytes) -> bytes:
 
 def _block_items(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     (num_restarts,) = struct.unpack_from("<I", block, len(block) - 4)
-    # A block ends with the offsets of its restarts and their number, which a linear reading
+    # A block ends with the offsets of its restarts and their number, which sequential reading
     # ignores.
     position, end, key = 0, len(block) - 4 - 4 * num_restarts, b""
     while position < end:
         shared, position = _varint(block, position)
         unshared, position = _varint(block, position)
         length, position = _varint(block, position)
-        # A key is stored as the length that it shares with the one before, and the rest.
+        # A key is stored as the length of its common prefix with the key before, and the rest.
         key = key[:shared] + block[position : position + unshared]
         position += unshared
         yield key, block[position : position + length]
@@ -275,7 +275,7 @@ class BundleWriter:
 
     Args:
       prefix: Path without `.index`; its directory must exist.
-      resume: Continue the data file that an interrupted writer left.
+      resume: Continue an interrupted writer's data file.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], resume: bool = False):
@@ -297,7 +297,7 @@ class BundleWriter:
         """Returns the `size` bytes in the next tensor's place, or None if there are fewer."""
         offset = self._data.tell()
         data = self._data.read(size)
-        # Back to the place: `keep` or `add` decides what becomes of it.
+        # Seek back: `keep` or `add` decides what happens to the bytes.
         self._data.seek(offset)
         return data if len(data) == size else None
 
@@ -309,7 +309,7 @@ class BundleWriter:
 
     def close(self) -> None:
         """Syncs the data file and writes the index."""
-        # An interrupted conversion of more tensors may have left bytes behind the last one.
+        # An interrupted conversion of more tensors may have left bytes after the last one.
         with naming(self._data.name):
             self._data.truncate()
         _sync_and_close(self._data)
@@ -322,7 +322,7 @@ class BundleWriter:
             _sync_and_close(file)
 
     def abandon(self) -> None:
-        """Closes the data file without an index, so nothing can take it for a checkpoint."""
+        """Closes the data file without an index, so it cannot be mistaken for a checkpoint."""
         self._data.close()
 
 
@@ -371,7 +371,7 @@ def _format_table(table: Mapping[bytes, bytes]) -> bytes:
     index: dict[bytes, bytes] = {}
     pending: dict[bytes, bytes] = {}
     size = 0
-    # The format wants keys in ascending order of their bytes.
+    # The format requires keys in ascending order of their bytes.
     for key in sorted(table):
         pending[key] = table[key]
         size += len(key) + len(table[key])

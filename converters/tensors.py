@@ -1,4 +1,4 @@
-"""Interfaces that every format implements: names and shapes up front, values tensor by tensor."""
+"""Interfaces of every format: names and shapes up front, values tensor by tensor."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class CheckpointReader(Protocol):
 
     @property
     def norm_names(self) -> NormNames | None:
-        """How Mesh TensorFlow spells this model's norms; None if the source does not say."""
+        """Mesh TensorFlow's spelling of this model's norms; None if the source has none."""
         ...
 
     def read(self, key: str) -> np.ndarray:
         """Reads one tensor.
 
         Raises:
-          UserError: if the file that holds it is damaged.
+          UserError: if its file is damaged.
         """
         ...
 
@@ -81,9 +81,9 @@ class CheckpointReader(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A checkpoint's tensor that is read each time that numpy asks for its values.
+    """A checkpoint's tensor that is read each time numpy requests its values.
 
-    A tree of them takes no memory until it is used, and then one tensor at a time.
+    A tree of these takes no memory until it is used, and then one tensor at a time.
 
     Raises:
       UserError: From `np.asarray`, if the file that holds it is damaged.
@@ -112,9 +112,9 @@ class Output:
     Attributes:
       name: Its name in the target.
       info: Its shape and type in the target.
-      keys: Flat keys of the source tensors that it is built from.
+      keys: Flat keys of the source tensors from which to build it.
       build: Builds it from an iterator over their values, which reads each one on demand.
-      file: The target's file that it belongs to, for formats with several.
+      file: The target's file for it, in formats with several.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Writer(Protocol):
     """Writes the target's tensors one by one into a directory that nobody reads yet."""
 
     def stored(self, output: Output) -> np.ndarray | None:
-        """What an interrupted writer left in a tensor's place; None if it is too short.
+        """An interrupted writer's bytes for a tensor; None if there are too few.
 
         The bytes may be wrong: the caller compares them with a digest.
         """
@@ -170,8 +170,7 @@ def sync_all(paths: Iterable[Path]) -> None:
             os.close(descriptor)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        # The directories too: without that, a power loss may lose the names of synced
-        # files.
+        # Sync directories too: otherwise a power failure may lose the names of synced files.
         list(pool.map(sync, [*paths, *{path.parent for path in paths}]))
 
 
@@ -182,10 +181,9 @@ def total_bytes(tensors: Mapping[str, TensorInfo]) -> int:
 
 # ---- Memory for tensors that is reused as soon as nothing refers to it any more ------------------
 
-# A conversion goes through as many bytes as the checkpoint has, one tensor at a time. Fresh
-# memory from the system costs more than all the work done on it (0.5 GB/s measured on a virtual
-# machine, against 5 GB/s for reading a cached file), and large blocks go back to the system when
-# freed.
+# A conversion processes as many bytes as the checkpoint has, one tensor at a time. Fresh memory
+# from the system costs more than all the work on it (0.5 GB/s measured on a virtual machine,
+# against 5 GB/s for reading a cached file), and freed large blocks return to the system.
 
 
 _SMALLEST = 1 << 20  # bytes; smaller blocks are kept by the process's own allocator
@@ -218,7 +216,7 @@ def _take(nbytes: int) -> memoryview:
         ]
         if fitting:
             return _free.pop(fitting[-1])  # the smallest: they are sorted
-        _free.clear()  # wrong sizes for what is read now; free them to make room
+        _free.clear()  # wrong sizes for the current tensors; free them to make room
     return np.empty(nbytes, np.uint8).data
 
 
@@ -232,8 +230,8 @@ def _give_back(block: memoryview) -> None:
 def transposed(matrix: np.ndarray) -> np.ndarray:
     """Returns a matrix's transpose as a C-contiguous copy."""
     result = empty(matrix.shape[::-1], matrix.dtype)
-    # Sixteen rows at a time: in one go, rows of 8 KiB map to the same cache lines (measured for
-    # 2048 x 5120 float32: 0.7 GB/s in one go, 2.7 GB/s in slices).
+    # Copy sixteen rows at a time: all at once, rows of 8 KiB map to the same cache lines (measured
+    # for 2048 x 5120 float32: 0.7 GB/s all at once, 2.7 GB/s in slices).
     for start in range(0, len(matrix), 16):
         result[:, start : start + 16] = matrix[start : start + 16].T
     return result

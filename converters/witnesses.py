@@ -1,4 +1,4 @@
-"""Witnesses: the files in a checkpoint's folder that say what must be there."""
+"""Witnesses: files in a checkpoint's folder that record what must be there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INTEGRITY = "integrity.json"
 
 
 class Written(TypedDict):
-    """What was written to a file."""
+    """The length and checksum written to a file."""
 
     bytes: int
     crc32: int
@@ -69,7 +69,7 @@ def write_integrity(directory: Path, files: dict[str, Written]) -> None:
 
 
 def read_integrity(directory: str) -> dict[str, Written]:
-    """Reads a directory's list, empty if it has none, and checks that no file is cut or missing.
+    """Reads a directory's list, empty if it has none, and checks for truncated or missing files.
 
     Raises:
       UserError: Naming a file that is missing or has the wrong length, or a damaged list.
@@ -120,7 +120,7 @@ def _parse(listing: str) -> dict[str, Written]:
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise damaged(listing, "it is not a list of files") from None
-    # A listing never points out of its own directory.
+    # A listing never refers to files outside its own directory.
     if outside := [name for name in parsed if not storage.is_inside(name)]:
         raise damaged(listing, f"it names {outside[0]!r}, which is not in the checkpoint")
     return parsed
@@ -135,9 +135,9 @@ def _crc32(file: str) -> int:
 
 # ---- `conversion.json`: what a conversion wrote, so that readers can compare ---------------------
 
-# It lies beside a checkpoint, never inside: T5X, Orbax and Mesh TensorFlow look into
-# `checkpoint_<step>` and, one level up, only at their own names. A Hugging Face directory is the
-# checkpoint itself; there the manifest also holds the global step, which no other file has.
+# It is beside a checkpoint, never inside: T5X, Orbax and Mesh TensorFlow read `checkpoint_<step>`
+# and, one level up, only their own names. A Hugging Face directory is the checkpoint itself; there
+# the manifest also has the global step, which no other file has.
 
 
 MANIFEST = "conversion.json"
@@ -149,12 +149,12 @@ class Mismatch(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a conversion recorded about the checkpoint that it wrote.
+    """A conversion's record of the checkpoint that it wrote.
 
     Attributes:
       format: The checkpoint's format.
       step: Its global step.
-      norm_names: How Mesh TensorFlow spells the model's norms.
+      norm_names: Mesh TensorFlow's spelling of the model's norms.
       tensors: Name in the checkpoint -> shape, dtype and SHA-256.
     """
 
@@ -164,7 +164,7 @@ class Manifest:
     tensors: Mapping[str, Mapping[str, Any]]
 
     def is_of(self, ref: CheckpointRef) -> bool:
-        """Returns whether the manifest describes this checkpoint, not another in the directory."""
+        """Returns whether the manifest describes this checkpoint, not another in its folder."""
         return (self.format, self.step) == (ref.format, ref.step)
 
     def check(self, name: str, array: np.ndarray, where: str) -> None:
@@ -183,7 +183,7 @@ class Manifest:
 
 
 def describe(array: np.ndarray) -> dict[str, Any]:
-    """Returns what the manifest records of a tensor: shape, dtype and SHA-256 of its bytes."""
+    """Returns a tensor's manifest entry: shape, dtype and SHA-256 of its bytes."""
     return {
         "shape": list(array.shape),
         "dtype": array.dtype.name,
@@ -193,8 +193,8 @@ def describe(array: np.ndarray) -> dict[str, Any]:
 
 def manifest_path(ref: CheckpointRef) -> str:
     """Returns where a checkpoint's manifest is, if it has one."""
-    # A Hugging Face directory is the checkpoint; the other formats' lie in one that others
-    # share.
+    # A Hugging Face directory is the checkpoint; in other formats, several checkpoints share the
+    # directory.
     directory = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
     return storage.join(directory, MANIFEST)
 
@@ -215,8 +215,7 @@ def read_manifest(directory: str) -> Manifest | None:
         return Manifest(
             format=formats[content["target"]["format"]],
             step=int(content["target"]["step"]),
-            # A manifest of an older version, or one edited, may name none that is
-            # known.
+            # A manifest that is older or was edited may have an unknown spelling.
             norm_names=norm_names.get(content.get("mtf_norm_names")),
             tensors={name: dict(expected) for name, expected in content["tensors"].items()},
         )
@@ -231,22 +230,22 @@ def read_manifest(directory: str) -> Manifest | None:
 
 # ---- What the files around a checkpoint's arrays say that it holds -------------------------------
 
-# A checkpoint that was copied in part may look like a complete one of another model: without
+# A partially copied checkpoint may look like a complete one of another model: without
 # `target.decoder.logits_dense.kernel` a T5 1.1 looks tied, without its last layer it looks
-# shallower. The arrays that are left cannot tell; the files beside them can. Whatever contradicts
-# the arrays is an error.
+# shallower. The remaining arrays cannot reveal this; the files beside them can. If a file
+# contradicts the arrays, that is an error.
 
 
 def check_names(
     there: Collection[str], named: Collection[str], witness: str, place: Callable[[str], str]
 ) -> None:
-    """Checks that a checkpoint has the arrays that one of its files names, and no others.
+    """Checks that a checkpoint has exactly the arrays that one of its files names.
 
     Args:
       there: The names of its arrays.
       named: The names in the file.
       witness: The file.
-      place: Where the array of a name is, or should be.
+      place: Maps a name to where its array is, or should be.
 
     Raises:
       UserError: Naming an array and the file.
@@ -274,13 +273,13 @@ def check_names(
 
 @dataclasses.dataclass(frozen=True)
 class OrbaxTree:
-    """What `_METADATA` says.
+    """The content of `_METADATA`.
 
     Attributes:
       file: Its path.
       arrays: The arrays' paths in the tree ("target/a/kernel").
-      is_ocdbt: Whether they are in OCDBT's store; False if it does not say.
-      has_every_chunk: Whether chunks that hold only the fill value were written too.
+      is_ocdbt: Whether they are in an OCDBT store; False if it does not say.
+      has_every_chunk: Whether chunks with only the fill value were also written.
     """
 
     file: str
@@ -313,7 +312,7 @@ def orbax_tree(file: str, content: bytes) -> OrbaxTree:
 
 
 def _is_array(value: dict[str, Any]) -> bool:
-    # An empty dictionary or None is not stored, and strings are in a file of their own.
+    # An empty dictionary or None is not stored, and strings are in a separate file.
     return not value["skip_deserialize"] and value["value_type"] != "string"
 
 
@@ -323,7 +322,7 @@ def _is_array(value: dict[str, Any]) -> bool:
 def check_manifest(
     manifest: Manifest, there: Collection[str], directory: str, place: Callable[[str], str]
 ) -> None:
-    """Checks that a checkpoint has the tensors that the conversion wrote, and no others.
+    """Checks that a checkpoint has exactly the tensors that the conversion wrote.
 
     Raises:
       UserError: Naming a tensor.

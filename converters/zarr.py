@@ -1,8 +1,8 @@
-"""Descriptions of Zarr arrays, versions 2 and 3: what an array is and which chunks it has.
+"""Descriptions of Zarr arrays, versions 2 and 3: an array's shape, dtype and chunks.
 
 Orbax and T5X write through TensorStore and use little of Zarr: numbers, little-endian and in C
-order, in chunks that are no larger than their array. Anything else is a damaged description: one
-flipped bit turns "<f4" into the big-endian ">f4".
+order, in chunks no larger than their array. Any other description counts as damaged: one flipped
+bit turns "<f4" into the big-endian ">f4".
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Description:
       info: Its shape and type.
       chunks: The shape of a chunk.
       version: Zarr's, 2 or 3.
-      prefix: What comes before the numbers in a chunk's name.
-      separator: What comes between them.
-      has_fill_value: Whether a chunk that is not there stands for one value.
-      is_plain: Whether the array is one chunk that holds its bytes and nothing else.
+      prefix: The text before the numbers in a chunk's name.
+      separator: The text between them.
+      has_fill_value: Whether a missing chunk stands for a single value.
+      is_plain: Whether the array is one chunk of its bytes and nothing else.
     """
 
     info: TensorInfo
@@ -57,7 +57,7 @@ class Description:
 
     def chunk_names(self) -> Iterator[str]:
         """Yields the name of each chunk that the array has."""
-        # Rounded up: chunks at the ends may stick out.
+        # Round up: chunks at the ends may extend beyond the array.
         sizes = zip(self.info.shape, self.chunks, strict=True)
         counts = [-(-size // chunk) if size else 0 for size, chunk in sizes]
         return map(self._name, np.ndindex(*counts))
@@ -175,7 +175,7 @@ def plain_chunk(shape: Sequence[int]) -> str:
 
 def plain_text(array: np.ndarray) -> str:
     """The content of `.zarray` for an array in one uncompressed chunk."""
-    # numpy's own code for bfloat16 is a void type ("<V2"); Zarr's readers go by the name.
+    # numpy's own code for bfloat16 is a void type ("<V2"); Zarr's readers use the name.
     dtype = array.dtype.name if array.dtype.name == "bfloat16" else array.dtype.str
     return json.dumps(
         {
