@@ -2,7 +2,7 @@
 
     python -m t0repro.mtf t5.scripts.parse_tb --summary_dir=DIR --out_file=FILE
 
-does what `python -m t5.scripts.parse_tb ...` did on the TensorFlow and pandas of t5's own time.
+does what `python -m t5.scripts.parse_tb ...` did with the TensorFlow and pandas of t5's time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from t0repro import compat
 
 
 def read_events_in_either_form() -> None:
-    """Lets t5.scripts.parse_tb read metrics that are stored as tensors, as the JAX stack's are.
+    """Makes t5.scripts.parse_tb read metrics stored as tensors, as the JAX stack's are.
 
-    `eval_utils.parse_events_files` takes each for 0; TensorFlow 1's summaries have no tensors.
+    `eval_utils.parse_events_files` reads such a metric as 0; TensorFlow 1's summaries have no
+    tensors.
     """
     from t5.evaluation import eval_utils
 

@@ -1,8 +1,8 @@
 """Metrics, records and a closing summary for eval and score_eval on Mesh TensorFlow.
 
-The record of a scored task and provenance.json hold what the report cannot learn from Mesh
-TensorFlow's own files: how many inputs and targets were cut to the sequence length, the digest of
-the checkpoint, and the device.
+The record of a scored task and provenance.json have the facts that Mesh TensorFlow's own files do
+not give the report: how many inputs and targets were truncated, the digest of the checkpoint, and
+the device.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from t0repro.mtf.hooks import MetricsFile, numbers
 def record_evaluation(utils: Any, metrics: MetricsFile) -> None:
     """Makes `eval` and `score_eval` write a metrics line and a record per task and checkpoint.
 
-    `eval_model` computes a checkpoint's metrics while it iterates over the checkpoints, so the step
-    is taken from that iterator, and each dataset's functions are wrapped to record what passes
-    through them.
+    `eval_model` computes a checkpoint's metrics while it iterates over the checkpoints. So the step
+    comes from that iterator, and each dataset's functions are wrapped to record their data.
     """
     original_iterator, original_eval = utils.get_checkpoint_iterator, utils.eval_model
     signature = inspect.signature(original_eval)
@@ -58,7 +57,7 @@ def record_evaluation(utils: Any, metrics: MetricsFile) -> None:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         if scheme_of(call.arguments["eval_summary_dir"] or "") is not None:
-            return original_eval(*args, **kwargs)  # TensorFlow alone writes to an address
+            return original_eval(*args, **kwargs)  # only TensorFlow writes to an address
         datasets_fn = call.arguments["eval_dataset_fn"]
         evaluation = _Evaluation(call.arguments, metrics)
 
@@ -102,7 +101,7 @@ class _Evaluation:
         self._checkpoint: Checkpoint | None = None
 
     def begin(self, path: str, step: int) -> None:
-        """Starts the clock for a checkpoint: all outputs are computed before any task's metrics."""
+        """Starts the clock for a checkpoint: it computes all outputs before any task's metrics."""
         self._path, self._step, self._checkpoint = path, step, None
         self._began, self._seconds = time.monotonic(), 0.0
 
@@ -135,10 +134,10 @@ class _Evaluation:
     def _noting_targets(
         self, task: str, original: Callable[..., Any], ranked: bool
     ) -> Callable[..., Any]:
-        """Counts the examples as eval_model postprocesses their targets, each once.
+        """Counts each example once, when eval_model postprocesses its target.
 
-        Of a task that is ranked, the targets' padding is taken off, so that a choice's length is
-        its number of tokens.
+        For a ranked task, removes the targets' padding, so that a choice's length is its number of
+        tokens.
         """
         import seqio
 
@@ -162,8 +161,7 @@ class _Evaluation:
     ) -> Callable[..., Any]:
         @functools.wraps(metric_fn)
         def compute(targets: Sequence[Any], predictions: Sequence[Any]) -> Any:
-            # Of the first metric only: later tasks' metrics come after the same
-            # computation.
+            # Only at the first metric: later tasks' metrics follow the same computation.
             self._seconds = self._seconds or time.monotonic() - self._began
             check_choices_have_tokens(task, metric_fn, targets)
             with explaining_cut_examples(_num_eval_examples()):
@@ -181,7 +179,7 @@ class _Evaluation:
 
     def _record(self, task: str) -> None:
         """Writes a scored task's record, replacing any that an earlier run left."""
-        # First, so that a record never describes files of another run if this one dies
+        # Remove it first, so that a record never describes another run's files if this run dies
         # here.
         records.remove_record(self._folder, task, self._step)
         if not (self._scores and self._writes):
@@ -190,7 +188,7 @@ class _Evaluation:
         digests = {name: records.file_digest(self._folder / name) for name in names}
         files = {name: digest for name, digest in digests.items() if digest is not None}
         if len(files) < len(names):
-            return  # the files are not on this machine's file systems, where records are looked for
+            return  # records are only read from local file systems
         if self._checkpoint is None:
             self._checkpoint = _identified(self._path, self._step)
         limit, statistics = _num_eval_examples(), self._statistics[task].as_record()
@@ -216,7 +214,7 @@ class _Evaluation:
 
 
 def _identified(path: str, step: int) -> Checkpoint:
-    """What a record says of a checkpoint; the digest is empty if it is of no T5."""
+    """A record's facts about a checkpoint; the digest is empty if it is not a T5."""
     from t0repro.converters import sources
 
     try:
@@ -228,7 +226,7 @@ def _identified(path: str, step: int) -> Checkpoint:
 
 
 def _device() -> str:
-    """The devices that TensorFlow has here."""
+    """The devices available to TensorFlow."""
     import tensorflow as tf
 
     devices = tf.config.list_physical_devices("GPU") or tf.config.list_physical_devices("CPU")
@@ -238,7 +236,7 @@ def _device() -> str:
 
 
 def _bound(parameter: str, default: Any) -> Any:
-    """What gin binds a parameter to."""
+    """The value that gin binds to a parameter."""
     import gin
 
     try:
@@ -248,6 +246,6 @@ def _bound(parameter: str, default: Any) -> Any:
 
 
 def _num_eval_examples() -> int | None:
-    """How many of a task's first examples gin asks for; None if it asks for all."""
+    """The number of first examples per task that gin binds; None for all."""
     count = _bound("mesh_eval_dataset_fn.num_eval_examples", None)
     return count if isinstance(count, int) and count >= 0 else None

@@ -1,6 +1,6 @@
-"""What the Mesh TensorFlow stack reports beyond t5's own files: metrics.jsonl and a progress line.
+"""The Mesh TensorFlow stack's reports beyond t5's own files: metrics.jsonl and a progress line.
 
-t5 and Mesh TensorFlow do the work; the functions here wrap three of their entry points
+t5 and Mesh TensorFlow do the work. The functions here wrap three of their entry points
 (`TPUEstimator.train`, `TPUEstimator.evaluate`, `utils.eval_model`) and change no computation.
 
 metrics.jsonl in model_dir has one JSON object per line:
@@ -8,8 +8,8 @@ metrics.jsonl in model_dir has one JSON object per line:
     {"split": "train", "step": 1, "loss": 10.373483657836914}
     {"split": "validation", "step": 4, "task": "rte_GPT_3_style_score_eval", "accuracy": 52.7}
 
-A line's step is the global step after the update; its loss is that of the parameters before the
-update, with float32's full precision.
+A line's step is the global step after the update; its loss uses the parameters before the update
+and has float32's full precision.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SECONDS_BETWEEN_LINES = 5.0
 def install(model_dir: str) -> None:
     """Makes training and evaluation in this process write model_dir/metrics.jsonl.
 
-    Where model_dir is an address, TensorFlow writes there what it writes anyway, and this project
-    adds nothing. Must be called after t0repro.compat.install().
+    If model_dir is an address, only TensorFlow writes there, and this project adds nothing. Must be
+    called after t0repro.compat.install().
     """
     silence_loss_print()
     if scheme_of(model_dir) is not None:
@@ -59,7 +59,7 @@ def install(model_dir: str) -> None:
 
 
 class MetricsFile:
-    """Appends lines to model_dir/metrics.jsonl; a resumed run drops those that it will repeat."""
+    """Appends lines to model_dir/metrics.jsonl; a resumed run drops lines that it will repeat."""
 
     def __init__(self, path: str):
         self._path = Path(path)
@@ -69,7 +69,7 @@ class MetricsFile:
         """Appends one record as a line; the file is closed again after each."""
         make_folder(self._path.parent)
         if not self._appended:
-            # A killed run can leave half a line, which would spoil the first one appended to it.
+            # A killed run can leave a partial line, which would corrupt the next one.
             drop_half_line(self._path)
             self._appended = True
         with naming(self._path), open(self._path, "a", encoding="utf-8") as file:
@@ -80,7 +80,7 @@ class MetricsFile:
         if not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8").splitlines()
-        # Lines of evaluations stay: a resumed run does not evaluate those steps again.
+        # Keep evaluations' lines: a resumed run does not repeat those evaluations.
         kept = [line for line in lines if not _is_training_after(line, step)]
         if len(kept) < len(lines):
             write_atomically(self._path, "".join(f"{line}\n" for line in kept))
@@ -115,7 +115,7 @@ def record_training(estimator_class: Any, metrics: MetricsFile) -> None:
         with noted_denominators() as denominators:
             recorder = LossRecorder(metrics, structure, kwargs.get("max_steps"), denominators)
             result = original(self, noting_structure, hooks=[*(hooks or ()), recorder], **kwargs)
-        # The Estimator takes the end of the data for the end of training, and counts a step for it.
+        # The Estimator treats the end of the data as the end of training, and counts a step for it.
         if recorder.steps == 0:
             raise UserError(
                 "There are no batches to train on; the checkpoint that was saved now holds the"
@@ -131,7 +131,7 @@ def record_training(estimator_class: Any, metrics: MetricsFile) -> None:
 
 @contextlib.contextmanager
 def noted_denominators() -> Iterator[list[float]]:
-    """Notes what each graph that is built meanwhile divides its summed loss by."""
+    """Records the divisor of the summed loss of each graph built within the context."""
     from mesh_tensorflow.transformer.transformer import Unitransformer
 
     found: list[float] = []
@@ -157,8 +157,8 @@ class LossRecorder(tf.train.SessionRunHook):
       structure: Feature name -> its index among the tensors of the input iterator; filled in when
         the input function has run, which is before `begin`.
       last_step: The global step at which training ends, or None.
-      denominators: What the model function divided the summed loss by, last; filled in with the
-        graph.
+      denominators: The divisors of the model function's summed loss, the latest last; filled in
+        with the graph.
 
     Attributes:
       steps: Number of steps done; None before the session begins, as where no step is left to do.
@@ -200,7 +200,7 @@ class LossRecorder(tf.train.SessionRunHook):
         """Writes the step's line and shows progress."""
         del run_context
         values = run_values.results
-        # Counted here, because reading global_step in the run that increments it is a race.
+        # Count here, because reading global_step in the run that increments it is a race.
         self._step += 1
         self.steps = (self.steps or 0) + 1
         loss = float(values["loss"])
@@ -225,8 +225,7 @@ def _batch_counts(structure: Mapping[str, int]) -> dict[str, Any]:
     Packed sequences hold several examples, numbered from 1 by targets_segmentation.
     """
     try:
-        # The name that TensorFlow gives the batch's tensors in the graph of a tf.data
-        # pipeline.
+        # TensorFlow's name for the batch's tensors in the graph of a tf.data pipeline.
         features = tf.get_default_graph().get_operation_by_name("IteratorGetNext").outputs
     except KeyError:
         return {}
@@ -262,9 +261,9 @@ class ProgressLine:
         Args:
           step: The global step.
           loss: Mesh TensorFlow's loss.
-          examples: Those of the batch.
+          examples: The batch's examples.
           tokens: The batch's target tokens.
-          denominator: What the loss was divided by, padding included.
+          denominator: The loss's divisor, padding included.
         """
         now = time.monotonic()
         if self._first_step is None:
@@ -302,7 +301,7 @@ class ProgressLine:
 
 
 def silence_loss_print() -> None:
-    """Turns off tf.Print, with which the model function prints every loss off TPU.
+    """Turns off tf.Print, by which the model function prints every loss off TPU.
 
     The progress line shows the loss instead.
     """
@@ -328,7 +327,7 @@ def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
         dataset = getattr(input_fn, "keywords", {}).get("eval_dataset")
         name = kwargs.get("name") or ""
         task = dataset.name if dataset is not None else name
-        # <task>_<split>_<examples>: what follows the task's name up to the next underscore.
+        # <task>_<split>_<examples>: the split is between the task's name and the next underscore.
         split = name.removeprefix(f"{task}_").split("_")[0] or "eval"
         values = dict(numbers(result.items()))
         step = int(values.pop("global_step"))

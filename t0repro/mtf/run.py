@@ -1,8 +1,7 @@
-"""Runs what gin configures on Mesh TensorFlow: the part of t5's main that follows gin's parsing.
+"""Runs gin's configuration on Mesh TensorFlow: the part of t5's main after gin's parsing.
 
 `mesh_tensorflow.transformer.utils.run` chooses the mode by run.mode; with --use_model_api,
-t0repro.mtf.run chooses it by --mode. No library code is copied: both are called as t5 calls
-them.
+t0repro.mtf.run chooses it by --mode. No library code is copied: both are called as t5 calls them.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from t0repro.mtf import hooks
 from t0repro.progress import working
 from t0repro.redaction import without_passwords
 
-# t5's main binds these types to float32 in every run without --tpu.
+# t5's main binds these dtypes to float32 in every run without --tpu.
 _FLOAT32_ON_CPU = ("slice", "activation")
 
 
 def run(flags: Any, configuration: Configuration | None) -> None:
     """Runs t5's command on this machine's CPU.
 
-    No TensorFlow that can be installed today supports Mesh TensorFlow on a TPU.
+    No TensorFlow version installable today supports Mesh TensorFlow on a TPU.
 
     Args:
       flags: absl's flags of t5_mesh_transformer. gin's configuration must be parsed and locked.
-      configuration: What gin configures; None with --use_model_api.
+      configuration: gin's configuration; None with --use_model_api.
 
     Raises:
       UserError: If training cannot continue in model_dir, or only the JAX stack has what gin binds.
@@ -68,7 +67,7 @@ def _run(flags: Any, inputs: RunInputs | None) -> None:
 
     import gin
 
-    # t5 would look for the TPU that --tpu names; this stack runs on the CPU alone.
+    # t5 would look for the TPU in --tpu, but this stack runs on the CPU only.
     flags.tpu = None
     record_command(flags.model_dir)
     hooks.install(flags.model_dir)
@@ -80,8 +79,8 @@ def _run(flags: Any, inputs: RunInputs | None) -> None:
         for kind in _FLOAT32_ON_CPU:
             gin.bind_parameter(f"utils.get_variable_dtype.{kind}_dtype", "float32")
         if inputs.tpu_mesh:
-            # Most sizes do not divide by a TPU mesh's dimensions, so run on one device. The batch
-            # size was computed with that mesh, and is bound so that it stays the same.
+            # Most sizes do not divide evenly on a TPU's mesh, so run on one device. The batch size
+            # was computed with that mesh; bind it, so that it stays the same.
             gin.bind_parameter("run.mesh_shape", [])
             gin.bind_parameter("run.batch_size", inputs.batch_size)
     # Training shows its steps once the graph is built; Mesh TensorFlow's other modes show nothing.

@@ -1,1 +1,1 @@
-"""Which device holds and computes which part of a run, on one device or on many."""
+"""How a run is sharded: which device holds and computes which part, on one device or many."""

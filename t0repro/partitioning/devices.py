@@ -21,7 +21,7 @@ from t0repro.words import counted
 
 @dataclasses.dataclass(frozen=True)
 class Partitioning:
-    """The devices of a run and what each of them holds.
+    """The devices of a run and how arrays are sharded across them.
 
     Attributes:
       mesh: devices by (data, model).
@@ -35,7 +35,7 @@ class Partitioning:
 
     @property
     def data(self) -> int:
-        """Number of parts that a batch is divided into."""
+        """Number of shards of a batch."""
         return self.mesh.shape[DATA]
 
     @property
@@ -52,7 +52,7 @@ class Partitioning:
         )
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which what is traced is sharded across the devices, if there are several."""
+        """A context in which traced code is sharded across the devices, if there are several."""
         return contextlib.nullcontext() if self.mesh.size == 1 else jax.set_mesh(self.mesh)
 
     def shardings(self, tree: Any) -> Any:
@@ -64,7 +64,7 @@ class Partitioning:
         """
         flat, structure = jax.tree_util.tree_flatten_with_path(tree)
         named = [(_name(path), tuple(leaf.shape)) for path, leaf in flat]
-        # A stack of layers (t0repro.model.layer_stacks) is divided as each of them would be.
+        # Shard stacked layers (t0repro.model.layer_stacks) as each single layer would be.
         stacks = [f"/{naming.LAYERS}/" in name for name, _ in named]
         single = [
             (name.replace(naming.LAYERS, naming.layer_name(0)), shape[1:])
@@ -83,7 +83,7 @@ class Partitioning:
     def _spec(
         self, name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
     ) -> PartitionSpec:
-        """How one array is divided, by its path in the tree; whole if it is of another kind."""
+        """The sharding of one array by its path in the tree; replicated if its kind is unknown."""
         if not name.startswith("slots/"):
             return self._parameter(name.removeprefix("params/"))
         # slots/encoder/encoder_norm/scale/v: the last part names the slot.
@@ -91,13 +91,13 @@ class Partitioning:
         if slot in naming.SLOT_NAMES:
             of = shapes.get(f"params/{path}", ())
             spec = slot_spec(self._parameter(path), slot, of) if len(of) > 1 else PartitionSpec()
-            # A slot divided like its parameter has as many axes; any other is whole everywhere.
+            # A slot sharded like its parameter has as many axes; any other is replicated.
             return spec if len(spec) == len(shape) else PartitionSpec()
-        # Optax's states hold trees of parameters somewhere inside: 0/mu/encoder/...
+        # Optax's states contain trees of parameters at any depth: 0/mu/encoder/...
         parts = name.split("/")
         for start in range(1, len(parts)):
             path = "/".join(parts[start:])
-            # Equal shapes tell a moment of the parameter from a counter.
+            # An equal shape distinguishes a moment of the parameter from a counter.
             if shapes.get(f"params/{path}") == shape:
                 return self._parameter(path)
         return PartitionSpec()
@@ -106,14 +106,14 @@ class Partitioning:
         return parameter_spec(path, fully_sharded=self.fully_sharded)
 
     def placed(self, tree: Any) -> Any:
-        """The shapes of a tree (see `shardings`) with where each array belongs.
+        """The shapes of a tree (see `shardings`), each with its sharding.
 
-        On one device nothing is added, so that what is made like it stays on the default device.
+        On one device nothing is added, so that arrays made like it stay on the default device.
         """
         return tree if self.mesh.size == 1 else self.divided(tree)
 
     def divided(self, tree: Any) -> Any:
-        """The shapes of a tree (see `shardings`) with their shardings, on one device too."""
+        """The shapes of a tree (see `shardings`) with their shardings, even on one device."""
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             tree,
@@ -121,30 +121,30 @@ class Partitioning:
         )
 
     def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Divides a batch's rows among the devices; if they do not divide, each has all of them."""
+        """Shards a batch's rows across the devices; replicates rows that do not divide evenly."""
         sharding = self.batch_sharding(len(next(iter(batch.values()))))
         return {name: put(x, sharding) for name, x in batch.items()}
 
     def batch_sharding(self, rows: int) -> NamedSharding:
-        """How a feature of so many rows is divided."""
+        """The sharding of a feature with this many rows."""
         divides = rows % self.data == 0
         return NamedSharding(self.mesh, PartitionSpec(DATA) if divides else PartitionSpec())
 
     def rows_here(self, rows: int) -> set[int]:
-        """The numbers of those of a feature's rows that devices of this process hold."""
+        """The indices of a feature's rows that this process's devices hold."""
         parts = self.batch_sharding(rows).addressable_devices_indices_map((rows,)).values()
         return {row for part in parts if part is not None for row in range(rows)[part[0]]}
 
 
 def put(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Places an array on the devices; each of several processes places the part of its devices.
+    """Places an array on the devices; with several processes, each places its own shards.
 
     `jax.device_put` would first compare the arrays of the processes, over the network.
 
     Args:
-      x: the array, of which only this process's part is read; one that is already sharded across
-        the devices stays where it is.
-      sharding: how it is divided.
+      x: the array; only this process's part is read. An array already sharded across the devices
+        stays where it is.
+      sharding: its sharding.
     """
     if is_divided(x):
         return x
@@ -154,12 +154,12 @@ def put(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def is_divided(x: np.ndarray | jax.Array) -> TypeGuard[jax.Array]:
-    """Whether an array is on devices, some of which are other processes'."""
+    """Whether an array is on devices that include other processes'."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 def fetched(x: np.ndarray | jax.Array) -> np.ndarray:
-    """An array's values; if other processes hold parts of it, all of them must make this call."""
+    """An array's values; if other processes hold shards of it, all of them must make this call."""
     if isinstance(x, np.ndarray) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     from jax.experimental import multihost_utils
@@ -168,7 +168,7 @@ def fetched(x: np.ndarray | jax.Array) -> np.ndarray:
 
 
 def partitioning_of(tree: Any) -> Mesh | None:
-    """The mesh that the arrays of a tree are sharded across; None if they are on one device."""
+    """The device mesh across which a tree's arrays are sharded; None if they are on one device."""
     sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
     if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
         assert isinstance(sharding.mesh, Mesh)
@@ -178,20 +178,20 @@ def partitioning_of(tree: Any) -> Mesh | None:
 
 @contextlib.contextmanager
 def across_devices_of(tree: Any):
-    """A context in which what is traced is sharded across the devices that hold a tree."""
+    """A context in which traced code is sharded across the devices that hold a tree."""
     mesh = partitioning_of(tree)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         yield
 
 
 def data_parts(tree: Any) -> int:
-    """Number of parts that a batch is divided into, given where a model's parameters are."""
+    """Number of shards of a batch, given where a model's parameters are."""
     mesh = partitioning_of(tree)
     return 1 if mesh is None else mesh.shape[DATA]
 
 
 def padded_rows(x: np.ndarray, parts: int) -> np.ndarray:
-    """An array with rows of zeros added until their number divides among so many parts."""
+    """An array padded with rows of zeros to a multiple of this number."""
     missing = -len(x) % parts
     return np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
 
@@ -207,20 +207,20 @@ def choose(
     devices: Sequence[Any] | None = None,
     where: str | None = None,
 ) -> Partitioning:
-    """Arranges the available devices as a run's layout asks.
+    """Arranges the available devices according to a run's layout.
 
-    One device is one device, whatever the layout is. A layout without `data`, or made for another
-    TPU slice, takes as many of the devices as the batch can be sharded across.
+    A single device ignores the layout. A layout without `data`, or made for another TPU slice, uses
+    as many devices as the batch can be sharded across.
 
     Args:
       layout: the run's layout.
-      model: the model's shape, whose heads, d_ff and vocabulary are divided.
+      model: the model's shape, whose heads, d_ff and vocabulary are sharded.
       rows: rows of a microbatch when training; None if any number may be padded.
       devices: what to choose from; jax.devices() by default.
       where: where the layout was set, for messages.
 
     Raises:
-      UserError: naming what does not divide.
+      UserError: naming the dimension that does not divide evenly.
     """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) == 1:
@@ -236,7 +236,7 @@ def choose(
                 where=where,
                 fix=f"Choose a model parallelism that divides {len(devices)}.",
             )
-        # The parts must divide the batch and, if fully sharded, d_model too.
+        # The number of shards must divide the batch and, if fully sharded, d_model too.
         bounds = [rows] if rows is not None else []
         bounds += [model.d_model] if layout.fully_sharded else []
         data = math.gcd(groups, *bounds)
@@ -254,7 +254,7 @@ def choose(
 
 
 def _check_processes(devices: Sequence[Any], used: int, where: str | None) -> None:
-    """Refuses to leave a process without a device."""
+    """Refuses to leave a process without any of its devices in use."""
     idle = {device.process_index for device in devices}
     idle -= {device.process_index for device in devices[:used]}
     if idle:
@@ -269,7 +269,7 @@ def _check_processes(devices: Sequence[Any], used: int, where: str | None) -> No
 def check_divides(
     layout: Layout, model: ModelConfig, rows: int | None, where: str | None = None
 ) -> None:
-    """Raises a UserError naming the first dimension that a layout cannot divide."""
+    """Raises a UserError naming the first dimension that a layout cannot shard evenly."""
     divided = [
         ("num_heads", model.num_heads, MODEL, layout.model),
         ("d_ff", model.d_ff, MODEL, layout.model),
@@ -289,7 +289,7 @@ def check_divides(
 
 
 def line_of(partitioning: Partitioning, layout: Layout) -> str:
-    """Which devices a run uses, in one line: "devices: 8 x cpu, data 4, model 2"."""
+    """One line about a run's devices: "devices: 8 x cpu, data 4, model 2"."""
     if partitioning.mesh.size > 1:
         return str(partitioning)
     line = f"devices: 1 x {partitioning.mesh.devices.flat[0].device_kind}"
@@ -303,16 +303,16 @@ def line_of(partitioning: Partitioning, layout: Layout) -> str:
 def _arranged(
     devices: Sequence[Any], data: int, model: int, fully_sharded: bool, at_hand: int
 ) -> Partitioning:
-    """The first devices as a mesh; on TPUs, neighbours share a model."""
+    """The first devices as a device mesh; on TPUs, neighbors share a model."""
     chosen = list(devices)[: data * model]
-    # JAX knows how a whole slice is wired; of a part of one, the order given has to do.
+    # JAX knows the topology of a whole slice; for a part of one, keep the given order.
     if chosen[0].platform == "tpu" and len(chosen) == len(devices) > 1:
         from jax.experimental import mesh_utils
 
         array = mesh_utils.create_device_mesh((data, model), chosen)
     else:
         array = np.array(chosen, dtype=object).reshape(data, model)
-    # Auto: XLA decides what `constrain` leaves open.
+    # Auto: XLA decides whatever `constrain` leaves open.
     mesh = Mesh(array, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
     return Partitioning(mesh, fully_sharded, at_hand)
 

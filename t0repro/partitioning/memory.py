@@ -1,9 +1,9 @@
-"""What a run takes of a device's memory: the one account that every command prints from.
+"""A run's memory on a device: the one account that every command prints.
 
-It is filled in from three sources, each more exact than the one before:
+It has three sources, each more exact than the one before:
 
     estimate            the configuration alone; needs no JAX
-    runs/recomputation  activations counted on the shapes of the traced step
+    runs/recomputation  activations counted from the shapes of the traced step
     compiled            the compiler's own figure for a program (runs/precompile)
 """
 
@@ -26,7 +26,7 @@ from t0repro.parameters.shape import ModelShape, factoring
 from t0repro.words import counted, sized
 
 ATTENTION_BLOCK_BYTES = 1 << 26
-"""Most bytes of attention logits that JAX makes at a time for a layer on a device."""
+"""Maximum bytes of attention logits that JAX holds at a time for a layer on a device."""
 
 _FLOAT32 = 4
 _LENGTH = 512  # tokens assumed for a feature with no bound length
@@ -40,8 +40,8 @@ class Memory:
       parameters: Parameters: float32, or in the activations' dtype in a run that only evaluates.
       slots: The optimizer's slots, float32; 0 outside training.
       gradients: One float32 array per parameter, sharded like it; 0 outside training.
-      activations: What the forward pass of one microbatch keeps for its backward pass.
-      temporaries: What a program needs besides these; 0 in an estimate.
+      activations: Values that a microbatch's forward pass saves for its backward pass.
+      temporaries: A program's further needs; 0 in an estimate.
       other: Batches, results and the program itself; 0 in an estimate.
     """
 
@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def certain(self) -> int:
-        """Bytes needed whatever the batch size."""
+        """Bytes needed for any batch size."""
         return self.parameters + self.slots + self.gradients
 
     @property
@@ -65,12 +65,12 @@ class Memory:
     def compiled(self, temporaries: int, other: int) -> Memory:
         """The account with a compiler's figure in place of the estimate.
 
-        A compiler reports one figure for everything that a program needs besides its arguments, at
-        the moment when it needs most. There the estimate may exceed it. With one microbatch,
-        gradients take the place of activations that are no longer needed, and an update may consume
-        each as it comes. A compiler may also rematerialize what is cheap, or keep it in the chip's
-        own memory, as libtpu does in small models. So each byte counts once: first as gradients,
-        which every backward pass ends with, then as activations, then as temporaries.
+        A compiler reports one figure for a program's peak memory besides its arguments. The
+        estimate may exceed it there. With one microbatch, gradients reuse the memory of activations
+        that are no longer needed, and an update may consume each gradient as it is computed. A
+        compiler may also rematerialize cheap values, or keep them in on-chip memory, as libtpu does
+        in small models. So each byte counts once: first as gradients, with which every backward
+        pass ends, then as activations, then as temporaries.
 
         Args:
           temporaries: Bytes that the program needs besides its arguments and results.
@@ -85,10 +85,10 @@ class Memory:
 def estimate(run: RunConfig, devices: int = 1) -> Memory:
     """Estimates the memory that a run needs on each of `devices` devices, activations included."""
     parallel = run.layout
-    # One device holds everything, whatever the layout asks for.
+    # A single device holds everything, whatever the layout.
     model = parallel.model if devices > 1 else 1
     data = devices // model
-    # The factor by which one device's shard of the parameters is smaller than the whole.
+    # How many times smaller one device's shard of the parameters is than the whole.
     shards = model * (data if parallel.fully_sharded else 1)
     trains = run.mode == "train"
     bytes_each = 2 if run.dtypes.activation == "bfloat16" else _FLOAT32
@@ -114,8 +114,8 @@ def estimate(run: RunConfig, devices: int = 1) -> Memory:
 def slot_bytes(shape: ModelShape, optimizer: OptimizerConfig | None) -> int:
     """Bytes of the float32 slots that an optimizer keeps for a model, unsharded.
 
-    Optimizers that are written in optax's terms count as keeping none: what they keep is known only
-    to optax, and a traced or compiled step counts it.
+    Optimizers given as optax transformations count as having none: only optax knows their state,
+    which a traced or compiled step counts.
     """
     if isinstance(optimizer, MultiOptimizerConfig):
         sizes = shape.parameters()
@@ -130,7 +130,7 @@ def slot_bytes(shape: ModelShape, optimizer: OptimizerConfig | None) -> int:
 
 
 def _slot_entries(path: str, shape: tuple[int, ...], optimizer: OptimizerConfig | None) -> int:
-    """Numbers that an optimizer keeps for a parameter."""
+    """Number of slot entries that an optimizer keeps for a parameter."""
     entries = math.prod(shape)
     if isinstance(optimizer, AdafactorConfig):
         momentum = entries if optimizer.beta1 or optimizer.momentum_slot else 0
@@ -142,18 +142,19 @@ def _slot_entries(path: str, shape: tuple[int, ...], optimizer: OptimizerConfig 
 
 
 def assumed_length(run: RunConfig, feature: str) -> int:
-    """The tokens of a feature in a row; a guess where no length is bound."""
+    """Tokens per row of a feature; a guess if no length is bound."""
     return (run.sequence_length or {}).get(feature, _LENGTH)
 
 
 def _activations(
     model: ModelConfig, rows: int, inputs: int, targets: int, *, bytes_each: int, keep_all: bool
 ) -> int:
-    """Bytes of the activations that are in memory at the same time, by a rule of thumb.
+    """Approximate bytes of the activations that are in memory at the same time.
 
     Counts, for each layer and token, the residual stream and its norms, the four projections of the
-    attention, the feed-forward layer, and the attention weights of each head, of which only a block
-    exists where they are large. The backward pass needs all layers; a forward pass alone needs one.
+    attention, the feed-forward layer, and the attention weights of each head; if these are large,
+    only one block of them exists at a time. The backward pass needs all layers; a forward pass
+    alone needs one.
     """
 
     def attention(length: int, keys: int) -> int:
@@ -163,14 +164,14 @@ def _activations(
     per_token = 4 * model.d_model + 4 * model.num_heads * model.d_kv
     per_token += (len(model.activations) + 1) * model.d_ff
     encoder = rows * inputs * per_token + attention(inputs, inputs)
-    # Decoder layers have two attentions, and attend to their own targets and to the inputs.
+    # Decoder layers have two attentions: to their own targets and to the inputs.
     decoder = 2 * rows * targets * per_token
     decoder += attention(targets, targets) + attention(targets, inputs)
     if keep_all:
         layers = model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
     else:
         layers = max(encoder, decoder)
-    # Logits are float32 whatever the activations are.
+    # Logits are float32 in any case.
     logits = 2 * rows * targets * model.vocab_size * _FLOAT32
     return layers * bytes_each + logits
 
@@ -200,14 +201,14 @@ def check_fits(run: RunConfig, total: int, free: int, devices: int = 1) -> str:
         f" {sized(memory.activations)} activations); {sized(free)} of"
         f" {sized(total)} are free"
     )
-    # Against all of the memory: parameters do not fit however free the device is.
+    # Compare with the total memory: parameters never fit, however much is free.
     if memory.certain > total:
         raise UserError(
             f"The model does not fit into memory: {need}.",
             where=run.provenance.get("model.d_model"),
             fix="Run it on a device with more memory, or choose a smaller model.",
         )
-    # Against what is free now: another process may leave.
+    # Compare with the free memory: another process may exit.
     if memory.total > free:
         return f"{need}: this may not fit; lower tokens_per_microbatch_per_replica or the batch."
     return f"{need}: it fits."

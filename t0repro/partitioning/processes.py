@@ -1,10 +1,10 @@
 """Several processes, on one machine or many, that train or evaluate together.
 
 Every process runs the same program on the devices of all of them (jax.distributed). This module
-coordinates them: only the first process writes, the others take over its choices (`from_first`),
-and all wait for one another before they use what was written (`wait_for_all`).
+coordinates them: only the first process writes, the others adopt its choices (`from_first`), and
+all wait for each other before they use what was written (`wait_for_all`).
 
-A process on its own is the first of one, and for it all of this does nothing.
+A single process counts as the first of one, and all of this has no effect on it.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ ADDRESS, COUNT, INDEX = (
     "T0REPRO_PROCESS_COUNT",
     "T0REPRO_PROCESS_INDEX",
 )
-# A dead process is noticed at once by `Watch`. This is for a dead machine or network.
+# `Watch` notices a dead process at once; this is for a dead machine or network.
 _HEARTBEAT_SECONDS = 30
 _INITIALIZATION_SECONDS = 300
-_FOR_EVER = 7 * 24 * 3600 * 1000  # milliseconds; a process that died ends the others' waiting
-_numbers = itertools.count()  # the same in every process, since all make the same calls
+_FOR_EVER = 7 * 24 * 3600 * 1000  # milliseconds; a process's death ends the waiting
+_numbers = itertools.count()  # equal in every process, since all make the same calls
 _scratch: list[str] = []  # the folder of `output_folder` in processes other than the first
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a command line says about the processes of a run; None leaves it to the environment.
+    """A command line's settings about the processes of a run; None leaves them to the environment.
 
     Attributes:
-      address: HOST:PORT at which the first process is reached.
+      address: HOST:PORT of the first process.
       count: number of processes.
-      index: which of them this is, from 0.
+      index: this process's number, from 0.
       timeout: seconds to wait for the others to start.
-      detect: ask JAX for the cluster although the environment shows no sign of one.
+      detect: let JAX look for a cluster even if the environment shows no sign of one.
     """
 
     address: str | None = None
@@ -71,10 +71,10 @@ class Asked:
 
 @contextlib.contextmanager
 def joined(asked: Asked) -> Iterator[None]:
-    """Runs the block as one process of several, if flags or the environment say that it is.
+    """Runs the block as one of several processes, if flags or the environment say so.
 
-    If one of them ends early, the others end within seconds, saying which it was. Within the
-    block, processes other than the first print nothing; an error that leaves it is shown.
+    If one of them ends early, the others end within seconds and name it. Within the block,
+    processes other than the first print nothing, except an error that leaves the block.
 
     Args:
       asked: the flags.
@@ -90,7 +90,7 @@ def joined(asked: Asked) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    # Commands that this one starts, such as auxiliary jobs, are no members of this run.
+    # Commands started by this one, such as auxiliary jobs, do not belong to this run.
     os.environ[COUNT] = "1"
     with contextlib.ExitStack() as quiet:
         host = _address().rpartition(":")[0].strip("[]")
@@ -109,10 +109,10 @@ def joined(asked: Asked) -> Iterator[None]:
         except BaseException as error:
             if not isinstance(error, UserError | KeyboardInterrupt):
                 watch.end_with_others()
-            # The connections break now, so the others end at once instead of waiting for a
+            # This breaks the connections, so that the others end at once instead of waiting for a
             # heartbeat.
             watch.abandon()
-            # At exit JAX would wait for the others, in vain, and then abort the process.
+            # At exit JAX would wait in vain for the others, and then abort the process.
             interrupted = isinstance(error, KeyboardInterrupt)
             code = 130 if interrupted else 2 if isinstance(error, UserError) else 1
             atexit.register(_end, code)  # as t0repro.cli.gate ends these
@@ -121,7 +121,7 @@ def joined(asked: Asked) -> Iterator[None]:
 
 
 def _end(code: int) -> None:
-    """Ends the process without JAX's own ending."""
+    """Ends the process without JAX's own shutdown."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -150,13 +150,13 @@ def with_environment(asked: Asked, environment: Mapping[str, str]) -> Asked:
         if given is None and text is not None and text != "auto":
             given = _number(variable, text)
         numbers[field] = given
-    # Kubernetes gives an indexed job's pods their index but not their count.
+    # Kubernetes gives the pods of an indexed job their index but not their number.
     index = numbers["index"]
     if index is None and (numbers["count"] or 1) > 1 and "JOB_COMPLETION_INDEX" in environment:
         index = _number("JOB_COMPLETION_INDEX", environment["JOB_COMPLETION_INDEX"])
     count = numbers["count"]
-    # Open MPI 5 no longer says where the first process is, which JAX reads from Open MPI 4's
-    # variables; with an address, the numbers are all that is missing.
+    # Open MPI 5 no longer gives the first process's address, which JAX reads from Open MPI 4's
+    # variables; if an address is set, only the numbers are missing.
     if address is not None and count is None and index is None:
         count, index = (
             None if variable not in environment else _number(variable, environment[variable])
@@ -174,7 +174,7 @@ def with_environment(asked: Asked, environment: Mapping[str, str]) -> Asked:
             where="--process_index",
             fix="Give --process_count and --coordinator_address too.",
         )
-    # Vertex AI gives a job's replicas everything; a caller who sets one part sets all.
+    # Vertex AI gives a job's replicas all three; a caller who sets one must set all.
     if address is None and count is None and index is None:
         address, count, index = _replicas_of_vertex_ai(environment)
     return Asked(address, count, index, asked.timeout, detect)
@@ -183,13 +183,13 @@ def with_environment(asked: Asked, environment: Mapping[str, str]) -> Asked:
 def _replicas_of_vertex_ai(
     environment: Mapping[str, str],
 ) -> tuple[str, int, int] | tuple[None, None, None]:
-    """The first replica's address, their number, and which this is; None for a job of one.
+    """The first replica's address, the number of replicas, and this one's index; None for one.
 
     Vertex AI's CLUSTER_SPEC has the addresses of each pool of machines and this replica's place:
     `{"cluster": {"workerpool0": ["host:2222"], ...}, "task": {"type": "workerpool0", "index": 0}}`.
 
     Raises:
-      UserError: if CLUSTER_SPEC does not say that.
+      UserError: if CLUSTER_SPEC lacks any of these.
     """
     text = environment.get("CLUSTER_SPEC")
     if text is None:
@@ -216,16 +216,16 @@ def _number(variable: str, text: str) -> int:
 
 
 def is_several(asked: Asked, environment: Mapping[str, str]) -> bool:
-    """Whether a process is one of several; a count of 1 says no whatever the environment shows."""
+    """Whether a process is one of several; a count of 1 overrides the environment."""
     if asked.count is not None:
         return asked.count > 1
     return asked.detect or asked.address is not None or cluster(environment) is not None
 
 
 def cluster(environment: Mapping[str, str]) -> str | None:
-    """The name of the launcher that started this process as one of several, by its variables.
+    """The launcher that started this process as one of several, according to its variables.
 
-    Which of them it is, and where the first one is, JAX then finds out for itself.
+    JAX then detects this process's index and the first one's address by itself.
     """
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environment:
         return "Slurm"
@@ -234,9 +234,9 @@ def cluster(environment: Mapping[str, str]) -> str | None:
     if "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
         return "TPU pod"
     if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys():
-        # JAX asks the cluster's API for the number of pods, which takes this package.
+        # JAX gets the number of pods from the cluster's API, which needs this package.
         return "Kubernetes" if importlib.util.find_spec("kubernetes") else None
-    # A TPU VM of Compute Engine says what it belongs to only on its metadata server.
+    # A TPU VM of Compute Engine shows what it belongs to only on its metadata server.
     if importlib.util.find_spec("libtpu") and glob.glob("/dev/accel[0-9]*"):
         return "TPU pod"
     return None
@@ -246,7 +246,7 @@ def _initialize(asked: Asked) -> None:
     """Starts jax.distributed.
 
     Raises:
-      UserError: if it does not know where the others are, or cannot reach them.
+      UserError: if the other processes' addresses are unknown, or they cannot be reached.
     """
     timeout = asked.timeout or _INITIALIZATION_SECONDS
     try:
@@ -273,12 +273,12 @@ def _initialize(asked: Asked) -> None:
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes what is written once."""
+    """Whether this process writes the files that are written once."""
     return _client() is None or jax.process_index() == 0
 
 
 def is_alone() -> bool:
-    """Whether there is only this process."""
+    """Whether this is the only process."""
     return _client() is None or jax.process_count() == 1
 
 
@@ -288,10 +288,10 @@ def wait_for_all() -> None:
 
 
 def meeting_point() -> Callable[[], None]:
-    """A function that returns once every process has called its own, from whatever thread.
+    """A function that returns once every process has called its own, from any thread.
 
-    The processes make this call in the same order as their other calls of this module, so it is
-    for the main thread; background work then meets there.
+    Call it from the main thread, in the same order as this module's other calls in every process;
+    background threads can then meet there.
     """
     if is_alone():
         return lambda: None
@@ -300,7 +300,7 @@ def meeting_point() -> Callable[[], None]:
 
 
 def from_first(value: Callable[[], Value]) -> Value:
-    """What a function returns in the first process, for all of them; it must be JSON."""
+    """A function's result in the first process, returned in all; it must be JSON."""
     if is_alone():
         return value()
     client, key = _client(), f"t0repro/{next(_numbers)}"
@@ -313,9 +313,9 @@ def from_first(value: Callable[[], Value]) -> Value:
 
 @contextlib.contextmanager
 def held_by_first(block: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
-    """A context that the first process enters for all, such as a folder's lock.
+    """A context that the first process enters on behalf of all, such as a folder's lock.
 
-    The others continue when it has been entered, and it is left when all are done.
+    The others continue once it has been entered, and it is left when all are done.
     """
     with block() if is_first() else contextlib.nullcontext():
         wait_for_all()
@@ -324,17 +324,18 @@ def held_by_first(block: Callable[[], contextlib.AbstractContextManager[Any]]) -
 
 
 def output_folder(folder: str | os.PathLike[str], *, resumed: bool = False) -> Path:
-    """Where this process writes what is written once: the folder, or a place that is thrown away.
+    """The folder for files written once: the given one, or a scratch folder in other processes.
 
     All processes compute the same results, and only the first one's are kept.
 
     Args:
       folder: the folder.
-      resumed: whether what is in it decides what there is left to do, as in an evaluation. The
-        other processes then get it as it is now; checkpoints are not copied.
+      resumed: whether the folder's content decides what is left to do, as in an evaluation. The
+        other processes then get a copy as of now, without checkpoints.
     """
     if is_first():
-        # After all have copied it: the first must not write into the folder while others read it.
+        # Wait until all have copied it: the first must not write into the folder while others read
+        # it.
         if resumed:
             wait_for_all()
         return output_path(folder)
@@ -348,10 +349,10 @@ def output_folder(folder: str | os.PathLike[str], *, resumed: bool = False) -> P
 
 
 class SharedSignal:
-    """The largest of the processes' numbers, which all learn at the same step.
+    """The maximum of the processes' numbers, which all learn at the same step.
 
-    What each gives after a step is combined on the devices, while they compute the next step, and
-    known to all after that one: nobody waits, and nobody can be a step ahead of the answer.
+    The numbers that processes give after a step are combined on the devices during the next step
+    and known to all after it: no process waits, and none is a step ahead of the answer.
     """
 
     def __init__(self) -> None:
@@ -363,7 +364,7 @@ class SharedSignal:
         self._largest = jax.jit(lambda numbers: numbers.max(), out_shardings=everywhere)
 
     def after_step(self, number: int) -> int:
-        """Gives this process's number; returns the largest that was given after the last step."""
+        """Gives this process's number; returns the maximum given after the previous step."""
         before, shape = self._pending, (self._divided.mesh.size,)
         numbers = jax.make_array_from_callback(
             shape, self._divided, lambda index: np.full(shape, number, np.int32)[index]
@@ -373,7 +374,7 @@ class SharedSignal:
 
 
 def _client() -> Any:
-    """JAX's client of the coordination service; None for a process by itself.
+    """JAX's client of the coordination service; None for a single process.
 
     JAX has no public name for it; Orbax and Flax read it here too.
     """

@@ -1,4 +1,4 @@
-"""What a traced or compiled program costs: FLOPs, bytes kept for the backward pass, bytes sent."""
+"""Costs of a traced or compiled program: FLOPs, bytes saved for the backward pass, bytes sent."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jax.extend.core import Var
 
 
 ATTENDED = "attended"
-"""The name of an attention kernel's results, by which rematerialization can keep them."""
+"""The name of an attention kernel's results, by which rematerialization can save them."""
 
 KERNEL_MATMULS = {"t0repro_attention": 2, "t0repro_attention_gradients": 4}
-"""How many matmuls of queries x keys x depth each attention kernel stands for."""
+"""How many matmuls over queries x keys x depth each attention kernel represents."""
 
 
 def count_flops(jaxpr: Any) -> int:
-    """Operations of all matmuls of a jaxpr, two for each multiply-add.
+    """FLOPs of all matmuls in a jaxpr, two for each multiply-add.
 
-    Loops of known length count as often as they run, a loop until a condition once. What is
-    recomputed in the backward pass counts again, except by an attention kernel, which counts as
-    whole matrices do. Everything but matmuls is left out; in a T5 that is a few percent.
+    Loops of known length count as often as they run, a loop until a condition once. Matmuls
+    rematerialized in the backward pass count again, except inside an attention kernel, which counts
+    like whole-matrix attention. Everything else is left out; in a T5 that is a few percent.
 
     Args:
       jaxpr: of the whole computation, on all devices together.
@@ -46,7 +46,7 @@ def count_flops(jaxpr: Any) -> int:
 
 
 def _dot(equation: Any) -> int:
-    """Twice the size of the result, times that of the axes summed over."""
+    """Twice the size of the result, times the size of the contracted axes."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
     return (
@@ -55,13 +55,13 @@ def _dot(equation: Any) -> int:
 
 
 def _kernel(equation: Any) -> int:
-    """Operations of one matmul of an attention kernel, which first reads queries and keys."""
+    """FLOPs of one matmul of an attention kernel, whose first arguments are queries and keys."""
     (batch, heads, length, depth), keys = (x.aval.shape for x in equation.invars[:2])
     return 2 * batch * heads * length * keys[2] * depth
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Any]:
-    """The jaxprs that an equation calls; of the branches of a condition, all."""
+    """The jaxprs that an equation calls; for a condition, those of all branches."""
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             # Some primitives hold a jaxpr, others a closed one around it.
@@ -74,20 +74,20 @@ def _inner(params: dict[str, Any]) -> Iterator[Any]:
 # compiled
 
 
-# Other shapes of the same values, for which a compiler allocates no array.
+# Other views of the same values, for which a compiler allocates no array.
 _VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 
 
 def residual_bytes(loss: Callable[[Any, Any], Any], parameters: Any, drawn: Any) -> int:
     """Bytes of the residuals of a loss that depend on `drawn`.
 
-    Residuals that depend on the parameters alone do not count, because the program holds
-    parameters anyway; nor does what is offloaded to the host's memory.
+    Residuals that depend only on the parameters do not count, because the program holds parameters
+    anyway; nor do those offloaded to host memory.
 
     Args:
       loss: Maps parameters and `drawn` to a scalar loss and auxiliary values.
       parameters: Their shapes; the loss is differentiated by them.
-      drawn: Shapes of what changes from step to step: the batch and the dropout key.
+      drawn: Shapes of the inputs that change at each step: the batch and the dropout key.
     """
 
     def residuals(drawn: Any, parameters: Any) -> list[jax.Array]:
@@ -100,7 +100,7 @@ def residual_bytes(loss: Callable[[Any, Any], Any], parameters: Any, drawn: Any)
     made_by = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
 
     def viewed(variable: Any) -> Any:
-        """The array that one is a view of, so that two views of it count once."""
+        """The array behind a view, so that two views of it count once."""
         while variable in made_by and made_by[variable].primitive.name in _VIEWS:
             variable = made_by[variable].invars[0]
         return variable
@@ -120,12 +120,12 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def _on_host(array: Any) -> bool:
-    """Whether an array is offloaded to the host's memory (`recompute = 'offload'`)."""
+    """Whether an array is offloaded to host memory (`recompute = 'offload'`)."""
     return array.memory_space == jax.memory.Space.Host
 
 
 def _dependent(jaxpr: Any, given: Sequence[bool]) -> set[Var]:
-    """The variables of a jaxpr that depend on the inputs that are given."""
+    """The variables of a jaxpr that depend on the given inputs."""
     found = {variable for variable, known in zip(jaxpr.invars, given, strict=True) if known}
     for equation in jaxpr.eqns:
         inputs = [isinstance(x, Var) and x in found for x in equation.invars]
@@ -135,9 +135,9 @@ def _dependent(jaxpr: Any, given: Sequence[bool]) -> set[Var]:
 
 
 def _outputs(equation: Any, inputs: list[bool]) -> list[bool]:
-    """Which outputs of an equation depend on its inputs that do.
+    """Which outputs of an equation depend on its marked inputs.
 
-    Looks into loops and calls, because a loop over layers returns kernels beside activations.
+    Looks into loops and calls, because a scan over layers returns kernels as well as activations.
     """
     inner = [
         getattr(value, "jaxpr", value)
@@ -150,7 +150,7 @@ def _outputs(equation: Any, inputs: list[bool]) -> list[bool]:
     outputs = _results(body, inputs)
     if equation.primitive.name == "scan":
         start = equation.params["num_consts"]
-        # What a turn of the loop hands to the next may make more of that turn depend on the batch.
+        # Carried values may make more of the next iteration depend on the batch.
         stop = start + equation.params["num_carry"]
         while any(new := [b and not a for a, b in zip(inputs[start:stop], outputs, strict=False)]):
             merged = [a or b for a, b in zip(inputs[start:stop], new, strict=True)]
@@ -192,7 +192,7 @@ class Collective:
       kind: its name in HLO, one of `KINDS`.
       result: bytes of its result on each device.
       group: number of devices that take part together.
-      in_loop: whether it is in the body of a loop.
+      in_loop: whether it is in the body of a loop, such as a scan.
       times: how often it runs in one call of the program; a loop of unknown length counts once.
     """
 
@@ -204,9 +204,9 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Bytes that a device sends in one call of the program, around a ring of its group."""
+        """Bytes that a device sends per call of the program, in a ring over its group."""
         others = (self.group - 1) / self.group
-        # A reduce-scatter returns one part of the array that goes around; the others return all.
+        # A reduce-scatter returns one shard of the reduced array; the others return all of it.
         factor = {
             "all-reduce": 2 * others,
             "all-gather": others,
@@ -220,7 +220,7 @@ def collectives(hlo: str) -> list[Collective]:
     """Every collective operation of a compiled program.
 
     Args:
-      hlo: what `as_text` of a compiled function returns.
+      hlo: the result of `as_text` of a compiled function.
     """
     lines = _computations(hlo)
     calls = {name: list(_calls(body, lines)) for name, body in lines.items()}
@@ -229,7 +229,7 @@ def collectives(hlo: str) -> list[Collective]:
         return []
     runs: dict[str, tuple[int, bool]] = {}
 
-    # A computation may be called from several places, inside a loop and outside one.
+    # A computation may be called from several places, inside and outside of a loop.
     def visit(name: str, times: int, in_loop: bool) -> None:
         before = runs.get(name, (0, False))
         runs[name] = (before[0] + times, before[1] or in_loop)
@@ -245,7 +245,7 @@ def collectives(hlo: str) -> list[Collective]:
 
 
 def counts(found: list[Collective]) -> dict[str, int]:
-    """Number of operations of each kind, those in a loop apart: {"all-reduce in loop": 24, ...}."""
+    """Number of operations of each kind, loops counted apart: {"all-reduce in loop": 24, ...}."""
     names = [f"{item.kind} in loop" if item.in_loop else item.kind for item in found]
     return dict(sorted(collections.Counter(names).items()))
 
@@ -255,7 +255,7 @@ def _computations(hlo: str) -> dict[str, list[str]]:
     lines: dict[str, list[str]] = {}
     body: list[str] = []
     for line in hlo.splitlines():
-        # A computation begins at the margin; what it does is indented.
+        # A computation's first line is not indented; its operations are.
         if line[:1] not in (" ", "}", "") and (head := _HEAD.match(line)):
             body = lines[head["name"]] = []
         else:
@@ -264,7 +264,7 @@ def _computations(hlo: str) -> dict[str, list[str]]:
 
 
 def _calls(body: list[str], lines: dict[str, list[str]]) -> Iterator[tuple[str, int, bool]]:
-    """The computations that one calls: name, how often, and whether as the body of a loop."""
+    """The computations that one calls: name, number of calls, and whether as a loop's body."""
     for line in body:
         loop = " while(" in line
         times = _trips(line, lines) if loop else 1
@@ -274,7 +274,7 @@ def _calls(body: list[str], lines: dict[str, list[str]]) -> Iterator[tuple[str, 
 
 
 def _trips(line: str, lines: dict[str, list[str]]) -> int:
-    """How often a loop runs: as XLA says or, on TPUs, the number that its counter is less than."""
+    """How often a loop runs: from XLA's annotation or, on TPUs, the bound of its counter."""
     if known := _TRIPS.search(line):
         return int(known[1])
     condition = re.search(r"condition=%?([\w.\-]+)", line)
@@ -287,11 +287,11 @@ def _trips(line: str, lines: dict[str, list[str]]) -> int:
 
 def _operations(name: str, body: list[str]) -> Iterator[tuple[str, int, int]]:
     """The collectives of a computation of this name: kind, bytes of the result, size of a group."""
-    # A TPU's reduce-scatter is a fusion of this name: an all-reduce, of which a slice is kept.
+    # A TPU's reduce-scatter is a fusion with this name: an all-reduce and a slice of its result.
     scatters = name.startswith("all-reduce-scatter")
     for line in body:
         if match := _OPERATION.search(line):
-            # A result may be a tuple: XLA joins several arrays in one operation.
+            # A result may be a tuple: XLA combines several arrays in one operation.
             sizes = [_bytes(*array) for array in _ARRAY.findall(match["type"])]
             if match["start"] and match["kind"] in ("all-gather", "collective-permute"):
                 sizes = sizes[len(sizes) // 2 :]  # the first half are its operands
@@ -302,7 +302,7 @@ def _operations(name: str, body: list[str]) -> Iterator[tuple[str, int, int]]:
 
 
 def _bytes(dtype: str, shape: str) -> int:
-    # A type's name ends in its bits, except for pred, which takes a byte.
+    # A type's name ends in its number of bits, except for pred, which takes a byte.
     bits = _BITS.get(dtype) or int((re.search(r"\d+", dtype) or ["8"])[0])
     return math.prod(int(size) for size in shape.split(",") if size) * bits // 8
 
@@ -311,7 +311,7 @@ def _group(line: str) -> int:
     """Size of a group: 2 in `replica_groups={{0,1},{2,3}}` and in `replica_groups=[4,2]<=[8]`.
 
     libtpu also names axes of a mesh: 8 in `replica_groups=mesh['a'=8,'b'=4] {'a'}`, and 2 if it
-    takes only a part of that axis, `{'a':(1)2}`.
+    uses only part of that axis, `{'a':(1)2}`.
     """
     if match := _MESH_GROUPS.search(line):
         lengths = {name: int(length) for name, length in _LENGTH.findall(match["mesh"])}

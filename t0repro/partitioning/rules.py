@@ -1,7 +1,7 @@
-"""The one table that says how tensors are sharded across devices.
+"""The one table that maps array axes to mesh axes.
 
-Devices form a mesh of two axes, `data` and `model`. Each axis of a tensor has a logical name, and
-the table says along which axis of the mesh it is divided:
+The device mesh has two axes, `data` and `model`. Each axis of an array has a logical name, and the
+table gives the mesh axis along which it is sharded:
 
     logical axis   of                                             sharded along
     batch          activations                                    data
@@ -10,8 +10,8 @@ the table says along which axis of the mesh it is divided:
     vocab          the embedding, the logits                      model
     embed          parameters and slots, if fully sharded         data
 
-Everything else is whole on every device: norms, lengths, buckets of the position bias. XLA derives
-the communication from this (GSPMD, https://arxiv.org/abs/2105.04663).
+Everything else is replicated on every device: norms, lengths, buckets of the position bias. XLA
+derives the communication from this (GSPMD, https://arxiv.org/abs/2105.04663).
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def parameter_axes(path: str) -> tuple[str, ...]:
 
 
 def parameter_spec(path: str, *, fully_sharded: bool) -> PartitionSpec:
-    """How the parameter at a path is divided; vectors are whole on every device."""
+    """The sharding of the parameter at a path; vectors are replicated."""
     axes = parameter_axes(path)
     rules = FULLY_SHARDED if fully_sharded else RULES
     return PartitionSpec(*map(rules.get, axes)) if len(axes) > 1 else PartitionSpec()
 
 
 def slot_spec(spec: PartitionSpec, slot: str, shape: Sequence[int]) -> PartitionSpec:
-    """How an optimizer slot is divided: like its parameter, less the axis that it averages over.
+    """The sharding of an optimizer slot: its parameter's, without the axis it averages over.
 
     Args:
-      spec: how the parameter is divided.
+      spec: the parameter's sharding.
       slot: the slot's name, as in t0repro.parameters.naming.SLOT_NAMES.
       shape: the parameter's shape.
     """
@@ -70,13 +70,13 @@ def slot_spec(spec: PartitionSpec, slot: str, shape: Sequence[int]) -> Partition
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Divides an array of a jitted computation as the table says, among the mesh in scope.
+    """Shards an array of a jitted computation by the table, across the device mesh in scope.
 
-    Without a mesh (`jax.set_mesh`), as on one device, it returns the array itself. An axis whose
-    size does not divide is left whole.
+    Without a device mesh (`jax.set_mesh`), as on one device, it returns the array itself. An axis
+    that does not divide evenly is not sharded.
 
     Args:
-      x: an activation; or a parameter, which a fully sharded run gathers thereby.
+      x: an activation; or a parameter, which this gathers in a fully sharded run.
       axes: the logical name of each axis of x, or None.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -92,14 +92,14 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def parts_of(*axes: str) -> int:
-    """Number of devices among which the mesh in scope divides an activation of these axes."""
+    """Number of shards of an activation with these axes on the device mesh in scope."""
     mesh, rules = jax.sharding.get_abstract_mesh(), _rules_in_scope()
     return math.prod(mesh.shape[name] for axis in axes if (name := rules.get(axis)) in mesh.shape)
 
 
 def _rules_in_scope() -> dict[str, str]:
-    """The table; what is traced in `sums_over_groups` is of one group's rows."""
-    # Inside `sums_over_groups` the mesh's axis `data` divides the groups themselves.
+    """The table; code traced in `sums_over_groups` sees only one group's rows."""
+    # Inside `sums_over_groups`, the mesh axis `data` already shards the groups.
     return {axis: name for axis, name in RULES.items() if axis != "batch" or _groups() == 1}
 
 
@@ -111,19 +111,19 @@ _GROUP = "group"
 def sums_over_groups(
     function: Callable[..., Any], params: Any, batches: Any, groups: int, specs: Any
 ) -> Any:
-    """Sums of a function of parts of a batch, added up between devices only once, at the end.
+    """Sums a function over parts of a batch, with a single all-reduce across devices at the end.
 
-    XLA would add up gradients at the end of every microbatch. Here each group of devices along
-    `data` has, for the time of the function, parameters of its own: the same values with one more
-    axis, sharded along `data`, which takes no memory and no communication. So nothing is added
-    across the groups until the function is done with all of its microbatches.
+    XLA would all-reduce gradients at the end of every microbatch. Here each group of devices along
+    `data` temporarily has its own parameters: the same values with one more axis, sharded along
+    `data`, which costs no memory and no communication. So nothing is summed across the groups until
+    the function has processed all of its microbatches.
 
     Args:
       function: (params, batches of one group) -> a tree of sums.
       params: the parameters.
-      batches: arrays [microbatches, rows, ...], divided by rows.
-      groups: the size of the mesh along `data`.
-      specs: how each parameter is divided.
+      batches: arrays [microbatches, rows, ...], sharded by rows.
+      groups: the size of the mesh axis `data`.
+      specs: each parameter's sharding.
     """
 
     def own(p: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -134,7 +134,7 @@ def sums_over_groups(
         x = x.reshape(x.shape[0], groups, -1, *x.shape[2:])
         return jax.lax.with_sharding_constraint(x, PartitionSpec(None, DATA))
 
-    # Constraints inside the function learn that the new axis is the mesh's `data`.
+    # Tells constraints inside the function that the new axis is the mesh axis `data`.
     mapped = jax.vmap(function, in_axes=(0, 1), axis_name=_GROUP, spmd_axis_name=DATA)
     sums = mapped(jax.tree.map(own, params, specs), jax.tree.map(by_group, batches))
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
@@ -143,16 +143,16 @@ def sums_over_groups(
 def for_all_groups(
     draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]
 ) -> jax.Array:
-    """Random values of a shape [rows, ...], the same whether or not the rows are in groups.
+    """Random values of a shape [rows, ...], equal whether or not the rows are in groups.
 
     Args:
-      draw: makes values of a shape.
-      shape: the shape wanted, of one group's rows in `sums_over_groups`.
+      draw: samples values of a shape.
+      shape: the requested shape, that of one group's rows in `sums_over_groups`.
     """
     groups = _groups()
     if groups == 1:
         return draw(shape)
-    # Draw for all rows and take this group's, so that grouping does not change what is dropped.
+    # Sample for all rows and take this group's, so that grouping does not change the mask.
     whole = draw((groups * shape[0], *shape[1:])).reshape(groups, *shape)
     return _of_group(whole, jax.lax.axis_index(_GROUP))
 
@@ -164,7 +164,7 @@ def _of_group(whole: jax.Array, group: jax.Array) -> jax.Array:
 
 @_of_group.def_vmap
 def _of_all_groups(size: int, batched: Any, whole: jax.Array, group: jax.Array) -> Any:
-    """All groups' parts at once are the whole; without this rule it would be a gather."""
+    """All groups' parts together are the whole array; without this rule it would be a gather."""
     del size, batched, group
     return whole, True
 

@@ -1,6 +1,6 @@
-"""Machines that need not be attached: TPU slices by name, and what is published about their chips.
+"""Machines that need not be attached: TPU slices by name, and published figures of their chips.
 
-The name counts what Google's names count: cores up to v5p, chips of v5e and v6e.
+The number in a name counts what Google's names count: cores up to v5p, chips for v5e and v6e.
 
     v3-512     512 devices (cores) on 256 chips, 16 x 16
     v4-128     64 devices (chips), 4 x 4 x 4
@@ -26,14 +26,14 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of device, as published by its maker; no speed here is measured.
+    """One kind of device, with its maker's published figures; no speed here is measured.
 
     Sources: Google Cloud's pages on the system architecture of each TPU version; for the links of
     v2 and v3, Jouppi et al. 2020 (A Domain-Specific Supercomputer for Training Deep Neural
     Networks); NVIDIA's data sheets.
 
     Attributes:
-      memory: bytes of memory for programs; a TPU's is what libtpu says is available.
+      memory: bytes of memory for programs; for a TPU, as reported by libtpu.
       flops: bfloat16 FLOP/s, dense.
       link: bytes per second that a device sends in one direction of one link.
     """
@@ -50,9 +50,9 @@ class _Family:
     Attributes:
       chip: each device.
       library: libtpu's name of the version.
-      per_chip: what a name counts for each chip.
+      per_chip: how many units of the name's number one chip counts as.
       axes: number of axes of the torus.
-      options: libtpu's options for devices as people use them.
+      options: libtpu's options for the devices as JAX uses them.
     """
 
     chip: Chip
@@ -74,7 +74,7 @@ _FAMILIES = {
     "v5p": _Family(_chip(95.74, 459e12, 90e9), "v5p", 2, 3),
     "v6e": _Family(_chip(31.25, 918e12, 90e9), "v6e", 1, 2),
 }
-# JAX's names of the kinds of devices, whole: "TPU v4 lite" is another chip than "TPU v4".
+# JAX's full names of device kinds: "TPU v4 lite" is another chip than "TPU v4".
 _TPU_KINDS = {
     "TPU v2": "v2",
     "TPU v3": "v3",
@@ -86,7 +86,7 @@ _TPU_KINDS = {
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
 }
-# The link of these is NVLink, in one direction. A kind begins with one of these names.
+# Their link is NVLink, in one direction. A device kind begins with one of these names.
 _GPUS = {
     "NVIDIA H100": _chip(80, 989e12, 450e9),
     "NVIDIA H200": _chip(141, 989e12, 450e9),
@@ -94,7 +94,7 @@ _GPUS = {
 
 
 def devices_of(topology: str) -> tuple[list[Any], Chip]:
-    """The devices of a TPU slice, to compile for, and what is published about each.
+    """The devices of a TPU slice, to compile for, and their published figures.
 
     Raises:
       UserError: for an unknown name, or without libtpu.
@@ -113,7 +113,7 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
     name = f"{family.library}:{'x'.join(map(str, torus(chips, family.axes)))}"
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, **family.options)
-    except Exception as error:  # libtpu raises what it likes for a slice that does not exist
+    except Exception as error:  # libtpu raises various errors for a slice that does not exist
         raise UserError(
             f"libtpu does not support the slice {topology} ({name}): {str(error).splitlines()[0]}",
             where="--topology",
@@ -123,7 +123,7 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
 
 
 def chip_of(topology: str) -> Chip:
-    """What is published about each device of a TPU slice; does not need libtpu.
+    """The published figures of a TPU slice's devices; does not need libtpu.
 
     Raises:
       UserError: for an unknown name.
@@ -132,17 +132,17 @@ def chip_of(topology: str) -> Chip:
 
 
 def published(device_kind: str) -> Chip | None:
-    """What is published about a kind of device, as JAX names it; None if nothing is known here."""
+    """The published figures of a device kind, by JAX's name; None if unknown here."""
     if device_kind in _TPU_KINDS:
         return _FAMILIES[_TPU_KINDS[device_kind]].chip
     return next((chip for name, chip in _GPUS.items() if device_kind.startswith(name)), None)
 
 
 def memory_of(device: Any) -> int | None:
-    """Bytes that programs may take on a device; None if that is not known, as on a CPU.
+    """Bytes that programs may use on a device; None if unknown, as on a CPU.
 
-    An attached device says what JAX takes of it, which on a GPU is less than what is published. One
-    that is only described, by `devices_of`, has no statistics.
+    For an attached device this is JAX's limit, which on a GPU is less than the published size. A
+    device that is only described, by `devices_of`, has no statistics.
     """
     try:
         limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -153,7 +153,7 @@ def memory_of(device: Any) -> int | None:
 
 
 def torus(chips: int, axes: int) -> Sequence[int]:
-    """How chips are arranged: as equal powers of two as can be, the longest axis last.
+    """The arrangement of chips: powers of two as equal as possible, the longest axis last.
 
     A 3-D torus of four chips or fewer is flat: v4-8 is 2 x 2 x 1.
     """
@@ -165,13 +165,13 @@ def torus(chips: int, axes: int) -> Sequence[int]:
 
 def _parsed(topology: str) -> tuple[_Family, int]:
     """The version and the number of chips of a name such as v3-512 or v5litepod-16."""
-    # Google's accelerator types say v5litepod for v5e.
+    # Google's accelerator types use v5litepod for v5e.
     name = topology.lower().replace("v5litepod", "v5e")
     match = re.fullmatch(r"(v\w+)-(\d+)", name)
     family = _FAMILIES.get(match[1]) if match else None
     count = int(match[2]) if match else 0
     chips = count // family.per_chip if family else 0
-    # A power of two has no bit in common with the number before it.
+    # A power of two shares no bit with the number before it.
     if family is None or chips < 1 or chips & (chips - 1):
         raise UserError(
             f"There is no topology {topology!r}.",
