@@ -1,10 +1,10 @@
 """Makes Mesh TensorFlow 0.1.21 and t5 0.9.4 import, train and score on a current TensorFlow.
 
-Both libraries were written against TensorFlow 2.3 to 2.8. This module restores what TensorFlow has
-since moved or dropped, works around what Mesh TensorFlow gets wrong on CPU, and replaces no code of
-either library with our own copy. Each patch is a function whose docstring says why it exists. Where
-a patch restores something, it does nothing if TensorFlow (or the library) still has it. `install()`
-applies them all; it must run before the first `import mesh_tensorflow`.
+Both libraries were written for TensorFlow 2.3 to 2.8. This module restores what TensorFlow has
+since moved or dropped, works around Mesh TensorFlow's faults on CPU, and replaces no code of either
+library with our own copy. Each patch is a function whose docstring gives its reason. A patch that
+restores something does nothing if TensorFlow (or the library) still has it. `install()` applies
+them all; it must run before the first `import mesh_tensorflow`.
 
     from t0repro import compat
 
@@ -13,8 +13,8 @@ applies them all; it must run before the first `import mesh_tensorflow`.
     import t5.models
 
 TPU training through Mesh TensorFlow needs the embedding and session support that TensorFlow 2.16
-and later no longer ship. The stand-ins for those modules raise `UnsupportedTPUError` when they are
-called, never when they are imported: a CPU run imports them and calls none of them.
+and later no longer ship. The stand-ins for those modules raise `UnsupportedTPUError` only when
+called, not when imported: a CPU run imports them and calls none of them.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _TPU_ONLY_MODULES = (
     "tensorflow.python.tpu.tpu_embedding_gradient",
 )
 
-# Lines that TensorFlow's C++ libraries print while they load, before any log level takes effect.
+# Lines that TensorFlow's C++ libraries print while loading, before any log level takes effect.
 _START_UP_LINES = (
     b"before absl::InitializeLog()",
     b"cudart_stub.cc",  # there is no CUDA driver
     b"failed call to cuInit",  # the same, at the first look for devices
 )
 
-# Parts of log lines that are of no use to the user: deprecations inside the libraries, the places
-# where gin looks before it finds a file, the TPU that is not there.
+# Log lines that do not help the user: deprecations inside the libraries, places where gin looks
+# before it finds a file, and the missing TPU.
 _USELESS_LOG_LINES = (
     "deprecat",
     "will be removed",
@@ -68,7 +68,7 @@ _USELESS_LOG_LINES = (
     "Found more than one metagraph event per run",
 )
 
-# Modules whose Python warnings concern code that no user of this package can change.
+# Modules whose Python warnings concern code that users of this package cannot change.
 _QUIET_MODULES = (
     "absl",
     "apache_beam",
@@ -113,7 +113,7 @@ def install() -> None:
     provide_tpu_only_modules()
     provide_estimator()
     provide_torch_absence()
-    # From here on the patches import Mesh TensorFlow, which the ones above make possible.
+    # From here on the patches import Mesh TensorFlow, which the patches above make possible.
     update_after_all_gradients()
     keep_ids_when_scoring()
     decode_to_text_when_inferring()
@@ -123,7 +123,7 @@ def install() -> None:
 def quiet_native_logs() -> None:
     """Sets the level of TensorFlow's C++ log, in which its warnings repeat for every task.
 
-    Errors remain, and a level that the user has set. JAX sets another if it is imported first.
+    Errors remain, and so does a level that the user has set. JAX sets another if imported first.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -158,7 +158,7 @@ def quiet_logs() -> None:
 @contextlib.contextmanager
 def _without_lines(unwanted: tuple[bytes, ...]) -> Iterator[None]:
     """Buffers what is written to file descriptor 2, then prints it without the unwanted lines."""
-    # The descriptor, not sys.stderr: the lines come from C++, which does not know about sys.stderr.
+    # Use the descriptor, not sys.stderr: the lines come from C++, which bypasses sys.stderr.
     with tempfile.TemporaryFile() as held:
         sys.stderr.flush()
         terminal = os.dup(2)

@@ -51,7 +51,7 @@ def storage_error(error: BaseException) -> UserError | None:
     """Turns a disk error into a UserError with a fix; returns None for any other kind of error."""
     if isinstance(error, OSError) and error.errno in _BY_NUMBER:
         what, fix = _BY_NUMBER[error.errno]
-        # A rename has two names; people know the second, the first is a temporary one.
+        # A rename has two names; users know the second, since the first is temporary.
         name = error.filename2 or error.filename
         where = os.fspath(name) if isinstance(name, str | os.PathLike) else None
     else:
@@ -73,7 +73,7 @@ def storage_error(error: BaseException) -> UserError | None:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Adds a file's name to the disk's errors that have none: those of writing to an open file."""
+    """Adds a file's name to disk errors without one: those of writing to an open file."""
     try:
         yield
     except OSError as error:
@@ -83,7 +83,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def output_path(path: str | os.PathLike[str], where: str | None = None) -> Path:
-    """The path of what is to be written. Every path that a command writes to is made here.
+    """The path of an output. Every path that a command writes to is made here.
 
     Args:
       path: A local path, `file:///...`, or an address, of which this is the working copy: what is
@@ -99,7 +99,7 @@ def output_path(path: str | os.PathLike[str], where: str | None = None) -> Path:
 
 
 def input_path(path: str | os.PathLike[str], where: str | None = None) -> Path:
-    """The path of what is to be read, where only local files can be; see `output_path`.
+    """The path of an input that only local files can provide; see `output_path`.
 
     Raises:
       UserError: For an address that cannot be opened.
@@ -116,7 +116,7 @@ def check_output(path: str | os.PathLike[str], where: str | None = None) -> None
 
 
 def check_no_objects(path: str | os.PathLike[str]) -> None:
-    """Raises UserError for an address where there is something already; never for a local path."""
+    """Raises UserError for an address at which anything exists; never for a local path."""
     if is_address(path) and exists(spelled(path)):
         raise UserError(
             "There are objects at this address already.",
@@ -140,7 +140,7 @@ def make_folder(folder: str | os.PathLike[str]) -> None:
     for path in (folder, *folder.parents):
         if path.exists():
             break
-        # The last net: a path that was made absolute no longer begins with its scheme.
+        # The last check: a path made absolute no longer begins with its scheme.
         if is_address(f"{path.name}/"):
             address = spelled(f"{path.name}//{folder.relative_to(path)}")
             raise UserError(
@@ -151,18 +151,18 @@ def make_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def check_is_no_pattern(path: str | os.PathLike[str], what: str) -> None:
-    """Refuses a path below which others do not find what is written.
+    """Refuses a path below which other libraries do not find the files written.
 
-    Orbax, for the parts of a checkpoint that it joins, and SeqIO, for a cache's files, look by a
-    pattern that begins with the path. Where a name in it has brackets they find nothing: Orbax
-    leaves without an error what nobody can read.
+    Orbax, for the parts of a checkpoint that it joins, and SeqIO, for a cache's files, search by a
+    pattern that begins with the path. If a name in it has brackets, they find nothing: Orbax then
+    leaves, without an error, a checkpoint that cannot be read.
 
     Args:
-      path: the path of what is to be written.
-      what: it, in the plural, for the message.
+      path: the output's path.
+      what: the name of the output, in the plural, for the message.
 
     Raises:
-      UserError: if the path, taken as a pattern, does not stand for itself.
+      UserError: if the path, used as a pattern, does not match itself.
     """
     whole = os.path.abspath(path)
     if not fnmatch.fnmatchcase(whole, whole):
@@ -178,7 +178,7 @@ def write_atomically(
 ) -> None:
     """Writes a file under a temporary name, syncs it and renames it into place.
 
-    Creates the parent directory if needed. A private file is readable by its owner alone (0600).
+    Creates the parent directory if needed. A private file is readable only by its owner (0600).
 
     Raises:
       OSError: With the file's name, if it cannot be written.
@@ -189,7 +189,8 @@ def write_atomically(
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
-        # Never open to others, not even while it is being written; the umask may take more away.
+        # Never readable by others, even while it is being written; the umask may restrict it
+        # further.
         mode = 0o600 if private else 0o666
         opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with open(opened, "wb") as file:
@@ -203,7 +204,7 @@ def write_atomically(
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     finally:
         with contextlib.suppress(OSError):
-            # After a rename there is nothing left under this name.
+            # After the rename this name no longer exists.
             temporary.unlink(missing_ok=True)
 
 
@@ -252,8 +253,8 @@ def atomic_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 def sync_tree(folder: str | os.PathLike[str]) -> None:
     """Syncs every file and directory below a folder to disk.
 
-    A rename can reach the disk before the content of what it renames: after a power failure, the
-    final name could then stand for empty files.
+    A rename can reach the disk before the content of the renamed files: after a power failure, the
+    final name could then refer to empty files.
     """
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -283,7 +284,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turns a full, read-only or vanished disk into a UserError.
 
     Args:
-      path: what is being written, for errors that do not name a file.
+      path: the path being written, for errors that do not name a file.
 
     Raises:
       UserError: in place of the error of the file system or of a library on top of it.

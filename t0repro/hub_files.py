@@ -1,7 +1,7 @@
 """Lists, downloads (resuming) and verifies the files of a Hugging Face repository or a GCS bucket.
 
 huggingface_hub is not used because it checks sizes but not checksums, and without a network it
-fails only after retries. Two requests of the hub's HTTP API are used (shown for datasets), and two
+fails only after retries. This uses two requests of the hub's HTTP API (shown for datasets), and two
 of Google Cloud Storage's JSON API:
 
     GET /api/datasets/<repository>/tree/<revision>/<folder>        names, sizes, checksums
@@ -27,9 +27,9 @@ from t0repro.errors import UserError
 from t0repro.files import naming
 
 TIMEOUT_SECONDS = (5.0, 30.0)
-"""To connect, and between two packets."""
+"""Timeout in seconds, to connect and between two packets."""
 DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0)
-"""Before each further attempt after a server's error or a cut transfer."""
+"""Seconds before each further attempt after a server error or an interrupted transfer."""
 _BLOCK = 1 << 20
 _MOST_PAGES = 1000  # of a listing, at a thousand files a page; stops endless listings
 
@@ -99,7 +99,7 @@ class RemoteFiles(abc.ABC):
         import requests
 
         self._session = requests.Session()
-        # User and password stay in the session: addresses are shown, recorded and compared.
+        # User and password stay in the session, because addresses are shown, recorded and compared.
         address = urllib.parse.urlsplit(base_url)
         user, _, server = address.netloc.rpartition("@")
         if user:
@@ -137,7 +137,7 @@ class RemoteFiles(abc.ABC):
         self._resume(file, to, advance)
         if self._is_right(file, to):
             return
-        # Most likely it resumed from a wrong beginning; try once more from the start.
+        # It probably resumed from a wrong beginning; retry once from the start.
         advance(-file.size)
         to.unlink()
         self._resume(file, to, advance)
@@ -161,7 +161,7 @@ class RemoteFiles(abc.ABC):
         """Sends a request, with retries; returns the response if it is a success, 404 or 416."""
         import requests
 
-        # None stands for the last attempt, after which nothing is waited for.
+        # None marks the last attempt, after which there is no waiting.
         for delay in (*self._delays, None):
             try:
                 answer = self._session.get(url, timeout=TIMEOUT_SECONDS, **options)
@@ -173,12 +173,12 @@ class RemoteFiles(abc.ABC):
                     fix="Give another --base-url; only http and https addresses are followed.",
                 ) from error
             except requests.RequestException as error:
-                # Nothing has ever come from this server: most likely there is no network, and
-                # retrying would only delay the message.
+                # This server has never responded: there is probably no network, and retrying would
+                # only delay the message.
                 if not self._reached or delay is None:
                     raise self._unreachable(error) from error
             else:
-                # 404 and 416 are answers that callers understand.
+                # Callers handle 404 and 416.
                 if answer.status_code < 400 or answer.status_code in (404, 416):
                     return answer
                 answer.close()
@@ -195,7 +195,7 @@ class RemoteFiles(abc.ABC):
         """Appends to `to` until it has the listed size; progress resets the retries."""
         to.touch()
         have = to.stat().st_size
-        # Longer than the file: left by another version of it.
+        # Longer than the file: left over from another version of it.
         if have > file.size:
             to.write_bytes(b"")
             have = 0
@@ -205,7 +205,7 @@ class RemoteFiles(abc.ABC):
             came, error = self._append(file, to, have, advance)
             have += came
             if came > 0:
-                # Bytes came, so the server is there: the delays start over.
+                # Bytes arrived, so the server is reachable: start the delays over.
                 attempts = iter(self._delays)
             if have >= file.size:
                 break
@@ -234,23 +234,22 @@ class RemoteFiles(abc.ABC):
                     where=self._url(file),
                     fix="Try again later, or from another --base_url.",
                 )
-            # A range was granted only if the answer says where it begins; otherwise the
-            # whole file comes.
+            # The server granted the range only if its response says where it begins; otherwise it
+            # sends the whole file.
             goes_on = answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
             start = have if answer.status_code == 206 and goes_on else 0
             if start < have:  # the server ignored the range and sent the whole file
                 advance(start - have)
             came, error = start, "it ends early"
             with naming(to), open(to, "r+b") as target:
-                # What is beyond the beginning is replaced, or the file would stay
-                # too long.
+                # Truncate beyond the beginning, or the file would stay too long.
                 target.truncate(start)
                 target.seek(start)
                 try:
-                    # iter_content would drop the part of a block that arrived before a cut.
+                    # iter_content would drop the part of a block that arrived before an
+                    # interruption.
                     while came < file.size and (block := answer.raw.read1(_BLOCK)):
-                        # Never more than the listed size, whatever the
-                        # server sends.
+                        # Never write more than the listed size, whatever the server sends.
                         block = block[: file.size - came]
                         target.write(block)
                         came += len(block)

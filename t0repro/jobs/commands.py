@@ -1,4 +1,4 @@
-"""The command of an auxiliary job, checked against what people get wrong before any job starts."""
+"""The command of an auxiliary job, checked for common mistakes before any job starts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _RUN_MODES = ("train", "eval")
 
 @dataclasses.dataclass(frozen=True)
 class JobSettings:
-    """What the auxiliary jobs of a training run do.
+    """The settings of a training run's auxiliary jobs.
 
     Attributes:
-      mixtures: each has a job of its own for each checkpoint.
-      gin_file: of the auxiliary job, after those of the training.
-      train_gin_files: of the training; with `replace_gin_file` they are left out.
+      mixtures: each gets its own job for each checkpoint.
+      gin_file: the auxiliary job's, read after the training run's.
+      train_gin_files: the training run's; `replace_gin_file` omits them.
       gin_bindings: overrides for the auxiliary job, `NAME = VALUE`.
       final_steps: 0 evaluates each checkpoint; N fine-tunes each for N steps.
       build_target: "eval" or "train" (T5X's label //t5x:eval is the same), or "rank-eval", which
@@ -67,7 +67,7 @@ class JobSettings:
     @property
     def gin_files(self) -> tuple[str, ...]:
         """The job's gin files in the order in which gin reads them."""
-        # The job's file comes last, since a later binding wins.
+        # Put the job's file last, since a later binding wins.
         own = (self.gin_file,) if self.gin_file else ()
         return own if self.replace_gin_file else (*self.train_gin_files, *own)
 
@@ -81,8 +81,7 @@ class JobSettings:
         t0repro = (INTERPRETER, "-m", "t0repro.cli")
         options = self._words[1:]
         if self.run_mode:
-            # Only macros that the files read: t0repro refuses one on the command line that nothing
-            # reads.
+            # Pass only macros that the files read: t0repro refuses others on the command line.
             replaced = [f"--gin.{name}={values[name]!r}" for name in values if name in macros]
             return (
                 *t0repro,
@@ -103,20 +102,20 @@ class JobSettings:
 
 
 def _filled(words: list[str], values: Mapping[str, str | int]) -> list[str]:
-    """A command with the values in place of their names, or after it where it names none."""
+    """A command with the values in place of their names, or appended if it has no names."""
     filled = []
     for word in words:
         for name, value in values.items():
             word = word.replace(f"{{{name}}}", str(value))
         filled.append(word)
-    # A command that names none of the values gets all of them, so that it can tell its jobs apart.
+    # A command without any of the names gets all values, so that it can distinguish its jobs.
     if filled == words:
         filled += [f"--{name.lower()}={value}" for name, value in values.items()]
     return filled
 
 
 def check(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
-    """Checks everything about the jobs that can be known before the first checkpoint.
+    """Checks everything about the jobs that is known before the first checkpoint.
 
     Returns:
       The macros that the job's gin files read, empty if it reads none; and warnings.
@@ -168,7 +167,7 @@ def _check_command(build_target: str) -> None:
 
 
 def _check_evaluation(settings: JobSettings) -> None:
-    """What holds for every job that does not train."""
+    """Checks the rules for jobs that do not train."""
     if settings.final_steps:
         raise UserError(
             f"The job is `{settings.target}`, which takes no steps, but"
@@ -205,7 +204,7 @@ def _check_gin(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
             if used
             else f"Bind the checkpoint's path to %{CHECKPOINT}.",
         )
-    # With values in place of what the controller will set, everything else must be complete.
+    # With examples for what the controller will set, everything else must be complete.
     examples = {MODEL_DIR: "'d'", MIXTURE: "'m'", CHECKPOINT: "'c'", TRAIN_STEPS: 1, OUTPUT: "'o'"}
     values = [f"{name} = {value}" for name, value in examples.items() if name in macros]
     parsed = gin_files.parse(
@@ -238,16 +237,16 @@ def check_by_dry_run(
 ) -> None:
     """Checks tasks, splits, caches, vocabularies and lengths, each mixture as its job would.
 
-    A process of its own for each, since registering the jobs' tasks here could clash with the
+    Each runs in its own process, since registering the jobs' tasks here could clash with the
     training run's.
 
     Args:
-      settings: What the jobs do; a command of the user's own is not run.
-      macros: What `check` returned.
+      settings: The jobs' settings; a user's own command is not run.
+      macros: The result of `check`.
       environment: Variables for the jobs.
 
     Raises:
-      UserError: With what the job would end with.
+      UserError: With the error that would end the job.
     """
     if settings.run_mode is None and settings.target != "rank-eval":
         return
@@ -273,6 +272,6 @@ def check_by_dry_run(
 
 
 def _message(said: str) -> str:
-    """A command's own error, with its where and to do, out of all that it said."""
+    """A command's own error, with where and what to do, from all of its output."""
     _, mark, message = said.rpartition("\nt0repro: ")
     return (message if mark else said).strip()

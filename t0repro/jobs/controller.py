@@ -1,9 +1,10 @@
-"""Starts one job for each new checkpoint and mixture, and sees each through to one success.
+"""Starts one job for each new checkpoint and mixture, and restarts it until it succeeds.
 
-All that the controller knows is in the journal and in the jobs' exit files, so it may be killed at
-any moment and started again. A point (a checkpoint with a mixture) goes from waiting to running to
-succeeded; a job that fails is started again after a pause that doubles, up to a limit; one that was
-interrupted, with its controller or by its engine, is started again without being counted.
+The controller's whole state is in the journal and in the jobs' exit files, so it may be killed and
+restarted at any moment. A point (a checkpoint with a mixture) goes from waiting to running to
+succeeded. A failed job is restarted after a pause that doubles each time, up to a limit on
+failures. A job interrupted with its controller or by its engine is restarted without counting as a
+failure.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from t0repro.progress import say
 from t0repro.words import counted
 
 SETTINGS = "settings.json"
-# Engines show a job they have just accepted a little later.
+# Engines show a newly accepted job with a delay.
 _LOOKS_BEFORE_LOST = 3
 _LINES_OF_LOG = 15
-# What commands end with after a mistake of the user's; `cli.gate`, argparse and absl do.
+# Exit code after a user error, in `cli.gate`, argparse and absl.
 USER_ERROR = 2
 
 
@@ -44,13 +45,13 @@ class Policy:
     """How jobs are scheduled.
 
     Attributes:
-      max_parallel: jobs at a time.
+      max_parallel: maximum number of jobs at a time.
       poll_seconds: seconds between polls of checkpoints and jobs.
-      max_failures: jobs of a point that may fail before it is given up.
+      max_failures: number of failed jobs after which a point is given up.
       retry_seconds: pause after the first failure; it doubles with each further one.
-      limits: what each job may use.
+      limits: resource limits of each job.
       environment: variables for each job.
-      options: for the engine.
+      options: options for the engine.
       metric: the tag shown as main metric; None chooses one.
     """
 
@@ -80,7 +81,7 @@ class Controller:
           UserError: if a job could not work; see `commands.check`.
         """
         self._model_dir = absolute(model_dir)
-        # In a bucket, what the jobs write is in a working copy, and uploaded.
+        # In a bucket, jobs write to a working copy, which is uploaded.
         self._folder = output_path(self._model_dir / FOLDER)
         self._pins = pins.pins_of(self._model_dir, self._folder)
         self._settings = settings
@@ -94,7 +95,7 @@ class Controller:
         self._not_before: dict[Point, float] = {}
 
     def run(self, training_goes_on: Callable[[], bool]) -> bool:
-        """Works until the training has ended and nothing is left to do.
+        """Works until training has ended and nothing is left to do.
 
         Args:
           training_goes_on: whether more checkpoints may come.
@@ -120,9 +121,9 @@ class Controller:
             return all(each.state == "succeeded" for each in self._journal.progress.values())
 
     def _look(self, more_to_come: bool) -> bool:
-        """Does what can be done now; returns whether to look again."""
-        # Checkpoints first, so that each is pinned before the training deletes it. Pins are
-        # released last.
+        """Does what is possible now; returns whether to poll again."""
+        # Checkpoints first, so that each is pinned before the training run deletes it; release pins
+        # last.
         self._look_for_checkpoints()
         self._look_at_jobs()
         self._start_jobs()
@@ -146,7 +147,7 @@ class Controller:
                 self._journal.add("seen" if kept else "missed", point)
 
     def _try_again(self) -> None:
-        """Takes up what an earlier controller gave up: its cause may be gone."""
+        """Retries points that an earlier controller gave up, since the cause may be gone."""
         there = pins.whole_checkpoints(self._model_dir)
         for point, progress in self._journal.progress.items():
             if progress.state == "given up" and point.step in there:
@@ -167,7 +168,7 @@ class Controller:
         for point, progress in sorted(self._journal.progress.items()):
             if progress.state != "running":
                 continue
-            # A restarted controller meets jobs that it did not start itself.
+            # After a restart, there are jobs that this controller did not start.
             job = self._running.setdefault(point, self._job(point, progress.attempt))
             state = self._launcher.state(job)
             if state in ("waiting", "running"):
@@ -184,7 +185,7 @@ class Controller:
         return self._lost[point] >= _LOOKS_BEFORE_LOST
 
     def _end(self, point: Point, progress: PointProgress, job: Job, *, interrupted: bool) -> None:
-        """Notes how a job ended; `interrupted` if by its engine, unless it left an exit file."""
+        """Records how a job ended; `interrupted` if its engine ended it without an exit file."""
         del self._running[point]
         self._lost.pop(point, None)
         ending = job.ending
@@ -204,7 +205,7 @@ class Controller:
         failures = progress.failures + 1
         self._journal.add("failed", point, reason=reason)
         say(f"{who}: failed: {reason}; {job.log_file} ends:\n{_end_of(job.log_file)}")
-        # The same mistake would be there again.
+        # A user error would only recur.
         mistaken = ending is not None and ending.exit_code == USER_ERROR
         if mistaken or failures >= self._policy.max_failures:
             self._journal.add("given up", point, reason=reason)
@@ -222,7 +223,7 @@ class Controller:
                 continue
             if time.monotonic() < self._not_before.get(point, 0.0):
                 continue
-            if self._pins.path(point.step) is None:  # deleted while there was no controller
+            if self._pins.path(point.step) is None:  # deleted while no controller ran
                 self._journal.add("missed", point)
                 continue
             self._start(point, progress.attempt + 1)
@@ -230,11 +231,11 @@ class Controller:
     def _start(self, point: Point, attempt: int) -> None:
         job = self._job(point, attempt)
         if not self._settings.final_steps:
-            # What a dead attempt at an evaluation wrote is no part of the next one's results; a
-            # fine-tuning continues from its own checkpoints.
+            # Discard results of a dead evaluation attempt; a fine-tuning resumes from its own
+            # checkpoints.
             shutil.rmtree(self._results_of(point), ignore_errors=True)
         make_folder(self._results_of(point))
-        # Noted before it is submitted, so that no job runs that the journal does not know.
+        # Record it before submitting, so that no job runs that the journal lacks.
         self._journal.add("started", point, attempt=attempt)
         working_copies.upload(self._model_dir / FOLDER)
         self._launcher.submit(job)
@@ -243,7 +244,7 @@ class Controller:
 
     def _job(self, point: Point, attempt: int) -> Job:
         values = self._values(point)
-        # Two training runs have the same mixtures and steps; their jobs may share an engine.
+        # Include the folder: two training runs with equal mixtures and steps may share an engine.
         named = f"{self._model_dir / FOLDER}\n{point.mixture}"
         digest = hashlib.sha256(named.encode()).hexdigest()[:8]
         return Job(
@@ -257,26 +258,26 @@ class Controller:
         )
 
     def _values(self, point: Point) -> dict[str, str | int]:
-        """What each macro is replaced by.
+        """The value of each macro.
 
-        An evaluation's output is its own until it is published, so that an attempt that dies
+        An evaluation's output stays separate until it is published, so that an attempt that dies
         leaves nothing in the training run's curves.
         """
         output = str(self._results_of(point))
         return {
-            # A job that trains does so in a folder of its own: the training run's is held.
+            # A job that trains uses its own folder, since the training run's is locked.
             commands.MODEL_DIR: self._place_of(point)
             if self._settings.target == "train"
             else str(self._model_dir),
             commands.MIXTURE: point.mixture,
-            # None for a job of an earlier controller, whose command is not used again.
+            # None for an earlier controller's job, whose command is not used again.
             commands.CHECKPOINT: self._pins.path(point.step) or "",
             commands.TRAIN_STEPS: point.step + self._settings.final_steps,
             commands.OUTPUT: output,
         }
 
     def _folder_of(self, point: Point) -> Path:
-        # A mixture's name may hold what a folder's may not.
+        # Quote the name: a mixture's may contain characters that a folder's may not.
         mixture = urllib.parse.quote(point.mixture, safe="")
         return self._folder / mixture / f"step_{point.step}"
 
@@ -284,11 +285,11 @@ class Controller:
         return self._folder_of(point) / "output"
 
     def _place_of(self, point: Point) -> str:
-        """Where a job's results belong: an address, of which `_results_of` is the working copy."""
+        """The place of a job's results: an address, if `_results_of` is its working copy."""
         return str(self._model_dir / FOLDER / self._results_of(point).relative_to(self._folder))
 
     def _finished_results(self, point: Point) -> contextlib.AbstractContextManager[Path]:
-        """What a job has written, for a block."""
+        """A context with the files that a job has written."""
         if self._settings.target == "train":  # in a bucket it writes there by itself
             return working_copies.fetched(self._place_of(point))
         return contextlib.nullcontext(self._results_of(point))
@@ -296,7 +297,7 @@ class Controller:
     # ---- Results -------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """Publishes what is finished, a mixture's steps in their order."""
+        """Publishes finished results, each mixture's steps in order."""
         for mixture in self._settings.mixtures:
             for point, progress in sorted(self._journal.progress.items()):
                 if point.mixture != mixture:
@@ -318,7 +319,7 @@ class Controller:
     # ---- The folder ----------------------------------------------------------------------------
 
     def _check_settings(self) -> None:
-        """Refuses a folder in which other jobs were started; mixtures may be added."""
+        """Refuses a folder in which other jobs were started; new mixtures are allowed."""
         path = self._folder / SETTINGS
         now = dataclasses.asdict(self._settings) | {"mixtures": None}
         text = json.dumps(now, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""The journal of auxiliary jobs, one line for each event, and the status that follows from it."""
+"""The journal of auxiliary jobs, one line per event, and the status derived from it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FINAL: frozenset[State] = frozenset(["succeeded", "given up", "missed"])
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Point:
-    """One checkpoint with one mixture: what one job is for, and one point of a curve."""
+    """One checkpoint with one mixture: the subject of one job, and one point of a curve."""
 
     step: int
     mixture: str
@@ -43,14 +43,14 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class PointProgress:
-    """How far a point has come.
+    """A point's progress.
 
     Attributes:
       attempt: number of the latest job, from 1; 0 before the first.
-      failures: jobs that failed by themselves since the controller was asked to try again; those
-        that were interrupted are not counted.
-      published: whether its results are where people read them.
-      seconds: how long the job that succeeded took.
+      failures: jobs that failed by themselves since the controller was asked to retry; interrupted
+        ones do not count.
+      published: whether its results are in their final place.
+      seconds: duration of the job that succeeded.
       metric: its main metric, as (tag, value).
       reason: why the latest job failed.
     """
@@ -73,10 +73,10 @@ class JobJournal:
     """Reads a folder's journal and adds to it; the caller holds the folder's lock while it adds."""
 
     def __init__(self, folder: Path):
-        """Reads what is there.
+        """Reads the existing journal.
 
         Raises:
-          UserError: if a line cannot be read that no dying process leaves: someone edited it.
+          UserError: if a line is damaged in a way that only editing explains.
         """
         self.path = folder / JOURNAL
         self.progress: dict[Point, PointProgress] = {}
@@ -86,7 +86,7 @@ class JobJournal:
                 if line:
                     self._take(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
-                # A dying process leaves only a last line, or one that begins well and breaks off.
+                # A dying process leaves only a bad last line, or a truncated one.
                 if number < len(lines) and not _was_cut(line):
                     raise UserError(
                         f"Line {number} of the journal cannot be read: {error}.",
@@ -95,7 +95,7 @@ class JobJournal:
                     ) from error
 
     def add(self, event: str, point: Point, **details: Any) -> PointProgress:
-        """Writes an event ("seen", "started", "failed", ...) and returns where the point is now."""
+        """Writes an event ("seen", "started", "failed", ...) and returns the point's progress."""
         line = {"event": event, **dataclasses.asdict(point), **details}
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         _append(self.path, json.dumps(line | {"time": now}))
@@ -125,7 +125,7 @@ class JobJournal:
 def _append(path: Path, line: str) -> None:
     is_new = not path.exists()
     with naming(path), open(path, "ab") as file:
-        # A line that a power failure cut must not swallow this one.
+        # A line truncated by a power failure must not absorb this one.
         cut = file.tell() > 0 and not _ends_in_newline(path)
         file.write((b"\n" if cut else b"") + line.encode() + b"\n")
         file.flush()
@@ -142,7 +142,7 @@ def _ends_in_newline(path: Path) -> bool:
 
 
 def _was_cut(line: bytes) -> bool:
-    """Whether a line is the beginning of one, as a killed write leaves it."""
+    """Whether a line is truncated, as a killed write leaves it."""
     return line.startswith(b"{") and not line.endswith(b"}")
 
 
@@ -174,7 +174,7 @@ def rows(status: dict[Point, PointProgress]) -> list[tuple[str, ...]]:
         (
             f"{point.step:,}",
             point.mixture,
-            # A point that succeeded in the end still has the reason of an earlier failure.
+            # A point that finally succeeded still has the reason of an earlier failure.
             f"{each.state}: {each.reason}" if _is_bad(each) else each.state,
             str(each.attempt),
             "" if each.seconds is None else f"{each.seconds:.0f}",
@@ -207,7 +207,7 @@ def to_json(status: dict[Point, PointProgress]) -> list[dict[str, Any]]:
 def curves(status: dict[Point, PointProgress]) -> list[str]:
     """One line for each mixture: its main metric over the steps, as bars between its extremes.
 
-    Values that are NaN or Inf have no place in a curve; the table has them.
+    Values that are NaN or Inf are left out of curves; the table has them.
     """
     lines = []
     by_mixture = sorted(status.items(), key=lambda item: (item[0].mixture, item[0].step))
@@ -217,7 +217,7 @@ def curves(status: dict[Point, PointProgress]) -> list[str]:
             for point, each in points
             if each.metric is not None and math.isfinite(each.metric[1])
         ]
-        # One point is no curve.
+        # One point does not make a curve.
         if len(found) > 1:
             tag, values = found[0][1][0], [metric[1] for _, metric in found]
             steps = f"steps {found[0][0]:,} to {found[-1][0]:,}"

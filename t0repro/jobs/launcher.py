@@ -1,4 +1,4 @@
-"""What the controller asks of an engine that runs jobs, and the engine that is this machine."""
+"""The interface of engines that run jobs, and the engine for this machine."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Job:
     """One attempt at one point.
 
     Attributes:
-      name: unique to the attempt, the same at each start of the controller; engines find it by it.
+      name: unique to the attempt and stable across controller restarts; engines find it by name.
       folder: receives the job's file, log and exit file.
-      environment: variables; those that look like secrets are not written into the job's file.
-      options: what a machine's entry says to the engine, as written there.
+      environment: variables; those that look like secrets are kept out of the job's file.
+      options: a machine's options for the engine, as written in its entry.
     """
 
     name: str
@@ -45,24 +45,24 @@ class Job:
 
     @property
     def lock_file(self) -> Path:
-        """Locked while any process of the job lives on this machine."""
+        """Locked while any of the job's processes lives on this machine."""
         return self.folder / f"{self.name}.lock"
 
     @property
     def ending(self) -> Ending | None:
-        """How the job ended; None if it runs, or was killed with its worker."""
+        """The job's ending; None if it runs, or was killed with its worker."""
         return Ending.read(self.folder / f"{self.name}.exit.json")
 
     @property
     def secrets(self) -> dict[str, str]:
-        """The variables that an engine hands to the job itself, past the job's file."""
+        """The variables that an engine passes to the job directly, not in the job's file."""
         given = self.environment.items()
         return {name: value for name, value in given if is_secret(name, value)}
 
     def write(
         self, *, processors: tuple[int, ...] | None = None, dies_with_parent: bool = False
     ) -> Path:
-        """Writes the file that the worker is started with and returns its path."""
+        """Writes the worker's input file and returns its path."""
         make_folder(self.folder)
         path = self.folder / f"{self.name}.json"
         Work(
@@ -92,15 +92,15 @@ class Launcher(Protocol):
         ...
 
     def state(self, job: Job) -> EngineState:
-        """Where a job is.
+        """A job's state.
 
         "preempted" if the engine took its machine away, or the machine failed; "unknown" if the
-        engine has never had the job, or has forgotten it.
+        engine never had the job, or has forgotten it.
         """
         ...
 
     def cancel(self, job: Job) -> None:
-        """Ends a job, if it is there, with all its processes."""
+        """Ends a job and all its processes, if it exists."""
         ...
 
     def close(self) -> None:
@@ -129,12 +129,12 @@ class LocalLauncher:
             [sys.executable, "-m", "t0repro.jobs.worker", str(path)],
             env={**os.environ, **job.secrets},
             stdin=subprocess.DEVNULL,
-            # A Ctrl-C at the terminal is the controller's, which then ends its jobs in order.
+            # Ctrl-C at the terminal goes to the controller only, which then ends its jobs in order.
             start_new_session=True,
         )
 
     def _free_processors(self, count: int | None) -> tuple[int, ...] | None:
-        """So many processors, those first that fewest of the running jobs use."""
+        """The requested number of processors, those used by the fewest running jobs first."""
         if count is None:
             return None
         busy = [
@@ -148,17 +148,17 @@ class LocalLauncher:
         )
 
     def state(self, job: Job) -> EngineState:
-        """Where a job is; one left by a dead controller runs while a process of it lives."""
+        """A job's state; one left by a dead controller runs while any of its processes lives."""
         worker = self._workers.get(job.name)
         if worker is not None and worker.poll() is None:
             return "running"
-        # The worker may be gone, or be a dead controller's; what the job started may live on.
+        # The worker may be gone or belong to a dead controller, while the job's processes live on.
         if _is_alive(job):
             return "running"
         return "ended" if worker is not None or job.ending is not None else "unknown"
 
     def cancel(self, job: Job) -> None:
-        """Asks a job to end, and after a while kills it with all that it started."""
+        """Asks a job to end, and after a while kills it with everything it started."""
         worker = self._workers.get(job.name)
         if worker is not None and worker.poll() is None:
             worker.terminate()
@@ -166,7 +166,7 @@ class LocalLauncher:
                 worker.wait(GRACE_SECONDS * 1.5)
         while _is_alive(job):
             with contextlib.suppress(ProcessLookupError, ValueError):
-                # While the lock is held the group exists, so its number is not another's.
+                # While the lock is held the group exists, so its number cannot belong to another.
                 os.killpg(int(job.lock_file.read_text()), signal.SIGKILL)
             time.sleep(0.05)
 
@@ -177,7 +177,7 @@ class LocalLauncher:
 
 
 def _is_alive(job: Job) -> bool:
-    """Whether any process of a job lives: all of them hold its lock."""
+    """Whether any process of a job lives: each holds its lock."""
     try:
         lock = os.open(job.lock_file, os.O_RDWR)
     except FileNotFoundError:

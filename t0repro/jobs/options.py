@@ -15,7 +15,7 @@ import typer
 
 @dataclasses.dataclass(frozen=True)
 class AuxiliaryOptions:
-    """What T5X's page on auxiliary jobs names, and this project's own; flags have these names."""
+    """The options on T5X's page about auxiliary jobs and this project's own, named as flags."""
 
     HEADING: ClassVar = "Auxiliary jobs"
 
@@ -63,7 +63,7 @@ class AuxiliaryOptions:
 
     @property
     def are_given(self) -> bool:
-        """Whether a training run was asked to have auxiliary jobs beside it."""
+        """Whether a training run should have auxiliary jobs."""
         return self.auxiliary_job_mixtures is not None or self.auxiliary_job_gin_file is not None
 
     @property

@@ -1,10 +1,10 @@
-"""Keeps a checkpoint for as long as jobs need it, whatever the training run deletes.
+"""Keeps a checkpoint as long as jobs need it, even if the training run deletes it.
 
-On a disk a pin is a folder of hard links to the checkpoint's files, under the same names. It takes
-no space and no time, needs no help from the program that trains, and outlives the original. Beside
-it is a copy of the training run's operative_config.gin, which that run may still rewrite.
+On a disk, a pin is a folder of hard links to the checkpoint's files, under the same names. It takes
+no space and no time, needs no cooperation from the training program, and outlives the original.
+Beside it is a copy of the training run's operative_config.gin, which that run may rewrite.
 
-In a bucket a pin is a lease, which a training run on JAX asks for before it removes a checkpoint.
+In a bucket, a pin is a lease, which a training run on JAX checks before it removes a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def whole_checkpoints(model_dir: Path) -> dict[int, CheckpointRef]:
 
 
 def pins_of(model_dir: Path, folder: Path) -> Pins:
-    """A training run's pins; `folder` receives what takes space on a disk."""
+    """A training run's pins; `folder` stores them on a disk."""
     return Leases(model_dir) if buckets.is_address(model_dir) else Links(folder)
 
 
@@ -42,19 +42,19 @@ class Pins(Protocol):
     """The pins of a training run's checkpoints."""
 
     def pin(self, ref: CheckpointRef) -> bool:
-        """Keeps a checkpoint; returns False if the training deleted it meanwhile.
+        """Pins a checkpoint; returns False if the training run deleted it meanwhile.
 
         Raises:
-          UserError: if its files are not those that were written.
+          UserError: if its files differ from what was written.
         """
         ...
 
     def path(self, step: int) -> str | None:
-        """Where a pinned checkpoint is: a folder, or the prefix of Mesh TensorFlow's files."""
+        """A pinned checkpoint's path: a folder, or the prefix of Mesh TensorFlow's files."""
         ...
 
     def unpin_all_but(self, steps: Collection[int]) -> None:
-        """Lets go of all other steps."""
+        """Releases all other steps."""
         ...
 
 
@@ -75,14 +75,14 @@ class Links:
                 copy = str(temporary / os.path.basename(ref.path))
                 sources.open_checkpoint(sources.find_checkpoint(copy))  # checks files and sizes
         except (FileNotFoundError, UserError):
-            # Deleting takes a while, too: half of it may have been linked.
+            # Deletion takes a while: only part of the checkpoint may have been linked.
             if ref.step not in whole_checkpoints(Path(ref.path).parent):
                 return False
             raise
         return True
 
     def path(self, step: int) -> str | None:
-        """The path among the pins, whose name tells the step in both formats."""
+        """The path among the pins, whose name shows the step in both formats."""
         place = self._place / str(step)
         if not place.is_dir():
             return None
@@ -90,7 +90,7 @@ class Links:
         return str(whole if whole.is_dir() else place / f"model.ckpt-{step}")
 
     def unpin_all_but(self, steps: Collection[int]) -> None:
-        """Removes the other pins, and what a killed controller left of an unfinished one."""
+        """Removes the other pins, and a killed controller's unfinished one."""
         kept = {str(step) for step in steps}
         for name in os.listdir(self._place) if self._place.is_dir() else ():
             if name not in kept:
@@ -112,7 +112,7 @@ class Leases:
         lease = leases.pin(ref.path)
         if lease is None:
             return False
-        # The training may have removed it between the listing and the lease.
+        # The training run may have removed it between the listing and the lease.
         if ref.step not in whole_checkpoints(self._model_dir):
             lease.release()
             return False
@@ -130,7 +130,7 @@ class Leases:
 
 
 def _link(ref: CheckpointRef, place: Path) -> None:
-    # The model's activation and the like are known from this file beside a checkpoint alone.
+    # Only this file beside a checkpoint shows the model's activation and similar settings.
     beside = Path(ref.path).with_name(OPERATIVE_CONFIG)
     if beside.is_file():
         shutil.copy2(beside, place / OPERATIVE_CONFIG)

@@ -1,8 +1,8 @@
-"""Puts a finished job's results where people read them, each once and in the order of steps.
+"""Publishes a finished job's results, each once and in the order of steps.
 
-A job writes into a folder of its own, and only what succeeded leaves it: TensorBoard's files go to
-the training run's folder, so that its curves stand beside that run's; everything else is copied to
-the mixture's folder of results, where the files of all steps come together.
+Each job writes into its own folder, and only successful results leave it. TensorBoard's files go to
+the training run's folder, so that both runs' curves appear together. Everything else is copied to
+the mixture's folder of results, which collects the files of all steps.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ RESULTS = "results"
 def publish_events(point: Point, output: Path, model_dir: Path) -> None:
     """Moves a job's event files into the training run's folder.
 
-    They are moved, not copied: TensorBoard looks into every folder below the one that it is shown,
-    and would have each point twice. An interrupted call can be repeated.
+    They are moved, not copied: TensorBoard reads every folder below the one it shows, and would
+    show each point twice. An interrupted call can be repeated.
 
     Args:
-      point: what the job was for.
-      output: what the job wrote. Event files keep their place below it; those at its top go to
+      point: the job's point.
+      output: the job's output folder. Event files keep their place below it; those at its top go to
         inference_eval/<mixture>.
       model_dir: the training run's folder, or its address.
     """
@@ -46,9 +46,9 @@ def publish_events(point: Point, output: Path, model_dir: Path) -> None:
 
 
 def publish_files(output: Path, results: Path) -> None:
-    """Copies a job's other files to where those of all steps come together.
+    """Copies a job's other files to the folder that collects all steps.
 
-    Names say the step where a file is a step's own; a later step's report replaces an earlier one.
+    Files of one step have the step in their names; a later step's report replaces an earlier one.
     """
     for path in _files(output):
         if MARK not in path.name:
@@ -59,16 +59,16 @@ def main_metric(output: Path, wanted: str | None = None) -> tuple[str, float] | 
     """A job's main metric as (tag, value at its last step); None if it logged no scalar.
 
     Args:
-      output: what the job wrote.
-      wanted: a tag; by default the accuracy of the evaluated tasks, or else the first tag in
-        alphabetical order. Where several tasks have it, their mean counts.
+      output: the job's output folder.
+      wanted: a tag; defaults to the accuracy of the evaluated tasks, or else the first tag in
+        alphabetical order. If several tasks have it, returns their mean.
     """
     found = _scalars(output)
     accuracies = [one for one in found if one.tag.endswith("accuracy")]
     chosen = (
         [one for one in found if one.tag == wanted]
         if wanted is not None
-        # A job that trains logs its training's accuracy, too.
+        # A job that trains also logs its training run's accuracy.
         else [one for one in accuracies if one.tag.startswith("eval/")] or accuracies or found[:1]
     )
     if not chosen:
@@ -89,7 +89,7 @@ class _Scalar(NamedTuple):
 def _scalars(output: Path) -> list[_Scalar]:
     """The last value of each tag in each folder of event files, by tag and folder.
 
-    SeqIO has a folder for each task, in which all have the same tags.
+    SeqIO has a folder per task, and all have the same tags.
     """
     folders = {path.parent for path in _files(output) if MARK in path.name}
     return sorted(

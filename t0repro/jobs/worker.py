@@ -1,10 +1,10 @@
-"""Runs one job's command within its limits and writes how it ended.
+"""Runs one job's command within its limits and records how it ended.
 
 It is started as `python -m t0repro.jobs.worker JOB_FILE`.
 
-The worker leads a process group of its own, in which the command and all that it starts run. When
-it is done, whatever is left in the group is killed, so that no job outlives its worker. The exit
-file is written first: it is the one proof that a job succeeded.
+The worker leads a process group, in which the command and everything that it starts run. Afterwards
+it kills whatever is left in the group, so that no job outlives its worker. It writes the exit file
+first: only this file proves that a job succeeded.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a job may use; None means no limit.
+    """A job's resource limits; None means no limit.
 
     Attributes:
       cpus: number of processors.
       memory_gb: resident memory of all its processes together, in 10**9 bytes.
       seconds: from start to end.
-      log_megabytes: how much of its output is kept; of what comes later, only the end is.
+      log_megabytes: how much of its output to keep; of later output, only the end is kept.
     """
 
     cpus: int | None = None
@@ -50,21 +50,20 @@ class Limits:
     log_megabytes: float = 10.0
 
 
-# Stands first in a command for the Python that runs the worker: an image's is not where this
-# machine's is.
+# Stands for the worker's Python at the start of a command: in an image, its path differs.
 INTERPRETER = "{python}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A command, and where its log, its lock and its exit file go.
+    """A command, and the paths of its log, its lock and its exit file.
 
     Attributes:
       command: may begin with INTERPRETER.
       environment: variables that are added to the worker's own.
       exit_file: receives an `Ending` as JSON.
       lock_file: locked for as long as any of the job's processes lives.
-      processors: the numbers of those that it may use; None means any.
+      processors: numbers of the processors that it may use; None means any.
       dies_with_parent: whether the job ends when the process that started the worker does.
     """
 
@@ -79,7 +78,7 @@ class Work:
 
     def write(self, path: Path) -> None:
         """Writes the file that the worker is started with."""
-        # Private, since a command may hold what no other user should read.
+        # Private, since a command may contain secrets.
         write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n", private=True)
 
     @classmethod
@@ -106,7 +105,7 @@ class Ending:
 
     @classmethod
     def read(cls, path: Path) -> Ending | None:
-        """What a worker wrote; None if it did not get so far."""
+        """Reads what a worker wrote; None if it wrote nothing."""
         try:
             return cls(**json.loads(path.read_text()))
         except FileNotFoundError:
@@ -114,7 +113,7 @@ class Ending:
 
 
 def main(job_file: str) -> None:
-    """Runs the job of a file that `Work.write` wrote, then ends with everything it started."""
+    """Runs the job described by a file of `Work.write`, then ends with everything it started."""
     work = Work.read(Path(job_file))
     # No threading.Event: one that is set while this thread looks at it waits for its own lock.
     asked_to_end: list[int] = []
@@ -124,7 +123,7 @@ def main(job_file: str) -> None:
         os.setpgid(0, 0)
     if work.dies_with_parent:
         _tell_when_parent_dies()
-    # Every process of the job inherits the lock, and so holds it for as long as one of them lives.
+    # All of the job's processes inherit the lock, so it is held while any of them lives.
     lock = os.open(work.lock_file, os.O_RDWR | os.O_CREAT, 0o666)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.truncate(lock, 0)
@@ -132,7 +131,7 @@ def main(job_file: str) -> None:
     ending = _run(work, lock, asked_to_end)
     if ending is not None:
         write_atomically(Path(work.exit_file), json.dumps(dataclasses.asdict(ending)) + "\n")
-    # This ends the worker too; the exit file is on disk by now.
+    # This also ends the worker; the exit file is on disk by now.
     os.killpg(0, signal.SIGKILL)
 
 
@@ -161,13 +160,13 @@ def _run(work: Work, lock: int, asked_to_end: list[int]) -> Ending | None:
         )
         pump.start()
         reason = _watch(process, work.limits, started, asked_to_end)
-        # A process that the command left behind keeps the pipe open, and may continue writing.
+        # A process left behind by the command keeps the pipe open, and may continue to write.
         pump.join(timeout=1.0)
         log.flush()
         os.fsync(log.fileno())
     if reason is None:
         return None
-    # A command that was ended for its limits has a reason of its own.
+    # A command ended for exceeding its limits has its own reason.
     code = process.returncode if reason == f"exit code {process.returncode}" else None
     return Ending(reason, round(time.monotonic() - started, 3), code)
 
@@ -195,7 +194,7 @@ def _watch(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asks all of the group to end; the worker, whose handler is set, stays."""
+    """Asks the whole group to end; the worker has a handler and continues."""
     os.killpg(0, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_SECONDS)
@@ -204,7 +203,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _resident() -> int:
     total = 0
     for process in psutil.Process().children(recursive=True):
-        # A process may end while it is being looked at.
+        # A process may end while it is being examined.
         with contextlib.suppress(psutil.Error):
             total += process.memory_info().rss
     return total
@@ -222,7 +221,7 @@ def _keep(output: IO[bytes], log: IO[bytes], most: int) -> None:
         if rest := chunk[len(head) :]:
             tail.append(rest)
             dropped += len(rest)
-            # The end of a log often says why a job failed, so a tenth of the limit is kept for it.
+            # The end of a log often shows why a job failed, so reserve a tenth of the limit for it.
             while sum(map(len, tail)) - len(tail[0]) > most // 10:
                 tail.popleft()
     last = b"".join(tail)
@@ -232,7 +231,7 @@ def _keep(output: IO[bytes], log: IO[bytes], most: int) -> None:
 
 
 def _tell_when_parent_dies() -> None:
-    """Has the kernel send SIGTERM when the process that started this one dies (Linux alone)."""
+    """Makes the kernel send SIGTERM when this process's parent dies (Linux only)."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

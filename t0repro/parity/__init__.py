@@ -1,1 +1,1 @@
-"""Proof that the two stacks compute the same thing: both run on one job, and what they compute."""
+"""Shows that the two stacks compute the same: runs both on one job and compares the results."""

@@ -1,10 +1,11 @@
-"""Compares two stacks' results quantity by quantity, in the order in which they are computed.
+"""Compares two stacks' results quantity by quantity, in the order of computation.
 
-Agreement, in float32 without dropout, means: a relative difference of the loss of at most 1e-5 at
-the first step and 1e-4 over twenty; after one step, every entry of every parameter and slot within
-1e-5 of its tensor's RMS or of itself, whichever is larger; log-likelihoods within 1e-4 per target
-token; equal metrics. Activations and gradients, for which nothing is promised, depart if the RMS of
-the difference exceeds 1e-5 of their RMS. In bfloat16 differences are reported, not judged.
+The stacks agree, in float32 without dropout, if: the loss differs by a relative error of at most
+1e-5 at the first step and 1e-4 over twenty; after one step, every entry of every parameter and slot
+is within 1e-5 of its tensor's RMS or of itself, whichever is larger; log-likelihoods are within
+1e-4 per target token; and metrics are equal. Activations and gradients, for which nothing is
+promised, depart if the RMS of the difference exceeds 1e-5 of their RMS. In bfloat16, differences
+are reported but not judged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ QUANTILES = (0.5, 0.9, 0.99, 1.0)
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """How far one quantity of the JAX stack is from Mesh TensorFlow's.
+    """The difference of one quantity between the JAX stack and Mesh TensorFlow.
 
     Attributes:
       kind: activation, loss, gradient, first step, last step, log-likelihood or metric.
@@ -33,8 +34,8 @@ class Finding:
       reference_rms: root mean square of Mesh TensorFlow's values.
       difference_rms: root mean square of the differences.
       quantiles: the entries' absolute differences, relative to `measure`, at QUANTILES.
-      measure: what the differences are relative to.
-      error: the number that is judged.
+      measure: the reference of the relative differences.
+      error: the number to judge.
       tolerance: the largest error allowed; None if it is only reported.
     """
 
@@ -58,7 +59,7 @@ class Finding:
 def compare_results(
     reference: StackResult, ours: StackResult, *, float32: bool, tokens: np.ndarray | None = None
 ) -> list[Finding]:
-    """Compares everything that both results have, in the order of the computation.
+    """Compares everything that both results contain, in the order of computation.
 
     Args:
       reference: Mesh TensorFlow's results.
@@ -84,11 +85,10 @@ def _findings(
                         ours.token_losses, np.ones_like(reference.token_losses))  # fmt: skip
     yield relative("loss", "step 1", reference.losses[:1], ours.losses[:1], FIRST_LOSS)
     yield from _tensors("gradient", reference.gradients, ours.gradients)
-    # 0 is the start, which is the same by construction.
+    # Step 0 is the start, equal by construction.
     first, *later = sorted(reference.trees.keys() & ours.trees.keys() - {0})
     yield from _trees("first step", reference.trees[first], ours.trees[first], TENSOR)
-    # Later steps carry the differences of all before them; 20 is what the tolerance is stated
-    # for.
+    # Later steps accumulate the differences of all before them; the tolerance is defined for 20.
     judged = slice(0, STEPS_JUDGED)
     last = min(STEPS_JUDGED, len(reference.losses))
     if last > 1:
@@ -111,7 +111,7 @@ def _tensors(
     for name, expected, value in _pairs(kind, reference, ours):
         scale = _rms(expected)
         difference = _difference(expected, value)
-        # Entries are shown relative to the RMS, and the tensor is judged by its own.
+        # Show entries relative to the RMS; judge the tensor by its own.
         errors, error = np.abs(difference) / max(scale, _TINY), _ratio(_rms(difference), scale)
         measure = "the tensor's RMS"
         yield _finding(kind, name, expected, difference, errors, measure, error, TENSOR)
@@ -123,7 +123,7 @@ def _trees(
     """Findings judged by their worst entry, relative to the tensor's RMS or the entry if larger."""
     for name, expected, value in _pairs(kind, _used(reference), _used(ours)):
         difference = _difference(expected, value)
-        # The scale is zero only where the whole tensor is: there any difference is infinite.
+        # The scale is zero only if the whole tensor is; any difference is then infinite.
         scale = np.maximum(_rms(expected), np.abs(expected.astype(np.float64)))
         errors = np.divide(
             np.abs(difference), scale, out=np.where(difference == 0, 0.0, np.inf), where=scale > 0
@@ -134,7 +134,7 @@ def _trees(
 
 
 def _used(tree: FlatTree) -> dict[str, np.ndarray]:
-    """A tree without the zeros of shape (1,) that stand for unused slots."""
+    """A tree without the zeros of shape (1,) that represent unused slots."""
     return {name: x for name, x in tree.items() if x.shape != (1,) or x[0] != 0}
 
 
@@ -174,7 +174,7 @@ def metrics_finding(
                     0.0 if float32 else None)  # fmt: skip
 
 
-# Keeps a division by zero finite, and is below every number that is compared.
+# Keeps a division by zero finite, and is smaller than any compared number.
 _TINY = 1e-38
 
 
@@ -192,7 +192,7 @@ def _pairs(
 
 
 def _difference(expected: np.ndarray, value: np.ndarray) -> np.ndarray:
-    # In float64, so that the difference is not rounded itself.
+    # Use float64, so that the difference itself is not rounded.
     return value.astype(np.float64) - expected.astype(np.float64)
 
 

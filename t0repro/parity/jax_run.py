@@ -41,7 +41,7 @@ DECODER_SUBLAYERS = ("self_attention", "encoder_decoder_attention", "mlp")
 
 @dataclasses.dataclass(frozen=True)
 class StackResult:
-    """What one stack computed.
+    """The results of one stack.
 
     Attributes:
       losses: float32 [steps], each with the parameters before its update.
@@ -91,7 +91,7 @@ def run_jax(
     """
     assert config.optimizer is not None and config.schedule is not None
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
-    # Shapes alone: the values come from the checkpoint.
+    # Shapes only: the values come from the checkpoint.
     state = from_flat_tree(start, state_shapes(model, optimizer))
     batches = [{name: b[name] for name in FEATURES if name in b} for b in batches]
     before: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def run_jax(
         num_microbatches=config.num_microbatches,
         dropout_key=jax.random.key(seed),
     )
-    # As a trainer holds it, so that what is compared is what trains.
+    # In the trainer's form, so that the comparison covers the code that trains.
     state = with_stacks(T5Model(model), state)
     return _train(jax.jit(step), state, batches, snapshots, before)
 
@@ -120,11 +120,11 @@ def _train(
     snapshots: Sequence[int],
     before: Mapping[str, Any],
 ) -> StackResult:
-    """Takes the steps; `before` is what was computed with the initial parameters."""
+    """Runs the steps; `before` has the results with the initial parameters."""
     trees, values = {}, []
     for done, batch in enumerate(batches, start=1):
         state, metrics = step(state, batch)
-        # Fetched at once, so that donated or replaced arrays are not read later.
+        # Fetch at once, so that donated or replaced arrays are not read later.
         values.append(jax.device_get(metrics))
         if done in snapshots:
             trees[done] = _by_parameter(to_flat_tree(state))
@@ -194,8 +194,7 @@ def _residual_stream(tower: str, modules: Mapping[str, Any], x: np.ndarray) -> A
     for layer in sorted(layers, key=lambda name: int(name.removeprefix("layers_"))):
         for sublayer in sublayers:
             if sublayer in modules[layer]:
-                # A sublayer's output is added to the stream; the module returns
-                # only what is added.
+                # A sublayer's module returns only the change, which is added to the stream.
                 x = x + modules[layer][sublayer]["__call__"][0]
                 stream[f"{tower}/{layer}/{sublayer}"] = x
     return stream
@@ -215,7 +214,7 @@ def as_stack_result(result: MeshResult, snapshots: Sequence[int]) -> StackResult
     return StackResult(
         losses=arrays["losses"],
         learning_rates=arrays["learning_rates"],
-        # load_any gives T5X's names, with the slots of square matrices exchanged.
+        # load_any returns T5X's names, with the slots of square matrices exchanged.
         trees={done: load_any(result.checkpoint(done)) for done in snapshots},
         activations={
             _activation_name(name): x for name, x in _in_order(result.group("activations")).items()

@@ -1,7 +1,7 @@
-"""Describes what Mesh TensorFlow is to compute, and runs it in its own process.
+"""Describes Mesh TensorFlow's computation, and runs it in its own process.
 
-Mesh TensorFlow needs graph mode and process-wide gin state, and must share neither with the process
-that compares. Jobs are passed in a JSON file; a job's results are files in its folder:
+Mesh TensorFlow needs graph mode and process-wide gin state, which the comparing process must not
+share. Jobs are passed in a JSON file; a job's results are files in its folder:
 
     model.ckpt-<step>.*   the start, and the states after the requested steps, as t5 saves them
     arrays.npz            losses [steps], learning_rates [steps] and, if requested,
@@ -38,7 +38,7 @@ class MeshJob:
       out: the folder for the results.
       inputs: the gin files and overrides, as t5_mesh_transformer gets them.
       batches: a file of "<index>/<feature>" arrays, int32 [batch, length], one batch per step.
-      start: prefix of the Mesh TensorFlow checkpoint to start from; None draws parameters.
+      start: prefix of the Mesh TensorFlow checkpoint to start from; None initializes parameters.
       snapshots: numbers of steps after which to save the state.
       tensors: whether to return activations, token losses and gradients of the first batch.
       scored: a file of "<index>/<feature>" arrays to score with the initial parameters, or None.
@@ -106,7 +106,7 @@ def run_mesh(jobs: Sequence[MeshJob]) -> list[MeshResult]:
         text=True,
         check=False,
     )
-    # The whole output is kept in a file; the message has room for its last line.
+    # A file keeps the complete output; the message has room for its last line only.
     if done.returncode:
         log = Path(jobs[0].out) / "mesh_tensorflow.log"
         write_atomically(log, done.stdout + done.stderr)

@@ -1,7 +1,7 @@
 """Mesh TensorFlow's side of a comparison: the program that `run_mesh` starts in its own process.
 
 It computes exactly what t5's own `utils.run` builds from gin: the model function is intercepted
-where t5 passes it to the Estimator, and is called with placeholders in place of a dataset, so that
+where t5 passes it to the Estimator, and called with placeholders in place of a dataset, so that
 given batches can be fed in and tensors inside the graph can be read.
 
     python -P -m t0repro.parity.mesh_run jobs.json
@@ -64,7 +64,7 @@ def run_job(job: MeshJob) -> None:
     batches = load_batches(job.batches)
     arrays: Arrays = {}
     with tf.Graph().as_default():
-        # Only for parameters that Mesh TensorFlow draws itself, in a case without a start.
+        # Only for parameters that Mesh TensorFlow initializes itself, if there is no start.
         tf.set_random_seed(0)
         start_step, start = _train(model_fn, batches, job, out, arrays)
     if job.tensors:
@@ -82,7 +82,7 @@ def run_job(job: MeshJob) -> None:
 def _model_function(model_dir: str) -> Callable[..., Any]:
     """t5's model function for the gin configuration; keyword arguments override its own.
 
-    `utils.run` runs as far as its call of `train_model_fn`, which does nothing here.
+    `utils.run` runs up to its call of `train_model_fn`, which does nothing here.
     """
     from mesh_tensorflow.transformer import utils
 
@@ -157,7 +157,7 @@ def _capturing() -> Iterator[_Captured]:
 
     def call_simple(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         logits, loss = original(self, *args, **kwargs)
-        # The outermost call returns last, so its logits are the ones that stay.
+        # The outermost call returns last, so its logits remain.
         captured.logits = logits
         return logits, loss
 
@@ -233,7 +233,7 @@ def _train(
             session.run(to_masters)
             return saver.save(session, str(out / "model.ckpt"), global_step=step)
 
-        # A start that was drawn here is saved, so that the JAX side can read it.
+        # Save parameters initialized here, so that the JAX side can read them.
         start = job.start or save()
         if gradients:
             found = session.run(gradients, _feed(placeholders, batches[0]))

@@ -24,7 +24,7 @@ from t0repro.parity.findings import Finding, compare_results, metrics_finding
 from t0repro.parity.jax_run import StackResult, as_stack_result, run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
 
-PAIRS = 128  # at most so many (input, choice) pairs of an evaluation task are scored
+PAIRS = 128  # maximum number of (input, choice) pairs to score from an evaluation task
 ROWS = 16  # rows in a batch of pairs
 MESH_FOLDER = "mesh_tensorflow"
 
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class ScoredTask:
-    """A task of which both stacks score some examples, and its metrics."""
+    """A task from which both stacks score examples, and its metrics."""
 
     judge: Judge
     examples: Sequence[Mapping[str, Any]]
@@ -41,7 +41,7 @@ class ScoredTask:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What both stacks are given.
+    """The inputs of both stacks.
 
     Attributes:
       config: configuration of the JAX stack.
@@ -50,8 +50,8 @@ class Job:
       batches: training batches, one per step.
       task: task whose examples are scored, if any.
       float32: whether the tolerances apply.
-      start: the Mesh TensorFlow checkpoint that both start from; None lets Mesh TensorFlow draw
-        parameters.
+      start: the Mesh TensorFlow checkpoint that both start from; None lets Mesh TensorFlow
+        initialize parameters.
     """
 
     config: RunConfig
@@ -97,7 +97,7 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that is judged is within its tolerance."""
+        """Whether every judged quantity is within its tolerance."""
         return not self.departures
 
 
@@ -116,7 +116,7 @@ def make_job(
       inputs: gin files and overrides of a training run.
       out: the folder for all results; those of an earlier comparison are replaced.
       steps: number of training steps.
-      start: a checkpoint in any format; None lets Mesh TensorFlow draw parameters.
+      start: a checkpoint in any format; None lets Mesh TensorFlow initialize parameters.
       dtype: activation dtype.
       eval_task: a task or mixture with inputs and targets whose validation examples are scored.
 
@@ -128,8 +128,7 @@ def make_job(
 
     out = output_path(out)
     float32 = dtype == "float32"
-    # Float32 masters whatever gin says: Mesh TensorFlow's bfloat16 masters would round away the
-    # differences that are compared.
+    # Use float32 masters whatever gin binds: bfloat16 masters would round away the differences.
     kinds = {"master": "float32", "slice": "float32", "activation": dtype}
     settings = [f"utils.get_variable_dtype.{kind}_dtype = '{x}'" for kind, x in kinds.items()]
     inputs = dataclasses.replace(inputs, gin_params=[*inputs.gin_params, *settings])
@@ -141,7 +140,7 @@ def make_job(
             where=config.provenance.get("model.dropout_rate"),
             fix='Add --gin_param "dropout_rate = 0.0".',
         )
-    # Results of an earlier comparison: their checkpoints would be found as well.
+    # Remove an earlier comparison's results, or their checkpoints would be found too.
     shutil.rmtree(out / MESH_FOLDER, ignore_errors=True)
     source = TrainBatches(config).open(0, None)
     batches = list(itertools.islice(source, steps))
@@ -185,7 +184,7 @@ def _mesh_checkpoint(start: str | None, out: Path) -> str | None:
     if start is None:
         return None
     found = sources.find_checkpoint(start)
-    # Types are looked at before converting: a float32 start is used as it is.
+    # Check dtypes before converting: a float32 start is used as it is.
     reader = sources.open_checkpoint(found)
     types = {x.dtype for key, x in reader.tensors.items() if key.startswith(naming.PARAMETERS)}
     if found.format == "mtf" and types == {np.dtype(np.float32)}:
@@ -216,11 +215,11 @@ def run_mesh_side(job: Job) -> tuple[StackResult, int]:
             )
         ]
     )[0]
-    # 0 only if Mesh TensorFlow drew and saved the start.
+    # Include 0 only if Mesh TensorFlow initialized and saved the start.
     snapshots = job.snapshots if job.start else [0, *job.snapshots]
     found = as_stack_result(result, snapshots)
     if job.task is not None and found.scores is not None:
-        # Empty rows that filled the last batch are cut off.
+        # Drop the empty rows that padded the last batch.
         found = dataclasses.replace(found, scores=found.scores[: len(job.task.examples)])
     if job.start:
         from t0repro.converters.sources import load_any
@@ -251,8 +250,8 @@ def compare_sides(
     """Runs the JAX stack, with an error injected if one is named, and compares.
 
     Args:
-      job: what Mesh TensorFlow was given.
-      reference: what Mesh TensorFlow computed.
+      job: the job that Mesh TensorFlow ran.
+      reference: Mesh TensorFlow's results.
       start_step: the global step at the start.
       error: the error to inject, see `t0repro.parity.inject`.
 

@@ -11,7 +11,8 @@ closes when a process dies, however it dies:
 A byte that says so precedes the end of a connection whose process leaves in order.
 
 When the first process dies, JAX's own connection to it breaks at the same moment, and JAX aborts
-the process from a thread of C++. Aborting takes some seconds here, so that the news comes first.
+the process from a C++ thread. This module delays that abort by some seconds, so that the news comes
+first.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from typing import Any
 _LEAVING, _TOKEN_BYTES = b".", 16
 _HEAD = _TOKEN_BYTES + 4  # the run's token and the index of a process, big-endian
 _FAILURE = 1
-# JAX aborts every process once the first one is gone, so the first waits this long before it ends.
-# A process whose collective operation fails waits as long for the news that another has ended.
+# JAX aborts every process once the first is gone, so the first waits this long before it ends. A
+# process whose collective operation fails waits as long for the news that another has ended.
 _SECONDS_FOR_NEWS = 1.0
 
 
 class Watch:
-    """Watches the other processes of a run from a thread of its own.
+    """Watches the other processes of a run in a separate thread.
 
     Args:
-      index: which process this is, from 0.
+      index: this process's number, from 0.
       count: number of processes.
-      host: the name by which the others reach the first process.
-      from_first: returns in every process what its argument returns in the first one.
+      host: the host name at which the others reach the first process.
+      from_first: returns in every process the result of its argument in the first one.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Watch:
         self._index, self._count = index, count
         self._left, self._lost = False, threading.Event()
         server = _server(count) if index == 0 else None
-        # The token keeps out strangers who find the port: they could end the run by hanging up.
+        # The token excludes strangers who find the port, since hanging up would end the run.
         port, token = from_first(
             lambda: server and [server.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)]
         )
@@ -72,7 +73,7 @@ class Watch:
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def leave(self) -> None:
-        """Says to the others that this process ends in order."""
+        """Announces to the others that this process ends in order."""
         self._left = True
         for peer in self._peers.values():
             _send(peer, _LEAVING)
@@ -100,7 +101,7 @@ class Watch:
                     if not said or said.startswith(_LEAVING):
                         selector.unregister(key.fileobj)
                     if not said.startswith(_LEAVING):
-                        # The end of a connection, or what process 0 says of another.
+                        # A closed connection, or process 0's news about another process.
                         self._end(int(said.split()[0]) if said else key.data)
 
     def _end(self, lost: int) -> None:
@@ -125,7 +126,7 @@ class Watch:
 
 
 def _delay_aborts() -> None:
-    """Lets a thread of C++ that aborts this process sleep first, while the others continue.
+    """Makes a C++ thread that aborts this process sleep first, while the others continue.
 
     The handler is the C library's own `sleep`, which may be called in one: Python's handlers run in
     the main thread, and not before C++ returns. Its argument is the signal's number, 6 seconds.
@@ -136,7 +137,7 @@ def _delay_aborts() -> None:
 
 
 def _server(count: int) -> socket.socket:
-    """Listens at a free port, by IPv6 too where there is any."""
+    """Listens on a free port, also by IPv6 if available."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=count
@@ -145,7 +146,7 @@ def _server(count: int) -> socket.socket:
 
 
 def _accepted(server: socket.socket, count: int, token: bytes) -> dict[int, socket.socket]:
-    """A connection from every other process; others who connect are turned away."""
+    """A connection from every other process; turns away all other callers."""
     peers: dict[int, socket.socket] = {}
     with server:
         while len(peers) < count - 1:
@@ -163,7 +164,7 @@ def _accepted(server: socket.socket, count: int, token: bytes) -> dict[int, sock
 
 
 def _receive(peer: socket.socket, size: int = 64) -> bytes:
-    """What has come, or nothing at the end of a connection, however it ended."""
+    """The bytes received, or nothing at the end of a connection, however it ended."""
     try:
         return peer.recv(size)
     except OSError:
@@ -171,6 +172,6 @@ def _receive(peer: socket.socket, size: int = 64) -> bytes:
 
 
 def _send(peer: socket.socket, said: bytes) -> None:
-    """Says something to a process that may be gone."""
+    """Sends bytes to a process that may be gone."""
     with contextlib.suppress(OSError):
         peer.sendall(said)
