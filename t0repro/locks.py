@@ -39,12 +39,12 @@ def folder_lock(
 ) -> Iterator[None]:
     """Locks `folder` for this process, which may change anything in it within the block.
 
-    The system releases the lock of a process however it dies, so a killed run never blocks its
-    successor on the same machine. A run on another machine is recognised by its lease; watching the
-    lease for a minute shows whether that run is still alive.
+    The system releases a process's lock however it dies, so a killed run never blocks its successor
+    on the same machine. A run on another machine is recognized by its lease; watching the lease for
+    a minute shows whether that run is still alive.
 
-    If an exception, such as that for a misspelt name, leaves the block while there is nothing in a
-    folder that was made for it, the folder is removed.
+    If an exception, such as that for a misspelt name, leaves the block and a folder created for it
+    is still empty, the folder is removed.
 
     Args:
       folder: created if it does not exist.
@@ -69,11 +69,10 @@ def folder_lock(
         try:
             made = _make(folder)
             held.enter_context(lock)
-            # Left before the flock is: a run that opened the lock file meanwhile then finds that
-            # it is gone, and makes another.
+            # Runs before the flock is released: a run that has opened the lock file meanwhile then
+            # finds it gone, and makes another.
             held.push(lambda kind, *_: _remove_if_unused(made) if kind else None)
-            # The flock first: it is exact on one machine, and the lease is for the
-            # others.
+            # Take the flock first: it is exact on one machine, and the lease is for the others.
             _acquire(lease)
             held.callback(lease.release)
             # For the message that a refused run prints.
@@ -114,7 +113,7 @@ def _remove_if_unused(made: Sequence[Path]) -> None:
 
 
 def _obstacle(folder: Path) -> str | None:
-    """What is in a folder's place, in words; None if nothing is."""
+    """Describes what blocks a folder's place, in words; None if nothing does."""
     for path in (folder, *folder.parents):
         if path.is_symlink() and not path.exists():
             return f"{path} is a link to {path.readlink()}, which is not there"
@@ -138,7 +137,7 @@ def _acquire(lease: filelock.SoftFileLease) -> None:
             return
         elsewhere = f"process {owner.pid} on {owner.hostname}"
         say(f"waiting up to {_LEASE_SECONDS:.0f} s to see whether {elsewhere} is still alive")
-        # Longer than the lease, so that a dead holder's has expired by then.
+        # Wait longer than the lease, so that a dead holder's has expired by then.
         lease.acquire(timeout=_LEASE_SECONDS * 1.25)
 
 

@@ -1,4 +1,4 @@
-"""Keeps what libraries print to what is worth reading."""
+"""Limits what libraries print to what is worth reading."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ no answer, and lets in one process at a time."""
 
 
 def quiet_libtpu() -> None:
-    """Keeps libtpu, where it is installed on a machine without a TPU, from printing errors.
+    """Keeps libtpu from printing errors if it is installed on a machine without a TPU.
 
     JAX loads it when it looks for devices.
     """
@@ -54,7 +54,7 @@ class SeqioOnce(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to log a record."""
-        # By the file: SeqIO logs through absl's logger, as other libraries do.
+        # Match by file: SeqIO logs through absl's logger, as other libraries do.
         if "seqio" not in record.pathname:
             return True
         message = record.getMessage()

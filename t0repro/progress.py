@@ -1,4 +1,4 @@
-"""What long operations report: lines, and a bar on a terminal or a line every few seconds."""
+"""Reports on long operations: lines, and a bar on a terminal or a line every few seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _listeners: list[Callable[[str], None]] = []
 
 
 def say(line: str) -> None:
-    """Reports what is being done, on standard error or to `heard_by`'s listener."""
+    """Reports the current activity, on standard error or to `heard_by`'s listener."""
     if _listeners:
         _listeners[-1](line)
     else:
@@ -31,7 +31,7 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
-    """Gives a function the lines that the block and its threads report."""
+    """Passes the lines that the block and its threads report to a function."""
     _listeners.append(listener)
     try:
         yield
@@ -41,7 +41,7 @@ def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def working(doing: str, stream: TextIO | None = None, every: float = 10.0) -> Iterator[None]:
-    """Says at once what is being done, and every few seconds that it still is.
+    """Prints the current activity at once, and again every few seconds.
 
     For work that cannot count, such as compiling.
 
@@ -110,7 +110,7 @@ def count_progress(
         def advance(count: int) -> None:
             nonlocal done
             done += count
-            # A rate over the whole time: it does not jump with the size of a batch.
+            # Average over the whole time, so that the rate does not jump with the size of a batch.
             bar.update(task, advance=count, rate=done / (time.monotonic() - started))
 
         yield advance
@@ -167,8 +167,7 @@ def _line_printer(
         if now - last >= _SECONDS_BETWEEN_LINES or (at_end and done == total):
             last = now
             rate = done / max(now - started, 1e-9)
-            # A total that was too low (rows are estimated) leaves nothing rather than
-            # less.
+            # If the total was too low (rows are estimated), the time left is 0, not negative.
             print_line(line(done, rate, max(total - done, 0) / max(rate, 1e-9)))
 
     return advance

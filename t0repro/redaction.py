@@ -25,7 +25,7 @@ def is_secret(name: str, value: str) -> bool:
 def without_secrets(text: str) -> str:
     """The text without passwords of addresses, and without the secrets in this environment."""
     for name, value in os.environ.items():
-        # A short value is a word that other text has too, and a path only says where a secret is.
+        # A short value also occurs in other text, and a path only shows where a secret is.
         if len(value) >= 8 and not os.path.isabs(value) and _NAME.search(name):
             text = text.replace(value, "***")
     return without_passwords(text)

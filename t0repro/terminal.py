@@ -1,4 +1,4 @@
-"""Prints tables on a terminal of any width; keys are never cut, nor names read as markup."""
+"""Prints tables on a terminal of any width; keys are never truncated, nor names read as markup."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from t0repro.words import printable
 
-# The narrowest columns that can still be read when they fold: the key, and other text
+# Widths of the narrowest columns that are still readable when folded: the key, and other text
 _READABLE_KEY, _READABLE = 22, 12
 # Rich puts a space on either side of a cell and one between cells
 _BETWEEN = 3
@@ -51,8 +51,8 @@ def print_table(
 ) -> None:
     """Prints a table whose first column is its key.
 
-    Text folds if space is short. If even folded columns do not fit, each row is printed as its key
-    with the other cells, labelled by column, indented below it.
+    Text folds if space is short. If even folded columns do not fit, each row is printed as its key,
+    with the other cells indented below it and labelled by column.
 
     Args:
       console: the console to print to.
@@ -96,7 +96,7 @@ def _widths(
 ) -> list[int] | None:
     """Column widths in characters, the key served first; None if the columns do not fit.
 
-    Not left to Rich, which drops columns when numbers take most of the width.
+    Not left to Rich, which drops columns if numbers take most of the width.
     """
     wanted, least = [], []
     for at, name in enumerate(header):
@@ -109,7 +109,7 @@ def _widths(
     spare = room - sum(least)
     if spare < 0:
         return None
-    # What is left is given from the first column on, each up to what it wants.
+    # Distribute the remaining width from the first column on, each up to its own width.
     widths = []
     for most, width in zip(wanted, least, strict=True):
         more = min(most - width, spare)

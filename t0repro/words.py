@@ -24,7 +24,7 @@ def shortened(text: str, length: int) -> str:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Escapes everything in a text that a terminal would interpret instead of showing.
+    r"""Escapes everything in a text that a terminal would interpret instead of displaying.
 
     Control characters (escape sequences among them), format characters such as marks that reverse
     the writing direction, and lone surrogates become their Python escapes (`\x1b`); line breaks

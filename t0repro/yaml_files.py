@@ -1,8 +1,8 @@
-"""Loads YAML that users wrote, unless its aliases repeat parts without end.
+"""Loads users' YAML, unless its aliases repeat parts without end.
 
-An alias (`*name`) stands for another part of the file. Ten lines of ten aliases each stand for
-10**10 parts, and an alias inside its own part for infinitely many. A program that walks through the
-values or prints them runs out of memory.
+An alias (`*name`) repeats another part of the file. Ten lines of ten aliases each stand for 10**10
+parts, and an alias inside its own part for infinitely many. A program that walks through or prints
+the values would run out of memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Loader(Bounded, yaml.SafeLoader):
 
 
 def load(text: str) -> Any:
-    """What a YAML document says, in plain values.
+    """The content of a YAML document, in plain values.
 
     Raises:
       yaml.YAMLError: If it is not YAML, or see `Bounded`.
@@ -52,11 +52,11 @@ def load(text: str) -> Any:
 
 
 def read(file: str | os.PathLike[str], what: str) -> Any:
-    """What a YAML file says, in plain values.
+    """The content of a YAML file, in plain values.
 
     Args:
       file: Its path.
-      what: What it is, for the message.
+      what: What the file is, for the message.
 
     Raises:
       UserError: If it cannot be read or is not YAML, with the line, or see `Bounded`.

@@ -21,7 +21,7 @@ _AUXILIARY = "--auxiliary_job_gin_file"
 
 
 class JobMode(enum.StrEnum):
-    """What the image's entry point runs: the command of this name."""
+    """What the image's entry point runs: the command with this name."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -45,7 +45,7 @@ class Arguments:
       auxiliary_gin_files: those of auxiliary jobs beside the run.
       search_paths: folders of gin files, from --gin_search_paths or --gin_location_prefix.
       bindings: overrides, from --gin.NAME=VALUE, --gin_bindings or --gin_param.
-      output: the folder that a command line names for results; gin names the others.
+      output: the folder for results on the command line; gin names any others.
       mixture: what --mixture or --auxiliary_job_mixtures name.
     """
 
@@ -63,7 +63,7 @@ class Arguments:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What replaces the image's entry point: nothing for run modes, which it takes."""
+        """Replaces the image's entry point; empty for run modes, which the entry point takes."""
         return (MESH_TRANSFORMER,) if self.mode is None else ()
 
 
@@ -95,7 +95,7 @@ def read_arguments(words: Sequence[str]) -> Arguments:
 
 
 def check_not_export(run_mode: str | None) -> None:
-    """Refuses T5X's run mode of SavedModels, and says what there is instead.
+    """Refuses T5X's run mode for SavedModels, and names the alternative.
 
     Raises:
       UserError: if it is `export`.
@@ -142,7 +142,7 @@ def address_of(path: str) -> str:
 
 
 def _readable(name: str) -> str:
-    """A gin file's name, or its address where only the container has the bucket mounted."""
+    """A gin file's name, or its address if only the container has the bucket mounted."""
     return name if os.path.exists(name) else address_of(name)
 
 

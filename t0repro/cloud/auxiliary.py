@@ -29,7 +29,7 @@ from t0repro.progress import heard_by
 
 
 def job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
-    """What the jobs do.
+    """The settings of the jobs.
 
     Args:
       options: the options of auxiliary jobs.
@@ -55,7 +55,7 @@ def make_controller(
     """The controller that the options describe.
 
     Raises:
-      UserError: if they make no sense together, or jobs elsewhere would have their files in a
+      UserError: if they contradict each other, or jobs elsewhere would have their files in a
         bucket.
     """
     check_output(model_dir, "--model_dir")
@@ -89,9 +89,9 @@ def make_controller(
 
 
 def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
-    """Checks all about the jobs that can be known before the first checkpoint.
+    """Checks everything about the jobs that is known before the first checkpoint.
 
-    Jobs that run elsewhere may find their rows and caches there alone, so for those only the gin
+    Jobs that run elsewhere may find their rows and caches only there, so for those only the gin
     files are checked.
 
     Raises:
@@ -110,15 +110,15 @@ def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
 def auxiliary_jobs_beside(
     model_dir: str | os.PathLike[str], options: AuxiliaryOptions, gin: T5xInputs
 ) -> Iterator[None]:
-    """Runs a controller in a process of its own while the block trains in `model_dir`.
+    """Runs a controller in a separate process while the block trains in `model_dir`.
 
-    When the block ends, the controller finishes what is left, and is waited for. It notices by its
-    standard input, which the system closes however the training ends.
+    When the block ends, the controller finishes what is left, and the block waits for it. The
+    controller notices the end by its standard input, which the system closes however training ends.
 
     Raises:
       UserError: at once, if a job could not work; at the end, if not every job succeeded.
     """
-    # Checked here too: the controller would find a mistake only after the training has begun.
+    # Check here too: the controller would find a mistake only after training has begun.
     check_output(model_dir, "--model_dir")
     check_jobs(options, gin)
     asked = json.dumps([dataclasses.asdict(options), dataclasses.asdict(gin)], default=str)
@@ -131,7 +131,7 @@ def auxiliary_jobs_beside(
     try:
         yield
     except BaseException:
-        controller.terminate()  # its jobs end with it, and are started again by the next one
+        controller.terminate()  # its jobs end with it, and the next one restarts them
         raise
     finally:
         controller.stdin.close()
@@ -154,7 +154,7 @@ def _main(model_dir: str, asked: str) -> None:
     gin = dacite.from_dict(T5xInputs, asked_gin, cast)
 
     def training_goes_on() -> bool:
-        # The training writes nothing here, so what can be read is the end of the file.
+        # The training run writes nothing here, so readable input means the end of the file.
         return not select.select([sys.stdin], [], [], 0)[0]
 
     def prefixed(text: str) -> None:

@@ -18,13 +18,13 @@ from t0repro.runs.preflight import Check, Cost, run_checks
 
 @dataclasses.dataclass(frozen=True)
 class Configured:
-    """A job's configuration, as far as it is known here.
+    """A job's configuration, as far as this machine knows it.
 
     Attributes:
-      text: the whole configuration in gin; "" for commands that read no gin.
-      warnings: what gin files bind and nothing reads.
+      text: the complete configuration in gin; "" for commands that read no gin.
+      warnings: bindings in gin files that nothing reads.
       run: a training run or scoring that precompile can compile; None for any other job.
-      architecture: the model's parameters and their shapes; "" if the configuration does not say.
+      architecture: the model's parameters and their shapes; "" if the configuration has none.
       output: the folder of the results.
       checkpoints: paths or addresses that parameters are restored from.
       mixture: a mixture or task, or several joined by commas.
@@ -66,7 +66,7 @@ def _read(arguments: Arguments) -> Configured:
         return _t5x_training(arguments)
     if arguments.mode in (JobMode.EVAL, JobMode.INFER):
         return _t5x_inference(arguments)
-    # rank-eval and aux: what concerns the job stands in their flags.
+    # rank-eval and aux: their flags have all that concerns the job.
     checkpoints = (arguments.checkpoint,) if arguments.checkpoint else ()
     return Configured(output=arguments.output, checkpoints=checkpoints, mixture=arguments.mixture)
 
@@ -87,7 +87,7 @@ def _t5x_training(arguments: Arguments) -> Configured:
     from t0repro.config.t5x.run import precompile_config, train_config
 
     parsed = _t5x(arguments)
-    # precompile.gin describes the training whose step it compiles.
+    # precompile.gin describes the training run whose step it compiles.
     compiles = arguments.mode is JobMode.PRECOMPILE
     run = (precompile_config if compiles else train_config)(parsed)
     data = run.plan.train_data
@@ -131,7 +131,7 @@ def _mesh_transformer(arguments: Arguments) -> Configured:
         location_prefixes=arguments.search_paths,
         module_imports=arguments.module_imports,
     )
-    # As an accelerator computes; float32 is for CPUs, such as this machine's.
+    # Accelerators' dtypes; float32 is for CPUs, such as this machine's.
     configuration = load(inputs, float32_activations=False)
     try:
         run = configuration.run
@@ -158,7 +158,7 @@ def _paths(restore: RestoreConfig | None) -> tuple[str, ...]:
 
 
 def _architecture(model: ModelConfig) -> str:
-    """The model's parameters, one a line; how devices divide them is known only there."""
+    """The model's parameters, one per line; only the devices know how they shard them."""
     # The lines of T5X's model-info.txt, without logical axes and partition specs.
     shapes = sorted(model.shape.parameters().items())
     lines = [
@@ -175,7 +175,7 @@ def _architecture(model: ModelConfig) -> str:
 def check(
     arguments: Arguments, machines: Machines, location: str, *, compiles: bool = True
 ) -> tuple[Configured, tuple[str, ...]]:
-    """Checks a job; nothing is sent.
+    """Checks a job; sends nothing.
 
     With `compiles`, and where libtpu is installed, the steps are compiled for a TPU slice, which
     takes minutes; otherwise memory is estimated.
@@ -208,7 +208,7 @@ def check(
 
 
 def check_fit(arguments: Arguments, machines: Machines, *, dry_run: bool) -> None:
-    """Raises UserError for --fit where it would change nothing."""
+    """Raises UserError for --fit if it would change nothing."""
     import importlib.util
 
     fix = "Leave out --fit."
@@ -228,7 +228,7 @@ def check_fit(arguments: Arguments, machines: Machines, *, dry_run: bool) -> Non
 
 
 def _check_replicas(arguments: Arguments, machines: Machines) -> None:
-    """Refuses several machines that would each do the whole work, into one folder."""
+    """Refuses several machines that would each do all of the work, into one folder."""
     alone = arguments.mode is JobMode.AUX or arguments.backend == "mtf"
     if machines.replica_count > 1 and alone:
         what = arguments.mode or f"{MESH_TRANSFORMER} --backend=mtf"
@@ -240,7 +240,7 @@ def _check_replicas(arguments: Arguments, machines: Machines) -> None:
 
 
 def _check_stack(arguments: Arguments, machines: Machines) -> None:
-    """Refuses Mesh TensorFlow on TPUs for which TensorFlow is not made."""
+    """Refuses Mesh TensorFlow on TPUs that TensorFlow does not support."""
     found = tpu_slice(machines)
     if found and found[0].startswith("v6e-") and arguments.backend == "mtf":
         raise UserError(
@@ -251,7 +251,7 @@ def _check_stack(arguments: Arguments, machines: Machines) -> None:
 
 
 def _check_paths(configured: Configured) -> None:
-    """Refuses results that would vanish with the machine, and checkpoints that are only here."""
+    """Refuses results that would vanish with the machine, and checkpoints that exist only here."""
     # What a container can open: addresses of stores, and buckets where they are mounted.
     written = ("gs://", f"{MOUNT}/")
     seen = (*written, "hf://", "s3://")

@@ -1,4 +1,4 @@
-"""Jobs that were submitted: their state, the wait for their end, their logs and their end."""
+"""Submitted jobs: their state, waiting for them, their logs, and cancelling them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Look:
 
     @property
     def ended(self) -> bool:
-        """Whether it will not change any more."""
+        """Whether its state is final."""
         return self.state in _ENDED
 
 
@@ -87,7 +87,7 @@ def wait_until_ended(
     *,
     poll_seconds: float,
 ) -> Look:
-    """Looks at a job until it has ended; lost connections are waited out, up to half an hour.
+    """Polls a job until it has ended; tolerates lost connections for up to half an hour.
 
     Args:
       name: resource name or number.
@@ -99,7 +99,7 @@ def wait_until_ended(
     """
     from google.api_core import exceptions
 
-    # Not Google's own loop: it does not know JOB_STATE_EXPIRED and would wait for ever.
+    # Not Google's own loop: it does not handle JOB_STATE_EXPIRED and would wait forever.
     said, silent_since = "", None
     while True:
         try:
@@ -163,7 +163,7 @@ def logs(name: str, place: Place, *, last: int | None = None) -> list[str]:
         found = client.list_entries(
             filter_=query, order_by="timestamp desc", max_results=last, page_size=1000
         )
-        # Asked for the latest first, so that the limit keeps those.
+        # Request the latest first, so that the limit keeps those.
         return [_line(entry) for entry in found][::-1]
 
 

@@ -46,7 +46,7 @@ def make_launcher(name: str, machine: Machine) -> Launcher:
             )
         secrets = [name for name, value in machine.environment.items() if is_secret(name, value)]
         if secrets:
-            # A container inherits nothing from here, and its job's file is in a bucket.
+            # A container inherits nothing from this machine, and its job's file is in a bucket.
             raise UserError(
                 f"{', '.join(secrets)} would be readable in the job's file.",
                 where="environment, in the file of machines",
@@ -62,7 +62,7 @@ def make_launcher(name: str, machine: Machine) -> Launcher:
 
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "RESIZING"}
 _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"}
-# The job did nothing wrong: its nodes were given to another one, or failed.
+# Not the job's fault: its nodes were given to another job, or failed.
 _PREEMPTED = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED"}
 
 
@@ -85,10 +85,10 @@ class SlurmLauncher:
         )
 
     def state(self, job: Job) -> EngineState:
-        """Where a job is, from the queue, or from the accounts if it has left that."""
+        """A job's state, from the queue, or from the accounts once it has left the queue."""
         queued = run_engine("squeue", "--noheader", f"--name={job.name}", "--format=%T")
         states = queued.split()
-        # A job that has ended leaves the queue; the accounts remember it.
+        # A job that has ended leaves the queue; the accounts keep it.
         if not states:
             accounts = run_engine(
                 "sacct", "--noheader", "--allocations", f"--name={job.name}", "--format=State%30"
@@ -128,12 +128,12 @@ def options(name: str, log: str, limits: Limits) -> list[str]:
 def run_engine(
     *command: str, text: str | None = None, environment: Mapping[str, str] | None = None
 ) -> str:
-    """What an engine's command prints, without surrounding whitespace.
+    """The output of an engine's command, without surrounding whitespace.
 
     Args:
       *command: Its words.
       text: Its standard input.
-      environment: Variables that are added to this process's own.
+      environment: Variables to add to this process's own.
 
     Raises:
       UserError: if the command is missing or fails, with the first line of its complaint.
@@ -200,12 +200,12 @@ class KubernetesLauncher:
         container["command"] = [python, "-m", "t0repro.jobs.worker", str(job.write())]
         if job.secrets:
             container["env"] = [*container.get("env", []), *variables(job.secrets)]
-        # So that the Job's status says whether its pod failed or was evicted.
+        # Makes the Job's status show whether its pod failed or was evicted.
         manifest["spec"].setdefault("podFailurePolicy", _TELL_DISRUPTIONS)
         return manifest
 
     def state(self, job: Job) -> EngineState:
-        """Where a job is, from its Job's status."""
+        """A job's state, from its Job's status."""
         found = run_engine(
             "kubectl", "get", "job", allowed_name(job.name), "--ignore-not-found", "--output=json"
         )
@@ -247,7 +247,7 @@ def read_template(file: str | os.PathLike[str] | None) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """YAML without its empty keys, which mean to Kubernetes that nothing is said."""
+    """YAML without its empty keys, which Kubernetes treats as absent."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
@@ -274,7 +274,7 @@ def completed(
         ) from error
     manifest |= {"apiVersion": "batch/v1", "kind": "Job"}
     manifest["metadata"] = manifest.get("metadata", {}) | {"name": name}
-    # The controller that created the Job restarts it if it failed, and counts the failures.
+    # The controller that created the Job restarts it after a failure, and counts failures.
     manifest["spec"]["backoffLimit"] = 0
     pod["restartPolicy"] = "Never"
     requests = container.setdefault("resources", {}).setdefault("requests", {})
@@ -296,7 +296,7 @@ def variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
 
 def allowed_name(name: str) -> str:
     """A name as Kubernetes allows it: lower case letters, digits and dashes, at most 63."""
-    # The end of a name tells attempts apart.
+    # Keep the end of a name, which distinguishes attempts.
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[-63:].strip("-")
 
 
@@ -344,7 +344,7 @@ class VertexLauncher:
             custom_job.submit(service_account=spec.service_account, network=spec.network)
 
     def specification(self, job: Job) -> JobSpec:
-        """What is submitted; writes the job's file."""
+        """The job to submit; writes the job's file."""
         machine, path = self.machine, str(job.write())
         return JobSpec(
             display_name=job.name,
@@ -361,9 +361,9 @@ class VertexLauncher:
         )
 
     def state(self, job: Job) -> EngineState:
-        """Where a job is; it is found by its display name."""
+        """A job's state; found by its display name."""
         found = custom_jobs.find(job.name, self._place)
-        # A job that the service does not list is judged by its exit file.
+        # If the service does not list a job, its exit file decides.
         if found is None:
             return "ended" if job.ending is not None else "unknown"
         if found.state == "waiting" or found.state == "running":

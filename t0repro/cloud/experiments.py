@@ -1,7 +1,7 @@
 """Jobs in Vertex AI Experiments: one experiment run for each job, with its lineage and metrics.
 
-Everything is made before the job is, so that a job never runs untracked, and is taken back if the
-service refuses the job. What a run shows:
+Everything is created before the job, so that no job runs untracked, and deleted again if the
+service refuses the job. A run shows:
 
     parameters    the job, its command, machines and image
     artifacts     <run>-configuration (gin, whole), <run>-architecture (parameters and shapes),
@@ -32,7 +32,7 @@ _FINAL = {"succeeded": "COMPLETE", "failed": "FAILED", "cancelled": "CANCELLED"}
 
 @dataclasses.dataclass(frozen=True)
 class Tracking:
-    """Where a job is tracked.
+    """The experiment and run that track a job.
 
     Attributes:
       experiment: name of an experiment that exists.
@@ -58,11 +58,11 @@ class Tracking:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a run shows of its job, besides the specification.
+    """A run's facts about its job, besides the specification.
 
     Attributes:
-      configuration: address of the whole configuration; None for a command that reads no gin.
-      architecture: address of the list of parameters; None if the configuration does not say it.
+      configuration: address of the complete configuration; None for a command that reads no gin.
+      architecture: address of the list of parameters; None if the configuration has none.
       output: address of the folder of results.
       mixture: tasks or mixtures that the job reads, joined by commas.
       split: the split of their examples.
@@ -76,7 +76,7 @@ class Facts:
 
 
 def check(tracking: Tracking, place: Place) -> None:
-    """Checks that a run can be made, and makes nothing.
+    """Checks that a run can be created, and creates nothing.
 
     Raises:
       UserError: If the experiment or the TensorBoard is missing, the run's name is taken, or the
@@ -112,7 +112,7 @@ def check(tracking: Tracking, place: Place) -> None:
 def started(
     tracking: Tracking, spec: JobSpec, facts: Facts, place: Place
 ) -> Iterator[ExperimentsRun]:
-    """Makes the run of a job that is submitted in the block; takes it back if the block fails.
+    """Creates the run for a job submitted in the block; deletes it if the block fails.
 
     Raises:
       UserError: If the service refuses, or another run took the name.
@@ -163,7 +163,7 @@ def _run(aiplatform: Any, tracking: Tracking) -> Any:
 
 
 def _take_back(resource: Any, **options: Any) -> None:
-    """Deletes what was made; what cannot be deleted is left, since the first error says more."""
+    """Deletes a resource; one that cannot be deleted is left, since the first error says more."""
     with contextlib.suppress(Exception):
         resource.delete(**options)
 
@@ -183,7 +183,7 @@ def _parameters(spec: JobSpec) -> dict[str, str | int]:
 def _artifacts(
     aiplatform: Any, tracking: Tracking, facts: Facts, made: contextlib.ExitStack
 ) -> tuple[list[Any], list[Any]]:
-    """The artifacts that a job reads, and those that it writes; what is not known is left out."""
+    """The artifacts that a job reads, and those that it writes; unknown ones are left out."""
     kinds = {
         "configuration": ("system.Artifact", facts.configuration, {}),
         "architecture": ("system.Artifact", facts.architecture, {}),
@@ -230,7 +230,7 @@ class ExperimentsRun:
     execution: Any
 
     def parameters(self, values: Mapping[str, str | int | float]) -> None:
-        """Records what the run was asked to do."""
+        """Records the run's parameters."""
         with cloud_errors("record the run's parameters", where=self.run.name):
             self.run.log_params(dict(values))
 
@@ -243,7 +243,7 @@ class ExperimentsRun:
         """Records which job this is, once the service has named it."""
         from google.cloud.aiplatform_v1 import Execution
 
-        # By this parameter `compare` tells jobs' runs from those that the uploader makes.
+        # By this parameter `compare` distinguishes jobs' runs from those that the uploader makes.
         self.parameters({"job": job_name})
         with cloud_errors("record the job", where=self.run.name):
             self.execution.update(
@@ -253,7 +253,7 @@ class ExperimentsRun:
     @property
     def tensorboard(self) -> str | None:
         """Resource name of the TensorBoard behind the run; None if there is none."""
-        run = self.run._backing_tensorboard_run  # the client shows it in no public way
+        run = self.run._backing_tensorboard_run  # the client has no public name for it
         return run.resource.resource_name.partition("/experiments/")[0] if run else None
 
     @property
@@ -267,8 +267,7 @@ class ExperimentsRun:
 
         final = Execution.State[_FINAL[state]]
         with cloud_errors("record the end", where=self.run.name):
-            # The run last: `ended` goes by its state, so an end that fails half way is recorded
-            # again.
+            # Update the run last: `ended` reads its state, so an incomplete end is recorded again.
             self.execution.update(state=final)
             self.run.end_run(state=final)
 
@@ -278,7 +277,7 @@ class ExperimentsRun:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What leads from a job to its run: job.json in the job's folder in staging."""
+    """Connects a job to its run: job.json in the job's folder in staging."""
 
     experiment: str
     run_name: str
