@@ -156,8 +156,10 @@ def check_credentials(address: str, where: str | None) -> None:
 
 def has_google_credentials() -> bool:
     """Whether there is a credentials file or an emulator, or this is one of Google's machines."""
-    # Names a metadata server, which is where Google's machines get their credentials.
-    if os.environ.get("GCE_METADATA_HOST") or os.environ.get("STORAGE_EMULATOR_HOST"):
+    # The first names a metadata server, which is where Google's machines get their credentials; the
+    # last may say that a public bucket needs none.
+    variables = ("GCE_METADATA_HOST", "STORAGE_EMULATOR_HOST", "FSSPEC_GCS_TOKEN")
+    if any(os.environ.get(name) for name in variables):
         return True
     folder = os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud"
     files = [
@@ -222,7 +224,12 @@ def file_system(scheme: str) -> Any:
 
 
 def located(address: str) -> tuple[Any, str]:
-    """The file system of an address, and the address as it takes it."""
+    """The file system of an address, and the address as it takes it.
+
+    Raises:
+      UserError: Without the store's library or credentials.
+    """
+    check_credentials(address, None)
     return file_system(address.partition("://")[0].lower()), address
 
 
@@ -243,13 +250,18 @@ def explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
             address = next((each for each in places if is_address(each) and "://" in each), None)
             if address is None:
                 raise
-            raise UserError(
-                f"The store did not answer as it should: {error}",
-                where=address,
-                fix="Check the connection and the permissions, then start the same command again.",
-            ) from error
+            raise store_error(error, address) from error
 
     return call
+
+
+def store_error(error: Exception, address: str | os.PathLike[str]) -> UserError:
+    """A UserError in place of what a store's library, or one on top of it, raised."""
+    return UserError(
+        f"The store did not answer as it should: {error}",
+        where=spelled(address),
+        fix="Check the connection and the permissions, then start the same command again.",
+    )
 
 
 @explained

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from t0repro.buckets import checked, exists, is_address, spelled, upload
+from t0repro.buckets import checked, exists, is_address, spelled, store_error, upload
 from t0repro.errors import UserError
 from t0repro.working_copies import read_at, written_at
 
@@ -281,19 +281,21 @@ def _sync(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns a full, read-only or vanished disk into a UserError.
+    """Turns a full, read-only or vanished disk into a UserError, or a store that does not answer.
 
     Args:
       path: the path being written, for errors that do not name a file.
 
     Raises:
-      UserError: in place of the error of the file system or of a library on top of it.
+      UserError: in place of the error of the file system, the store or a library on top of it.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # TensorStore raises ValueErrors with the system's messages
+        if is_address(path):
+            raise store_error(error, path) from error
         refused = storage_error(error)
         if refused is None:
             raise

@@ -44,14 +44,15 @@ class FaultyStore:
         before the server has them or before its answer, and that wait.
       seconds: how long the slow ones wait.
       lag: seconds for which listings do not show a new object.
-      seen: called with each request before and after the server has it.
+      seen: called with each request before and after the server has it; a status that it returns
+        before is the answer.
       counts: kind of fault -> how often it happened.
     """
 
     def __init__(self, port: int, seed: str = "0"):
         self.refused = self.cut_before = self.cut_after = self.slow = 0.0
         self.seconds, self.lag = 0.3, 0.0
-        self.seen: Callable[[Request], None] = lambda request: None
+        self.seen: Callable[[Request], int | None] = lambda request: None
         self.counts = {"503": 0, "cut before": 0, "cut after": 0, "slow": 0, "hidden": 0}
         self.target = port
         self._random, self._lock = random.Random(seed), threading.Lock()
@@ -122,7 +123,8 @@ def _handler_of(store: FaultyStore):
             if store.is_hit(store.slow):
                 store.count("slow")
                 time.sleep(store.seconds)
-            store.seen(Request(self.command, name, "before"))
+            if refusal := store.seen(Request(self.command, name, "before")):
+                return self._answer(refusal, [], b"{}")
             status, headers, content = self._forward(body)
             request = Request(self.command, name, "after")
             if request.writes and status < 300:

@@ -9,7 +9,7 @@ import typer
 
 from t0repro.cli.options import AsJson, DType
 from t0repro.cli.results import echo, print_json
-from t0repro.cli.spelling import output
+from t0repro.cli.spelling import output, source
 from t0repro.words import counted, sized
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ _ROWS_SHOWN = 20
 _Path = Annotated[
     str,
     typer.Argument(
+        callback=source,
         help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
-        " Hugging Face directory."
+        " Hugging Face directory.",
     ),
 ]
 _Step = Annotated[
@@ -48,8 +49,8 @@ def inspect(path: _Path, step: _Step = None, as_json: AsJson = False) -> None:
 
 
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint in any format.")],
-    b: Annotated[str, typer.Argument(help="Another checkpoint, in any format.")],
+    a: Annotated[str, typer.Argument(callback=source, help="A checkpoint in any format.")],
+    b: Annotated[str, typer.Argument(callback=source, help="Another checkpoint, in any format.")],
     tol: Annotated[
         float, typer.Option(help="Largest absolute difference to accept; 0 requires the same bits.")
     ] = 0.0,
@@ -266,8 +267,9 @@ _SourceFormat = Literal["auto", "mtf", "t5x", "jax", "hf"]
 _Source = Annotated[
     str,
     typer.Argument(
+        callback=source,
         help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
-        " Hugging Face directory; local or at any address that fsspec opens."
+        " Hugging Face directory; local or at any address that fsspec opens.",
     ),
 ]
 _Target = Annotated[Path, typer.Argument(callback=output, help="The directory to write.")]
@@ -279,6 +281,7 @@ _SourceStep = Annotated[
 _GinFile = Annotated[
     str | None,
     typer.Option(
+        callback=source,
         help="The gin file that the model was trained with, written beside the checkpoint as"
         " operative_config.gin. The sizes that it binds must match SRC's.",
         show_default="SRC's own",

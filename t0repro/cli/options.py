@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import typer
 
-from t0repro.cli.spelling import canonical
+from t0repro.cli.spelling import canonical, source
 from t0repro.cloud.arguments import check_not_export
 from t0repro.cloud.tracker import TrackedRun, TrackerName
 from t0repro.errors import UserError
@@ -73,7 +73,9 @@ Mode = TypeVar("Mode", bound=enum.StrEnum)
 
 GinFiles = Annotated[
     list[str] | None,
-    typer.Option("--gin_file", rich_help_panel=GIN, help="A gin file; repeatable."),
+    typer.Option(
+        "--gin_file", callback=source, rich_help_panel=GIN, help="A gin file; repeatable."
+    ),
 ]
 GinParams = Annotated[
     list[str] | None,
@@ -85,6 +87,7 @@ GinFolders = Annotated[
     list[str] | None,
     typer.Option(
         "--gin_location_prefix",
+        callback=source,
         rich_help_panel=GIN,
         help="A folder to look for gin files in; repeatable.",
     ),
@@ -189,6 +192,7 @@ GinSearchPaths = Annotated[
     str,
     typer.Option(
         "--gin_search_paths",
+        callback=source,
         rich_help_panel=GIN,
         help="Folders to look for a T5X run's gin files in, separated by commas.",
     ),

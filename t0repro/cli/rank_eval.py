@@ -23,7 +23,7 @@ from t0repro.cli.options import (
     with_groups,
 )
 from t0repro.cli.results import echo
-from t0repro.cli.spelling import output
+from t0repro.cli.spelling import output, source
 from t0repro.words import counted
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class Extra(enum.Enum):
 
 
 _Checkpoint = Annotated[
-    str, typer.Option(help="A checkpoint in any format that t0repro convert reads.")
+    str,
+    typer.Option(callback=source, help="A checkpoint in any format that t0repro convert reads."),
 ]
 _Mixture = Annotated[str, typer.Option(help="A mixture, or a task.")]
 _Out = Annotated[Path, typer.Option(callback=output, help="Folder for scores and report.")]

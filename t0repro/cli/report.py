@@ -21,7 +21,7 @@ from t0repro.cli.options import (
     with_groups,
 )
 from t0repro.cli.results import echo, print_json, print_written, show_page
-from t0repro.cli.spelling import output
+from t0repro.cli.spelling import output, source
 
 if TYPE_CHECKING:
     from t0repro.reports.make_report import Beside
@@ -194,7 +194,10 @@ def verify(
     ] = None,
     module_import: ModulesOrT0 = None,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Where the checkpoint is now.", show_default="as recorded")
+        str | None,
+        typer.Option(
+            callback=source, help="Where the checkpoint is now.", show_default="as recorded"
+        ),
     ] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="SeqIO's cache of the tasks.")] = None,
 ) -> None:

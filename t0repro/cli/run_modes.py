@@ -27,7 +27,7 @@ from t0repro.cli.options import (
     with_groups,
 )
 from t0repro.cli.results import echo
-from t0repro.cli.spelling import LogOptions
+from t0repro.cli.spelling import LogOptions, source
 from t0repro.cloud.arguments import JobMode
 from t0repro.errors import UserError
 from t0repro.files import check_output, output_path
@@ -59,7 +59,9 @@ class T5xOptions(LogOptions):
     ] = None
     seqio_additional_cache_dirs: Annotated[
         list[str] | None,
-        typer.Option(help="Folders of SeqIO's caches, separated by commas; repeatable."),
+        typer.Option(
+            callback=source, help="Folders of SeqIO's caches, separated by commas; repeatable."
+        ),
     ] = None
     dry_run: Annotated[
         bool,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
+from t0repro.buckets import check_credentials
 from t0repro.cli import help_pages
 from t0repro.errors import UserError
 from t0repro.files import input_path, output_path
@@ -162,7 +163,7 @@ def show_canonical(command: Any) -> None:
 # ---- Paths on command lines ----------------------------------------------------------------------
 
 # Local ones are taken as they are, and working copies of addresses (`gs://...`). An option that is
-# text is checked by what opens it.
+# text stays an address, for what opens it.
 
 
 def output(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
@@ -172,6 +173,18 @@ def output(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
       UserError: For an address that cannot be opened.
     """
     return None if value is None else output_path(value, _name(parameter))
+
+
+def source(parameter: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
+    """The callback of each option or argument that is text and names what the command reads.
+
+    Raises:
+      UserError: For an address without credentials, before the imports of what would open it.
+    """
+    for words in [value] if isinstance(value, str) else value or ():
+        for path in words.split(","):  # folders of caches may be in one word
+            check_credentials(path, _name(parameter))
+    return value
 
 
 def check_inputs(command: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
 
+from t0repro.buckets import check_credentials
 from t0repro.cli import help_pages
 from t0repro.cli.gate import USER_ERROR, gate
 from t0repro.cli.options import (
@@ -31,7 +33,7 @@ from t0repro.cli.options import (
     tracked_training,
 )
 from t0repro.cli.results import echo
-from t0repro.cli.spelling import canonical_arguments
+from t0repro.cli.spelling import canonical, canonical_arguments
 from t0repro.cloud.tracker import TrackerName
 from t0repro.config.configuration import Configuration, NotOnJax
 from t0repro.errors import UserError
@@ -48,6 +50,7 @@ def console_entry_point() -> None:
     """Runs the command with the arguments in sys.argv; the console script's entry point."""
     # A traceback of something unexpected is kept: it may come hours into a run.
     with gate("t5_mesh_transformer", show_unexpected=True) as settings:
+        _check_credentials(sys.argv[1:])
         # First, since even the flags are t5's own, whose import takes seconds.
         echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
         define_flags()
@@ -66,6 +69,18 @@ def console_entry_point() -> None:
             run(flags.FLAGS)
 
         app.run(main, flags_parser=_parse_flags)
+
+
+def _check_credentials(arguments: Sequence[str]) -> None:
+    """Refuses addresses without credentials before the imports that know the flags."""
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        name, equals, value = canonical(argument.lstrip("-")).partition("=")
+        if argument.startswith("-") and name in _PLACES:
+            for place in (value if equals else following).split(","):
+                check_credentials(place, f"--{name}")
+
+
+_PLACES = ("model_dir", "gin_file", "gin_location_prefix", "additional_task_cache_dirs")
 
 
 def define_flags() -> None:

@@ -289,8 +289,9 @@ def load_divided_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray 
 
 
 def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's arrays; those in `places` go to the devices if their shapes match."""
+    """A complete checkpoint's arrays; those in `places` go to the devices if their shapes match."""
     import orbax.checkpoint as ocp
+    from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
     def arguments(names: Any, entry: Any) -> ocp.RestoreArgs:
         like = places.get(jax.tree_util.keystr(names, simple=True, separator="/"))
@@ -302,7 +303,11 @@ def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
     try:
         with (
             readable(path) as place,
-            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+            # By name alone. In a bucket Orbax would ask for its marker, which a copy of a local
+            # checkpoint lacks, and one whose writer was killed once all but the marker was there.
+            ocp.Checkpointer(
+                ocp.PyTreeCheckpointHandler(), temporary_path_class=AtomicRenameTemporaryPath
+            ) as checkpointer,
         ):
             metadata = checkpointer.metadata(place).item_metadata.tree
             wanted = jax.tree_util.tree_map_with_path(arguments, metadata)

@@ -1,19 +1,44 @@
-"""A training run in a bucket whose store fails now and then, behind a proxy on loopback."""
+"""A training run in a bucket whose store fails, and one that is killed at each kind of write."""
 
 import dataclasses
+import functools
 import json
+import os
+import re
+import signal
+import threading
 
 import numpy as np
 import pytest
 
 from t0repro import buckets
-from t0repro.training.checkpoints import list_checkpoints, load_tree
+from t0repro.errors import UserError
+from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree, save_tree
+from t0repro.training.commits import remove_interrupted_saves
 
 from ..bucket_servers import GoogleStorage
 from ..faulty_store import FaultyStore
 from .jobs import LAST_STEP
 
 pytestmark = pytest.mark.hardlife
+
+# Kind of write -> what its objects are called, in the order in which a run first writes them.
+WRITES = {
+    "lock": r"/\.t0repro\.lease/",
+    "record": r"/trained_with\.json$",
+    "configuration": r"/operative_config\.gin$",
+    "event file": r"/events\.out\.tfevents",
+    "metrics": r"/metrics\.jsonl$",
+    "state of the run": r"/run_state\.json$",
+    "array": r"/checkpoint_\d+/(ocdbt\.process_0/)?d/",
+    "index of arrays": r"/checkpoint_\d+/manifest\.ocdbt$",
+    "description": r"/checkpoint_\d+/_METADATA$",
+    "data position": r"/checkpoint_\d+/data/position\.json$",
+    "marker": r"/checkpoint_\d+/commit_success\.txt$",
+    "checksums": r"/checkpoint_\d+/integrity\.json$",
+}
+# Each before the store has it; some once it has it and the run has not heard so.
+MOMENTS = [*((kind, "before") for kind in WRITES), ("metrics", "after"), ("marker", "after")]
 
 
 @pytest.fixture
@@ -77,3 +102,64 @@ def test_a_store_that_fails_now_and_then_changes_nothing(store, training, outcom
     faults = ", ".join(f"{count} x {kind}" for kind, count in store.counts.items())
     outcome(f"a store that fails: {faults}: {runs} runs ended with the same results")
     assert all(store.counts.values())
+
+
+def strike(process, kind, moment, struck, request):
+    """Kills a job once a request writes an object of a kind."""
+    if (request.writes, request.moment) != (True, moment) or struck.is_set():
+        return
+    if re.search(WRITES[kind], f"/{request.name}"):
+        struck.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_killed_at_each_kind_of_write_and_resumed_a_run_ends_with_the_same_bytes(
+    store, training, outcome
+):
+    job, expected = training
+    address, deaths = "gs://bucket/run", []
+    for kind, moment in MOMENTS:
+        process = job.start(address)
+        struck = threading.Event()
+        store.seen = functools.partial(strike, process, kind, moment, struck)
+        said, _ = process.communicate(timeout=900)
+        store.seen = lambda request: None
+        if not struck.is_set():  # the end came first; nothing of this kind was left to write
+            assert process.returncode == 0, said[-4000:]
+        else:
+            deaths.append((kind, moment))
+        assert_nothing_half_written(address)
+    assert job.finish(address) == expected
+    assert {kind for kind, _ in deaths} == set(WRITES), deaths
+    outcome(
+        f"kill -9 at each kind of write to a bucket: died {len(deaths)} times at"
+        f" {len(WRITES)} kinds, and ended with the same {len(expected)} results"
+    )
+
+
+# Without its marker alone a checkpoint is whole.
+@pytest.mark.parametrize(("kind", "status", "left"), [("array", 403, []), ("marker", 503, [2])])
+def test_a_store_that_turns_away_during_a_save_is_named_and_nothing_half_written_is_listed(
+    store, monkeypatch, kind, status, left
+):
+    for variable in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{store.port}")
+    buckets.file_system.cache_clear()
+    path, away = checkpoint_path("gs://bucket/run", 2), threading.Event()
+    tree = {"state/step": np.int32(2), "target/a": np.arange(6, dtype=np.float32)}
+
+    def refusal(request):
+        if request.writes and re.search(WRITES[kind], f"/{request.name}"):
+            away.set()
+        return status if away.is_set() else None
+
+    store.seen = refusal
+    with pytest.raises(UserError, match="The store did not answer as it should") as error:
+        save_tree(path, tree)
+    assert away.is_set() and error.value.where.startswith(str(path)) and error.value.fix
+    store.seen = lambda request: None
+    remove_interrupted_saves("gs://bucket/run")
+    assert list_checkpoints("gs://bucket/run") == left
+    if not left:
+        save_tree(path, tree)
+    assert load_tree(path).keys() == tree.keys()

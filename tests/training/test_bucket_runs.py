@@ -81,6 +81,12 @@ def test_a_save_that_was_cut_short_is_not_listed_and_is_removed(bucket, monkeypa
     remove_interrupted_saves(bucket)
     assert buckets.objects(f"{bucket}/checkpoint_3") == {}
     assert buckets.objects(f"{bucket}/checkpoint_2") == whole
+    # What is there when the writer dies before Orbax's marker, and in a copy of a local checkpoint.
+    for name in whole.keys() - {"integrity.json", "commit_success.txt"}:
+        buckets.write(f"{bucket}/checkpoint_4/{name}", content[name])
+    assert list_checkpoints(bucket) == [2, 4]
+    assert load_tree(checkpoint_path(bucket, 4)).keys() == tree.keys()
+    remove_checkpoint(checkpoint_path(bucket, 4))
     with pytest.raises(UserError, match="There is a checkpoint already"):
         save_tree(checkpoint_path(bucket, 2), tree)
     remove_checkpoint(checkpoint_path(bucket, 2))
