@@ -334,7 +334,11 @@ def _write(
     # Everything that decides the output's content. A staged directory is resumed only if its
     # request equals this one, so omitting a setting here could mix two different conversions.
     request = {
-        "source": [report.source.format, _absolute(report.source.path), report.source.step],
+        "source": [
+            report.source.format,
+            without_passwords(storage.absolute(report.source.path)),
+            report.source.step,
+        ],
         "files": files,
         "target": [report.target.format, report.target.step],
         "tensors": [
@@ -436,7 +440,7 @@ def _manifest(
     return json.dumps(
         {
             "source": {
-                "path": _absolute(report.source.path),
+                "path": without_passwords(storage.absolute(report.source.path)),
                 "format": report.source.format,
                 "step": report.source.step,
             },
@@ -450,7 +454,3 @@ def _manifest(
         },
         indent=1,
     )
-
-
-def _absolute(path: str) -> str:
-    return without_passwords(path) if storage.is_remote(path) else os.path.abspath(path)

@@ -315,7 +315,7 @@ def check_state_file(directory: str | Path) -> None:
         return
     # Joining an absolute name replaces the directory; a relative name does not.
     holder = os.path.dirname(storage.join(directory, named))
-    if storage.is_remote(holder) or os.path.realpath(holder) != os.path.realpath(directory):
+    if storage.real(holder) != storage.real(directory):
         raise UserError(
             f"This file names the checkpoint {named}, in another directory; TensorFlow would look"
             " there.",

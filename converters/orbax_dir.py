@@ -10,7 +10,6 @@ layout with any chunks and compression (through TensorStore), and OCDBT's single
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 import zlib
@@ -90,7 +89,7 @@ class OrbaxArrays:
     """
 
     def __init__(self, path: str, *, has_metadata: bool = True):
-        self._path = path if storage.is_remote(path) else os.path.abspath(path)
+        self._path = storage.absolute(path)
         self.integrity = read_integrity(self._path)
         tree = self._tree() if has_metadata else None
         self._has_every_chunk = tree is not None and tree.has_every_chunk

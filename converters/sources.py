@@ -48,11 +48,10 @@ def find_checkpoint(
     try:
         return _find(path, step, source)
     except CheckpointNotFound:
-        if not storage.is_remote(path):
+        # s3fs takes a response cut off before its first byte for an empty listing. On a second
+        # request, the store lists its contents, or its library reports the error.
+        if not storage.refresh(path):
             raise
-    # s3fs takes a response cut off before its first byte for an empty listing. On a second request,
-    # the store lists its contents, or its library reports the error.
-    storage.refresh(path)
     return _find(path, step, source)
 
 
@@ -128,7 +127,7 @@ def _exact(path: str) -> CheckpointRef | None:
     if storage.is_file(f"{prefix}.index"):
         match = re.search(r"-(\d+)$", prefix)
         return CheckpointRef("mtf", prefix, int(match[1]) if match else None)
-    directory = path.rstrip("/") if storage.is_remote(path) else os.path.normpath(path)
+    directory = storage.normal(path)
     if os.path.basename(directory) == jax_tree.STATE:
         directory = os.path.dirname(directory)  # an item inside T5X's Orbax checkpoint
     match = re.fullmatch(r"checkpoint_(\d+)", os.path.basename(directory))

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from t0repro import buckets
 from t0repro.buckets import explained, located, scheme_of
 from t0repro.errors import UserError
-from t0repro.files import make_folder
+from t0repro.files import make_folder, write_atomically
 from t0repro.progress import byte_progress
 from t0repro.words import sized
 from t0repro.working_copies import Scratch
@@ -40,6 +41,21 @@ def local_path(path: str | os.PathLike[str]) -> str:
             fix=f"Write an address with two slashes: {path.replace(':/', '://', 1)}.",
         )
     return path.removeprefix("file://")
+
+
+def absolute(path: str) -> str:
+    """The absolute path of a local file or directory; an address is one."""
+    return path if is_remote(path) else os.path.abspath(path)
+
+
+def real(path: str) -> str:
+    """A local path without its symbolic links; an address has none."""
+    return path if is_remote(path) else os.path.realpath(path)
+
+
+def normal(path: str) -> str:
+    """A path without `..`, and without a slash at its end."""
+    return path.rstrip("/") if is_remote(path) else os.path.normpath(path)
 
 
 @explained
@@ -121,10 +137,11 @@ def walk(path: str) -> Iterator[str]:
             yield entry
 
 
-def refresh(path: str) -> None:
-    """Drops the cached listings of a remote path's file system."""
+def refresh(path: str) -> bool:
+    """Drops the cached listings of a remote path's file system; False for a local path."""
     if is_remote(path):
         located(path)[0].invalidate_cache()
+    return is_remote(path)
 
 
 @explained
@@ -135,6 +152,14 @@ def stamp(path: str) -> list[Any]:
         return [size(path), system.ukey(place)]
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns]
+
+
+def write(path: str, content: str) -> None:
+    """Writes a whole file, which appears complete."""
+    if is_remote(path):
+        buckets.write(path, content.encode())
+    else:
+        write_atomically(path, content)
 
 
 def read(path: str) -> bytes:

@@ -13,11 +13,9 @@ from typing import Any, TypedDict, get_args
 
 import numpy as np
 
-from t0repro import buckets
 from t0repro.converters import storage
 from t0repro.converters.tensors import CheckpointRef, Format, bytes_of
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
 from t0repro.parameters import naming
 from t0repro.words import counted
 
@@ -61,11 +59,7 @@ def describe_files(directory: Path) -> dict[str, Written]:
 def write_integrity(directory: Path, files: dict[str, Written]) -> None:
     """Writes the list of a directory's files, which marks the checkpoint as complete."""
     listing = json.dumps({"files": dict(sorted(files.items()))}, indent=1)
-    place = os.fspath(directory / INTEGRITY)
-    if storage.is_remote(place):
-        buckets.write(place, listing.encode())
-    else:
-        write_atomically(place, listing)
+    storage.write(os.fspath(directory / INTEGRITY), listing)
 
 
 def read_integrity(directory: str) -> dict[str, Written]:

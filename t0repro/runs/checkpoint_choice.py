@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -263,8 +262,7 @@ def coming(
 
 def own_path(ref: CheckpointRef) -> str:
     """A checkpoint's own path, however it was given: relative, or through a symbolic link."""
-    path = storage.local_path(ref.path)
-    return without_passwords(path) if storage.is_remote(path) else os.path.realpath(path)
+    return without_passwords(storage.real(storage.local_path(ref.path)))
 
 
 def identity(ref: CheckpointRef) -> str | None:

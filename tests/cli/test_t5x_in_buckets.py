@@ -49,7 +49,7 @@ def lines_at(place, start):
 _TIMES = re.compile(rb'"[^"]*(time|timing|second)[^"]*": [^,}]+')
 # Leases and locks belong to places, event files' names have times in them, as a checkpoint's
 # identity has, and checkpoints are compared by their arrays.
-_OWN = re.compile(r"(^|/)\.|tfevents|checkpoint_|model\.ckpt|evaluated\.json")
+_OWN = re.compile(r"(^|/)\.|tfevents|checkpoint_|model\.ckpt|evaluated\.json|COMPLETED")
 _SAME = re.compile(r"^(eval|infer|plot|compare)/|/metrics\.jsonl$|model-info")
 
 
