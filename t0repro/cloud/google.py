@@ -64,7 +64,7 @@ def connect(place: Place) -> Any:
 
 
 def _quiet() -> None:
-    """Has Google's client log errors alone.
+    """Makes Google's client log errors only.
 
     It logs to standard output, where a program reads --json: each request, and warnings about
     arguments that are given on purpose. In a terminal it also prints its notebooks' buttons as
@@ -84,7 +84,7 @@ def _is_notebook() -> bool:
 
 
 def overridden(service: str) -> str | None:
-    """The host that gcloud's variable names for a service instead of Google's own, if any."""
+    """The host that gcloud's variable gives for a service in place of Google's own, if any."""
     address = os.environ.get(f"CLOUDSDK_API_ENDPOINT_OVERRIDES_{service}", "")
     # The variable may hold a whole address; the clients take a host.
     return re.sub("^https://|/$", "", address) or None
@@ -94,7 +94,7 @@ def check_login() -> None:
     """Raises UserError on a machine without credentials for Google Cloud; nothing is sent."""
     import google.auth
 
-    # Without a file to read, Google's library would ask the network for seconds.
+    # Without a file to read, Google's library would query the network for seconds.
     if not (os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or has_google_credentials()):
         raise UserError("This machine has no Google Cloud credentials.", fix=_LOGIN)
     with cloud_errors("read the credentials"):
@@ -114,7 +114,7 @@ def cloud_errors(doing: str, where: str | None = None) -> Iterator[None]:
     """Turns what Google's clients raise into a UserError.
 
     Args:
-      doing: what was asked of the service, after "could not": "create the job".
+      doing: the requested action, after "could not": "create the job".
       where: the resource or flag concerned.
 
     Raises:
@@ -139,8 +139,8 @@ def cloud_errors(doing: str, where: str | None = None) -> Iterator[None]:
             fix=_LOGIN,
         ) from error
     except ValueError as error:
-        # The clients refuse a name that no resource can have, such as one with a space, by
-        # themselves; any other ValueError is a fault of ours.
+        # The clients themselves refuse an impossible resource name, such as one with a space; any
+        # other ValueError is a fault of ours.
         if "not a valid resource id" not in str(error):
             raise
         raise UserError(
@@ -159,7 +159,7 @@ def cloud_errors(doing: str, where: str | None = None) -> Iterator[None]:
 
 
 def _explained(error: Any) -> tuple[str, str]:
-    """What kind of error a service's is, and what to do about it."""
+    """The kind of a service's error, and what to do about it."""
     from google.api_core import exceptions
 
     # In this order: Unauthenticated and the quota's are subclasses of more general ones.

@@ -1,4 +1,4 @@
-"""Writes what an engine needs to start a command as several processes that work together.
+"""Writes an engine's input to start a command as several processes that work together.
 
 Slurm gets a batch script, Kubernetes a JobSet, SkyPilot a task, a Cloud TPU the gcloud commands. In
 each the
@@ -50,19 +50,19 @@ class Launch:
 
     @property
     def limits(self) -> Limits:
-        """What each process may use."""
+        """The limits of each process."""
         machine = self.machine
         return Limits(cpus=machine.cpus, memory_gb=machine.memory_gb, seconds=machine.time_limit)
 
     @property
     def secrets(self) -> dict[str, str]:
-        """The variables that look like secrets; they are not printed."""
+        """The variables that look like secrets; never printed."""
         given = self.machine.environment.items()
         return {name: value for name, value in given if is_secret(name, value)}
 
     @property
     def shown(self) -> Launch:
-        """The same without the secrets' values, to print."""
+        """The launch without the secrets' values, for printing."""
         hidden = self.machine.environment | dict.fromkeys(self.secrets, "***")
         return dataclasses.replace(
             self, machine=dataclasses.replace(self.machine, environment=hidden)
@@ -110,7 +110,7 @@ def job_set(launch: Launch, template: dict[str, Any]) -> dict[str, Any]:
     """
     name = _label(launch.name)
     job, container = engines.completed(template, name, launch.limits)
-    # Kubernetes replaces $(NAME) in a command too.
+    # Kubernetes also replaces $(NAME) in a command.
     container["command"] = [word.replace("$", "$$") for word in launch.command]
     # What the image, or the user's manifest, says to do otherwise.
     container.pop("args", None)
@@ -119,7 +119,7 @@ def job_set(launch: Launch, template: dict[str, Any]) -> dict[str, Any]:
         "T0REPRO_COORDINATOR_ADDRESS": f"{name}-{_PODS}-0-0.{name}:{_PORT}",
         "T0REPRO_PROCESS_COUNT": str(launch.processes),
     }
-    # Ours win over the template's: a pod must not learn of another coordinator.
+    # Our variables override the template's: a pod must not see another coordinator.
     kept = [one for one in container.get("env", []) if one.get("name") not in variables]
     container["env"] = kept + engines.variables(variables)
     size = launch.processes
@@ -175,7 +175,7 @@ export T0REPRO_PROCESS_INDEX=$SKYPILOT_NODE_RANK
 def tpu_vm_commands(launch: Launch) -> list[list[str]]:
     """The gcloud commands that create a TPU, run the command on all its machines and delete it.
 
-    How many machines there are is the TPU's to say, so `processes` plays no part.
+    The TPU itself determines the number of machines, so `processes` is not used.
 
     Raises:
       UserError: if the machine's options lack what gcloud requires, or the name has no letter.

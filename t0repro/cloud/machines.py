@@ -1,6 +1,6 @@
-"""The user's file of machines: what the labels of a cell or a platform mean.
+"""The user's file of machines, which defines the labels of cells and platforms.
 
-It is YAML, with two tables of entries; a cell's fields win over a platform's:
+It is YAML, with two tables of entries; a cell's fields override a platform's:
 
 platforms:
   jf_2x2:                      # any name: what --auxiliary_job_platform is given
@@ -32,7 +32,7 @@ LAUNCHERS = ("local", "slurm", "k8s", "vertex")
 
 @dataclasses.dataclass(frozen=True)
 class VertexMachine:
-    """A custom job's machine on Vertex AI, in the words of `t0repro vertex`.
+    """A custom job's machine on Vertex AI, with the options of `t0repro vertex`.
 
     Attributes:
       image_uri: the image that the jobs run in.
@@ -53,7 +53,7 @@ class VertexMachine:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where jobs run and what they may use there.
+    """Where jobs run, and their resource limits there.
 
     Attributes:
       options: for the engine's own command that submits (sbatch).
@@ -77,10 +77,10 @@ class Machine:
 def find_machine(file: Path | None, platform: str | None, cell: str | None) -> Machine:
     """The machine that the two labels stand for.
 
-    Without a file, labels mean nothing and jobs run on this machine.
+    Without a file, labels have no effect and jobs run on this machine.
 
     Raises:
-      UserError: if the file cannot be read, or does not know a label.
+      UserError: if the file cannot be read, or lacks a label.
     """
     if file is None:
         return Machine()

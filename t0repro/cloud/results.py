@@ -21,9 +21,9 @@ _REPORT = "report.json"
 
 
 def copy_results(client: Any, address: str, folder: Path) -> None:
-    """Brings a local copy of a job's event files and report up to date.
+    """Updates a local copy of a job's event files and report.
 
-    Event files only grow, so of a file that is here in part only the rest is read.
+    Event files only grow, so if part of one is already here, only the rest is read.
 
     Raises:
       UserError: If the bucket cannot be read.
@@ -38,20 +38,20 @@ def copy_results(client: Any, address: str, folder: Path) -> None:
 
 def _copy(blob: Any, target: Path) -> None:
     make_folder(target.parent)
-    # A report is replaced as a whole.
+    # A report is replaced completely.
     if event_files.MARK not in target.name:
         write_atomically(target, blob.download_as_bytes())
         return
     here = target.stat().st_size if target.exists() else 0
     if blob.size > here:
-        # Up to the size that was listed: the file may grow meanwhile, and be listed again.
+        # Read up to the listed size: the file may grow meanwhile, and is then listed again.
         data = blob.download_as_bytes(start=here, end=blob.size - 1)
         with naming(target), target.open("ab") as file:
             file.write(data)
 
 
 def best_metrics(folder: Path) -> dict[str, float]:
-    """The summary metrics of a job: each metric's maximum and the step of it, as numbers.
+    """The summary metrics of a job: each metric's maximum and its step, as numbers.
 
     Metrics are those of SeqIO's tasks and of Mesh TensorFlow's evaluations in event files, as
     `<task>/<metric>`, and the mean accuracies of a rank evaluation's report, in percent, as
@@ -65,7 +65,7 @@ def best_metrics(folder: Path) -> dict[str, float]:
         for tag, points in event_files.read_scalars(directory).items():
             finite = [(value, step) for step, value in points if math.isfinite(value)]
             if finite:
-                # Of equal values the first counts, as one would stop there.
+                # Of equal values the first counts, since one would stop there.
                 best = max(finite, key=lambda point: (point[0], -point[1]))
                 name = _name(run, tag)
                 # Several folders may hold one metric; the largest value counts.
@@ -130,9 +130,9 @@ def uploading(
 ) -> Iterator[None]:
     """Uploads from a thread within the block, and to the end when the block has ended.
 
-    A slow or failing upload delays nobody but itself; what failed is sent again. After Ctrl-C in
-    the block only the upload under way is ended: the job continues, and the next command that
-    follows it uploads everything.
+    A slow or failing upload delays nothing else; whatever failed is sent again. After Ctrl-C in the
+    block, only the current upload is finished: the job continues, and the next command that follows
+    it uploads everything.
 
     Args:
       results: address of the folder that the job writes into.
@@ -184,7 +184,7 @@ def uploading(
 
 
 class _Upload:
-    """The state between one look at the bucket and the next."""
+    """The state between two polls of the bucket."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class _Upload:
         self._uploader: Any = None
 
     def once(self) -> None:
-        """Copies what is new and sends it.
+        """Copies new data and sends it.
 
         Raises:
           UserError: If either fails; the next call sends everything again, since the uploader does

@@ -57,7 +57,7 @@ class Machines:
 
 @dataclasses.dataclass(frozen=True)
 class JobSpec:
-    """A custom job as it is submitted.
+    """A custom job's specification.
 
     Attributes:
       arguments: the container's; no shell reads them, so each arrives as it is written here.
@@ -125,7 +125,7 @@ class JobSpec:
             def ignore_aliases(self, data: Any) -> bool:
                 return True
 
-        # Wide, so that an argument stays on one line and can be copied.
+        # Use wide lines, so that an argument stays on one line and can be copied.
         return yaml.dump(fields, Dumper=Plain, sort_keys=False, allow_unicode=True, width=1000)
 
     def shell_command(self) -> str:

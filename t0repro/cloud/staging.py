@@ -1,8 +1,8 @@
 """Copies a job's gin files to Cloud Storage, under names that cannot collide.
 
-Each job has a folder of its own, made of the display name, the time and a random part. In it, the
-files of the command line are numbered, so that two of one name stay two; files that they include
-keep their path, under which gin looks for them:
+Each job has its own folder, named by the display name, the time and a random part. In it, the files
+of the command line are numbered, so that equal names do not collide; files that they include keep
+their path, under which gin looks for them:
 
     gs://BUCKET/t0repro/NAME-20261122-074500-3f9a/
       gin/0-model.gin  gin/1-run.gin      what --gin_file names
@@ -31,7 +31,7 @@ from t0repro.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """What is copied for a job.
+    """The files to copy for a job.
 
     Attributes:
       folder: `gs://...`, of this job alone.
@@ -45,7 +45,7 @@ class Staged:
 
 
 def new_folder(staging_bucket: str, display_name: str) -> str:
-    """An address below the staging bucket that no other job has."""
+    """An address below the staging bucket that no other job uses."""
     if not re.fullmatch(r"gs://[^/]+(/.*)?", staging_bucket):
         raise UserError(
             f"{staging_bucket} is not a bucket.", where="--staging_bucket", fix="Give gs://BUCKET."
@@ -96,13 +96,13 @@ def stage(arguments: Arguments, folder: str) -> Staged:
 
 def _local(name: str, search_paths: Sequence[str]) -> Path | None:
     """The local file that gin opens for a name; None if it is not in a folder of the user's."""
-    # As gin looks: for the name itself first, then in each folder.
+    # Search as gin does: for the name itself first, then in each folder.
     candidates = [Path(folder, name) for folder in ("", *search_paths)]
     return next((path for path in candidates if path.is_file()), None)
 
 
 def _add_included(path: Path, search_paths: Sequence[str], found: dict[str, bytes]) -> None:
-    """Adds the local files that a gin file includes, and that those include, by their names."""
+    """Adds the local files that a gin file includes, recursively, by their names."""
     for name in _includes(path):
         local = _local(name, search_paths)
         if local is None or name in found:
@@ -119,7 +119,7 @@ def _add_included(path: Path, search_paths: Sequence[str], found: dict[str, byte
 
 
 def _includes(path: Path) -> Iterator[str]:
-    """The files that a gin file's `include` lines name."""
+    """The files in a gin file's `include` lines."""
     from gin import config_parser
 
     try:
@@ -154,7 +154,7 @@ def upload(staged: Staged, client: Any) -> None:
     try:
         for name, data in staged.files.items():
             write(client, f"{staged.folder}/{name}", data)
-    # Ctrl-C, too, leaves nothing behind.
+    # Ctrl-C must not leave anything behind either.
     except BaseException:
         with contextlib.suppress(UserError):  # the first error says more
             remove(client, bucket, prefix)
@@ -171,7 +171,7 @@ def write(client: Any, address: str, data: bytes) -> None:
 
     bucket, name = split_address(address)
     with cloud_errors("copy a file to Cloud Storage", where=address):
-        # Writing the same bytes twice does no harm, so a lost connection is tried again.
+        # Writing the same bytes twice is harmless, so retry after a lost connection.
         client.bucket(bucket).blob(name).upload_from_string(data, retry=DEFAULT_RETRY)
 
 

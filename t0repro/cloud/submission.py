@@ -26,7 +26,7 @@ CONFIGURATION, ARCHITECTURE = "config.gin", "model-info.txt"  # as T5X names the
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A job as a user asks for it, with the command line that it would have on this machine.
+    """A user's request for a job, with the command line that it would have on this machine.
 
     Attributes:
       words: `--run_mode=MODE ...`, or `t5_mesh_transformer ...`.
@@ -56,12 +56,12 @@ class Prepared:
 
 
 def prepare(request: Request, configured: Configured, place: Place) -> Prepared:
-    """The specification of a job, and the files to stage; nothing is sent.
+    """The specification of a job, and the files to stage; sends nothing.
 
     Args:
       request: the job.
-      configured: what its gin files say, from `checks.check` or `checks.read`.
-      place: where it is to run.
+      configured: the content of its gin files, from `checks.check` or `checks.read`.
+      place: where to run it.
 
     Raises:
       UserError: If the gin files cannot be staged, or a label or the command line is wrong.
@@ -93,7 +93,7 @@ def prepare(request: Request, configured: Configured, place: Place) -> Prepared:
 
 
 def create_custom_job(request: Request, configured: Configured, place: Place) -> Any:
-    """Copies a job's gin files to staging and returns the job, which is not submitted yet.
+    """Copies a job's gin files to staging and returns the job, not yet submitted.
 
     Returns:
       A google.cloud.aiplatform.CustomJob, to `submit`.
@@ -116,13 +116,13 @@ def submit(
 
     Args:
       request: the job.
-      configured: what its gin files say.
+      configured: the content of its gin files.
       place: where it is to run.
       executor: makes it an experiment of XManager, and an experiment's number what is returned
         of one on this machine.
 
     Raises:
-      UserError: If anything refuses it; nothing of it is left then.
+      UserError: If anything refuses it; then nothing of it remains.
     """
     prepared, storage = prepare(request, configured, place), storage_client(place.project)
     if executor:
@@ -136,15 +136,15 @@ def submit(
 def submit_and_track(
     request: Request, configured: Configured, tracking: Tracking, place: Place
 ) -> tuple[str, Record]:
-    """Starts a job and makes its run in Vertex AI Experiments.
+    """Starts a job and creates its run in Vertex AI Experiments.
 
     Returns:
       The job's resource name, and what leads to its run; `ending.follow` does the rest.
 
     Raises:
-      UserError: If anything refuses it; no job, no run and no staged file is left then.
+      UserError: If anything refuses it; then no job, run or staged file remains.
     """
-    # First, since it makes nothing: most refusals then leave nothing to take back.
+    # First, since it creates nothing: most refusals then leave nothing to delete.
     experiments.check(tracking, place)
     prepared, storage = prepare(request, configured, place), storage_client(place.project)
     staged = prepared.staged
@@ -159,7 +159,7 @@ def submit_and_track(
             output=configured.output and address_of(configured.output),
             tensorboard=run.tensorboard,
         )
-        # Before the job is made, so that no job leads to a file that is missing.
+        # Before the job is created, so that no job refers to a missing file.
         staging.write(storage, f"{staged.folder}/{experiments.RECORD}", record.to_json())
         name = _submitted(prepared, place)
     # Outside the block: the job runs now, and an error here must not undo what belongs to it.
@@ -235,7 +235,7 @@ def follow(
     *,
     poll_seconds: float,
 ) -> tuple[Look, dict[str, float]]:
-    """Waits for a job's end, uploads its metrics meanwhile if it is tracked, and records the end.
+    """Waits for a job's end, uploading its metrics meanwhile if it is tracked, and records the end.
 
     Args:
       name: the job's resource name.
@@ -244,7 +244,7 @@ def follow(
       poll_seconds: seconds between polls of the job and its results.
 
     Returns:
-      The job as it ended, and its summary metrics.
+      The job in its final state, and its summary metrics.
     """
     with contextlib.ExitStack() as beside:
         if record is not None and record.output and record.tensorboard and _goes_on(record, place):
@@ -264,7 +264,7 @@ def _goes_on(record: Record, place: Place) -> bool:
 def record_end(seen: Look, record: Record, place: Place) -> dict[str, float]:
     """Promotes the metrics of a job that has ended and sets its run's final state.
 
-    Doing it twice has the effect of doing it once.
+    Doing it twice has the same effect as doing it once.
 
     Returns:
       The summary metrics; see `results.best_metrics`.
