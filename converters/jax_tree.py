@@ -73,7 +73,7 @@ class JaxReader:
         source: scanning.Arrays = stored
         if manifest is not None and not stored.has_integrity:
             source = _Compared(stored, manifest, ref.path)
-        arrays: scanning.Arrays = _Renamed(source)
+        arrays: scanning.Arrays = Renamed(source)
         if scanning.is_scanned(arrays.tensors):
             arrays = scanning.UnscannedArrays(arrays)
         self._arrays: scanning.Arrays = arrays
@@ -102,7 +102,7 @@ class _Compared:
         return array
 
 
-class _Renamed:
+class Renamed:
     """Arrays under flat keys, without dummies."""
 
     def __init__(self, arrays: scanning.Arrays):
@@ -118,6 +118,7 @@ class _Renamed:
         self.tensors = {key: info for key, info in tensors.items() if key not in absent}
 
     def read(self, name: str) -> np.ndarray:
+        """Reads the array of a flat key."""
         return self._arrays.read(self._names[name])
 
 

@@ -405,7 +405,7 @@ def needs_of(released: Released) -> Needs:
     evaluate.
     """
     weights = _FLOAT32 * released.shape.parameter_count()
-    slots = slot_bytes(released.shape, ADAFACTOR)
+    slots = slot_bytes(released.shape.parameters(), ADAFACTOR)
     return Needs(
         parameters=released.shape.parameter_count(),
         disk=weights,

@@ -17,7 +17,7 @@ from t0repro.converters.tensors import (
     StoredTensor,
     TensorInfo,
 )
-from t0repro.converters.witnesses import MANIFEST, manifest_path, read_manifest
+from t0repro.converters.witnesses import ADAPTER, MANIFEST, manifest_path, read_manifest
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
@@ -177,8 +177,14 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
     """Opens a checkpoint; checks its files, names and shapes, but not yet its values.
 
     Raises:
-      UserError: If it is damaged or holds an unknown variable.
+      UserError: If it is damaged, holds an unknown variable, or is an adapter's.
     """
+    if storage.is_file(storage.join(ref.path, ADAPTER)):
+        raise UserError(
+            "This is a checkpoint of an adapter, which holds no whole model.",
+            where=ref.path,
+            fix="docs/adapters.md says what reads it.",
+        )
     manifest = read_manifest(os.path.dirname(manifest_path(ref)))
     norm_names = manifest.norm_names if manifest else None
     if manifest and not manifest.is_of(ref):

@@ -47,6 +47,26 @@ def missing_file(path: str) -> UserError:
     )
 
 
+ADAPTER = "adapter.json"
+"""In a checkpoint of an adapter: what it is, and which base it is for."""
+
+
+class ParametersDigest:
+    """Digest, 32 hex digits, of parameters' names, types, shapes and values, in the order added."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def add(self, name: str, array: np.ndarray) -> None:
+        """Adds a parameter."""
+        self._digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        self._digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+
+    def hexdigest(self) -> str:
+        """The digest of all that was added."""
+        return self._digest.hexdigest()
+
+
 def describe_files(directory: Path) -> dict[str, Written]:
     """Returns length and CRC-32 of every file below a directory, by relative path."""
     root = os.fspath(directory)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run_config import MultiOptimizerConfig, RunConfig
 from t0repro.errors import UserError
 
 Vocabularies = tuple[Any, Any]  # SeqIO's, for inputs and for targets
@@ -134,3 +134,40 @@ def _place(field: str, provenance: Mapping[str, str]) -> str:
             return provenance[field]
         field = field.rpartition(".")[0]
     return ""
+
+
+# ---- Beside an adapter ---------------------------------------------------------------------------
+
+# What to do in place of a setting that an adapter refuses.
+_INSTEAD = {
+    "optimizer": "all of its parameters have one optimizer. Choose what it changes by its targets.",
+    "plan.user_classes.model": "it is for this project's own T5.",
+    "plan.restore.variable_filter": "its base is a whole checkpoint. Remove the filter.",
+    "plan.restore.assignment_map": "its base is read as it is. Remove the map.",
+    "plan.restore.fallback_to_scratch": "its base is a whole checkpoint. Leave it at False.",
+    "plan.restore.dtype": "its base is read as it is. Bind adapters.lora.base_dtype or"
+    " adapters.ia3.base_dtype, the type that it is held in.",
+}
+
+
+def check_adapter(config: RunConfig) -> None:
+    """Raises a UserError for what cannot be done beside an adapter, if the run trains one."""
+    restore = config.plan.restore
+    if config.model.adapter is None:
+        return
+    refused = {
+        "optimizer": isinstance(config.optimizer, MultiOptimizerConfig)
+        or bool(getattr(config.optimizer, "frozen", ())),
+        "plan.user_classes.model": "model" in config.plan.user_classes,
+        # Its hash is of the checkpoint as it is, and any later command reads it so.
+        "plan.restore.variable_filter": bool(restore and restore.variable_filter),
+        "plan.restore.assignment_map": bool(restore and restore.assignment_map),
+        "plan.restore.fallback_to_scratch": bool(restore and restore.fallback_to_scratch),
+        "plan.restore.dtype": bool(restore and restore.dtype not in (None, "float32")),
+    }
+    for field, is_refused in refused.items():
+        if is_refused:
+            raise UserError(
+                f"An adapter cannot be trained with this setting ({field}): {_INSTEAD[field]}",
+                where=config.provenance.get(field) or config.provenance.get("model.adapter"),
+            )

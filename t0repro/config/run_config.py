@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from t0repro.adapters.adapter import Adapter, adapted, is_even
 from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.ranges import Range
 from t0repro.config.training_plan import TrainingPlan
@@ -117,6 +118,7 @@ class ModelConfig:
       scale_queries: Whether attention divides its queries' inputs by d_kv**0.5, in addition to that
         factor in the queries' initial values; an option of T5X's contrib/gpu network.
       arithmetic: The choices where Mesh TensorFlow and T5X compute differently.
+      adapter: What is trained in place of the model's own parameters, which are frozen.
     """
 
     num_encoder_layers: Annotated[int, Range(at_least=0, at_most=1000)]
@@ -146,6 +148,29 @@ class ModelConfig:
     scale_tied_logits: bool = True
     scale_queries: bool = False
     arithmetic: Arithmetic = Arithmetic()
+    adapter: Adapter | None = None
+
+    def with_adapter(self, adapter: Adapter | None, where: str | None = None) -> ModelConfig:
+        """This model with an adapter in training.
+
+        Args:
+          adapter: None changes nothing.
+          where: The place that named its targets.
+
+        Raises:
+          UserError: If the adapter does not suit the model (t0repro.adapters.adapter.adapted).
+        """
+        if adapter is None:
+            return self
+        even = is_even(adapted(adapter, self.shape, where), self.shape)
+        # One body serves all layers only if all have the same parameters.
+        scan_layers = self.scan_layers if even else False
+        return dataclasses.replace(self, adapter=adapter, scan_layers=scan_layers)
+
+    @property
+    def draws_dropout(self) -> bool:
+        """Whether training drops anything at random."""
+        return bool(self.dropout_rate or (self.adapter and self.adapter.dropout))
 
     @property
     def recomputes(self) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from t0repro.config.run_config import Activation, DType, DTypePolicy, Layout, ModelConfig
+from t0repro.converters.witnesses import ParametersDigest
 from t0repro.errors import UserError
 
 if TYPE_CHECKING:
@@ -146,9 +145,8 @@ def on_devices(tree: OpenTree, held: Any, model: Any, path: str) -> Checkpoint:
     """
     from t0repro.training.train_state import parameters_from_flat_tree
 
-    digest = hashlib.blake2b(digest_size=16)
-    add = functools.partial(_add, digest)
-    params = parameters_from_flat_tree(tree, held, where=path, seen=add)
+    digest = ParametersDigest()
+    params = parameters_from_flat_tree(tree, held, where=path, seen=digest.add)
     step = int(np.asarray(tree.get("state/step", 0)))
     return Checkpoint(path, step, digest.hexdigest(), params, model)
 
@@ -160,14 +158,9 @@ def parameters_digest(names: Iterable[str], read: Callable[[str], np.ndarray]) -
       names: names of a checkpoint's tensors; those that are not parameters are skipped.
       read: returns a tensor by name; called for one at a time.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    digest = ParametersDigest()
     # Sort, so that the digest does not depend on the order in which the tree was read.
     for name in sorted(names):
         if name.startswith("target/"):
-            _add(digest, name, read(name))
+            digest.add(name, read(name))
     return digest.hexdigest()
-
-
-def _add(digest: hashlib.blake2b, name: str, array: np.ndarray) -> None:
-    digest.update(f"{name} {array.dtype} {array.shape}".encode())
-    digest.update(np.ascontiguousarray(array).view(np.uint8).data)

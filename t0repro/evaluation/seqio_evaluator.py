@@ -300,7 +300,7 @@ def infer_eval(
     model, users = T5(config.model, config.dtypes), "model" in config.plan.user_classes
 
     def evaluate(loop: TrainingLoop) -> Mapping[str, Mapping[str, float]]:
-        params = loop.held_state.params
+        params = loop.held_state.parameters_of(config.model)
         # This project's own model generates by its network; a user's, by its methods.
         trained = loop.trainer.model if users else model
         return evaluated.evaluate(trained, by_layer(params, stacks_in(params)), loop.step)

@@ -216,7 +216,7 @@ class Tower(nn.Module):
         pass adds to them (t0repro.model.layer_stacks).
         """
         config, own = self.config, self.variables["params"]
-        draws = config.dropout_rate and not deterministic
+        draws = config.draws_dropout and not deterministic
         rng = self.scope.rngs["dropout"] if draws and self.scope is not None else None
         assert not isinstance(rng, jax.Array)  # Flax wraps the keys that it is given
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from t0repro.adapters.adapter import IA3_INPUT, IA3_OUTPUT, LORA_A, LORA_B
 from t0repro.config.run_config import ModelConfig
 from t0repro.model.attention import Visibility, attention
 from t0repro.model.dropout import Dropout, ScannedLayer
@@ -35,6 +36,8 @@ normal = functools.cache(nn.initializers.normal)
 class Dense(nn.Module):
     """A linear map of the last axis without bias; its only parameter is `kernel` [in, features].
 
+    Beside the kernel there may be an adapter's parameters (t0repro.adapters.adapter).
+
     Attributes:
       features: size of the output's last axis.
       dtype: dtype of both inputs of the matmul.
@@ -48,19 +51,39 @@ class Dense(nn.Module):
     kernel_init: Initializer
     output_dtype: jnp.dtype | None = None
     axes: tuple[str, str] = ("embed", "embed")
+    adapter_dropout: Dropout | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch features"]:
-        """Returns x @ kernel."""
+    def __call__(
+        self, x: Float[Array, "*batch inputs"], *, deterministic: bool = True
+    ) -> Float[Array, "*batch features"]:
+        """Returns x @ kernel, changed by the adapter if there is one."""
         kernel = parameter(self, "kernel", self.kernel_init, (x.shape[-1], self.features))
+        if (scale := self._of_adapter(IA3_INPUT)) is not None:
+            x = x * scale.astype(x.dtype)
         # Flatten to two axes: XLA on CPU then takes half as long for the gradient.
         rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         output_dtype = self.output_dtype or self.dtype
         # A fully sharded kernel is gathered here, in the activation dtype.
         kernel = constrain(kernel.astype(self.dtype), *self.axes)
         y = jnp.dot(rows, kernel, preferred_element_type=output_dtype)
+        if (first := self._of_adapter(LORA_A)) is not None:
+            second = self._of_adapter(LORA_B)
+            assert second is not None
+            read = x
+            if self.adapter_dropout is not None:
+                read = self.adapter_dropout(x, deterministic=deterministic)
+            read = read.reshape(rows.shape).astype(self.dtype)
+            low = jnp.dot(read, first.astype(self.dtype))
+            y = y + jnp.dot(low, second.astype(self.dtype), preferred_element_type=output_dtype)
+        if (scale := self._of_adapter(IA3_OUTPUT)) is not None:
+            y = y * scale.astype(y.dtype)
         y = y.reshape(*x.shape[:-1], self.features)
         return constrain(y, "batch", *[None] * (y.ndim - 2), self.axes[1])
+
+    def _of_adapter(self, name: str) -> jax.Array | None:
+        """An adapter's parameter of this kernel, if it was given one."""
+        return self.get_variable("params", name)
 
 
 class RMSNorm(nn.Module):
@@ -139,13 +162,18 @@ class MLP(nn.Module):
         for index, name in enumerate(names):
             kernel = f"wi_{index}" if len(names) > 1 else "wi"
             init, axes = kernel_initializer(config), ("embed", "mlp")
-            dense = Dense(config.d_ff, self.dtype, init, axes=axes, name=kernel)
-            factor = activation(name)(dense(x))
+            drops = adapter_dropout(config, self.layer, f"{kernel}_adapter_dropout")
+            dense = Dense(
+                config.d_ff, self.dtype, init, axes=axes, adapter_dropout=drops, name=kernel
+            )
+            factor = activation(name)(dense(x, deterministic=deterministic))
             hidden = factor if hidden is None else hidden * factor
         assert hidden is not None, "a model has at least one activation"
         hidden = Dropout(config.dropout_rate, -2, self.layer)(hidden, deterministic=deterministic)
         init, axes = kernel_initializer(config), ("mlp", "embed")
-        return Dense(config.d_model, self.dtype, init, axes=axes, name="wo")(hidden)
+        drops = adapter_dropout(config, self.layer, "wo_adapter_dropout")
+        last = Dense(config.d_model, self.dtype, init, axes=axes, adapter_dropout=drops, name="wo")
+        return last(hidden, deterministic=deterministic)
 
 
 class KeysAndValues(NamedTuple):
@@ -195,10 +223,13 @@ class Attention(nn.Module):
         heads, d_kv = config.num_heads, config.d_kv
         fan_in = config.d_model**-0.5
 
+        def dense(name: str, size: int, init: Initializer, axes: tuple[str, str]) -> Dense:
+            drops = adapter_dropout(config, self.layer, f"{name}_adapter_dropout")
+            return Dense(size, self.dtype, init, axes=axes, adapter_dropout=drops, name=name)
+
         def project(name: str, source: Array, stddev: float) -> Array:
-            init = normal(stddev)
-            y = Dense(heads * d_kv, self.dtype, init, axes=("embed", "heads"), name=name)(source)
-            return split_heads(y, heads)
+            y = dense(name, heads * d_kv, normal(stddev), ("embed", "heads"))
+            return split_heads(y(source, deterministic=deterministic), heads)
 
         # T5X divides before the projection, in the activations' dtype.
         queries = x / jnp.sqrt(d_kv).astype(x.dtype) if config.scale_queries else x
@@ -220,8 +251,8 @@ class Attention(nn.Module):
         y = attention(query, key, value, position_bias, visibility, dropped)
         y = y.swapaxes(1, 2)
         y = y.reshape(*y.shape[:-2], heads * d_kv)
-        init = normal((heads * d_kv) ** -0.5)
-        return Dense(config.d_model, self.dtype, init, axes=("heads", "embed"), name="out")(y)
+        out = dense("out", config.d_model, normal((heads * d_kv) ** -0.5), ("heads", "embed"))
+        return out(y, deterministic=deterministic)
 
     def _with_earlier(
         self, name: str, x: Float[Array, "batch heads 1 d_kv"], position: Int[Array, ""]
@@ -251,10 +282,9 @@ def keys_and_values(
     """The projections that an `Attention` with these parameters computes from its memory."""
 
     def project(name: str) -> jax.Array:
-        kernel = parameters[name]["kernel"]
-        init = nn.initializers.zeros
-        dense = Dense(kernel.shape[-1], dtype, init, axes=("embed", "heads"))
-        y = dense.apply({"params": {"kernel": kernel}}, memory)
+        size, init = parameters[name]["kernel"].shape[-1], nn.initializers.zeros
+        dense = Dense(size, dtype, init, axes=("embed", "heads"))
+        y = dense.apply({"params": parameters[name]}, memory)
         assert isinstance(y, jax.Array)
         return split_heads(y, heads)
 
@@ -367,6 +397,12 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swish": jax.nn.swish,
     "tanh": jnp.tanh,
 }
+
+
+def adapter_dropout(config: ModelConfig, layer: ScannedLayer | None, name: str) -> Dropout | None:
+    """Creates the dropout of what a LoRA reads, if the model has an adapter with one."""
+    rate = config.adapter.dropout if config.adapter else 0.0
+    return Dropout(rate, None, layer, name=name) if rate else None
 
 
 def logits_dtype(config: ModelConfig, activations: jnp.dtype) -> jnp.dtype:

@@ -85,7 +85,7 @@ class Partitioning:
     ) -> PartitionSpec:
         """The sharding of one array by its path in the tree; replicated if its kind is unknown."""
         if not name.startswith("slots/"):
-            return self._parameter(name.removeprefix("params/"))
+            return self._parameter(name.removeprefix("params/").removeprefix("frozen/"))
         # slots/encoder/encoder_norm/scale/v: the last part names the slot.
         path, _, slot = name.removeprefix("slots/").rpartition("/")
         if slot in naming.SLOT_NAMES:

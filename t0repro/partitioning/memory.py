@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
+from t0repro.adapters.adapter import shapes_of
 from t0repro.config.run_config import (
     AdafactorConfig,
     AdamWeightDecayConfig,
@@ -22,7 +24,7 @@ from t0repro.config.run_config import (
     RunConfig,
 )
 from t0repro.errors import UserError
-from t0repro.parameters.shape import ModelShape, factoring
+from t0repro.parameters.shape import factoring
 from t0repro.words import counted, sized
 
 ATTENTION_BLOCK_BYTES = 1 << 26
@@ -39,7 +41,7 @@ class Memory:
     Attributes:
       parameters: Parameters: float32, or in the activations' dtype in a run that only evaluates.
       slots: The optimizer's slots, float32; 0 outside training.
-      gradients: One float32 array per parameter, sharded like it; 0 outside training.
+      gradients: One float32 array per trained parameter, sharded like it; 0 outside training.
       activations: Values that a microbatch's forward pass saves for its backward pass.
       temporaries: A program's further needs; 0 in an estimate.
       other: Batches, results and the program itself; 0 in an estimate.
@@ -92,14 +94,20 @@ def estimate(run: RunConfig, devices: int = 1) -> Memory:
     shards = model * (data if parallel.fully_sharded else 1)
     trains = run.mode == "train"
     bytes_each = 2 if run.dtypes.activation == "bfloat16" else _FLOAT32
-    count = run.model.shape.parameter_count()
+    count, adapter = run.model.shape.parameter_count(), run.model.adapter
     parameters = count * (_FLOAT32 if trains else bytes_each) // shards
+    trained, slots = parameters, slot_bytes(run.model.shape.parameters(), run.optimizer) // shards
+    if adapter is not None:
+        sizes = shapes_of(adapter, run.model.shape)
+        trained, slots = _FLOAT32 * sum(map(math.prod, sizes.values())), 0
+        parameters = count * (2 if adapter.base_dtype == "bfloat16" else _FLOAT32) // shards
+        parameters, slots = parameters + trained, slot_bytes(sizes, run.optimizer)
     # Rows of a microbatch on one device, rounded up.
     rows = -(-run.batch_size // (run.num_microbatches * max(1, data)))
     return Memory(
         parameters=parameters,
-        slots=slot_bytes(run.model.shape, run.optimizer) // shards if trains else 0,
-        gradients=parameters if trains else 0,
+        slots=slots if trains else 0,
+        gradients=trained if trains else 0,
         activations=_activations(
             run.model,
             rows,
@@ -111,22 +119,22 @@ def estimate(run: RunConfig, devices: int = 1) -> Memory:
     )
 
 
-def slot_bytes(shape: ModelShape, optimizer: OptimizerConfig | None) -> int:
-    """Bytes of the float32 slots that an optimizer keeps for a model, unsharded.
+def slot_bytes(sizes: Mapping[str, tuple[int, ...]], optimizer: OptimizerConfig | None) -> int:
+    """Bytes of the float32 slots that an optimizer keeps for parameters of these shapes, unsharded.
 
     Optimizers given as optax transformations count as having none: only optax knows their state,
     which a traced or compiled step counts.
     """
     if isinstance(optimizer, MultiOptimizerConfig):
-        sizes = shape.parameters()
         return _FLOAT32 * sum(
             _slot_entries(path, sizes[path], part.optimizer)
             for part in optimizer.parts
             for path in part.paths
         )
     frozen = getattr(optimizer, "frozen", ())
-    sizes = {path: size for path, size in shape.parameters().items() if path not in frozen}
-    return _FLOAT32 * sum(_slot_entries(path, size, optimizer) for path, size in sizes.items())
+    return _FLOAT32 * sum(
+        _slot_entries(path, size, optimizer) for path, size in sizes.items() if path not in frozen
+    )
 
 
 def _slot_entries(path: str, shape: tuple[int, ...], optimizer: OptimizerConfig | None) -> int:

@@ -124,6 +124,10 @@ def starting_tree(config: RunConfig, fresh: Callable[[], TrainState]) -> OpenTre
         config.json says, or the plan's rules do not fit it.
     """
     model_dir, rules = os.fspath(config.model_dir), config.plan.restore
+    if config.model.adapter is not None:
+        # The base's parameters; checkpoints in model_dir are the adapter's.
+        assert rules is not None and isinstance(rules.path, str), "RunConfig.check_adapter"
+        return open_configured(sources.find_checkpoint(rules.path), config.model)
     if storage.is_directory(model_dir) and sources.list_checkpoints(model_dir):
         return open_configured(sources.find_checkpoint(model_dir), config.model)
     if rules is None:

@@ -38,7 +38,7 @@ from t0repro.training.start import (
     new_state,
     started,
 )
-from t0repro.training.train_state import TrainState
+from t0repro.training.train_state import TrainState, frozen_shapes
 from t0repro.training.trainer import PreemptionError
 from t0repro.words import counted
 
@@ -113,9 +113,17 @@ def train(
     initial_key, dropout_key = keys(seed, plan.keys)
     fresh = functools.partial(new_state, model, initial_key)
     # Shapes only: a restored run never allocates the parameters that it would throw away.
-    shapes = partitioning.placed(jax.eval_shape(fresh))
+    shapes = jax.eval_shape(fresh)
+    adapter = config.model.adapter
+    if adapter is not None:
+        shapes = shapes.replace(frozen=frozen_shapes(module))
+    shapes = partitioning.placed(shapes)
     count = counted(count_parameters(shapes.params), "parameter")
-    say(f"model: {count}, activations {config.dtypes.activation}")
+    beside = ""
+    if adapter is not None:
+        frozen = counted(count_parameters(shapes.frozen), "frozen parameter")
+        beside = f" of an adapter beside {frozen} in {adapter.base_dtype}"
+    say(f"model: {count}{beside}, activations {config.dtypes.activation}")
     say(devices)
     if why:
         say(why)

@@ -20,7 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t0repro.adapters.adapter import joined
 from t0repro.config.run_config import RunConfig
+from t0repro.converters import sources
+from t0repro.converters.adapter_files import read_note
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory, output_path
 from t0repro.model.layer_stacks import by_layer, rows, stacks_in
@@ -30,13 +33,18 @@ from t0repro.partitioning.processes import from_first, is_first
 from t0repro.progress import say
 from t0repro.redaction import without_passwords
 from t0repro.training.assembling import model_of
-from t0repro.training.checkpoints import checkpoint_path, load_tree, save_checkpoint
+from t0repro.training.checkpoints import checkpoint_path, load_tree, start_checkpoint
 from t0repro.training.hooks import Hook
 from t0repro.training.metrics import StepMetrics
 from t0repro.training.models import T5Model
 from t0repro.training.t5_model import own_features
-from t0repro.training.train_state import parameters_from_flat_tree
-from t0repro.training.train_step import microbatch_keys, split_into_microbatches
+from t0repro.training.train_state import (
+    adapter_shapes,
+    base_parameters,
+    frozen_shapes,
+    parameters_from_flat_tree,
+)
+from t0repro.training.train_step import microbatch_keys, parameters_of, split_into_microbatches
 
 if TYPE_CHECKING:
     from t0repro.training.loop import TrainingLoop
@@ -75,10 +83,11 @@ class ReportBadUpdate(Hook):
 
     Args:
       config: the run's configuration.
+      note: as that of SaveCheckpoints.
     """
 
-    def __init__(self, config: RunConfig):
-        self._config, self._is_reported = config, False
+    def __init__(self, config: RunConfig, note: Callable[[Path], None] | None = None):
+        self._config, self._note, self._is_reported = config, note, False
 
     def on_bad_update(self, loop: TrainingLoop, batch: NumpyBatch, metrics: StepMetrics) -> None:
         """Writes the folder and stops."""
@@ -87,7 +96,7 @@ class ReportBadUpdate(Hook):
         assert isinstance(model, T5Model)
         key, count = trainer.step_rng(loop.step), self._config.num_microbatches
         features = {name: fetched(x) for name, x in model.features(batch).items()}
-        bad = first_bad_tensor(model, loop.held_state.params, features, key, count)
+        bad = first_bad_tensor(model, parameters_of(model, loop.held_state), features, key, count)
         folder = model_dir / f"bad_update_{metrics.step}"
         if is_first() and not folder.exists():
             write_bad_update(folder, self._config, loop.step, features, key)
@@ -101,7 +110,9 @@ class ReportBadUpdate(Hook):
         """Saves the state for the replay unless a checkpoint of this step exists already."""
         path = checkpoint_path(self._config.model_dir, loop.step)
         if self._is_reported and not from_first(path.exists):
-            save_checkpoint(self._config.model_dir, loop.held_state)
+            start_checkpoint(
+                self._config.model_dir, loop.held_state, save_notes=self._note
+            ).result()
 
 
 def write_bad_update(
@@ -151,8 +162,16 @@ def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
     module = T5(config.model, config.dtypes)
     # The checkpoint is beside the folder, even if the run was moved.
     path = checkpoint_path(folder.parent, notes["step"])
-    like = parameter_shapes(module)
+    like, base = parameter_shapes(module), None
+    if config.model.adapter is not None:
+        like, base = adapter_shapes(module), read_note(path)
     params = parameters_from_flat_tree(load_tree(path), like, where=str(path))
+    if base is not None:
+        assert config.model.adapter is not None
+        tree = sources.open_any(base.base, slots=False)
+        frozen, digest = base_parameters(tree, frozen_shapes(module), base.base)
+        base.check_base(digest, base.base)
+        params = joined(frozen, params, config.model.adapter.scale)
     key = jnp.asarray(notes["key"], jnp.uint32)
     return first_bad_tensor(model_of(config, module), params, batch, key, config.num_microbatches)
 
@@ -199,7 +218,7 @@ def _computed(
 
     The backward pass runs only after the caller has consumed the last activation.
     """
-    dropout = bool(model.module.config.dropout_rate)
+    dropout = model.module.config.draws_dropout
     activations: list[tuple[str, str, Any]] = []
 
     def record(function: Callable, args: Any, kwargs: Any, context: Any) -> Any:

@@ -86,6 +86,7 @@ class SaveCheckpoints(Hook):
       save_data: writes the position in the data into a folder of the checkpoint.
       progress: gives the step at which the run first began, and notes for the checkpoint; None if
         periods do not count from there.
+      note: writes a further file into a checkpoint's folder.
     """
 
     def __init__(
@@ -95,8 +96,9 @@ class SaveCheckpoints(Hook):
         save_data: Callable[[Path], None] | None = None,
         *,
         progress: RunProgress | None = None,
+        note: Callable[[Path], None] | None = None,
     ):
-        self._model_dir, self._rules = model_dir, save
+        self._model_dir, self._rules, self._note = model_dir, save, note
         self._progress = progress if save.from_first_step else None
         self._save_data = save_data
         self._is_slow = False
@@ -176,10 +178,16 @@ class SaveCheckpoints(Hook):
             model_dir,
             state,
             save_data=self._save_data,
-            save_notes=self._progress and self._progress.save,
+            save_notes=self._save_notes,
             dtype=rules.dtype,
             then=lambda: remove_superfluous(model_dir, rules, values),
         )
+
+    def _save_notes(self, folder: Path) -> None:
+        if self._progress is not None:
+            self._progress.save(folder)
+        if self._note is not None:
+            self._note(folder)
 
 
 class StoppedBySignal(SystemExit):

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from t0repro.config.run_config import OptaxConfig, RunConfig
 from t0repro.converters import sources, storage
+from t0repro.converters.adapter_files import AdapterReader, is_adapter
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef
 from t0repro.errors import UserError, of_command
 from t0repro.files import output_path, write_atomically, writing
@@ -118,6 +119,14 @@ def check_model_dir(
     ref = sources.find_checkpoint(model_dir)
     # Only an optax chain itself can name its state.
     of_optax = config is not None and isinstance(config.optimizer, OptaxConfig)
+    _check_kind(ref, config)
+    if config is not None and config.model.adapter is not None:
+        reader = AdapterReader(ref)
+        if not allow_changed:
+            _check_step(ref, reader)
+            _check_record(output_path(model_dir) / RECORD, config)
+        reader.check_shape(config.model.adapter, config.model.shape)
+        return None if of_optax else reader
     reader = None if of_optax else _open(ref, backend)
     if reader is not None and config is not None:
         check_parameters(reader.tensors, config.model.shape.parameters(), reader.ref.path)
@@ -155,6 +164,19 @@ def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) ->
                 "Move one kind elsewhere, or continue with --backend=mtf.",
                 "Move one kind elsewhere.",
             ),
+        )
+
+
+def _check_kind(ref: CheckpointRef, config: RunConfig | None) -> None:
+    """Refuses to train an adapter beside checkpoints of whole models, and the other way round."""
+    trains = config is not None and config.model.adapter is not None
+    if trains != is_adapter(ref):
+        kinds = ("whole models", "an adapter")
+        raise UserError(
+            f"The folder holds checkpoints of {kinds[not trains]}, and the run trains"
+            f" {('a whole model', kinds[1])[trains]}.",
+            where=ref.path,
+            fix=f"Give another {of_command('--model_dir', 'MODEL_DIR')}.",
         )
 
 

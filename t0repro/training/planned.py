@@ -159,9 +159,13 @@ def planned_hooks(
     if plan.gc_period:
         hooks.append(CollectGarbage(plan.gc_period))
     if plan.save is not None:
-        hooks.append(SaveCheckpoints(config.model_dir, plan.save, save_data, progress=progress))
+        hooks.append(
+            SaveCheckpoints(
+                config.model_dir, plan.save, save_data, progress=progress, note=start.note
+            )
+        )
     if holds:
-        hooks.append(ReportBadUpdate(config))
+        hooks.append(ReportBadUpdate(config, start.note))
     # After the save, as in T5X, so that a metric that fails loses no step.
     if inputs.train_eval or inputs.infer_eval:
         assert files is not None, "a run that evaluates writes summaries"

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t0repro.adapters.adapter import joined
 from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
 from t0repro.model.blocks import is_scanned
 from t0repro.model.t5 import T5, parameter_shapes
@@ -28,6 +29,7 @@ from t0repro.partitioning.program_costs import bytes_per_device, residual_bytes
 from t0repro.partitioning.topologies import GIB
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
+from t0repro.training.train_state import adapter_shapes, frozen_shapes
 from t0repro.training.train_step import held_shapes
 from t0repro.training.trainer import BaseTrainer
 
@@ -91,14 +93,14 @@ def step_memory(config: RunConfig, partitioning: Partitioning) -> Memory:
     state = partitioning.divided(held_shapes(model, optimizer))
     shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
     activations = _kept_activations(config, partitioning, shapes)
-    copied = _copied(config, state.params)
-    parameters, slots = bytes_per_device(state.params), bytes_per_device(state.slots)
+    trained, slots = bytes_per_device(state.params), bytes_per_device(state.slots)
+    parameters = trained + bytes_per_device(state.frozen)
     return Memory(
         parameters=parameters,
         slots=slots,
-        gradients=parameters,  # float32, like the parameters
+        gradients=trained,  # float32, like the parameters
         activations=activations,
-        temporaries=copied,
+        temporaries=_copied(config, state.params if state.frozen is None else state.frozen),
         other=bytes_per_device(state) - parameters - slots,
     )
 
@@ -119,6 +121,7 @@ def _kept_activations(
       features: Shapes [rows, length] of the features of a full batch.
     """
     model = T5(_share(config.model, partitioning.model), config.dtypes)
+    adapter = model.config.adapter
     parts = config.num_microbatches * partitioning.data
     batch = {
         name: jax.ShapeDtypeStruct((-(-rows // parts), length), jnp.int32)
@@ -126,13 +129,20 @@ def _kept_activations(
     }
 
     def loss(parameters: Any, drawn: Any) -> Any:
+        if adapter is not None:
+            # Nothing has to be kept for gradients of the base's own.
+            own, frozen = parameters
+            parameters = joined(jax.lax.stop_gradient(frozen), own, adapter.scale)
         whole, of_batch = T5Model(model, measured=False).whole_batch(drawn[0])
         return of_batch(parameters, whole, drawn[1])
 
     # Dropout masks are as large as the batch, so count them with it, though they depend on the key
     # only.
     drawn = (batch, jax.eval_shape(lambda: jax.random.key(0)))
-    return residual_bytes(loss, parameter_shapes(model), drawn)
+    parameters = parameter_shapes(model)
+    if adapter is not None:
+        parameters = adapter_shapes(model), frozen_shapes(model)
+    return residual_bytes(loss, parameters, drawn)
 
 
 def _share(model: ModelConfig, parts: int) -> ModelConfig:
@@ -140,8 +150,14 @@ def _share(model: ModelConfig, parts: int) -> ModelConfig:
 
     Each is divisible, or the devices would not have been arranged so (`devices.check_divides`).
     """
+    adapter = model.adapter
+    if adapter is not None:
+        # A shard may have a smaller side than its kernel.
+        sides = (model.num_heads * model.d_kv // parts, model.d_ff // parts)
+        adapter = dataclasses.replace(adapter, rank=min(adapter.rank, *sides))
     return dataclasses.replace(
         model,
+        adapter=adapter,
         num_heads=model.num_heads // parts,
         d_ff=model.d_ff // parts,
         vocab_size=model.vocab_size // parts,
@@ -160,9 +176,12 @@ def _copied(config: RunConfig, parameters: Any) -> int:
         if LAYERS not in tower:  # stacked in each step
             layers = [tower[layer_name(index)] for index in range(count)]
             kernels += [x for x in jax.tree.leaves(layers) if x.ndim > 1]
-        elif dtype != jnp.float32:
-            kernels += [x for x in jax.tree.leaves(tower[LAYERS]) if x.ndim > 2]
-    return bytes_per_device(kernels) * dtype.itemsize // jnp.dtype(jnp.float32).itemsize
+        else:
+            kernels += [
+                x for x in jax.tree.leaves(tower[LAYERS]) if x.ndim > 2 and x.dtype != dtype
+            ]
+    held = config.model.adapter.base_dtype if config.model.adapter else "float32"
+    return bytes_per_device(kernels) * dtype.itemsize // jnp.dtype(held).itemsize
 
 
 def _recomputing(config: RunConfig, way: Recompute | None) -> RunConfig:

@@ -15,10 +15,12 @@ from jax.sharding import NamedSharding
 
 from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import TrainingPlan
-from t0repro.errors import UserError
+from t0repro.converters import sources, storage
+from t0repro.converters.adapter_files import AdapterNote, read_note
+from t0repro.errors import UserError, of_command
 from t0repro.files import check_is_no_pattern
 from t0repro.model.t5 import initial_parameters
-from t0repro.partitioning.devices import Partitioning
+from t0repro.partitioning.devices import Partitioning, put
 from t0repro.partitioning.processes import from_first, is_alone
 from t0repro.progress import say
 from t0repro.training.checkpoints import (
@@ -26,10 +28,18 @@ from t0repro.training.checkpoints import (
     data_folder,
     latest_step,
     load_divided_tree,
+    load_tree,
 )
 from t0repro.training.commits import remove_interrupted_saves
 from t0repro.training.models import T5Model, is_own
-from t0repro.training.train_state import OpenTree, TrainState, from_flat_tree, new_train_state
+from t0repro.training.train_state import (
+    OpenTree,
+    TrainState,
+    base_parameters,
+    from_flat_tree,
+    initial_adapter,
+    new_train_state,
+)
 from t0repro.training.trainer import NumpyBatch
 
 RestoreFrom = OpenTree | str | Path | Callable[[Callable[[], TrainState]], OpenTree | None] | None
@@ -46,6 +56,7 @@ class Start:
       checkpoint: The checkpoint in model_dir that it came from.
       data: That checkpoint's folder for the position in the data, if it has one.
       is_new: Whether its parameters are to be initialized.
+      note: Writes what a checkpoint says besides its arrays into its folder.
     """
 
     state: TrainState
@@ -53,6 +64,7 @@ class Start:
     checkpoint: Path | None = None
     data: Path | None = None
     is_new: bool = False
+    note: Callable[[Path], None] | None = None
 
 
 def started(
@@ -61,7 +73,38 @@ def started(
     fresh: Callable[[], TrainState],
     restore_from: RestoreFrom,
 ) -> Start:
-    """The state of the latest checkpoint, of `restore_from`, or a new one."""
+    """The state of the latest checkpoint, of `restore_from`, or a new one.
+
+    Of an adapter's run, `restore_from` gives the base, and the state is its latest checkpoint's or
+    that of a new adapter.
+    """
+    if config.model.adapter is None:
+        return _started(config, shapes, fresh, restore_from)
+    base, digest, where = _base(config, shapes, fresh, restore_from)
+    note = AdapterNote(config.model.adapter, where, digest)
+    start = _started(config, shapes, fresh, None)
+    if start.checkpoint is not None:
+        read_note(start.checkpoint).check_base(digest, where)
+    say(f"base: {where}, frozen, in {config.model.adapter.base_dtype}, of hash {digest}")
+    state = start.state
+    if start.is_new:
+        # Small, so it is made at once rather than while the step is compiled.
+        state = fresh()
+        say("start: a new adapter")
+        if isinstance(shapes.step.sharding, NamedSharding):
+            places = jax.tree.map(lambda leaf: leaf.sharding, shapes.replace(frozen=None))
+            state = jax.tree.map(put, state, places)
+    return dataclasses.replace(
+        start, state=state.replace(frozen=base), is_new=False, note=note.write
+    )
+
+
+def _started(
+    config: RunConfig,
+    shapes: TrainState,
+    fresh: Callable[[], TrainState],
+    restore_from: RestoreFrom,
+) -> Start:
     model_dir = os.fspath(config.model_dir)
     # Check now rather than at the first save.
     check_is_no_pattern(model_dir, "Checkpoints")
@@ -87,6 +130,8 @@ def started(
 def new_state(model: T5Model, key: jax.Array, like: TrainState | None = None) -> TrainState:
     """Parameters initialized from the key, zero slots, step 0; sharded across devices as `like`."""
     assert model.optimizer_def is not None
+    if is_own(model) and model.module.config.adapter is not None:
+        return new_train_state(initial_adapter(model.module, key), model.optimizer_def)
     if like is None or not isinstance(like.step.sharding, NamedSharding):
         return TrainState.create(model.optimizer_def, model.get_initial_variables(key, {}))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
@@ -96,6 +141,37 @@ def new_state(model: T5Model, key: jax.Array, like: TrainState | None = None) ->
     # Under jit each device makes its own part of the slots.
     make = functools.partial(new_train_state, optimizer=model.optimizer_def)
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
+
+
+def _base(
+    config: RunConfig,
+    shapes: TrainState,
+    fresh: Callable[[], TrainState],
+    restore_from: RestoreFrom,
+) -> tuple[dict, str, str]:
+    """The frozen parameters of an adapter's run, their hash, and where they were read from.
+
+    Raises:
+      UserError: If nothing names the base, or it is not the configured model's.
+    """
+    tree = restore_from(fresh) if callable(restore_from) else restore_from
+    if tree is None:
+        raise UserError(
+            "An adapter is trained on a base, and nothing names one.",
+            where=config.provenance.get("model.adapter"),
+            fix=of_command(
+                "Bind utils.run.init_checkpoint to a checkpoint in any format.",
+                "Bind utils.RestoreCheckpointConfig.path to a checkpoint in any format.",
+            ),
+        )
+    where = "init_checkpoint"
+    if isinstance(tree, str | os.PathLike):
+        where, tree = os.fspath(tree), load_tree(tree)
+    elif config.plan.restore is not None:
+        # The checkpoint itself: another may become the latest of its folder.
+        where = sources.find_checkpoint(str(config.plan.restore.path)).path
+    where = storage.absolute(where)
+    return *base_parameters(tree, shapes.frozen, where), where
 
 
 def chosen_seed(plan: TrainingPlan) -> int:

@@ -164,7 +164,7 @@ class T5Model(BaseModel):
             batch = with_loss_weights(config, batch)
             denominator = loss_denominator(config, batch)
         # At a rate of 0, sample no dropout mask at all.
-        key = dropout_rng if config.dropout_rate else None
+        key = dropout_rng if config.draws_dropout else None
         options = {"denominator": denominator, "dropout_key": key}
         if not self._measured:
             loss = training_loss(self.module, params, batch, **options)

@@ -34,8 +34,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from t0repro.adapters.adapter import LORA_A, LORA_B, joined, shapes_of
+from t0repro.config.run_config import ModelConfig
 from t0repro.converters.tensors import StoredTensor
+from t0repro.converters.witnesses import ParametersDigest
 from t0repro.errors import UserError
+from t0repro.model.initial import flax_hash
 from t0repro.model.layer_stacks import Split, by_layer, rows, stacks_in
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import naming
@@ -64,6 +68,7 @@ class TrainState:
       flax_mutables: the model's other variables, {collection: tree}; None if it has none.
       params_axes: the logical names of the parameters' axes, as flax's partitioning keeps them, of
         a model that has them; the names of T5's own are in t0repro.partitioning.rules.
+      frozen: the base's parameters where `params` are an adapter's; no part of a checkpoint.
       optimizer: made the slots and updates them; not part of the pytree or of a checkpoint.
     """
 
@@ -72,6 +77,7 @@ class TrainState:
     slots: Any
     flax_mutables: Any = None
     params_axes: Any = None
+    frozen: Any = None
     optimizer: Optimizer | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
@@ -103,6 +109,12 @@ class TrainState:
         return new_train_state(params, optimizer).replace(
             flax_mutables=others or None, params_axes=axes
         )
+
+    def parameters_of(self, config: ModelConfig) -> Any:
+        """What the model of a configuration is applied to: an adapter's joined to the base's."""
+        if config.adapter is None:
+            return self.params
+        return joined(self.frozen, self.params, config.adapter.scale)
 
     @property
     def param_states(self) -> Any:
@@ -182,17 +194,77 @@ def single_layers(state: TrainState, split: Split = rows) -> TrainState:
       state: by layer or stacked (t0repro.training.train_step).
       split: turns a stack into the arrays of its layers.
     """
-    towers = stacks_in(state.params)
-    if not towers:
+    towers, of_base = stacks_in(state.params), stacks_in(state.frozen)
+    if not towers and not of_base:
         return state
     return state.replace(
-        params=by_layer(state.params, towers, split), slots=by_layer(state.slots, towers, split)
+        params=by_layer(state.params, towers, split),
+        slots=by_layer(state.slots, towers, split),
+        frozen=by_layer(state.frozen, of_base, split),
     )
 
 
 def state_shapes(model: T5, optimizer: Optimizer) -> TrainState:
     """The shapes of a new state; nothing is allocated."""
-    return jax.eval_shape(lambda p: new_train_state(p, optimizer), parameter_shapes(model))
+    trained = model.config.adapter is None
+    own = parameter_shapes(model) if trained else adapter_shapes(model)
+    state = jax.eval_shape(lambda p: new_train_state(p, optimizer), own)
+    return state if trained else state.replace(frozen=frozen_shapes(model))
+
+
+# ---- Adapters: parameters that are trained beside frozen ones ------------------------------------
+
+
+def adapter_shapes(model: T5) -> Any:
+    """The shapes of the parameters of a model's adapter, a nested dictionary."""
+    config = model.config
+    assert config.adapter is not None
+    flat = {
+        path: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for path, shape in shapes_of(config.adapter, config.shape).items()
+    }
+    return flax.traverse_util.unflatten_dict(flat, sep="/")
+
+
+def frozen_shapes(model: T5) -> Any:
+    """The shapes of the base's parameters in the type that they are held in."""
+    assert model.config.adapter is not None
+    dtype = jnp.dtype(model.config.adapter.base_dtype)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), parameter_shapes(model))
+
+
+def base_parameters(tree: OpenTree, like: Any, where: str) -> tuple[dict, str]:
+    """A base's parameters on the device, from a checkpoint's entries, and their hash.
+
+    Args:
+      tree: the entries.
+      like: `frozen_shapes`, with shardings if there are several devices.
+      where: the checkpoint's path.
+
+    Raises:
+      UserError: see `parameters_from_flat_tree`.
+    """
+    digest = ParametersDigest()
+    params = parameters_from_flat_tree(tree, like, where=where, seen=digest.add)
+    return params, digest.hexdigest()
+
+
+def initial_adapter(model: T5, key: jax.Array) -> Any:
+    """Initial parameters of a model's adapter, with which it computes what its base computes.
+
+    LoRA's first factor is uniform within 1/sqrt(in), as in PEFT, and its second zero; (IA)3's
+    vectors are one.
+    """
+
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        name = path[-1].key
+        if name == LORA_A:
+            bound = leaf.shape[0] ** -0.5
+            own = jax.random.fold_in(key, np.uint32(flax_hash(*(part.key for part in path))))
+            return jax.random.uniform(own, leaf.shape, jnp.float32, -bound, bound)
+        return jnp.zeros(leaf.shape) if name == LORA_B else jnp.ones(leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(draw, adapter_shapes(model))
 
 
 def flat_slots(slots: Any) -> dict[str, Slots]:
@@ -213,7 +285,7 @@ def with_parameters_in(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
     """Copies the state to the host, in the form of a checkpoint."""
-    flat = flat_arrays(jax.device_get(state))
+    flat = flat_arrays(jax.device_get(state.replace(frozen=None)))
     return {name: np.asarray(value) for name, value in flat.items()}
 
 
@@ -222,7 +294,7 @@ def flat_arrays(state: TrainState) -> dict[str, Any]:
 
     Stacked layers are copied, each to an array of its own.
     """
-    state = single_layers(state)
+    state = single_layers(state.replace(frozen=None))
     flat: dict[str, Any] = {naming.STEP: state.step}
     for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items():
         flat[naming.PARAMETERS + path] = value

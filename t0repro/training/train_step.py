@@ -80,6 +80,10 @@ def accumulate_grads_microbatched(
         )
     # Compute this before the split: the loss's divisor belongs to all microbatches together.
     batch, loss_fn = model.whole_batch(batch)
+    towers = summed_towers(model, loss_fn)
+    if train_state.frozen is not None:
+        # The sums of few parameters' gradients are small, so they need not go through the loops.
+        loss_fn, towers = _of_adapter(model, loss_fn, train_state), {}
     keys = microbatch_keys(dropout_rng, count, t5x_dropout_compat)
     gradients_of = _gradients_function(loss_fn, train_state.flax_mutables or None)
     if count == 1:
@@ -89,13 +93,14 @@ def accumulate_grads_microbatched(
     if partitioning is not None:
         shardings = partitioning.shardings(params)
         specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-    towers = summed_towers(model, loss_fn)
 
     def of_parts(params: Any, parts: Any) -> tuple[Any, Any, Any]:
         return _scanned(gradients_of, params, parts, keys, mutables, towers, specs)
 
     parts = split_into_microbatches(batch, count, contiguous=t5x_dropout_compat)
     together = partitioning is None or partitioning.fully_sharded or partitioning.data == 1
+    # An adapter's gradients are too small to be worth adding up across devices only once.
+    together = together or train_state.frozen is not None
     if together or not _adds_up(of_parts, params, parts):
         totals, metrics, after = of_parts(params, parts)
     else:
@@ -140,7 +145,24 @@ def eval_step(model: BaseModel, train_state: TrainState, batch: Batch) -> dict[s
     """The metrics of one batch of an evaluation."""
     mutables = train_state.flax_mutables
     extra = () if mutables is None else (mutables,)
-    return model.eval_fn(train_state.params, batch, *extra)[1]
+    return model.eval_fn(parameters_of(model, train_state), batch, *extra)[1]
+
+
+def parameters_of(model: BaseModel, train_state: TrainState) -> Any:
+    """What a model is applied to: an adapter's parameters joined to the base's, if it has one."""
+    if train_state.frozen is None:
+        return train_state.params
+    assert isinstance(model, T5Model)
+    return train_state.parameters_of(model.module.config)
+
+
+def _of_adapter(model: BaseModel, loss_fn: Callable, train_state: TrainState) -> Callable:
+    """The loss as a function of the adapter's parameters alone."""
+
+    def loss(own: Any, *arguments: Any) -> Any:
+        return loss_fn(parameters_of(model, train_state.replace(params=own)), *arguments)
+
+    return loss
 
 
 def train_with_lr(
@@ -182,7 +204,10 @@ def train_with_lr(
     # optimizer that squares a large gradient may overflow by itself.
     looked_at = jax.tree.leaves((gradients, metrics.get("loss"), new_state.params))
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in looked_at]))
-    held = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, train_state)
+    # The base is the same in both, and large.
+    new_state, before = new_state.replace(frozen=None), train_state.replace(frozen=None)
+    held = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, before)
+    held = held.replace(frozen=train_state.frozen)
     return held, {**metrics, "update_held": LastValue(1.0 - finite.astype(jnp.float32))}
 
 
@@ -376,13 +401,20 @@ def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
     """
     if not is_own(model) or type(model.module) is not T5:
         return state
-    if not isinstance(state.optimizer, StackingOptimizer) or stacks_in(state.params):
+    if not isinstance(state.optimizer, StackingOptimizer):
+        return state
+    if stacks_in(state.params) or stacks_in(state.frozen):
         return state
     towers = towers_in_loops(model.module.config)
-    if not towers or not _alike(state.slots, towers):
+    # An adapter may leave a tower as it is.
+    own = {tower: count for tower, count in towers.items() if tower in state.params}
+    if not towers or not _alike(state.slots, own):
         return state
+    frozen = None if state.frozen is None else stacked(state.frozen, towers, joined)
     return state.replace(
-        params=stacked(state.params, towers, joined), slots=stacked(state.slots, towers, joined)
+        params=stacked(state.params, own, joined),
+        slots=stacked(state.slots, own, joined),
+        frozen=frozen,
     )
 
 

@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 
+from t0repro.config.t5x.inference import eval_plan
+
 from ..own_lines import foreign_lines
-from ..runs.tiny_gin import MODEL, SIZES
+from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
 
 RANKED = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
 RUN = (
@@ -83,3 +85,28 @@ def test_one_of_several_processes_has_to_be_told_where_the_first_is(tmp_path):
     # Before any gin file is read: the one named here does not exist.
     code, _, said = train(tmp_path, 3, "--process_count=2", "--gin_file=absent.gin")
     assert code == 2 and "--process_count" in said and "absent" not in said
+
+
+def test_a_gin_file_has_an_adapter_trained_on_a_base_and_resumed(tmp_path):
+    macros = [f"{name} = 'x'" for name in ("MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH")]
+    plan = eval_plan(parsed("eval", "eval", *macros, "EVAL_OUTPUT_DIR = 'x'"))
+    base = save_checkpoint(tmp_path / "base", plan, 3)
+    (tmp_path / "lora.gin").write_text(
+        "from __gin__ import dynamic_registration\n"
+        "import __main__ as train_script\n"
+        "from t0repro import adapters\n"
+        "train_script.train.adapter = @adapters.lora()\n"
+        "adapters.lora.rank = 4\n"
+    )
+    options = [f"--gin_file={tmp_path}/lora.gin"]
+    options += [f"--gin_bindings=INITIAL_CHECKPOINT_PATH = '{base}'"]
+    for steps in (2, 4):
+        code, _, said = train(tmp_path / "run", steps, *options)
+        assert code == 0, said
+    assert "960 parameters of an adapter beside 26,720 frozen parameters" in said
+    assert f"start: step 2 of {tmp_path}/run/checkpoint_2" in said
+    note = json.loads((tmp_path / "run/checkpoint_4/adapter.json").read_text())
+    assert note["base"] == str(base) and note["adapter"]["rank"] == 4
+    wrong = "--gin_bindings=adapters.lora.targets = 'encoder/query'"
+    code, _, said = train(tmp_path / "wrong", 2, *options, wrong)
+    assert code == 2 and "matches no kernel" in said and "encoder/query" in said

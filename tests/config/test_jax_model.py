@@ -2,8 +2,10 @@
 
 import pytest
 
+from t0repro.adapters import lora
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs, refuse_on_mesh_tensorflow
+from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 
 pytestmark = pytest.mark.mtf
@@ -57,6 +59,26 @@ def test_a_distance_that_leaves_no_bucket_for_several_distances_is_refused():
             load(*bindings)
         assert bindings[-1] in caught.value.where
     assert load(f"{buckets} = 8", f"{distance} = 5").model.relative_attention_max_distance == 5
+
+
+def test_an_adapter_is_bound_in_training_and_its_errors_name_the_binding():
+    adapter = "t0repro.jax_training.adapter = @t0repro.adapters.lora()"
+    config = load(adapter, "t0repro.adapters.lora.rank = 2")
+    assert config.model.adapter == lora(rank=2)
+    assert "jax_training.adapter" in config.provenance["model.adapter"]
+    assert RunConfig.from_json(config.to_json()) == config
+    with pytest.raises(UserError, match=r"jax_training\.adapter is (?s:.*)--backend=jax"):
+        refuse_on_mesh_tensorflow()
+    for wrong, said in (
+        ("targets = 'decoder/query'", "matches no kernel"),
+        ("targets = '('", "is no regular expression"),
+        ("rank = 500", "rank = 500 is above"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            load(adapter, f"t0repro.adapters.lora.{wrong}")
+        assert wrong in caught.value.where or "lora.rank" in caught.value.where
+    with pytest.raises(UserError, match="one optimizer"):
+        load(adapter, "utils.run.variable_filter = 'decoder'")
 
 
 def test_what_is_recomputed_is_open_unless_gin_binds_it():

@@ -43,7 +43,9 @@ def test_slots_are_counted_as_the_optimizer_makes_them(binding):
     made = state_shapes(T5(run.model, run.dtypes), make_optimizer(run.optimizer)).slots
     in_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
     assert (
-        memory.estimate(run).slots == memory.slot_bytes(run.model.shape, run.optimizer) == in_bytes
+        memory.estimate(run).slots
+        == memory.slot_bytes(run.model.shape.parameters(), run.optimizer)
+        == in_bytes
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from t0repro.config import gin_door, ranges
-from t0repro.config.configuration import Configuration, NotOnJax, RunInputs
+from t0repro.config.configuration import Configuration, NotOnJax, RunInputs, check_adapter
 from t0repro.config.gin_door import Bindings
 from t0repro.config.gin_errors import configuration_errors
 from t0repro.config.mtf import decoding as mtf_decoding
@@ -216,6 +216,8 @@ class _ConfigReader:
         run = self._gin.run
         train_steps = self._train_steps(inputs.batch_size, inputs.sequence_length)
         model = self._model()
+        if inputs.mode == "train":
+            model = self._with_adapter(model)
         training = mtf_optimizer.OptimizerReader(self._gin.bindings, run, self._gin.provenance)
         optimizer = training.optimizer(model)
         decoding = mtf_decoding.DecodingReader(self._gin.bindings, run, self._gin.provenance)
@@ -252,6 +254,7 @@ class _ConfigReader:
         # Check here, where everything has been read, whichever file or flag it came from.
         ranges.check(config, config.provenance)
         config.model.check_position_buckets(config.provenance.get(self._position_setting()))
+        check_adapter(config)
         if (train_data := config.plan.train_data) is not None:
             place = config.provenance.get("plan.train_data.num_shards")
             shards, name = train_data.num_shards, f"{JAX_TRAINING}.data_shards"
@@ -285,6 +288,16 @@ class _ConfigReader:
             },
             **{name: self._gin.run[name] for name in notes.values()},
         )
+
+    def _with_adapter(self, model: ModelConfig) -> ModelConfig:
+        """The model with the adapter that gin binds; one without stays as it is."""
+        adapter = jax_training()["adapter"]
+        if adapter is None:
+            return model
+        self._gin.note("model.adapter", JAX_TRAINING, "adapter")
+        find = self._gin.bindings.find
+        targets = find((), f"t0repro.adapters.{adapter.kind}", "targets")
+        return model.with_adapter(adapter, targets or find((), JAX_TRAINING, "adapter"))
 
     def _position_setting(self) -> str:
         """The field to name in errors about the position bias's buckets: the one that is bound."""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, get_args
 
 import gin
+from t0repro import adapters
+from t0repro.adapters.adapter import Adapter
 from t0repro.config import cloud, gin_door
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin_door import Bindings, record_bindings
@@ -238,14 +240,26 @@ def jax_model(
 
 
 @gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
-def jax_training(weight_metrics_every: int = 0, data_shards: int = 1) -> dict[str, int]:
+def jax_training(
+    weight_metrics_every: int = 0, data_shards: int = 1, adapter: Adapter | None = None
+) -> dict[str, Any]:
     """The settings of a training run bound by gin, by name.
 
     Args:
       weight_metrics_every: As in `RunConfig`.
       data_shards: `TrainDataConfig.num_shards`.
+      adapter: What is trained in place of the model's own parameters: `@adapters.lora()` or
+        `@adapters.ia3()`.
     """
-    return {"weight_metrics_every": weight_metrics_every, "data_shards": data_shards}
+    return {
+        "weight_metrics_every": weight_metrics_every,
+        "data_shards": data_shards,
+        "adapter": adapter,
+    }
+
+
+for _function in (adapters.lora, adapters.ia3):
+    gin.external_configurable(_function, module="t0repro.adapters")
 
 
 def refuse_on_mesh_tensorflow() -> None:

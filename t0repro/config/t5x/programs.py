@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from t0repro.adapters.adapter import Adapter
 from t0repro.config.t5x.record import Record
 from t0repro.config.t5x.records import (
     CheckpointConfig,
@@ -64,6 +65,8 @@ class TrainProgram(Record):
     use_orbax: bool = True
     verify_matching_vocabs_fn: Any = None
     gc_period: int = 0
+    # Not in T5X: what is trained in place of the model's own parameters.
+    adapter: Adapter | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +126,7 @@ class PrecompileProgram(Record):
     partitioner: PjitPartitioner
     model_dir: str
     random_seed: int | None = None
+    adapter: Adapter | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

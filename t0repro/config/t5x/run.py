@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from t0repro.adapters.adapter import Adapter
 from t0repro.config import ranges
+from t0repro.config.configuration import check_adapter
 from t0repro.config.decoding import GREEDY
 from t0repro.config.inference_plan import EvalPlan, InferPlan
 from t0repro.config.run_config import CheckpointChoice, RunConfig
@@ -42,6 +44,7 @@ _FIELDS = {
     "plan.gc_period": "train.gc_period",
     "plan.actions": "train.actions",
     "weight_metrics_every": "trainer.WeightMetricsComputer.every",
+    "model.adapter": "train.adapter",
     "plan.user_classes.model": "train.model",
     "plan.user_classes.trainer": "train.trainer_cls",
     "plan.user_classes.partitioner": "train.partitioner",
@@ -75,6 +78,7 @@ def train_config(parsed: Parsed) -> RunConfig:
     check_summary(program, "train", places)
     plan = _plan(program, places)
     model = t5x_model.model_config(program.model, places)
+    model = model.with_adapter(program.adapter, _targets_place(program.adapter, places))
     train = plan.train_data
     assert isinstance(train, SeqioDataConfig)
     config = RunConfig(
@@ -96,6 +100,7 @@ def train_config(parsed: Parsed) -> RunConfig:
         **shared_fields(program.model),
     )
     ranges.check(config, config.provenance)
+    check_adapter(config)
     _check(config, places)
     _check_infer_eval(program, places)
     return config
@@ -130,6 +135,7 @@ def precompile_config(parsed: Parsed) -> RunConfig:
         eval_period=1,
         # T5X's own default. Nothing is sampled: the step is compiled but not run.
         random_seed=program.random_seed or 42,
+        adapter=program.adapter,
     )
     return train_config(dataclasses.replace(parsed, program=training))
 
@@ -215,6 +221,13 @@ def _user_classes(program: programs.TrainProgram, places: Places) -> dict[Replac
         if made is not None:
             found[part] = made
     return found
+
+
+def _targets_place(adapter: Adapter | None, places: Places) -> str | None:
+    """Where an adapter's targets were set, or else the adapter."""
+    if adapter is None:
+        return None
+    return places.place(f"adapters.{adapter.kind}.targets") or places.place("train.adapter")
 
 
 def _weight_metrics_every(trainer: records.Trainer) -> int:

@@ -1,0 +1,128 @@
+"""Checkpoints of adapters: a run that trains one saves it alone, with a note of its base."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from t0repro.adapters.adapter import Adapter, shapes_of
+from t0repro.converters import storage
+from t0repro.converters.jax_tree import Renamed
+from t0repro.converters.orbax_dir import OrbaxArrays
+from t0repro.converters.tensors import CheckpointRef, TensorInfo
+from t0repro.converters.witnesses import ADAPTER
+from t0repro.errors import UserError
+from t0repro.files import write_atomically
+from t0repro.parameters import naming
+from t0repro.parameters.shape import ModelShape
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterNote:
+    """What ADAPTER says.
+
+    Attributes:
+      adapter: The adapter.
+      base: Where the base's checkpoint was.
+      digest: Of the base's parameters (`ParametersDigest`).
+    """
+
+    adapter: Adapter
+    base: str
+    digest: str
+
+    def write(self, folder: Path) -> None:
+        """Writes ADAPTER into a folder."""
+        write_atomically(folder / ADAPTER, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    def check_base(self, digest: str, path: str) -> None:
+        """Raises a UserError, with both hashes, unless the base here is the adapter's."""
+        if digest != self.digest:
+            raise UserError(
+                f"The adapter was trained on another base: the hash of its parameters is"
+                f" {self.digest} ({self.base}), and here it is {digest}.",
+                where=path,
+                fix="Give the base that the adapter was trained on.",
+            )
+
+
+def is_adapter(ref: CheckpointRef) -> bool:
+    """Whether a checkpoint is an adapter's."""
+    return storage.is_file(storage.join(ref.path, ADAPTER))
+
+
+def read_note(folder: str | os.PathLike[str]) -> AdapterNote:
+    """Reads ADAPTER.
+
+    Raises:
+      UserError: If it is missing or damaged.
+    """
+    path = storage.join(os.fspath(folder), ADAPTER)
+    if not storage.is_file(path):
+        raise UserError(
+            "This checkpoint is no adapter's.",
+            where=os.fspath(folder),
+            fix="Name a checkpoint of a run that trains an adapter.",
+        )
+    try:
+        found = json.loads(storage.read(path))
+        adapter = {**found["adapter"], "targets": tuple(found["adapter"]["targets"])}
+        return AdapterNote(Adapter(**adapter), found["base"], found["digest"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"The adapter's description cannot be read: {error}.",
+            where=path,
+            fix="Copy the whole checkpoint again.",
+        ) from error
+
+
+class AdapterReader:
+    """Reads an adapter's checkpoint; its tensors are named as those of a model, `target/...`.
+
+    Args:
+      ref: The checkpoint.
+
+    Raises:
+      UserError: If it is damaged.
+    """
+
+    norm_names: naming.NormNames | None = None
+
+    def __init__(self, ref: CheckpointRef):
+        self.ref, self.note = ref, read_note(ref.path)
+        self._arrays = Renamed(OrbaxArrays(ref.path))
+        self.tensors: Mapping[str, TensorInfo] = self._arrays.tensors
+
+    def read(self, key: str) -> np.ndarray:
+        """Reads one tensor."""
+        return self._arrays.read(key)
+
+    def native_name(self, key: str) -> str:
+        """The name of a tensor in its format."""
+        return key
+
+    def check_shape(self, adapter: Adapter, shape: ModelShape) -> None:
+        """Raises a UserError unless the parameters are those of an adapter of a model."""
+        wanted = shapes_of(adapter, shape, self.ref.path)
+        found = {
+            key.removeprefix(naming.PARAMETERS): info.shape
+            for key, info in self.tensors.items()
+            if key.startswith(naming.PARAMETERS)
+        }
+        for path in sorted(found.keys() | wanted):
+            if found.get(path) != wanted.get(path):
+                then, now = (
+                    "nothing" if size is None else f"shape {list(size)}"
+                    for size in (found.get(path), wanted.get(path))
+                )
+                raise UserError(
+                    f"The checkpoint is of another adapter, or for another model: of {path} it has"
+                    f" {then}, and {now} is asked for.",
+                    where=self.ref.path,
+                    fix="Give the model and the adapter as they were.",
+                )

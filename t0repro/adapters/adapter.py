@@ -1,0 +1,222 @@
+"""LoRA and (IA)3: which kernels have an adapter, its parameters, and how they join the base's.
+
+An adapter's parameters stand beside the kernel that they change, in the same tree:
+
+    decoder/layers_3/self_attention/query/kernel       the base's, [in, out]
+    decoder/layers_3/self_attention/query/lora_a       [in, rank]
+    decoder/layers_3/self_attention/query/lora_b       [rank, out]
+    decoder/layers_3/self_attention/key/ia3_output     [out], multiplies the product
+    decoder/layers_3/mlp/wo/ia3_input                  [in], multiplies what the kernel reads
+
+The layer that holds a kernel applies what it finds beside it (t0repro.model.layers), so whatever
+takes parameters takes adapted ones.
+
+Sources: LoRA, https://arxiv.org/abs/2106.09685; (IA)3, https://arxiv.org/abs/2205.05638; the
+default targets are PEFT's for T5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from t0repro.errors import UserError, nearest_names
+from t0repro.parameters.shape import ModelShape
+
+Kind = Literal["lora", "ia3"]
+LORA_A, LORA_B, IA3_INPUT, IA3_OUTPUT = "lora_a", "lora_b", "ia3_input", "ia3_output"
+NAMES = (LORA_A, LORA_B, IA3_INPUT, IA3_OUTPUT)
+
+LORA_TARGETS = (r".*/(query|value)/kernel",)
+IA3_TARGETS = (r".*/(key|value)/kernel", r".*/mlp/wo/kernel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """What is trained in place of a model's own parameters.
+
+    Attributes:
+      kind: "lora" or "ia3".
+      targets: Regular expressions; each kernel whose whole T5X path matches one has an adapter.
+      rank: Columns of `lora_a`; 0 for (IA)3.
+      alpha: LoRA's product is multiplied by alpha / rank.
+      dropout: Rate of the dropout on what `lora_a` reads, an entry at a time.
+      base_dtype: Type that the frozen parameters are held in.
+    """
+
+    kind: Kind
+    targets: tuple[str, ...]
+    rank: int = 0
+    alpha: float = 1.0
+    dropout: float = 0.0
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @property
+    def scale(self) -> float:
+        """What LoRA's product is multiplied by; 1 for (IA)3."""
+        return self.alpha / self.rank if self.kind == "lora" else 1.0
+
+
+def lora(
+    rank: int = 8,
+    alpha: float = 8.0,
+    dropout: float = 0.0,
+    targets: Sequence[str] | str = LORA_TARGETS,
+    base_dtype: Literal["float32", "bfloat16"] = "float32",
+) -> Adapter:
+    """LoRA: x @ kernel + x @ lora_a @ lora_b * alpha / rank.
+
+    Rank and alpha are PEFT's defaults.
+
+    Args:
+      rank: See `Adapter`.
+      alpha: See `Adapter`.
+      dropout: See `Adapter`.
+      targets: See `Adapter`; by default queries and values.
+      base_dtype: See `Adapter`.
+
+    Raises:
+      UserError: For a value out of its range.
+    """
+    if rank < 1:
+        raise UserError(f"rank = {rank}: LoRA needs at least 1.", where="adapters.lora.rank")
+    return _checked(Adapter("lora", _listed(targets), rank, float(alpha), dropout, base_dtype))
+
+
+def ia3(
+    targets: Sequence[str] | str = IA3_TARGETS,
+    base_dtype: Literal["float32", "bfloat16"] = "float32",
+) -> Adapter:
+    """(IA)3: a vector that multiplies a kernel's product or, for `mlp/wo`, what it reads.
+
+    Args:
+      targets: See `Adapter`; by default keys, values and the feed-forward layer's `wo`.
+      base_dtype: See `Adapter`.
+
+    Raises:
+      UserError: For a value out of its range.
+    """
+    return _checked(Adapter("ia3", _listed(targets), base_dtype=base_dtype))
+
+
+def _listed(targets: Sequence[str] | str) -> tuple[str, ...]:
+    return (targets,) if isinstance(targets, str) else tuple(targets)
+
+
+def _checked(adapter: Adapter) -> Adapter:
+    where = f"adapters.{adapter.kind}"
+    if not 0 <= adapter.dropout < 1:
+        raise UserError(
+            f"dropout = {adapter.dropout}: a rate is at least 0 and below 1.",
+            where=f"{where}.dropout",
+        )
+    if adapter.alpha <= 0:
+        raise UserError(f"alpha = {adapter.alpha}: it must be above 0.", where=f"{where}.alpha")
+    if adapter.base_dtype not in ("float32", "bfloat16"):
+        raise UserError(
+            f"base_dtype = {adapter.base_dtype!r}: there are 'float32' and 'bfloat16'.",
+            where=f"{where}.base_dtype",
+        )
+    return adapter
+
+
+# ---- Parameters ---------------------------------------------------------------------------------
+
+
+def kernels(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """The kernels of a model that can have an adapter: path -> (in, out), those of its layers."""
+    return {
+        path: (size[0], size[1])
+        for path, size in shape.parameters().items()
+        if "/layers_" in path and path.endswith("/kernel") and len(size) == 2
+    }
+
+
+def adapted(adapter: Adapter, shape: ModelShape, where: str | None = None) -> list[str]:
+    """Paths of the kernels that have an adapter, in the table's order.
+
+    Raises:
+      UserError: If an expression is none, or matches no kernel, or the rank is above a matrix's.
+    """
+    known, found = kernels(shape), set[str]()
+    where = where or f"adapters.{adapter.kind}.targets"
+    for target in adapter.targets:
+        try:
+            matching = [path for path in known if re.fullmatch(target, path)]
+        except re.error as error:
+            raise UserError(
+                f"{target!r} is no regular expression: {error}.", where=where
+            ) from error
+        if not matching:
+            raise UserError(
+                f"The target {target!r} matches no kernel of a layer.",
+                where=where,
+                fix=f"Nearest: {nearest_names(target, known, count=3)}. An expression has to match"
+                " a kernel's whole name (docs/t5x.md).",
+            )
+        found.update(matching)
+    if not found:
+        raise UserError("The adapter has no target.", where=where, fix="Name at least one.")
+    for path in known:
+        if path in found and adapter.rank > min(known[path]):
+            raise UserError(
+                f"rank = {adapter.rank} is above that of {path}, which is {known[path][0]} x"
+                f" {known[path][1]}.",
+                where="adapters.lora.rank",
+                fix=f"Choose at most {min(known[path])}, or leave the kernel out of the targets.",
+            )
+    return [path for path in known if path in found]
+
+
+def shapes_of(
+    adapter: Adapter, shape: ModelShape, where: str | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Path -> shape of every parameter of an adapter.
+
+    Raises:
+      UserError: See `adapted`.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for path in adapted(adapter, shape, where):
+        owner, (size_in, size_out) = path.removesuffix("kernel"), kernels(shape)[path]
+        if adapter.kind == "lora":
+            found[owner + LORA_A] = (size_in, adapter.rank)
+            found[owner + LORA_B] = (adapter.rank, size_out)
+        elif owner.endswith("mlp/wo/"):
+            found[owner + IA3_INPUT] = (size_in,)
+        else:
+            found[owner + IA3_OUTPUT] = (size_out,)
+    return found
+
+
+def is_even(paths: Iterable[str], shape: ModelShape) -> bool:
+    """Whether all layers of a tower have the same adapter, or none has one."""
+    layers = {"encoder": shape.num_encoder_layers, "decoder": shape.num_decoder_layers}
+    of_layer: dict[tuple[str, str], set[str]] = {}
+    for path in paths:
+        tower, layer, rest = path.split("/", 2)
+        of_layer.setdefault((tower, layer), set()).add(rest)
+    for tower, count in layers.items():
+        own = [rest for (name, _), rest in of_layer.items() if name == tower]
+        if own and (len(own) < count or any(rest != own[0] for rest in own)):
+            return False
+    return True
+
+
+def joined(base: Mapping[str, Any], own: Mapping[str, Any], scale: float = 1.0) -> dict[str, Any]:
+    """A model's parameters with an adapter's among them; LoRA's second factor is scaled.
+
+    Args:
+      base: The model's parameters, a nested dictionary, which stays as it is.
+      own: The adapter's, with the same layers, stacked or not.
+      scale: `Adapter.scale`.
+    """
+    found = dict(base)
+    for name, value in own.items():
+        if isinstance(value, Mapping):
+            found[name] = joined(base.get(name, {}), value, scale)
+        else:
+            found[name] = value * scale if name == LORA_B and scale != 1.0 else value
+    return found

@@ -1,0 +1,313 @@
+"""Adapters in training: the base stays as it is; runs stop, go on and are refused."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+
+from t0repro.adapters import ia3, lora
+from t0repro.adapters.adapter import joined
+from t0repro.config.configuration import check_adapter
+from t0repro.config.run_config import AdamWeightDecayConfig, Layout
+from t0repro.config.training_plan import RestoreConfig, TerminateOnNanConfig
+from t0repro.converters import sources
+from t0repro.converters.adapter_files import read_note
+from t0repro.errors import UserError
+from t0repro.evaluation.opened import open_checkpoint
+from t0repro.model.layers import Dense
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.partitioning import memory
+from t0repro.runs.start import starting_tree
+from t0repro.runs.train import train
+from t0repro.training.bad_update import replay
+from t0repro.training.checkpoints import checkpoint_path, save_tree
+from t0repro.training.model_dir import held_for_training
+from t0repro.training.train_state import initial_adapter, to_flat_tree
+
+from .. import tiny_models as tiny
+
+DEEP = dataclasses.replace(
+    tiny.MODEL, num_encoder_layers=3, num_decoder_layers=3, dropout_rate=0.1, scan_layers=True
+)
+LORA, IA3 = lora(rank=2, alpha=4.0, dropout=0.1), ia3()
+ADAPTERS = {
+    "lora": LORA,
+    "lora, bfloat16": lora(rank=2, base_dtype="bfloat16"),
+    "ia3": IA3,
+    "decoder alone": lora(rank=2, targets=r"decoder/.*/query/kernel"),
+    "one layer": lora(
+        rank=2, targets=[r"decoder/layers_1/.*/(key|out)/kernel", r".*/mlp/wo/kernel"]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A checkpoint of the base; and another one."""
+    return saved(tmp_path_factory.mktemp("base"), 0)
+
+
+def saved(folder, seed, model=DEEP):
+    params = initial_parameters(T5(model, tiny.FLOAT32), jax.random.key(seed))
+    flat = flax.traverse_util.flatten_dict(params, sep="/")
+    tree = {f"target/{name}": np.asarray(value) for name, value in flat.items()}
+    save_tree(folder / "checkpoint_7", {**tree, "state/step": np.int32(7)})
+    return folder / "checkpoint_7"
+
+
+def config_of(model_dir, base, adapter, steps=4, model=DEEP, **changes):
+    restore = RestoreConfig(str(base), "specific", None, (), False, False, "")
+    plan = dataclasses.replace(tiny.mesh_plan(save_checkpoints_steps=2), restore=restore)
+    return tiny.run_config(
+        model_dir, steps, **{"model": model.with_adapter(adapter), "plan": plan, **changes}
+    )
+
+
+def run(config, batches=None, allow_changed=False):
+    """Trains as the command does, on the same batches by step."""
+    with held_for_training(config.model_dir, "jax", config, allow_changed=allow_changed) as check:
+        folder = checkpoint_path(config.model_dir, 2)
+        skipped = 2 if folder.is_dir() else 0
+        return to_flat_tree(
+            train(
+                config,
+                batches or tiny.batches(config.train_steps)[skipped:],
+                restore_from=lambda fresh: starting_tree(config, fresh),
+                check=check,
+                seed=3,
+            )
+        )
+
+
+def losses(model_dir):
+    lines = map(json.loads, (model_dir / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in lines if "loss" in row}
+
+
+# ---- Arithmetic ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtypes", [tiny.FLOAT32, tiny.BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=list(ADAPTERS))
+def test_a_new_adapter_leaves_every_logit_bit_equal(adapter, dtypes):
+    model = T5(DEEP.with_adapter(adapter), dtypes)
+    # Scanned and unrolled layers differ by rounding, adapter or not.
+    plain = T5(dataclasses.replace(DEEP, scan_layers=model.config.scan_layers), dtypes)
+    params = initial_parameters(plain, jax.random.key(0))
+    own = initial_adapter(model, jax.random.key(1))
+    batch = tiny.batches(1)[0]
+    before = plain.apply({"params": params}, batch)
+    after = model.apply({"params": joined(params, own, adapter.scale)}, batch)
+    np.testing.assert_array_equal(before, after)
+    moved = jax.tree.map(lambda x: x + 0.1, own)
+    changed = model.apply({"params": joined(params, moved, adapter.scale)}, batch)
+    assert np.abs(np.asarray(changed - before)).max() > 1e-3
+
+
+def test_an_adapter_computes_what_its_papers_formula_says():
+    generator = np.random.default_rng(0)
+    x, kernel = generator.normal(size=(3, 8)), generator.normal(size=(8, 6))
+    a, b = generator.normal(size=(8, 2)), generator.normal(size=(2, 6))
+    inputs, outputs = generator.normal(size=8), generator.normal(size=6)
+    dense = Dense(6, jax.numpy.float32, jax.nn.initializers.zeros)
+    tree = joined({"kernel": kernel}, {"lora_a": a, "lora_b": b}, 1.5)
+    found = dense.apply({"params": jax.tree.map(jax.numpy.float32, tree)}, jax.numpy.float32(x))
+    np.testing.assert_allclose(found, x @ kernel + 1.5 * (x @ a @ b), rtol=1e-5, atol=1e-5)
+    tree = {"kernel": kernel, "ia3_input": inputs, "ia3_output": outputs}
+    found = dense.apply({"params": jax.tree.map(jax.numpy.float32, tree)}, jax.numpy.float32(x))
+    np.testing.assert_allclose(found, ((x * inputs) @ kernel) * outputs, rtol=1e-5, atol=1e-5)
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lora, bfloat16", "ia3", "decoder alone"])
+def test_a_run_trains_and_saves_the_adapter_alone_and_goes_on_bit_for_bit(base, name, tmp_path):
+    adapter = ADAPTERS[name]
+    whole = run(config_of(tmp_path / "whole", base, adapter))
+    run(config_of(tmp_path / "parts", base, adapter, 2), tiny.batches(2))
+    tree = run(config_of(tmp_path / "parts", base, adapter))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 4
+    assert tree.keys() == whole.keys()
+    for name, expected in whole.items():
+        np.testing.assert_array_equal(tree[name], expected, err_msg=name)
+    own = {name for name in whole if name.startswith("target/")}
+    ends = {"lora": ("lora_a", "lora_b"), "ia3": ("ia3_input", "ia3_output")}[adapter.kind]
+    assert own and all(name.endswith(ends) for name in own)
+    slots = {name for name in whole if name.startswith("state/param_states/")}
+    assert slots and all(any(end in name for end in ends) for name in slots)
+    second = [name for name in own if name.endswith(ends[1])]
+    assert all((whole[name] != (adapter.kind == "ia3")).any() for name in second)
+    note = read_note(checkpoint_path(tmp_path / "parts", 4))
+    assert note.adapter == adapter and note.base == str(base)
+    assert note.digest == open_checkpoint(str(base), None, "float32").digest
+
+
+def test_gradients_of_an_adapter_are_finite_differences_of_the_loss():
+    from t0repro.training.models import T5Model
+    from t0repro.training.train_state import TrainState
+    from t0repro.training.train_step import accumulate_grads_microbatched, parameters_of
+
+    plain = dataclasses.replace(DEEP, dropout_rate=0.0)
+    adapter = dataclasses.replace(LORA, dropout=0.0)
+    module = T5(plain.with_adapter(adapter), tiny.FLOAT32)
+    model, batch = T5Model(module, measured=False), tiny.batches(1)[0]
+    params = initial_parameters(T5(plain, tiny.FLOAT32), jax.random.key(0))
+    own = jax.tree.map(lambda x: x + 0.05, initial_adapter(module, jax.random.key(1)))
+    state = TrainState(step=jax.numpy.int32(0), params=own, slots=None, frozen=params)
+    gradients, _, _ = accumulate_grads_microbatched(model, state, batch, None, 2)
+    assert jax.tree.structure(gradients) == jax.tree.structure(own)
+    whole, loss_fn = model.whole_batch(batch)
+
+    def loss(step):
+        moved = jax.tree.map(lambda x, g: x + step * g, own, gradients)
+        return float(loss_fn(parameters_of(model, state.replace(params=moved)), whole, None)[0])
+
+    square = sum(float((g**2).sum()) for g in jax.tree.leaves(gradients))
+    step = 1e-2 / square**0.5
+    assert (loss(step) - loss(-step)) / (2 * step) == pytest.approx(square, rel=2e-3)
+
+
+def test_adam_trains_an_adapter_and_goes_on(base, tmp_path):
+    adam = AdamWeightDecayConfig(0.9, 0.999, 1e-6, 0.01, ())
+    for steps in (2, 4):
+        config = config_of(tmp_path, base, LORA, steps, optimizer=adam)
+        tree = run(config, tiny.batches(4)[steps - 2 : steps])
+    assert int(tree["state/step"]) == 4
+
+
+ON_FOUR = """
+import sys
+from pathlib import Path
+from tests.training import test_adapters as t
+from t0repro.config.run_config import Layout
+folder, base = map(Path, sys.argv[1:])
+plain = t.dataclasses.replace(t.DEEP, dropout_rate=0.0)
+for name, layout in (("four", Layout(data=2, model=2)), ("sharded", Layout(fully_sharded=True))):
+    t.run(t.config_of(folder / name, base, t.IA3, model=plain, layout=layout))
+"""
+
+
+def test_several_devices_train_the_same_adapter(base, tmp_path):
+    plain = dataclasses.replace(DEEP, dropout_rate=0.0)
+    run(config_of(tmp_path / "one", base, IA3, model=plain))
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ON_FOUR, str(tmp_path), str(base)],
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = losses(tmp_path / "one")
+    for name in ("four", "sharded"):
+        assert losses(tmp_path / name) == pytest.approx(expected, rel=1e-5)
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+
+
+def test_a_target_that_matches_nothing_is_refused_with_the_nearest_names():
+    with pytest.raises(UserError) as refused:
+        DEEP.with_adapter(lora(rank=2, targets=r"decoder/layers_0/self_attention/qery/kernel"))
+    said = str(refused.value)
+    assert "matches no kernel" in said and "decoder/layers_0/self_attention/query/kernel" in said
+
+
+def test_a_rank_above_a_matrix_is_refused_with_its_size():
+    with pytest.raises(
+        UserError, match=r"rank = 9 is above that of .*query/kernel, which is 8 x 8"
+    ):
+        DEEP.with_adapter(lora(rank=9))
+
+
+def test_another_base_is_refused_with_both_hashes(base, tmp_path):
+    run(config_of(tmp_path / "run", base, IA3, 2))
+    other = saved(tmp_path / "other", 1)
+    with pytest.raises(UserError) as refused:
+        run(config_of(tmp_path / "run", other, IA3))
+    digests = [open_checkpoint(str(path), None, "float32").digest for path in (base, other)]
+    assert all(digest in str(refused.value) for digest in digests)
+
+
+def test_a_folder_holds_an_adapter_or_whole_models_and_not_both(base, tmp_path):
+    run(config_of(tmp_path, base, IA3, 2))
+    with pytest.raises(UserError, match="checkpoints of an adapter, and the run trains a whole"):
+        run(config_of(tmp_path, base, None))
+    with pytest.raises(UserError, match="checkpoints of whole models, and the run trains an adap"):
+        run(config_of(base.parent, base, IA3))
+    with pytest.raises(UserError, match=r"model\.adapter was"):
+        run(config_of(tmp_path, base, LORA))
+    with pytest.raises(UserError, match="of another adapter"):
+        run(config_of(tmp_path, base, LORA), allow_changed=True)
+    with pytest.raises(UserError, match="a checkpoint of an adapter, which holds no whole model"):
+        sources.open_any(checkpoint_path(tmp_path, 2))
+
+
+def test_a_run_without_a_base_is_refused(tmp_path):
+    with pytest.raises(UserError, match="nothing names one"):
+        train(config_of(tmp_path, "", IA3, plan=tiny.mesh_plan()), tiny.batches(1), seed=3)
+
+
+def test_what_an_adapter_cannot_be_trained_beside_is_refused(base, tmp_path):
+    config = config_of(tmp_path, base, IA3)
+    check_adapter(config)
+    frozen = dataclasses.replace(tiny.ADAFACTOR, frozen=("decoder/decoder_norm/scale",))
+    with pytest.raises(UserError, match="one optimizer"):
+        check_adapter(dataclasses.replace(config, optimizer=frozen))
+    for change in (
+        {"variable_filter": "decoder"},
+        {"assignment_map": (("a", None),)},
+        {"fallback_to_scratch": True},
+        {"dtype": "bfloat16"},
+    ):
+        restore = dataclasses.replace(config.plan.restore, **change)
+        plan = dataclasses.replace(config.plan, restore=restore)
+        with pytest.raises(UserError, match=next(iter(change))):
+            check_adapter(dataclasses.replace(config, plan=plan))
+
+
+# ---- A bad update --------------------------------------------------------------------------------
+
+
+def test_a_bad_update_of_an_adapter_is_replayed(tmp_path):
+    tree = dict(sources.load_any(saved(tmp_path / "base", 0)))
+    tree["target/decoder/layers_1/mlp/wo/kernel"][0, 0] = np.inf
+    save_tree(tmp_path / "bad" / "checkpoint_7", tree)
+    bad = tmp_path / "bad" / "checkpoint_7"
+    config = config_of(tmp_path / "run", bad, IA3)
+    actions = {"TRAIN": (TerminateOnNanConfig("train", "loss"),)}
+    plan = dataclasses.replace(tiny.PLAN, restore=config.plan.restore, actions=actions)
+    run(dataclasses.replace(config, plan=plan))
+    found = replay(next((tmp_path / "run").glob("bad_update_*")))
+    assert found is not None and found.name == "decoder/layers_1/mlp/wo/kernel"
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=list(ADAPTERS))
+def test_the_account_of_memory_is_that_of_the_arrays(base, adapter, tmp_path):
+    from t0repro.partitioning.devices import choose
+    from t0repro.training.rematerialization import step_memory
+
+    config = config_of(tmp_path, base, adapter)
+    counted = step_memory(config, choose(config.layout, config.model, rows=2))
+    estimated = memory.estimate(config)
+    of_base = sum(np.prod(s) for s in DEEP.shape.parameters().values())
+    of_base *= 2 if adapter.base_dtype == "bfloat16" else 4
+    assert counted.parameters == estimated.parameters == of_base + counted.gradients
+    assert counted.gradients == estimated.gradients and 0 < counted.gradients < of_base / 2
+    assert counted.slots == estimated.slots
+    whole = step_memory(config_of(tmp_path, base, None), choose(Layout(), DEEP, rows=2))
+    assert counted.total < whole.total
