@@ -48,8 +48,8 @@ def describing() -> Iterator[None]:
     """Context in which tasks and mixtures are recorded in `t0repro.tasks.task` but not in SeqIO.
 
     SeqIO and TensorFlow take seconds and a gigabyte to import, and rendering prompts needs neither.
-    If SeqIO has already been imported, the tasks are added to it anyway. If it is imported later,
-    they are not, because a module registers its tasks only on its first import.
+    If SeqIO has already been imported, the tasks are added to it anyway; otherwise by the next
+    `load_tasks` that wants them there.
     """
     global _only_described
     before, _only_described = _only_described, True
@@ -245,12 +245,28 @@ def load_tasks(
         from t0repro.tasks.seqio_tasks import read_t5s_vocabulary_as_ours
 
         read_t5s_vocabulary_as_ours()
+        _hand_to_seqio()
     with contextlib.nullcontext() if with_seqio else describing():
         for module in modules:
             _import(module)
         for path in templates:
             register_templates(path)
     return prompted_tasks()
+
+
+def _hand_to_seqio() -> None:
+    """Adds to SeqIO what was only described, since a module registers tasks on its first import."""
+    import seqio
+
+    from t0repro.tasks import seqio_tasks
+
+    names = set(seqio.TaskRegistry.names())
+    for name, description in task_descriptions().items():
+        if name not in names:
+            seqio_tasks.add_task(description)
+    for mixture in prompted_mixtures().values():
+        rates = mixture.rates or mixture.tasks
+        seqio_tasks.add_mixture(mixture.name, rates, mixture.default_rate)
 
 
 def _import(module: str) -> None:

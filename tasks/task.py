@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -143,12 +144,20 @@ class DescribedTask:
       output_features: Its features by name.
     """
 
+    supports_caching = True
+
     def __init__(self, description: TaskDescription):
         self.name, self.prompt = description.prompt.name, description.prompt
         self.source, self.splits = description.rows, tuple(description.rows.files_of_splits)
         self.output_features = {
             name: Feature(description.vocabulary, adds_eos) for name, adds_eos in ADDS_EOS.items()
         }
+
+    @property
+    def cache_dir(self) -> str | None:
+        """The task's folder in the first folder of caches that has it."""
+        found = (os.path.join(folder, self.name) for folder in cache_dirs())
+        return next((path for path in found if os.path.exists(f"{path}/COMPLETED")), None)
 
 
 def find_task(name: str) -> DescribedTask | seqio.Task:
@@ -169,8 +178,38 @@ def find_tasks(name: str) -> Sequence[DescribedTask | seqio.Task]:
     Raises:
       KeyError: If there is neither.
     """
-    mixtures = registered_mixtures()
-    return [find_task(each) for each in mixtures.get(name, (name,))]
+    seqio = sys.modules.get("seqio")
+    if seqio is not None and name in seqio.MixtureRegistry.names():
+        return seqio.MixtureRegistry.get(name).tasks
+    # By name, as SeqIO sorts them.
+    return [
+        find_task(each) for each in sorted(_mixtures[name].tasks if name in _mixtures else [name])
+    ]
+
+
+def is_described(name: str) -> bool:
+    """Whether a mixture or task is registered, and none of its tasks is SeqIO's."""
+    try:
+        return all(isinstance(task, DescribedTask) for task in find_tasks(name))
+    except KeyError:
+        return False
+
+
+_cache_dirs: list[str] = []
+
+
+def cache_dirs() -> Sequence[str]:
+    """The folders in which the caches of registered tasks are looked for."""
+    seqio = sys.modules.get("seqio")
+    return _cache_dirs if seqio is None else seqio.get_global_cache_dirs()
+
+
+def add_cache_dirs(folders: Iterable[str]) -> None:
+    """Adds folders to `cache_dirs`; in SeqIO, if it has been imported."""
+    if "seqio" in sys.modules:
+        sys.modules["seqio"].add_global_cache_dirs(list(folders))
+    else:
+        _cache_dirs.extend(folder for folder in folders if folder not in _cache_dirs)
 
 
 # Metrics ----------------------------------------------------------------------------------------

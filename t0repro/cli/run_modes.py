@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -227,28 +227,46 @@ def parse_files(inputs: T5xInputs) -> Parsed:
     return parsed
 
 
-def register(parsed: Parsed, options: T5xOptions) -> None:
+def register(
+    parsed: Parsed,
+    options: T5xOptions,
+    suffices: Callable[[], bool] | None = None,
+) -> None:
     """Registers the tasks of the modules that the gin files and the command line name.
+
+    Args:
+      parsed: The gin files.
+      options: The flags.
+      suffices: Whether the run can do without TensorFlow and SeqIO, asked once this project's own
+        tasks are described; None if it cannot.
 
     Raises:
       UserError: If a module cannot be found.
     """
-    echo("importing the tasks, with TensorFlow and SeqIO ...", err=True)
     from t0repro import compat
-    from t0repro.tasks.registration import load_tasks
+    from t0repro.tasks.module_names import resolved
+    from t0repro.tasks.registration import load_tasks, needs_seqio
+    from t0repro.tasks.task import add_cache_dirs
 
+    modules = resolved([*parsed.imports, *(options.module_import or ())])
+    cache_dirs = options.seqio_additional_cache_dirs or ()
+    folders = [folder for value in cache_dirs for folder in value.split(",") if folder]
+    flag = "--seqio_additional_cache_dirs"
+    folders = [for_tensorflow(folder, flag) for folder in folders]
+    if suffices is not None and not options.tfds_data_dir and not needs_seqio(modules):
+        load_tasks(modules, into_seqio=False)
+        add_cache_dirs(folders)
+        if suffices():
+            return
+    echo("importing the tasks, with TensorFlow and SeqIO ...", err=True)
     # Before SeqIO, which needs what this repairs for today's Python.
     compat.install()
     import seqio
 
     if options.tfds_data_dir:
         seqio.set_tfds_data_dir_override(options.tfds_data_dir)
-    cache_dirs = options.seqio_additional_cache_dirs or ()
-    folders = [folder for value in cache_dirs for folder in value.split(",") if folder]
-    if folders:
-        flag = "--seqio_additional_cache_dirs"
-        seqio.add_global_cache_dirs([for_tensorflow(folder, flag) for folder in folders])
-    load_tasks([*parsed.imports, *(options.module_import or ())], into_seqio=True)
+    add_cache_dirs(folders)
+    load_tasks(modules, into_seqio=True)
 
 
 # ---- `t0repro train`: trains what T5X's gin files describe; and `t0repro run --run_mode=...` -----
@@ -298,9 +316,11 @@ def train(
     config, model = train_config(parsed), parsed.program.model
     check_output(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
     with processes.joined(), contextlib.ExitStack() as beside:
-        register(parsed, options)
         vocabularies = (model.input_vocabulary, model.output_vocabulary)
+        from t0repro.data.train_data import reads_caches_alone
         from t0repro.runs.preflight import check_training
+
+        register(parsed, options, lambda: reads_caches_alone(config.plan, vocabularies))
 
         check_training(config, vocabularies, typer.echo if options.dry_run else None)
         if options.dry_run:

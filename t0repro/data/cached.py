@@ -1,9 +1,9 @@
 """Training batches read from a prompt cache with numpy only: no TensorFlow, no SeqIO.
 
-The batches equal SeqIO's entry by entry, if each example has tokens in both features and the tasks
-have no preprocessors after SeqIO's CacheDatasetPlaceholder. This covers the examples, their
-truncation and packing and, with the same seed and rates, their order (`tf_order`). Mesh
-TensorFlow's batches are also the same, except that it puts EOS at the end of a row whose targets it
+The batches equal SeqIO's entry by entry, if the tasks have no preprocessors after SeqIO's
+CacheDatasetPlaceholder. This covers the examples, their truncation and packing and, with the same
+seed and rates, their order (`tf_order`). Mesh TensorFlow's batches are also the same if each
+example has tokens in both features, except that it puts EOS at the end of a row whose targets it
 truncates.
 """
 
@@ -69,7 +69,7 @@ class CachedBatches(ResumableBatches):
         shuffle: bool = True,
         seed: int | None = None,
     ):
-        counts = {str(folder): _count(Path(folder), split) for folder in folders}
+        counts = {str(folder): count_examples(Path(folder), split) for folder in folders}
         given = dict(folders) if isinstance(folders, Mapping) else counts
         # A task without examples would be sampled forever.
         self._rates = {str(folder): float(given[folder]) for folder in given if counts[str(folder)]}
@@ -128,44 +128,66 @@ class CachedBatches(ResumableBatches):
 
     def _dataset(self, seed: int, shard: int = 0) -> Iterator[Batch]:
         del shard  # there is only one
-        trimmed = (
-            {name: example[name][: self._lengths[name]] for name in FEATURES}
-            for example in self._mixed(seed)
-        )
-        in_rows = _packed(trimmed, self._lengths) if self._pack else ([each] for each in trimmed)
+        return self._batches(self._rows(seed))
+
+    def first(self, count: int) -> Iterator[Batch]:
+        """The first batches for an evaluation, without shuffling, as `EvalBatches` takes them.
+
+        Each task is repeated once per row to fill. If packing leaves too few rows, all rows are
+        repeated.
+        """
+        assert not self._shuffle and self._seed is not None
+        epochs, seed = count * self._batch_size, self._seed
+        rows = (row for _ in itertools.count() for row in self._rows(seed, epochs))
+        return itertools.islice(self._batches(rows), count)
+
+    def _batches(self, in_rows: Iterator[list[Example]]) -> Iterator[Batch]:
         while True:
             rows = list(itertools.islice(in_rows, self._batch_size))
             yield to_batch(rows, self._lengths, positions=self._pack)
 
-    def _mixed(self, seed: int) -> Iterator[Example]:
-        """Examples of all tasks, sampled by the tasks' rates."""
+    def _rows(self, seed: int, epochs: int | None = None) -> Iterator[list[Example]]:
+        """The examples of each row: endless, or of a number of epochs of each task."""
+        trimmed = (
+            {name: example[name][: self._lengths[name]] for name in FEATURES}
+            for example in self._mixed(seed, epochs)
+        )
+        return _packed(trimmed, self._lengths) if self._pack else ([each] for each in trimmed)
+
+    def _mixed(self, seed: int, epochs: int | None) -> Iterator[Example]:
+        """Examples of all tasks, sampled by the tasks' rates until a sampled task has no more."""
         # SeqIO uses one seed for every task and for sampling, skips tasks with rate 0, and sorts
         # tasks by name, which is the name of a task's folder.
         folders = sorted(self._rates, key=lambda folder: Path(folder).name)
         rates = {folder: self._rates[folder] for folder in folders if self._rates[folder]}
-        tasks = [self._examples(folder, seed) for folder in rates]
+        tasks = [self._examples(folder, seed, epochs) for folder in rates]
         if len(tasks) == 1:
-            return tasks[0]
-        return (next(tasks[at]) for at in draws([*rates.values()], seed))
+            yield from tasks[0]
+            return
+        for at in draws([*rates.values()], seed):
+            example = next(tasks[at], None)
+            if example is None:
+                return
+            yield example
 
-    def _examples(self, folder: str, seed: int) -> Iterator[Example]:
-        """A task's examples without end; if shuffled, sampled from a buffer that spans epochs."""
-        epochs = self._epochs(folder, seed)
+    def _examples(self, folder: str, seed: int, epochs: int | None) -> Iterator[Example]:
+        """A task's examples; if shuffled, sampled from a buffer that spans epochs."""
+        examples = self._epochs(folder, seed, epochs)
         # One buffer for all epochs: SeqIO repeats a task before it shuffles the examples.
-        return shuffled(epochs, _SHUFFLED, ShuffleSeeds(seed)) if self._shuffle else epochs
+        return shuffled(examples, _SHUFFLED, ShuffleSeeds(seed)) if self._shuffle else examples
 
-    def _epochs(self, folder: str, seed: int) -> Iterator[Example]:
+    def _epochs(self, folder: str, seed: int, epochs: int | None) -> Iterator[Example]:
         """A task's examples, its files read repeatedly; if shuffled, in random order of files."""
         order = shards = [Path(folder, name) for name in _shards(Path(folder), self._split)]
         seeds = ShuffleSeeds(seed)
-        for epoch in itertools.count():
+        for epoch in itertools.count() if epochs is None else range(epochs):
             if self._shuffle and (epoch == 0 or self._counts[folder] >= _HELD):
                 order = [*shuffled(iter(shards), len(shards), seeds)]
             for record in _by_turns(order):
                 yield integers(record, FEATURES)
 
 
-def _count(folder: Path, split: str) -> int:
+def count_examples(folder: Path, split: str) -> int:
     """Number of examples of a cached split.
 
     Raises:
@@ -253,7 +275,8 @@ def to_batch(
         tokens, segments, places = (np.zeros((len(rows), lengths[name]), np.int32) for _ in "123")
         for number, row in enumerate(rows):
             start = 0
-            for segment, example in enumerate(row, start=1):
+            # As SeqIO numbers segments: an example without tokens in this feature has none in it.
+            for segment, example in enumerate((each for each in row if len(each[name])), start=1):
                 end = start + len(example[name])
                 tokens[number, start:end] = example[name]
                 segments[number, start:end] = segment

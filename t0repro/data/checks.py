@@ -12,13 +12,17 @@ from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.errors import UserError, of_command
 from t0repro.progress import say
 from t0repro.tasks.task import (
+    DescribedTask,
+    cache_dirs,
     find_tasks,
     keep_at_hand,
     lacks_cache,
     prompted_mixtures,
     prompted_tasks,
+    registered_mixtures,
+    registered_tasks,
 )
-from t0repro.tasks.vocabulary import EXTRA_IDS, default_vocabulary
+from t0repro.tasks.vocabulary import EXTRA_IDS, VocabularyFile, default_vocabulary
 from t0repro.words import counted
 
 _NAMES_SHOWN = 5
@@ -62,9 +66,7 @@ SPLIT = "MIXTURE_OR_TASK_SPLIT (utils.DatasetConfig.split)"
 
 def check_mixture(name: str) -> None:
     """Raises UserError unless a task or mixture of this name is registered."""
-    import seqio
-
-    if name not in seqio.MixtureRegistry.names() and name not in seqio.TaskRegistry.names():
+    if name not in registered_mixtures() and name not in registered_tasks():
         raise unknown_mixture(name)
 
 
@@ -78,9 +80,7 @@ def check_lengths(name: str, lengths: Mapping[str, int] | None) -> None:
     Raises:
       UserError: If a length is missing.
     """
-    import seqio
-
-    features = seqio.get_mixture_or_task(name).output_features
+    features = find_tasks(name)[0].output_features
     used = [each for each in ("inputs", "targets") if each in features]
     if lengths is not None and (missing := [each for each in used if each not in lengths]):
         raise UserError(
@@ -96,21 +96,19 @@ def splits_of(task: Any) -> Sequence[str]:
     Raises:
       UserError: If it has none, like a task of TensorFlow Datasets without its data.
     """
-    if not task.source.splits:
+    splits = task.splits if isinstance(task, DescribedTask) else task.source.splits
+    if not splits:
         raise UserError(
             f"The data of the task {task.name} are not on this machine: it has no splits.",
             fix="Name the folder where TensorFlow Datasets prepared them:"
             f" {of_command('--t5_tfds_data_dir', '--tfds_data_dir')}.",
         )
-    return task.splits
+    return splits
 
 
 def tasks_with_split(name: str, split: str) -> list[Any]:
     """The SeqIO tasks of a task or mixture that have the split."""
-    import seqio
-
-    tasks = seqio.get_subtasks(seqio.get_mixture_or_task(name))
-    return [task for task in tasks if split in splits_of(task)]
+    return [task for task in find_tasks(name) if split in splits_of(task)]
 
 
 def tasks_to_train_on(data: SeqioDataConfig) -> list[Any]:
@@ -119,12 +117,14 @@ def tasks_to_train_on(data: SeqioDataConfig) -> list[Any]:
     SeqIO checks the split only for the tasks of a mixture. It passes a single task's split on to
     TensorFlow Datasets, which also supports `train[:90%]` and `train+validation`.
     """
+    tasks = tasks_with_split(data.mixture_or_task_name, data.split)
+    if tasks or data.use_cached:
+        return tasks
     import seqio
 
-    tasks = tasks_with_split(data.mixture_or_task_name, data.split)
     task = seqio.get_mixture_or_task(data.mixture_or_task_name)
     source = getattr(task, "source", None)  # a mixture has none
-    if tasks or data.use_cached or not isinstance(source, seqio.TfdsDataSource):
+    if not isinstance(source, seqio.TfdsDataSource):
         return tasks
     parts = {part.partition("[")[0].strip() for part in data.split.split("+")}
     return [task] if parts <= set(source.splits) else []
@@ -177,15 +177,13 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     Tasks that SeqIO cannot cache are read without one. Findings that need not stop a run, such as
     rows that have changed since, are warnings on stderr.
     """
-    import seqio
-
     from t0repro.tasks.prompt_cache.folders import check_caches
 
     missing = [task.name for task in tasks if lacks_cache(task)]
     if not missing:
         check_caches(tasks, split)
         return
-    searched = list(seqio.get_global_cache_dirs())
+    searched = list(cache_dirs())
     target = searched[0] if searched else "CACHE_DIR"
     shown = ", ".join(missing[:_NAMES_SHOWN])
     # t0repro's own cache command covers prompted tasks only.
@@ -223,9 +221,11 @@ def check_shards(name: str, split: str, num_shards: int, *, use_cached: bool) ->
     Raises:
       UserError: If a task has too few examples, or a shard has no file with an example.
     """
+    if num_shards == 1:
+        return
     import tensorflow as tf
 
-    for task in tasks_with_split(name, split) if num_shards > 1 else ():
+    for task in tasks_with_split(name, split):
         cached = use_cached and task.supports_caching
         # SeqIO has no public function for the cached files.
         source = task._get_cached_source(split) if cached else task.source
@@ -279,6 +279,15 @@ _T5 = {
 }
 
 
+def _described_vocabulary(record: records.SentencePieceVocabulary) -> VocabularyFile:
+    """The vocabulary that a record describes; T5's own is read from T0REPRO_VOCAB, if it is set."""
+    address, extra_ids = record.sentencepiece_model_file, record.extra_ids or 0
+    # T5's own file is in a bucket; T0REPRO_VOCAB names a local copy of it.
+    return (
+        default_vocabulary() if (address, extra_ids) in _T5 else VocabularyFile(address, extra_ids)
+    )
+
+
 def seqio_vocabulary(record: Any) -> Any:
     """The SeqIO vocabulary that a record describes; its file is read at first use.
 
@@ -292,11 +301,7 @@ def seqio_vocabulary(record: Any) -> Any:
     from t0repro.tasks import seqio_tasks
 
     if isinstance(record, records.SentencePieceVocabulary):
-        address, extra_ids = record.sentencepiece_model_file, record.extra_ids or 0
-        # T5's own file is in a bucket; T0REPRO_VOCAB names a local copy of it.
-        if (address, extra_ids) in _T5:
-            return seqio_tasks.seqio_vocabulary(default_vocabulary())
-        return seqio_tasks.LazyVocabulary(address, extra_ids)
+        return seqio_tasks.seqio_vocabulary(_described_vocabulary(record))
     if isinstance(record, records.ByteVocabulary):
         return seqio.ByteVocabulary(extra_ids=record.extra_ids)
     if isinstance(record, records.PassThroughVocabulary):
@@ -322,13 +327,13 @@ def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
       UserError: If one differs, or there is no such task.
     """
     check_mixture(name)
-    import seqio
-
-    features = seqio.get_mixture_or_task(name).output_features
+    features = find_tasks(name)[0].output_features
     for feature, record in (("inputs", inputs), ("targets", outputs)):
         if feature not in features:
             continue
-        theirs, ours = features[feature].vocabulary, seqio_vocabulary(record)
+        theirs = features[feature].vocabulary
+        light = isinstance(theirs, VocabularyFile)
+        ours = (_described_vocabulary if light else seqio_vocabulary)(record)
         if not _are_same(theirs, ours):
             raise UserError(
                 f"The {feature} of {name!r} are encoded with another vocabulary than the model's:"
@@ -352,7 +357,8 @@ def check_rows(vocab_size: int, *vocabularies: Any) -> None:
       UserError: If a vocabulary is larger.
     """
     for record in vocabularies:
-        size = seqio_vocabulary(record).vocab_size
+        light = isinstance(record, records.SentencePieceVocabulary)
+        size = (_described_vocabulary if light else seqio_vocabulary)(record).vocab_size
         if size > vocab_size:
             raise UserError(
                 f"The vocabulary has {size:,} tokens, the model's embedding {vocab_size:,}.",
@@ -363,26 +369,33 @@ def check_rows(vocab_size: int, *vocabularies: Any) -> None:
 
 def _are_same(one: Any, other: Any) -> bool:
     """Whether two vocabularies encode alike, wherever their files are."""
-    import seqio
-
     # SeqIO compares addresses, and T5's vocabulary has several (docs/lab_log.md).
     if one == other or _is_t5s(one) and _is_t5s(other):
         return True
-    if not all(isinstance(each, seqio.SentencePieceVocabulary) for each in (one, other)):
+    if not all(hasattr(type(each), "sp_model") for each in (one, other)):
         return False
     # Compare the models' bytes: copies of one file under different names encode alike.
     return one.sp_model == other.sp_model
 
 
+def _address(vocabulary: Any) -> str | None:
+    described = isinstance(vocabulary, VocabularyFile)
+    return (
+        vocabulary.address if described else getattr(vocabulary, "_sentencepiece_model_file", None)
+    )
+
+
 def _is_t5s(vocabulary: Any) -> bool:
-    address = getattr(vocabulary, "_sentencepiece_model_file", None)
     default = default_vocabulary()
-    return (address, vocabulary.extra_ids) in {*_T5, (default.address, default.extra_ids)}
+    return (_address(vocabulary), vocabulary.extra_ids) in {
+        *_T5,
+        (default.address, default.extra_ids),
+    }
 
 
 def _bindings(vocabulary: Any) -> str:
     """Bindings that give T5X's own model files a vocabulary; "" for one of another kind."""
-    path = getattr(vocabulary, "_sentencepiece_model_file", None)
+    path = _address(vocabulary)
     if not path:
         return ""
     prefix = "seqio.SentencePieceVocabulary"
@@ -393,6 +406,6 @@ def _bindings(vocabulary: Any) -> str:
 
 
 def _shown(vocabulary: Any) -> str:
-    path = getattr(vocabulary, "_sentencepiece_model_file", "")
+    path = _address(vocabulary)
     file = f"{path}, " if path else ""
     return f"{type(vocabulary).__name__}({file}extra_ids={vocabulary.extra_ids})"

@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.run_config import RunConfig
+from t0repro.config.t5x import records
 from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig, TrainingPlan
 from t0repro.data.batches import MODEL_FEATURES
+from t0repro.data.cached import FEATURES, CachedBatches, count_examples
 from t0repro.data.resuming import Batch, ResumableBatches
 from t0repro.errors import UserError
 from t0repro.progress import say
+from t0repro.tasks.prompt_cache.folders import PROVENANCE
+from t0repro.tasks.task import find_tasks, is_described, prompted_mixtures, registered_mixtures
 
 # seqio.EncDecFeatureConverter's features -> those of t0repro.data.batches.
 FEATURE_NAMES = {
@@ -70,7 +74,14 @@ class SeqioTrainBatches(ResumableBatches):
     def _can_save_iterator(self, dataset: Any) -> bool:
         return self._save_dataset and not runs_python(dataset)
 
+    @functools.cached_property
+    def _described(self) -> bool:
+        """Whether the caches are read without SeqIO, which has not been given the tasks."""
+        return is_described(self._data.mixture_or_task_name)
+
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
+        if self._described:
+            return dict(element)
         return renamed({name: tensor.numpy() for name, tensor in element.items()})
 
     def _arguments(self) -> dict[str, Any]:
@@ -82,27 +93,70 @@ class SeqioTrainBatches(ResumableBatches):
         }
 
     def _dataset(self, seed: int, shard: int = 0) -> Any:
+        if self._described:
+            return cached_batches(self._data, seed)._dataset(seed)
         return seqio_dataset(self._data, seed=seed, num_epochs=None, shard=shard).prefetch(2)
 
 
-def train_eval_batches(data: SeqioDataConfig, eval_steps: int) -> dict[str, EvalBatches]:
-    """Batches for evaluating the loss: for each task with the split, and for a mixture of them.
+def reads_caches_alone(plan: TrainingPlan, vocabularies: tuple[Any, Any]) -> bool:
+    """Whether `CachedBatches` makes all batches of a T5X run's registered data, as SeqIO would.
 
-    Each has `eval_steps` full batches; if there are too few examples, they repeat. Returns no
-    batches if no task has the split.
-
-    Source: t5x.utils.get_training_eval_datasets.
+    Args:
+      plan: The run's plan; its tasks are described, and SeqIO is not imported.
+      vocabularies: The records of the model's vocabularies of inputs and targets.
     """
-    import seqio
+    train, evaluation = plan.train_data, plan.train_eval_data
+    return (
+        isinstance(train, SeqioDataConfig)
+        and _is_cached(train)
+        # Such a checkpoint holds the state of SeqIO's pipeline.
+        and not (plan.save is not None and plan.save.data)
+        # What has no seed, or is shuffled again for each pass, is SeqIO's alone.
+        and (evaluation is None or evaluation.seed is not None and not evaluation.shuffle)
+        and (evaluation is None or _is_cached(evaluation))
+        and plan.infer_eval_data is None
+        and "model" not in plan.user_classes
+        and all(isinstance(each, records.SentencePieceVocabulary) for each in vocabularies)
+    )
 
-    provider = seqio.get_mixture_or_task(data.mixture_or_task_name)
-    names = [task.name for task in seqio.get_subtasks(provider) if data.split in task.splits]
-    if names and isinstance(provider, seqio.Mixture):
-        names.append(provider.name)
-    return {
-        name: EvalBatches(dataclasses.replace(data, mixture_or_task_name=name), eval_steps)
-        for name in names
+
+def _is_cached(data: SeqioDataConfig) -> bool:
+    """Whether `t0repro cache` made complete caches of all that is read, with an example of each."""
+    name, split, lengths = data.mixture_or_task_name, data.split, data.sequence_length
+    if not (data.use_cached and data.num_shards == 1 and data.trim_output_features):
+        return False
+    if lengths is None or not {*FEATURES} <= {*lengths} or not is_described(name):
+        return False
+    folders = [task.cache_dir for task in find_tasks(name) if split in task.splits]
+    try:
+        return all(
+            folder is not None
+            and Path(folder, PROVENANCE).is_file()
+            and count_examples(Path(folder), split)
+            for folder in folders
+        )
+    except UserError:  # the checks that follow say what is wrong with a cache
+        return False
+
+
+def cached_batches(data: SeqioDataConfig, seed: int | None) -> CachedBatches:
+    """The batches of a described mixture or task from its caches."""
+    assert data.sequence_length is not None
+    mixture = prompted_mixtures().get(data.mixture_or_task_name)
+    rates = {
+        task.cache_dir: 1.0 if mixture is None else mixture.rate(task.name)
+        for task in find_tasks(data.mixture_or_task_name)
+        if data.split in task.splits and task.cache_dir is not None
     }
+    return CachedBatches(
+        rates,
+        data.sequence_length,
+        data.batch_size,
+        split=data.split,
+        pack=data.pack,
+        shuffle=data.shuffle,
+        seed=seed,
+    )
 
 
 def train_eval(plan: TrainingPlan) -> Mapping[str, EvalBatches]:
@@ -110,7 +164,7 @@ def train_eval(plan: TrainingPlan) -> Mapping[str, EvalBatches]:
     data = plan.train_eval_data
     if data is None:
         return {}
-    found = train_eval_batches(data, plan.eval_steps)
+    found = EvalBatches.of_each(data, plan.eval_steps)
     if not found:
         say(f"train_eval: no task of {data.mixture_or_task_name} has {data.split}")
     return found
@@ -128,6 +182,24 @@ class EvalBatches:
         self._data, self._steps = data, eval_steps
         self._kept: list[Batch] = []
 
+    @classmethod
+    def of_each(cls, data: SeqioDataConfig, eval_steps: int) -> dict[str, EvalBatches]:
+        """Batches for evaluating the loss: for each task with the split, and for a mixture of them.
+
+        Each has `eval_steps` full batches; if there are too few examples, they repeat. Returns no
+        batches if no task has the split.
+
+        Source: t5x.utils.get_training_eval_datasets.
+        """
+        provider = data.mixture_or_task_name
+        names = [task.name for task in find_tasks(provider) if data.split in task.splits]
+        if names and provider in registered_mixtures():
+            names.append(provider)
+        return {
+            name: cls(dataclasses.replace(data, mixture_or_task_name=name), eval_steps)
+            for name in names
+        }
+
     def __iter__(self) -> Iterator[Batch]:
         """Reads the batches, or takes them from memory.
 
@@ -138,9 +210,9 @@ class EvalBatches:
             yield from self._kept
             return
         batches: list[Batch] = []
-        for batch in self._dataset().as_numpy_iterator():
-            batches.append(renamed(batch))
-            yield batches[-1]
+        for batch in self._batches():
+            batches.append(batch)
+            yield batch
         if not batches:
             raise UserError(
                 f"{self._data.mixture_or_task_name!r} has no example to evaluate.",
@@ -151,7 +223,9 @@ class EvalBatches:
         if self._data.use_memory_cache:
             self._kept = batches
 
-    def _dataset(self) -> Any:
+    def _batches(self) -> Iterator[Batch]:
+        if is_described(self._data.mixture_or_task_name):
+            return cached_batches(self._data, self._data.seed).first(self._steps)
         # A finite number of epochs ends even if every example is filtered out.
         rows = seqio_dataset(
             dataclasses.replace(self._data, batch_size=1),
@@ -161,7 +235,7 @@ class EvalBatches:
         # Batch again across epochs, so that a task with fewer examples than a batch still fills
         # one.
         batches = rows.unbatch().repeat().batch(self._data.batch_size, drop_remainder=True)
-        return batches.take(self._steps)
+        return map(renamed, batches.take(self._steps).as_numpy_iterator())
 
 
 def seqio_dataset(

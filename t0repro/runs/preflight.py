@@ -252,11 +252,9 @@ def _data(
       reads: Its reader: "train", "eval" or "infer"; of a training run's evaluations,
         "train_eval" or "infer_eval".
     """
-    from t0repro import compat
     from t0repro.data import checks
     from t0repro.data.checks import check_rows, check_vocabularies
 
-    compat.install()
     name, split, trains = data.mixture_or_task_name, data.split, reads == "train"
     checks.check_mixture(name)
     tasks = checks.tasks_to_train_on(data) if trains else checks.tasks_with_split(name, split)

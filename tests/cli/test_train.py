@@ -8,6 +8,7 @@ from t0repro.config.t5x.inference import eval_plan
 
 from ..own_lines import foreign_lines
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
+from ..tasks.prompt_caches import make
 
 RANKED = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
 RUN = (
@@ -110,3 +111,58 @@ def test_a_gin_file_has_an_adapter_trained_on_a_base_and_resumed(tmp_path):
     wrong = "--gin_bindings=adapters.lora.targets = 'encoder/query'"
     code, _, said = train(tmp_path / "wrong", 2, *options, wrong)
     assert code == 2 and "matches no kernel" in said and "encoder/query" in said
+
+
+COUNTED = """
+import sys
+from t0repro.cli.app import main
+
+try:
+    main()
+finally:
+    heavy = {"tensorflow", "seqio", "t5", "clu", "mesh_tensorflow"} & set(sys.modules)
+    print("heavy:", *sorted(heavy))
+"""
+CACHED = (
+    "MIXTURE_OR_TASK_NAME = 'demo_train'",
+    "TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 16}",
+    "DROPOUT_RATE = 0.1",
+    "BATCH_SIZE = 8",
+    "RANDOM_SEED = 42",
+    "train/utils.DatasetConfig.seed = 42",
+    "train_eval/utils.DatasetConfig.split = 'train'",
+    "train_script.train.eval_period = 2",
+    "train_script.train.eval_steps = 2",
+    "TRAIN_STEPS = 4",
+)
+
+
+def train_cached(model_dir, cache, *bindings):
+    """A pretraining on cached tasks: exit code, output and the lines of metrics.jsonl."""
+    bindings = (*SIZES, *CACHED, f"MODEL_DIR = '{model_dir}'", *bindings)
+    command = [sys.executable, "-P", "-c", COUNTED, "train", f"--gin_file={MODEL}"]
+    command += ["--gin_file=t5x/configs/runs/pretrain.gin"]
+    command += [f"--gin_bindings={binding}" for binding in bindings]
+    command += ["--module_import=t0repro.tasks.demo", f"--seqio_additional_cache_dirs={cache}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (model_dir / "metrics.jsonl").read_text().splitlines()]
+    numbers = [
+        {name: x for name, x in row.items() if not name.startswith("timing/")} for row in rows
+    ]
+    return done, sorted(numbers, key=lambda row: (row["step"], row["split"]))
+
+
+def test_cached_tasks_are_trained_on_without_tensorflow_to_the_same_bits(tmp_path):
+    from t0repro.tasks.registration import load_tasks
+
+    load_tasks(["t0repro.tasks.demo"], into_seqio=False)
+    make(tmp_path / "cache", mixtures=("demo_train",))
+    light, ours = train_cached(tmp_path / "light", tmp_path / "cache")
+    assert light.stdout.endswith("heavy:\n") and foreign_lines(light.stderr) == []
+    # A checkpoint of the data's place is SeqIO's pipeline's.
+    saved = "utils.SaveCheckpointConfig.save_dataset = True"
+    heavy, theirs = train_cached(tmp_path / "heavy", tmp_path / "cache", saved)
+    assert "seqio" in heavy.stdout
+    assert len([row for row in ours if row["split"].startswith("training_eval/")]) == 15 * 2
+    assert ours == theirs

@@ -14,7 +14,7 @@ from t0repro import compat
 from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.data import cached
 from t0repro.data.cached import CachedBatches
-from t0repro.data.train_data import renamed, seqio_dataset
+from t0repro.data.train_data import EvalBatches, renamed, seqio_dataset
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.tasks.prompt_cache.folders import shard_names
@@ -134,8 +134,9 @@ def test_in_the_files_order_the_batches_are_seqios(cache, sizes, pack):
 
 @given(
     st.tuples(st.integers(1, 8), st.integers(1, 8)),
-    st.lists(st.tuples(st.integers(1, 10), st.integers(1, 10)), min_size=1, max_size=20),
+    st.lists(st.tuples(st.integers(0, 10), st.integers(0, 10)), min_size=1, max_size=20),
 )
+@example((8, 8), [(0, 2), (3, 0), (2, 1), (0, 0), (1, 1)])
 @settings(max_examples=15, deadline=None)
 def test_examples_of_any_lengths_make_seqios_rows(tmp_path_factory, lengths, sizes):
     folder = tmp_path_factory.mktemp("sizes")
@@ -213,6 +214,24 @@ def test_with_a_seed_shuffled_and_mixed_batches_are_seqios(
         given_rates = dict(zip(folders, rates, strict=True))
         ours = first(CachedBatches(given_rates, lengths, 4, pack=pack, seed=seed), batches)
     assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+# So few examples in the second case that packing leaves too few rows, and all is read again.
+@pytest.mark.parametrize("counts", [([40, 3], [30]), ([1], [2])])
+@pytest.mark.parametrize("rates", [(1.0, 3.0), (1.0, 0.0)])
+def test_the_batches_of_an_evaluation_are_seqios(tmp_path, pack, counts, rates):
+    folders = [tmp_path / task for task in (TASK, OTHER)]
+    sizes = itertools.cycle([(3, 1), (1, 2), (9, 5), (4, 4)])
+    for folder, files in zip(folders, counts, strict=True):
+        write_cache(folder, *([*itertools.islice(sizes, count)] for count in files))
+    lengths, steps = {"inputs": 16, "targets": 12}, 5
+    with mixture_cached_in(folders, rates) as name:
+        data = SeqioDataConfig(name, lengths, "train", 4, False, 42, use_cached=True, pack=pack)
+        theirs = list(EvalBatches(data, steps))
+    given_rates = dict(zip(folders, rates, strict=True))
+    ours = CachedBatches(given_rates, lengths, 4, pack=pack, shuffle=False, seed=42).first(steps)
+    assert_equal(list(ours), theirs)
 
 
 def test_a_run_whose_order_an_older_version_drew_starts_its_data_over(cache, tmp_path):
