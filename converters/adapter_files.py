@@ -1,4 +1,7 @@
-"""Checkpoints of adapters: a run that trains one saves it alone, with a note of its base."""
+"""Checkpoints of adapters: a run that trains one saves it alone, with a note of its base.
+
+Whoever opens such a checkpoint (`sources.open_checkpoint`) reads the base with the adapter merged.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
-from t0repro.adapters.adapter import Adapter, shapes_of
+from t0repro.adapters.adapter import (
+    IA3_INPUT,
+    IA3_OUTPUT,
+    LORA_A,
+    LORA_B,
+    NAMES,
+    Adapter,
+    shapes_of,
+)
 from t0repro.converters import storage
 from t0repro.converters.jax_tree import Renamed
 from t0repro.converters.orbax_dir import OrbaxArrays
-from t0repro.converters.tensors import CheckpointRef, TensorInfo
+from t0repro.converters.tensors import CheckpointReader, CheckpointRef, TensorInfo
 from t0repro.converters.witnesses import ADAPTER
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
@@ -126,3 +137,75 @@ class AdapterReader:
                     where=self.ref.path,
                     fix="Give the model and the adapter as they were.",
                 )
+
+
+# ---- Merging ------------------------------------------------------------------------------------
+
+
+class MergedReader:
+    """Reads a base with an adapter merged into it: parameters in float32, without slots.
+
+    Args:
+      ref: The adapter's checkpoint, whose step the merged model has.
+      base: The base.
+      shape: The base's shape.
+
+    Raises:
+      UserError: If the adapter's checkpoint is damaged, or is not for a model of this shape.
+    """
+
+    def __init__(self, ref: CheckpointRef, base: CheckpointReader, shape: ModelShape):
+        own = AdapterReader(ref)
+        self.adapter = own.note.adapter
+        own.check_shape(self.adapter, shape)
+        self.ref, self.norm_names = ref, base.norm_names
+        self._base, self._own = base, own
+        parameters = {
+            key: TensorInfo(info.shape, np.dtype(np.float32))
+            for key, info in base.tensors.items()
+            if key.startswith(naming.PARAMETERS)
+        }
+        self.tensors: Mapping[str, TensorInfo] = {
+            **parameters,
+            naming.STEP: own.tensors[naming.STEP],
+        }
+
+    def read(self, key: str) -> np.ndarray:
+        """Reads one tensor; a kernel that has an adapter is merged."""
+        if key == naming.STEP:
+            return self._own.read(key)
+        # The adapter was trained on values of this type.
+        value = self._base.read(key).astype(np.dtype(self.adapter.base_dtype)).astype(np.float32)
+        owner, _, name = key.rpartition("/")
+        beside = {
+            each: self._own.read(f"{owner}/{each}")
+            for each in NAMES
+            if name == "kernel" and f"{owner}/{each}" in self._own.tensors
+        }
+        return merged(value, beside, self.adapter.scale) if beside else value
+
+    def native_name(self, key: str) -> str:
+        """The name of a tensor in the base's format."""
+        return self._base.native_name(key)
+
+
+def merged(kernel: np.ndarray, beside: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
+    """A kernel with an adapter's change in it, computed in float64 and rounded once, to float32.
+
+    Args:
+      kernel: [in, out].
+      beside: The adapter's parameters for it, by their names.
+      scale: `Adapter.scale`.
+    """
+    found = kernel.astype(np.float64)
+    if LORA_A in beside:
+        first = beside[LORA_A].astype(np.float64) * scale
+        second = beside[LORA_B].astype(np.float64)
+        # A column at a time: the order of a matmul's sums is up to the machine.
+        for column in range(first.shape[1]):
+            found += first[:, column, None] * second[None, column]
+    if IA3_INPUT in beside:
+        found *= beside[IA3_INPUT].astype(np.float64)[:, None]
+    if IA3_OUTPUT in beside:
+        found *= beside[IA3_OUTPUT].astype(np.float64)
+    return found.astype(np.float32)

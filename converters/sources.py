@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.converters import hf, jax_tree, mtf, storage
+from t0repro.converters.adapter_files import MergedReader, is_adapter, read_note
 from t0repro.converters.recognition import check_parameters
 from t0repro.converters.tensors import (
     CheckpointReader,
@@ -17,7 +18,12 @@ from t0repro.converters.tensors import (
     StoredTensor,
     TensorInfo,
 )
-from t0repro.converters.witnesses import ADAPTER, MANIFEST, manifest_path, read_manifest
+from t0repro.converters.witnesses import (
+    MANIFEST,
+    ParametersDigest,
+    manifest_path,
+    read_manifest,
+)
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
@@ -176,15 +182,15 @@ def _not_found(what: str, path: str) -> CheckpointNotFound:
 def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
     """Opens a checkpoint; checks its files, names and shapes, but not yet its values.
 
+    An adapter's is read as its base with the adapter merged into it. The base's values are read
+    once more for that, to compare their hash.
+
     Raises:
-      UserError: If it is damaged, holds an unknown variable, or is an adapter's.
+      UserError: If it is damaged or holds an unknown variable; if it is an adapter's, and its base
+        is gone or another one.
     """
-    if storage.is_file(storage.join(ref.path, ADAPTER)):
-        raise UserError(
-            "This is a checkpoint of an adapter, which holds no whole model.",
-            where=ref.path,
-            fix="docs/adapters.md says what reads it.",
-        )
+    if is_adapter(ref):
+        return _merged(ref)
     manifest = read_manifest(os.path.dirname(manifest_path(ref)))
     norm_names = manifest.norm_names if manifest else None
     if manifest and not manifest.is_of(ref):
@@ -196,8 +202,34 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
     return jax_tree.JaxReader(ref, norm_names, manifest)
 
 
+def _merged(ref: CheckpointRef) -> CheckpointReader:
+    base = open_checkpoint(_base_of(ref))
+    shape = check_checkpoint(base)
+    digest = ParametersDigest()
+    for key in sorted(base.tensors):
+        if key.startswith(naming.PARAMETERS):
+            digest.add(key, base.read(key))
+    read_note(ref.path).check_base(digest.hexdigest(), base.ref.path)
+    return MergedReader(ref, base, shape)
+
+
+def _base_of(ref: CheckpointRef) -> CheckpointRef:
+    """The base of an adapter's checkpoint."""
+    base = read_note(ref.path).base
+    try:
+        return find_checkpoint(base)
+    except CheckpointNotFound as error:
+        raise UserError(
+            f"The base of the adapter in {ref.path} is not there.",
+            where=base,
+            fix="Put it back, or a link to where it is now.",
+        ) from error
+
+
 def files_of(ref: CheckpointRef) -> list[str]:
-    """Lists the files that a checkpoint is read from."""
+    """Lists the files that a checkpoint is read from; of an adapter's, those of its base too."""
+    if is_adapter(ref):
+        return [*sorted(storage.walk(ref.path)), *files_of(_base_of(ref))]
     if ref.format == "mtf":
         directory, _, prefix = ref.path.rpartition("/")
         names = storage.names(directory or ".")

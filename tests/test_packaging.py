@@ -131,6 +131,7 @@ NEVER_IMPORTED = {
     "ruff": "a command",
     "mkdocs-material": "mkdocs.yml names it",
     "mkdocstrings-python": "mkdocs.yml names it",
+    "pytest-timeout": "pyproject.toml sets its timeout",
     "pytest-xdist": "pytest -n",
     "s3fs": "fsspec finds it by s3://",
 }

@@ -18,7 +18,8 @@ from t0repro.config.configuration import check_adapter
 from t0repro.config.run_config import AdamWeightDecayConfig, Layout
 from t0repro.config.training_plan import RestoreConfig, TerminateOnNanConfig
 from t0repro.converters import sources
-from t0repro.converters.adapter_files import read_note
+from t0repro.converters.adapter_files import AdapterReader, read_note
+from t0repro.converters.convert import convert
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.model.layers import Dense
@@ -214,6 +215,84 @@ def test_several_devices_train_the_same_adapter(base, tmp_path):
         assert losses(tmp_path / name) == pytest.approx(expected, rel=1e-5)
 
 
+# ---- Merging -------------------------------------------------------------------------------------
+
+
+def nested(tree):
+    """A checkpoint's parameters as the model takes them."""
+    flat = {
+        name.removeprefix("target/"): jax.numpy.asarray(np.asarray(value))
+        for name, value in tree.items()
+        if name.startswith("target/")
+    }
+    return flax.traverse_util.unflatten_dict(flat, sep="/")
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    """A folder of checkpoints by their adapter's name, far from what a new adapter is."""
+    folder = tmp_path_factory.mktemp("trained")
+    generator = np.random.default_rng(0)
+    for name in ("lora", "lora, bfloat16", "ia3"):
+        tree = run(config_of(folder / name, base, ADAPTERS[name], 2), tiny.batches(2))
+        for key, x in tree.items():
+            if key.startswith("target/"):
+                tree[key] = x + 0.1 * generator.normal(size=x.shape).astype("f")
+        path = checkpoint_path(folder / f"{name}, moved", 2)
+        save_tree(path, tree)
+        read_note(checkpoint_path(folder / name, 2)).write(path)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["lora", "lora, bfloat16", "ia3"])
+def test_a_merged_models_logits_are_the_adapted_models(base, trained, name):
+    """To 1e-6 of the largest logit: 1e-6 itself is below the spacing of float32 above 8."""
+    place = trained / f"{name}, moved"
+    adapter = ADAPTERS[name]
+    plain = T5(dataclasses.replace(DEEP, scan_layers=False, dropout_rate=0.0), tiny.FLOAT32)
+    frozen = jax.tree.map(
+        lambda x: x.astype(adapter.base_dtype).astype("float32"), nested(sources.open_any(base))
+    )
+    reader = AdapterReader(sources.find_checkpoint(place))
+    own = nested({key: reader.read(key) for key in reader.tensors})
+    batch = tiny.batches(1)[0]
+    adapted = plain.apply({"params": joined(frozen, own, adapter.scale)}, batch)
+    merged = plain.apply({"params": nested(sources.open_any(place))}, batch)
+    before = plain.apply({"params": frozen}, batch)
+    largest = np.abs(adapted).max()
+    assert np.abs(adapted - before).max() > 1e-2 * largest
+    np.testing.assert_allclose(merged, adapted, rtol=0, atol=1e-6 * largest)
+
+
+@pytest.mark.parametrize("to", ["mtf", "t5x", "hf"])
+def test_an_adapters_checkpoint_is_converted_as_a_whole_model(trained, tmp_path, to):
+    place = trained / "ia3, moved"
+    convert(place, tmp_path / "out", to)
+    expected, found = sources.load_any(place), sources.load_any(tmp_path / "out")
+    assert expected["state/step"] == 2 and not any("param_states" in key for key in expected)
+    for key, value in expected.items():
+        if key != "state/step" or to != "hf":
+            np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
+def test_an_adapters_checkpoint_is_evaluated_as_a_whole_model(base, trained):
+    opened = open_checkpoint(str(trained / "lora, moved"), None, "float32")
+    assert opened.step == 2
+    assert opened.digest != open_checkpoint(str(base), None, "float32").digest
+
+
+def test_a_merge_needs_the_base_that_the_adapter_was_trained_on(tmp_path):
+    base = saved(tmp_path / "base", 0)
+    run(config_of(tmp_path / "run", base, IA3, 2))
+    base.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="The base of the adapter in .*checkpoint_2 is not there"):
+        sources.open_any(tmp_path / "run")
+    other = saved(tmp_path / "base", 1)
+    with pytest.raises(UserError, match="trained on another base") as refused:
+        sources.open_any(tmp_path / "run")
+    assert open_checkpoint(str(other), None, "float32").digest in str(refused.value)
+
+
 # ---- Refusals ------------------------------------------------------------------------------------
 
 
@@ -250,8 +329,6 @@ def test_a_folder_holds_an_adapter_or_whole_models_and_not_both(base, tmp_path):
         run(config_of(tmp_path, base, LORA))
     with pytest.raises(UserError, match="of another adapter"):
         run(config_of(tmp_path, base, LORA), allow_changed=True)
-    with pytest.raises(UserError, match="a checkpoint of an adapter, which holds no whole model"):
-        sources.open_any(checkpoint_path(tmp_path, 2))
 
 
 def test_a_run_without_a_base_is_refused(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from t0repro.adapters.adapter import Adapter
 from t0repro.config.configuration import render
 from t0repro.config.run_config import (
     AdafactorConfig,
@@ -305,7 +306,8 @@ def test_every_argument_has_a_row_in_the_docs():
     table = text.partition("## Every argument")[2].partition("\n## ")[0]
     for module in (records, programs):
         for record in vars(module).values():
-            if dataclasses.is_dataclass(record):
+            # What adapters.lora and ia3 make; their own page has the arguments.
+            if dataclasses.is_dataclass(record) and record is not Adapter:
                 names = {field.name for field in dataclasses.fields(record) if field.init}
                 assert names <= set(re.findall(r"`(\w+)`", table)), record
 
@@ -364,7 +366,7 @@ MODELS = {
 def test_each_released_checkpoint_of_t5x_has_a_model_file_of_its_shape():
     releases = [release for release in catalogue().values() if release.format == "t5x"]
     for release in releases:
-        if release.family == "umT5":  # see below
+        if release.family in ("umT5", "UL2"):  # see below; T5X has no file for UL2
             continue
         start = next(start for start in MODELS if release.name.startswith(start))
         path = f"{MODELS[start]}{release.name.removeprefix(start)}.gin"
