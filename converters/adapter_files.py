@@ -1,6 +1,6 @@
 """Checkpoints of adapters: a run that trains one saves it alone, with a note of its base.
 
-Whoever opens such a checkpoint (`sources.open_checkpoint`) reads the base with the adapter merged.
+`sources.open_checkpoint` reads such a checkpoint as the base with the adapter merged into it.
 """
 
 from __future__ import annotations
