@@ -158,7 +158,8 @@ class MergedReader:
         own = AdapterReader(ref)
         self.adapter = own.note.adapter
         own.check_shape(self.adapter, shape)
-        self.ref, self.norm_names = ref, base.norm_names
+        self.ref = ref
+        self.norm_names: naming.NormNames | None = base.norm_names
         self._base, self._own = base, own
         parameters = {
             key: TensorInfo(info.shape, np.dtype(np.float32))
