@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from t0repro.adapters.adapter import NAMES
 from t0repro.converters import storage
 from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef
@@ -338,7 +339,9 @@ def _text(file: str) -> str:
 def _check_model_info(file: str, family: ModelShape) -> None:
     """Compares the parameters' names in T5X's list, which have no `target/` prefix."""
     parameters, end, _ = _text(file).partition(_PARAMETERS_END)
-    named = {match[1] for match in map(_VARIABLE.match, parameters.splitlines()) if match}
+    found = (match[1] for match in map(_VARIABLE.match, parameters.splitlines()) if match)
+    # An adapter's parameters stand among the base's; here they are merged.
+    named = {name for name in found if name.rpartition("/")[2] not in NAMES}
     # A scanned tree has other names, and another kind of list shows nothing about this one.
     if end and named and not any(re.match(r"(encoder|decoder)/\1/", name) for name in named):
         check_names(family.parameters(), named, file, lambda name: f"target/{name}")

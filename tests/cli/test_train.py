@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 from t0repro.config.t5x.inference import eval_plan
+from t0repro.converters.convert import convert
+from t0repro.evaluation.opened import open_checkpoint
 
 from ..own_lines import foreign_lines
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
@@ -108,6 +110,12 @@ def test_a_gin_file_has_an_adapter_trained_on_a_base_and_resumed(tmp_path):
     assert f"start: step 2 of {tmp_path}/run/checkpoint_2" in said
     note = json.loads((tmp_path / "run/checkpoint_4/adapter.json").read_text())
     assert note["base"] == str(base) and note["adapter"]["rank"] == 4
+    # Beside the run's own gin files, its checkpoints are whole models to all who read them.
+    convert(tmp_path / "run", tmp_path / "whole", "mtf")
+    merged, whole = (
+        open_checkpoint(str(tmp_path / name), None, "float32") for name in ("run", "whole")
+    )
+    assert merged.step == 4 and merged.digest == whole.digest
     wrong = "--gin_bindings=adapters.lora.targets = 'encoder/query'"
     code, _, said = train(tmp_path / "wrong", 2, *options, wrong)
     assert code == 2 and "matches no kernel" in said and "encoder/query" in said
