@@ -43,6 +43,7 @@ constexpr int kLanes = 4, kTile = 8;
 #endif
 constexpr int kPanel = 2 * kLanes;  // columns of a matmul's tile, and keys of a panel
 constexpr int kBlock = 24;          // queries of a block
+constexpr int kLine = 64;           // bytes of a cache line
 
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
 typedef float Unaligned __attribute__((vector_size(4 * kLanes), aligned(4)));
@@ -143,9 +144,10 @@ int64_t up_to(int64_t x, int64_t multiple) { return (x + multiple - 1) / multipl
 class Scratch {
  public:
   void start(int64_t floats) {
-    if (static_cast<int64_t>(memory_.size()) < floats + kLanes) memory_.resize(floats + kLanes);
+    const int64_t most = floats + kLine / sizeof(float);  // aligning skips part of a cache line
+    if (static_cast<int64_t>(memory_.size()) < most) memory_.resize(most);
     const uintptr_t at = reinterpret_cast<uintptr_t>(memory_.data());
-    next_ = memory_.data() + (64 - at % 64) % 64 / sizeof(float);
+    next_ = memory_.data() + (kLine - at % kLine) % kLine / sizeof(float);
   }
   float* take(int64_t floats) {
     float* taken = next_;

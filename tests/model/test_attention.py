@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import subprocess
 import sys
+from pathlib import Path
 
 import hypothesis.strategies as st
 import jax
@@ -113,6 +114,23 @@ def test_the_kernel_gives_values_and_gradients_of_the_whole_matrix(size, kind):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=bound)
 
     jax.tree.map(compare, found, expected)
+
+
+@needs_compiler
+def test_the_kernel_stays_within_its_memory_on_a_cpu_without_avx(tmp_path):
+    program = tmp_path / "attention_memory"
+    sources = (Path(__file__).parent, Path(cpu_attention.__file__).parent, jax.ffi.include_dir())
+    build = ["g++", "-w", "-std=c++17", "-O0", "-fsanitize=address", "-pthread"]
+    build += [f"-I{folder}" for folder in sources]
+    built = subprocess.run(
+        [*build, str(sources[0] / "attention_memory.cc"), "-o", str(program)], check=False
+    )
+    if built.returncode:
+        pytest.skip("g++ with AddressSanitizer is not installed")
+    # With the default red zones all memory happens to be aligned already.
+    environment = {"ASAN_OPTIONS": "detect_leaks=0:redzone=16:max_redzone=16"}
+    done = subprocess.run([program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @needs_compiler
