@@ -75,6 +75,7 @@ TINY: list[tuple[str, str, str]] = [
     ("", r"--limit 4 (.*)--limit 4", r"\1--limit 4"),
     ("", r"^t5_mesh_transformer (.*) \.\.\.", rf"t5_mesh_transformer {DEMO} \1"),
     ("", r"--checkpoint (C|CHECKPOINT)\b", "--checkpoint runs/demo/model"),
+    ("any_model.md", r"/path/to/datasets", "rows"),
     ("cache.md", r"/shared/cache", "runs/shared_cache"),
     ("cache.md", r"=\.\.\.$", "=rows"),
     ("checkpoints.md", r" PATH( \[--json\])?", " runs/demo/model --json"),
@@ -86,7 +87,10 @@ TINY: list[tuple[str, str, str]] = [
     ("evaluation.md", r"--step 200 --step 400", "--step 2 --step 4"),
     ("evaluation.md", r"runs/seed[01]", "runs/a"),
     ("evaluation.md", r"runs/seed2|runs/other\d", "runs/b"),
+    # Where the folder's model of 4 steps is, training continues from it.
+    ("from_t0.md", r"TRAIN_STEPS=2", "MODEL_GIN=small.gin TRAIN_STEPS=6 TOKENS_PER_BATCH=256"),
     ("howto_checkpoint.md", r"MODEL_GIN=\S+", "MODEL_GIN=small.gin"),
+    ("howto_checkpoint.md", r"=my_data", "=rows"),
     ("howto_t0_3b.md", r"models/t5\.1\.1\.xl\.gin", "small.gin"),
     ("howto_t0_3b.md", r"runs/lm100k/model\.ckpt-1100000", "runs/demo/mtf/model.ckpt-4"),
     ("howto_t0_3b.md", r"1112200", "6"),
@@ -241,7 +245,7 @@ def _train_the_demo(folder: Path) -> None:
 # Pages whose reader has trained the demo.
 WITH_THE_DEMO = (
     "any_model.md", "checkpoints.md", "evaluation.md", "from_t0.md", "howto_checkpoint.md",
-    "howto_t0_3b.md", "README.md", "runs.md", "tasks.md",
+    "howto_t0_3b.md", "runs.md", "tasks.md",
 )  # fmt: skip
 ROWS = {"T0REPRO_DATA_DIR": "rows", "T0REPRO_VOCAB": "sentencepiece.model"}
 
