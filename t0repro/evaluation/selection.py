@@ -73,7 +73,8 @@ def select_tasks(
     """Selects the mixture's tasks that have the split: those to rank and those to decode.
 
     With both modes, a task whose answers can be ranked (it has a `_score_eval` twin) is ranked and
-    the others are decoded. With `generate` alone, no task may rank answers.
+    the others are decoded. With `generate` alone, no task may rank answers. Tasks without
+    metrics are left out: T0's training mixture has some.
 
     Args:
       mixture: a registered mixture or task.
@@ -119,20 +120,20 @@ def _check_modes(
             where=mixture,
             fix="Add the mode rank.",
         )
-    without = [task for task in others if not _has_metric(task)]
-    if without:
+    if others and not ranked and not any(map(_has_metric, others)):
         raise UserError(
-            f"Tasks to decode have no metric: {_some(without)}.",
+            f"Tasks to decode have no metric: {_some(others)}.",
             where=mixture,
             fix="Evaluate tasks that have metrics.",
         )
 
 
 def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool) -> dict[str, str]:
-    """Tasks that lack the split or, with `only_at_hand`, its rows; each with the reason."""
+    """Tasks without metrics, the split or, with `only_at_hand`, its rows; each with the reason."""
     if not any(split in task.splits for task in tasks):
         raise no_task_has(mixture, split, "--split")
     left_out = {task.name: f"no split {split}" for task in tasks if split not in task.splits}
+    left_out |= {task.name: "no metric" for task in tasks if not _has_metric(task)}
     if only_at_hand:
         left_out |= not_at_hand(tasks, split, use_cached=False)
     if len(left_out) == len(tasks):

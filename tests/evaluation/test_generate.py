@@ -12,6 +12,7 @@ from t0repro.evaluation.generation import generate_tokens, texts_of
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.reading import TaskReader
 from t0repro.evaluation.records import read_records
+from t0repro.evaluation.selection import select_tasks
 from t0repro.reports.report import load_report
 from t0repro.runs import rank_eval
 from t0repro.runs.rank_eval import write_results
@@ -133,3 +134,13 @@ def test_a_mode_that_a_task_does_not_have_is_refused(
         settings = EvaluationSettings(modes=modes)
         with pytest.raises(UserError, match=message):
             evaluate(model_dir, tmp_path, prompts, settings, task)
+
+
+def test_tasks_without_a_metric_are_left_out_of_t0s_training_mixture():
+    import t0repro.tasks.t0  # noqa: F401  registers them
+
+    selected = select_tasks("t0_train", "validation", ("rank", "generate"))
+    assert selected.left_out["app_reviews_generate_review"] == "no metric"
+    assert "adversarial_qa_dbert_based_on" in selected.generated
+    with pytest.raises(UserError, match="have no metric: app_reviews_generate_review"):
+        select_tasks("app_reviews_generate_review", "train", ("generate",))
