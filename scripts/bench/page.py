@@ -10,13 +10,14 @@ from __future__ import annotations
 import html
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
-# Each picture has a ground of its own, so that it can be read on a page of either colour.
+# Each picture has its own background, so that it is readable on light and dark pages.
 STYLE = """<style>
 text{font:12px system-ui,sans-serif;fill:#1d2b33}.n{font-weight:600}.r{fill:#fff}
 .o{fill:#00695c}.x{fill:#a9b8bd}.l{stroke:#1d2b33;stroke-dasharray:3 3}
@@ -96,7 +97,7 @@ def section(question: dict[str, Any]) -> str:
         [
             f"## {title}",
             "",
-            question["text"],
+            textwrap.fill(question["text"], 150),
             "",
             f"Command: `{question['command']}`",
             "",
