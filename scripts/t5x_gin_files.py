@@ -209,8 +209,8 @@ def table(rows: Sequence[tuple[str, str, str, str]]) -> str:
         "# What t0repro does with each gin file of T5X",
         "",
         "Names only: the files are T5X's (google-research/t5x at cc342d4) and those of its samples"
-        " for Vertex AI\n(`configs/`). `scripts/t5x_gin_files.py` writes this page; its head says how"
-        " each file is run. [T5X's gin\nfiles](t5x.md) says what is done and what is refused.",
+        " for Vertex AI\n(`configs/`). `scripts/t5x_gin_files.py` writes this page; its head says"
+        " how each file is run. [T5X's gin\nfiles](t5x.md) says what is done and what is refused.",
         "",
         f"Of {len(rows)} files, `explain` reads {counted[True, True] + counted[True, False]} and"
         f" `--dry_run` accepts {counted[True, True]}. The others are refused with their line:",
