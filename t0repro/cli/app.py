@@ -42,11 +42,11 @@ app = typer.Typer(
 app.command()(doctor.doctor)
 app.command()(explain.explain)
 app.command()(run_modes.train)
-# What it does not know itself is for the command that --run_mode names.
+# It passes on options that it does not define to the command that --run_mode names.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     run_modes.run
 )
-# What follows the two dashes is the command to start.
+# The words after the two dashes are the command to start.
 app.command(context_settings={"allow_extra_args": True})(jobs.launch)
 app.command()(tasks.cache)
 app.command()(checkpoint.convert)
@@ -91,7 +91,7 @@ _GOES_ON = {
     "tasks": "Start the same command again: files that are downloaded already are kept.",
 }
 
-# For these, output that nobody reads any more means work that was cut off.
+# If these commands lose the reader of their output, their work is cut off.
 _LONG_WORK = frozenset(
     ("train", "run", "launch", "cache", "convert", "rank-eval", "eval", "infer", "aux", "parity")
 )

@@ -91,7 +91,7 @@ def verify(path: _Path, step: _Step = None) -> None:
     try:
         verification = verify_checkpoint(found.path)
     except UserError as error:
-        # What other commands refuse to read is what this one looks for.
+        # This command looks for exactly what other commands refuse to read.
         echo(f"Problem: {error}")
         raise typer.Exit(1) from error
     ref, family = verification.checkpoint, verification.family
@@ -103,7 +103,7 @@ def verify(path: _Path, step: _Step = None) -> None:
         echo(f"Problem: {problem}")
     if verification.problems:
         raise typer.Exit(1)
-    # A plain "no problem" only where everything could be checked.
+    # Claim "no problem" without restriction only if everything could be checked.
     echo("No problem in what was checked." if verification.unchecked else "No problem.")
 
 
@@ -188,7 +188,7 @@ def plan(
     if to_know := families()[found.family].to_know:
         echo(to_know)
     rows = [("", "needs", "here", "")]
-    # Against what is free now, not against what the machine has.
+    # Compared with the memory that is free now, not with the machine's total.
     for what, needed, has in (
         ("disk, the checkpoint in float32", needs.disk, machine.disk),
         ("disk, a checkpoint while training", needs.training_disk, machine.disk),
@@ -201,7 +201,7 @@ def plan(
     for accelerator, memory in machine.accelerators:
         one = f"{accelerator}, {sized(memory)}"
         for what, needed in (("evaluation", needs.evaluation), ("training", needs.training)):
-            # Rounded up: parameters can be sharded across devices, but not a device.
+            # Rounded up, because only complete devices hold shards.
             devices = -(-needed // memory)
             echo(f"{one}: {what} takes at least {devices} of them.")
     if not machine.accelerators:
@@ -235,7 +235,7 @@ def _print_comparison(comparison: Comparison) -> None:
         return
     rows = [("tensor", "difference", "max", "RMS", "")]
     for item in differences[:_ROWS_SHOWN]:
-        # NaN (no comparison possible) is shown as nothing.
+        # NaN, where no comparison was possible, is shown as an empty cell.
         largest, rms = (f"{value:.3g}" if value == value else "" for value in (item.max, item.rms))
         rows.append((item.key, item.reason, largest, rms, item.detail))
     _print_table(rows)
@@ -260,7 +260,7 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 # ---- `t0repro convert`: converts a checkpoint from one format to another -------------------------
 
 
-# Spelled out, because importing the converters' own types takes seconds that --help need not wait.
+# Spelled out, because importing the converters' own types would delay --help by seconds.
 _Format = Literal["mtf", "t5x", "jax", "hf"]
 _SourceFormat = Literal["auto", "mtf", "t5x", "jax", "hf"]
 
@@ -299,7 +299,7 @@ _MasterDType = Annotated[
 _Scan = Annotated[
     bool, typer.Option(help="Stack the layers, as T5X's scalable_t5 does (t5x only).")
 ]
-# One at a time: by a file of Orbax's, T5X takes the whole directory for Orbax's.
+# One at a time: if a directory has one of Orbax's files, T5X reads all of it as Orbax's.
 _Layout = Annotated[
     Literal["legacy", "orbax"] | None,
     typer.Option(
@@ -331,7 +331,7 @@ _NormNames = Annotated[
         show_default="as the checkpoint that the model came from",
     ),
 ]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")]
 _Force = Annotated[
     bool, typer.Option("--force", help="Write into DST even if it exists; other files stay.")
 ]

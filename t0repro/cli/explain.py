@@ -75,10 +75,10 @@ def explain(
         --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'" --gin.TRAIN_STEPS=10000
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}" --gin.DROPOUT_RATE=0.0
     """
-    del logs  # its options have their effect when they are read
+    del logs  # its options take effect as soon as they are parsed
     allowlist = allowlist_of(gin_import_allowlist)
     if dry_run:
-        # A listing runs nobody's code, so nothing below that imports is reached.
+        # The listing must not run anyone's code, so it returns before anything is imported.
         overrides = [*(gin_param or ()), *(gin_bindings or ())]
         folders = gin_search_paths.split(",") if run_mode else (gin_location_prefix or ())
         _list_imports(run_mode, gin_file or (), overrides, folders, allowlist, as_json)
@@ -105,7 +105,7 @@ def explain(
             gin_file, gin_param, folders, module_import, allowlist=allowlist, model_dir=model_dir
         )
     ).run
-    # The words of a dialect are bindings, so that they can be put into a file.
+    # Printed as bindings of a dialect, so that they can be pasted into a file.
     if dialect:
         _show_translation(config, dialect)
         return
@@ -131,14 +131,14 @@ def _list_imports(
     allowlist: Sequence[str] | None,
     as_json: bool,
 ) -> None:
-    """Prints the modules that the files would import, in which line, and whether they may."""
+    """Prints each module that the files would import, the line, and whether it is allowed."""
     from t0repro.config import gin_imports
     from t0repro.config.configuration import in_columns
 
     if run_mode:
         from t0repro.config.t5x.gin_files import shipped_files
 
-        # The files of this package come last, as where a run looks for them.
+        # This package's files come last, in the order in which a run searches.
         folders = [*folders, str(shipped_files())]
     else:
         folders = gin_imports.mesh_folders(folders)
@@ -171,7 +171,7 @@ def _explain_t5x(
         raise UserError(
             f"Only a training run can be translated to another dialect, not a run of {run_mode}.",
             where="--as",
-            fix="Leave --as out, or give --run_mode=train.",
+            fix="Leave out --as, or give --run_mode=train.",
         )
     parsed = parse(t5x_inputs(run_mode, files, bindings, search_paths, allowlist))
     if dialect:
@@ -179,7 +179,7 @@ def _explain_t5x(
 
         _show_translation(train_config(parsed), dialect)
         return
-    # The values first: they show what a refusal is about.
+    # Values come first, because they explain a refusal.
     if as_json:
         values = {item.name: {"value": item.value, "place": item.place} for item in parsed.values}
         print_json({"values": values, "imports": parsed.imports})

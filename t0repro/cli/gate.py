@@ -79,14 +79,14 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
         try:
             yield settings
         finally:
-            # Here, so that what it raises is reported like any other mistake; after one, too, the
+            # Here, so that its errors are reported like any other. Even after an error, the
             # bucket holds what was finished.
             working_copies.close_all()
     except (KeyboardInterrupt, SystemExit) as end:
         # Click and Rich end a command with sys.exit when its output can no longer be written.
         if any(isinstance(cause, BrokenPipeError) for cause in _causes(end)):
             _end_unread(command, settings)
-        # sys.exit also passes here, and is no interruption.
+        # sys.exit also arrives here, but is no interruption.
         if not _was_interrupted(end):
             raise
         _end_interrupted(command, settings.go_on)
@@ -127,13 +127,13 @@ def _keep_secrets_out_of_tracebacks() -> None:
 
 
 def _print_traceback(kind: Any, error: Any, frames: Any) -> None:
-    if kind is not SystemExit:  # of a thread, which SystemExit ends silently
+    if kind is not SystemExit:  # an exception of a thread, which SystemExit ends silently
         text = "".join(traceback.format_exception(kind, error, frames))
         print(printable(without_secrets(text), keep="\n"), end="", file=sys.stderr, flush=True)
 
 
 def _deliver_swallowed_interrupts() -> None:
-    """Presses Ctrl-C again where Python swallowed it.
+    """Repeats a Ctrl-C that Python swallowed.
 
     Python runs the signal's handler wherever the program happens to be. What that raises in a
     callback of the garbage collector (JAX has one) or in a `__del__` is printed and forgotten, and
@@ -146,14 +146,14 @@ def _deliver_swallowed_interrupts() -> None:
 
 
 class _DeliveringHook:
-    """Presses Ctrl-C for an interrupt that Python swallowed; leaves the rest to the hook before."""
+    """Repeats an interrupt that Python swallowed; passes everything else to the previous hook."""
 
     def __init__(self, report: Callable[[Any], None]):
         self._report = report
 
     def __call__(self, unraisable: Any) -> None:
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            # A moment later, when the callback is over; to the main thread, whose waiting it ends.
+            # A moment later, after the callback; the main thread gets it, which ends its waiting.
             main = threading.main_thread().ident
             threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
         else:
@@ -168,7 +168,7 @@ def _end_interrupted(command: str, go_on: str) -> None:
 
 
 def _end_unread(command: str, settings: ErrorHandling) -> None:
-    # What is still buffered goes nowhere; else Python complains about it at exit.
+    # Discard what is still buffered; otherwise Python complains about it at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if not settings.long_work:
         sys.exit(0)
@@ -207,7 +207,7 @@ def find_user_error(error: BaseException | None) -> str | None:
         wrapped = _WRAPPED.search(str(cause))
         if wrapped:
             return wrapped.group(1).strip()
-        # By its name: TensorFlow, whose error it is, is not imported for this.
+        # By name, because this must not import TensorFlow, which defines the error.
         if type(cause).__name__ == "DataLossError":
             from t0repro.tasks.prompt_cache.folders import explain_damaged_record
 

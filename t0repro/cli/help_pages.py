@@ -1,6 +1,6 @@
 """Help pages that fit 80 columns: options under headings, examples that can be pasted.
 
-Typer's own panels cut long option names to fit; here a long name takes a line of its own.
+Typer's own panels cut long option names to fit; here a long name gets its own line.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _EXAMPLE = re.compile(
 def arrange(command: Any) -> None:
     """Makes a Typer command print its help as this module describes."""
     command.rich_markup_mode = None
-    # Click cuts a summary of its own making, but not one that it is given.
+    # Click truncates a summary that it derives itself, but not an explicit one.
     command.short_help = command.short_help or _summary(command.help or "")
     command.help = _text(command.help or "")
     command.epilog = _text(command.epilog or "")
     command.format_options = functools.partial(_format_options, command)
     for parameter in command.params:
         kind = parameter.type_descriptor
-        # As it is to be typed: Typer shows a choice as it compares it, lm-eval as lm_eval.
+        # As users type it: Typer shows its normalized form, lm_eval for lm-eval.
         if kind.is_choice and not kind.is_list and all(isinstance(c, str) for c in kind.choices):
             parameter.metavar = parameter.metavar or f"<{'|'.join(kind.choices)}>"
 

@@ -97,7 +97,7 @@ def status(
                 print_json(to_json(found))
             else:
                 console = terminal()
-                # Elsewhere, as in a log, each state is printed below the one before.
+                # In a log, each state is printed below the previous one.
                 if console.is_terminal and watch:
                     console.clear()
                 print_table(console, "", HEADER, rows(found), numbers=("attempts", "seconds"))
@@ -122,7 +122,7 @@ def launch(
     processes: Annotated[
         int, typer.Option(min=1, help="Number of processes; a TPU slice sets its own.")
     ] = 1,
-    # With `=`, since Click would otherwise read --partition as an option of this command.
+    # With `=`, because Click would otherwise parse --partition as an option of this command.
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -190,7 +190,7 @@ def launch(
         return
     with tempfile.TemporaryDirectory() as folder:
         if to == "skypilot":
-            # sky reads a task from a file, which it knows by the end of its name.
+            # sky recognizes a task file by its suffix.
             Path(folder, "task.yaml").write_text(text)
             submit = (*submit, f"{folder}/task.yaml")
         echo(engines.run_engine(*submit, text=text, environment=asked.secrets))

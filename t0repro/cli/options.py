@@ -61,7 +61,7 @@ def modules_or_t0(
     modules: Sequence[str] | None, templates: Sequence[Path] | None = None
 ) -> list[str]:
     """The modules that were named; T0's own if neither modules nor prompts were."""
-    # One's own prompts need no tasks of T0's beside them.
+    # With your own prompts, T0's tasks are not needed.
     return list(modules or ([] if templates else [DEFAULT_MODULE]))
 
 
@@ -104,7 +104,7 @@ GinImportAllowlist = Annotated[
 
 def allowlist_of(values: Sequence[str] | None) -> tuple[str, ...] | None:
     """The modules that `--gin_import_allowlist` names; None if it is not given."""
-    # Not the same as an empty list, which allows no import at all.
+    # An empty list differs: it allows no import at all.
     if values is None:
         return None
     names = (name.strip() for value in values for name in value.split(","))
@@ -120,7 +120,7 @@ def mesh_inputs(
     allowlist: tuple[str, ...] | None = None,
     model_dir: str = "",
 ) -> MeshInputs:
-    """What a command line says about Mesh TensorFlow's gin files."""
+    """The options of a command line for Mesh TensorFlow's gin files."""
     from t0repro.config.mtf.parser import MeshInputs
 
     return MeshInputs(
@@ -140,7 +140,7 @@ def t5x_inputs(
     search_paths: str,
     allowlist: tuple[str, ...] | None = None,
 ) -> T5xInputs:
-    """What a command line says about T5X's gin files."""
+    """The options of a command line for T5X's gin files."""
     from t0repro.config.t5x.gin_files import T5xInputs
 
     folders = tuple(search_paths.split(","))
@@ -161,7 +161,7 @@ def run_mode_of(modes: type[Mode]) -> Callable[[str], Mode]:
 
     def named(name: str) -> Mode:
         check_not_export(name)
-        # Either spelling of what has a dash in it, as of options.
+        # Both spellings of a name with a dash are accepted, as for options.
         found = next((mode for mode in modes if canonical(mode) == canonical(name)), None)
         if found is None:
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(modes)}.")
@@ -179,7 +179,7 @@ RunModes = Annotated[
         help="Read the gin files as T5X does in this run mode: train, eval, infer or precompile.",
     ),
 ]
-# The option behind --gin.NAME=VALUE, which `cli.spelling` rewrites: Click knows no such names.
+# `cli.spelling` rewrites --gin.NAME=VALUE to this option, because Click has no such names.
 GinBindings = Annotated[
     list[str] | None,
     typer.Option(
@@ -242,7 +242,7 @@ class ProcessOptions:
             )
 
     def joined(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which this process is one of those that flags or environment name."""
+        """A context in which this process belongs to the run that flags or environment describe."""
         from t0repro.partitioning import processes
 
         return processes.joined(
@@ -300,7 +300,7 @@ def tracked_training(
 ) -> contextlib.AbstractContextManager[None]:
     """Tracks what the block writes into model_dir; the settings are the configuration's."""
     settings: dict[str, Any] = json.loads(without_passwords(config.to_json())) if config else {}
-    # Where each value comes from is longer than the values, and stands in the gin files.
+    # Leave out each value's origin: it is longer than the value, and the gin files have it.
     settings.pop("provenance", None)
     return _tracked(names, TrackedRun(model_dir, settings, _OF_TRAINING))
 
@@ -320,7 +320,7 @@ def tracked_evaluation(
 def _tracked(
     names: Sequence[TrackerName] | None, run: TrackedRun
 ) -> contextlib.AbstractContextManager[None]:
-    # Here, because it imports numpy, which no --help needs.
+    # Imported here, because it imports numpy, which would slow down every --help.
     from t0repro.cloud.tracking import tracked
 
     return tracked(names or (), run)
@@ -331,7 +331,7 @@ def _tracked(
 
 @dataclasses.dataclass(frozen=True)
 class ReportHead:
-    """How a report names its run, and what it takes for trained on."""
+    """How a report names its run, and which prompts count as trained on."""
 
     HEADING: ClassVar = "The report"
 
@@ -377,7 +377,7 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
             _options(groups[name]) if name in groups else [given.replace(annotation=types[name])]
         )
     ]
-    # Typer reads both: the order from one, the types from the other.
+    # Typer takes the order from one and the types from the other.
     wrapped.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
     return wrapped
@@ -389,7 +389,7 @@ def _options(group: Any) -> Iterator[inspect.Parameter]:
         (owner,) = [
             each for each in group.__mro__ if field.name in vars(each).get("__annotations__", ())
         ]
-        # Copied: in a command without the group, the same option stands under no heading.
+        # Copied, because in a command without the group the same option has no heading.
         option = copy.copy(types[field.name].__metadata__[0])
         option.rich_help_panel = vars(owner).get("HEADING", option.rich_help_panel)
         yield inspect.Parameter(

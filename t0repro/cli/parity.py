@@ -23,7 +23,7 @@ from t0repro.cli.spelling import output
 from t0repro.words import counted
 
 
-# Repeated here, since importing them would import JAX, for which --help need not wait.
+# Repeated here, because importing them would import JAX and slow down --help.
 class Injected(StrEnum):
     """Errors that can be injected into the JAX side; see t0repro.parity.inject."""
 
@@ -42,7 +42,7 @@ _Start = Annotated[
     typer.Option(
         "--from",
         help="The checkpoint to start from, in any format.",
-        show_default="parameters that Mesh TensorFlow draws",
+        show_default="Mesh TensorFlow's initial parameters",
     ),
 ]
 _DType = Annotated[
@@ -76,9 +76,9 @@ def parity(
 ) -> None:
     """Run both stacks from one checkpoint on the same batches and compare all intermediate results.
 
-    Compared are activations by layer, losses, gradients, parameters and slots after the first and
-    the last step, and log-likelihoods. Writes parity.json, parity.md and parity.html, and names the
-    first tensor that differs too much. Exit code 0: everything is within the tolerances; 1: not.
+    Compares the activations of each layer, losses, gradients, parameters and slots after the first
+    and the last step, and log-likelihoods. Writes parity.json, parity.md and parity.html, and names
+    the first tensor that exceeds its tolerance. Exit code 1 if one does.
 
     Example:
       t0repro parity --module_import t0repro.tasks.demo --gin_file dataset.gin
@@ -102,12 +102,12 @@ def parity(
         allowlist=allowlist_of(gin_import_allowlist),
         model_dir=str(out / run.MESH_FOLDER),
     )
-    # A second comparison would remove what this one is computing.
+    # A second comparison would delete this one's files.
     with folder_lock(
         out, "a comparison of the stacks", fix="Wait for it to end, or choose another --out."
     ):
         job = run.make_job(inputs, out, steps=steps, start=start, dtype=dtype, eval_task=eval_task)
-        # First, because without --from the JAX side starts from what Mesh TensorFlow draws.
+        # First, because without --from the JAX side starts from Mesh TensorFlow's parameters.
         with working(f"Mesh TensorFlow: {counted(len(job.batches), 'step')}"):
             reference, start_step = run.run_mesh_side(job)
         with working(f"JAX: {counted(len(job.batches), 'step')}"):
@@ -116,6 +116,6 @@ def parity(
     for path in paths:
         typer.echo(path)
     typer.echo(report.verdict(found))
-    # After the report is written, since a failure is what one reads it for.
+    # Exit after the report is written, because a failure is the reason to read it.
     if not found.passed:
         raise typer.Exit(1)

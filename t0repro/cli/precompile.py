@@ -1,4 +1,4 @@
-"""`t0repro precompile`: whether a run fits on devices, here or not, and how long a step takes."""
+"""`t0repro precompile`: whether a run fits on given devices, and how long a step takes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def precompile(
     Compiles the train step, or scoring and generation, for a TPU slice (with libtpu, the extra
     tpu), for virtual CPU devices, or for this machine's own. Nothing is allocated or run, and no
     data is read, unless --dry_run checks the tasks. T5X's precompile.gin leaves the compiled
-    modules in its MODEL_DIR; with --run_mode train the files are those of a T5X training.
+    modules in its MODEL_DIR; with --run_mode train, give the files of a T5X training run.
 
     Example:
       t0repro precompile --topology v3-8 --module_import t0repro.tasks.demo --gin_file dataset.gin
@@ -76,7 +76,7 @@ def precompile(
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}"
     """
     mode = _t5x_mode(options, run_mode, gin_param)
-    # T5X's files first: what is wrong with them is said before JAX is imported.
+    # T5X's files first, so that their errors are reported before JAX is imported.
     read = None if mode is None else _t5x_config(gin_inputs(mode.value, options))
     if mode is RunMode.PRECOMPILE and read is not None:
         check_output(read[1].model_dir, read[1].provenance.get("model_dir", "MODEL_DIR"))
@@ -123,7 +123,7 @@ def _joined(processes: ProcessOptions, topology: str | None) -> Iterator[None]:
             where=f"--topology={topology}",
             fix="Leave out --topology, for the devices of all processes, or leave out their flags.",
         )
-    # Before JAX is imported, so that compiling for devices elsewhere takes none of those here.
+    # Before JAX is imported, so that compiling for other devices does not occupy local ones.
     os.environ["JAX_PLATFORMS"] = "cpu"
     yield
 
@@ -145,7 +145,7 @@ def _t5x_mode(
     options: T5xOptions, run_mode: RunMode | None, gin_param: list[str] | None
 ) -> RunMode | None:
     """The run mode of T5X that the gin files are for; None if they are Mesh TensorFlow's."""
-    # --gin_param is Mesh TensorFlow's alone, as --gin.NAME is T5X's.
+    # Only Mesh TensorFlow's dialect has --gin_param, and only T5X's has --gin.NAME.
     if run_mode is not None or gin_param:
         return run_mode
     return RunMode.PRECOMPILE if options.gin_bindings or _import_t5x(options) else None
@@ -166,7 +166,7 @@ def _import_t5x(options: T5xOptions) -> bool:
 
 
 def _suggest(config: RunConfig, devices: Any, chip: Any) -> None:
-    """Prints what is tried to make a training run fit."""
+    """Prints each change that is tried to make a training run fit."""
     from t0repro.errors import UserError
     from t0repro.runs.precompile import suggest
 
@@ -183,7 +183,7 @@ def _suggest(config: RunConfig, devices: Any, chip: Any) -> None:
 
 
 def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, RunConfig]:
-    """What T5X's gin files say, and the training that they describe."""
+    """T5X's parsed gin files, and the training run that they describe."""
     from t0repro.config.gin_errors import configuration_errors
     from t0repro.config.t5x.run import precompile_config, train_config
     from t0repro.errors import UserError
@@ -227,7 +227,7 @@ def _devices(topology: str | None) -> tuple:
                 where="--topology",
                 fix="Give a number of virtual CPU devices, as cpu-8.",
             )
-        # Before the first use of a device, after which the number is fixed.
+        # Before JAX first uses a device, which fixes their number.
         jax.config.update("jax_num_cpu_devices", int(count))
     devices = jax.devices()
     return devices, topologies.published(devices[0].device_kind), devices[0].platform == "cpu"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Extra(enum.Enum):
-    """Definitions of a score that can be reported beside T0's."""
+    """Definitions of a score that can be reported in addition to T0's."""
 
     calibrated = "calibrated"
 
@@ -154,7 +154,7 @@ def rank_eval(
     --module_import t0repro.tasks.demo --out runs/demo/rank_eval
     """
     echo("importing JAX and the tasks ...", err=True)
-    # Tasks look for the variable when their rows are read.
+    # Tasks read the variable when they read their rows.
     if tasks.data is not None:
         os.environ["T0REPRO_DATA_DIR"] = str(tasks.data)
     from t0repro.evaluation.evaluation_folder import EvaluationSettings
@@ -176,7 +176,7 @@ def rank_eval(
             at_hand=tasks.at_hand,
         )
         extras = [normalize, *(extra.value for extra in also or ())]
-        # This registers the tasks, so it comes before the mixture is looked up.
+        # Registers the tasks, so it precedes the lookup of the mixture.
         # SeqIO reads caches, and t5 has the metrics of decoded texts.
         into_seqio = tasks.cache_dir is not None or "generate" in settings.modes
         prompts = load_prompts(modules_or_t0(tasks.module_import), into_seqio=into_seqio)
@@ -186,7 +186,7 @@ def rank_eval(
             _check(mixture, settings)
             return
         tracked = tracked_evaluation(tracker, out, checkpoint, mixture, settings)
-        # Of several processes, one speaks to the trackers.
+        # With several processes, only one reports to the trackers.
         with tracked if is_first() else contextlib.nullcontext():
             parallel = computation.model_parallelism
             _evaluate(checkpoint, step, parallel, mixture, out, settings, write, also_format)
@@ -236,13 +236,13 @@ def _evaluate(
             opened = open_checkpoint(checkpoint, step, settings.activation, model_parallelism)
         outcome = evaluate(opened, mixture, out, settings)
         report, paths = write(outcome, opened.step, out)
-        # Of several processes, one writes.
+        # With several processes, only one writes.
         if also_format is not None and is_first():
             from t0repro.lm_eval.results import export_results
 
             folder = out / "lm_eval"
             paths.append(export_results(outcome.folder, opened.step, settings.split, folder))
-    # In brief: everything is in the files.
+    # A short form, because the files contain everything.
     print_page(brief_page(report))
     _print_speed(outcome)
     if report.provenance.scores_sha256:

@@ -1,4 +1,4 @@
-"""`t0repro report` and `t0repro compare`: what runs found, as files and pages."""
+"""`t0repro report` and `t0repro compare`: results of runs as files and pages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _group() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class BesideOptions:
-    """What a report shows beside its run's scores."""
+    """What a report shows in addition to its run's scores."""
 
     HEADING: ClassVar = "Beside the scores"
 
@@ -154,12 +154,12 @@ def make(
     modules = modules_or_t0(module_import) if head.train_mixture else module_import or ()
     prompts = load_prompts(modules)
     trained = training_tasks(head.train_mixture or ())
-    # Datasets may be named without a module that knows their tasks.
+    # Datasets may be named without a module that registers their tasks.
     datasets = training_datasets(trained, prompts) | set(recorded.train_dataset or ())
     options = ReportOptions(
         title=head.title,
         bootstrap=Bootstrap(replicates=head.resamples, seed=seed),
-        # None where nothing was named: what is held out is then unknown, rather than everything.
+        # None if nothing was named: then it is unknown which datasets are held out.
         training_datasets=datasets or None,
         training_tasks=trained,
         checkpoint=recorded.checkpoint,
@@ -257,7 +257,7 @@ def history(
     from t0repro.reports.prompts import load_prompts
     from t0repro.reports.run import find_evaluation
 
-    # Whatever step is found: a history has them all.
+    # Any step will do, because a history includes all steps.
     folder, _ = find_evaluation(eval_dir)
     found = read_history(folder, load_prompts(module_import or ()))
     show_page("history", history_page(found), found.to_json(), out, as_json=as_json)
@@ -272,7 +272,7 @@ def _beside(label: str, shown: BesideOptions) -> Beside:
     compared = None
     if shown.losses:
         (label_a, path_a), (label_b, path_b) = map(labelled, shown.losses)
-        # Unlabelled losses are taken to be of the runs whose scores are compared.
+        # Losses without labels are assumed to belong to the compared runs.
         compared = ((label_a or label, path_a), (label_b or other_label or "other", path_b))
     return Beside(
         other=Run(other_label or "other", other_path) if other_path else None,
@@ -381,7 +381,7 @@ def compare(
     else:
         bootstrap = Bootstrap(replicates=resamples, seed=seed)
         page, content, within = _evaluations(given, step, tol, module_import or (), bootstrap)
-    # Shown before the exit code: a difference is the very thing to look at.
+    # Show the page before the exit code, because users want to see the difference.
     show_page("compare", page, content, out, as_json=as_json)
     if not within:
         raise typer.Exit(1)
@@ -419,7 +419,7 @@ def _evaluations(
         Run(label, folder, steps[at] if steps else step)
         for at, (label, (folder, step)) in enumerate(zip(_labels(given), found, strict=True))
     ]
-    # As columns, a model's seeds need names of their own.
+    # As columns, the seeds of a model need distinct names.
     first, *others = (
         dataclasses.replace(run, label=label)
         for run, label in zip(runs, _numbered([run.label for run in runs]), strict=True)
@@ -439,7 +439,7 @@ def _evaluations(
 
 
 def _numbered(labels: Sequence[str]) -> list[str]:
-    """Labels that are there several times, each with its number: `t0 (1)`, `t0 (2)`."""
+    """The labels, with repeated ones numbered: `t0 (1)`, `t0 (2)`."""
     return [
         f"{label} ({labels[: at + 1].count(label)})" if labels.count(label) > 1 else label
         for at, label in enumerate(labels)
@@ -452,7 +452,7 @@ def _labels(given: Sequence[Given]) -> list[str]:
     A label that is given twice stays: it names one model's seeds.
     """
     labels = [label or _name(path) for label, path in given]
-    # Labels head columns, so they have to differ.
+    # Labels are column headings, so they must differ.
     if len(set(labels)) == len(labels) and all(labels):
         return labels
     return [label or chr(ord("a") + at) for at, (label, _) in enumerate(given)]

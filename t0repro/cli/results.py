@@ -1,4 +1,4 @@
-"""How commands show what they found: lines, a page or a table for people, JSON for programs."""
+"""How commands show their results: lines, a page or a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def echo(text: str, *, err: bool = False) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Prints a result as JSON, all that such a command writes on stdout.
+    """Prints a result as JSON; a command writes nothing else on stdout then.
 
-    Dataclasses become objects; numbers that JSON does not have, NaN and infinities, null; and what
-    it knows nothing of, such as paths, text.
+    Dataclasses become objects. NaN and infinities, which JSON lacks, become null. Values of other
+    types, such as paths, become text.
     """
-    # ASCII: an escape sequence in a name reaches no terminal, and every locale can print it.
+    # ASCII keeps escape sequences in names from the terminal and is printable in every locale.
     typer.echo(json.dumps(_plain(value), indent=1, default=str, allow_nan=False))
 
 
@@ -86,6 +86,6 @@ def show_page(
 
 
 def print_written(paths: Iterable[Path], *, as_json: bool) -> None:
-    """Says which files were written; beside JSON on stderr, so that stdout is JSON alone."""
+    """Prints which files were written; on stderr if stdout is JSON."""
     for path in paths:
         echo(f"wrote {path}", err=as_json)

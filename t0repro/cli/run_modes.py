@@ -45,7 +45,7 @@ Plan = TypeVar("Plan", bound="InferencePlan")
 
 @dataclasses.dataclass(frozen=True)
 class T5xOptions(LogOptions):
-    """What every run mode of T5X takes."""
+    """The options of every run mode of T5X."""
 
     HEADING: ClassVar = GIN
 
@@ -103,7 +103,7 @@ def evaluate(
 
         plan = eval_plan(parsed)
         _check_output(plan, parsed, "evaluate.output_dir")
-        # Once the gin files are known to be sound: importing tasks takes seconds.
+        # Only after the gin files have been checked, because importing tasks takes seconds.
         register(parsed, options)
         if options.dry_run:
             from t0repro.runs.preflight import check_inference
@@ -116,7 +116,7 @@ def evaluate(
         from t0repro.runs.description import describe_inference
         from t0repro.runs.task_eval import evaluate_checkpoints
 
-        # Not EVAL_OUTPUT_DIR itself, which may be the folder that a training run holds.
+        # Not EVAL_OUTPUT_DIR itself, which a training run may have locked.
         results = output_path(plan.output_dir) / FOLDER
         fix = "Wait for it to end, or bind another EVAL_OUTPUT_DIR."
         with held_by_first(lambda: folder_lock(results, "evaluation", fix=fix)):
@@ -148,7 +148,7 @@ def infer(
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 64}"
         --gin.INFER_OUTPUT_DIR="'runs/infer'" --module_import my_tasks
     """
-    # Last, so that the flag wins over the gin files.
+    # Last, so that the flag overrides the gin files.
     last = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
     parsed = parse_files(gin_inputs("infer", options, last=last))
     with processes.joined():
@@ -167,7 +167,7 @@ def infer(
         from t0repro.runs import batch_infer
         from t0repro.runs.description import describe_inference
 
-        # Shards may run at once, into one folder.
+        # Several shards may run at the same time in one folder.
         shard = output_path(plan.output_dir) / f".shard-{plan.shard_id:05}-of-{plan.num_shards:05}"
         fix = "Wait for it to end, or bind another INFER_OUTPUT_DIR."
         with held_by_first(lambda: folder_lock(shard, "inference", fix=fix)):
@@ -176,17 +176,17 @@ def infer(
 
 
 def _check_output(plan: InferencePlan, parsed: Parsed, name: str) -> None:
-    """Refuses an address for the results, before tasks are imported."""
+    """Refuses an address as the place of the results, before tasks are imported."""
     from t0repro.config.t5x.places import Places
 
     check_output(plan.output_dir, Places.of(parsed.values).place(name) or name)
 
 
 def _with_own_output(plan: Plan) -> Plan:
-    """Of several processes, only the first one's results are kept."""
+    """Keeps only the first process's results if there are several processes."""
     from t0repro.partitioning.processes import output_folder
 
-    # With what is there already, so that all processes skip the same finished work.
+    # A copy of the existing results, so that all processes skip the same finished work.
     folder = output_folder(plan.output_dir, resumed=True)
     return dataclasses.replace(plan, output_dir=str(folder))
 
@@ -194,7 +194,7 @@ def _with_own_output(plan: Plan) -> Plan:
 def gin_inputs(
     run_mode: str, options: T5xOptions, *, first: Sequence[str] = (), last: Sequence[str] = ()
 ) -> T5xInputs:
-    """What the command line says about gin; of two bindings of one name, the later wins.
+    """The gin options of the command line; of two bindings of one name, the later wins.
 
     Args:
       run_mode: T5X's name of the run mode.
@@ -259,7 +259,7 @@ def register(
         if suffices():
             return
     echo("importing the tasks, with TensorFlow and SeqIO ...", err=True)
-    # Before SeqIO, which needs what this repairs for today's Python.
+    # Before SeqIO, which needs these patches on today's Python.
     compat.install()
     import seqio
 
@@ -299,7 +299,7 @@ def train(
         --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'" --gin.TRAIN_STEPS=10000
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}" --gin.DROPOUT_RATE=0.0
     """
-    # First, since a mistake need not wait for the other processes, nor for JAX to be imported.
+    # First, so that mistakes are reported before joining processes and importing JAX.
     _check_machine(jobs.machines, platform, cell)
     if name is not None and is_address(name):
         raise UserError(
@@ -307,7 +307,7 @@ def train(
             where="--name",
             fix="Set MODEL_DIR to the address instead.",
         )
-    # First, so that --gin.MODEL_DIR wins.
+    # First, so that --gin.MODEL_DIR overrides it.
     named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
     inputs = gin_inputs("train", options, first=named)
     parsed = parse_files(inputs)
@@ -329,13 +329,13 @@ def train(
         from t0repro.data.checks import note_uncached
         from t0repro.partitioning.processes import is_first
 
-        # One process speaks for all of them.
+        # Only one process prints.
         if is_first():
             assert config.plan.train_data is not None
             note_uncached(config.plan.train_data.use_cached)
             beside.enter_context(tracked_training(tracker, Path(config.model_dir), config))
         if jobs.are_given and is_first():
-            # The training run's own bindings are not its jobs'.
+            # The training run's bindings do not apply to its jobs.
             files = dataclasses.replace(inputs, gin_bindings=())
             beside.enter_context(auxiliary_jobs_beside(config.model_dir, jobs, files))
         start(parsed.gin_text, config, vocabularies, allow_changed)
@@ -344,7 +344,7 @@ def train(
 def start(
     gin_text: str, config: RunConfig, vocabularies: tuple[Any, Any], allow_changed: bool
 ) -> None:
-    """Trains, in a folder that keeps the configuration as T5X's does."""
+    """Trains, and writes the configuration into the folder as T5X does."""
     import gin
     from t0repro.data.checks import seqio_vocabulary
     from t0repro.runs.description import describe_training
@@ -364,7 +364,7 @@ def start(
 
 
 def _check_machine(machines: Path | None, platform: str | None, cell: str | None) -> None:
-    """Refuses to train elsewhere than here; labels that no file explains mean this machine."""
+    """Refuses to train on another machine; labels that no file defines mean this one."""
     from t0repro.cloud.machines import find_machine
 
     machine = find_machine(machines, platform, cell)
@@ -396,10 +396,10 @@ def run(
       t0repro run --run_mode=train --gin_file run.gin --gin.MODEL_DIR="'runs/a'"
     """
     group: Any = context.parent.command if context.parent else None
-    # By that command's own parser, which checks its options.
+    # That command's own parser checks the options.
     command = group.get_command(context, run_mode.value)
     arguments = list(context.args)
-    if run_mode is JobMode.PRECOMPILE:  # this command takes Mesh TensorFlow's files too
+    if run_mode is JobMode.PRECOMPILE:  # this command also accepts Mesh TensorFlow's files
         arguments += ["--run_mode", run_mode.value]
     with command.make_context(run_mode.value, arguments, parent=context.parent) as inner:
         command.invoke(inner)

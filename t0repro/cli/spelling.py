@@ -1,4 +1,4 @@
-"""How command lines are spelled: dashes or underscores, T5X's and absl's ways, paths."""
+"""Spellings of command lines: dashes or underscores, T5X's and absl's forms, paths."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LogOptions:
             show_default="only what matters to a user",
         ),
     ] = None
-    # Where absl writes its log is no question here, so these have no effect.
+    # The log always goes to standard error, so these have no effect.
     alsologtostderr: Annotated[
         bool, typer.Option("--alsologtostderr", hidden=True, help=_STANDARD_ERROR)
     ] = False
@@ -73,7 +73,7 @@ _SWITCH = re.compile(r"--(replace_gin_file|alsologtostderr|logtostderr)=(?i:(tru
 
 
 def as_click_reads(argument: str) -> str | None:
-    """An argument in absl's spelling as Click takes it; None if it says the same as nothing."""
+    """An argument in absl's spelling as Click parses it; None if it has no effect."""
     if short := _SHORT_VERBOSITY.fullmatch(argument):
         return f"--verbosity={short[1]}"
     if switch := _SWITCH.fullmatch(argument):
@@ -98,7 +98,7 @@ def canonical_arguments(arguments: Iterable[str]) -> list[str]:
     spelled = []
     for argument in arguments:
         _check_home(argument)
-        # Only what looks like an option; "--" alone ends them.
+        # Only words that look like options; "--" alone ends the options.
         if argument.startswith("--") and argument != "--":
             name, equals, value = argument[2:].partition("=")
             argument = f"--{canonical(name)}{equals}{value}"
@@ -107,7 +107,7 @@ def canonical_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
-    """The command line with T5X's spellings as this program has them.
+    """The command line with T5X's spellings replaced by this program's.
 
     `--gin.NAME=VALUE` becomes `--gin_bindings=NAME = VALUE`. `--replace_gin_file=True`, as T5X's
     page on auxiliary jobs writes it, becomes the flag alone, and `-v=1` becomes `--verbosity=1`.
@@ -162,8 +162,8 @@ def show_canonical(command: Any) -> None:
 
 # ---- Paths on command lines ----------------------------------------------------------------------
 
-# Local ones are taken as they are, and working copies of addresses (`gs://...`). An option that is
-# text stays an address, for what opens it.
+# A local path stays as it is, and an address (`gs://...`) becomes its working copy. A text option
+# keeps the address, because the code that reads it opens addresses itself.
 
 
 def output(parameter: typer.CallbackParam, value: Path | None) -> Path | None:

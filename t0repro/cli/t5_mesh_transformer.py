@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 def console_entry_point() -> None:
     """Runs the command with the arguments in sys.argv; the console script's entry point."""
-    # A traceback of something unexpected is kept: it may come hours into a run.
+    # Keep the traceback of an unexpected error, which may come hours into a run.
     with gate("t5_mesh_transformer", show_unexpected=True) as settings:
         _check_credentials(sys.argv[1:])
-        # First, since even the flags are t5's own, whose import takes seconds.
+        # Print this first: t5 itself defines the flags, and its import takes seconds.
         echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
         define_flags()
 
@@ -72,7 +72,7 @@ def console_entry_point() -> None:
 
 
 def _check_credentials(arguments: Sequence[str]) -> None:
-    """Refuses addresses without credentials before the imports that know the flags."""
+    """Refuses addresses without credentials before the slow imports that define the flags."""
     for argument, following in itertools.pairwise([*arguments, ""]):
         name, equals, value = canonical(argument.lstrip("-")).partition("=")
         if argument.startswith("-") and name in _PLACES:
@@ -84,10 +84,10 @@ _PLACES = ("model_dir", "gin_file", "gin_location_prefix", "additional_task_cach
 
 
 def define_flags() -> None:
-    """Defines t5's flags, which importing its command does, and this project's own."""
+    """Defines t5's flags, by importing its command, and this project's own."""
     from t0repro import compat
 
-    # Before t5's command is imported: without the patches that import fails.
+    # Before t5's command is imported, because the import fails without the patches.
     compat.install()
     from mesh_tensorflow.transformer import utils
     from t5.models import mesh_transformer_main
@@ -144,8 +144,8 @@ Example: t5_mesh_transformer --backend=jax --model_dir=runs/demo --module_import
   --gin_param="run.sequence_length = {'inputs': 128, 'targets': 16}"
   --gin_param="utils.run.mesh_shape = []"
 """
-# The flags of t5's command that T0's README uses, and ours beside them; of the rest, t5's module
-# has those of its Model API.
+# The flags of t5's command that T0's README uses, and this project's. t5's module defines the
+# remaining ones, for its Model API.
 _HEADINGS = {
     "Gin files": (
         "gin_file", "gin_param", "gin_location_prefix", "gin_import_allowlist",
@@ -159,7 +159,7 @@ _HEADINGS = {
     "Auxiliary jobs": tuple(field.name for field in dataclasses.fields(AuxiliaryOptions)),
     "TPUs": ("tpu", "gcp_project", "tpu_zone", "tpu_job_name"),
 }  # fmt: skip
-# In place of t5's few words for the flags that everybody uses.
+# Replaces t5's terse help for common flags.
 _WORDS = {
     "gin_file": "A gin file of t5, of this project or of --gin_location_prefix; repeatable.",
     "gin_param": "A binding that overrides the files'; repeatable.",
@@ -180,7 +180,7 @@ def _parse_flags(arguments: Sequence[str]) -> list[str]:
     try:
         return app.parse_flags_with_usage(canonical_arguments(arguments))
     except SystemExit:
-        # absl exits with 1 after any text about flags: those that it was asked for, too.
+        # absl exits with 1 even after printing help that was requested.
         asked = {"helpfull", "helpxml"} & {word.strip("-") for word in arguments}
         sys.exit(0 if asked else USER_ERROR)
 
@@ -217,11 +217,11 @@ def run(options: Any) -> None:
     """Runs t5_mesh_transformer with parsed flags.
 
     Raises:
-      UserError: If a check of the inputs fails; nothing has been written then.
+      UserError: If a check of the inputs fails, before anything is written.
     """
     _check_flags(options)
     if options.vocab:
-        # The tasks' vocabulary is named when they are registered, so it is set before any import.
+        # Tasks read the vocabulary's name on registration, so it is set before any import.
         os.environ["T0REPRO_VOCAB"] = options.vocab
     if not options.debug and not options["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
@@ -256,7 +256,7 @@ def _check_flags(options: Any) -> None:
         raise UserError(
             "--mode is a flag of the Model API.",
             where="--mode",
-            fix='Add --use_model_api, or say it in gin: --gin_param="run.mode = ...".',
+            fix='Add --use_model_api, or bind it in gin: --gin_param="run.mode = ...".',
         )
 
 
@@ -272,7 +272,7 @@ def _run_jax(options: Any) -> None:
         float32 = jax.default_backend() == "cpu"
         configuration = _load(options, float32_activations=float32)
         check_mesh_transformer(configuration, jax=True, at_hand=options.at_hand)
-        # Checked and said before anything is written.
+        # Checked and reported before anything is written.
         say_what_runs_here(options, configuration, on_jax=True)
         with contextlib.ExitStack() as beside:
             if is_first():
@@ -295,7 +295,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
     tf = tensorflow.compat.v1
     tf.disable_v2_behavior()
     tf.logging.set_verbosity(tf.logging.INFO if options.debug else tf.logging.WARN)
-    # Otherwise absl's handler prints every line of TensorFlow's own handler a second time.
+    # Otherwise absl's handler repeats every line of TensorFlow's handler.
     tf.get_logger().propagate = False
 
     from t0repro.config.configuration import NotOnJax
@@ -307,7 +307,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
     try:
         configuration = _load(options, float32_activations=True)
     except NotOnJax:
-        # Exports, for instance, are t5's alone, which checks their few flags itself.
+        # Only t5 implements some modes, such as export; it checks their few flags itself.
         if not options.use_model_api:
             raise
     if configuration:
@@ -364,7 +364,7 @@ def gin_inputs(options: Any) -> MeshInputs:
 # ---- The flags of auxiliary jobs -----------------------------------------------------------------
 
 
-# The training run's gin files are Mesh TensorFlow's, a job's are T5X's: they are never joined.
+# Never combined: the training run's gin files are Mesh TensorFlow's, a job's are T5X's.
 _TAKEN_FOR_GRANTED = "replace_gin_file"
 
 
@@ -412,7 +412,7 @@ _TPU_FLAGS = ("tpu", "gcp_project", "tpu_zone", "tpu_job_name")
 
 
 def say_what_runs_here(options: Any, configuration: Configuration, *, on_jax: bool) -> None:
-    """Prints a line for each flag that means something else here, and one about memory.
+    """Prints a line for each flag whose meaning differs here, and one about memory.
 
     Args:
       options: t5_mesh_transformer's flags.
@@ -432,7 +432,7 @@ def say_what_runs_here(options: Any, configuration: Configuration, *, on_jax: bo
         # Virtual devices of a CPU share its memory.
         shares = 1 if name == "the CPU" or devices == 1 else devices
         fit = check_fits(run, total, free, shares)
-        # A fit is worth a line only where something else was said; a misfit always is.
+        # Report a fit only beside other lines; always report a misfit.
         if lines or not fit.endswith("it fits."):
             lines.append(fit)
     for line in lines:
@@ -442,7 +442,7 @@ def say_what_runs_here(options: Any, configuration: Configuration, *, on_jax: bo
 def tpu_lines(
     options: Any, configuration: Configuration, device: str, several: int = 1
 ) -> list[str]:
-    """Lines that say what each TPU flag and binding means on a machine without a TPU.
+    """One line on the meaning of each TPU flag and binding on a machine without a TPU.
 
     Args:
       options: t5_mesh_transformer's flags.
@@ -452,7 +452,7 @@ def tpu_lines(
     """
     given = [f"--{flag}={getattr(options, flag)}" for flag in _TPU_FLAGS if getattr(options, flag)]
     lines = []
-    # A TPU on this machine would make them mean what they say.
+    # With a TPU on this machine, they keep their usual meaning.
     if given and "tpu" not in device.lower():
         lines.append(f"{', '.join(given)}: no effect without a TPU; this runs on {device}.")
     inputs = configuration.inputs
@@ -479,7 +479,7 @@ def _device(on_jax: bool) -> tuple[str, int, int]:
         import jax
 
         device = jax.local_devices()[0]
-        # CPU devices have no statistics; the machine's memory stands for theirs.
+        # CPU devices report no statistics, so use the machine's memory.
         statistics = device.memory_stats() or {}
         if "bytes_limit" in statistics:
             total = statistics["bytes_limit"]

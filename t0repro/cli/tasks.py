@@ -34,7 +34,7 @@ _Dataset = Annotated[
 def _register(modules: list[str] | None, templates: list[Path] | None) -> None:
     from t0repro.tasks.registration import load_tasks
 
-    # Without SeqIO, whose import would take most of such a command's time.
+    # Without SeqIO, because its import would dominate the run time of these commands.
     load_tasks(modules_or_t0(modules, templates), templates or (), into_seqio=False)
 
 
@@ -120,7 +120,7 @@ def check_tasks(
     from t0repro.tasks import listing, showing
     from t0repro.tasks.task import select_tasks
 
-    # A task and its twin have one prompt, which is checked once.
+    # A task and its twin share a prompt, which is checked once.
     tasks = showing.without_twins(select_tasks(mixture, dataset))
     with count_progress(len(tasks), "checking", "task", "checked") as advance:
         checked = showing.check_tasks(tasks, advance)
@@ -140,7 +140,8 @@ def export_tasks(
     ],
     mixture: Annotated[str, typer.Option(help="The mixture to export.")],
     to: Annotated[
-        Literal["lm-eval"], typer.Option(help="Whose tasks to write: lm-evaluation-harness's.")
+        Literal["lm-eval"],
+        typer.Option(help="The harness to write tasks for: lm-evaluation-harness."),
     ] = "lm-eval",
     split: Annotated[str, typer.Option(help="The split to evaluate.")] = "validation",
     dataset: _Dataset = None,
@@ -154,7 +155,7 @@ def export_tasks(
     module_import: ModulesOrT0 = None,
     templates: Templates = None,
 ) -> None:
-    """Write prompted tasks for lm-evaluation-harness: one YAML file a prompt, groups, and the rows.
+    """Write prompted tasks for lm-evaluation-harness: YAML files of prompts and groups, and rows.
 
     Every example is rendered here, so that the harness needs neither templates nor a download.
 
@@ -197,8 +198,8 @@ def find_overlap(
 ) -> None:
     """Find held-out rows whose text is in the training rows (contamination).
 
-    Rows are compared, not prompts, by runs of words and by whole fields. Datasets whose rows are
-    missing are named and skipped.
+    Compares rows, not prompts, by sequences of words and by complete fields. Datasets without rows
+    are named and skipped.
 
     Example: t0repro tasks overlap --train t0_train --eval t0_eval_score_eval --out overlap.json
     """
@@ -231,7 +232,7 @@ def fetch_p3(
         ),
     ] = None,
 ) -> None:
-    """Download tasks of the released P3, cached as they were; a second start resumes the download.
+    """Download cached tasks of the released P3; a second start resumes the download.
 
     Example: t0repro tasks fetch-p3 --tasks 'super_glue_rte_*' --to runs/p3
     """
@@ -239,7 +240,7 @@ def fetch_p3(
     from t0repro.hub_files import HubRepository
     from t0repro.tasks import p3
 
-    # HF_ENDPOINT names a mirror to Hugging Face's own clients.
+    # HF_ENDPOINT is how Hugging Face's own clients name a mirror.
     address = base_url or os.environ.get("HF_ENDPOINT") or p3.HUB
     patterns = [pattern for pattern in tasks.split(",") if pattern]
     done = p3.fetch(patterns, to, HubRepository(address, p3.REPOSITORY, p3.REVISION))
@@ -329,7 +330,7 @@ def cache(
         min_shards=min_shards,
     )
     progress = functools.partial(count_progress, doing="caching", thing="row", done_word="cached")
-    # The bar's words are bound here; cache_tasks knows only how to count.
+    # The bar's text is set here; cache_tasks only counts.
     beam = None if beam_options is None else list(_names(beam_options))
     summary = cache_tasks(request, workers or default_workers(), progress, beam_options=beam)
     _print(summary, output_cache_dir)
@@ -340,14 +341,14 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _print(summary: Summary, folder: Path) -> None:
-    # A reason is a sentence about a dataset; its tasks share it.
+    # A reason is about a dataset, so its tasks share it.
     missing = sorted({reason for _, _, reason in summary.left_out})
     if missing:
         tasks = {task for task, _, _ in summary.left_out}
         echo(f"Left out splits of {counted(len(tasks), 'task')}; their rows are missing:")
         for reason in missing:
             echo(f"  {reason}")
-    # A run that had nothing to do takes next to no time.
+    # Guard against a duration near zero, when there was nothing to do.
     rate = summary.examples / max(summary.seconds, 1e-9)
     echo(
         f"Cached {len(summary.cached)} of {counted(summary.selected, 'task')} in {folder}:"

@@ -31,7 +31,7 @@ app = typer.Typer(
     epilog="Example: t0repro vertex status 1234567890 --project P --location europe-west4",
 )
 
-# The second names are those of T5X's script for Vertex AI, run.py.
+# The second names are those of run.py, T5X's script for Vertex AI.
 Project = Annotated[
     str, typer.Option("--project", "--project_id", help="The Google Cloud project.")
 ]
@@ -51,7 +51,7 @@ _ASKING = "asking Vertex AI ..."  # before Google's client, whose import takes s
 
 @dataclasses.dataclass(frozen=True)
 class JobOptions:
-    """What a job runs on, and as what."""
+    """The machines of a job, and the account and network that it uses."""
 
     HEADING: ClassVar = "Machines"
 
@@ -73,7 +73,7 @@ class JobOptions:
     labels: Annotated[list[str] | None, typer.Option(help="KEY=VALUE; repeatable.")] = None
 
     def request(self, display_name: str, image_uri: str, words: tuple[str, ...]) -> Request:
-        """The job that runs these words in the image."""
+        """The job that runs these arguments in the image."""
         from t0repro.cloud.spec import Machines
         from t0repro.cloud.submission import Request
 
@@ -110,7 +110,7 @@ class TrackingOptions:
     ] = None
 
     def tracking(self) -> Tracking | None:
-        """What these ask for; None if nothing.
+        """The requested tracking; None if none was requested.
 
         Raises:
           UserError: If only one of experiment and name is given.
@@ -232,7 +232,7 @@ def submit(
         # Before the checks, which read files and may compile for minutes.
         check_login()
     _check_options(context, request.arguments)
-    # A dry run is to be quick; what is sent costs more than minutes.
+    # A dry run should be quick. A real job costs more than these minutes.
     configured = _checked(request, place, compiles=fit or not dry_run)
     if xmanager:
         _submit_by_xmanager(request, configured, place, xmanager, dry_run=dry_run)
@@ -244,7 +244,7 @@ def submit(
 
 @dataclasses.dataclass(frozen=True)
 class GinFlags:
-    """What the flags of a run mode say of its gin files.
+    """The gin files and bindings that the flags of a run mode give.
 
     Attributes:
       others: flag -> the value to pass on; None if it is not given.
@@ -285,7 +285,7 @@ def _words(run_mode: str | None, gin: GinFlags, command: list[str]) -> tuple[str
 
 
 def _check_options(context: typer.Context, arguments: Arguments) -> None:
-    """Refuses options that the job's command does not know, as that command would in the container.
+    """Refuses options that the job's command would refuse in the container.
 
     Raises:
       UserError, click.UsageError: For an option that is unknown, incomplete or of the wrong type.
@@ -295,7 +295,7 @@ def _check_options(context: typer.Context, arguments: Arguments) -> None:
 
         from t0repro.cli import t5_mesh_transformer
 
-        # absl has one set of flags in a process; nothing else here reads it.
+        # absl has one set of flags per process; nothing else here reads it.
         t5_mesh_transformer.define_flags()
         try:
             flags.FLAGS([MESH_TRANSFORMER, *canonical_arguments(arguments.words)])
@@ -304,7 +304,7 @@ def _check_options(context: typer.Context, arguments: Arguments) -> None:
         return
     root = context.find_root()
     group: Any = root.command
-    # The first word is --run_mode=MODE, which the image's entry point takes.
+    # The first word is --run_mode=MODE, which the image's entry point parses.
     words = with_t5x_overrides(arguments.words[1:])
     # Parsed as in the container, but not invoked.
     group.get_command(root, arguments.mode.value).make_context(
@@ -339,7 +339,7 @@ def _submit(
         name = submission.submit(request, configured, place)
     else:
         name, record = submission.submit_and_track(request, configured, tracking, place)
-    # Before the wait, so that a user who is cut off can follow the job by its name.
+    # Before the wait, so that a user who loses the connection has the job's name.
     typer.echo(f"submitted {name}")
     echo(f"to follow it: {_command('status', name)} --wait", err=True)
     if wait:
@@ -362,7 +362,7 @@ def _submit_by_xmanager(
 
 
 def _checked(request: Request, place: Place, *, compiles: bool) -> Configured:
-    """What a job's gin files say, after checks that are printed."""
+    """The job's parsed gin files, after checks whose results are printed."""
     from t0repro.cloud.checks import check
 
     configured, lines = check(
@@ -374,7 +374,7 @@ def _checked(request: Request, place: Place, *, compiles: bool) -> Configured:
 
 
 def _print_spec(spec: JobSpec) -> None:
-    # It alone goes to standard output, so that it can be redirected to a file.
+    # Nothing else goes to standard output, so that this can be redirected to a file.
     typer.echo(spec.to_yaml(), nl=False)
     echo(f"The same container with Docker: {spec.shell_command()}", err=True)
 
@@ -402,7 +402,7 @@ def status(
     if not (seen.ended or wait):
         typer.echo(seen.state)
         return
-    # Of a job that has ended, following means to upload the rest and to record the end.
+    # Following a finished job uploads the rest and records its end.
     record = record_of(seen, place)
     seen, metrics = follow(seen.name, record, place, poll_seconds=poll_seconds)
     _print_end(seen, metrics)
@@ -420,7 +420,7 @@ def _print_end(seen: Look, metrics: dict[str, float]) -> None:
     if seen.state == "succeeded":
         typer.echo("succeeded")
         return
-    # An error, so that scripts see it by the exit code.
+    # An error, so that scripts can see it from the exit code.
     what = "was cancelled" if seen.state == "cancelled" else "failed"
     raise UserError(
         f"The job {what}{f': {seen.reason}' if seen.reason else ''}".rstrip(".") + ".",
