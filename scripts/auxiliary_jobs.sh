@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The two examples of docs/auxiliary_jobs.md on real data: every checkpoint of a training is ranked on two
-# mixtures while training continues; and every checkpoint of another is fine-tuned in a folder of its own.
+# The two examples of docs/auxiliary_jobs.md on real data. While a training run continues, jobs evaluate each of
+# its checkpoints on two mixtures. Jobs of a second run fine-tune each of its checkpoints in a separate folder.
 #
 #   T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE bash scripts/auxiliary_jobs.sh
 #
-# Everything goes to runs/topics and runs/news in the current folder. Run again, it continues where it stopped.
-# Further arguments go to both trainings, such as --gin.TRAIN_STEPS=200.
+# Writes into runs/topics and runs/news in the current folder. A second start continues where the first stopped.
+# Further arguments go to both training runs, such as --gin.TRAIN_STEPS=200.
 set -euo pipefail
 : "${T0REPRO_DATA_DIR:?the folder of datasets, <dataset>/<subset>/<split>.jsonl}"
 : "${T0REPRO_VOCAB:?a copy of the T5 sentencepiece.model}"

@@ -1,4 +1,4 @@
-"""T0's sequence in a bucket against the same on this disk: cache, train, rank evaluation, report.
+"""Compares T0's commands (cache, train, evaluate, report) in a bucket and in a local folder.
 
     .venv/bin/python scripts/bucket_check.py --store gs      # a loopback server of Google's store
     .venv/bin/python scripts/bucket_check.py --store s3      # moto
@@ -26,17 +26,15 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
 
-# Files that hold times, paths or machines.
+# Files that contain times, paths or the machine's name.
 _NOT_COMPARED = ("events.out.tfevents", "provenance.json", "/results/", "COMPLETED", "/logs/")
 _COMPARED = (".tfrecord", "_inputs", "_targets", "_predictions", "info.", "stats.")
 STEPS = 6
-SEED = (
-    "--gin_param=mesh_train_dataset_fn.seed = 1"  # else each start takes another order of the data
-)
+SEED = "--gin_param=mesh_train_dataset_fn.seed = 1"  # otherwise each start has another data order
 
 
 def sequence(place: str, steps: int = STEPS) -> None:
-    """Runs T0's commands with all folders below a place.
+    """Runs T0's commands with all folders below one path.
 
     Raises:
       subprocess.CalledProcessError: If one fails.
@@ -60,7 +58,7 @@ def sequence(place: str, steps: int = STEPS) -> None:
 
 
 def differences(address: str, folder: Path, steps: int = STEPS) -> Iterator[str]:
-    """What differs between a bucket's files and a folder's, one sentence each."""
+    """The differences between a bucket's files and a folder's, one sentence each."""
     from t0repro import buckets
     from t0repro.training.checkpoints import load_tree
 
@@ -106,7 +104,7 @@ def main() -> int:
     store = parser.parse_args().store
     import bucket_servers
 
-    # Clients that hang up are no news; the server would print a traceback for each.
+    # Clients may hang up; the server would print a traceback each time.
     socketserver.BaseServer.handle_error = lambda *_: None
     server = bucket_servers.GoogleStorage() if store == "gs" else bucket_servers.S3()
     os.environ.update(server.environment(server.port))

@@ -5,10 +5,10 @@
 #   MODULE=t0repro.tasks.examples.small MIXTURE=small_train,small_eval_score_eval bash scripts/cache.sh
 #   MODULE=t0repro.tasks.local TASKS='super_glue_rte_.*' bash scripts/cache.sh
 #
-# CACHE_DIR is where (runs/<last name of MODULE>/cache), PROCESSES how many share the tasks, MIN_SHARDS
-# how many files a split has at least. Further arguments go to seqio_cache_tasks. Tasks that are cached
-# already are left alone; what an interrupted call left is made anew. The demo takes about a minute on
-# two cores; `t0repro cache` writes the same examples in seconds.
+# Variables: CACHE_DIR, the output folder (runs/<last name of MODULE>/cache); PROCESSES, which share the tasks;
+# MIN_SHARDS, the minimum number of files per split. Further arguments go to seqio_cache_tasks. Cached tasks are
+# kept; partial ones are cached again. The demo takes about a minute on two cores; `t0repro cache` writes the
+# same examples in seconds.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PATH="$root/.venv/bin:$PATH"
@@ -27,8 +27,8 @@ MIN_SHARDS=${MIN_SHARDS:-4}
 cores=$(getconf _NPROCESSORS_ONLN)
 PROCESSES=${PROCESSES:-$((cores < 4 ? cores : 4))}
 
-# TensorFlow's and Beam's chatter goes to the logs; nothing here needs an accelerator or the network.
-# A bucket has no folders for several writers to share: one command writes there.
+# TensorFlow's and Beam's messages go to the logs; nothing here needs an accelerator or the network.
+# Several writers cannot share a folder of a bucket, so one command writes there.
 if [[ $CACHE_DIR == *://* ]]; then
   exec t0repro cache --module_import="$MODULE" --output_cache_dir="$CACHE_DIR" \
     ${MIXTURE:+--mixture="$MIXTURE"} ${TASKS:+--tasks="$TASKS"} --min_shards="$MIN_SHARDS" \
@@ -42,23 +42,22 @@ logs=$CACHE_DIR/logs
 plan=$(mktemp)
 trap 'rm -f "$plan"; jobs -p | xargs -r kill 2>/dev/null || true' EXIT
 
-# The lock of `t0repro cache`: neither command may remove what the other is writing. The workers inherit
-# it, so that it is held until the last of them ends, even if this script is killed; big processes take
-# a few seconds to die.
+# The lock of `t0repro cache`, so that neither command removes what the other is writing. The workers inherit
+# it, so it is held until the last of them ends, even if this script is killed. Large processes take a few
+# seconds to die.
 mkdir -p "$CACHE_DIR"
 exec 9>"$CACHE_DIR/.t0repro.lock"
-# A refused run may have removed the file meanwhile, with the folder that it had made: then it locks nothing.
+# A refused run may have removed the file together with the folder that it had created; then it locks nothing.
 if ! flock --timeout 10 9 || [[ ! /dev/fd/9 -ef $CACHE_DIR/.t0repro.lock ]]; then
   echo "cache: another run is caching into $CACHE_DIR; wait for it, or set CACHE_DIR to another folder" >&2
   exit 2
 fi
 
-# A count with its noun: "1 task", "2 tasks".
+# A count with its noun, as in "1 task" and "2 tasks".
 counted() { if (($1 == 1)); then echo "$1 $2"; else echo "$1 ${3:-$2s}"; fi; }
 say() { echo "  $1 [$((SECONDS - started)) s]"; }
 say "reading the list of tasks of $MODULE"
-# -P: the folder gin/ at the top of the repository must not stand in for the library. What takes time
-# is told on stderr.
+# -P keeps the repository's folder gin/ from shadowing the library. Progress goes to stderr.
 status=0
 python -P -W ignore -m t0repro.tasks.prompt_cache.seqio_plan --module_import="$MODULE" \
   --mixtures="${MIXTURE:-}" --tasks="${TASKS:-}" --output_cache_dir="$CACHE_DIR" \
@@ -85,8 +84,8 @@ while read -r tasks; do
   processes+=($!)
 done <"$plan"
 
-# Beam writes a task's files at the very end: until then, how many splits it has begun to read. A log
-# that still grows shows that a process is alive.
+# Beam writes a task's files only at the end. Until then, print how many splits it has begun to read. A log
+# that grows shows that a process is alive.
 count() { find "$CACHE_DIR" -mindepth 2 -maxdepth 2 -name COMPLETED 2>/dev/null | wc -l || true; }
 begun() { cat "$logs"/*.log | grep -c 'Processing shard' || true; }
 last=0

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH" NO_MKDOCS_2_WARNING=1
 out=${1:-site}
-# The package as it is installed: in the checkout, tasks/ and converters/ are not below t0repro.
+# Build the package first, because in the checkout tasks/ and converters/ are not below t0repro.
 T0REPRO_BUILT=$(mktemp -d)
 export T0REPRO_BUILT
 trap 'rm -rf "$T0REPRO_BUILT"' EXIT

@@ -1,4 +1,4 @@
-"""Fills docs/gin_fields.md in the site: what gin may bind in either dialect, from the code itself.
+"""Fills docs/gin_fields.md in the site with the bindings of both dialects, read from the code.
 
 mkdocs.yml runs this as a hook whenever the site is built, so the page always matches the code.
 """
@@ -51,7 +51,7 @@ def default_of(field: dataclasses.Field) -> str:
 
 
 def type_of(field: dataclasses.Field) -> str:
-    # Annotations are strings here; the range has a column of its own.
+    # Annotations are strings here; the range has its own column.
     text = re.sub(r"^Annotated\[(.*), Range\(.*\)\]$", r"\1", " ".join(str(field.type).split()))
     return f"`{cell(text)}`"
 
@@ -107,7 +107,7 @@ def gin_default(parameter: inspect.Parameter) -> str:
     if named := getattr(parameter.default, "__name__", None):
         return f"`@{named}`"
     shown = repr(parameter.default)
-    # An object without a text of its own: what it is, not where in memory.
+    # An object without its own repr: print its type, not its address.
     return f"a `{type(parameter.default).__name__}`" if " at 0x" in shown else f"`{cell(shown)}`"
 
 

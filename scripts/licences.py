@@ -19,7 +19,7 @@ Python needs is not installed where the page was made.
 | package | version | licence |
 |---|---|---|"""
 
-# Packages whose metadata say nothing, with where it is stated.
+# Licences of packages whose metadata lack them, with the source.
 ELSEWHERE = {
     "namex": "Apache-2.0 (its LICENSE file)",
     "sentencepiece": "Apache-2.0 (its repository)",
@@ -34,7 +34,7 @@ def licence(metadata) -> str:
     named = sorted({each.rpartition(" :: ")[2] for each in classifiers} - {"OSI Approved"})
     if named:
         return ", ".join(named)
-    # Some put the whole text there; its first line names the licence.
+    # Some put the complete text there; its first line names the licence.
     text = (metadata.get("License") or "").strip()
     return text.splitlines()[0].strip() if text else ELSEWHERE.get(metadata["Name"], "not stated")
 

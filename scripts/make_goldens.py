@@ -1,4 +1,4 @@
-"""Makes the golden files of tests/parity/goldens with the real Mesh TensorFlow; about a minute.
+"""Writes the golden files of tests/parity/goldens with the real Mesh TensorFlow; about a minute.
 
 .venv/bin/python -P scripts/make_goldens.py [CASE ...]
 """

@@ -4,11 +4,11 @@
   .venv/bin/python scripts/mutation.py                            # all modules: 45 minutes
   .venv/bin/python scripts/mutation.py t0repro/training/loss.py   # these
 
-Prints each change that no test noticed, as a diff; docs/reliability.md goes through them.
+Prints each change that no test noticed, as a diff; docs/reliability.md explains them.
 
-mutmut makes the changes and chooses one at every call. `mutmut run` starts a process and collects
-the tests again for each; here a module's changes are tried in one process, with the tests collected
-once and JAX's operations compiled once.
+mutmut generates the changes and selects one at each call. `mutmut run` starts a process and
+collects the tests for every change. This script tries all changes of a module in one process: it
+collects the tests once and compiles JAX's operations once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ except ImportError:
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Modules whose arithmetic and names have to equal other systems', each with the tests that are to
-# notice its changes.
+# Modules whose arithmetic and names must equal other systems', with the tests that should notice
+# their changes.
 TESTS = {
     "t0repro/training/adafactor.py": [
         "tests/training/test_adafactor.py",
@@ -45,7 +45,7 @@ TESTS = {
     "t0repro/training/loss.py": [
         "tests/training/test_loss.py",
         "tests/training/test_t5x_loss.py",
-        "-k",  # leave out what takes seconds and has quicker tests beside it
+        "-k",  # skip slow tests that have a quicker equivalent
         "not never_has_all and not each_way and not metrics_have and not is_the_whole",
     ],
     "t0repro/evaluation/rank.py": ["tests/evaluation/test_rank.py"],
@@ -77,7 +77,7 @@ class MutatedModule:
         self._file.write_text(mutated.code)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        """The import system's question: where is this module?"""
+        """Answers the import system, which asks where this module is."""
         if name == self.name:
             return importlib.util.spec_from_file_location(name, self._file)
         return None
@@ -92,7 +92,7 @@ class MutatedModule:
         os.environ["MUTANT_UNDER_TEST"] = ""
 
     def choose(self, change: str) -> None:
-        """Puts a change into effect; "" is none."""
+        """Activates a change; "" activates none."""
         os.environ["MUTANT_UNDER_TEST"] = f"{self.name}.{change}"
         if self._computes_on_import:
             importlib.reload(sys.modules[self.name])
@@ -117,7 +117,7 @@ class Trials:
         self.failure: Any = None  # pytest's report of what failed last
 
     def pytest_configure(self) -> None:
-        """The same examples every time, and no search for a smaller one where one fails."""
+        """Uses the same examples every time and does not shrink a failing one."""
         from hypothesis import Phase, settings
 
         phases = (Phase.explicit, Phase.generate)
@@ -166,7 +166,7 @@ class Trials:
     def _imports(self, change: str) -> bool:
         try:
             self.module.choose(change)
-        except Exception:  # whatever it is, every test would have failed
+        except Exception:  # whatever the error is, every test would have failed
             return False
         return True
 
@@ -176,7 +176,7 @@ class Trials:
         for test, following in zip(tests, [*tests[1:], None], strict=True):
             test.ihook.pytest_runtest_protocol(item=test, nextitem=following)
             if self.failure:
-                # Fixtures of the module or the session made values under this change.
+                # Fixtures of module or session scope hold values computed under this change.
                 test.session._setupstate.teardown_exact(None)
                 return False
         return True
@@ -208,12 +208,12 @@ def main() -> None:
     if unknown := set(paths) - TESTS.keys():
         parser.error(f"{min(unknown)} is none of {', '.join(TESTS)}")
     if len(paths) == 1:
-        # Operation by operation: no program is compiled anew for each change.
+        # Operation by operation, so that no program is recompiled for each change.
         os.environ |= {"JAX_DISABLE_JIT": "1", "JAX_PLATFORMS": "cpu"}
         os.chdir(ROOT)
         try_changes(paths[0])
     else:
-        for path in paths:  # what one module's changes leave behind does not reach the next
+        for path in paths:  # so that one module's changes cannot affect the next
             subprocess.run([sys.executable, __file__, path], check=True)
 
 

@@ -3,7 +3,7 @@
     python scripts/pictures.py
 
 The first line of a text is the title. In the others, `[a / b]` is a box with one line for each
-part, and `-words->` an arrow to the next box. A line without a box is a remark. house.svg has no
+part, and `-words->` an arrow to the next box. A line without a box is a caption. house.svg has no
 text: it is the layers of the import contract in pyproject.toml.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A ground of its own makes a picture readable on a page of either colour.
+# Its own background makes a picture readable on light and dark pages.
 STYLE = """<style>
 text{font:13px system-ui,sans-serif;fill:#1d2b33;text-anchor:middle}
 .t{font-weight:600;text-anchor:start}.n{text-anchor:start}.l{font-size:11px}.g{fill:#fff}.b{fill:#e3f1ef;stroke:#3f6b73}

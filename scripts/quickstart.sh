@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# The main job from prompts to report, on the embedded demo: cache, train on JAX, go on training on both
-# stacks, evaluate on both, convert there and back, report. Under 2 minutes on two idle cores.
+# From prompts to a report on the embedded demo: cache, train on JAX, continue training on both stacks, evaluate
+# on both, convert there and back, report. Under 2 minutes on two idle cores.
 #
 #   bash scripts/quickstart.sh                                      # the embedded demo
 #   T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE bash scripts/quickstart.sh   # the same on real datasets
 #
-# The demo's rows are generated from word lists: its accuracies show that the machinery works and say
-# nothing about the real datasets whose form the rows have.
+# The demo's rows are generated from word lists in the form of real datasets. Its accuracies show that the
+# pipeline works; they say nothing about the real datasets.
 #
-# RUN_DIR (default runs/quickstart_demo) receives everything. What is there already is not done again, so
-# an interrupted run continues where it stopped; remove the folder for a fresh one. Further arguments go to
-# both training commands, e.g. --gin_param="run.batch_size = 16".
+# Writes everything into RUN_DIR (default runs/quickstart_demo). An interrupted run continues where it stopped;
+# remove the folder to start over. Further arguments go to both training commands, such as
+# --gin_param="run.batch_size = 16".
 set -euo pipefail
-# As they are meant where the script is called.
+# Paths are relative to the folder from which the script is called.
 for path in T0REPRO_DATA_DIR T0REPRO_VOCAB RUN_DIR; do
   if [[ -n ${!path:-} ]]; then export "$path=$(realpath -m -- "${!path}")"; fi
 done
@@ -26,13 +26,13 @@ if [[ -n ${T0REPRO_DATA_DIR:-} ]]; then
   name=small module=examples.small
   rows="real rows"
   seqio_task=super_glue_copa_more_likely_score_eval
-  # Longer texts, and a vocabulary of 32,128 whose softmax takes most of the time.
+  # Real texts are longer, and the softmax over T5's vocabulary of 32,128 takes most of the time.
   export INPUTS_LENGTH=${INPUTS_LENGTH:-256} TRAIN_STEPS=${TRAIN_STEPS:-500}
 else
   name=demo module=demo
   rows="SYNTHETIC rows: these figures say nothing about the real datasets"
   seqio_task=demo_synthetic_glue_mrpc_want_to_know_score_eval
-  # Short: targets have at most 7 tokens, and half of scripts/train.sh's batch learns the demo as well.
+  # Short, because targets have at most 7 tokens. Half of scripts/train.sh's batch is enough for the demo.
   export TARGETS_LENGTH=${TARGETS_LENGTH:-16} TOKENS_PER_BATCH=${TOKENS_PER_BATCH:-2048}
   export TRAIN_STEPS=${TRAIN_STEPS:-350}
 fi
@@ -41,14 +41,14 @@ mkdir -p "$run/logs"
 export MODULE=t0repro.tasks.$module MIXTURE_NAME=${name}_train EVAL_MIXTURE_NAME=${name}_eval_score_eval
 export CACHE_DIR=$run/cache
 model=$run/model
-# What JAX compiles for one command, another finds there.
+# Commands share their compiled programs through this cache.
 export JAX_COMPILATION_CACHE_DIR=$run/programs
 
 started=$SECONDS
 say() { printf '\n== %s  [%d:%02d]\n' "$1" $(((SECONDS - started) / 60)) $(((SECONDS - started) % 60)); }
 
-# `beside NAME COMMAND` starts a command beside those that follow, so that each has a core; `joined NAME`
-# waits for it and prints what it printed.
+# `beside NAME COMMAND` starts a command in the background, so that each of two commands has a core.
+# `joined NAME` waits for it and prints its output.
 declare -A others=()
 beside() {
   set -m # in a process group of its own, which can be ended as a whole
@@ -65,14 +65,14 @@ joined() {
 }
 trap 'for group in "${others[@]}"; do kill -- "-$group" 2>/dev/null || true; done' EXIT
 
-# float32 masters, which T0's TPU runs hold in bfloat16: what one stack saves, the other reads bit for bit.
+# float32 masters, so that each stack reads the other's checkpoints bit for bit. T0's TPU runs have bfloat16.
 train() { bash scripts/train.sh --gin_param="utils.get_variable_dtype.master_dtype = 'float32'" "$@"; }
 
 # ---- 1: prompted tasks, cached --------------------------------------------------------------------------
 say "1/6  caching the tasks of $MIXTURE_NAME and $EVAL_MIXTURE_NAME"
 t0repro cache --module_import "$MODULE" --mixture "$MIXTURE_NAME,$EVAL_MIXTURE_NAME" \
   --output_cache_dir "$CACHE_DIR" --min_shards 4
-# One of the tasks by SeqIO's own command as well: the same examples, with every field.
+# SeqIO's own command caches one of the tasks too, to check that all fields of all examples are equal.
 cache_by_seqio() {
   MIXTURE='' TASKS=$seqio_task CACHE_DIR=$run/seqio_cache bash scripts/cache.sh
   TF_CPP_MIN_LOG_LEVEL=2 CUDA_VISIBLE_DEVICES='' python -P -W ignore scripts/same_examples.py \

@@ -4,14 +4,14 @@
 #   bash scripts/rank_eval.sh --backend=jax
 #   bash scripts/rank_eval.sh --backend=mtf --gin_param="eval_checkpoint_step = 'all'"
 #
-# Arguments are passed through, last, so that an override given here wins over those below. Variables:
+# Arguments are passed on last, so that they override the settings below. Variables:
 #   MODEL_DIR, CACHE_DIR        the trained run; where scripts/cache.sh put the tasks
 #   MODULE, EVAL_MIXTURE_NAME   what registers the tasks; which of them to evaluate
 #   EVAL_STEP                   a step, 'all' (quoted for gin), or -1 for the latest (the default)
 #   NUM_EVAL_EXAMPLES           (input, choice) pairs per task; -1 takes all (the default)
 #   EVAL_TOKENS_PER_BATCH
 #
-# Writes $MODEL_DIR/validation_eval/ (inputs, targets, scores of each task), metrics.jsonl beside it.
+# Writes $MODEL_DIR/validation_eval/ (inputs, targets and scores of each task) and metrics.jsonl beside it.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PATH="$root/.venv/bin:$PATH"

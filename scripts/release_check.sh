@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Everything that must hold before a release, apart from the tests: version, changelog, citation, what the source
-# distribution and the wheel hold, licences of all dependencies, a bill of materials.
+# All checks before a release except the tests: version, changelog, citation, contents of the source distribution
+# and the wheel, licences of all dependencies, a bill of materials.
 #   EXTRAS=release bash scripts/setup.sh     # the tools, once
-#   bash scripts/release_check.sh            # dist/ gets the two files and sbom.json
+#   bash scripts/release_check.sh            # writes both packages and sbom.json to dist/
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH"
@@ -25,14 +25,14 @@ tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
 
 echo "== citation"
-# In an environment of its own: it needs an older jsonschema than the bill of materials.
+# In a separate environment, because it needs an older jsonschema than the bill of materials.
 python -m venv "$tree/.cff"
 "$tree/.cff/bin/python" -m pip install --quiet --disable-pip-version-check cffconvert
 "$tree/.cff/bin/cffconvert" --validate -i CITATION.cff
 rm -rf "$tree/.cff"
 
 echo "== source distribution and wheel"
-# From what is committed alone, so that nothing else in the checkout gets in.
+# From committed files only, so that the packages contain nothing else from the checkout.
 git archive HEAD | tar -x -C "$tree"
 rm -rf dist
 pyproject-build --outdir dist "$tree"

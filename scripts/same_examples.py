@@ -1,4 +1,4 @@
-"""Compares two caches of one task: the same examples in each split, whatever their order.
+"""Checks that two caches of a task have the same examples in each split, in any order.
 
     .venv/bin/python -P scripts/same_examples.py CACHE_A/TASK CACHE_B/TASK
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Does the recipe learn? T0's recipe in T5X's gin files, on real data and at a size for two CPU cores: for
-# each of three seeds, a small T5 1.1 is pretrained by span corruption, adapted to language modelling and
-# tuned on prompts of four datasets; then every checkpoint of the tuning ranks the answers of prompts and
-# datasets that it was not trained on. docs/learning.md has what came of it.
+# Does the recipe learn? Runs T0's recipe from T5X's gin files, on real data and at a size for two CPU cores. For
+# each of three seeds, it pretrains a small T5 1.1 by span corruption, adapts it to language modelling and
+# fine-tunes it on prompts of four datasets. It then evaluates every checkpoint of the fine-tuning by rank
+# classification on held-out prompts and datasets. docs/learning.md has the results.
 #
 #   T0REPRO_DATA_DIR=DIR bash scripts/small_texts.sh
 #
-# Everything goes to runs/small_texts in the current folder, a vocabulary made of the texts included. An
-# interrupted run continues where it stopped. SEEDS (default "1 2 3") are the runs. Further arguments go to
-# all trainings. The last command prints and draws what has been learned, and fails unless accuracy on
-# held-out prompts is clearly above chance and above the most frequent answer.
+# Writes everything into runs/small_texts in the current folder, including a vocabulary trained on the texts. An
+# interrupted run continues where it stopped. SEEDS (default "1 2 3") lists the runs. Further arguments go to all
+# training runs. The last command prints and draws the results. It fails unless accuracy on held-out prompts is
+# clearly above both chance and the most frequent answer.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 : "${T0REPRO_DATA_DIR:?the folder of datasets, <dataset>/<subset>/<split>.jsonl}"

@@ -1,9 +1,9 @@
-"""A SentencePiece vocabulary of the texts that scripts/small_texts.sh pretrains on, in T5's form.
+"""Trains a SentencePiece vocabulary, in T5's form, on the pretraining texts of small_texts.sh.
 
     T0REPRO_DATA_DIR=DIR .venv/bin/python -P scripts/small_vocabulary.py vocabulary.model
 
-4,000 pieces, without T5's sentinels: the tasks add those. T5's own 32,000 would be nearly all of so
-small a model's parameters.
+4,000 pieces, without T5's sentinels: the tasks add those. With T5's own 32,000, nearly all
+parameters of so small a model would be embeddings.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ PIECES = 4000
 
 
 def main() -> None:
-    """Trains the vocabulary and writes it to the path that the command line gives."""
+    """Trains the vocabulary and writes it to the path given on the command line."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(dict.fromkeys(texts())),  # ropes repeats its texts
         model_writer=model,
         vocab_size=PIECES,
-        max_sentence_length=100_000,  # bytes; longer texts would be left out
-        num_threads=1,  # sums of floats in one order: the same vocabulary every time
+        max_sentence_length=100_000,  # bytes; the trainer ignores longer texts
+        num_threads=1,  # fixes the order of float sums, so that the vocabulary is reproducible
         # The ids of T5's special pieces; it has no BOS.
         pad_id=0,
         eos_id=1,

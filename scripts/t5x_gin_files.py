@@ -1,4 +1,4 @@
-"""What `t0repro` makes of each gin file of T5X: writes docs/t5x_gin_files.md.
+"""Runs each gin file of T5X and writes docs/t5x_gin_files.md.
 
     .venv/bin/python scripts/t5x_gin_files.py T5X_CHECKOUT [T5X_ON_VERTEX_AI_CHECKOUT]
 
@@ -58,7 +58,7 @@ CONFIGURED = re.compile(rf"^\w+\.({'|'.join(MODES)})(:|\.model = )", re.MULTILIN
 INCLUDED = re.compile(r"""^include\s+['"](.+?)['"]""", re.MULTILINE)
 SPLITS = ("train", "validation", "test", "validation_matched", "validation_mismatched")
 NO_CHECKPOINT = "ready, except for its checkpoint"
-# Part of a refusal -> why it stands.
+# Part of a refusal -> why it is correct.
 ITSELF = "T5X itself cannot run them:"
 REASONS = {
     "no run mode 'export'": "They write a SavedModel for TensorFlow Serving; no model here is one.",
@@ -74,7 +74,7 @@ REASONS = {
 
 
 def closure(file: Path, folders: Sequence[Path]) -> str:
-    """The text of a file and of all files that it includes; what is not there is left out."""
+    """The text of a file and of all files that it includes; missing ones are left out."""
     text = file.read_text()
     for name in INCLUDED.findall(text):
         found = next((folder / name for folder in folders if (folder / name).is_file()), None)
@@ -84,14 +84,14 @@ def closure(file: Path, folders: Sequence[Path]) -> str:
 
 
 def files_of_run(file: Path, text: str) -> tuple[str, list[str]]:
-    """The run mode that a file is for, and the files that make a run of it."""
+    """The run mode of a file, and the files that complete it to a run."""
     found = CONFIGURED.search(text)
     model = "MODEL = " in text
     files = [str(file)]
     family = "contrib/gpu/t5" if "contrib/gpu" in str(file) else "examples/t5"
     if "scalable_t5" in str(file):
         family = "examples/scalable_t5"
-    # A part that changes some values of a run comes after it.
+    # A file that changes some values of a run comes after the run's file.
     is_last = not model or file.name == "local_tiny.gin"
     if found is None or file.name == "local_tiny.gin":
         files.insert(0 if is_last else 1, "t5x/configs/runs/pretrain.gin")
@@ -101,7 +101,7 @@ def files_of_run(file: Path, text: str) -> tuple[str, list[str]]:
 
 
 def said(*arguments: str) -> tuple[str, str]:
-    """What a `t0repro` command of this process prints, and its error in a line; "" for none."""
+    """The output of a `t0repro` command in this process, and its error in a line; "" for none."""
     command = typer.main.get_command(app)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
@@ -126,7 +126,7 @@ def with_macros(mode: str, arguments: list[str]) -> list[str]:
 
 
 def on_own_task(mode: str, values: dict[str, dict[str, str]], folder: Path) -> list[str]:
-    """Bindings that replace what is in Google's buckets by what is here."""
+    """Bindings that replace files in Google's buckets by local ones."""
     bytes_ = any(name.endswith("ByteVocabulary.extra_ids") for name in values)
     task = "'listed_bytes'" if bytes_ else "'listed'"
     replaced = {
@@ -239,7 +239,7 @@ def main() -> None:
         sys.exit(__doc__)
     checkout, *rest = map(Path, sys.argv[1:])
     vertex = rest[0] if rest else None
-    # What the files import besides T5X lies in these folders.
+    # These folders have the modules that the files import besides T5X.
     for path in (vertex and vertex / "tasks", *checkout.rglob("dummy_wikipedia_config")):
         sys.path.append(str(path))
     add_tasks()

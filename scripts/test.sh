@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change goes in: lint, format, imports, types, tests. Arguments go
-# to pytest.
-#   bash scripts/test.sh                   # all but the slow and the hard life
+# All checks before a change is merged: lint, format, imports, types, tests. Arguments go to pytest.
+#   bash scripts/test.sh                   # all tests except slow ones and fault injection
 #   bash scripts/test.sh --fast            # under 3 minutes on two idle cores: tests/fast_tier.txt
 #   bash scripts/test.sh tests/mtf -x     # these tests, after lint and types
 #   bash scripts/test.sh --coverage        # which lines and branches the tests run; slower by a third
@@ -32,8 +31,8 @@ esac
 echo "== ruff"
 ruff check
 ruff format --check
-# Imports and types are checked on the package as it is installed: in the checkout, tasks/, converters/
-# and gin/ are not yet below t0repro, and gin/ would be taken for gin-config.
+# Imports and types are checked on the built package: in the checkout, tasks/, converters/ and gin/ are not below
+# t0repro, and gin/ would be mistaken for gin-config.
 built=build/typed
 rm -rf "$built"
 python -P setup.py --quiet build_py --build-lib "$built"
@@ -44,9 +43,8 @@ echo "== import contracts"
 echo "== basedpyright"
 (cd "$built" && basedpyright --level error t0repro)
 echo "== pytest"
-# loadfile: the tests of a file share their fixtures, so that one training run serves them all; in
-# the order of tests/conftest.py instead of by number of tests.
-# Three on two cores, since a test often waits for the processes that it started.
+# loadfile, because the tests of a file share fixtures, such as one training run. tests/conftest.py sets the order
+# of files. Three workers on two cores, because tests often wait for processes that they started.
 "${run[@]}" -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder \
   -m "not slow and not hardlife" \
   ${tests[@]+"${tests[@]}"} "$@"

@@ -4,7 +4,7 @@
 #   bash scripts/train.sh --backend=jax
 #   bash scripts/train.sh --backend=mtf --gin_param="run.train_steps = 100"
 #
-# Arguments are passed through, last, so that an override given here wins over those below. Variables:
+# Arguments are passed on last, so that they override the settings below. Variables:
 #   MODEL_DIR, CACHE_DIR   where the run goes; where scripts/cache.sh put the tasks
 #   MODULE, MIXTURE_NAME   what registers the tasks; which of them to train on
 #   MODEL_GIN              the model: a file of gin/ or of t5's, or a checkpoint's operative_config.gin
@@ -12,8 +12,8 @@
 #   TRAIN_STEPS            the global step to train to
 #   TOKENS_PER_BATCH, INPUTS_LENGTH, TARGETS_LENGTH
 #
-# T0 itself, where this has small values: t5.1.1.lm100k.xxl, 1,112,200 steps (from 1,100,000), 1,048,576
-# tokens a batch, lengths 1024 and 256, on a TPU v3-512.
+# The defaults are small. T0 used t5.1.1.lm100k.xxl, 1,112,200 steps (from 1,100,000), 1,048,576 tokens per batch,
+# lengths 1024 and 256, and a TPU v3-512.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PATH="$root/.venv/bin:$PATH"

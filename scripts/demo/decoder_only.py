@@ -1,4 +1,4 @@
-"""Makes a tiny decoder-only model with random parameters, in transformers' layout.
+"""Writes a tiny decoder-only model with random parameters, in transformers' layout.
 
     python scripts/demo/decoder_only.py runs/decoder_only
 

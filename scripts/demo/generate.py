@@ -1,8 +1,8 @@
 """Writes the demo's rows: .venv/bin/python scripts/demo/generate.py [folder].
 
 Every sentence is composed from the phrases in words.py with a fixed seed, so that the files can be
-reproduced byte for byte. The rows are deliberately easy: their words give most of the answer away,
-so that a model of a few million parameters learns the tasks within minutes on two cores.
+reproduced byte for byte. The rows are deliberately easy: their words reveal most of the answer, so
+a model of a few million parameters learns the tasks within minutes on two cores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def with_articles(sentence: str) -> str:
 
 def news(draw: random.Random, index: int) -> Row:
     """A headline and a report, in the schema of ag_news: text, label of four topics."""
-    # By turns, so that all labels are equally frequent.
+    # Labels take turns, so that all are equally frequent.
     label = index % 4
     topic = words.NEWS[label]
     who = draw.choice(topic["who"]).format(place=draw.choice(words.PLACES))
@@ -85,7 +85,7 @@ def long_review(draw: random.Random, index: int) -> Row:
 
 
 def sentence_pair(draw: random.Random, index: int) -> Row:
-    """Two sentences that do or do not say the same, in the schema of glue/mrpc."""
+    """Two sentences that are or are not paraphrases, in the schema of glue/mrpc."""
     label = index % 2
     actor, other_actor = draw.choice(words.ACTORS)
     act, past, other_past, thing, other_thing = draw.choice(words.ACTS)

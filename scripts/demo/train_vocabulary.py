@@ -25,20 +25,20 @@ def sentences() -> Iterator[str]:
     """All texts of the demo: prompts, targets and answer choices of every split's rows."""
     for entry in DEMO:
         folder = dataset_folder(FOLDER, entry.dataset, entry.subset)
-        # Evaluation prompts too: their words must be spelt, though they are never trained on.
+        # Evaluation prompts too: the vocabulary must cover their words, which no model trains on.
         for name in (*entry.train, *entry.evaluate):
             template = load_template(entry.dataset, entry.subset, name)
             for split in splits_on_disk(folder):
                 for row in read_rows(folder / f"{split}.jsonl"):
                     rendering = render(template, row)
                     if rendering is not None:
-                        # The trainer takes a line as a sentence.
+                        # The trainer treats each line as a sentence.
                         yield rendering.inputs.replace("\n", " ")
                         yield from rendering.answer_choices or [rendering.targets]
 
 
 def train() -> bytes:
-    """The serialized model; the same on every machine, since one thread trains it unsampled."""
+    """The serialized model, the same on every machine: one thread trains it without sampling."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=sentences(),
