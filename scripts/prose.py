@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+KINDS = (".md", ".py", ".sh")
 PAGES = ("README.md", "docs")
-CODE = ("t0repro", "tasks", "converters")
+CODE = ("t0repro", "tasks", "converters", "scripts")
 
 # After "training", these make a compound that the field uses.
 _KIND = (
@@ -120,8 +121,10 @@ def comments_and_strings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def check(path: Path) -> list[Hit]:
-    """The private words of a page or a module."""
+    """The private words of a page, a module or a shell script's comments."""
     text = path.read_text()
+    if path.suffix == ".sh":
+        text = "".join(re.findall(r"^# ?(.*\n)", text, re.M))
     parts = comments_and_strings(text) if path.suffix == ".py" else paragraphs(text)
     name = path.relative_to(ROOT)
     found = {hit: None for line, part in parts for hit in hits(part, f"{name}:{line}")}
@@ -129,11 +132,11 @@ def check(path: Path) -> list[Hit]:
 
 
 def files(folders: tuple[str, ...]) -> list[Path]:
-    """Every page and module below the folders."""
+    """Every page, module and shell script below the folders, except this file."""
     found = []
     for each in (ROOT / folder for folder in folders):
-        found += [each] if each.is_file() else [*each.rglob("*.md"), *each.rglob("*.py")]
-    return sorted(found)
+        found += [each] if each.is_file() else [x for x in each.rglob("*.*") if x.suffix in KINDS]
+    return sorted(path for path in found if path != Path(__file__).resolve())
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Seconds that one process takes for a batch of T0's size, beside the predicted steps of a v3-512.
+"""Seconds per batch of T0's size in one process, compared with the predicted steps of a v3-512.
 
     T0REPRO_DATA_DIR=... T0REPRO_VOCAB=... t0repro cache --mixture t0_train --at_hand \
         --splits train --output_cache_dir CACHE
     T0REPRO_DATA_DIR=... T0REPRO_VOCAB=... .venv/bin/python -P scripts/bench/batches.py CACHE
 
 1,024 packed rows of 1,024 + 256 tokens, from all tasks of a cache in proportion to their examples,
-shuffled. Three ways, each in a process of its own: Mesh TensorFlow's function as it is,
-TrainBatches (the same batches), and CachedBatches, which needs no TensorFlow. No small task is held
-in memory, as T0's large ones are not. "busiest" is the thread that used most processor time, for a
-batch: with processors enough, batches come no faster than that.
+shuffled. Three ways, each in a separate process: Mesh TensorFlow's unchanged function,
+TrainBatches (the same batches), and CachedBatches, which needs no TensorFlow. Small tasks are not
+held in memory, because T0's large ones are not. "busiest" is the processor time per batch of the
+busiest thread. It limits the speed, however many processors there are.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def tensorflow_batches(counts: dict[Path, int], ours: bool) -> Iterator[dict[str
 
 
 def numpy_batches(counts: dict[Path, int]) -> Iterator[dict[str, Any]]:
-    """Batches by numpy alone."""
+    """Batches by numpy, without TensorFlow."""
     from t0repro.data.cached import CachedBatches
 
     rates = {str(folder): float(count) for folder, count in counts.items()}
@@ -87,7 +87,7 @@ def thread_seconds() -> dict[str, float]:
 
 
 def measure(batches: Iterator[dict[str, Any]], warm: int, count: int) -> dict[str, float]:
-    """What a batch takes after `warm` of them."""
+    """Seconds per batch after the first `warm` batches."""
     started, examples = time.perf_counter(), 0
     for _ in range(warm):
         next(batches)
@@ -126,7 +126,7 @@ def main() -> None:
             else tensorflow_batches(counts, options.way == "train")
         )
         print(json.dumps(measure(batches, options.warm, options.batches)), flush=True)
-        os._exit(0)  # hundreds of threads of tf.data would be waited for
+        os._exit(0)  # do not wait for tf.data's hundreds of threads
     for way in WAYS:
         load = os.getloadavg()[0]
         done = subprocess.run(

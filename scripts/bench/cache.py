@@ -1,4 +1,4 @@
-"""Examples a second of three ways to cache prompts, on the same real tasks, in one run.
+"""Examples per second of three ways to cache prompts, on the same real tasks, in one run.
 
     T0REPRO_DATA_DIR=... T0REPRO_VOCAB=... .venv/bin/python -P scripts/bench/cache.py
     .venv/bin/python -P scripts/bench/cache.py --memory 1000000
@@ -10,10 +10,10 @@
    record at a time.
 3. t0repro cache with one worker.
 
-For 1 and 3, each time is that of a whole command, imports included, and then less its start-up (the
-command's time for one task of the demo). Examples are counted in what was written. --memory caches
+For 1 and 3, times are given for the complete command, imports included, and without its start-up
+(the command's time for one task of the demo). Examples are counted in the output. --memory caches
 a synthetic split of that many rows with two workers and prints the peak, summed over the process
-tree, of resident memory (RSS) and of memory with shared pages divided among their users (PSS).
+tree, of resident memory (RSS) and of memory with shared pages counted proportionally (PSS).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def t0_way(tasks: list[str], rows: int) -> float:
 
 
 def compare(tasks: str, folder: Path) -> None:
-    """Prints the three rates, and how many times faster ours is than the others."""
+    """Prints the three rates and how many times as fast ours is as the others."""
     start_seqio, _ = timed(*seqio_command("t0repro.tasks.demo", IMDB, folder / "a"))
     start_ours, _ = timed(*our_command("t0repro.tasks.demo", IMDB, folder / "b"))
     seconds, cpu = timed(*our_command(LOCAL, tasks, folder / "ours"))
@@ -205,7 +205,7 @@ def memory(rows: int, folder: Path) -> None:
     def watch() -> None:
         while process.poll() is None:
             rss, pss = tree_memory(process.pid)
-            # Rows are read once the process that makes the plan has ended.
+            # Workers read rows after the planning process has ended.
             phase = "caching" if list(folder.glob("cache/.t0repro-cache/rows-*")) else "planning"
             peaks[phase] = max(peaks[phase][0], rss), max(peaks[phase][1], pss)
             time.sleep(0.1)

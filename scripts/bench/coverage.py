@@ -1,8 +1,8 @@
-"""Simulated coverage of every interval in reports and comparisons: how often it holds the truth.
+"""Simulates how often each interval of reports and comparisons contains the true value.
 
-Suites with known truth are drawn and given to t0repro.reports.statistics. An outcome is right where
-a normal variable, shared among an example's prompts (and runs) as far as `icc` says, is below the
-quantile of the prompt's true accuracy.
+It samples suites with known true values and passes them to t0repro.reports.statistics. An outcome
+is right if a normal variable is below the quantile of the prompt's true accuracy. `icc` is the
+correlation of these variables among an example's prompts (and runs).
 
     python scripts/bench/coverage.py --suites 2000 > coverage.txt
     python scripts/bench/coverage.py --suites 10000 --resamples 500 --published
@@ -37,7 +37,7 @@ _AT_ONCE = 100  # suites in memory
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """How a dataset is drawn.
+    """How a dataset is sampled.
 
     Attributes:
       examples: rows before templates.
@@ -61,7 +61,7 @@ class Suite:
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """How often an interval holds the truth, in percent, and how wide it is on average."""
+    """How often an interval contains the true value, in percent, and its mean width."""
 
     percent: float
     width: float
@@ -82,7 +82,7 @@ def present(rng: np.random.Generator, suite: Suite, count: int) -> tuple[np.ndar
         return np.ones(shape, bool), hard
     by_kind = np.arange(suite.prompts) % 2 == 1
     kept = np.where(by_kind, ~hard | (rng.random(shape) < 0.25), rng.random(shape) < 0.7)
-    # A prompt without a row is no task: redrawn as one with all of them.
+    # A prompt without rows would be no task, so it gets all rows.
     return kept | ~kept.any(-2, keepdims=True), hard
 
 
@@ -91,7 +91,7 @@ def draw(rng: np.random.Generator, suite: Suite, count: int) -> tuple[Outcomes, 
     offsets = np.linspace(-suite.spread, suite.spread, suite.prompts)
     kept, hard = present(rng, suite, count)
     easy_p = ndtr(ndtri(suite.accuracy) + offsets)
-    # Kinds differ only where rows depend on them.
+    # Kinds differ only if rows depend on them.
     hard_p = easy_p * 0.8 if suite.rows == "unequal" else easy_p
     right = latent(rng, suite, count)[0] < ndtri(np.where(hard, hard_p, easy_p))
     share_hard = np.where(np.arange(suite.prompts) % 2 == 1, 0.4 * 0.25 / (0.6 + 0.4 * 0.25), 0.4)
@@ -106,10 +106,10 @@ def example_weights(rng: np.random.Generator, suite: Suite, count: int) -> np.nd
 
 
 class Simulation:
-    """Suites drawn in parts, each judged by the production code."""
+    """Samples suites in parts and evaluates each with the production code."""
 
     def __init__(self, suites: int, bootstrap: Bootstrap) -> None:
-        """Takes the number of suites of each line of the table, and how intervals are made."""
+        """Takes the number of suites per line of the table and the settings of the intervals."""
         self.suites, self.bootstrap = suites, bootstrap
 
     def _weights(self, suite: Suite, name: str = "simulated") -> np.ndarray:
@@ -140,7 +140,7 @@ class Simulation:
 
     def group(self, suites: tuple[Suite, ...]) -> Coverage:
         """The interval of the mean over datasets."""
-        # Each dataset has weightings of its own, as in a report, where they depend on the name.
+        # Each dataset has its own weightings: in a report they depend on its name.
         weights = [self._weights(suite, f"dataset {at}") for at, suite in enumerate(suites)]
         seen = []
         for first in range(0, self.suites, _AT_ONCE):
@@ -160,13 +160,13 @@ class Simulation:
         Args:
           suite: the first run.
           gain: by how much the second run's true accuracy is higher, -1 to 1.
-          unlike: share of outcomes whose latent variable is drawn anew for the second run.
+          unlike: share of outcomes whose latent variable is resampled for the second run.
         """
         weights, seen = self._weights(suite), []
         better = np.clip(suite.accuracy + gain, 0, 1)
         for rng, count in self._parts(suite):
             first, second = latent(rng, suite, count, runs=2)
-            # An example is answered anew as a whole where its prompts are one observation.
+            # If an example's prompts are one observation, all of them are resampled together.
             whole = rng.random((count, suite.examples, 1))
             each = rng.random(first.shape)
             anew = np.where(rng.random((count, suite.examples, 1)) < suite.icc, whole, each)
@@ -212,14 +212,14 @@ class Simulation:
           effect: standard deviation of a prompt's effect on the latent variable, whose own is 1.
         """
         seen = []
-        # The accuracy over random prompts is the suite's: the threshold makes up for their spread.
+        # The threshold compensates for the prompts' spread, so the mean accuracy is the suite's.
         threshold = ndtri(suite.accuracy) * np.sqrt(1 + effect**2)
         for rng, count in self._parts(suite):
             of_prompts = effect * rng.normal(size=(count, 1, suite.prompts))
             right = (latent(rng, suite, count)[0] < threshold + of_prompts).astype(float)
             for each in right:
                 outcomes = Outcomes(each, np.ones_like(each))
-                # Only where all outcomes are alike is the interval with fixed prompts needed.
+                # The interval with fixed prompts is needed only if all outcomes are equal.
                 fixed = Interval(0.0, 100.0)
                 found = random_prompts_interval(outcomes, fixed, self.bootstrap)
                 held = found.low <= 100 * suite.accuracy <= found.high
@@ -262,7 +262,7 @@ class Effects:
 def crossed_bootstrap(
     rng: np.random.Generator, right: list[np.ndarray], bootstrap: Bootstrap
 ) -> tuple[float, float]:
-    """Percentiles of the difference with examples, prompts and seeds drawn again."""
+    """Percentiles of the difference over resampled examples, prompts and seeds."""
     _, examples, prompts = right[0].shape
 
     def weights(count: int) -> np.ndarray:
@@ -277,7 +277,7 @@ def crossed_bootstrap(
 
 
 def coverage(parts: list[np.ndarray]) -> Coverage:
-    """Share of the intervals that hold the truth, and their mean width."""
+    """Share of the intervals that contain the true value, and their mean width."""
     covered, width = np.concatenate(parts).mean(0)
     return Coverage(100 * float(covered), float(width))
 
@@ -353,7 +353,7 @@ def seed_lines(simulation: Simulation) -> Iterator[str]:
 
 
 def published_lines(simulation: Simulation) -> Iterator[str]:
-    """The table of docs/evaluation.md: each interval where the wide tables find it least sure."""
+    """The table of docs/evaluation.md: each interval at the settings with its lowest coverage."""
     yield "| interval | suite | coverage | mean width |"
     yield "|---|---|---|---|"
     for suite in (

@@ -1,4 +1,4 @@
-"""The figures of docs/parity.md from what scripts/bench/long_run.sh left in a folder.
+"""Computes the figures of docs/parity.md from the output of scripts/bench/long_run.sh.
 
     .venv/bin/python -P scripts/bench/long_run.py runs/long_run docs/images/long_run.png
 

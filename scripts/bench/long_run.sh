@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# 1,000 steps of a small T5 1.1 on both stacks, on real data, from the same random parameters; then rank
-# classification by each stack of what it trained. On two cores that had other work too, Mesh TensorFlow took 22
-# minutes and the rest 9.
+# Trains a small T5 1.1 for 1,000 steps on both stacks, on real data, from the same random parameters. Each stack
+# then evaluates its own model by rank classification. On two shared cores, Mesh TensorFlow took 22 minutes and
+# the rest 9.
 #
 #   T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE bash scripts/bench/long_run.sh
 #
-# RUN_DIR (default runs/long_run) receives everything; docs/parity.md has the figures that
-# scripts/bench/long_run.py makes of it. d_model 64 with T5's vocabulary: 4.3 M parameters.
+# Writes everything into RUN_DIR (default runs/long_run). scripts/bench/long_run.py computes the figures of
+# docs/parity.md from it. d_model 64 with T5's vocabulary: 4.3 M parameters.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 : "${T0REPRO_DATA_DIR:?set T0REPRO_DATA_DIR to a folder of datasets}"
@@ -25,7 +25,7 @@ settings=(
 started=$SECONDS
 say() { printf '== %s  [%d:%02d]\n' "$1" $(((SECONDS - started) / 60)) $(((SECONDS - started) % 60)); }
 
-# Mesh TensorFlow's own step-0 checkpoint is what JAX starts from.
+# JAX starts from Mesh TensorFlow's own step-0 checkpoint.
 say "$TRAIN_STEPS steps on Mesh TensorFlow"
 MODEL_DIR=$run/mtf bash scripts/train.sh --backend=mtf "${settings[@]}" \
   --gin_param="run.save_checkpoints_steps = $TRAIN_STEPS"

@@ -1,23 +1,23 @@
-"""Compiles T0's two commands at 3B and 11B, and its training for other machines; costs included.
+"""Compiles T0's two commands at 3B and 11B, and its training for other machines; estimates costs.
 
     python scripts/bench/precompile_t0.py --layers 2          # 2 + 2 of the 24 + 24 layers
     python scripts/bench/precompile_t0.py                     # full depth: an hour on two cores
 
 Training is as in T0's README: 1,024 packed rows of 1,024 and 256 tokens, Adafactor, dropout 0.1,
-bfloat16 activations, v3-512 with model_parallelism 8, recomputing what that memory asks for; and
-the same, fully sharded. Evaluation is score_eval, 262,144 tokens a batch on v3-128 with
-model_parallelism 4. On v5p-128 and on eight H200 the same training is fully sharded, without model
-parallelism, and recomputes (`minimal`).
+bfloat16 activations, v3-512 with model_parallelism 8, as much rematerialization as the memory
+requires; and the same fully sharded. Evaluation is score_eval, 262,144 tokens per batch on v3-128
+with model_parallelism 4. On v5p-128 and on eight H200, the same training is fully sharded, without
+model parallelism, with `minimal` rematerialization.
 
-There is no compiler for GPUs without a GPU. What is printed of eight H200 is a program for eight
-virtual CPU devices with the same layout: its memory is an estimate, since XLA computes bfloat16 in
-float32 on CPU; operations, bytes sent and the predicted step follow from the layout.
+XLA cannot compile for GPUs without a GPU. The figures for eight H200 come from a program for eight
+virtual CPU devices with the same layout. Its memory is an estimate, because XLA computes bfloat16
+in float32 on CPU. Operations, bytes sent and the predicted step follow from the layout.
 
     seconds of a step  = operations of a device / peak + bytes that it sends / link
     chip-hours         = 12,200 steps x seconds x chips / 3600
     cost               = chip-hours x PRICES
 
-Both from published peaks without overlap; no run reaches them. Needs libtpu (the extra tpu) and no
+All from published peaks without overlap; no run reaches them. Needs libtpu (the extra tpu) and no
 TPU. No data is read: the demo's mixture stands in for T0's, with T0's vocabulary of 32,128 rows.
 
 T5 1.1's smaller sizes, with T0's batches, on the eight cores of a v3-8 (docs/what_fits.md):
@@ -25,7 +25,7 @@ T5 1.1's smaller sizes, with T0's batches, on the eight cores of a v3-8 (docs/wh
     python scripts/bench/precompile_t0.py --sizes small base large \
       --commands "train on v3-8" "evaluate on v3-8"
 
-What a compiled body for all layers saves, in processor time for one CPU device:
+Processor time that one compiled body for all layers saves, for one CPU device:
 
     python scripts/bench/precompile_t0.py --sizes 3B --commands "train on one CPU device"
     python scripts/bench/precompile_t0.py --sizes 3B --commands "train on one CPU device" --unrolled
@@ -52,7 +52,7 @@ STEPS = 12_200  # of T0's training, from T5 1.1's LM-adapted checkpoint at 1,100
 # in us-central1, eight H200 at Nebius for 28 an hour. Google lists no price of large v3 slices; the
 # catalogue assumes 512 an hour for a v3-512.
 PRICES = {"v3": 2.00, "v5p": 4.20, "8 x NVIDIA H200": 3.50}
-# T0's sizes by T5 1.1's names; the smaller ones, which T0 has not, go by those.
+# T0's name of each size of T5 1.1 that T0 has; the other sizes keep T5 1.1's.
 SIZES = {"3B": "xl", "11B": "xxl", "small": "small", "base": "base", "large": "large"}
 COMMON = (
     "MIXTURE_NAME = 'demo_train'",
@@ -96,7 +96,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "recompute": "minimal",
     },
     "train on one CPU device": {**TRAINING, "topology": "1 x cpu"},
-    # 16 rows in a microbatch, two on each core, which holds the whole model.
+    # 16 rows per microbatch, two on each core; each core holds the full model.
     "train on v3-8": {
         **TRAINING,
         "topology": "v3-8",
@@ -105,7 +105,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "evaluate": EVALUATION,
     "evaluate on v3-8": {**EVALUATION, "topology": "v3-8", "changes": {"model_parallelism": 1}},
 }
-# What is printed if nothing is named: T0's sizes on machines of their kind.
+# The default: T0's sizes on suitable machines.
 OF_T0 = [name for name in COMMANDS if not name.endswith(("on one CPU device", "on v3-8"))]
 
 
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
-    """What `t0repro precompile` says of a command on a machine and, of a training, its cost."""
+    """Yields `t0repro precompile`'s figures of a command, and a training run's cost."""
     from t0repro.partitioning.devices import line_of
     from t0repro.runs.precompile import arranged, compiled_programs, described, predicted_seconds
 
@@ -161,7 +161,7 @@ def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
 
 
 def cost(seconds: float, partitioning: Partitioning, topology: str) -> str:
-    """A line about what T0's training takes and costs at so many seconds a step."""
+    """A line on the duration and cost of T0's training at a number of seconds per step."""
     # A v3 chip has two devices, its cores.
     chips = partitioning.mesh.size // (2 if topology.startswith("v3") else 1)
     hours = STEPS * seconds / 3600
@@ -174,7 +174,7 @@ def cost(seconds: float, partitioning: Partitioning, topology: str) -> str:
 
 
 def machine(topology: str) -> tuple[Sequence[Any], Any]:
-    """The devices to compile for, and what is published about those that they stand for."""
+    """The devices to compile for, and the published figures of the devices that they represent."""
     from t0repro.partitioning.topologies import devices_of, published
 
     count, _, kind = topology.partition(" x ")
@@ -188,7 +188,7 @@ def machine(topology: str) -> tuple[Sequence[Any], Any]:
 def configured(
     size: str, command: str, layers: int | None = None, more: Sequence[str] = ()
 ) -> RunConfig:
-    """One of COMMANDS for a size of T5 1.1, with so many layers a tower and more gin overrides."""
+    """One of COMMANDS for a size of T5 1.1, with layers per tower and more gin overrides."""
     from t0repro.config.mtf.dialect import load
     from t0repro.config.mtf.parser import MeshInputs
     from t0repro.runs.precompile import adjusted

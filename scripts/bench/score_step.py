@@ -3,9 +3,9 @@
     python scripts/bench/score_step.py RUN.json SUITE.npz --seconds 300
 
 Needs jax, flax, optax and orbax alone, like train_step.py, and writes no file. RUN.json is
-RunConfig.to_json's, of which model, dtypes and layout count (train.py --prepare --size xl writes
-T0-3B's). SUITE.npz holds the number of tokens of every distinct input and choice; what the tokens
-are makes no difference to the time. Where the data and all of t0repro are, it is written by
+a RunConfig, of which model, dtypes and layout are used (train.py --prepare --size xl writes
+T0-3B's). SUITE.npz has the number of tokens of every distinct input and choice; which tokens they
+are does not affect the time. A machine with the data and all of t0repro writes it with
 
     T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE python scripts/bench/score_step.py --prepare SUITE.npz
 
@@ -15,10 +15,10 @@ shapes), in random order until the time is up. Prints one line of JSON:
     shapes         programs that were compiled for the batches' shapes, two for each
     compiling      seconds that it took
     compiled_later programs that were compiled while pairs were scored: 0, or the figures are wrong
-    pairs          distinct pairs that were scored; of all, `of`
-    seconds        what they took
-    host           seconds that making their arrays takes; most of them while the device computes
-    rate           pairs a second
+    pairs          distinct pairs that were scored; `of` is the number of all
+    seconds        time for scoring them
+    host           seconds that the host takes to build arrays, mostly while the device computes
+    rate           pairs per second
     suite          seconds for all pairs: measured, or extrapolated by padded tokens
     memory         most bytes in use, on a device or, on CPU, of the process
 """
@@ -47,7 +47,7 @@ sys.path.append(str(Path(__file__).parent))  # python -P leaves it out
 
 
 def main() -> None:
-    """Scores pairs for some time and prints what they took."""
+    """Scores pairs for a given time and prints the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -74,7 +74,7 @@ def measured(
     limit: float,
     tokens_per_batch: int | None = None,
 ) -> dict[str, Any]:
-    """What the module's docstring lists.
+    """The figures that the module's docstring lists.
 
     Args:
       values: a run's JSON.
@@ -114,7 +114,7 @@ def measured(
 
 
 def random_parameters(model: Any, partitioning: Any) -> Any:
-    """Parameters drawn on the devices, in the dtypes that an evaluation holds them in."""
+    """Parameters initialized on the devices, in the dtypes of an evaluation."""
 
     def drawn() -> Any:
         params = initial_parameters(model, jax.random.key(0))
@@ -177,7 +177,7 @@ def _shape(batch: PlannedBatch) -> tuple[int, int, int]:
 
 
 def lengths_of_suite() -> dict[str, np.ndarray]:
-    """The lengths of T0's held-out sets whose rows are there, every row; needs all of t0repro."""
+    """The lengths of all available rows of T0's held-out sets; needs all of t0repro."""
     from rank_eval import LENGTHS, register_tasks
 
     from t0repro.evaluation.pairs import distinct_pairs

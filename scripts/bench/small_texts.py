@@ -1,4 +1,4 @@
-"""What the models of scripts/small_texts.sh have learned: tables, a picture, the figures as JSON.
+"""Evaluates the models of scripts/small_texts.sh: tables, a picture, the figures as JSON.
 
     .venv/bin/python -P scripts/bench/small_texts.py runs/small_texts docs/images/learning.png
 
@@ -52,7 +52,7 @@ GROUPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The evaluations of one tuning, in the folder that `t0repro eval` wrote."""
+    """The evaluations of one fine-tuning run, in the folder that `t0repro eval` wrote."""
 
     folder: Path
 
@@ -132,12 +132,12 @@ class Final:
 
     @property
     def over_examples(self) -> Interval:
-        """95% interval if other examples had been drawn, with the same models."""
+        """95% interval over resampled examples, with the models fixed."""
         return mean_over_datasets(self.means, Bootstrap()).interval(Bootstrap())
 
     @property
     def over_seeds(self) -> Interval | None:
-        """95% interval if other seeds had been drawn, with the same examples; None for one seed."""
+        """95% interval over seeds, with the examples fixed; None for a single seed."""
         if len(self.seeds) < 2:
             return None
         error = statistics.stdev(self.seeds) / math.sqrt(len(self.seeds))

@@ -1,4 +1,4 @@
-"""Which of T5X's factored slots are which of Mesh TensorFlow's, measured on Mesh TensorFlow's own.
+"""Measures which of T5X's factored slots correspond to which of Mesh TensorFlow's.
 
     python scripts/bench/t5x_slots.py
 
@@ -34,7 +34,7 @@ def mesh_slots(names: tuple[str, ...]) -> dict[str, np.ndarray]:
 
 
 def t5x_slots(squares: np.ndarray) -> dict[str, np.ndarray]:
-    """T5X's slots after the first update, whose decay is 0."""
+    """T5X's slots after the first update, at which the decay is 0."""
     *_, before_last, last = np.argsort(squares.shape, kind="stable")
     return {"v_row": squares.mean(axis=last), "v_col": squares.mean(axis=before_last)}
 

@@ -1,4 +1,4 @@
-"""Training steps of three programs on the same packed real batches, one after the other.
+"""Times the training steps of three programs on the same packed real batches, one after the other.
 
     T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE .venv/bin/python -P scripts/bench/train.py RUNS
 
@@ -6,9 +6,9 @@ T5 1.1 small (or --size), 8 packed rows of 512 and 114 tokens, float32, Adafacto
 each:
 
     jax, cold      t5_mesh_transformer --backend=jax, with an empty folder of compiled programs
-    jax, warm      the same again, which finds them
+    jax, warm      the same again, with the compiled programs of the first
     mtf            t5_mesh_transformer --backend=mtf
-    step           scripts/bench/train_step.py, the entry for accelerators, without a data pipeline
+    step           scripts/bench/train_step.py, for accelerators, without a data pipeline
     pytorch        transformers, as it is (the extra hf)
     compiled       transformers by torch.compile
 
@@ -21,11 +21,11 @@ copy RUNS and this checkout there:
         "serialize_num_microbatches.tokens_per_microbatch_per_replica = 8192"
     train.py RUNS --only step pytorch compiled         # there
 
-What a program printed is kept in RUNS/NAME.json; a bench that was stopped goes on with the next
-one. Prints a table: seconds to the first step with start-up, seconds of a step (the median),
-tokens a second, FLOP/s by one count for all (t0repro/partitioning/program_costs.py), as a share of
-this machine's matmul throughput, and peak memory. Below it stand the figures that NVIDIA published
-of T5X on GPUs, with FLOPs by the same count.
+Each program's output is kept in RUNS/NAME.json; an interrupted benchmark continues with the next
+program. Prints a table: seconds to the first step with start-up, seconds per step (the median),
+tokens per second, FLOP/s counted alike for all (t0repro/partitioning/program_costs.py), MFU against
+this machine's matmul throughput, and peak memory. Below it are the figures that NVIDIA published
+for T5X on GPUs, with FLOPs counted the same way.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from t0repro import compat
 HERE = Path(__file__).parent
 MODULE, MIXTURE = "t0repro.tasks.examples.small", "small_train"
 SIZES = ("small", "base", "large", "xl", "xxl")
-# Rows a second of one GPU, 512 inputs and 128 targets each, AdamW, no dropout, as NVIDIA measured
+# Rows per second per GPU, 512 inputs and 128 targets each, AdamW, no dropout, as NVIDIA measured
 # its fork of T5X (JAX-Toolbox, rosetta/projects/t5x/README.md, section on performance, 2023).
 # The peaks are NVIDIA's too, dense, of bfloat16 (A100) and of fp8 (H100).
 T5X_512_128 = (
@@ -65,7 +65,7 @@ SHAPES = {
 
 
 def main() -> None:
-    """Runs what has not been run, then prints the table."""
+    """Runs the remaining programs, then prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -83,7 +83,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", help="these programs alone")
     options = parser.parse_args()
-    # Before JAX is imported, which sets another level, for what is started here too.
+    # Before JAX is imported, which sets another level; also for the processes started here.
     compat.quiet_native_logs()
     options.folder.mkdir(parents=True, exist_ok=True)
     if not (options.folder / "batches.npz").exists():
@@ -146,7 +146,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def outcome(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What one program takes, each in a process of its own."""
+    """The figures of one program, run in a separate process."""
     folder = options.folder
     inputs = [str(folder / "run.json"), str(folder / "batches.npz")]
     if name == "step":
@@ -170,7 +170,7 @@ def printed(command: list[str]) -> dict[str, Any]:
 
 
 def watched(command: list[str], model_dir: Path, env: dict[str, str]) -> dict[str, Any]:
-    """Times a training by when the lines of its metrics.jsonl appear."""
+    """Times a training run by when the lines of its metrics.jsonl appear."""
     started, at, memory = time.perf_counter(), [], 0
     log = model_dir.with_suffix(".log")
     with log.open("w") as output:
@@ -191,7 +191,7 @@ def watched(command: list[str], model_dir: Path, env: dict[str, str]) -> dict[st
 
 
 def peak_memory(process: int) -> int:
-    """Most bytes that a process has had in memory; 0 once it has ended."""
+    """Peak memory of a process in bytes; 0 once it has ended."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:
@@ -225,7 +225,7 @@ def table(folder: Path, names: list[str]) -> str:
 
 
 def published(folder: Path) -> str:
-    """T5X's published speeds, with operations a second by the count that the table above has."""
+    """T5X's published speeds, with FLOP/s counted as in the table above."""
     sys.path.append(str(HERE))  # python -P leaves it out
     from train_step import model_of, operations
 

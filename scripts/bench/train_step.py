@@ -9,10 +9,10 @@ BATCHES.npz are [batches, rows, length], by feature. Prints one line of JSON:
     first_step     seconds from the start of Python to the end of the first step
     step           seconds of a step: the median, each with a batch from the host
     input          seconds that the host takes for a batch; most of them while the device computes
-    tokens         inputs and targets a second, padding included
-    flops          operations of a step's matrix products, nothing computed twice
-    rate, peak     operations a second: the step's, and the published ones or, of a device that
-                   none are published of, those of a product of float32 matrices measured here
+    tokens         input and target tokens per second, padding included
+    flops          FLOPs of a step's matmuls, without rematerialization
+    rate, peak     FLOP/s of the step, and the device's published peak or, if there is none, the
+                   throughput of a float32 matmul measured here
     mfu            rate / peak
     memory         most bytes in use, on a device or, on CPU, of the process
 """
@@ -56,7 +56,7 @@ from t0repro.training.train_step import (  # noqa: E402
 
 
 def main() -> None:
-    """Trains a few steps and prints what they took."""
+    """Trains a few steps and prints the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def measured(values: dict[str, Any], batches: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-    """What the module's docstring lists, of a run's values and a batch for each step."""
+    """The figures that the module's docstring lists, for a run and one batch per step."""
     model = model_of(values)
     rows = values["batch_size"] // values["num_microbatches"]
     partitioning = choose(Layout(**values["layout"]), model.config, rows=rows)
@@ -138,7 +138,7 @@ def made(model: T5, values: dict[str, Any], partitioning: Any, batch: Any) -> An
 
 
 def operations(model: T5, values: dict[str, Any], batch: Any) -> int:
-    """Operations of a step that computes nothing twice; dropout has no products."""
+    """FLOPs of a step without rematerialization; dropout has no matmuls."""
     config = dataclasses.replace(model.config, recompute="none", dropout_rate=0.0)
     model, optimizer = (
         T5(config, model.dtypes),
@@ -152,7 +152,7 @@ def operations(model: T5, values: dict[str, Any], batch: Any) -> int:
 
 
 def peak_rate(devices: int) -> float:
-    """Operations a second of all devices: published, or of a large product measured now."""
+    """FLOP/s of all devices: published, or of a large matmul measured now."""
     if chip := published(jax.devices()[0].device_kind):
         return chip.flops * devices
     x = jnp.ones((2048, 2048), jnp.float32)

@@ -2,9 +2,9 @@
 
     python scripts/bench/train_torch.py RUN.json BATCHES.npz pytorch|compiled STEPS
 
-Rows are taken as one example each: transformers has no segments, and the products are the same.
-On a GPU if there is one; with the run's microbatches, bfloat16 by autocast, and each layer computed
-again in the backward pass if the run recomputes anything.
+Each row counts as one example, because transformers has no segments; the matmuls are the same. Uses
+a GPU if there is one, the run's microbatches, bfloat16 by autocast, and full rematerialization of
+each layer if the run rematerializes anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import T5Config, T5ForConditionalGeneration  # noqa: E402
 
 
 def main() -> None:
-    """Trains a few steps and prints what they took as JSON."""
+    """Trains a few steps and prints the figures as JSON."""
     run, batches, way, steps = sys.argv[1:]
     with open(run) as file:
         values = json.load(file)

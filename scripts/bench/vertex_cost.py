@@ -1,15 +1,15 @@
-"""What an evaluation of T0 takes on Vertex AI's machines, and what it costs at prices you give.
+"""Estimates the time of a T0 evaluation on Vertex AI's machines, and its cost at given prices.
 
     python scripts/bench/vertex_cost.py --pairs 1000000
     python scripts/bench/vertex_cost.py --pairs 1000000 --prices prices.yaml --utilization 0.4
 
 The evaluation is T0's score_eval: 262,144 input tokens a batch, so 256 pairs, each encoded and
-decoded. Its steps are compiled for each slice with one and with two layers a tower; every further
-layer adds what the second added. The step time is precompile's: from published peaks, without
-overlap, and a lower bound; --utilization says what share of it your runs reach.
+decoded. Its steps are compiled for each slice with one and with two layers per tower; every further
+layer adds as much as the second. The step time is precompile's lower bound, from published peaks
+without overlap; --utilization is the share of the peak that your runs reach.
 
     hours = pairs / 256 x (encode + decode) / utilization / 3600
-    cost  = hours x the machine's price an hour
+    cost  = hours x the machine's price per hour
 
 The file of prices has an entry for each machine, from Google's page on the day that you write it:
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def step_seconds(topology: str, layers: int) -> tuple[float, float]:
-    """Predicted seconds to encode and to decode a batch, with so many layers a tower."""
+    """Predicted seconds to encode and to decode a batch, for a number of layers per tower."""
     from t0repro.partitioning.topologies import devices_of
     from t0repro.runs.precompile import arranged, compiled_programs, predicted_seconds
 
@@ -67,13 +67,13 @@ def step_seconds(topology: str, layers: int) -> tuple[float, float]:
         if program.refused:
             raise SystemExit(f"{topology}, {program.name}: {program.refused}")
         seconds[program.name] = predicted_seconds(program, partitioning, chip)
-        if len(seconds) == 2:  # generation comes third and is no part of scoring
+        if len(seconds) == 2:  # the third program, generation, is not part of scoring
             break
     return seconds["encode"], seconds["decode"]
 
 
 def read_prices(path: str | None) -> dict:
-    """The file of prices; none is known here."""
+    """The price file; this script contains no prices."""
     if path is None:
         return {"per_hour": {}}
     from t0repro import yaml_files
