@@ -42,7 +42,7 @@ def test_the_graphs_of_mesh_tensorflows_trainings_are_no_reason_for_a_warning(tm
         writer.add_event(Event(meta_graph_def=b""))
     writer.close()
     read = f"from t0repro.event_files import read_scalars; print(read_scalars({str(tmp_path)!r}))"
-    # A process of its own: pytest catches what is logged in this one.
+    # In a separate process, because pytest captures this one's log.
     done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("{}\n", "")
 
@@ -92,7 +92,7 @@ def test_events_are_those_that_clu_writes_byte_for_byte(tmp_path, monkeypatch):
     write_everything(SummaryWriter(str(tmp_path / "clus")))
     (name, ours), (clus_name, clus) = events_of(tmp_path / "ours"), events_of(tmp_path / "clus")
     assert ours == clus and len(ours) == 2 + len(TAGS) + 2 + 5
-    # Alike but for the time and for the writer's number in its process.
+    # Equal except for the time and the writer's number in its process.
     varying = r"(?<=tfevents\.)\d{10}(?=\.)|\d+(?=\.v2$)"
     assert re.sub(varying, "", name) == re.sub(varying, "", clus_name) != name
 

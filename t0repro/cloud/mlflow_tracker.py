@@ -52,10 +52,10 @@ def open_run(run: TrackedRun, run_id: str | None) -> MlflowRun:
 
 @contextlib.contextmanager
 def _few_retries() -> Iterator[None]:
-    """Asks a server that does not answer three times more, unless the user says how often.
+    """Limits the retries of an unreachable server to three, unless the user sets a number.
 
-    MLflow's 7 would keep a command that names a wrong address waiting for four minutes, silently;
-    once the run has begun they are right, since an outage must not cost its metrics.
+    With MLflow's 7, a command with a wrong address would wait silently for four minutes. Once the
+    run has begun, 7 are right, because an outage must not lose metrics.
     """
     name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
     if name in os.environ:
@@ -77,12 +77,12 @@ class MlflowRun:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Records the values of one step; `flush` sends them."""
-        # In milliseconds, by the wall clock: MLflow draws metrics by time as well as by step.
+        # In milliseconds of wall-clock time, because MLflow also plots metrics by time.
         now = int(time.time() * 1000)
         self._waiting += [Metric(_key(name), value, now, step) for name, value in values.items()]
 
     def flush(self) -> None:
-        """Sends what was logged; what a failing server did not take stays here."""
+        """Sends what was logged; keeps what a failing server did not accept."""
         with _server_errors():
             while self._waiting:
                 part = self._waiting[:_METRICS_PER_REQUEST]
@@ -91,7 +91,7 @@ class MlflowRun:
 
     def send_file(self, path: Path, name: str) -> None:
         """Uploads a file into the run's artifacts."""
-        # MLflow takes the folder, and names the file as it is named here.
+        # MLflow takes the folder as an argument and keeps the file's local name.
         folder = str(PurePosixPath(name).parent)
         with _server_errors():
             self._client.log_artifact(self.run_id, str(path), None if folder == "." else folder)
@@ -103,7 +103,7 @@ class MlflowRun:
 
 
 def _key(name: str) -> str:
-    """A name with only the characters that MLflow takes."""
+    """A name with only the characters that MLflow accepts."""
     return re.sub(r"[^\w\-. /]", "_", name)
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from t0repro.cloud.tracker import Outcome, TrackedRun
 from t0repro.event_files import event_writer
 
-# TensorBoard shows texts; a larger file is no text that anyone reads there.
+# TensorBoard shows texts; nobody reads a larger file there.
 _LONGEST_TEXT = 100_000
 _TEXTS = {".gin", ".json", ".md", ".txt"}
 
 
 def open_run(run: TrackedRun, run_id: str | None) -> TensorBoardRun:
-    """Writes the parameters; a run that continues does so in further event files."""
+    """Writes the parameters; a resumed run continues in further event files."""
     return TensorBoardRun(run, continued=run_id is not None)
 
 
@@ -29,14 +29,14 @@ class TensorBoardRun:
             self._write("parameters", values)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Nothing: the run writes its metrics into event files itself."""
+        """Does nothing, because the run itself writes its metrics into event files."""
 
     def flush(self) -> None:
-        """Makes what was written visible to readers."""
+        """Flushes the event file, so that readers see what was written."""
         self._writer.flush()
 
     def send_file(self, path: Path, name: str) -> None:
-        """Adds a text file as a text; others stay in the folder beside."""
+        """Adds a text file as a text; other files are only in the run's folder."""
         if path.suffix in _TEXTS and path.stat().st_size <= _LONGEST_TEXT:
             self._write(name, path.read_text(encoding="utf-8"))
 
@@ -46,5 +46,5 @@ class TensorBoardRun:
         self._writer.close()
 
     def _write(self, name: str, text: str) -> None:
-        # Indented by four, which Markdown shows as it stands.
+        # Indented by four, which Markdown shows verbatim.
         self._writer.write_texts(0, {name: "\n".join("    " + line for line in text.split("\n"))})

@@ -1,7 +1,7 @@
 """The interface of every experiment tracker, and the list of trackers.
 
-A tracker follows the run's folder: whatever stack trains, its metrics are lines of metrics.jsonl.
-`tracking` passes each line on once, also over restarts.
+A tracker follows the run's folder. On either stack, the metrics are lines of metrics.jsonl.
+`tracking` sends each line once, even across restarts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrackerName(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker receives about a run.
+    """A run's data for a tracker.
 
     Attributes:
       folder: what the run writes into; a tracker's name for the run is the folder's name.
@@ -59,7 +59,7 @@ class Tracker(Protocol):
     """One run in one tracker.
 
     Attributes:
-      run_id: the tracker's own identifier, by which a restarted run continues.
+      run_id: the tracker's own identifier, with which a restarted run continues.
     """
 
     run_id: str
@@ -68,10 +68,10 @@ class Tracker(Protocol):
         """Records the values of one step."""
 
     def flush(self) -> None:
-        """Returns once everything that was logged is kept, here or at the tracker's server."""
+        """Returns once everything that was logged is stored, locally or at the tracker's server."""
 
     def send_file(self, path: Path, name: str) -> None:
-        """Keeps a file under a name that may have slashes."""
+        """Stores a file under a name that may contain slashes."""
 
     def close(self, outcome: Outcome) -> None:
         """Ends the run."""
@@ -83,7 +83,7 @@ def open_tracker(name: TrackerName, run: TrackedRun, run_id: str | None) -> Trac
     Raises:
       UserError: if the tracker's package is not installed, or its server cannot be reached.
     """
-    # Each module imports its library, which nobody should wait for who does not use it.
+    # Imported on demand, because each module imports its library, which takes time.
     try:
         module = importlib.import_module(f"t0repro.cloud.{name}_tracker")
     except ModuleNotFoundError as error:

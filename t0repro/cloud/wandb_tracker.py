@@ -22,10 +22,10 @@ def open_run(run: TrackedRun, run_id: str | None) -> WandbRun:
     """Begins a run, or continues one.
 
     Raises:
-      UserError: if the server cannot be reached or does not know the user.
+      UserError: if the server cannot be reached or rejects the user.
     """
     try:
-        # Of a run's own `silent`, saving files takes no notice: it warns of each that it links.
+        # Saving files ignores the run's `silent` and warns about each file that it links.
         wandb.setup(wandb.Settings(silent=True))
         opened = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "t0repro"),
@@ -34,7 +34,7 @@ def open_run(run: TrackedRun, run_id: str | None) -> WandbRun:
             resume="allow",
             dir=os.fspath(run.folder),
             config=run.flat_parameters(),
-            # The terminal belongs to the training, and code is in the user's own repository.
+            # Training uses the terminal, and the user's own repository has the code.
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
         )
     except (wandb.errors.Error, OSError) as error:
@@ -61,7 +61,7 @@ class WandbRun:
         self._run.log({**values, _STEP: step})
 
     def flush(self) -> None:
-        """Nothing to wait for: the library keeps what was logged on disk until it is sent."""
+        """Does nothing, because the library keeps what was logged on disk until it is sent."""
 
     def send_file(self, path: Path, name: str) -> None:
         """Adds a file to the run's files."""

@@ -10,13 +10,13 @@ and, if configured, the state of tf.data's iterator. Without that state, the bat
 position are rebuilt and skipped. This is exact in every case, because a given seed produces the
 same data in every process.
 
-Batches may be built from shards: each shard has its own pipeline over its part of the examples, and
-makes an equal part of the rows of every batch. With three shards, a batch of six rows is
+Batches may be built from shards. Each shard has its own pipeline over its part of the examples and
+supplies an equal part of the rows of every batch. With three shards, a batch of six rows is
 
     row     0     1     2     3     4     5
     shard   0     0     1     1     2     2
 
-so that each of several processes only runs the pipelines for the rows on its devices. Batches
+so each of several processes runs only the pipelines for the rows on its devices. Batches
 depend on the number of shards but not on the number of processes.
 """
 

@@ -1,7 +1,7 @@
 """lm-evaluation-harness's command with our model: `python -m t0repro.lm_eval --model t0repro ...`.
 
-The harness (0.4.13) finds models only in a registry of its own process, so its command has to be
-started from here. All other arguments are its own.
+The harness (0.4.13) finds models only in a registry of its own process, so this module starts its
+command. All other arguments are the harness's.
 """
 
 import sys

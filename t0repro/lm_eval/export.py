@@ -1,8 +1,8 @@
-"""Writes prompted tasks as tasks of lm-evaluation-harness, one YAML file a prompt.
+"""Writes prompted tasks as tasks of lm-evaluation-harness, one YAML file per prompt.
 
     DIR/<task>.yaml       a multiple-choice task; reads DIR/rows/<task>.jsonl
     DIR/<group>.yaml      a group for each dataset, and one for all of them
-    DIR/rows/<task>.jsonl {"example", "inputs", "choices", "label"}, one rendered example a line
+    DIR/rows/<task>.jsonl {"example", "inputs", "choices", "label"}, one rendered example per line
 
 lm-evaluation-harness looks up the rows' fields by name, so no template engine comes between our
 renderings and the model. A choice's score is the sum of its tokens' log-likelihoods, as in T0, and
@@ -54,7 +54,7 @@ def export_tasks(
     suite: str,
     advance: Callable[[int], None] = lambda done: None,
 ) -> Exported:
-    """Writes tasks and groups into a new folder, which appears whole or not at all.
+    """Writes tasks and groups into a new folder, atomically.
 
     Args:
       names: Prompted tasks, or their `_score_eval` twins; those without answer choices are left
@@ -72,7 +72,7 @@ def export_tasks(
         raise UserError(
             "The folder is not empty.", where=str(folder), fix="Name a new one, or remove it."
         )
-    # The YAML files name their rows by absolute path: the harness knows no other.
+    # The YAML files name their rows by absolute path, because the harness supports no other.
     final = folder.resolve()
     if folder.is_dir():
         folder.rmdir()
@@ -136,7 +136,7 @@ def rendered(task: TaskDescription, split: str) -> Iterator[dict[str, Any]]:
             "example": example,
             "inputs": rendering["inputs"],
             "choices": choices,
-            # Equal choices score alike and the first of them wins, so the first is the answer.
+            # Equal choices have equal scores and the first wins, so the first is the answer.
             "label": choices.index(answer) if answer in choices else NO_ANSWER,
         }
 
@@ -179,7 +179,7 @@ def _group(name: str, members: Sequence[str]) -> dict[str, Any]:
 def _group_of(task: TaskDescription, suite: str) -> str:
     """The group of a task's dataset: names of groups and tasks must differ."""
     prompt = task.prompt
-    # ANLI's rounds are datasets of their own in T0, told apart by the end of the task's name.
+    # In T0, ANLI's rounds are separate datasets; the end of the task's name tells which.
     split_of_rounds = re.search(r"_r\d$", prompt.name)
     parts = [suite, prompt.dataset.rpartition("/")[2], prompt.subset or ""]
     return "_".join(filter(None, parts)) + (split_of_rounds[0] if split_of_rounds else "")

@@ -38,11 +38,11 @@ class T0ReproLM(LM):
         EOS. `inputs` is that of the harness's `hf` model: its tokenizer adds EOS to the context,
         and its continuations have none.
       max_length: Maximum tokens of a context; longer ones are cut at the end, as in T0.
-      max_gen_toks: Maximum tokens of an output where a task names none.
+      max_gen_toks: Maximum tokens of an output if the task sets none.
       dtype: What activations are computed in.
-      tokens_per_batch: Input tokens of a batch; by default a size for the device.
-      batch_size, device, max_batch_size: Passed by the harness and not used: batches are made by
-        tokens, on all devices.
+      tokens_per_batch: Input tokens per batch; the default depends on the device.
+      batch_size, device, max_batch_size: Passed by the harness but not used, because batches are
+        sized in tokens and use all devices.
 
     Raises:
       UserError: If the checkpoint or the vocabulary is missing, they do not fit together, or an
@@ -90,7 +90,7 @@ class T0ReproLM(LM):
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """(Log-likelihood, whether greedy decoding gives it) of each continuation of its context.
+        """(Log-likelihood, whether greedy decoding gives it) of each (context, continuation).
 
         A context is encoded once for all of its continuations.
         """
@@ -114,7 +114,7 @@ class T0ReproLM(LM):
         return [(float(score), not miss) for score, miss in zip(scores, misses, strict=True)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Refused: a text without a context has no likelihood under an encoder-decoder.
+        """Refuses: under an encoder-decoder, a text without a context has no likelihood.
 
         Raises:
           UserError: Always.
@@ -152,7 +152,7 @@ class T0ReproLM(LM):
         return outputs
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness records of the model: path, step, digest of parameters, convention."""
+        """The harness's record of the model: path, step, digest of parameters, EOS convention."""
         opened = self._checkpoint
         return {
             "model_sha": opened.digest,
@@ -169,12 +169,12 @@ class T0ReproLM(LM):
     def _context(self, text: str) -> np.ndarray:
         tokens = self._processor.encode(text)
         if self._eos == "inputs":
-            # As transformers cuts: room for EOS is kept.
+            # As in transformers, truncation leaves room for EOS.
             tokens = [*tokens[: self._lengths["inputs"] - 1], self._vocabulary.eos_id]
         return np.array(tokens, np.int32)
 
     def _continuation(self, text: str) -> np.ndarray:
-        # The space that the harness puts between context and continuation is none of the target.
+        # The space that the harness puts before a continuation is not part of the target.
         tokens = self._processor.encode(text.removeprefix(" "))
         if self._eos == "targets":
             tokens = [*tokens, self._vocabulary.eos_id]

@@ -1,16 +1,17 @@
 """Reads lm-evaluation-harness's results as an evaluation of ours, and writes ours as its results.
 
-`lm_eval run --log_samples --output_path DIR` leaves, for each start,
+At each start, `lm_eval run --log_samples --output_path DIR` writes
 
     DIR/<model>/results_<date>.json          settings, and the number of examples of each task
     DIR/<model>/samples_<task>_<date>.jsonl  each example with its choices' log-likelihoods
 
 and `import_results` writes the files of evaluation.outputs from them. A harness task that
 lm_eval.export wrote gets the name of its `_score_eval` twin, so that the result can be compared
-with rank-eval's. The harness does not count tokens: lengths are 0, and ranking by length refused.
+with rank-eval's. The harness does not count tokens, so lengths are 0 and ranking by length is
+refused.
 
 `export_results` writes the same files from an evaluation of ours, for tools that read the
-harness's. Whether greedy decoding gives a choice is not known then, and null.
+harness's. Whether greedy decoding gives a choice is unknown then, so it is null.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def import_results(results: str | os.PathLike[str], folder: Path) -> tuple[Path,
         samples = path.with_name(f"samples_{task}_{date}.jsonl")
         expected = found.get("n-samples", {}).get(task, {}).get("effective")
         _import_task(task, samples, expected, eval_dir)
-    # Last: with it the folder says whose scores these are.
+    # Written last: it identifies the model of the scores.
     facts = json.dumps(_facts(found, path), indent=1)
     write_atomically(eval_dir / EVALUATION_FACTS, facts)
     left_out = {
@@ -149,7 +150,7 @@ def _pairs(sample: Mapping[str, Any]) -> Iterator[tuple[str, Any, float]]:
 
 @contextlib.contextmanager
 def _whole_file(path: Path) -> Iterator[LineFile]:
-    """A file of lines that appears when the block has ended, and not if it fails."""
+    """A file of lines, which appears only if the block succeeds."""
     file = LineFile(path)
     try:
         yield file

@@ -79,7 +79,7 @@ _VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 
 
 def residual_bytes(loss: Callable[[Any, Any], Any], parameters: Any, drawn: Any) -> int:
-    """Bytes of the residuals of a loss that depend on `drawn`.
+    """Bytes of a loss's residuals that depend on `drawn`, the inputs that change at each step.
 
     Residuals that depend only on the parameters do not count, because the program holds parameters
     anyway; nor do those offloaded to host memory.
@@ -206,7 +206,7 @@ class Collective:
     def sent(self) -> int:
         """Bytes that a device sends per call of the program, in a ring over its group."""
         others = (self.group - 1) / self.group
-        # A reduce-scatter returns one shard of the reduced array; the others return all of it.
+        # A reduce-scatter returns one shard of the reduced array; the other kinds return all of it.
         factor = {
             "all-reduce": 2 * others,
             "all-gather": others,
@@ -245,7 +245,7 @@ def collectives(hlo: str) -> list[Collective]:
 
 
 def counts(found: list[Collective]) -> dict[str, int]:
-    """Number of operations of each kind, loops counted apart: {"all-reduce in loop": 24, ...}."""
+    """Number of operations of each kind, separately for loops: {"all-reduce in loop": 24, ...}."""
     names = [f"{item.kind} in loop" if item.in_loop else item.kind for item in found]
     return dict(sorted(collections.Counter(names).items()))
 

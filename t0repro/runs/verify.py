@@ -3,13 +3,13 @@
 Four things are checked, the cheap ones first:
 
     figures     every figure of report.json is recomputed from the scores in the folder, and
-                report.md and report.html are drawn again from report.json
-    hashes      the files of scores, the prompts, the rows and the checkpoint are what was recorded
+                report.md and report.html are rendered again from report.json
+    hashes      the score files, the prompts, the rows and the checkpoint match their records
     cells       random examples are read from the rows or the cache, rendered, tokenized and scored
-                again with the checkpoint, each in the batch in which it was scored
+                with the checkpoint, each in its original batch
 
-If a share f of the examples was altered, with all records and figures made to match, k cells reveal
-it with probability 1 - (1 - f) ** k at least.
+If a share f of the examples was altered, and all records and figures were changed to match, k cells
+reveal it with a probability of at least 1 - (1 - f) ** k.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def verify(
     seed: int | None = None,
     checkpoint: str | None = None,
 ) -> Iterator[Finding]:
-    """Yields the agreements and disagreements with a report; see the module.
+    """Yields a report's agreements and disagreements, as the module's docstring describes.
 
     The tasks must be registered with SeqIO, and the rows or the cache be where the tasks find them.
 
@@ -175,7 +175,7 @@ def options_of(report: Report) -> ReportOptions:
 def _leaves(recorded: Any, found: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
     """Each value in a part of the report: its place, the value, and the recomputed one.
 
-    Values that the first lacks are not compared: a later version's fields, and overlaps.
+    Values that the first lacks, such as a later version's fields and overlaps, are not compared.
     """
     if dataclasses.is_dataclass(recorded) and dataclasses.is_dataclass(found):
         for field in dataclasses.fields(recorded):

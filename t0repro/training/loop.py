@@ -46,10 +46,10 @@ class TrainingLoop:
 
     Args:
       trainer: does the updates; the loop closes it.
-      log: where a line for every step is written; None for nowhere. The loop closes it.
-      files: what the trainer and the hooks write to, for the loop to close.
+      log: where to write a line for every step; None for nowhere. The loop closes it.
+      files: what the trainer and the hooks write to; the loop closes them.
       hooks: run between updates, in this order.
-      may_be_nan: whether training continues past a loss that is NaN or Inf; otherwise that is an
+      may_be_nan: whether training continues after a loss that is NaN or Inf; otherwise it is an
         error.
       synchronous: whether each update's loss is read before the next begins.
       start_step: the global step before the first update; None reads it from the trainer's state.
@@ -169,7 +169,7 @@ class TrainingLoop:
             self._update(batch, wait)
             if not number:
                 self._write_start(wait, before)
-            # An update that was held back does not count as a step.
+            # An update that was not applied does not count as a step.
             for hook in self._hooks if self.step > before else ():
                 hook.after_step(self)
             if self.trainer.stop_training:
@@ -244,7 +244,7 @@ class TrainingLoop:
         )
         held = "update_held" in values and bool(values["update_held"].compute())
         if held:
-            self.step -= 1  # the state is as it was, and nothing has followed it
+            self.step -= 1  # the state is unchanged, and no update followed
             for hook in self._hooks:
                 hook.on_bad_update(self, pending.batch, metrics)
         elif not math.isfinite(metrics.loss) and not self._may_be_nan:

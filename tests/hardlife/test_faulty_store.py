@@ -37,7 +37,7 @@ WRITES = {
     "marker": r"/checkpoint_\d+/commit_success\.txt$",
     "checksums": r"/checkpoint_\d+/integrity\.json$",
 }
-# Each before the store has it; some once it has it and the run has not heard so.
+# Kill before the store has the object; for some kinds, also after it has it but has not answered.
 MOMENTS = [*((kind, "before") for kind in WRITES), ("metrics", "after"), ("marker", "after")]
 
 
@@ -57,7 +57,7 @@ def store(monkeypatch, request):
 
 @pytest.fixture
 def training(whole, store):
-    """The training job in a bucket behind the proxy, and what it gives on a disk."""
+    """The training job in a bucket behind the proxy, and its results with a local folder."""
     job, expected, _ = whole("train")
     environment = GoogleStorage.environment(None, store.port)
     in_bucket = dataclasses.replace(
@@ -80,7 +80,7 @@ def result(address):
 
 
 def assert_nothing_half_written(address):
-    """What is listed as a checkpoint has all of its arrays and its position in the data."""
+    """Every listed checkpoint has all of its arrays and its data position."""
     for step in list_checkpoints(address):
         tree = load_tree(f"{address}/checkpoint_{step}")
         assert int(tree["state/step"]) == step
@@ -124,7 +124,7 @@ def test_killed_at_each_kind_of_write_and_resumed_a_run_ends_with_the_same_bytes
         store.seen = functools.partial(strike, process, kind, moment, struck)
         said, _ = process.communicate(timeout=900)
         store.seen = lambda request: None
-        if not struck.is_set():  # the end came first; nothing of this kind was left to write
+        if not struck.is_set():  # the job ended first, with nothing of this kind left to write
             assert process.returncode == 0, said[-4000:]
         else:
             deaths.append((kind, moment))
@@ -137,7 +137,7 @@ def test_killed_at_each_kind_of_write_and_resumed_a_run_ends_with_the_same_bytes
     )
 
 
-# Without its marker alone a checkpoint is whole.
+# A checkpoint without the marker alone is complete.
 @pytest.mark.parametrize(("kind", "status", "left"), [("array", 403, []), ("marker", 503, [2])])
 def test_a_store_that_turns_away_during_a_save_is_named_and_nothing_half_written_is_listed(
     store, monkeypatch, kind, status, left

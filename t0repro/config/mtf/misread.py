@@ -1,4 +1,4 @@
-"""Bindings that mean something else to Mesh TensorFlow than they seem to say.
+"""Bindings that Mesh TensorFlow reads differently from what they seem to say.
 
 Mesh TensorFlow takes any text for True, even `'False'`, and gin accepts a binding in a scope that
 nothing enters, where it has no effect. Mesh TensorFlow runs anyway, so there it is a warning; on
@@ -22,8 +22,8 @@ _TRANSFORMER = "mesh_tensorflow.transformer.transformer"
 _LAYERS = "mesh_tensorflow.transformer.transformer_layers"
 _TOWERS = ("encoder", "decoder")
 
-# The scopes in which an encoder-decoder model reads its configurables: constructors run in their
-# tower's scope, and everything else, such as sublayers and optimizers, outside of both.
+# The scopes in which an encoder-decoder model reads its configurables. Constructors run in their
+# tower's scope. Everything else, such as sublayers and optimizers, runs outside of both scopes.
 TOWER_SCOPES: Mapping[str, tuple[str, ...]] = {
     f"{_TRANSFORMER}.make_layer_stack": _TOWERS,
     f"{_TRANSFORMER}.LayerStack": _TOWERS,
@@ -63,7 +63,7 @@ _PACKAGES = ("mesh_tensorflow.", "t5.", "t0repro.", "Bitransformer.", "Unitransf
 
 
 def scopes_read(selector: str, model_type: str, argument: str | None = None) -> tuple[str, ...]:
-    """The scopes in which Mesh TensorFlow calls a configurable; "" is none.
+    """The scopes in which Mesh TensorFlow calls a configurable; "" means no scope.
 
     Args:
       selector: The configurable.
@@ -78,7 +78,7 @@ def scopes_read(selector: str, model_type: str, argument: str | None = None) -> 
 
 
 def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
-    """Bindings in gin files or on the command line that mean something else, or nothing.
+    """Errors for bindings whose meaning differs from what they say, or that have no effect.
 
     Args:
       bindings: Where each binding was set.
@@ -161,11 +161,11 @@ def _holds_anyway(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
 
 
 def _is_layered(key: Key, read: tuple[str, ...], bindings: Bindings) -> bool:
-    """Whether a binding is the outer layer of narrower ones that win, as its author may intend.
+    """Whether narrower bindings override this one, as its author may intend.
 
-    Every operative config has such layers. The answer is no where the narrower binding is in a file
-    of t5 or Mesh TensorFlow, or in any file while this one is on the command line: its author meant
-    it to win.
+    Every operative config has such layers. The answer is no if the narrower binding is in a file of
+    t5 or Mesh TensorFlow, or in any file while this one is on the command line: then the author
+    wanted this one to take effect.
     """
     scope, selector, argument = key
     winners = {_scope_in_effect(each, selector, argument) for each in read}

@@ -39,7 +39,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def served_class(value: Any) -> Any:
-    """The record class for a user's class that is usable; any other value as it is."""
+    """The record class for a user's usable class; any other value unchanged."""
     for base in value.__mro__ if isinstance(value, type) else ():
         record = EXTENSIONS.get((base.__module__, base.__qualname__))
         if record is not None:
@@ -132,7 +132,7 @@ def _own_fields(cls: type, record: type[records.Record]) -> list[tuple[str, Any,
         else:
             fields.append((name, kind, dataclasses.field(default=default)))
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    # Bind these anyway: they shape the run rather than the object.
+    # Bind these too: the run uses them, not the object.
     if takes_all or record not in (records.EncoderDecoderModel, records.Trainer):
         return fields
     for name, field in inherited.items():
