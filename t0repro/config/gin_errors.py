@@ -12,6 +12,7 @@ import contextlib
 import difflib
 import re
 import tokenize
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -67,7 +68,8 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
         return unknown_mixture(unknown.group(1), _places_of_value(unknown.group(1), bindings))
     if isinstance(error, ModuleNotFoundError):
         return UserError(
-            f"{error.msg}.",
+            # gin raises a copy of the error, which has its text and traceback and nothing else.
+            f"{_words(error)}{_importer(error)}.",
             where=_place_in(text) or "--module_import, or an `import` line of a gin file",
             fix="Check the module's name; it is looked for among what is installed, in PYTHONPATH"
             " and in the working folder.",
@@ -100,6 +102,15 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
     where = _place_of(error, file) or _place_of_call(text, bindings) or _ANYWHERE
     fix = _fix_of_value(error) or _nearest_parameter(text) or _FIX
     return UserError(_words(error), where=where, fix=fix)
+
+
+def _importer(error: ModuleNotFoundError) -> str:
+    """Which line of an importable module imports the missing one; "" if a gin file does."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next(each for each in reversed(frames) if "importlib" not in each.filename)
+    if frame.line is None or "import " not in frame.line:
+        return ""
+    return f", which {frame.filename}:{frame.lineno} imports"
 
 
 def _without_import(text: str, where: str) -> UserError:

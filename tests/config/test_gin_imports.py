@@ -132,3 +132,18 @@ def test_the_module_of_a_dataset_is_an_import_too(stranger):
     with pytest.raises(UserError, match="imports 'stranger_tasks'") as caught:
         gin_files.parse(dataclasses.replace(inputs, import_allowlist=()))
     assert f"{path}:3" in str(caught.value.where) and not (stranger / "ran").exists()
+
+
+def test_a_missing_module_is_named_with_the_module_that_imports_it(stranger):
+    module = stranger / "stranger_network.py"
+    module.write_text("# Their network.\nfrom not_installed.layers import Dense\n")
+    path = stranger / "run.gin"
+    # gin reads a name of their module while it parses the file.
+    path.write_text(
+        f"from __gin__ import dynamic_registration\n{RUN}"
+        "import stranger_network\nMODEL = @stranger_network.Model()\n"
+    )
+    with pytest.raises(UserError) as caught:
+        gin_files.parse(gin_files.T5xInputs("train", (str(path),), SETTINGS))
+    assert caught.value.what == f"No module named 'not_installed', which {module}:2 imports."
+    assert caught.value.where == f"{path}:5: MODEL = @stranger_network.Model()"
