@@ -118,7 +118,7 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
     """
     names = matching_names(patterns)
     with folder_lock(to, "fetching P3"):
-        present = [name for name in names if _is_whole(to / name)]
+        present = [name for name in names if _is_complete(to / name)]
         wanted = [name for name in names if name not in set(present)]
         # Skip complete tasks, so that a finished fetch works offline.
         listed = _list(wanted, repository)
@@ -150,7 +150,7 @@ def _list(names: Sequence[str], repository: HubRepository) -> dict[str, list[Hub
     return listed
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     if (folder / MARKER).is_file():
         return True
     if folder.exists():

@@ -120,8 +120,8 @@ def draws(weights: Sequence[float], seed: int) -> Iterator[int]:
         scramble = np.tile(np.array([0x3EC8F720, 0x02461E29], np.uint64), (_BLOCKS, 1))
         mix = _philox(np.stack([pairs[:, 0], nothing, pairs[:, 1], nothing], axis=1), scramble)
         counters = np.stack([nothing, nothing, mix[:, 2], mix[:, 3]], axis=1)
-        words_drawn = _philox(counters, mix[:, :2])
-        mantissas = ((words_drawn[:, 0] & np.uint64(0xFFFFF)) << _SHIFT) | words_drawn[:, 1]
+        random_words = _philox(counters, mix[:, :2])
+        mantissas = ((random_words[:, 0] & np.uint64(0xFFFFF)) << _SHIFT) | random_words[:, 1]
         uniform = mantissas.astype(np.float64) * 2.0**-52
         yield from np.searchsorted(totals, uniform * totals[-1], side="right").tolist()
 

@@ -146,7 +146,7 @@ class Engine:
         self, batch: PlannedBatch, pairs: Pairs
     ) -> list[tuple[DecoderRows, dict[str, jax.Array]]]:
         """Queues a batch on the device and returns without waiting for it."""
-        inputs, segments = self._divided(*batch.inputs(pairs))
+        inputs, segments = self._padded(*batch.inputs(pairs))
         with across_devices_of(self.params):
             memory = encode(self.model, self.params, inputs, segments)
             return [
@@ -157,14 +157,14 @@ class Engine:
                         self.params,
                         memory,
                         segments,
-                        *self._divided(*_arrays(rows)),
+                        *self._padded(*_arrays(rows)),
                         misses=self.misses,
                     ),
                 )
                 for rows in batch.decoder_rows(pairs)
             ]
 
-    def _divided(self, *arrays: np.ndarray) -> list[np.ndarray]:
+    def _padded(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """Arrays padded with rows until they shard evenly across the devices."""
         return [padded_rows(x, data_parts(self.params)) for x in arrays]
 

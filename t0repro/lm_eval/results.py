@@ -129,7 +129,7 @@ def _import_task(task: str, samples: Path, expected: int | None, eval_dir: Path)
     columns = zip(*pairs, strict=True)
     endings = ("inputs", "targets", f"{STEP}_predictions")
     for ending, values in zip(endings, columns, strict=True):
-        with _whole_file(eval_dir / f"{name}_{ending}") as file:
+        with _atomic_file(eval_dir / f"{name}_{ending}") as file:
             file.write(values)
 
 
@@ -149,7 +149,7 @@ def _pairs(sample: Mapping[str, Any]) -> Iterator[tuple[str, Any, float]]:
 
 
 @contextlib.contextmanager
-def _whole_file(path: Path) -> Iterator[LineFile]:
+def _atomic_file(path: Path) -> Iterator[LineFile]:
     """A file of lines, which appears only if the block succeeds."""
     file = LineFile(path)
     try:
@@ -220,7 +220,7 @@ def export_results(eval_dir: Path, step: int, split: str, folder: Path) -> Path:
         name = scores.task.removesuffix(SCORE_EVAL_SUFFIX)
         task = task_descriptions()[scores.task]
         right = []
-        with _whole_file(folder / f"samples_{name}_{date}.jsonl") as file:
+        with _atomic_file(folder / f"samples_{name}_{date}.jsonl") as file:
             for sample in _samples(scores, task, split):
                 right.append(sample["acc"])
                 file.write([json.dumps(sample, ensure_ascii=False)])

@@ -1,6 +1,6 @@
 """Attention with T5's position bias, behind one function; the machine decides what computes it.
 
-    whole     matmuls over the whole matrix of weights: the reference, and the choice for small ones
+    full      matmuls over the full matrix of weights: the reference, and the choice for small ones
     blocks    a block of queries at a time, in JAX (t0repro.model.blockwise_attention): anywhere
     cpu       a kernel in C++ (t0repro.model.cpu_attention): float32, on one CPU
 
@@ -33,7 +33,7 @@ INVISIBLE = -1e9
 KERNEL_FROM = 1 << 23
 """Bytes of attention logits from which a layer uses a kernel; XLA keeps fewer in cache."""
 
-Implementation = Literal["whole", "blocks", "cpu"]
+Implementation = Literal["full", "blocks", "cpu"]
 
 
 class Visibility(NamedTuple):
@@ -101,8 +101,8 @@ def attention(
     (batch, heads, length, _), keys = query.shape, key.shape[2]
     float32 = query.dtype == key.dtype == value.dtype == jnp.float32
     way = implementation(batch, heads, length, keys, float32=float32)
-    if way == "whole":
-        return whole(query, key, value, position_bias, visibility, dropped)
+    if way == "full":
+        return full_matrix(query, key, value, position_bias, visibility, dropped)
     # Scaling a key's value has the same effect as scaling its weights.
     scale = dropped(jnp.ones((batch, heads, 1, keys), value.dtype))
     value = value * scale.swapaxes(2, 3)
@@ -135,7 +135,7 @@ def implementation(
     fits = large and alone and length > 1
     if fits and float32 and _platform() == "cpu" and cpu_attention.available():
         return "cpu"
-    return "blocks" if number_of_blocks(batch, heads, length, keys) > 1 else "whole"
+    return "blocks" if number_of_blocks(batch, heads, length, keys) > 1 else "full"
 
 
 def _platform() -> str:
@@ -145,7 +145,7 @@ def _platform() -> str:
 
 
 def number_of_blocks(batch: int, heads: int, length: int, keys: int) -> int:
-    """The number of query blocks that keeps within ATTENTION_BLOCK_BYTES; 1 for the whole matrix.
+    """The number of query blocks that keeps within ATTENTION_BLOCK_BYTES; 1 for the full matrix.
 
     Prefers a number that divides the length, up to twice the least possible one.
     """
@@ -158,7 +158,7 @@ def number_of_blocks(batch: int, heads: int, length: int, keys: int) -> int:
 # ---- The oracle ----------------------------------------------------------------------------------
 
 
-def whole(
+def full_matrix(
     query: Float[Array, "batch heads length d_kv"],
     key: Float[Array, "batch heads keys d_kv"],
     value: Float[Array, "batch heads keys d_kv"],
@@ -166,7 +166,7 @@ def whole(
     visibility: Visibility,
     dropped: Callable[[Array], Array] = lambda x: x,
 ) -> Float[Array, "batch heads length d_kv"]:
-    """Computes `attention` by matmuls over the whole matrix of weights."""
+    """Computes `attention` by matmuls over the full matrix of weights."""
     bias = visibility_bias(visibility.matrix())
     if position_bias is not None:
         bias = along_diagonals(position_bias, query.shape[2])[None] + bias

@@ -14,7 +14,7 @@ from t0repro.parity.findings import Finding
 from t0repro.parity.run import Job, Parity, to_json
 from t0repro.reports.page import Page, Section
 from t0repro.reports.run import git_commit
-from t0repro.reports.svg import ROLES, Drawing, inline_plot, whole_steps
+from t0repro.reports.svg import ROLES, Drawing, inline_plot, integer_steps
 from t0repro.reports.write import write_page
 from t0repro.words import counted
 
@@ -165,7 +165,7 @@ def losses_plot(parity: Parity) -> str:
         axes.set_xlabel("step")
         axes.set_ylabel("training loss")
         axes.grid(axis="y", linewidth=0.7)
-        whole_steps(axes, 5 if drawing.narrow else 8)
+        integer_steps(axes, 5 if drawing.narrow else 8)
         axes.legend(frameon=False, labelcolor=ROLES["ink"])
 
     return inline_plot(draw, "Training loss of both stacks")

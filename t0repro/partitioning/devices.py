@@ -146,14 +146,14 @@ def put(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
         stays where it is.
       sharding: its sharding.
     """
-    if is_divided(x):
+    if is_sharded(x):
         return x
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def is_divided(x: np.ndarray | jax.Array) -> TypeGuard[jax.Array]:
+def is_sharded(x: np.ndarray | jax.Array) -> TypeGuard[jax.Array]:
     """Whether an array is on devices that include other processes'."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 

@@ -359,15 +359,15 @@ class SharedSignal:
         self._pending: jax.Array | None = None
         devices = np.array(jax.devices())
         mesh = Mesh(devices, ("all",), axis_types=(AxisType.Auto,))
-        self._divided = NamedSharding(mesh, PartitionSpec("all"))
+        self._sharding = NamedSharding(mesh, PartitionSpec("all"))
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._largest = jax.jit(lambda numbers: numbers.max(), out_shardings=everywhere)
 
     def after_step(self, number: int) -> int:
         """Gives this process's number; returns the maximum given after the previous step."""
-        before, shape = self._pending, (self._divided.mesh.size,)
+        before, shape = self._pending, (self._sharding.mesh.size,)
         numbers = jax.make_array_from_callback(
-            shape, self._divided, lambda index: np.full(shape, number, np.int32)[index]
+            shape, self._sharding, lambda index: np.full(shape, number, np.int32)[index]
         )
         self._pending = self._largest(numbers)
         return 0 if before is None else int(before)

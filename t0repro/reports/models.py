@@ -149,7 +149,7 @@ def compare_models(
         )
         for entry, own in zip(datasets, clear, strict=True)
     ]
-    return _told_apart(datasets, {label: len(of_label[label]) for label in labels}, bootstrap)
+    return _separated(datasets, {label: len(of_label[label]) for label in labels}, bootstrap)
 
 
 def _p_below_chance(
@@ -203,7 +203,7 @@ def _pair(
     return ModelPair(a, b, found.difference, found.p_value, found.interval)
 
 
-def _told_apart(
+def _separated(
     datasets: Sequence[DatasetModels], seeds: Mapping[str, int], bootstrap: Bootstrap
 ) -> Models:
     adjusted = iter(holm([pair.p_value for dataset in datasets for pair in dataset.pairs]))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from t0repro.reports.losses import LossCurve
 from t0repro.reports.report import PublishedFigure, Report, family_of
 from t0repro.reports.results import DatasetResult, GroupResult, PromptResult
-from t0repro.reports.svg import ROLES, Drawing, inline_plot, spread_out, whole_steps
+from t0repro.reports.svg import ROLES, Drawing, inline_plot, integer_steps, spread_out
 from t0repro.words import counted, printable, shortened
 
 _LEFT = 0.68  # inches for the numbers and the name of a vertical axis
@@ -101,7 +101,7 @@ def curves_plot(
         if len(steps) <= (4 if drawing.narrow else 8):
             axes.set_xticks(steps)
         else:
-            whole_steps(axes, 4 if drawing.narrow else 8)
+            integer_steps(axes, 4 if drawing.narrow else 8)
 
     return inline_plot(draw, label)
 
@@ -153,7 +153,7 @@ def loss_plot(curve: LossCurve, label: str) -> str:
         axes.set_xlabel("step")
         axes.set_ylabel("training loss")
         axes.grid(axis="y", linewidth=0.7)
-        whole_steps(axes, 5 if drawing.narrow else 8)
+        integer_steps(axes, 5 if drawing.narrow else 8)
 
     return inline_plot(draw, label)
 

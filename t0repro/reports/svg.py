@@ -115,7 +115,7 @@ def inline_plot(draw: Callable[[Drawing], None], label: str) -> str:
     return "".join(parts)
 
 
-def whole_steps(axes, count: int) -> None:
+def integer_steps(axes, count: int) -> None:
     """Labels the horizontal axis with about `count` integer steps, written out."""
     from matplotlib.ticker import MaxNLocator
 

@@ -150,12 +150,12 @@ class _TaskJob:
     def is_completed(self) -> bool:
         """Whether an earlier run completed the output, as one file or as unmerged chunks."""
         if self._plan.merge:
-            whole = _is_whole(self.output)
+            complete = _is_complete(self.output)
         else:
-            count = self._whole_chunks()
-            whole = _lines_of(self.output)[:1] == [_chunks_in_words(count)]
-        if not whole or self._identity is None:
-            return whole
+            count = self._complete_chunks()
+            complete = _lines_of(self.output)[:1] == [_chunks_in_words(count)]
+        if not complete or self._identity is None:
+            return complete
         recorded, now = _lines_of(self.output)[1:], self._made_of()
         # Earlier versions recorded less: no identity, or no second line at all.
         if recorded == now[: len(recorded)]:
@@ -221,14 +221,14 @@ class _TaskJob:
             shutil.rmtree(self._chunks)
         make_folder(self._chunks)
         write_atomically(record, text)
-        done = self._whole_chunks()
+        done = self._complete_chunks()
         if done:
             print(f"{self._task.name}: continues after {counted(done, 'chunk')}", file=sys.stderr)
         return done
 
-    def _whole_chunks(self) -> int:
+    def _complete_chunks(self) -> int:
         """Number of chunks before the first one that is missing or altered."""
-        return next(n for n in itertools.count() if not _is_whole(self._chunk(n)))
+        return next(n for n in itertools.count() if not _is_complete(self._chunk(n)))
 
     def _chunk(self, number: int) -> Path:
         return self._chunks / f"{self.output.name}-chunk{number:05}"
@@ -323,7 +323,7 @@ def _lines_of(path: Path) -> list[str]:
     return marker.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Whether a file exists and is unchanged since it was marked."""
     return path.is_file() and _lines_of(path)[:1] == [file_digest(path)]
 

@@ -105,18 +105,18 @@ def _present(config: RunConfig) -> list[Any]:
 
 def _coming(config: RunConfig) -> Iterator[Any]:
     """Polls for new checkpoints and yields each, until stop_after."""
-    choice, last, told = config.checkpoint_choice, None, False
+    choice, last, announced = config.checkpoint_choice, None, False
     while True:
         found = [ref for ref in checkpoints_in(config.model_dir) if ref.step is not None]
         # The list ascends by step, so the last is the latest.
         latest = found[-1] if found else None
         if latest is None or latest == last:
-            if not told:
+            if not announced:
                 print(f"Waiting for a new checkpoint in {config.model_dir}.", file=sys.stderr)
-            told = True
+            announced = True
             time.sleep(SECONDS_BETWEEN_POLLS)
             continue
-        last, told = latest, False
+        last, announced = latest, False
         assert latest.step is not None
         # Skip it silently but remember it, so that it does not count as new again.
         if latest.step <= choice.skip_until:

@@ -257,11 +257,11 @@ def load_tree(path: PathLike) -> dict[str, np.ndarray]:
       UserError: if there is no checkpoint, or one of its files is missing or damaged.
     """
     path = absolute(path)
-    check_contents(path, _whole(path))
+    check_contents(path, _written(path))
     return _restored(path, {})
 
 
-def load_divided_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray | jax.Array]:
+def load_sharded_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray | jax.Array]:
     """Reads a checkpoint for a state that is sharded across devices; all processes make this call.
 
     Each process reads only its own devices' shards of each array, and checks its share of the
@@ -277,7 +277,7 @@ def load_divided_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray 
       UserError: if there is no checkpoint, or one of its files is missing or damaged.
     """
     path = absolute(path)
-    files = sorted(_whole(path).items())
+    files = sorted(_written(path).items())
     check_contents(path, dict(files[jax.process_index() :: jax.process_count()]))
     wait_for_all()  # nobody continues with values that another process finds damaged
     places = {
@@ -325,7 +325,7 @@ def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _whole(path: PathLike) -> dict[str, Written]:
+def _written(path: PathLike) -> dict[str, Written]:
     """What was written to each of a checkpoint's files; a UserError if there is no checkpoint."""
     if not is_orbax(os.fspath(path)):
         raise UserError(

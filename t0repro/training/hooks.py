@@ -242,7 +242,7 @@ class StopOnSignal(Hook):
         """Asks the loop to stop if a signal has come, to any of the processes."""
         if self._shared is not None:
             # Every process must call this at every step; it is true at the one step they agree on.
-            if _jax_was_told(loop.step) and self._noted is None:
+            if _jax_agreed_to_end(loop.step) and self._noted is None:
                 self._noted, self._noted_at = signal.SIGTERM, time.monotonic()
                 say("stopping: jax reported that a machine is about to be taken away")
             self.received = self._shared.after_step(self._noted or 0) or None
@@ -275,7 +275,7 @@ class StopOnSignal(Hook):
             signal.signal(*self._before.popitem())
 
 
-def _jax_was_told(step: int) -> bool:
+def _jax_agreed_to_end(step: int) -> bool:
     """Whether jax's processes agreed to end at this step; False if jax's service for it is off."""
     try:
         return multihost_utils.reached_preemption_sync_point(step)

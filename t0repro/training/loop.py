@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from t0repro.errors import UserError
-from t0repro.partitioning.devices import is_divided
+from t0repro.partitioning.devices import is_sharded
 from t0repro.training.hooks import Hook
 from t0repro.training.loss import count_examples, count_inputs, count_targets
 from t0repro.training.metric_classes import computed, with_steps_and_time
@@ -213,7 +213,7 @@ class TrainingLoop:
         """Starts one update and records the one before."""
         # Count before the update starts: afterwards the counts would queue behind it on the
         # devices.
-        counts = _on_devices(batch) if any(map(is_divided, batch.values())) else None
+        counts = _on_devices(batch) if any(map(is_sharded, batch.values())) else None
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
             fetched = self.trainer.update(batch, input_wait, starts_clock=self._starts_clock)
         self._starts_clock = False

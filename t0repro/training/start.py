@@ -27,7 +27,7 @@ from t0repro.training.checkpoints import (
     checkpoint_path,
     data_folder,
     latest_step,
-    load_divided_tree,
+    load_sharded_tree,
     load_tree,
 )
 from t0repro.training.commits import remove_interrupted_saves
@@ -121,7 +121,7 @@ def _started(
         return Start(shapes, 0, is_new=True)
     where = "init_checkpoint"
     if isinstance(restore_from, str | os.PathLike):
-        where, restore_from = str(restore_from), load_divided_tree(restore_from, shapes)
+        where, restore_from = str(restore_from), load_sharded_tree(restore_from, shapes)
     state = from_flat_tree(restore_from, shapes, where=where)
     say(f"start: step {int(state.step):,} of {where}")
     return Start(state, int(state.step), checkpoint, data)

@@ -457,7 +457,7 @@ def parameters_from_flat_tree(
 
 def _on_devices(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:
     """A checkpoint's value on the device, or sharded across devices as `like` is."""
-    if isinstance(value, jax.Array):  # see `load_divided_tree`
+    if isinstance(value, jax.Array):  # see `load_sharded_tree`
         return value
     # float32 in memory whatever the file holds; a checkpoint in bfloat16 widens exactly.
     sharding = getattr(like, "sharding", None)

@@ -1,4 +1,4 @@
-"""Every way to compute attention equals the oracle, whole matrices, gradients included."""
+"""Every way to compute attention equals the reference, full matrices, gradients included."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from t0repro.model import attention as attending
 from t0repro.model import cpu_attention
-from t0repro.model.attention import Visibility, attention, number_of_blocks, whole
+from t0repro.model.attention import Visibility, attention, full_matrix, number_of_blocks
 from t0repro.model.blockwise_attention import blockwise_attention
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning import memory
@@ -88,13 +88,13 @@ def assert_close(found, expected):
     kind=st.sampled_from(KINDS),
     biased=st.booleans(),
 )
-def test_blocks_give_values_and_gradients_of_the_whole_matrix(
+def test_blocks_give_values_and_gradients_of_the_full_matrix(
     seed, batch, heads, length, keys, blocks, kind, biased
 ):
     given_ = arrays(seed, batch, heads, length, keys, kind=kind, biased=biased)
     blocks = min(blocks, length)
     found = values_and_gradients(functools.partial(in_blocks, blocks), *given_)
-    assert_close(found, values_and_gradients(whole, *given_))
+    assert_close(found, values_and_gradients(full_matrix, *given_))
 
 
 # batch, heads, queries, keys, depth
@@ -104,9 +104,9 @@ SIZES = ((2, 3, 70, 70, 64), (1, 2, 37, 131, 128), (2, 1, 25, 3, 40), (1, 2, 114
 @needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_the_kernel_gives_values_and_gradients_of_the_whole_matrix(size, kind):
+def test_the_kernel_gives_values_and_gradients_of_the_full_matrix(size, kind):
     given_ = arrays(1, *size[:4], depth=size[4], kind=kind, biased=kind != "cross")
-    found, expected = (values_and_gradients(way, *given_) for way in (by_kernel, whole))
+    found, expected = (values_and_gradients(way, *given_) for way in (by_kernel, full_matrix))
 
     def compare(one, other):
         # Of the largest: sums over all keys cancel out in some entries.
@@ -137,9 +137,9 @@ def test_the_kernel_stays_within_its_memory_on_a_cpu_without_avx(tmp_path):
 def test_the_kernel_serves_float32_of_some_size_on_one_cpu():
     way = attending.implementation
     assert way(8, 6, 512, 512, float32=True) == "cpu"
-    assert way(8, 6, 512, 512, float32=False) == "whole"
-    assert way(8, 6, 1, 512, float32=True) == "whole"  # decoding
-    assert way(8, 2, 24, 24, float32=True) == "whole"
+    assert way(8, 6, 512, 512, float32=False) == "full"
+    assert way(8, 6, 1, 512, float32=True) == "full"  # decoding
+    assert way(8, 2, 24, 24, float32=True) == "full"
     assert way(8, 32, 1024, 1024, float32=True) == "cpu"
     with jax.set_mesh(jax.make_mesh((1, 1), ("data", "model"))):
         assert way(8, 6, 512, 512, float32=True) == "cpu"
@@ -154,7 +154,7 @@ print(attention.implementation(8, 6, 512, 512, float32=True))
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout == "whole\n"
+    assert done.stdout == "full\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -162,7 +162,7 @@ def test_bfloat16_keeps_its_types_and_differs_by_its_rounding():
     query, key, value, bias, visibility = arrays(1, 2, 2, 8, 8, kind="blind")
     given_ = (query, key, jnp.asarray(value, jnp.bfloat16), jnp.asarray(bias, jnp.bfloat16))
     ours = values_and_gradients(functools.partial(in_blocks, 4), *given_, visibility)
-    theirs = values_and_gradients(whole, *given_, visibility)
+    theirs = values_and_gradients(full_matrix, *given_, visibility)
 
     def compare(one, other):
         assert one.dtype == other.dtype
@@ -226,7 +226,7 @@ def test_a_long_sequence_needs_a_fraction_of_the_memory(monkeypatch):
         return compiled.memory_analysis().temp_size_in_bytes
 
     matrix = 4 * 8 * 4 * 512 * 512
-    assert temporaries(whole) > matrix
+    assert temporaries(full_matrix) > matrix
     assert temporaries(functools.partial(in_blocks, 16)) < matrix / 3
     if cpu_attention.available():
         assert temporaries(attention) < matrix / 8

@@ -39,7 +39,7 @@ from t0repro.runs.train import train
 from t0repro.training.checkpoints import (
     checkpoint_path,
     list_checkpoints,
-    load_divided_tree,
+    load_sharded_tree,
     save_checkpoint,
 )
 from t0repro.training.hooks import Hook
@@ -192,7 +192,7 @@ def read(folder):
         save_checkpoint(folder, state)
     like = large_state(lambda described, place: jax.ShapeDtypeStruct(*described, sharding=place))
     before = bytes_read()
-    tree = load_divided_tree(checkpoint_path(folder, 0), like)
+    tree = load_sharded_tree(checkpoint_path(folder, 0), like)
     (own,), (wanted,) = (
         kernel.addressable_shards for kernel in (tree["target/kernel"], state.params["kernel"])
     )
