@@ -1,4 +1,4 @@
-"""Fixtures and environment of all tests: JAX on CPU, quiet TensorFlow, real data if at hand."""
+"""Fixtures and environment of all tests: JAX on CPU, quiet TensorFlow, real data if available."""
 
 import importlib.util
 import os

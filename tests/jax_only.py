@@ -22,7 +22,7 @@ from t0repro.runs.train import train  # noqa: E402
 
 model = t0repro.t5_1_1(num_layers=1, d_model=16, d_ff=24, num_heads=2, d_kv=4, vocab_size=1408)
 lengths = {"inputs": 64, "targets": 16}
-for last_step in (2, 3):  # the second goes on where the first stopped
+for last_step in (2, 3):  # the second continues where the first stopped
     config = t0repro.training_config(
         f"{folder}/model", model, train_steps=last_step, batch_size=4, sequence_length=lengths
     )

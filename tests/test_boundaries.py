@@ -41,7 +41,7 @@ sys.meta_path = [WithoutThem(finder) for finder in sys.meta_path]
 sys.path.insert(0, sys.argv.pop(1))
 '''
 
-# Trains, saves, goes on from the checkpoint and scores, by the modules that commands run through.
+# Trains, saves, continues from the checkpoint and scores, by the modules that commands run through.
 CORE = """
 import tiny_models as tiny
 from t0repro.evaluation.engine import score_examples

@@ -40,7 +40,7 @@ def test_every_key_and_number_is_there_in_full_at_every_width(width):
 
 
 def first_column(text):
-    """The first column's words, one after the other: a folded one goes on in the next line."""
+    """The first column's words, one after the other: a folded one continues on the next line."""
     return "".join(re.match(r" ?(\S*)", line)[1] for line in text.splitlines())
 
 

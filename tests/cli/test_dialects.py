@@ -21,7 +21,7 @@ FILES = (MODEL, "t5x/configs/runs/pretrain.gin")
 
 
 def macros(checkpoint):
-    """A training in which everything that the dialects compute in two ways is the same."""
+    """A training run in which everything that the dialects compute in two ways is the same."""
     return (
         "DROPOUT_RATE = 0.0",
         "MIXTURE_OR_TASK_NAME = 'demo_train'",
@@ -59,7 +59,7 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A Mesh TensorFlow checkpoint, and the training's options in T5X's dialect."""
+    """A Mesh TensorFlow checkpoint, and the run's options in T5X's dialect."""
     folder = tmp_path_factory.mktemp("start")
     plain = train_config(parsed("train", "pretrain", *macros("x")[1:]))
     path = save_checkpoint(folder, plain, 0)

@@ -68,7 +68,7 @@ def assert_described(output):
 
 
 def macros_of(mode, checkpoint, output):
-    """Both modes' macros are the same but for the folder's and the lengths."""
+    """Both modes' macros are the same except for the folder's and the lengths."""
     lines = [line.replace("EVAL_O", f"{mode.upper()}_O") for line in macros(checkpoint, output)]
     lengths = ["--gin.TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 8}"]
     return lines + (lengths if mode == "infer" else [])

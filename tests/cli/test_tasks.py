@@ -1,4 +1,4 @@
-"""The command t0repro tasks, on the demo and on prompts of one's own."""
+"""The command t0repro tasks, on the demo and on prompts of your own."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Writes rows and prompts of a dataset of one's own; the prompts' file."""
+    """Writes rows and prompts of a dataset of your own; the prompts' file."""
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path / "rows"))
     monkeypatch.setenv("T0REPRO_VOCAB", str(ROOT / "tasks" / "demo" / "sentencepiece.model"))
 

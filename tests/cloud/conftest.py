@@ -119,7 +119,7 @@ def experiment(cloud):
 
 @pytest.fixture
 def gin_file(tmp_path, monkeypatch):
-    """A training's gin file and one that it includes, in the current folder."""
+    """A training run's gin file and one that it includes, in the current folder."""
     work = tmp_path / "work"
     tiny_jobs.write(work)
     monkeypatch.chdir(work)

@@ -87,7 +87,7 @@ def test_a_run_that_starts_again_continues_without_repeating(tmp_path, recorder)
     with pytest.raises(KeyboardInterrupt), follow(tmp_path):
         train(tmp_path, 1, 5, 0)
         raise KeyboardInterrupt
-    # The last checkpoint was of step 3: the training's lines after it are written again.
+    # The last checkpoint was of step 3: the run's lines after it are written again.
     with follow(tmp_path):
         train(tmp_path, 4, 8, 3)
     assert steps(recorder) == list(range(1, 9))

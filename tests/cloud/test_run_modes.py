@@ -17,7 +17,7 @@ CHECKPOINT = "--gin.CHECKPOINT_PATH='/gcs/bucket/model/checkpoint_2'"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A training's folder with the checkpoints of steps 0 and 2."""
+    """A training run's folder with the checkpoints of steps 0 and 2."""
     folder = tmp_path_factory.mktemp("trained")
     tiny_jobs.write(folder / "gin")
     with pytest.MonkeyPatch.context() as patch:

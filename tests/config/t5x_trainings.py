@@ -1,4 +1,4 @@
-"""A training in T5X's gin files, as several tests configure it."""
+"""A training run in T5X's gin files, as several tests configure it."""
 
 from __future__ import annotations
 

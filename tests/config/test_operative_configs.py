@@ -90,7 +90,7 @@ def test_gin_holds_the_same_after_t5s_own_command_has_parsed_it(tmp_path, monkey
 
 
 def readable(config):
-    """A configuration to compare: vocabularies are made anew each time."""
+    """A configuration to compare: vocabularies are rebuilt each time."""
     return {
         key: {name: repr(value) for name, value in values.items() if name != "vocabulary"}
         for key, values in config.items()

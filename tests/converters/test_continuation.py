@@ -1,6 +1,6 @@
-"""Training goes on behind a conversion, on either stack, as if there had been none.
+"""Training continues behind a conversion, on either stack, as if there had been none.
 
-Mesh TensorFlow trains to step 2; JAX goes on to step 5 from that checkpoint in every format, and
+Mesh TensorFlow trains to step 2; JAX continues to step 5 from that checkpoint in every format, and
 Mesh TensorFlow from its own; then Mesh TensorFlow goes on to step 8 from what JAX trained, in every
 format, and JAX from its own. Each continuation sees the same three batches.
 """

@@ -95,7 +95,7 @@ def test_a_copied_directory_is_read_itself_whatever_path_its_state_file_has(mixe
     if not is_left:
         shutil.rmtree(mixed)
     assert find_checkpoint(copy).path == f"{copy}/model.ckpt-7"
-    # TensorFlow would read the other directory, or start anew.
+    # TensorFlow would read the other directory, or start again.
     with pytest.raises(UserError, match=rf"(?s){mixed}/model.ckpt-7, in another.*{copy}/checkp"):
         mtf.check_state_file(copy)
     for file in copy.glob("model.ckpt-7.*"):

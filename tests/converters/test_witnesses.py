@@ -1,4 +1,4 @@
-"""A checkpoint that was copied in part is never taken for another model: some file tells."""
+"""A checkpoint that was copied in part is never mistaken for another model: some file tells."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def test_evaluation_has_full_batches_of_each_task_and_of_the_mixture():
     assert list(batches) == ["lines_of_40", "lines_of_9", "lines_of_49"]
     small = list(batches["lines_of_9"])
     assert [batch["inputs"].shape for batch in small] == [(8, 48)] * 3
-    # Nine examples, then the next epoch of them: cut anew, since the cut is random.
+    # Nine examples, then the next epoch of them: cut again, since the cut is random.
     direct = seqio.get_dataset(
         "lines_of_9",
         task_feature_lengths=LENGTHS,

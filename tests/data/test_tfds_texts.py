@@ -61,7 +61,7 @@ def test_t5s_pretraining_task_is_trained_on_by_its_name(tmp_path, tfds_data, sha
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    # Both splits were read: the training's, and the validation's at the end.
+    # Both splits were read: the run's, and the validation's at the end.
     assert {row["split"]: row["step"] for row in rows} == {
         "train": 2,
         f"training_eval/{TASK}": 2,

@@ -24,7 +24,7 @@ class Example(dict):
 
 
 class Examples:
-    """Examples that are read anew in each iteration."""
+    """Examples that are read again in each iteration."""
 
     def __init__(self, number, read):
         self.number, self.read = number, read

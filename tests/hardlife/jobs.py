@@ -50,7 +50,7 @@ class Job:
       command: its arguments, given the folder to write into.
       environment: variables that it needs, given that folder.
       result: what the folder holds in the end and must not depend on any death, by name.
-      dead_check: raises if what a dead run left would be taken for more than it is; is given the
+      dead_check: raises if what a dead run left would be mistaken for more than it is; is given the
         folder and the result of a run that never died.
       first: the share of the run's time in which nothing is written yet (imports).
     """
@@ -141,7 +141,7 @@ def cache_job() -> Job:
 
 
 def visible_files(folder: Path) -> Result:
-    """Every file below a folder, but for what is hidden (locks, staging folders)."""
+    """Every file below a folder, except for what is hidden (locks, staging folders)."""
     names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     return {
         str(name): (folder / name).read_bytes()

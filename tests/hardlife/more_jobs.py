@@ -1,8 +1,8 @@
 """Jobs that are killed, but need no bytes-for-bytes continuation of what they were doing.
 
-An evaluation starts over; Mesh TensorFlow's training goes on from its last checkpoint with other
+An evaluation starts over; Mesh TensorFlow's training continues from its last checkpoint with other
 batches; Beam writes a task's records in any order. What each leaves in the end is the same all the
-same, and what a dead run left is never taken for more than it is.
+same, and what a dead run left is never mistaken for more than it is.
 """
 
 import json
@@ -122,7 +122,7 @@ def t5x_infer_job(root: Path) -> Job:
 
 
 def write_losses(folder: Path) -> Path:
-    """A training's metrics, of which a page takes a while to draw."""
+    """A training run's metrics, of which a page takes a while to draw."""
     folder.mkdir()
     rows = [{"split": "train", "step": step, "loss": 4.0 / step} for step in range(1, 50_000)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -130,7 +130,7 @@ def write_losses(folder: Path) -> Path:
 
 
 def plot_job(trained: Path) -> Job:
-    """t0repro plot of a training's losses."""
+    """t0repro plot of a training run's losses."""
 
     def command(folder: Path) -> list[str]:
         return [*T0REPRO, "plot", str(trained), "--out", str(folder)]

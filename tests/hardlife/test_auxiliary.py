@@ -25,7 +25,7 @@ KILLS = int(os.environ.get("T0REPRO_DEATHS", "50"))
 LAST_STEP, KEPT = 40, 2
 MIXTURES = ("a", "b")
 
-# Goes on from its latest checkpoint, saves every second step and keeps the two latest.
+# Continues from its latest checkpoint, saves every second step and keeps the two latest.
 TRAINING = f"""
 import sys, time
 from t0repro.config.training_plan import SaveConfig

@@ -1,4 +1,4 @@
-"""Full, read-only and vanished folders: one clear error, nothing half, and the job can go on."""
+"""Full, read-only and vanished folders: one clear error, nothing half, and the job can continue."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Killed at random moments, over and over, a job goes on and ends as if it had never died."""
+"""Killed at random moments, over and over, a job continues and ends as if it had never died."""
 
 import shutil
 import time
@@ -28,7 +28,7 @@ def test_killed_at_random_moments_and_resumed_a_job_ends_with_the_same_bytes(
             if out.exists():
                 job.dead_check(out, expected)
             continue
-        # It came to its end before its death: begin anew, sooner.
+        # It ended before the kill: begin again, and kill sooner.
         said, _ = process.communicate()
         assert process.returncode == 0 and job.result(out) == expected, said[-3000:]
         seconds = min(0.9 * seconds, time.monotonic() - begun)

@@ -1,4 +1,4 @@
-"""A training takes its auxiliary jobs along; they end after its last checkpoint."""
+"""A training run takes its auxiliary jobs along; they end after its last checkpoint."""
 
 import os
 import subprocess

@@ -33,14 +33,14 @@ def test_every_checkpoint_is_evaluated_once_with_each_mixture(tmp_path, evaluato
     save_checkpoints(model_dir, 9)
     assert work_once(model_dir, evaluator, "a", "b")
     assert runs(tmp_path) == ["3 a", "3 b", "6 a", "6 b", "9 a", "9 b"]
-    # In the training's TensorBoard, and with the files of all steps together.
+    # In the run's TensorBoard, and with the files of all steps together.
     for mixture in "ab":
         assert curve(model_dir / "inference_eval" / mixture) == [(3, 0.75), (6, 0.8571), (9, 0.9)]
         results = model_dir / "auxiliary" / mixture / "results"
         assert {path.name for path in results.iterdir()} == {
             f"{mixture}_{step}_predictions" for step in (3, 6, 9)
         }
-    # TensorBoard looks into every folder below the training's, and finds no point a second time.
+    # TensorBoard reads every folder below the run's, and finds no point twice.
     assert len(list(model_dir.rglob("*tfevents*"))) == 6
     status = read_status(model_dir)
     assert [each.metric for each in status.values()][0] == ("accuracy", 0.75)

@@ -32,7 +32,7 @@ def log(folder, step=3, **values):
     ],
 )
 def test_the_accuracy_of_all_evaluated_tasks_is_the_main_metric(tmp_path, wanted, metric):
-    """SeqIO has a folder for each task, all with the same tags; a training logs one, too."""
+    """SeqIO has a folder for each task, all with the same tags; a training run logs one, too."""
     log(tmp_path / "inference_eval" / "a", eval__accuracy=0.25, eval__f1=0.1)
     log(tmp_path / "inference_eval" / "b", eval__accuracy=0.75)
     log(tmp_path / "train", accuracy=1.0, loss=9.0)

@@ -35,7 +35,7 @@ seqio.Evaluator.num_examples = 12
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A training's folder with one checkpoint, and the gin file of its evaluation."""
+    """A training run's folder with one checkpoint, and the gin file of its evaluation."""
     folder = tmp_path_factory.mktemp("training")
     (folder / "my_eval.gin").write_text(EVAL + "\n".join(SIZES) + "\n")
     bindings = ("MIXTURE_OR_TASK_NAME = 'a'", "CHECKPOINT_PATH = 'b'", "EVAL_OUTPUT_DIR = 'c'")

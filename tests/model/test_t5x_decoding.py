@@ -80,7 +80,7 @@ def searched(logits, row, beams, alpha, prompt=()):
 def test_a_beam_search_finds_what_one_on_lists_finds(made, beams, alpha):
     model, params, logits = made
     for row in range(3):
-        # One row at a time: a row goes on as long as any of its batch does.
+        # One row at a time: a row continues as long as any of its batch does.
         plan = dataclasses.replace(BEAM, num_decodes=beams, alpha=alpha)
         decodes = generate(model, params, INPUTS[row : row + 1], FREE[:1], plan, KEY)
         expected = searched(logits, row, beams, alpha)

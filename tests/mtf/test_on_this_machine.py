@@ -18,7 +18,7 @@ BACKENDS = ("mtf", "jax")
 
 
 def train(model_dir: Path, backend: str, *more: str) -> list[str]:
-    """Flags of a training that takes the mesh of a TPU, as T0's do."""
+    """Flags of a training run that takes the mesh of a TPU, as T0's do."""
     flags = [flag for flag in commands.TRAIN if "mesh_shape" not in flag]
     return [f"--model_dir={model_dir}", *flags, f"--backend={backend}", *more]
 

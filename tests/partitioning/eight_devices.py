@@ -73,7 +73,7 @@ def devices_of(layout):
 def trained(layout, *, optimizer=ADAFACTOR, microbatches=2, pack=True, stacks=True, **changes):
     """Losses of ten steps, a sum over the state after them, and the step's collectives.
 
-    With `stacks`, layers in a loop are held as a trainer holds them.
+    With `stacks`, scanned layers are held as a trainer holds them.
     """
     partitioning = devices_of(layout)
     model = T5(dataclasses.replace(MODEL, **changes), FLOAT32)
@@ -174,7 +174,7 @@ OPTIMIZERS = {
 
 
 def scanned():
-    """Unrolled layers on one device, and layers in a loop in two layouts."""
+    """Unrolled layers on one device, and scanned layers in two layouts."""
     deep = {"num_encoder_layers": 2, "num_decoder_layers": 2}
     return {
         "one": trained(None, scan_layers=False, **deep),

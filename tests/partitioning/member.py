@@ -45,7 +45,7 @@ from t0repro.training.checkpoints import (
 from t0repro.training.hooks import Hook
 from t0repro.training.train_state import TrainState, new_train_state, to_flat_tree
 
-# Layers in a loop, which a trainer holds stacked, and checkpoints have each by itself.
+# Scanned layers, which a trainer holds stacked, and checkpoints have each by itself.
 LOOP = {"num_encoder_layers": 2, "scan_layers": True}
 MODEL = model_config(
     d_model=32, d_ff=64, num_heads=4, d_kv=8, z_loss=1e-4, dropout_rate=0.1, **LOOP
@@ -128,7 +128,7 @@ def trained(folder, steps, signals=(), notice=None, in_shards=False, **layout):
 
 
 def overflowing(folder, **layout):
-    """Trains from parameters with which the first step is not finite, and stops at it."""
+    """Trains from parameters with which the first step is NaN or Inf, and stops at it."""
     state = new_train_state(initial_parameters(T5(MODEL, FLOAT32), jax.random.key(0)), OPTIMIZER)
     tree = {name: np.array(x) for name, x in to_flat_tree(state).items()}
     tree["target/encoder/layers_1/mlp/wi_0/kernel"][:] = 1e38
@@ -164,7 +164,7 @@ def evaluated(params):
 
 
 def large_state(make):
-    """A state of one parameter, 4 MB, whose rows are divided among all devices."""
+    """A state of one parameter, 4 MB, whose rows are sharded across all devices."""
     mesh = jax.make_mesh((jax.device_count(),), ("all",))
     rows = NamedSharding(mesh, PartitionSpec("all"))
     scalar = NamedSharding(mesh, PartitionSpec())

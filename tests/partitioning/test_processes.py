@@ -123,7 +123,7 @@ def assert_same(folder, reference, step):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """The folder of a training of six steps in this process."""
+    """The folder of a training run of six steps in this process."""
     folder = tmp_path_factory.mktemp("one")
     trained(folder, 6)
     return folder
@@ -152,7 +152,7 @@ def test_each_process_makes_the_shards_of_its_rows_and_the_batches_are_the_same(
     made = [json.loads((tmp_path / f"shards_{index}.json").read_text()) for index in range(2)]
     assert made == [[0, 1], [2, 3]]
     assert "data: 4 shards, of which this process reads 2" in said[0]
-    # One process goes on with all shards.
+    # One process continues with all shards.
     trained(tmp_path, 6, in_shards=True)
     assert_same(tmp_path, one_process, 6)
     assert counts(tmp_path) == counts(one_process)

@@ -1,4 +1,4 @@
-"""The list of trainings tells how each one stands."""
+"""The list of training runs shows the status of each."""
 
 import dataclasses
 import datetime
@@ -52,7 +52,7 @@ def test_each_training_is_listed_with_its_state_and_speed(tmp_path):
     )
     write(tmp_path / "c", process=dead.pid)
     write(tmp_path / "d", loss=None, target_tokens_per_second=None, seconds_left=None)
-    write(tmp_path / "d" / "checkpoint_3")  # a copy, and no training
+    write(tmp_path / "d" / "checkpoint_3")  # a copy, and no training run
     runs = find_runs(tmp_path)
     listed = {
         str(path.relative_to(tmp_path)): row[1:]

@@ -1,4 +1,4 @@
-"""T5X's run mode infer: its files, their lines, and going on after an interruption."""
+"""T5X's run mode infer: its files, their lines, and continuing after an interruption."""
 
 import dataclasses
 import json

@@ -26,7 +26,7 @@ def two(tmp_path_factory):
 
 
 def make(kind, source, folder):
-    """A checkpoint in another format in a folder, which is made anew."""
+    """A checkpoint in another format in a folder, which is rebuilt."""
     shutil.rmtree(folder, ignore_errors=True)
     if kind == "trained":
         shutil.copytree(source, folder / "checkpoint_3")

@@ -1,4 +1,4 @@
-"""What a dry run says of a training before it starts."""
+"""What a dry run says of a training run before it starts."""
 
 import shutil
 

@@ -141,7 +141,7 @@ def inference(model, checkpoint, folder):
 
 
 def start_of(config):
-    """The tree that a training starts from."""
+    """The tree that a training run starts from."""
     model = T5(config.model, config.dtypes)
 
     def fresh():

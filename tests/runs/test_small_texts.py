@@ -52,7 +52,7 @@ def scalars(folder):
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory, shared_data):
-    """The folder in which a few steps of each training ran, and what fine-tuning said."""
+    """The folder in which a few steps of each training run ran, and what fine-tuning said."""
     folder = tmp_path_factory.mktemp("chain")
 
     def run(mode, stage, *arguments):
@@ -61,7 +61,7 @@ def chain(tmp_path_factory, shared_data):
 
     python(folder, shared_data, str(SCRIPT), "vocabulary.model")
     run("train", "pretrain", "--gin.TRAIN_STEPS=4")
-    # The state that a training starts from is kept, too.
+    # The state that a training run starts from is kept, too.
     both = "--gin_bindings=utils.SaveCheckpointConfig.keep = 2"
     adapted = run("train", "adapt", "--gin.PRETRAINED_STEPS=4", "--gin.TRAIN_STEPS=6", both)
     ranked = "infer_eval/utils.DatasetConfig"

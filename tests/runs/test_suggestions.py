@@ -1,4 +1,4 @@
-"""What makes a training fit is tried in turn, the cheapest change first."""
+"""Changes that make a training run fit are tried in turn, the cheapest first."""
 
 import dataclasses
 

@@ -186,7 +186,7 @@ def test_a_checkpoint_that_was_replaced_at_its_path_is_evaluated_again(tmp_path,
     assert list(again) == [1] and again != first
     assert evaluate_checkpoints(made) == {} and "evaluated before" in capsys.readouterr().err
     (ref,) = chosen(made.restore)
-    shutil.rmtree(path)  # as by a training's retention, after it was chosen
+    shutil.rmtree(path)  # as by a training run's retention, after it was chosen
     assert is_evaluated(made, ref)
 
 

@@ -1,4 +1,4 @@
-"""Cached tasks that are not whole, or not of what they are taken for, are found before use."""
+"""Incomplete and mismatched cached tasks are found before use."""
 
 import json
 import shutil

@@ -76,7 +76,7 @@ def test_every_template_of_every_dataset_at_hand_renders_as_by_promptsource(shar
     assert check_equal(shared_data, 2) > 1000
 
 
-@pytest.mark.slow  # promptsource compiles a template anew for each of 20,000 renderings
+@pytest.mark.slow  # promptsource compiles a template again for each of 20,000 renderings
 def test_every_template_renders_forty_rows_of_every_file_as_by_promptsource(shared_data):
     assert check_equal(shared_data, 40) > 15_000
 

@@ -1,4 +1,4 @@
-"""The prompt cache: made again byte for byte, killed and resumed, and what it says of mistakes."""
+"""The prompt cache: rebuilt byte for byte, killed and resumed, and what it says of mistakes."""
 
 import json
 import os

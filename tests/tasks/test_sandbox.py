@@ -199,11 +199,11 @@ def test_an_empty_target_is_no_example(target):
 
 
 def plain_environment() -> jinja2.Environment:
-    """promptsource 0.1.0's environment as it makes it, but for draws that can be repeated."""
+    """promptsource 0.1.0's environment as it makes it, except for draws that can be repeated."""
     environment = jinja2.Environment(loader=jinja2.BaseLoader())
     environment.globals.update(zip=zip)
     environment.filters.update(promptsource_environment().filters)
-    # promptsource compiles a template for each row anew, which takes most of its time.
+    # promptsource compiles a template for each row again, which takes most of its time.
     environment.from_string = functools.lru_cache(maxsize=16)(environment.from_string)
     return environment
 

@@ -27,7 +27,7 @@ WHOLE_SPLITS = [
 
 @pytest.fixture
 def local(shared_data, monkeypatch):
-    """The tasks of every dataset that is at hand, and no others."""
+    """The tasks of every dataset that is available, and no others."""
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(shared_data))
     module = importlib.import_module("t0repro.tasks.local")
     for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):

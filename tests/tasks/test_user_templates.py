@@ -1,4 +1,4 @@
-"""Prompts of one's own: what a file registers, and what a broken one is told."""
+"""Your own prompts: what a file registers, and the errors of a broken one."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A training run on the demo's data that the tests of resuming stop and go on with.
+"""A training run on the demo's data that the tests of resuming stop and continue with.
 
 As a program it trains like `run`, and kills itself with SIGKILL behind a step:
 

@@ -1,4 +1,4 @@
-"""An update that is not finite is not done, is explained, and can be computed again."""
+"""An update that is NaN or Inf is not done, is explained, and can be recomputed."""
 
 import json
 
@@ -85,7 +85,7 @@ spoiling.defvjp(
 
 
 class Steep(BaseModel):
-    """A loss whose gradient has large finite entries, the sum of which is not finite."""
+    """A loss whose gradient has large finite entries, the sum of which is NaN or Inf."""
 
     def get_initial_variables(self, rng, input_shapes, input_types=None):
         return {"params": {"w": jnp.zeros(128)}}

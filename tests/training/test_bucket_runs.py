@@ -1,4 +1,4 @@
-"""A run in a bucket gives what one on a disk gives, bit for bit, and goes on after a kill."""
+"""A run in a bucket gives what one on a disk gives, bit for bit, and continues after a kill."""
 
 import json
 import signal

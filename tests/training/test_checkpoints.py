@@ -97,7 +97,7 @@ def test_an_orbax_checkpoint_of_someone_elses_is_read(tmp_path):
 @pytest.mark.parametrize("name", ["a%20b", "a#b", "a?b", "a|b", "a*b", "é =,"])
 def test_folders_may_have_names_that_addresses_and_patterns_read_otherwise(tmp_path, state, name):
     path = checkpoints.save_checkpoint(tmp_path / name, state)
-    # By Orbax, as a training reads it, and as conversion and evaluation do.
+    # By Orbax, as a training run reads it, and as conversion and evaluation do.
     for read in (checkpoints.load_tree, sources.load_any):
         assert_equal_trees(read(path), to_flat_tree(state))
     assert [folder.name for folder in tmp_path.iterdir()] == [name]

@@ -254,7 +254,7 @@ def test_logits_of_a_part_of_the_targets_are_made_at_a_time(limit, mesh, positio
 
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(mesh, ("data", "model"))):
         program = str(jax.make_jaxpr(found)())
-    # What was made in parts is made again in the backward pass.
+    # What was made in parts is rebuilt in the backward pass.
     assert ("prevent_cse=False" in program) == (positions < 5)
     assert shapes == {((2, positions, 128), (2, positions))}
     of = found()

@@ -132,7 +132,7 @@ def test_gradients_agree_to_1e_5_of_their_norm(case, run, start, batches):
 
 
 def test_scores_agree_to_1e_4_a_token(case, run, start, batches):
-    # Some targets are negative here, which rank evaluation refuses; its engine is held against
+    # Some targets are negative here, which rank evaluation refuses; its engine is compared with
     # row_scores in tests/evaluation.
     scores = row_scores(start.params, T5(case.model, FLOAT32), batches[0])
     tokens = np.count_nonzero(batches[0]["targets"] > 0, axis=-1)

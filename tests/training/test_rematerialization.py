@@ -1,4 +1,4 @@
-"""What a training computes again, where nobody says it, is as little as its devices allow."""
+"""If nothing is bound, a training run rematerializes as little as its devices allow."""
 
 import dataclasses
 import json

@@ -27,7 +27,7 @@ TRAINING = run_config(
 
 
 def training(**changes):
-    """A training with some changes to the model and to the run."""
+    """A training run with some changes to the model and to the run."""
     of_model = {name: changes.pop(name) for name in list(changes) if hasattr(MODEL, name)}
     model = dataclasses.replace(MODEL, **of_model)
     return dataclasses.replace(TRAINING, model=model, **changes)
@@ -74,7 +74,7 @@ def test_the_compilers_figure_falls_by_what_is_not_kept(looped):
 
 def test_half_a_microbatch_keeps_half_the_activations():
     whole, half = counted(num_microbatches=2), counted(num_microbatches=4)
-    # Half, but for what does not grow with the rows.
+    # Half, except for what does not grow with the rows.
     assert half.activations == pytest.approx(whole.activations / 2, rel=0.01)
     assert half.gradients == whole.gradients
 

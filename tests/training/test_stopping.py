@@ -1,4 +1,4 @@
-"""T5X's rule of early stopping to the letter, and stopping at values that are not finite."""
+"""T5X's rule of early stopping to the letter, and stopping at values that are NaN or Inf."""
 
 import itertools
 import json

@@ -120,7 +120,7 @@ def test_three_updates_are_t5xs(name):
     for key, values in GOLDEN[name].items():
         kept = ours[key.replace("slots/", "state/param_states/")]
         np.testing.assert_allclose(kept.ravel(), values, rtol=2e-5, atol=2e-6, err_msg=key)
-    # What a checkpoint holds is enough to go on.
+    # What a checkpoint holds is enough to continue.
     again = to_flat_tree(from_flat_tree(ours, like=state))
     assert ours.keys() == again.keys()
     assert all(np.array_equal(ours[key], again[key]) for key in ours)
