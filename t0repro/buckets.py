@@ -10,8 +10,10 @@ Everything here takes addresses (`gs://bucket/name`). What takes local paths too
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -34,6 +36,8 @@ _LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}
 _MACHINE = Path("/sys/class/dmi/id/product_name")  # the machine's name in its firmware
 _VENDOR = Path("/sys/class/dmi/id/sys_vendor")
 _LISTED_AS_FOLDERS = "directory"
+_PART_BYTES = 1 << 18  # as much as TensorFlow reads of a file at a time
+_PARTS_AT_A_TIME = 16  # requests
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -122,11 +126,6 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 def orbax_writes_to(path: str | os.PathLike[str]) -> bool:
     """Whether Orbax writes and reads checkpoints there itself; of addresses, only at Google's."""
     return scheme_of(path) in (None, "gs")
-
-
-def tensorflow_reads(path: str | os.PathLike[str]) -> bool:
-    """Whether TensorFlow reads files there by itself: Google's own store, but no emulator of it."""
-    return scheme_of(path) == "gs" and not os.environ.get("STORAGE_EMULATOR_HOST")
 
 
 # ---- Credentials --------------------------------------------------------------------------------
@@ -393,6 +392,70 @@ def download(address: str, path: Path) -> None:
     """
     system, source = located(address)
     system.get_file(source, str(path))
+
+
+@explained
+def read_part(address: str, start: int, end: int) -> bytes:
+    """An object's bytes from one place to another, or to its end.
+
+    Raises:
+      FileNotFoundError: If there is no such object.
+    """
+    system, path = located(address)
+    return system.cat_file(path, start=start, end=end)
+
+
+class Stream(io.RawIOBase):
+    """An object that is read in order, with the next part fetched while one is read.
+
+    Args:
+      address: The object.
+      size: Its size in bytes.
+    """
+
+    def __init__(self, address: str, size: int):
+        self._address, self._size, self._place = address, size, 0
+        self._parts: dict[int, concurrent.futures.Future[bytes]] = {}
+        self._part(0)
+
+    def readable(self) -> bool:
+        """True, for io's buffers."""
+        return True
+
+    def seekable(self) -> bool:
+        """True, for io's buffers."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves to another byte; what was fetched of the part there is kept."""
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place}[whence]
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills a buffer, at most to the end of a part; 0 at the end of the object."""
+        if self._place >= self._size:
+            return 0
+        number, skipped = divmod(self._place, _PART_BYTES)
+        ahead = [number + 1] if (number + 1) * _PART_BYTES < self._size else []
+        self._parts = {each: self._part(each) for each in (number, *ahead)}
+        data = self._parts[number].result()[skipped : skipped + len(buffer)]
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+    def _part(self, number: int) -> concurrent.futures.Future[bytes]:
+        """A part, which is asked for unless it has been."""
+        if number not in self._parts:
+            start = number * _PART_BYTES
+            end = min(start + _PART_BYTES, self._size)
+            reading = _readers().submit(read_part, self._address, start, end)
+            self._parts[number] = reading
+        return self._parts[number]
+
+
+@functools.cache
+def _readers() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(_PARTS_AT_A_TIME, "reads of buckets")
 
 
 def read_json(address: str) -> Mapping[str, Any] | None:

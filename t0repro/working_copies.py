@@ -10,6 +10,8 @@ that is killed at any moment leaves in the bucket what a kill leaves on a disk: 
 and perhaps the beginning of what was not.
 
 Checkpoints are not fetched, only uploaded: training reads and writes them in the bucket itself.
+The shards of a cache are not fetched either: in the copy they are files of the same size that take
+no space, and `opened` reads their bytes from the bucket, in order, the next ones ahead.
 What begins with a dot stays on this machine: locks, and files that are not finished.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
+import io
 import os
 import re
 import shutil
@@ -27,6 +30,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import filelock
 
@@ -35,6 +39,7 @@ from t0repro.errors import UserError, show_as
 
 _SECONDS_BETWEEN_UPLOADS = 10.0
 _REQUESTS = 8  # at a time
+_BUFFER_BYTES = 1 << 18
 
 _HIDDEN = re.compile(r"(^|/)\.")
 _CHECKPOINT = re.compile(r"(^|/)(checkpoint_\d+(/|$)|model\.ckpt-\d+)")
@@ -43,8 +48,7 @@ _CHECKPOINT = re.compile(r"(^|/)(checkpoint_\d+(/|$)|model\.ckpt-\d+)")
 _VOUCHING = re.compile(
     r"(^|/)(_METADATA|_CHECKPOINT_METADATA|integrity\.json|COMPLETED|config\.json)$|\.index$"
 )
-# Shards of a cache: they may be larger than this machine's disk, and no command that writes a cache
-# reads those that are finished.
+# Shards of a cache, which may be larger than this machine's disk.
 _LARGE = re.compile(r"\.tfrecord-\d+-of-\d+$")
 
 # Files to which several commands append, each in a copy of its own.
@@ -131,11 +135,20 @@ class WorkingCopy:
                 content = (self._root / name).read_bytes()
                 self._appended[name] = len(content), zlib.crc32(content)
 
+    def refetch(self, folder: Path) -> None:
+        """Makes a folder of the copy what the bucket holds, which another machine has written."""
+        with self._lock:
+            prefix = folder.relative_to(self._root).as_posix()
+            for name in buckets.objects(self.address_of(folder)):
+                if not _HIDDEN.search(name):
+                    self._fetch(f"{prefix}/{name}", -1)
+                    self._sent[f"{prefix}/{name}"] = _stamp(folder / name)
+
     def _fetch(self, name: str, size: int) -> None:
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)  # in a folder that was just made for it
-        if self.writes and _LARGE.search(name):
-            _hollow(path, size)
+        if size >= 0 and _LARGE.search(name):
+            _hollow(path, size, f"{self._above}/{name}")
             return
         with contextlib.suppress(FileNotFoundError):  # removed since it was listed
             buckets.download(f"{self._above}/{name}", path)
@@ -166,7 +179,7 @@ class WorkingCopy:
                     continue
                 self._sent[name] = files[name]
                 if _LARGE.search(name):
-                    _hollow(path, files[name][0])
+                    _hollow(path, files[name][0], f"{self._above}/{name}")
                     self._sent[name] = _stamp(path)
             for name in [name for name in self._sent if name not in files]:
                 buckets.remove(f"{self._above}/{name}")
@@ -255,10 +268,29 @@ def _stamp(path: Path) -> _Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _hollow(path: Path, size: int) -> None:
-    """Replaces a file by one of that size that takes up no space."""
+_hollow_files: dict[str, tuple[_Stamp, str]] = {}  # path -> its stamp, the object it stands for
+
+
+def _hollow(path: Path, size: int, address: str) -> None:
+    """Replaces a file by one of that size that takes up no space, and stands for an object."""
     with open(path, "wb") as file:
         file.truncate(size)
+    _hollow_files[str(path)] = _stamp(path), address
+
+
+def is_streamed(path: Path) -> bool:
+    """Whether a file of a working copy has its bytes only in the bucket."""
+    found = _hollow_files.get(str(path))
+    # It may have been replaced since.
+    return found is not None and path.is_file() and _stamp(path) == found[0]
+
+
+def opened(path: Path) -> BinaryIO:
+    """A file that is open for reading; a shard in a working copy is read from the bucket."""
+    if not is_streamed(path):
+        return open(path, "rb", buffering=_BUFFER_BYTES)
+    stamp, address = _hollow_files[str(path)]
+    return io.BufferedReader(buckets.Stream(address, stamp[0]), _BUFFER_BYTES)
 
 
 # ---- The copies of this process -----------------------------------------------------------------
@@ -297,18 +329,6 @@ def fetched(path: str | os.PathLike[str]) -> Iterator[Path]:
         copy.close()
 
 
-def for_tensorflow(path: str, where: str | None = None) -> str:
-    """A folder that TensorFlow reads, such as SeqIO's caches: the path itself if it can.
-
-    TensorFlow streams from Google's buckets. Of any other bucket, and of an emulator, it reads a
-    copy, which is made whole here.
-    """
-    if not buckets.is_address(path):
-        return path
-    address = buckets.checked(path, where)
-    return address if buckets.tensorflow_reads(address) else str(read_at(address, where))
-
-
 def _opened(path: str | os.PathLike[str], where: str | None, *, writes: bool) -> Path:
     address = buckets.checked(path, where)
     for copy in _copies.values():
@@ -320,6 +340,19 @@ def _opened(path: str | os.PathLike[str], where: str | None, *, writes: bool) ->
             return copy.path / rest.lstrip("/")
     copy = _copies[address, writes] = WorkingCopy(address, writes=writes)
     return copy.path
+
+
+def address_of(path: Path) -> str | None:
+    """The address that a path in a working copy stands for; None for any other path."""
+    copy = copy_with(path)
+    return copy and copy.address_of(path)
+
+
+def refetch(folder: Path) -> None:
+    """Fetches what another machine has written below a folder of a working copy."""
+    copy = copy_with(folder)
+    assert copy is not None
+    copy.refetch(folder)
 
 
 def copy_with(path: Path) -> WorkingCopy | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
+from t0repro.files import input_path
 from t0repro.progress import say
 from t0repro.tasks.catalogue import is_synthetic, modelled_on
 from t0repro.words import counted
@@ -204,12 +205,24 @@ def cache_dirs() -> Sequence[str]:
     return _cache_dirs if seqio is None else seqio.get_global_cache_dirs()
 
 
-def add_cache_dirs(folders: Iterable[str]) -> None:
-    """Adds folders to `cache_dirs`; in SeqIO, if it has been imported."""
+def add_cache_dirs(folders: Iterable[str | os.PathLike[str]], where: str | None = None) -> None:
+    """Adds folders or addresses to `cache_dirs`; in SeqIO, if it has been imported.
+
+    Args:
+      folders: The folders.
+      where: The option that names them, for messages.
+
+    Raises:
+      UserError: For an address that cannot be opened.
+    """
+    paths = [str(input_path(folder, where)) for folder in folders]
     if "seqio" in sys.modules:
-        sys.modules["seqio"].add_global_cache_dirs(list(folders))
+        from t0repro.tasks.prompt_cache.streaming import stream_into_seqio
+
+        stream_into_seqio()
+        sys.modules["seqio"].add_global_cache_dirs(paths)
     else:
-        _cache_dirs.extend(folder for folder in folders if folder not in _cache_dirs)
+        _cache_dirs.extend(path for path in paths if path not in _cache_dirs)
 
 
 # Metrics ----------------------------------------------------------------------------------------

@@ -270,10 +270,10 @@ def _default_activation() -> DType:
 
 
 def _add_cache(folder: Path | None) -> None:
-    if folder is not None:
-        import seqio
+    from t0repro.tasks.task import add_cache_dirs
 
-        seqio.add_global_cache_dirs([str(folder)])
+    if folder is not None:
+        add_cache_dirs([folder], "--cache_dir")
 
 
 def _print_speed(outcome: Outcome) -> None:

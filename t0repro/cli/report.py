@@ -215,9 +215,9 @@ def verify(
     echo("importing JAX, and the tasks with SeqIO ...", err=True)
     prompts = load_prompts(modules_or_t0(module_import), into_seqio=True)
     if cache_dir is not None:
-        import seqio
+        from t0repro.tasks.task import add_cache_dirs
 
-        seqio.add_global_cache_dirs([str(cache_dir)])
+        add_cache_dirs([cache_dir], "--cache_dir")
     differ = cells = 0
     for found in verify(report, prompts, sample=sample, seed=seed, checkpoint=checkpoint):
         differ += not found.agrees

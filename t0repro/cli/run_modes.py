@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import typer
 
-from t0repro.buckets import is_address
 from t0repro.cli.options import (
     GIN,
     GinBindings,
@@ -32,7 +31,6 @@ from t0repro.cloud.arguments import JobMode
 from t0repro.errors import UserError
 from t0repro.files import check_output, output_path
 from t0repro.jobs.options import AuxiliaryOptions
-from t0repro.working_copies import for_tensorflow
 
 if TYPE_CHECKING:
     from t0repro.config.inference_plan import InferencePlan
@@ -252,10 +250,9 @@ def register(
     cache_dirs = options.seqio_additional_cache_dirs or ()
     folders = [folder for value in cache_dirs for folder in value.split(",") if folder]
     flag = "--seqio_additional_cache_dirs"
-    folders = [for_tensorflow(folder, flag) for folder in folders]
     if suffices is not None and not options.tfds_data_dir and not needs_seqio(modules):
         load_tasks(modules, into_seqio=False)
-        add_cache_dirs(folders)
+        add_cache_dirs(folders, flag)
         if suffices():
             return
     echo("importing the tasks, with TensorFlow and SeqIO ...", err=True)
@@ -265,7 +262,7 @@ def register(
 
     if options.tfds_data_dir:
         seqio.set_tfds_data_dir_override(options.tfds_data_dir)
-    add_cache_dirs(folders)
+    add_cache_dirs(folders, flag)
     load_tasks(modules, into_seqio=True)
 
 
@@ -301,7 +298,7 @@ def train(
     """
     # First, so that mistakes are reported before joining processes and importing JAX.
     _check_machine(jobs.machines, platform, cell)
-    if name is not None and is_address(name):
+    if name is not None and ":" in name:
         raise UserError(
             f"A run cannot be named {name}: it would be the local folder runs/{name}.",
             where="--name",

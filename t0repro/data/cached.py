@@ -21,9 +21,10 @@ import numpy as np
 from t0repro.data.resuming import Batch, ResumableBatches
 from t0repro.data.tf_order import ShuffleSeeds, draws, shuffled
 from t0repro.errors import UserError
+from t0repro.files import input_path
 from t0repro.progress import say
 from t0repro.tasks.prompt_cache.folders import PROVENANCE, damage, shard_names
-from t0repro.tasks.prompt_cache.records import integers, read_block, read_records
+from t0repro.tasks.prompt_cache.records import RecordsInTurns, integers, read_records
 from t0repro.words import counted
 
 FEATURES = ("inputs", "targets")
@@ -44,8 +45,8 @@ class CachedBatches(ResumableBatches):
     are rebuilt and skipped.
 
     Args:
-      folders: The cache folder of each task, mapped to the task's rate in the mixture; a sequence
-        mixes the tasks in proportion to their numbers of examples.
+      folders: The cache folder or address of each task, mapped to the task's rate in the mixture; a
+        sequence mixes the tasks in proportion to their numbers of examples.
       sequence_length: Tokens per row of `inputs` and of `targets`; longer examples are truncated.
       batch_size: Rows in a batch.
       split: The split to read.
@@ -69,7 +70,9 @@ class CachedBatches(ResumableBatches):
         shuffle: bool = True,
         seed: int | None = None,
     ):
-        counts = {str(folder): count_examples(Path(folder), split) for folder in folders}
+        # What is recorded names folders as they were given; a bucket's have another path here.
+        self._paths = {str(folder): input_path(folder) for folder in folders}
+        counts = {name: count_examples(path, split) for name, path in self._paths.items()}
         given = dict(folders) if isinstance(folders, Mapping) else counts
         # A task without examples would be sampled forever.
         self._rates = {str(folder): float(given[folder]) for folder in given if counts[str(folder)]}
@@ -98,10 +101,11 @@ class CachedBatches(ResumableBatches):
 
     def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
         """Batches from where the run continues; see `training.start.BatchSource`."""
-        if unfinished := [name for name in self._rates if not _ends_in_eos(name, self._split)]:
+        paths = [self._paths[name] for name in self._rates]
+        if unfinished := [path for path in paths if not _ends_in_eos(path, self._split)]:
             say(
                 f"warning: the targets of {counted(len(unfinished), 'cached task')} do not end in"
-                f" EOS ({_EOS}), {Path(unfinished[0]).name} first; what a task does after SeqIO's"
+                f" EOS ({_EOS}), {unfinished[0].name} first; what a task does after SeqIO's"
                 " CacheDatasetPlaceholder, such as adding EOS or masking spans, is not done here,"
                 " but by the commands that train with SeqIO"
             )
@@ -178,7 +182,8 @@ class CachedBatches(ResumableBatches):
 
     def _epochs(self, folder: str, seed: int, epochs: int | None) -> Iterator[Example]:
         """A task's examples, its files read repeatedly; if shuffled, in random order of files."""
-        order = shards = [Path(folder, name) for name in _shards(Path(folder), self._split)]
+        path = self._paths[folder]
+        order = shards = [path / name for name in _shards(path, self._split)]
         seeds = ShuffleSeeds(seed)
         for epoch in itertools.count() if epochs is None else range(epochs):
             if self._shuffle and (epoch == 0 or self._counts[folder] >= _HELD):
@@ -206,11 +211,11 @@ def count_examples(folder: Path, split: str) -> int:
     return sum(1 for name in _shards(folder, split) for _ in read_records(folder / name))
 
 
-def _ends_in_eos(folder: str, split: str) -> bool:
+def _ends_in_eos(folder: Path, split: str) -> bool:
     """Whether the first targets in a cache end in EOS."""
-    if Path(folder, PROVENANCE).is_file():
+    if (folder / PROVENANCE).is_file():
         return True  # in its own vocabulary, since `t0repro cache` wrote it
-    records = _by_turns([Path(folder, name) for name in _shards(Path(folder), split)])
+    records = _by_turns([folder / name for name in _shards(folder, split)])
     targets = integers(next(records), FEATURES)["targets"]
     return bool(targets.size and targets[-1] == _EOS)
 
@@ -225,17 +230,17 @@ def _by_turns(shards: Sequence[Path]) -> Iterator[bytes]:
     It takes up to 16 records from one of 16 files, then from the next. A file that has ended is
     replaced, at its next turn, by the first file that has not been started.
     """
-    waiting = iter(shards)
-    begun = [(shard, 0) for shard in itertools.islice(waiting, _FILES)]
+    waiting = map(RecordsInTurns, shards)
+    begun = list(itertools.islice(waiting, _FILES))
     while begun:
         round_, begun = begun, []
-        for shard, start in round_:
-            records, end = read_block(shard, start, _TURN)
+        for shard in round_:
+            records = shard.take(_TURN)
             yield from records
             if len(records) == _TURN:
-                begun.append((shard, end))
+                begun.append(shard)
             elif another := next(waiting, None):
-                begun.append((another, 0))
+                begun.append(another)
 
 
 def _packed(examples: Iterator[Example], lengths: Mapping[str, int]) -> Iterator[list[Example]]:

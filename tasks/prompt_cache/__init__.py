@@ -6,6 +6,7 @@ spool.py       rows on disk, looked up by number
 prompts.py     rows -> examples of a task and of its `_score_eval` twin
 tokens.py      text -> tokens, as SeqIO's vocabulary does it
 records.py     examples -> TFRecord files, without TensorFlow
+streaming.py   SeqIO reads a cache in a bucket
 shards.py      a worker's part: spooling rows, and writing one piece of a split
 cache.py       a run: workers, progress, and finishing tasks
 folders.py     locking, staging, and moving a task into place

@@ -22,6 +22,7 @@ from t0repro.progress import say
 from t0repro.tasks.prompt_cache.plan import CachedTask, Prompt
 from t0repro.tasks.prompt_cache.records import count_records, is_damaged_at, read_records
 from t0repro.tasks.task import TaskDescription, task_descriptions
+from t0repro.working_copies import is_streamed
 
 if TYPE_CHECKING:
     import seqio
@@ -239,7 +240,8 @@ def damage(folder: Path, split: str) -> str | None:
     """Describes the damage in a cached split, or None if it is complete.
 
     Caches from `t0repro cache` and `tasks fetch-p3` record the bytes and records of each shard. In
-    a cache that SeqIO made, records are counted and compared with its statistics.
+    a cache that SeqIO made, records are counted and compared with its statistics, except in a
+    bucket.
     """
     if not (folder / MARKER).is_file():
         return f"there is no {MARKER}"
@@ -252,6 +254,8 @@ def damage(folder: Path, split: str) -> str | None:
         return f"{len(missing)} of {len(names)} shards are missing, {missing[0]} first"
     try:
         declared = _declared(folder, split)
+        if not declared and any(is_streamed(folder / name) for name in names):
+            return None  # to count their records would be to fetch them
         records = 0
         for name in names:
             count = _records(folder / name, declared.get(name))

@@ -6,6 +6,7 @@ Sources: tensorflow/core/example/{example,feature}.proto and tensorflow/core/lib
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -19,6 +20,7 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.files import naming
+from t0repro.working_copies import is_streamed, opened
 
 _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3  # fields of Feature
 _BUFFER_BYTES = 1 << 18
@@ -132,19 +134,32 @@ def read_records(path: Path) -> Iterator[bytes]:
         yield _content(file, length, path, place)
 
 
-def read_block(path: Path, start: int, count: int) -> tuple[list[bytes], int]:
-    """Up to `count` records from a byte on, with their checksums verified, and where they end.
+class RecordsInTurns:
+    """The records of a TFRecord file, some at a time, with their checksums verified.
 
-    The file is closed in between, so that any number of files can be read in turn.
+    A file is closed in between, so that any number of files can be read in turn. A shard in a
+    bucket stays open: what was fetched ahead of one turn is there for the next.
 
-    Raises:
-      UserError: If the file is broken; names the file and the byte.
+    Args:
+      path: The file.
     """
-    records = []
-    for place, length, file in itertools.islice(_heads(path, start), count):
-        records.append(_content(file, length, path, place))
-        start = place + length + 16
-    return records, start
+
+    def __init__(self, path: Path):
+        self._path, self._start = path, 0
+        self._held = opened(path) if is_streamed(path) else None
+
+    def take(self, count: int) -> list[bytes]:
+        """Up to `count` records; fewer only at the end.
+
+        Raises:
+          UserError: If the file is broken; names the file and the byte.
+        """
+        records = []
+        heads = _heads(self._path, self._start, self._held)
+        for place, length, file in itertools.islice(heads, count):
+            records.append(_content(file, length, self._path, place))
+            self._start = place + length + 16
+        return records
 
 
 def count_records(path: Path) -> int:
@@ -174,10 +189,18 @@ def is_damaged_at(path: Path, place: int) -> bool:
     return False
 
 
-def _heads(path: Path, place: int = 0) -> Iterator[tuple[int, int, BinaryIO]]:
-    """Yields (offset, length, file positioned at the record); callers must read or skip it."""
+def _heads(
+    path: Path, place: int = 0, held: BinaryIO | None = None
+) -> Iterator[tuple[int, int, BinaryIO]]:
+    """Yields (offset, length, file positioned at the record); callers must read or skip it.
+
+    Args:
+      path: The file.
+      place: Where its first record of interest begins.
+      held: The file if it is open, and stays so.
+    """
     end = path.stat().st_size
-    with open(path, "rb", buffering=_BUFFER_BYTES) as file:
+    with contextlib.nullcontext(held) if held else opened(path) as file:
         file.seek(place)
         while head := file.read(12):
             _check(head, 8, path, place)

@@ -22,8 +22,8 @@ from t0repro.config.run_config import Recompute
 from t0repro.errors import UserError
 from t0repro.files import check_output
 from t0repro.tasks.module_names import resolved
+from t0repro.tasks.task import add_cache_dirs
 from t0repro.words import printable
-from t0repro.working_copies import for_tensorflow
 
 UTILS = "mesh_tensorflow.transformer.utils"
 MESH_TRANSFORMER = "t5.models.mesh_transformer"
@@ -115,7 +115,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     # This locks gin's configuration; later changes must unlock it explicitly.
     gin.finalize()
     flag = "--additional_task_cache_dirs"
-    seqio.add_global_cache_dirs([for_tensorflow(folder, flag) for folder in inputs.cache_dirs])
+    add_cache_dirs(inputs.cache_dirs, flag)
     if inputs.tfds_data_dir:
         seqio.set_tfds_data_dir_override(inputs.tfds_data_dir)
     return bindings
