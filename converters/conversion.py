@@ -265,14 +265,14 @@ class Conversion:
 
     Attributes:
       outputs: The tensors, in writing order.
-      open_writer: Opens the writer for a directory.
+      open_writer: Opens the writer for a directory or an address.
       norm_names: Mesh TensorFlow's spelling of the model's norms.
       small_files: Name -> content of the destination's other files.
       notes: What is missing or dropped, one sentence each.
     """
 
     outputs: list[Output]
-    open_writer: Callable[[Path], Writer]
+    open_writer: Callable[[str], Writer]
     norm_names: naming.NormNames
     small_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -8,16 +8,13 @@ import errno
 import functools
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
-from t0repro import working_copies
-from t0repro.converters import gin_shapes, jax_tree, staging, storage
+from t0repro.converters import gin_shapes, hf, jax_tree, staging, storage
 from t0repro.converters.conversion import (
     Cast,
     Conversion,
@@ -49,16 +46,12 @@ from t0repro.converters.tensors import (
     total_bytes,
 )
 from t0repro.errors import UserError
-from t0repro.files import check_no_objects, output_path, write_atomically
-from t0repro.locks import LOCK_FILES
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
 from t0repro.redaction import without_passwords
-from t0repro.words import counted, sized
+from t0repro.words import counted
 
-# Orbax's metadata and the index file add little to the tensors' bytes.
-_SPACE_MARGIN = 1.02
 _BYTES_AHEAD = 1 << 30
 VOCAB_DIVISOR = 128  # Mesh TensorFlow and T5X pad vocabularies to a multiple of it
 
@@ -129,23 +122,19 @@ def convert(
     """
     options = options or Options(**choices)
     _check_request(to, options)
-    # An earlier checkpoint's extra objects would remain among the new one's.
-    check_no_objects(dst)
-    directory = output_path(dst)
+    destination = staging.destination(dst)
     ref = find_checkpoint(src, step, source)
-    _check_target_absent(directory, force)
+    destination.check_is_free(force)
     # Taken before reading the first byte, and compared after the last.
     files = fingerprint(ref)
-    report, reader, conversion = _planned(ref, directory, to, options)
+    report, reader, conversion = _planned(ref, destination, to, options)
     if dry_run:
         return dataclasses.replace(report, dry_run=True)
-    written = _write(reader, report, conversion, directory, files)
-    working_copies.upload(dst)
-    return written
+    return _write(reader, report, conversion, destination, files)
 
 
 def _planned(
-    ref: CheckpointRef, directory: Path, to: Format, options: Options
+    ref: CheckpointRef, destination: staging.Destination, to: Format, options: Options
 ) -> tuple[ConversionReport, CheckpointReader, Conversion]:
     """Opens and checks the source; returns the report so far, its reader and the conversion."""
     original = open_checkpoint(ref)
@@ -164,8 +153,8 @@ def _planned(
     if not 0 <= step <= np.iinfo(np.int32).max:
         raise UserError(f"The global step {step} does not fit T5X's int32.", where=ref.path)
     nbytes = total_bytes(reader.tensors)
-    _check_free_space(directory, nbytes)
-    target = _target(directory, to, step)
+    destination.check_space(nbytes)
+    target = _target(destination.path, to, step)
     conversion = make_conversion(reader, target, family, reader.tensors, options)
     report = ConversionReport(
         source=dataclasses.replace(ref, step=step),
@@ -238,11 +227,11 @@ def _left_behind(reader: CheckpointReader) -> list[str]:
     ]
 
 
-def _target(directory: Path, to: Format, step: int) -> CheckpointRef:
+def _target(directory: str, to: Format, step: int) -> CheckpointRef:
     if to == "hf":
-        return CheckpointRef(to, str(directory), step)
+        return CheckpointRef(to, directory, step)
     name = f"model.ckpt-{step}" if to == "mtf" else f"checkpoint_{step}"
-    return CheckpointRef(to, str(directory / name), step)
+    return CheckpointRef(to, storage.join(directory, name), step)
 
 
 # --- Checks before the first byte ----------------------------------------------------------------
@@ -287,39 +276,6 @@ def _check_form_exists(shape: ModelShape, to: Format, ref: CheckpointRef, scan: 
         )
 
 
-def _check_target_absent(directory: Path, force: bool) -> None:
-    if directory.is_dir():
-        own = staging.staging_directory(directory.absolute())
-        # A directory with only an interrupted conversion's files: the same call resumes there.
-        ours = {own.name, *LOCK_FILES}
-        if force or all(path.name in ours for path in directory.iterdir()):
-            return
-    elif not directory.is_symlink() and not directory.exists():
-        return
-    raise UserError(
-        "The destination already exists."
-        if directory.exists()
-        else f"The destination is a link to {directory.readlink()}, which is not there.",
-        where=str(directory),
-        fix="Name a directory that does not exist, or add --force to write into this one."
-        if directory.is_dir()
-        else "Name a directory.",
-    )
-
-
-def _check_free_space(directory: Path, needed: int) -> None:
-    # The directory may not exist yet; its nearest existing parent is on the same disk.
-    existing = next(p for p in [directory, *directory.absolute().parents] if p.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed * _SPACE_MARGIN:
-        raise UserError(
-            f"The checkpoint needs {sized(int(needed * _SPACE_MARGIN))}, but only {sized(free)} are"
-            " free.",
-            where=str(existing),
-            fix="Free some space or choose another destination.",
-        )
-
-
 # --- Writing -------------------------------------------------------------------------------------
 
 
@@ -327,10 +283,12 @@ def _write(
     reader: CheckpointReader,
     report: ConversionReport,
     conversion: Conversion,
-    directory: Path,
+    destination: staging.Destination,
     files: dict[str, Any],
 ) -> ConversionReport:
-    """Writes to a hidden directory, then moves the checkpoint and the manifest into place."""
+    """Writes the tensors and small files, then what makes them a checkpoint, then the manifest."""
+    # transformers loads nothing without this file, so it comes after all others.
+    last = {name: text for name, text in conversion.small_files.items() if name == hf.CONFIG}
     # Everything that decides the output's content. A staged directory is resumed only if its
     # request equals this one, so omitting a setting here could mix two different conversions.
     request = {
@@ -346,7 +304,7 @@ def _write(
         ],
         "extra": conversion.identity,
     }
-    with _told_if_full(directory), staging.staged(directory, request) as staged:
+    with _told_if_full(destination.path), destination.staged(request) as staged:
         writer = conversion.open_writer(staged.path)
         try:
             resumed = _write_tensors(reader, report, conversion, writer, staged)
@@ -357,18 +315,18 @@ def _write(
                     where=report.source.path,
                     fix="Wait until its writer has finished, then convert again.",
                 )
+            for name in conversion.small_files.keys() - last:
+                storage.write(storage.join(staged.path, name), conversion.small_files[name])
             writer.close()
         finally:
             writer.abandon()
-        for name, content in conversion.small_files.items():
-            write_atomically(staged.path / name, content)
         manifest = _manifest(report, conversion.norm_names, staged.digests)
-        staging.publish(staged, directory, report.target, manifest)
+        destination.publish(staged, report.target, manifest, last)
     return dataclasses.replace(report, resumed=resumed)
 
 
 @contextlib.contextmanager
-def _told_if_full(directory: Path) -> Iterator[None]:
+def _told_if_full(directory: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -376,7 +334,7 @@ def _told_if_full(directory: Path) -> Iterator[None]:
             raise
         raise UserError(
             "No space left for the checkpoint.",
-            where=str(directory),
+            where=directory,
             fix="Free some space and start the same command again: it continues where it stopped.",
         ) from error
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -246,17 +245,17 @@ def with_dummies(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def jax_writer(
-    directory: Path, step: int, outputs: list[Output], layout: Layout | None
+    directory: str, step: int, outputs: list[Output], layout: Layout | None
 ) -> OrbaxWriter:
     """Opens a writer of `checkpoint_<step>/` in a directory.
 
     Args:
-      directory: An existing directory.
+      directory: An existing directory, or an address.
       step: The global step.
       outputs: Everything that will be written.
       layout: One of T5X's layouts, or None for this project's own.
     """
-    path = directory / f"checkpoint_{step}"
+    path = storage.join(directory, f"checkpoint_{step}")
     if layout == "orbax":
         return OrbaxWriter(path, item=STATE)
     if layout == "legacy":

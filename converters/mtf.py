@@ -197,15 +197,15 @@ class MtfWriter:
     """Writes `model.ckpt-<step>.*` and the state file into a directory, one tensor at a time.
 
     Args:
-      directory: An existing directory that nobody reads yet.
+      directory: An existing directory or an address that nobody reads yet.
       step: The global step, for the file names.
       operative_config: Text of an operative_config.gin to write beside them.
     """
 
-    def __init__(self, directory: Path, step: int, operative_config: str | None = None):
+    def __init__(self, directory: str, step: int, operative_config: str | None = None):
         self._directory, self._step, self._config = directory, step, operative_config
         # Continue the shard where an interrupted conversion stopped.
-        self._bundle = BundleWriter(directory / f"model.ckpt-{step}", resume=True)
+        self._bundle = BundleWriter(storage.join(directory, f"model.ckpt-{step}"), resume=True)
 
     def stored(self, output: Output) -> np.ndarray | None:
         """Returns an interrupted writer's bytes for the next tensor, or None."""
@@ -223,12 +223,12 @@ class MtfWriter:
         self._bundle.add(output.name, array)
 
     def close(self) -> None:
-        """Writes the index, which makes the data a checkpoint, then the small files."""
-        self._bundle.close()
+        """Writes the configuration and the index, which makes the data a checkpoint; names it."""
         if self._config is not None:
-            write_atomically(self._directory / OPERATIVE_CONFIG, self._config)
+            storage.write(storage.join(self._directory, OPERATIVE_CONFIG), self._config)
+        self._bundle.close()
         # Names relative to the directory, so that it can be moved.
-        write_atomically(self._directory / STATE_FILE, _state_text([self._step]))
+        storage.write(storage.join(self._directory, STATE_FILE), _state_text([self._step]))
 
     def abandon(self) -> None:
         """Closes the data file without writing an index."""

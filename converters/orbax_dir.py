@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.converters import storage, tensors, zarr
-from t0repro.converters.tensors import Output, bytes_of, sync_all
+from t0repro.converters.tensors import Output, bytes_of
 from t0repro.converters.witnesses import (
     INTEGRITY,
     OrbaxTree,
@@ -35,7 +35,6 @@ from t0repro.converters.witnesses import (
     write_integrity,
 )
 from t0repro.errors import UserError
-from t0repro.files import make_folder, naming, write_atomically
 
 METADATA = "_METADATA"
 _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
@@ -279,7 +278,8 @@ class OrbaxWriter:
     """Writes an Orbax directory, array by array.
 
     Args:
-      path: The directory, created if missing; files of an interrupted writer can be kept.
+      path: The directory, created if missing, or an address; files of an interrupted writer in a
+        directory can be kept.
       extra_files: Name -> content of further files, written at the end.
       item: Folder inside `path` for the tree, as Orbax's CheckpointManager has one per item of a
         checkpoint; by default the tree is in `path` itself.
@@ -289,31 +289,30 @@ class OrbaxWriter:
 
     def __init__(
         self,
-        path: Path,
+        path: str,
         extra_files: Mapping[str, bytes] | None = None,
         *,
         item: str = "",
         metadata: bool = True,
     ):
-        self._root, self._path = path, path / item
+        self._root, self._path = path, storage.join(path, item) if item else path
         self._extra_files = dict(extra_files or {})
         self._metadata = metadata
         self._names: list[str] = []
         self._files: dict[str, Written] = {}
-        make_folder(self._path)
+        storage.make_directory(self._path)
 
     def add(self, output: Output, array: np.ndarray) -> None:
         """Writes an array under its tree path."""
-        directory = self._path / output.name.replace("/", ".")
-        directory.mkdir(exist_ok=True)
-        chunk = directory / zarr.plain_chunk(array.shape)
-        self._write(chunk, bytes_of(array))
-        self._write(directory / _ARRAY, memoryview(zarr.plain_text(array).encode()))
+        directory = output.name.replace("/", ".")
+        storage.make_directory(storage.join(self._path, directory))
+        self._write(f"{directory}/{zarr.plain_chunk(array.shape)}", bytes_of(array))
+        self._write(f"{directory}/{_ARRAY}", memoryview(zarr.plain_text(array).encode()))
         self._names.append(output.name)
 
     def stored(self, output: Output) -> np.ndarray | None:
         """Returns an array's stored bytes, or None; the metadata is written after the values."""
-        directory = self._path / output.name.replace("/", ".")
+        directory = Path(self._path, output.name.replace("/", "."))
         chunk = directory / zarr.plain_chunk(output.info.shape)
         if not (directory / _ARRAY).is_file() or not chunk.is_file():
             return None
@@ -324,9 +323,10 @@ class OrbaxWriter:
 
     def keep(self, output: Output, array: np.ndarray) -> None:
         """Adds an existing array to the lists of names and files."""
-        directory = self._path / output.name.replace("/", ".")
-        self._enter(directory / zarr.plain_chunk(array.shape), bytes_of(array))
-        self._enter(directory / _ARRAY, memoryview((directory / _ARRAY).read_bytes()))
+        directory = output.name.replace("/", ".")
+        description = storage.read(storage.join(self._path, f"{directory}/{_ARRAY}"))
+        self._enter(f"{directory}/{zarr.plain_chunk(array.shape)}", bytes_of(array))
+        self._enter(f"{directory}/{_ARRAY}", memoryview(description))
         self._names.append(output.name)
 
     def close(self) -> None:
@@ -339,23 +339,22 @@ class OrbaxWriter:
             else:
                 # Orbax's CheckpointManager looks for the marker in the checkpoint's own folder, not
                 # in its items'.
-                write_atomically(self._root / _CHECKPOINT_METADATA, _checkpoint_metadata(None))
+                marker = storage.join(self._root, _CHECKPOINT_METADATA)
+                storage.write(marker, _checkpoint_metadata(None))
         for name, content in small.items():
-            self._write(self._path / name, memoryview(content))
+            self._write(name, memoryview(content))
         # Sync everything before the listing that vouches for it.
-        sync_all([self._path / name for name in self._files])
+        storage.sync_all(storage.join(self._path, name) for name in self._files)
         write_integrity(self._path, self._files)
 
     def abandon(self) -> None:
         """Does nothing: no file is open between two arrays."""
 
-    def _write(self, path: Path, content: memoryview) -> None:
-        with naming(path), open(path, "wb") as file:
-            file.write(content)
-        self._enter(path, content)
+    def _write(self, name: str, content: memoryview) -> None:
+        storage.write_large(storage.join(self._path, name), content)
+        self._enter(name, content)
 
-    def _enter(self, path: Path, content: memoryview) -> None:
-        name = path.relative_to(self._path).as_posix()
+    def _enter(self, name: str, content: memoryview) -> None:
         self._files[name] = {"bytes": content.nbytes, "crc32": zlib.crc32(content)}
 
 

@@ -13,14 +13,15 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 
 from t0repro.converters import storage, tensors
-from t0repro.converters.tensors import Output, TensorInfo, bytes_of, sync_all
+from t0repro.converters.tensors import Output, TensorInfo, bytes_of
 from t0repro.errors import UserError
+from t0repro.files import naming
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -152,17 +153,17 @@ class SafetensorsWriter:
     """Writes tensors of known shapes into files of known names, at known places.
 
     Args:
-      directory: The files' folder; files of an interrupted writer there are used.
+      directory: The files' folder, where an interrupted writer's are used, or an address.
       outputs: Everything that will be written, each with the name of its file.
       metadata: Strings for every file's header.
     """
 
     def __init__(
-        self, directory: Path, outputs: list[Output], metadata: Mapping[str, str] | None = None
+        self, directory: str, outputs: list[Output], metadata: Mapping[str, str] | None = None
     ):
         self._directory = directory
         self._places: dict[str, int] = {}
-        self._files: set[Path] = set()
+        self._files: dict[str, BinaryIO] = {}
         for name in {output.file: None for output in outputs}:
             self._prepare(
                 # transformers refuses weights whose header does not name the framework that wrote
@@ -187,15 +188,13 @@ class SafetensorsWriter:
         for output in outputs:
             begin = entries[output.name]["data_offsets"][0]
             self._places[output.name] = 8 + len(header) + begin
-        path = self._directory / name
-        self._files.add(path)
         # Do not truncate: an interrupted writer's tensors may be kept.
-        with open(path, "r+b" if path.exists() else "w+b") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
+        self._files[name] = storage.open_new(storage.join(self._directory, name), resume=True)
+        self._files[name].write(struct.pack("<Q", len(header)) + header)
 
     def stored(self, output: Output) -> np.ndarray | None:
         """Returns an earlier writer's bytes for a tensor, or None."""
-        path = self._directory / output.file
+        path = Path(self._directory, output.file)
         if path.stat().st_size < self._places[output.name] + output.info.nbytes:
             return None
         array = tensors.empty(output.info.shape, output.info.dtype)
@@ -206,16 +205,23 @@ class SafetensorsWriter:
 
     def add(self, output: Output, array: np.ndarray) -> None:
         """Writes a tensor in its place."""
-        with open(self._directory / output.file, "r+b") as file:
-            file.seek(self._places[output.name])
+        file, place = self._files[output.file], self._places[output.name]
+        # Tensors come in the order of their places, so only kept ones are passed over.
+        if file.tell() != place:
+            file.seek(place)
+        with naming(file.name):
             file.write(bytes_of(array))
+            file.flush()
 
     def close(self) -> None:
-        """Syncs the files."""
-        sync_all(self._files)
+        """Completes the files."""
+        for file in self._files.values():
+            storage.finish(file)
 
     def abandon(self) -> None:
-        """Does nothing: no file is open between two tensors."""
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
 
 
 def index_text(outputs: list[Output]) -> str:

@@ -1,10 +1,14 @@
-"""The hidden directory that a conversion writes to before publishing, so that it can be resumed.
+"""Where a conversion writes to: a hidden directory that is renamed, or the address itself.
 
-It is called `.<name>.conversion` and is beside a destination that does not exist yet, or inside one
-that does. It contains the target's files, `request.json` (what is converted to what) and
-`digests.jsonl`, one line per tensor written. A conversion that finds an identical request there
-resumes: it keeps tensors that match their digest. Code that searches for checkpoints does not look
-inside.
+The hidden directory is called `.<name>.conversion` and is beside a destination that does not exist
+yet, or inside one that does. It contains the target's files, `request.json` (what is converted to
+what) and `digests.jsonl`, one line per tensor written. A conversion that finds an identical request
+there resumes: it keeps tensors that match their digest. Code that searches for checkpoints does not
+look inside.
+
+In a bucket, the target's objects are written under their own names, those that make them a
+checkpoint last. `.t0repro.conversion` beside them has the request until then. A conversion that
+finds an identical request starts over.
 """
 
 from __future__ import annotations
@@ -14,18 +18,29 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from t0repro import buckets, leases
+from t0repro.buckets import checked, is_address
 from t0repro.converters import mtf
 from t0repro.converters.tensors import CheckpointRef, Output
 from t0repro.converters.witnesses import MANIFEST, describe
-from t0repro.files import make_folder, naming, sync_directory, sync_tree, write_atomically
+from t0repro.errors import UserError
+from t0repro.files import (
+    make_folder,
+    naming,
+    output_path,
+    sync_directory,
+    sync_tree,
+    write_atomically,
+)
 from t0repro.locks import LOCK_FILES, folder_lock
+from t0repro.words import sized
 
 REQUEST, DIGESTS = "request.json", "digests.jsonl"
 _PURPOSE = "converting a checkpoint"
@@ -33,23 +48,23 @@ _PURPOSE = "converting a checkpoint"
 
 @dataclasses.dataclass
 class Staged:
-    """A staging directory that is locked and ready for writing.
+    """A place that is locked and ready for writing.
 
     Attributes:
-      root: The hidden directory.
-      path: Directory inside `root` for the target's files.
+      path: Directory or address for the target's files.
       digests: Tensors written so far: name -> shape, dtype and SHA-256.
+      log_file: Where the digests are logged; None if nobody resumes from them.
     """
 
-    root: Path
-    path: Path
+    path: str
     digests: dict[str, dict[str, Any]]
+    log_file: Path | None
 
     @contextlib.contextmanager
     def log(self) -> Iterator[Callable[[Output, np.ndarray, Callable[[], None]], None]]:
         """Yields a function that writes a tensor, hashes it meanwhile, and logs the digest."""
         # A separate thread, so that hashing overlaps with writing.
-        path = self.root / DIGESTS
+        path = self.log_file or Path(os.devnull)
         with naming(path), open(path, "a") as file, ThreadPoolExecutor(1) as pool:
 
             def enter(output: Output, array: np.ndarray, write: Callable[[], None]) -> None:
@@ -63,46 +78,226 @@ class Staged:
             yield enter
 
 
-def staging_directory(directory: Path) -> Path:
-    """Returns the path of a destination's hidden directory."""
-    name = f".{directory.name}.conversion"
-    return directory / name if directory.exists() else directory.parent / name
+class Destination(Protocol):
+    """Where a checkpoint is written.
+
+    Attributes:
+      path: The directory or address.
+    """
+
+    path: str
+
+    def check_is_free(self, force: bool) -> None:
+        """Raises UserError if something is there; `force` allows it in a directory."""
+        ...
+
+    def check_space(self, needed: int) -> None:
+        """Raises UserError if there is not enough space for this many bytes."""
+        ...
+
+    def staged(self, request: dict[str, Any]) -> contextlib.AbstractContextManager[Staged]:
+        """A place for the target's files, locked within the block.
+
+        Args:
+          request: Everything that decides the output, as JSON values.
+
+        Raises:
+          UserError: If another conversion or a training run holds the destination.
+        """
+        ...
+
+    def publish(
+        self, staged: Staged, target: CheckpointRef, manifest: str, last: Mapping[str, bytes]
+    ) -> None:
+        """Puts the finished files, the manifest and what comes after it into place."""
+        ...
 
 
-@contextlib.contextmanager
-def staged(directory: Path, request: dict[str, Any]) -> Iterator[Staged]:
-    """Yields the staging directory, with any files of an interrupted run of the same request.
-
-    On success the hidden directory is removed. After an exception its files remain, so that the
-    conversion can be resumed.
-
-    Args:
-      directory: The destination, which is locked meanwhile if it exists.
-      request: Everything that decides the output, as JSON values.
+def destination(dst: str | os.PathLike[str]) -> Destination:
+    """Where a checkpoint is written.
 
     Raises:
-      UserError: If another conversion or a training run holds the destination.
+      UserError: For an address that cannot be opened.
     """
-    directory = directory.absolute()
-    root = staging_directory(directory)
-    with contextlib.ExitStack() as held:
-        if directory.exists():
-            held.enter_context(folder_lock(directory, _PURPOSE))
-        # Lock both: the destination, if others may write into it, and the hidden directory itself.
-        held.enter_context(folder_lock(root, _PURPOSE))
-        text, files = json.dumps(request, sort_keys=True), root / "files"
-        # An interrupted cleanup may have left the request without the files, or only some of them.
-        if _read(root / REQUEST) != text or not files.is_dir():
+    return InBucket(checked(dst)) if is_address(dst) else OnDisk(output_path(dst))
+
+
+# ---- In a bucket --------------------------------------------------------------------------------
+
+_IN_BUCKET = ".t0repro.conversion"
+_HIDDEN = ".t0repro."
+
+
+class InBucket:
+    """An address; nothing of the checkpoint is on this machine's disk."""
+
+    def __init__(self, address: str):
+        self.path = address
+
+    def check_is_free(self, force: bool) -> None:
+        """Raises UserError if objects are there, except an interrupted conversion's."""
+        # An earlier checkpoint's extra objects would remain among the new one's.
+        del force
+        if self._objects() and not buckets.exists(f"{self.path}/{_IN_BUCKET}"):
+            raise self._taken()
+
+    def check_space(self, needed: int) -> None:
+        """Does nothing: a bucket has no limit."""
+
+    @contextlib.contextmanager
+    def staged(self, request: dict[str, Any]) -> Iterator[Staged]:
+        """The address itself, without what an interrupted conversion of the same request left."""
+        mark, text = f"{self.path}/{_IN_BUCKET}", json.dumps(request, sort_keys=True).encode()
+        with leases.held(self.path, _PURPOSE, fix="Wait for it, or give another address."):
+            if left := self._objects():
+                if not (buckets.exists(mark) and buckets.read(mark) == text):
+                    raise self._taken()
+                for name in left:
+                    buckets.remove(f"{self.path}/{name}")
+            buckets.write(mark, text)
+            yield Staged(self.path, {}, None)
+            buckets.remove(mark)
+
+    def publish(
+        self, staged: Staged, target: CheckpointRef, manifest: str, last: Mapping[str, bytes]
+    ) -> None:
+        """Writes the manifest, then the rest."""
+        del staged, target
+        for name, content in {MANIFEST: manifest.encode(), **last}.items():
+            buckets.write(f"{self.path}/{name}", content)
+
+    def _objects(self) -> list[str]:
+        return [name for name in buckets.objects(self.path) if not name.startswith(_HIDDEN)]
+
+    def _taken(self) -> UserError:
+        return UserError(
+            "There are objects at this address already.",
+            where=self.path,
+            fix="Give another address, or remove them.",
+        )
+
+
+# ---- On a disk ----------------------------------------------------------------------------------
+
+# Orbax's metadata and the index file add little to the tensors' bytes.
+_SPACE_MARGIN = 1.02
+
+
+class OnDisk:
+    """A directory, which appears complete if it does not exist yet."""
+
+    def __init__(self, directory: Path):
+        self.path = str(directory)
+        self._given, self._directory = directory, directory.absolute()
+        name = f".{directory.name}.conversion"
+        beside = self._directory.parent / name
+        self._root = self._directory / name if self._directory.exists() else beside
+
+    def check_is_free(self, force: bool) -> None:
+        """Raises UserError if the directory exists and holds more than an interrupted conversion.
+
+        Then the same call resumes there.
+        """
+        directory = self._given
+        if directory.is_dir():
+            ours = {self._root.name, *LOCK_FILES}
+            if force or all(path.name in ours for path in directory.iterdir()):
+                return
+        elif not directory.is_symlink() and not directory.exists():
+            return
+        raise UserError(
+            "The destination already exists."
+            if directory.exists()
+            else f"The destination is a link to {directory.readlink()}, which is not there.",
+            where=str(directory),
+            fix="Name a directory that does not exist, or add --force to write into this one."
+            if directory.is_dir()
+            else "Name a directory.",
+        )
+
+    def check_space(self, needed: int) -> None:
+        """Raises UserError if the disk has too little space for a checkpoint of this many bytes."""
+        # The directory may not exist yet; its nearest existing parent is on the same disk.
+        existing = next(p for p in [self._given, *self._directory.parents] if p.exists())
+        free = shutil.disk_usage(existing).free
+        if free < needed * _SPACE_MARGIN:
+            raise UserError(
+                f"The checkpoint needs {sized(int(needed * _SPACE_MARGIN))}, but only {sized(free)}"
+                " are free.",
+                where=str(existing),
+                fix="Free some space or choose another destination.",
+            )
+
+    @contextlib.contextmanager
+    def staged(self, request: dict[str, Any]) -> Iterator[Staged]:
+        """The staging directory, with any files of an interrupted run of the same request.
+
+        On success it is removed. After an exception its files remain, so that the conversion can be
+        resumed.
+        """
+        root = self._root
+        with contextlib.ExitStack() as held:
+            if self._directory.exists():
+                held.enter_context(folder_lock(self._directory, _PURPOSE))
+            # Lock both: the destination, if others may write into it, and the hidden directory
+            # itself.
+            held.enter_context(folder_lock(root, _PURPOSE))
+            text, files = json.dumps(request, sort_keys=True), root / "files"
+            # An interrupted cleanup may have left the request without the files, or only some of
+            # them.
+            if _read(root / REQUEST) != text or not files.is_dir():
+                _empty(root)
+                files.mkdir()
+                write_atomically(root / REQUEST, text)
+            yield Staged(str(files), dict(_lines(root / DIGESTS)), root / DIGESTS)
+            # Only after success: an exception leaves the context before this line.
             _empty(root)
-            files.mkdir()
-            write_atomically(root / REQUEST, text)
-        yield Staged(root, files, dict(_lines(root / DIGESTS)))
-        # Only after success: an exception leaves the context before this line.
-        _empty(root)
-    with contextlib.suppress(OSError):  # another run may have taken the directory since
-        for name in LOCK_FILES:
-            (root / name).unlink(missing_ok=True)
-        root.rmdir()
+        with contextlib.suppress(OSError):  # another run may have taken the directory since
+            for name in LOCK_FILES:
+                (root / name).unlink(missing_ok=True)
+            root.rmdir()
+
+    def publish(
+        self, staged: Staged, target: CheckpointRef, manifest: str, last: Mapping[str, bytes]
+    ) -> None:
+        """Moves the finished files to the destination.
+
+        A destination that does not exist yet appears in one rename. Into an existing one, files
+        move one by one: the file that makes them a checkpoint late, and the manifest last.
+        """
+        files, directory = Path(staged.path), self._directory
+        for name, content in last.items():
+            write_atomically(files / name, content)
+        if not directory.exists():
+            write_atomically(files / MANIFEST, manifest)
+            make_folder(directory.parent)
+            sync_tree(files)
+            os.rename(files, directory)
+            sync_directory(directory.parent)
+            return
+        if target.format == "hf":
+            _publish_hf(files, directory, manifest)
+            return
+        # Remove the old manifest first: it must never describe the tensors that replace its own.
+        (directory / MANIFEST).unlink(missing_ok=True)
+        if target.format == "mtf":
+            mtf.publish_mtf(files, directory, target.step or 0)
+        else:
+            _publish_tree(files, directory, Path(target.path).name, self._root / "replaced")
+        write_atomically(directory / MANIFEST, manifest)
+
+
+def _publish_tree(staged: Path, directory: Path, name: str, replaced: Path) -> None:
+    """Replaces a checkpoint's directory, after the small files beside it."""
+    for extra in staged.iterdir():
+        if extra.is_file():
+            os.replace(extra, directory / extra.name)
+    final = directory / name
+    if final.exists():
+        # Rename it away instead of deleting in place, so that the name never has only part of it.
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(final, replaced)
+    os.rename(staged / name, final)
 
 
 def _read(path: Path) -> str | None:
@@ -131,41 +326,6 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with contextlib.suppress(ValueError):
             name, digest = json.loads(line)
             yield name, digest
-
-
-def publish(staged: Staged, directory: Path, target: CheckpointRef, manifest: str) -> None:
-    """Moves the finished files to the destination.
-
-    A destination that does not exist yet appears in one rename. Into an existing one, files move
-    one by one: the file that makes them a checkpoint late, and the manifest last.
-    """
-    if not directory.exists():
-        write_atomically(staged.path / MANIFEST, manifest)
-        make_folder(directory.parent)
-        sync_tree(staged.path)
-        os.rename(staged.path, directory)
-        sync_directory(directory.parent)
-        return
-    if target.format == "hf":
-        _publish_hf(staged.path, directory, manifest)
-        return
-    # Remove the old manifest first: it must never describe the tensors that replace its own.
-    (directory / MANIFEST).unlink(missing_ok=True)
-    if target.format == "mtf":
-        mtf.publish_mtf(staged.path, directory, target.step or 0)
-    else:
-        # Small files first, the checkpoint's directory after them.
-        for extra in staged.path.iterdir():
-            if extra.is_file():
-                os.replace(extra, directory / extra.name)
-        final = Path(target.path)
-        if final.exists():
-            # Rename it away instead of deleting in place, so that the name never has only part of
-            # it.
-            shutil.rmtree(staged.root / "replaced", ignore_errors=True)
-            os.rename(final, staged.root / "replaced")
-        os.rename(staged.path / final.name, final)
-    write_atomically(directory / MANIFEST, manifest)
 
 
 def _publish_hf(staged: Path, directory: Path, manifest: str) -> None:

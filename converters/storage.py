@@ -1,25 +1,30 @@
-"""Reads files that are local or wherever fsspec reaches (gs://, s3://)."""
+"""Reads and writes files that are local or wherever fsspec reaches (gs://, s3://)."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import io
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
 from t0repro import buckets
 from t0repro.buckets import explained, located, scheme_of
 from t0repro.errors import UserError
-from t0repro.files import make_folder, write_atomically
+from t0repro.files import make_folder, naming, sync_directory, write_atomically, writing
 from t0repro.progress import byte_progress
 from t0repro.words import sized
 from t0repro.working_copies import Scratch
 
 _CHUNK_BYTES = 1 << 26
+_PART_BYTES = 1 << 24  # what is sent of a large object at a time
 
 
 def is_remote(path: str) -> bool:
@@ -154,12 +159,128 @@ def stamp(path: str) -> list[Any]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def write(path: str, content: str) -> None:
+def write(path: str, content: str | bytes) -> None:
     """Writes a whole file, which appears complete."""
     if is_remote(path):
-        buckets.write(path, content.encode())
+        buckets.write(path, content.encode() if isinstance(content, str) else content)
     else:
         write_atomically(path, content)
+
+
+# ---- Large files, which nobody reads yet --------------------------------------------------------
+
+
+def make_directory(path: str) -> None:
+    """Makes a directory whose parent exists, unless it exists; buckets have none."""
+    if not is_remote(path):
+        make_folder(path)
+
+
+def open_new(path: str, *, resume: bool = False) -> BinaryIO:
+    """Opens a file that is written in order; `finish` it, since closing it leaves no object.
+
+    Args:
+      path: The file.
+      resume: Whether to keep the content of a local file.
+    """
+    if is_remote(path):
+        return cast(BinaryIO, NewObject(path))
+    return open(path, "r+b" if resume and os.path.exists(path) else "w+b")
+
+
+def finish(file: BinaryIO) -> None:
+    """Completes a file of `open_new`: it is on the disk, or the object appears."""
+    if isinstance(file, NewObject):
+        file.finish()
+        return
+    with naming(file.name):
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        sync_directory(os.path.dirname(file.name))
+
+
+def write_large(path: str, content: memoryview) -> None:
+    """Writes a whole file of any size; an object appears complete, a local file as it grows."""
+    if not is_remote(path):
+        with naming(path), open(path, "wb") as file:
+            file.write(content)
+    elif len(content) <= _PART_BYTES:
+        buckets.write(path, bytes(content))
+    else:
+        with NewObject(path) as new:
+            new.write(content)
+            new.finish()
+
+
+def sync_all(paths: Iterable[str]) -> None:
+    """Syncs local files and their directories to disk, eight at a time."""
+    local = [Path(path) for path in paths if not is_remote(path)]
+
+    def sync(path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            with naming(path):
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        # Sync directories too: otherwise a power failure may lose the names of synced files.
+        list(pool.map(sync, [*local, *{path.parent for path in local}]))
+
+
+class NewObject(io.RawIOBase):
+    """An object that is written in order and sent in parts; it appears when it is finished.
+
+    Args:
+      address: The object.
+
+    Attributes:
+      name: The same.
+    """
+
+    def __init__(self, address: str):
+        system, path = located(address)
+        self.name = address
+        with writing(address):
+            self._file = system.open(path, "wb", block_size=_PART_BYTES)
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._file.tell()
+
+    def write(self, data: Any, /) -> int:
+        """Writes all of the bytes; sends the parts that they fill."""
+        content = memoryview(data)
+        with writing(self.name):
+            # The library would keep all that it is given at a time.
+            for start in range(0, len(content), _PART_BYTES):
+                self._file.write(content[start : start + _PART_BYTES])
+        return len(content)
+
+    def truncate(self, size: int | None = None, /) -> int:
+        """Does nothing: an object ends where it was written to."""
+        assert size is None
+        return self.tell()
+
+    def finish(self) -> None:
+        """Sends the rest; from now on there is the object."""
+        with writing(self.name):
+            self._file.close()
+        super().close()
+
+    def close(self) -> None:
+        """Gives up what was sent, unless it is finished."""
+        if not self.closed:
+            with contextlib.suppress(Exception):  # the store forgets it by itself in some days
+                self._file.discard()
+            self._file.closed = True  # else the library finishes it once it is forgotten
+        super().close()
 
 
 def read(path: str) -> bytes:

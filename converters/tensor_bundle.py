@@ -17,7 +17,7 @@ import dataclasses
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import google_crc32c
 import ml_dtypes
@@ -274,15 +274,13 @@ class BundleWriter:
     """Writes a bundle of one shard, tensor by tensor; `close` writes the index last.
 
     Args:
-      prefix: Path without `.index`; its directory must exist.
+      prefix: Path or address without `.index`; its directory must exist.
       resume: Continue an interrupted writer's data file.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], resume: bool = False):
         self._prefix = os.fspath(prefix)
-        data = f"{self._prefix}.data-00000-of-00001"
-        mode = "r+b" if resume and os.path.exists(data) else "w+b"
-        self._data: BinaryIO = open(data, mode)  # noqa: SIM115
+        self._data = storage.open_new(f"{self._prefix}.data-00000-of-00001", resume=resume)
         self._entries: dict[str, Entry] = {}
 
     def add(self, name: str, array: np.ndarray) -> None:
@@ -312,14 +310,14 @@ class BundleWriter:
         # An interrupted conversion of more tensors may have left bytes after the last one.
         with naming(self._data.name):
             self._data.truncate()
-        _sync_and_close(self._data)
+        storage.finish(self._data)
         # One shard; VersionDef.producer 1, kTensorBundleVersion.
         header = _field(1, 1) + _field(3, _field(1, 1))
         table = {name.encode(): _format_entry(entry) for name, entry in self._entries.items()}
-        with open(f"{self._prefix}.index", "wb") as file:
+        with storage.open_new(f"{self._prefix}.index") as file:
             with naming(file.name):
                 file.write(_format_table({b"": header, **table}))
-            _sync_and_close(file)
+            storage.finish(file)
 
     def abandon(self) -> None:
         """Closes the data file without an index, so it cannot be mistaken for a checkpoint."""
@@ -329,13 +327,6 @@ class BundleWriter:
 def _entry(array: np.ndarray, offset: int) -> Entry:
     checksum = _masked(_crc32c(array))
     return Entry(array.dtype, array.shape, 0, offset, array.nbytes, checksum)
-
-
-def _sync_and_close(file: BinaryIO) -> None:
-    with naming(file.name):
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
 
 
 def _format_entry(entry: Entry) -> bytes:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import math
-import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy: np.dtype("bfloat16"))
 import numpy as np
 
-from t0repro.files import naming
 from t0repro.parameters.naming import NormNames
 
 Format = Literal["mtf", "t5x", "jax", "hf"]
@@ -155,23 +151,6 @@ def bytes_of(array: np.ndarray) -> memoryview:
     """The array's bytes, copied only if it is not C-contiguous."""
     # The uint8 view is for bfloat16, whose buffer Python cannot describe.
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def sync_all(paths: Iterable[Path]) -> None:
-    """Syncs files and their directories to disk, eight at a time."""
-    paths = list(paths)
-
-    def sync(path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            with naming(path):
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        # Sync directories too: otherwise a power failure may lose the names of synced files.
-        list(pool.map(sync, [*paths, *{path.parent for path in paths}]))
 
 
 def total_bytes(tensors: Mapping[str, TensorInfo]) -> int:

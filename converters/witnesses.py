@@ -76,10 +76,10 @@ def describe_files(directory: Path) -> dict[str, Written]:
     }
 
 
-def write_integrity(directory: Path, files: dict[str, Written]) -> None:
+def write_integrity(directory: str | os.PathLike[str], files: dict[str, Written]) -> None:
     """Writes the list of a directory's files, which marks the checkpoint as complete."""
     listing = json.dumps({"files": dict(sorted(files.items()))}, indent=1)
-    storage.write(os.fspath(directory / INTEGRITY), listing)
+    storage.write(storage.join(os.fspath(directory), INTEGRITY), listing)
 
 
 def read_integrity(directory: str) -> dict[str, Written]:

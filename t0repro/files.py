@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from t0repro.buckets import checked, exists, is_address, spelled, store_error, upload
+from t0repro.buckets import checked, is_address, spelled, store_error, upload
 from t0repro.errors import UserError
 from t0repro.working_copies import read_at, written_at
 
@@ -113,16 +113,6 @@ def check_output(path: str | os.PathLike[str], where: str | None = None) -> None
     """Raises UserError for an address that `output_path` could not open; touches no network."""
     if is_address(path):
         checked(path, where)
-
-
-def check_no_objects(path: str | os.PathLike[str]) -> None:
-    """Raises UserError for an address at which anything exists; never for a local path."""
-    if is_address(path) and exists(spelled(path)):
-        raise UserError(
-            "There are objects at this address already.",
-            where=spelled(path),
-            fix="Give another address, or remove them.",
-        )
 
 
 def _without_file_scheme(path: str | os.PathLike[str]) -> Path:

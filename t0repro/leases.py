@@ -135,6 +135,7 @@ class Lease:
 
 _PINS = ".t0repro.pins"
 _READING = "reading a checkpoint"
+_UNWANTED = "unwanted"
 
 
 def pin(checkpoint: str) -> Lease | None:
@@ -151,16 +152,27 @@ def pin(checkpoint: str) -> Lease | None:
 
 @contextlib.contextmanager
 def removing(checkpoint: str) -> Iterator[bool]:
-    """Within the block, nobody pins a checkpoint of a bucket; False if it is pinned already."""
+    """Within the block, nobody pins a checkpoint of a bucket; False if it is pinned already.
+
+    The process that releases that pin then finds it `is_unwanted`.
+    """
     lease = Lease(_pin_of(checkpoint), "removing a checkpoint")
     if not lease.acquire_now():
-        yield False
-        return
+        buckets.write(f"{_pin_of(checkpoint)}/{_UNWANTED}", b"")
+        # Once more: if the pin was released just before that, nobody has seen it.
+        if not lease.acquire_now():
+            yield False
+            return
     try:
         yield True
     finally:
         lease.release()
     buckets.remove_all(_pin_of(checkpoint))
+
+
+def is_unwanted(checkpoint: str) -> bool:
+    """Whether a checkpoint of a bucket was to be removed while it was pinned."""
+    return buckets.exists(f"{_pin_of(checkpoint)}/{_UNWANTED}")
 
 
 def _pin_of(checkpoint: str) -> str:

@@ -72,17 +72,14 @@ _ASK_WHAT_A_PATH_IS = {
     "buckets.py": "addresses themselves",
     "working_copies.py": "what is written in a copy",
     "files.py": "local paths and copies behind one name",
-    "converters/storage.py": "reading at addresses",
+    "converters/storage.py": "files that are read in place, and large ones that are written",
+    "converters/staging.py": "a directory is renamed, objects have their names from the start",
     "converters/mtf.py": "paths that a `checkpoint` file names",
     "converters/orbax_dir.py": "marks of complete checkpoints",
     "training/commits.py": "how checkpoints become complete and go",
     "jobs/pins.py": "links or leases",
-    "cloud/auxiliary.py": "which engines share a disk with the run",
-    "config/cloud.py": "credentials, and TensorFlow's own gs://",
-    "cli/run_modes.py": "a run's name",
-    "mtf/evaluation_hooks.py": "TensorFlow's own gs://",
+    "config/cloud.py": "what TensorFlow writes to, and gin's readers of files",
     "mtf/hooks.py": "TensorFlow's own gs://",
-    "mtf/run.py": "TensorFlow's own gs://",
 }
 
 

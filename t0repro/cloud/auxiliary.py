@@ -15,7 +15,7 @@ from pathlib import Path
 
 import dacite
 
-from t0repro import buckets, working_copies
+from t0repro import working_copies
 from t0repro.cloud.engines import make_launcher
 from t0repro.cloud.machines import find_machine
 from t0repro.config.t5x.gin_files import T5xInputs
@@ -55,8 +55,7 @@ def make_controller(
     """The controller that the options describe.
 
     Raises:
-      UserError: if they contradict each other, or jobs elsewhere would have their files in a
-        bucket.
+      UserError: if they contradict each other.
     """
     check_output(model_dir, "--model_dir")
     machine = find_machine(
@@ -76,13 +75,6 @@ def make_controller(
         metric=options.main_metric,
     )
     engine = options.launcher or machine.launcher
-    if buckets.is_address(model_dir) and engine != "local":
-        # Their job files, logs and exit files are on a disk that all machines have.
-        raise UserError(
-            f"Jobs on {engine} cannot have their files in {buckets.spelled(model_dir)}.",
-            where="--model_dir",
-            fix="Mount the bucket and give the folder, or run the jobs on this machine.",
-        )
     return Controller(
         Path(model_dir), job_settings(options, gin), make_launcher(engine, machine), policy
     )

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from t0repro import yaml_files
 from t0repro.cloud import custom_jobs
@@ -69,14 +69,17 @@ _PREEMPTED = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED"}
 class SlurmLauncher:
     """Submits each job as a batch script that runs the worker; jobs are found by their names."""
 
+    on_this_machine: ClassVar[bool] = False
+
     def submit(self, job: Job) -> None:
         """Queues a job.
 
         Raises:
           UserError: if sbatch refuses it.
         """
-        worker = shlex.join([sys.executable, "-m", "t0repro.jobs.worker", str(job.write())])
-        log = str(job.folder / f"{job.name}.slurm.log")
+        worker = shlex.join([sys.executable, "-m", "t0repro.jobs.worker", job.write()])
+        # Slurm's own lines, where all machines can write; the job's are in its log.
+        log = os.devnull if job.address else str(job.folder / f"{job.name}.slurm.log")
         limits = options(job.name, log, job.limits)
         # sbatch hands its own environment to the job.
         run_engine(
@@ -183,6 +186,8 @@ class KubernetesLauncher:
         it gives the image, the volumes, the accelerator and whatever else the cluster requires.
     """
 
+    on_this_machine: ClassVar[bool] = False
+
     template: dict[str, Any]
 
     def submit(self, job: Job) -> None:
@@ -197,7 +202,7 @@ class KubernetesLauncher:
         """The manifest of a job."""
         manifest, container = completed(self.template, allowed_name(job.name), job.limits)
         python = container.pop("command", [sys.executable])[0]
-        container["command"] = [python, "-m", "t0repro.jobs.worker", str(job.write())]
+        container["command"] = [python, "-m", "t0repro.jobs.worker", job.write()]
         if job.secrets:
             container["env"] = [*container.get("env", []), *variables(job.secrets)]
         # Makes the Job's status show whether its pod failed or was evicted.
@@ -307,12 +312,15 @@ def allowed_name(name: str) -> str:
 class VertexLauncher:
     """Submits a custom job for each job, whose container runs the worker.
 
-    Containers see buckets as folders below /gcs, by Cloud Storage FUSE. This machine must have the
-    training run's bucket mounted at the same path, because the job's file refers to it by path.
+    Containers open addresses, and see buckets as folders below /gcs, by Cloud Storage FUSE. If the
+    training run's folder is such a folder, this machine must have the bucket mounted at the same
+    path, because the job's file refers to it by path.
 
     Attributes:
       mount: where this machine has buckets mounted; what is in a job's file is not translated.
     """
+
+    on_this_machine: ClassVar[bool] = False
 
     machine: VertexMachine
     mount: str = MOUNT
@@ -328,11 +336,13 @@ class VertexLauncher:
         Raises:
           UserError: if the service refuses it, or the container would not find its file.
         """
-        if not str(job.folder).startswith(f"{self.mount.rstrip('/')}/"):
+        in_mount = str(job.folder).startswith(f"{self.mount.rstrip('/')}/")
+        if not (job.address or in_mount):
             raise UserError(
                 f"A container on Vertex AI sees only folders below {self.mount}.",
                 where=str(job.folder),
-                fix=f"Mount the bucket here as {self.mount}/BUCKET, and give that --model_dir.",
+                fix="Train in the bucket, --model_dir=gs://BUCKET/..., or mount it here as"
+                f" {self.mount}/BUCKET and give that.",
             )
         spec = self.specification(job)
         with cloud_errors("create the job", where=job.name):
@@ -345,7 +355,7 @@ class VertexLauncher:
 
     def specification(self, job: Job) -> JobSpec:
         """The job to submit; writes the job's file."""
-        machine, path = self.machine, str(job.write())
+        machine, path = self.machine, job.write()
         return JobSpec(
             display_name=job.name,
             image_uri=machine.image_uri,

@@ -19,7 +19,7 @@ import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 
-from t0repro import working_copies
+from t0repro import buckets, working_copies
 from t0repro.buckets import absolute
 from t0repro.errors import UserError
 from t0repro.files import make_folder, output_path, write_atomically
@@ -31,6 +31,7 @@ from t0repro.jobs.worker import Limits
 from t0repro.locks import folder_lock
 from t0repro.progress import say
 from t0repro.words import counted
+from t0repro.working_copies import address_of
 
 SETTINGS = "settings.json"
 # Engines show a newly accepted job with a delay.
@@ -86,6 +87,8 @@ class Controller:
         self._pins = pins.pins_of(self._model_dir, self._folder)
         self._settings = settings
         self._launcher = launcher
+        # Jobs that do not see that copy have their files in the bucket itself.
+        self._address = None if launcher.on_this_machine else address_of(self._folder)
         self._policy = policy
         self._macros, warnings = commands.check(settings)
         for warning in warnings:
@@ -234,6 +237,8 @@ class Controller:
             # Discard results of a dead evaluation attempt; a fine-tuning resumes from its own
             # checkpoints.
             shutil.rmtree(self._results_of(point), ignore_errors=True)
+            if self._address:
+                buckets.remove_all(self._place_of(point))
         make_folder(self._results_of(point))
         # Record it before submitting, so that no job runs that the journal lacks.
         self._journal.add("started", point, attempt=attempt)
@@ -255,6 +260,7 @@ class Controller:
             | self._policy.environment,
             limits=self._policy.limits,
             options=self._policy.options,
+            address=self._address and self._place_of(point).rpartition("/")[0],
         )
 
     def _values(self, point: Point) -> dict[str, str | int]:
@@ -263,7 +269,7 @@ class Controller:
         An evaluation's output stays separate until it is published, so that an attempt that dies
         leaves nothing in the training run's curves.
         """
-        output = str(self._results_of(point))
+        output = self._place_of(point) if self._address else str(self._results_of(point))
         return {
             # A job that trains uses its own folder, since the training run's is locked.
             commands.MODEL_DIR: self._place_of(point)

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
+from t0repro import buckets, working_copies
 from t0repro.files import make_folder
 from t0repro.jobs.worker import GRACE_SECONDS, Ending, Limits, Work
 from t0repro.redaction import is_secret
@@ -27,6 +28,7 @@ class Job:
     Attributes:
       name: unique to the attempt and stable across controller restarts; engines find it by name.
       folder: receives the job's file, log and exit file.
+      address: the same folder for an engine that does not share this disk; else None.
       environment: variables; those that look like secrets are kept out of the job's file.
       options: a machine's options for the engine, as written in its entry.
     """
@@ -37,6 +39,7 @@ class Job:
     environment: dict[str, str]
     limits: Limits
     options: tuple[str, ...] = ()
+    address: str | None = None
 
     @property
     def log_file(self) -> Path:
@@ -50,8 +53,16 @@ class Job:
 
     @property
     def ending(self) -> Ending | None:
-        """The job's ending; None if it runs, or was killed with its worker."""
-        return Ending.read(self.folder / f"{self.name}.exit.json")
+        """The job's ending; None if it runs, or was killed with its worker.
+
+        What a worker elsewhere has left is fetched first.
+        """
+        name = f"{self.name}.exit.json"
+        ending = Ending.read(self.folder / name)
+        if ending is None and self.address and buckets.exists(f"{self.address}/{name}"):
+            working_copies.refetch(self.folder)
+            ending = Ending.read(self.folder / name)
+        return ending
 
     @property
     def secrets(self) -> dict[str, str]:
@@ -61,27 +72,37 @@ class Job:
 
     def write(
         self, *, processors: tuple[int, ...] | None = None, dies_with_parent: bool = False
-    ) -> Path:
-        """Writes the worker's input file and returns its path."""
+    ) -> str:
+        """Writes the worker's input file and returns its path, or its address."""
         make_folder(self.folder)
+        place = self.address or str(self.folder)
         path = self.folder / f"{self.name}.json"
         Work(
             command=self.command,
             environment={
                 name: value for name, value in self.environment.items() if name not in self.secrets
             },
-            log_file=str(self.log_file),
-            exit_file=str(self.folder / f"{self.name}.exit.json"),
-            lock_file=str(self.lock_file),
+            log_file=f"{place}/{self.log_file.name}",
+            exit_file=f"{place}/{self.name}.exit.json",
+            # Only this machine asks whether a process of a job lives.
+            lock_file=None if self.address else str(self.lock_file),
             limits=self.limits,
             processors=processors,
             dies_with_parent=dies_with_parent,
         ).write(path)
-        return path
+        if self.address:
+            working_copies.upload(self.address)
+        return f"{place}/{path.name}"
 
 
 class Launcher(Protocol):
-    """An engine that runs jobs."""
+    """An engine that runs jobs.
+
+    Attributes:
+      on_this_machine: whether jobs see this machine's disk, temporary folders included.
+    """
+
+    on_this_machine: ClassVar[bool]
 
     def submit(self, job: Job) -> None:
         """Starts a job or queues it.
@@ -115,6 +136,8 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Starts a worker (t0repro.jobs.worker) for each job."""
 
+    on_this_machine: ClassVar[bool] = True
+
     def __init__(self) -> None:
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
         self._jobs: dict[str, Job] = {}
@@ -126,7 +149,7 @@ class LocalLauncher:
         self._processors[job.name] = processors = self._free_processors(job.limits.cpus)
         path = job.write(processors=processors, dies_with_parent=True)
         self._workers[job.name] = subprocess.Popen(
-            [sys.executable, "-m", "t0repro.jobs.worker", str(path)],
+            [sys.executable, "-m", "t0repro.jobs.worker", path],
             env={**os.environ, **job.secrets},
             stdin=subprocess.DEVNULL,
             # Ctrl-C at the terminal goes to the controller only, which then ends its jobs in order.

@@ -5,6 +5,7 @@ no space and no time, needs no cooperation from the training program, and outliv
 Beside it is a copy of the training run's operative_config.gin, which that run may rewrite.
 
 In a bucket, a pin is a lease, which a training run on JAX checks before it removes a checkpoint.
+What it could not remove is removed when the pin is released.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
+from t0repro.training.commits import remove_checkpoint
 
 PINS = "pins"
 
@@ -124,9 +126,12 @@ class Leases:
         return self._held[step][1] if step in self._held else None
 
     def unpin_all_but(self, steps: Collection[int]) -> None:
-        """Releases the other leases."""
+        """Releases the other leases, and removes what the training run could not remove."""
         for step in self._held.keys() - set(steps):
-            self._held.pop(step)[0].release()
+            lease, checkpoint = self._held.pop(step)
+            lease.release()
+            if leases.is_unwanted(checkpoint):
+                remove_checkpoint(buckets.place(checkpoint))
 
 
 def _link(ref: CheckpointRef, place: Path) -> None:

@@ -26,7 +26,8 @@ from typing import IO
 
 import psutil
 
-from t0repro.files import write_atomically
+from t0repro.files import input_path, output_path, write_atomically
+from t0repro.working_copies import close_all, upload
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL: time to save a checkpoint
@@ -61,8 +62,8 @@ class Work:
     Attributes:
       command: may begin with INTERPRETER.
       environment: variables that are added to the worker's own.
-      exit_file: receives an `Ending` as JSON.
-      lock_file: locked for as long as any of the job's processes lives.
+      log_file, exit_file: paths or addresses; the second receives an `Ending` as JSON.
+      lock_file: locked for as long as any of the job's processes lives; None if nobody asks.
       processors: numbers of the processors that it may use; None means any.
       dies_with_parent: whether the job ends when the process that started the worker does.
     """
@@ -71,7 +72,7 @@ class Work:
     environment: dict[str, str]
     log_file: str
     exit_file: str
-    lock_file: str
+    lock_file: str | None
     limits: Limits
     processors: tuple[int, ...] | None = None
     dies_with_parent: bool = False
@@ -114,7 +115,7 @@ class Ending:
 
 def main(job_file: str) -> None:
     """Runs the job described by a file of `Work.write`, then ends with everything it started."""
-    work = Work.read(Path(job_file))
+    work = Work.read(input_path(job_file))
     # No threading.Event: one that is set while this thread looks at it waits for its own lock.
     asked_to_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_end.append(number))
@@ -124,13 +125,17 @@ def main(job_file: str) -> None:
     if work.dies_with_parent:
         _tell_when_parent_dies()
     # All of the job's processes inherit the lock, so it is held while any of them lives.
-    lock = os.open(work.lock_file, os.O_RDWR | os.O_CREAT, 0o666)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.truncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())
+    lock = os.open(work.lock_file or os.devnull, os.O_RDWR | os.O_CREAT, 0o666)
+    if work.lock_file:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())
     ending = _run(work, lock, asked_to_end)
+    # The log first: the controller fetches both once there is an exit file.
+    upload(work.log_file)
     if ending is not None:
-        write_atomically(Path(work.exit_file), json.dumps(dataclasses.asdict(ending)) + "\n")
+        write_atomically(work.exit_file, json.dumps(dataclasses.asdict(ending)) + "\n")
+    close_all()
     # This also ends the worker; the exit file is on disk by now.
     os.killpg(0, signal.SIGKILL)
 
@@ -141,7 +146,7 @@ def _run(work: Work, lock: int, asked_to_end: list[int]) -> Ending | None:
     # The command and what it starts inherit it.
     if work.processors:
         os.sched_setaffinity(0, work.processors)
-    with open(work.log_file, "wb") as log:
+    with open(output_path(work.log_file), "wb") as log:
         try:
             process = subprocess.Popen(
                 [sys.executable if word == INTERPRETER else word for word in work.command],

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
 from t0repro.evaluation import records
 from t0repro.evaluation.evaluation_facts import print_results, write_facts
@@ -30,7 +29,7 @@ from t0repro.evaluation.task_output import (
     ranks_choices,
     without_padding,
 )
-from t0repro.mtf.hooks import MetricsFile, numbers
+from t0repro.mtf.hooks import MetricsFile, is_on_this_disk, numbers
 
 
 def record_evaluation(utils: Any, metrics: MetricsFile) -> None:
@@ -56,8 +55,8 @@ def record_evaluation(utils: Any, metrics: MetricsFile) -> None:
     def eval_model(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        if scheme_of(call.arguments["eval_summary_dir"] or "") is not None:
-            return original_eval(*args, **kwargs)  # only TensorFlow writes to an address
+        if not is_on_this_disk(call.arguments["eval_summary_dir"] or ""):
+            return original_eval(*args, **kwargs)
         datasets_fn = call.arguments["eval_dataset_fn"]
         evaluation = _Evaluation(call.arguments, metrics)
 

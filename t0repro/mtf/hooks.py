@@ -37,6 +37,14 @@ METRICS_FILE = "metrics.jsonl"
 _SECONDS_BETWEEN_LINES = 5.0
 
 
+def is_on_this_disk(folder: str) -> bool:
+    """Whether this project can lock a folder and write there beside TensorFlow.
+
+    At an address such as gs://, TensorFlow alone writes, through its own client.
+    """
+    return scheme_of(folder) is None
+
+
 def install(model_dir: str) -> None:
     """Makes training and evaluation in this process write model_dir/metrics.jsonl.
 
@@ -44,7 +52,7 @@ def install(model_dir: str) -> None:
     called after t0repro.compat.install().
     """
     silence_loss_print()
-    if scheme_of(model_dir) is not None:
+    if not is_on_this_disk(model_dir):
         print(f"{METRICS_FILE} is not written to {model_dir}: only to folders", file=sys.stderr)
         return
     from mesh_tensorflow.transformer import utils

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from t0repro.buckets import scheme_of
 from t0repro.config.configuration import Configuration, RunInputs
 from t0repro.config.mtf.model_api import check_mode, checkpoint_steps
 from t0repro.config.mtf.parser import refuse_on_mesh_tensorflow
@@ -41,8 +40,7 @@ def run(flags: Any, configuration: Configuration | None) -> None:
     refuse_on_mesh_tensorflow()
     mode = flags.mode if configuration is None else configuration.inputs.mode
     with contextlib.ExitStack() as held:
-        # Only local folders can be locked; an address such as gs:// is written by TensorFlow alone.
-        if mode in ("train", "finetune") and scheme_of(flags.model_dir) is None:
+        if mode in ("train", "finetune") and hooks.is_on_this_disk(flags.model_dir):
             # Imported here because it imports JAX, which no other mode needs.
             from t0repro.model.t5 import T5
             from t0repro.training.model_dir import held_for_training

@@ -82,7 +82,7 @@ def remove_checkpoint(path: Path) -> None:
     """Removes a checkpoint, so that it is never listed half removed.
 
     Of several processes, only the first one removes it. In a bucket, one that auxiliary jobs read
-    stays; the next call removes it.
+    stays; their controller, or the next call, removes it.
     """
     if not is_first():
         return

@@ -66,7 +66,7 @@ def left_by(place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
 def test_train_eval_and_infer_from_a_mesh_checkpoint_give_in_a_bucket_what_they_give_on_a_disk(
     bucket, monkeypatch, capsys, tmp_path
 ):

@@ -1,6 +1,8 @@
 """Auxiliary jobs of a training run in a bucket: pins are leases, and a death loses nothing."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,9 +13,9 @@ import pytest
 from t0repro import buckets, leases, working_copies
 from t0repro.buckets import place
 from t0repro.config.training_plan import SaveConfig
-from t0repro.errors import UserError
 from t0repro.files import input_path
 from t0repro.jobs.journal import read_status
+from t0repro.jobs.launcher import LocalLauncher
 from t0repro.training.checkpoints import list_checkpoints, remove_superfluous
 
 from .trainings import controller, curve, save_checkpoints, work_once
@@ -44,8 +46,9 @@ def test_a_checkpoint_in_use_outlives_the_trainings_retention(bucket, tmp_path, 
     assert watched.run(training_goes_on)
     assert states[1] == [3, 6] and runs(tmp_path) == ["3 m", "6 m"]
     working_copies.close_all()
-    remove_superfluous(bucket, KEEP_ONE, {})
+    # There is no further save, so the controller removed it, and no trace of a pin is left of it.
     assert list_checkpoints(bucket) == [6]
+    assert not [name for name in buckets.objects(bucket) if "checkpoint_3" in name]
     assert curve(input_path(bucket) / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
 
 
@@ -57,10 +60,11 @@ def test_of_a_pin_and_a_removal_one_comes_first(bucket):
     lease = leases.pin(checkpoint)
     with leases.removing(checkpoint) as is_free:
         assert not is_free
+    assert leases.is_unwanted(checkpoint)
     lease.release()
     with leases.removing(checkpoint) as is_free:
         assert is_free
-    assert not any(buckets.objects(bucket))
+    assert not leases.is_unwanted(checkpoint) and not any(buckets.objects(bucket))
 
 
 CONTROLLER = """
@@ -98,15 +102,29 @@ def test_a_controller_that_is_killed_is_followed_by_one_that_does_the_rest(
     assert [each.state for each in read_status(input_path(bucket)).values()] == ["succeeded"] * 2
 
 
-def test_jobs_on_other_machines_are_refused_a_bucket(monkeypatch, bucket_servers):
-    from t0repro.cloud.auxiliary import make_controller
-    from t0repro.config.t5x.gin_files import T5xInputs
-    from t0repro.jobs.options import AuxiliaryOptions
+class OtherMachine(LocalLauncher):
+    """An engine whose jobs do not see this machine's temporary folders."""
 
-    for name, value in bucket_servers["gs"].items():
-        monkeypatch.setenv(name, value)
-    options = AuxiliaryOptions(
-        auxiliary_job_build_target_path="true", auxiliary_job_mixtures="m", launcher="slurm"
-    )
-    with pytest.raises(UserError, match="Jobs on slurm cannot have their files in gs://"):
-        make_controller("gs://bucket/run", options, T5xInputs("train"))
+    on_this_machine = False
+
+
+@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
+def test_jobs_on_other_machines_read_and_leave_everything_in_the_bucket(
+    bucket, tmp_path, evaluator
+):
+    save_checkpoints(place(bucket), 3, 6)
+    breaks = tmp_path / "breaks"
+    breaks.touch()
+    # The first attempt fails.
+    once = f"sh -c 'if rm {breaks}; then echo broken; exit 1; fi; {' '.join(evaluator)}'"
+    said = []
+    assert work_once(bucket, once, launcher=OtherMachine(), said=said)
+    working_copies.close_all()
+    assert runs(tmp_path) == ["3 m", "6 m"]
+    assert curve(input_path(bucket) / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
+    assert any("failed: exit code 1" in line and "| broken" in line for line in said)
+    job = next(name for name in buckets.objects(bucket) if re.search(r"-3-\d\.json$", name))
+    work = json.loads(buckets.read(f"{bucket}/{job}"))
+    named = [work["log_file"], work["exit_file"], work["environment"]["EVAL_OUTPUT_DIR"]]
+    assert all(each.startswith(f"{bucket}/auxiliary/m/step_3/") for each in named)
+    assert work["lock_file"] is None

@@ -3,9 +3,12 @@
 import grpc
 import pytest
 
+from t0repro import working_copies
+from t0repro.buckets import place
 from t0repro.cloud.engines import VertexLauncher
 from t0repro.cloud.machines import VertexMachine
 from t0repro.errors import UserError
+from t0repro.files import input_path
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.launcher import Job
@@ -85,3 +88,22 @@ def test_checkpoints_are_evaluated_by_jobs_on_the_service(cloud, launcher, evalu
     assert curve(model_dir / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
     names = {job.display_name for job in cloud.services.jobs.values()}
     assert len(names) == 2 and all(name.startswith("t0repro-") for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_checkpoints_in_a_bucket_are_evaluated_by_jobs_on_the_service(
+    cloud, launcher, bucket, evaluator
+):
+    cloud.services.run_jobs = True
+    save_checkpoints(place(bucket), 3, 6)
+    settings = JobSettings(mixtures=("m",), build_target=" ".join(evaluator))
+    # Nothing is mounted here.
+    unmounted = VertexLauncher(launcher.machine)
+    assert Controller(bucket, settings, unmounted, Policy(poll_seconds=0.2)).run(lambda: False)
+    working_copies.close_all()
+    assert curve(input_path(bucket) / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
+    pools = [job.job_spec.worker_pool_specs[0] for job in cloud.services.jobs.values()]
+    files = [pool.container_spec.args[-1] for pool in pools]
+    assert len(files) == 2
+    assert all(file.startswith(f"{bucket}/auxiliary/m/step_") for file in files)
