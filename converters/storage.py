@@ -24,7 +24,7 @@ from t0repro.words import sized
 from t0repro.working_copies import Scratch
 
 _CHUNK_BYTES = 1 << 26
-_PART_BYTES = 1 << 24  # what is sent of a large object at a time
+_PART_BYTES = 1 << 24  # what is sent or read of a large object at a time
 
 
 def is_remote(path: str) -> bool:
@@ -318,7 +318,8 @@ def read_into(path: str, start: int, array: np.ndarray) -> bool:
     opened = system.open(path, "rb", block_size=1 << 24) if system else open(path, "rb", 0)
     with opened as file:
         file.seek(start)
-        while room and (count := _read_some(file, room[:_CHUNK_BYTES])):
+        # By parts: the library would make another copy of all that is asked for at a time.
+        while room and (count := _read_some(file, room[:_PART_BYTES])):
             room = room[count:]
     return not room
 
