@@ -184,10 +184,11 @@ def _placed(error: WrongArgument, reached: Iterable[_Call], bindings: Bindings) 
     base = user_classes.base_class(error.hint)
     fix = f"Bind {error.wanted}{f', or your own subclass of {base}' if base else ''}."
     own = gin_door.registered_selector(error.record) or name
-    for call in reached:
+    # What `loss_fn` binds replaces the model's own arguments, so it is looked at first.
+    for call in sorted(reached, key=lambda call: not call.selector.endswith(".loss_fn")):
         # Arguments of a model's method belong to another record.
         is_method = issubclass(error.record, records.Decoding) and "." in _short(call.selector)
-        ends = "predict_batch_with_aux" if is_method else own
+        ends = "predict_batch_with_aux" if is_method else (own, f"{own}.loss_fn")
         if call.scopes == error.scopes and call.selector.endswith(ends):
             scope = "/".join(call.scopes)
             name = f"{scope + '/' if scope else ''}{_short(call.selector)}"

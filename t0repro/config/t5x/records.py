@@ -164,6 +164,8 @@ class EncoderDecoderModel(Record):
 
     Attributes:
       decoding: the values that gin binds for `predict_batch_with_aux`.
+
+    T5X's files of 2021 bind the three arguments of the loss for `loss_fn` instead of the model.
     """
 
     module: Transformer
@@ -179,9 +181,25 @@ class EncoderDecoderModel(Record):
     decoding: Decoding = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        # Both methods are called here, so that gin supplies its bindings for them.
+        for name, value in self.loss_fn().items():
+            object.__setattr__(self, name, value)
         super().__post_init__()
-        # Called here, so that gin supplies its bindings for the method.
         object.__setattr__(self, "decoding", self.predict_batch_with_aux())
+
+    def loss_fn(
+        self,
+        label_smoothing: float | None = None,
+        z_loss: float | None = None,
+        loss_normalizing_factor: float | str | None = None,
+    ) -> dict[str, Any]:
+        """The arguments of the loss that gin binds for this method."""
+        bound = {
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "loss_normalizing_factor": loss_normalizing_factor,
+        }
+        return {name: value for name, value in bound.items() if value is not None}
 
     def predict_batch_with_aux(
         self,

@@ -134,6 +134,27 @@ def test_a_method_of_the_model_is_configured_as_t5x_does():
     assert parsed.warnings == (), binding
 
 
+def with_loss_of_2021(folder, binding):
+    """Parses a model whose file binds an argument of the loss as T5X's files of 2021 do."""
+    (folder / "loss.gin").write_text(
+        "from __gin__ import dynamic_registration\nfrom t5x import models\n"
+        f"models.EncoderDecoderModel.loss_fn:\n  {binding}\n"
+    )
+    return parse(files=(MODEL, PRETRAIN, str(folder / "loss.gin")))
+
+
+@pytest.mark.parametrize("argument, value", [("z_loss", 0.5), ("label_smoothing", 0.25)])
+def test_the_loss_is_configured_by_its_method_as_in_t5xs_files_of_2021(tmp_path, argument, value):
+    parsed = with_loss_of_2021(tmp_path, f"{argument} = {value}")
+    assert getattr(parsed.program.model, argument) == value and parsed.warnings == ()
+
+
+def test_a_wrong_argument_of_the_loss_is_named_with_its_place(tmp_path):
+    with pytest.raises(UserError, match=r"EncoderDecoderModel.loss_fn.z_loss is 'a'") as caught:
+        with_loss_of_2021(tmp_path, "z_loss = 'a'")
+    assert caught.value.where == f"{tmp_path / 'loss.gin'}:4"
+
+
 def test_optax_chains_are_described_and_not_made(tmp_path):
     (tmp_path / "adamw.gin").write_text(
         f"""
