@@ -12,7 +12,7 @@ in a process of its own, in the folder and with the arguments that its repositor
 - A module of tasks is imported.
 
 What is in somebody's bucket has a stand-in: a mixture of one task, T5's vocabulary, and in training
-no checkpoint. With names of repositories, only their files run anew.
+no checkpoint. With names of repositories, only their files run again.
 """
 
 from __future__ import annotations
@@ -174,6 +174,10 @@ def run_all(files: Sequence[File], places: Mapping[str, Place]) -> Iterator[tupl
     os.environ.update(OFFLINE)
     t5x.MACROS.update(MACROS)
     accepted = []
+    # For what it imports: the processes below are forks of this one.
+    small = ("t5x/examples/t5/t5_1_1/small.gin", "t5x/configs/runs/pretrain.gin")
+    t5x.with_macros("train", [f"--gin_file={name}" for name in small])
+    importlib.import_module("t0repro.config.t5x.run")
     # First what needs no TensorFlow, which takes most of the time.
     for file in [file for file in files if file.kind in ("train", "eval", "infer")]:
         error, arguments, values = in_own_process(explain, file, places[file.repository])
@@ -182,7 +186,6 @@ def run_all(files: Sequence[File], places: Mapping[str, Place]) -> Iterator[tupl
         else:
             accepted.append((file, arguments, values))
     t5x.add_tasks()
-    # Before the forks.
     for module in ("t5.data.mixtures", "t0repro.model.t5", "t0repro.runs.preflight"):
         importlib.import_module(module)
     for file, arguments, values in accepted:

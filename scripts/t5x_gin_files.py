@@ -11,6 +11,7 @@ training, without a checkpoint: what the files name is in Google's buckets.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import re
@@ -19,6 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -100,13 +102,18 @@ def files_of_run(file: Path, text: str) -> tuple[str, list[str]]:
     return MODES[found[1]] if found else "train", files
 
 
+@functools.cache
+def _command() -> Any:
+    """`t0repro`, whose options typer reads again at each call of get_command."""
+    return typer.main.get_command(app)
+
+
 def said(*arguments: str) -> tuple[str, str]:
     """The output of a `t0repro` command in this process, and its error in a line; "" for none."""
-    command = typer.main.get_command(app)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         try:
-            command(args=list(arguments), obj=ErrorHandling(), standalone_mode=False)
+            _command()(args=list(arguments), obj=ErrorHandling(), standalone_mode=False)
         except Exception as error:
             mistake = find_user_error(error) or f"{type(error).__name__}: {error}"
             return printed.getvalue(), " ".join(mistake.partition("\n  where:")[0].split())
