@@ -154,7 +154,7 @@ def in_own_process(run: Callable[..., Any], *arguments: Any) -> Any:
     received, sent = multiprocessing.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "trace"
-        # Forked, so that it need not import anew what this process has imported.
+        # Forked, so that it need not import again what this process has imported.
         process = multiprocessing.get_context("fork").Process(
             target=_child, args=(sent, trace, run, arguments)
         )

@@ -56,10 +56,37 @@ rm -f "$stamp"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 pip() { "$venv/bin/python" -m pip "$@"; }
 
-say "installing $(grep -c '==' requirements.lock) locked packages (some minutes the first time)"
+# ---- uv if it is installed, which takes a fraction of pip's time; otherwise pip ---------------------------
+# Run, not only found: a version manager may have a stand-in for a uv that is not installed.
+uv=()
+for candidate in uv "python3 -m uv"; do
+  read -r -a words <<<"$candidate"
+  if "${words[@]}" --version >/dev/null 2>&1; then
+    uv=("${words[@]}")
+    break
+  fi
+done
+# uv reads none of pip's variables; those that say where packages are apply to both.
+[[ -z ${PIP_NO_INDEX:-} ]] || export UV_NO_INDEX=${UV_NO_INDEX:-1}
+[[ -z ${PIP_FIND_LINKS:-} ]] || export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS// /,}}
+[[ -z ${PIP_INDEX_URL:-} ]] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}
+
+# promptsource 0.1.0 says Python < 3.8 and runs on 3.11: uv ignores such an upper bound, pip has to be told.
+# uv compiles no modules, so pip does not either: Python compiles the few that are imported.
+install() {
+  if [[ ${#uv[@]} -gt 0 ]]; then
+    if "${uv[@]}" pip install --python "$venv/bin/python" --quiet --reinstall-package t0repro "$@"; then
+      return
+    fi
+    say "uv failed (above); installing with pip"
+  fi
+  pip install --quiet --no-compile --ignore-requires-python "$@"
+}
+
+say "installing $(grep -c '==' requirements.lock) locked packages${uv:+ with uv} (some minutes the first time)"
 # --no-deps: the lock is complete, and t5's, promptsource's and tensorflow-estimator's own requirements
-# are stale. --ignore-requires-python: promptsource 0.1.0 says Python < 3.8 and runs on 3.11.
-pip install --quiet --require-hashes --no-deps --ignore-requires-python -r requirements.lock
+# are stale.
+install --require-hashes --no-deps --requirement requirements.lock
 
 # ---- What the lock does not name goes, unless extras, which it does not cover, brought it -----------------
 strays() {
@@ -89,10 +116,12 @@ fi
 say "installing t0repro itself${EXTRAS:+ with the extras $EXTRAS}"
 # Built with the locked setuptools: an isolated build would fetch another.
 if [[ -n $EXTRAS ]]; then
-  pip install --quiet --no-build-isolation --editable ".[$EXTRAS]" \
-    --constraint <(sed -n 's/^\([^ ]*==[^\\]*\) \\$/\1/p' requirements.lock)
+  constraints=$(mktemp)
+  trap 'rm -f "$constraints"' EXIT
+  sed -n 's/^\([^ ]*==[^\\]*\) \\$/\1/p' requirements.lock >"$constraints"
+  install --no-build-isolation --editable ".[$EXTRAS]" --constraint "$constraints"
 else
-  pip install --quiet --no-deps --no-build-isolation --editable .
+  install --no-deps --no-build-isolation --editable .
 fi
 
 echo "$EXTRAS" >"$kept_extras"

@@ -1,14 +1,17 @@
 """What a checkout and its lock promise."""
 
 import ast
+import hashlib
 import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,24 +64,112 @@ esac
     return path
 
 
-def test_a_python_that_tensorflow_has_no_wheels_for_is_passed_over(tmp_path):
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A folder with what scripts/setup.sh reads."""
     (tmp_path / "scripts").mkdir()
     for name in ("scripts/setup.sh", "requirements.lock", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
-    new = fake_python(tmp_path / "new", (3, 14, 0))
-    old = fake_python(tmp_path / "old", (3, 12, 1))
+    return tmp_path
 
-    def setup(pythons: str) -> str:
-        command = ["bash", str(tmp_path / "scripts" / "setup.sh")]
-        done = subprocess.run(
-            command, env=os.environ | {"PYTHON": pythons}, capture_output=True, text=True
-        )
+
+def setup(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name != "EXTRAS"}
+    command = ["bash", str(checkout / "scripts" / "setup.sh")]
+    return subprocess.run(command, env=kept | environment, capture_output=True, text=True)
+
+
+def test_a_python_that_tensorflow_has_no_wheels_for_is_passed_over(checkout):
+    new = fake_python(checkout / "new", (3, 14, 0))
+    old = fake_python(checkout / "old", (3, 12, 1))
+
+    def refused(pythons: str) -> str:
+        done = setup(checkout, PYTHON=pythons)
         assert done.returncode == 2
         return done.stdout + done.stderr
 
-    assert "making .venv with Python 3.12.1" in setup(f"{new} {old}")
-    refused = setup(str(new))
-    assert "no Python 3.11, 3.12 or 3.13" in refused and f"{new}: Python 3.14.0" in refused
+    assert "making .venv with Python 3.12.1" in refused(f"{new} {old}")
+    told = refused(str(new))
+    assert "no Python 3.11, 3.12 or 3.13" in told and f"{new}: Python 3.14.0" in told
+
+
+def make_wheel(folder: Path) -> Path:
+    """An empty package for Pythons before 3.8, which is what promptsource says of itself."""
+    file = folder / "old_thing-1.0-py3-none-any.whl"
+    metadata = "Metadata-Version: 2.1\nName: old_thing\nVersion: 1.0\nRequires-Python: <3.8\n"
+    kind = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(file, "w") as wheel:
+        for name, text in {"METADATA": metadata, "WHEEL": kind, "RECORD": ""}.items():
+            wheel.writestr(f"old_thing-1.0.dist-info/{name}", text)
+    return file
+
+
+# A build backend whose package is empty, so that nothing has to be fetched to install it.
+BACKEND = """
+import zipfile
+
+def build_editable(folder, settings=None, metadata=None):
+    file = "t0repro-1.0-py3-none-any.whl"
+    kept = {"METADATA": "Metadata-Version: 2.1\\nName: t0repro\\nVersion: 1.0\\n", "RECORD": ""}
+    kept["WHEEL"] = "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+    with zipfile.ZipFile(f"{folder}/{file}", "w") as wheel:
+        for name, text in kept.items():
+            wheel.writestr(f"t0repro-1.0.dist-info/{name}", text)
+    return file
+"""
+
+
+@pytest.fixture
+def small_checkout(checkout) -> Path:
+    """One whose lock names one wheel, in its folder wheels/, and whose own package is empty."""
+    (checkout / "wheels").mkdir()
+    (checkout / "backend.py").write_text(BACKEND)
+    backend = "requires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
+    (checkout / "pyproject.toml").write_text(f"[build-system]\n{backend}")
+    (checkout / "setup.py").write_text("")
+    digest = hashlib.sha256(make_wheel(checkout / "wheels").read_bytes()).hexdigest()
+    write_lock(checkout, digest)
+    # Stand-ins of a version manager for a uv that is not installed.
+    (checkout / "no_uv").mkdir()
+    python = f'[ "$2" != uv ] || exit 1; exec {sys._base_executable} "$@"'
+    for name, body in {"uv": "exit 127", "python3": python}.items():
+        (checkout / "no_uv" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (checkout / "no_uv" / name).chmod(0o755)
+    return checkout
+
+
+def write_lock(checkout: Path, digest: str) -> None:
+    lock = f"old-thing==1.0 \\\n    --hash=sha256:{digest}\n"
+    (checkout / "requirements.lock").write_text(lock)
+
+
+@pytest.mark.parametrize("installer", ["uv", "pip"])
+def test_uv_and_pip_make_the_same_environment_from_a_lock(small_checkout, installer):
+    has_uv = not subprocess.run(["sh", "-c", "uv --version"], capture_output=True).returncode
+    if installer == "uv" and not has_uv:
+        pytest.skip("uv is not installed")
+    path = os.environ["PATH"]
+    environment = {
+        "PYTHON": sys._base_executable,
+        "PATH": f"{small_checkout / 'no_uv'}:{path}" if installer == "pip" else path,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(small_checkout / "wheels"),
+    }
+    lock = (small_checkout / "requirements.lock").read_text()
+    write_lock(small_checkout, "0" * 64)
+    refused = setup(small_checkout, **environment)
+    assert refused.returncode and "hash" in refused.stderr.lower()
+
+    (small_checkout / "requirements.lock").write_text(lock)
+    done = setup(small_checkout, **environment)
+    assert done.returncode == 0, done.stderr
+    assert ("1 locked packages with uv" in done.stdout) == (installer == "uv")
+    assert "installing with pip" not in done.stdout
+    code = "import importlib.metadata as m; print(*sorted(d.name for d in m.distributions()))"
+    command = [str(small_checkout / ".venv" / "bin" / "python"), "-P", "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
+    assert set(found.stdout.split()) - {"pip", "setuptools"} == {"old_thing", "t0repro"}
+    assert ".venv is up to date" in setup(small_checkout, **environment).stdout
 
 
 def test_every_folder_with_modules_is_a_package_so_that_a_wheel_has_it():

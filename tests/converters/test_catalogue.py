@@ -15,6 +15,8 @@ from t0repro.converters.inspection import verify
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 
+from .logits import jax_logits, torch_logits
+
 torch = pytest.importorskip("torch", reason="needs the extra hf")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -92,21 +94,6 @@ def tokens() -> dict[str, np.ndarray]:
         name: generator.integers(3, 250, (2, length)).astype(np.int32)
         for name, length in (("inputs", 24), ("targets", 9))
     }
-
-
-def torch_logits(model, tokens: dict[str, np.ndarray]) -> np.ndarray:
-    shifted = np.pad(tokens["targets"], ((0, 0), (1, 0)))[:, :-1]
-    with torch.no_grad():
-        output = model(
-            input_ids=torch.from_numpy(tokens["inputs"]).long(),
-            decoder_input_ids=torch.from_numpy(shifted).long(),
-        )
-    return output.logits.numpy()
-
-
-def jax_logits(directory: Path, tokens: dict[str, np.ndarray]) -> np.ndarray:
-    opened = open_checkpoint(str(directory), None, "float32")
-    return np.asarray(opened.model.apply({"params": opened.params}, tokens))
 
 
 @pytest.mark.parametrize("name", forms())

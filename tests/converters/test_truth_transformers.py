@@ -11,6 +11,8 @@ import pytest
 
 from t0repro.converters.convert import convert
 
+from .logits import torch_logits
+
 torch = pytest.importorskip("torch", reason="needs the extra hf")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -55,9 +57,8 @@ def tokens() -> dict[str, np.ndarray]:
     }
 
 
-def torch_logits(directory: Path, tokens: dict[str, np.ndarray]) -> np.ndarray:
-    model = transformers.T5ForConditionalGeneration.from_pretrained(directory).eval()
-    return logits_of(model, tokens)
+def pytorch_model(directory: Path):
+    return transformers.T5ForConditionalGeneration.from_pretrained(directory).eval()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,10 @@ def test_pytorch_s_logits_agree_with_mesh_tensorflow_s_within_1e_4(
         BINDINGS.format(model=model, vocab_size=250),
     )
     np.testing.assert_allclose(
-        torch_logits(tmp_path / "hf", tokens), expected, rtol=0, atol=LOGITS_TOLERANCE
+        torch_logits(pytorch_model(tmp_path / "hf"), tokens),
+        expected,
+        rtol=0,
+        atol=LOGITS_TOLERANCE,
     )
     assert np.std(expected) > 0.05  # the logits say something
 
@@ -116,7 +120,7 @@ def test_a_random_model_that_transformers_saved_gives_mesh_tensorflow_the_same_l
         tmp_path / "mtf" / "model.ckpt-0", tokens, BINDINGS.format(model=name, vocab_size=256)
     )
     np.testing.assert_allclose(
-        torch_logits(tmp_path / "hf", tokens), ours, rtol=0, atol=LOGITS_TOLERANCE
+        torch_logits(pytorch_model(tmp_path / "hf"), tokens), ours, rtol=0, atol=LOGITS_TOLERANCE
     )
 
 
@@ -168,16 +172,6 @@ def as_transformers_4_saves(directory: Path, tied: bool) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def logits_of(model, tokens: dict[str, np.ndarray]) -> np.ndarray:
-    shifted = np.pad(tokens["targets"], ((0, 0), (1, 0)))[:, :-1]
-    with torch.no_grad():
-        output = model(
-            input_ids=torch.from_numpy(tokens["inputs"]).long(),
-            decoder_input_ids=torch.from_numpy(shifted).long(),
-        )
-    return output.logits.numpy()
-
-
 def converted_logits(directory: Path, tokens, mesh_logits, tmp_path: Path) -> np.ndarray:
     """Mesh TensorFlow's, under the gin file that the conversion wrote."""
     convert(directory, tmp_path / "mtf", "mtf", dtype="float32")
@@ -190,7 +184,7 @@ def converted_logits(directory: Path, tokens, mesh_logits, tmp_path: Path) -> np
 def test_what_transformers_5_saves_computes_the_same_logits_under_the_gin_file_that_goes_with_it(
     name, tokens, mesh_logits, tmp_path
 ):
-    expected = logits_of(random_model(name, False, tmp_path / "hf"), tokens)
+    expected = torch_logits(random_model(name, False, tmp_path / "hf"), tokens)
     ours = converted_logits(tmp_path / "hf", tokens, mesh_logits, tmp_path)
     np.testing.assert_allclose(
         ours[..., : expected.shape[-1]], expected, rtol=0, atol=LOGITS_TOLERANCE
@@ -204,7 +198,7 @@ def test_what_transformers_5_saves_computes_the_same_logits_under_the_gin_file_t
 def test_a_kernel_for_the_logits_counts_as_it_does_in_transformers(
     name, generation, dtype, tokens, mesh_logits, tmp_path
 ):
-    expected = logits_of(random_model(name, True, tmp_path / "hf", dtype), tokens)
+    expected = torch_logits(random_model(name, True, tmp_path / "hf", dtype), tokens)
     if generation == 4:
         as_transformers_4_saves(tmp_path / "hf", tied=False)
     ours = converted_logits(tmp_path / "hf", tokens, mesh_logits, tmp_path)
@@ -215,7 +209,7 @@ def test_a_kernel_for_the_logits_counts_as_it_does_in_transformers(
 def test_transformers_4_scales_every_tied_model(name, tokens, mesh_logits, tmp_path):
     if name == "mT5" and transformers.__version__.startswith("4."):
         pytest.skip("transformers 4 makes no mT5 whose head is the embedding; 5 does")
-    expected = logits_of(random_model(name, False, tmp_path / "hf"), tokens)
+    expected = torch_logits(random_model(name, False, tmp_path / "hf"), tokens)
     if name == "mT5":
         expected *= SIZES["d_model"] ** -0.5  # transformers 5, which computed them, does not
     as_transformers_4_saves(tmp_path / "hf", tied=True)

@@ -14,10 +14,10 @@ from t0repro.converters.convert import convert
 from t0repro.converters.inspection import verify
 from t0repro.converters.sources import load_any
 from t0repro.errors import UserError
-from t0repro.evaluation.opened import open_checkpoint
 from t0repro.parameters.shape import ModelShape
 
 from .checkpoint_files import assert_same_bits, read_variables
+from .logits import jax_logits, torch_logits
 
 # Every kernel is factored, so that a scanned tree loses nothing.
 SHAPE = ModelShape(
@@ -125,23 +125,6 @@ def umt5(directory: Path, tied: bool, **fields):
     model.save_pretrained(directory, max_shard_size="100KB")
     assert len(list(directory.glob("*.safetensors"))) > 1
     return model
-
-
-def torch_logits(model, tokens: dict[str, np.ndarray]) -> np.ndarray:
-    import torch
-
-    shifted = np.pad(tokens["targets"], ((0, 0), (1, 0)))[:, :-1]
-    with torch.no_grad():
-        output = model(
-            input_ids=torch.from_numpy(tokens["inputs"]).long(),
-            decoder_input_ids=torch.from_numpy(shifted).long(),
-        )
-    return output.logits.numpy()
-
-
-def jax_logits(directory: Path, tokens: dict[str, np.ndarray]) -> np.ndarray:
-    opened = open_checkpoint(str(directory), None, "float32")
-    return np.asarray(opened.model.apply({"params": opened.params}, tokens))
 
 
 @pytest.fixture(scope="module")
