@@ -245,7 +245,7 @@ def load_tasks(
         from t0repro.tasks.seqio_tasks import read_t5s_vocabulary_as_ours
 
         read_t5s_vocabulary_as_ours()
-        _hand_to_seqio()
+        hand_to_seqio()
     with contextlib.nullcontext() if with_seqio else describing():
         for module in modules:
             _import(module)
@@ -254,8 +254,10 @@ def load_tasks(
     return prompted_tasks()
 
 
-def _hand_to_seqio() -> None:
+def hand_to_seqio() -> None:
     """Adds to SeqIO what was only described, since a module registers tasks on its first import."""
+    if not task_descriptions():
+        return
     import seqio
 
     from t0repro.tasks import seqio_tasks

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from absl import app, flags, logging
 
 from t0repro.buckets import check_credentials
-from t0repro.cli import help_pages
+from t0repro.cli import help_pages, t5_flags
 from t0repro.cli.gate import USER_ERROR, gate
 from t0repro.cli.options import (
     TRACKER_HELP,
@@ -40,6 +40,7 @@ from t0repro.errors import UserError
 from t0repro.files import input_path
 from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.log_records import SeqioOnce
+from t0repro.tasks.module_names import resolved
 from t0repro.words import printable
 
 if TYPE_CHECKING:
@@ -51,9 +52,10 @@ def console_entry_point() -> None:
     # Keep the traceback of an unexpected error, which may come hours into a run.
     with gate("t5_mesh_transformer", show_unexpected=True) as settings:
         _check_credentials(sys.argv[1:])
-        # Print this first: t5 itself defines the flags, and its import takes seconds.
-        echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
-        define_flags()
+        if not _define_flags_alone(sys.argv[1:]):
+            # Print this first: t5 itself defines the flags, and its import takes seconds.
+            _say_importing()
+            define_flags()
 
         def main(arguments: Sequence[str]) -> None:
             settings.debug, settings.long_work = flags.FLAGS.debug, True
@@ -83,6 +85,35 @@ def _check_credentials(arguments: Sequence[str]) -> None:
 _PLACES = ("model_dir", "gin_file", "gin_location_prefix", "additional_task_cache_dirs")
 
 
+def _say_importing() -> None:
+    echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
+
+
+def _define_flags_alone(arguments: Sequence[str]) -> bool:
+    """Defines the flags without t5 if the command line may do without it; else defines none.
+
+    Args:
+      arguments: The command line. It needs t5 for Mesh TensorFlow, for a flag of another of its
+        packages, and for the help texts of t5's flags.
+    """
+    words = [*canonical_arguments(arguments), ""]
+    pairs = [pair for word in itertools.pairwise(words) for pair in ["=".join(word), word[0]]]
+    if not {"--backend=jax", "-backend=jax"}.intersection(pairs):
+        return False
+    names = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("-")}
+    if names & _NEED_T5:
+        return False
+    t5_flags.define()
+    define_own_flags()
+    if all(name in flags.FLAGS or name.removeprefix("no") in flags.FLAGS for name in names):
+        return True
+    t5_flags.exchange()
+    return False
+
+
+_NEED_T5 = {"help", "helpshort", "helpfull", "helpxml", "h", "?", "use_model_api"}
+
+
 def define_flags() -> None:
     """Defines t5's flags, by importing its command, and this project's own."""
     from t0repro import compat
@@ -92,6 +123,17 @@ def define_flags() -> None:
     from mesh_tensorflow.transformer import utils
     from t5.models import mesh_transformer_main
 
+    define_own_flags()
+    by_module = flags.FLAGS.flags_by_module_dict()
+    theirs = (mesh_transformer_main.__name__, utils.__name__)
+    for module in (*theirs, define_process_flags.__module__, __name__):
+        for flag in by_module.get(module, []):
+            # --help lists only the key flags of the main module, which is the console script.
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+
+
+def define_own_flags() -> None:
+    """Defines the flags that t5's command does not have."""
     # Flags are the process's own, and tests define them more than once.
     if "backend" not in flags.FLAGS:
         flags.DEFINE_enum(
@@ -123,12 +165,6 @@ def define_flags() -> None:
         flags.DEFINE_multi_enum("tracker", None, list(TrackerName), TRACKER_HELP)
         define_job_flags()
         define_process_flags()
-    by_module = flags.FLAGS.flags_by_module_dict()
-    theirs = (mesh_transformer_main.__name__, utils.__name__)
-    for module in (*theirs, define_process_flags.__module__, __name__):
-        for flag in by_module.get(module, []):
-            # --help lists only the key flags of the main module, which is the console script.
-            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
 
 _HELP = {"help", "helpshort", "h", "?"}
@@ -270,7 +306,9 @@ def _run_jax(options: Any) -> None:
     with process_options_of(options).joined():
         # As t5's main does on every run without --tpu.
         float32 = jax.default_backend() == "cpu"
-        configuration = _load(options, float32_activations=float32)
+        configuration = _described(options, float32_activations=float32)
+        if configuration is None:
+            configuration = _load(options, float32_activations=float32)
         check_mesh_transformer(configuration, jax=True, at_hand=options.at_hand)
         # Checked and reported before anything is written.
         say_what_runs_here(options, configuration, on_jax=True)
@@ -330,6 +368,23 @@ def _run_mesh_tensorflow(options: Any) -> None:
         run(options, configuration)
 
 
+def _described(options: Any, *, float32_activations: bool) -> Configuration | None:
+    """The configuration of a run that needs neither TensorFlow nor t5; None for any other."""
+    if "t5" in sys.modules:
+        return None
+    from t0repro.config.mtf import dialect
+    from t0repro.data.train_data import mesh_reads_caches_alone
+
+    inputs = gin_inputs(options)
+    found = dialect.describe(
+        inputs, mesh_reads_caches_alone, float32_activations=float32_activations
+    )
+    if found is None:
+        _say_importing()
+        t5_flags.exchange()
+    return found
+
+
 def _load(options: Any, *, float32_activations: bool) -> Configuration:
     """The configuration; the Model API's flags amount to the same bindings as gin files would."""
     from t0repro.config.mtf import dialect
@@ -353,7 +408,7 @@ def gin_inputs(options: Any) -> MeshInputs:
         gin_files=options.gin_file or (),
         gin_params=options.gin_param or (),
         location_prefixes=options.gin_location_prefix,
-        module_imports=options.module_import or (),
+        module_imports=resolved(options.module_import or ()),
         cache_dirs=options.additional_task_cache_dirs,
         skip_unknown=options.skip_all_gin_unknowns or options.additional_deprecated_gin_references,
         tfds_data_dir=options.t5_tfds_data_dir,

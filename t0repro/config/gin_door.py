@@ -69,6 +69,17 @@ def left_empty(unregistered: Callable[[str], bool]) -> Iterator[None]:
                 gin.config._REGISTRY.pop(gin.config._INVERSE_REGISTRY.pop(function).selector)
 
 
+@contextlib.contextmanager
+def search_path_kept() -> Iterator[None]:
+    """Drops the folders that the block adds to gin's search path; gin logs no misses in it."""
+    prefixes = [*gin.config._LOCATION_PREFIXES]
+    try:
+        with only_records(None, _is_worth_logging):
+            yield
+    finally:
+        gin.config._LOCATION_PREFIXES[:] = prefixes
+
+
 # ---- Bindings ------------------------------------------------------------------------------------
 
 
@@ -338,19 +349,21 @@ def looking_in(*folders: str) -> Iterator[None]:
     """
     from gin import resource_reader
 
-    def is_worth_logging(line: logging.LogRecord) -> bool:
-        return not str(line.msg).startswith("Path not found")
-
     prefixes, readers = gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS
     gin.config._LOCATION_PREFIXES = ["", *folders]
     gin.config._FILE_READERS = [
         pair for pair in readers if pair[0] is not resource_reader.system_path_reader
     ]
     try:
-        with only_records(None, is_worth_logging):
+        with only_records(None, _is_worth_logging):
             yield
     finally:
         gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS = prefixes, readers
+
+
+def _is_worth_logging(line: logging.LogRecord) -> bool:
+    """Whether gin reports more than that one of its folders lacks a file."""
+    return not str(line.msg).startswith("Path not found")
 
 
 @contextlib.contextmanager

@@ -400,7 +400,10 @@ def _instead(name: str, read: set[str]) -> str:
     if name in _BIND_INSTEAD:
         return f"bind {_BIND_INSTEAD[name]}"
     # A misspelt macro may have been intended as an argument of `run`.
-    known = [*read, *(f"run.{argument}" for argument in gin_door.argument_names("utils.run"))]
+    known = [
+        *sorted(read),
+        *(f"run.{argument}" for argument in gin_door.argument_names("utils.run")),
+    ]
     return f"nearest: {nearest_names(name, known, 3)}"
 
 

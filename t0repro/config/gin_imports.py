@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from t0repro.config import cloud, gin_door
@@ -123,6 +124,17 @@ def mesh_folders(prefixes: Sequence[str]) -> list[str]:
     # In gin's order: t5's files, this project's, then --gin_location_prefix.
     own = os.path.dirname(str(t0repro.gin.__file__))
     return [os.path.join(_package("t5"), "models", "gin"), own, *prefixes]
+
+
+def default_bindings() -> str:
+    """The gin file that Mesh TensorFlow reads before all others."""
+    return os.path.join(_package("mesh_tensorflow"), "transformer", "gin", "defaults.gin")
+
+
+def has_module(package: str, inside: str) -> bool:
+    """Whether an installed package has a module, found without importing either."""
+    path = Path(_package(package), *inside.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def _package(name: str) -> str:

@@ -120,6 +120,33 @@ def reads_caches_alone(plan: TrainingPlan, vocabularies: tuple[Any, Any]) -> boo
     )
 
 
+def mesh_reads_caches_alone(config: RunConfig) -> bool:
+    """Whether a run of Mesh TensorFlow's dialect, whose tasks are described, needs no SeqIO."""
+    data = config.plan.train_data
+    return (
+        config.mode == "train"
+        and isinstance(data, TrainDataConfig)
+        # Such a checkpoint holds the state of tf.data's pipeline.
+        and not data.checkpoint_input_pipeline
+        and _is_cached(_as_seqio(data, config))
+    )
+
+
+def _as_seqio(data: TrainDataConfig, config: RunConfig) -> SeqioDataConfig:
+    """Mesh TensorFlow's training data in the words of T5X's."""
+    return SeqioDataConfig(
+        data.mixture_or_task_name,
+        config.sequence_length,
+        data.split,
+        config.batch_size,
+        data.shuffle,
+        data.seed,
+        use_cached=data.use_cached,
+        pack=data.pack,
+        num_shards=data.num_shards,
+    )
+
+
 def _is_cached(data: SeqioDataConfig) -> bool:
     """Whether `t0repro cache` made complete caches of all that is read, with an example of each."""
     name, split, lengths = data.mixture_or_task_name, data.split, data.sequence_length
@@ -157,6 +184,16 @@ def cached_batches(data: SeqioDataConfig, seed: int | None) -> CachedBatches:
         shuffle=data.shuffle,
         seed=seed,
     )
+
+
+def mesh_cached_batches(data: SeqioDataConfig, seed: int) -> Iterator[Batch]:
+    """Mesh TensorFlow's batches of described tasks: in it, EOS replaces a full row's last token."""
+    features = find_tasks(data.mixture_or_task_name)[0].output_features
+    ends_in_eos = [name for name in FEATURES if features[name].add_eos]
+    for batch in cached_batches(data, seed)._dataset(seed):
+        for name in ends_in_eos:
+            np.minimum(batch[name][:, -1], 1, out=batch[name][:, -1])
+        yield batch
 
 
 def train_eval(plan: TrainingPlan) -> Mapping[str, EvalBatches]:
@@ -330,6 +367,8 @@ class TrainBatches(ResumableBatches):
         return super()._first(step, position)
 
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
+        if is_described(self._data.mixture_or_task_name):
+            return dict(element)
         return {
             name: element[name].numpy().astype(np.int32)
             for name in MODEL_FEATURES
@@ -375,12 +414,14 @@ class TrainBatches(ResumableBatches):
         Source: mesh_tensorflow.transformer.utils.train_model, which repeats the dataset and drops
         any remainder that does not fill a batch.
         """
+        data, config = self._data, self._config
+        if is_described(data.mixture_or_task_name):
+            return mesh_cached_batches(_as_seqio(data, config), seed)
         from t0repro import compat
 
         compat.install()
         from t5.models import mesh_transformer
 
-        data, config = self._data, self._config
         assert config.sequence_length is not None
         # tf.data can restore an iterator's state only into a pipeline like the one that saved it,
         # so leave such a pipeline unchanged, and also one without a cache, which was not timed.

@@ -9,10 +9,9 @@ the binding and its place; none is ignored.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from t0repro.config import gin_door, ranges
@@ -20,8 +19,8 @@ from t0repro.config.configuration import Configuration, NotOnJax, RunInputs, che
 from t0repro.config.gin_door import Bindings
 from t0repro.config.gin_errors import configuration_errors
 from t0repro.config.mtf import decoding as mtf_decoding
+from t0repro.config.mtf import library, model_api
 from t0repro.config.mtf import model as mtf_model
-from t0repro.config.mtf import model_api
 from t0repro.config.mtf import optimizer as mtf_optimizer
 from t0repro.config.mtf import run_inputs as mtf_datasets
 from t0repro.config.mtf.misread import check_types, misread, scoped_calls
@@ -48,6 +47,7 @@ from t0repro.config.run_config import (
 from t0repro.config.training_plan import TrainDataConfig, TrainingPlan, mesh_transformer_plan
 from t0repro.errors import UserError
 from t0repro.redaction import without_passwords
+from t0repro.tasks.vocabulary import VocabularyFile
 
 
 def load(inputs: MeshInputs, *, float32_activations: bool = True) -> Configuration:
@@ -65,6 +65,51 @@ def load(inputs: MeshInputs, *, float32_activations: bool = True) -> Configurati
     # A second block: from here on, messages can give the places of bindings.
     with configuration_errors(bindings):
         return read(inputs.model_dir, bindings, float32_activations=float32_activations)
+
+
+def describe(
+    inputs: MeshInputs, suffices: Callable[[RunConfig], bool], *, float32_activations: bool = True
+) -> Configuration | None:
+    """As `load`, without importing Mesh TensorFlow, t5, SeqIO or TensorFlow; None where it cannot.
+
+    Args:
+      inputs: As for `load`.
+      suffices: Whether the run can do without the packages, too; its tasks are only described.
+      float32_activations: As for `load`.
+
+    Raises:
+      UserError: As from `load`.
+    """
+    if inputs.tfds_data_dir or not library.can_be_described(inputs.module_imports):
+        return None
+    try:
+        with library.described():
+            bindings = _described_bindings(inputs)
+            configuration = _described(inputs, bindings, float32_activations)
+    except library.NeedsPackages:
+        return None
+    return configuration if suffices(configuration.run) else None
+
+
+def _described_bindings(inputs: MeshInputs) -> Bindings:
+    try:
+        return parse(inputs)
+    except UserError as error:
+        # A name that is not recorded may be known to a later version of the packages.
+        if error.what.startswith("No configurable matching"):
+            raise library.NeedsPackages(error.what) from error
+        raise
+
+
+def _described(inputs: MeshInputs, bindings: Bindings, float32_activations: bool) -> Configuration:
+    with configuration_errors(bindings):
+        try:
+            return read(inputs.model_dir, bindings, float32_activations=float32_activations)
+        except UserError:
+            raise
+        except Exception as error:
+            # What a stand-in raised; the real one would say it in its own words.
+            raise library.NeedsPackages(str(error)) from error
 
 
 def load_model_api(
@@ -107,7 +152,7 @@ def layout_of(arguments: RunArguments, tpu_mesh: str | None) -> Layout:
     Raises:
       NotOnJax: for a rule that shards d_model.
     """
-    mtf = importlib.import_module("mesh_tensorflow")
+    mtf = library.module("mesh_tensorflow")
     shape = mtf.convert_to_shape(arguments.run["mesh_shape"])
     rules = mtf.convert_to_layout_rules(arguments.run["layout_rules"])
     arguments.note("layout", f"{UTILS}.run", "mesh_shape")
@@ -196,6 +241,12 @@ KNOWN_BINDINGS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+def _address(vocabulary: Any) -> str | None:
+    if isinstance(vocabulary, VocabularyFile):
+        return vocabulary.address
+    return getattr(vocabulary, "sentencepiece_model_file", None)
+
+
 class _ConfigReader:
     """Builds a RunConfig from the arguments, noting each value's provenance."""
 
@@ -239,7 +290,7 @@ class _ConfigReader:
             "train_steps": train_steps,
             "eval_checkpoint_step": inputs.eval_checkpoint_step,
             "scores_filename": self._gin.argument(f"{UTILS}.save_scores", "scores_filename"),
-            "vocabulary": getattr(inputs.vocabularies[0], "sentencepiece_model_file", None),
+            "vocabulary": _address(inputs.vocabularies[0]),
             "vocabulary_extra_ids": getattr(inputs.vocabularies[0], "extra_ids", 0),
             "layout": layout_of(self._gin, inputs.tpu_mesh),
             "weight_metrics_every": jax_training()["weight_metrics_every"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, get_args
@@ -17,11 +16,13 @@ from t0repro.config import cloud, gin_door
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin_door import Bindings, record_bindings
 from t0repro.config.gin_errors import check_references, configuration_errors
-from t0repro.config.gin_imports import restrict_imports
+from t0repro.config.gin_imports import default_bindings, mesh_folders, restrict_imports
+from t0repro.config.mtf import library
 from t0repro.config.run_config import Recompute
 from t0repro.errors import UserError
 from t0repro.files import check_output
 from t0repro.tasks.module_names import resolved
+from t0repro.tasks.registration import hand_to_seqio, load_tasks
 from t0repro.tasks.task import add_cache_dirs
 from t0repro.words import printable
 
@@ -62,22 +63,19 @@ def parse(inputs: MeshInputs, *, warn: bool = True) -> Bindings:
       UserError: for any error of gin's parser, a module that cannot be imported, or a macro on the
         command line that nothing reads.
     """
-    from t0repro import compat
+    if not library.is_described():
+        from t0repro import compat
 
-    compat.install()
+        compat.install()
     with configuration_errors():
         return _parse(inputs, warn)
 
 
 def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
-    import gin
-
-    mesh_transformer = importlib.import_module(MESH_TRANSFORMER)
-    utils = importlib.import_module(UTILS)
-    seqio = importlib.import_module("seqio")
-    importlib.import_module("t0repro.config.mtf.parser")  # registers it with gin
-    for module in resolved(inputs.module_imports):
-        importlib.import_module(module)
+    mesh_transformer = library.module(MESH_TRANSFORMER)
+    library.module(UTILS)  # registers its configurables
+    importlib.import_module("t0repro.config.mtf.parser")  # the same, if this is __main__
+    _import_tasks(inputs.module_imports)
 
     skip: Any = inputs.skip_unknown
     if skip is not True:
@@ -85,8 +83,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
         skip = (*mesh_transformer.DEPRECATED_GIN_REFERENCES, *(skip or ()))
     # gin's state is global to the process, which may have parsed another command line before.
     gin.clear_config()
-    own_gin_files = os.path.dirname(str(importlib.import_module("t0repro.gin").__file__))
-    for prefix in (_folder(mesh_transformer, "gin"), own_gin_files, *inputs.location_prefixes):
+    for prefix in mesh_folders(inputs.location_prefixes):
         gin.add_config_file_search_path(prefix)
     cloud.read_gin_from_buckets()
     allowlist = inputs.import_allowlist
@@ -97,7 +94,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     # Parse defaults.gin first, so that files and parameters override it.
     with record_bindings() as bindings:
         gin.parse_config_files_and_bindings(
-            [os.path.join(_folder(utils, "gin"), "defaults.gin"), *inputs.gin_files],
+            [default_bindings(), *inputs.gin_files],
             list(inputs.gin_params),
             skip_unknown=skip,
             finalize_config=False,
@@ -117,12 +114,18 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     flag = "--additional_task_cache_dirs"
     add_cache_dirs(inputs.cache_dirs, flag)
     if inputs.tfds_data_dir:
-        seqio.set_tfds_data_dir_override(inputs.tfds_data_dir)
+        importlib.import_module("seqio").set_tfds_data_dir_override(inputs.tfds_data_dir)
     return bindings
 
 
-def _folder(module: Any, name: str) -> str:
-    return os.path.join(os.path.dirname(module.__file__), name)
+def _import_tasks(modules: Sequence[str]) -> None:
+    """Imports modules that register tasks; if the packages are described, so are the tasks."""
+    if library.is_described():
+        load_tasks(modules, into_seqio=False)
+        return
+    hand_to_seqio()  # what an earlier attempt has only described
+    for module in resolved(modules):
+        importlib.import_module(module)
 
 
 # ---- The arguments that gin's configuration amounts to -------------------------------------------
@@ -141,8 +144,8 @@ class RunArguments:
     def __init__(self, bindings: Bindings):
         self.bindings = bindings
         self.provenance: dict[str, str] = {}
-        self.utils = importlib.import_module(UTILS)
-        self.mesh_transformer = importlib.import_module(MESH_TRANSFORMER)
+        self.utils = library.module(UTILS)
+        self.mesh_transformer = library.module(MESH_TRANSFORMER)
         self.run = self._run_arguments()
 
     def _run_arguments(self) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from t0repro.config import gin_door, ranges
 from t0repro.config.configuration import RunInputs
+from t0repro.config.mtf import library, stand_ins
 from t0repro.config.mtf.decoding import DecodingReader
 from t0repro.config.mtf.misread import scopes_read
 from t0repro.config.mtf.parser import (
@@ -18,7 +18,7 @@ from t0repro.config.mtf.parser import (
     RunArguments,
     jax_training,
 )
-from t0repro.config.run_config import EvalDataConfig, RunConfig
+from t0repro.config.run_config import DType, EvalDataConfig, RunConfig
 from t0repro.config.training_plan import TrainDataConfig
 from t0repro.errors import UserError
 
@@ -113,7 +113,7 @@ class InputsReader:
         return ",".join(f"{item.name}:{item.size}" for item in dimensions) or None
 
     def _vocab_divisor(self) -> int:
-        transformer = importlib.import_module("mesh_tensorflow.transformer.transformer")
+        transformer = library.module("mesh_tensorflow.transformer.transformer")
         selector = "mesh_tensorflow.transformer.transformer.Unitransformer"
         # With two towers the decoder decides, as for the model; the encoder must agree.
         scope = scopes_read(selector, self._gin.run["model_type"])[-1]
@@ -193,7 +193,7 @@ class InputsReader:
         # Only training accumulates gradients.
         if sequence_length is None or self._gin.run["mode"] != "train":
             return 1
-        mtf = importlib.import_module("mesh_tensorflow")
+        mtf = library.module("mesh_tensorflow")
         batch = mtf.Dimension("batch", batch_size)
         shape = mtf.convert_to_shape(self._gin.run["mesh_shape"])
         rules = mtf.convert_to_layout_rules(self._gin.run["layout_rules"])
@@ -212,9 +212,15 @@ def dtype_name(arguments: RunArguments, argument: str) -> str:
     Raises:
       UserError: if TensorFlow has no such type.
     """
+    value = arguments.arguments(DTYPES, arguments.utils.get_variable_dtype)[argument]
+    if isinstance(value, str) and value in get_args(DType):
+        return value
+    if library.is_described():
+        if isinstance(value, stand_ins.DType):
+            return value.name
+        raise library.NeedsPackages(f"{value!r} is a type of TensorFlow's, or none")
     import tensorflow
 
-    value = arguments.arguments(DTYPES, arguments.utils.get_variable_dtype)[argument]
     try:
         # TensorFlow reads a number as the number of one of its types: 1 and True are float32.
         if not isinstance(value, str | tensorflow.DType):
