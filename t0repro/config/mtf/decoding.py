@@ -14,7 +14,7 @@ from typing import Any
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.gin_door import Bindings
-from t0repro.config.mtf import library
+from t0repro.config.mtf import packages
 from t0repro.config.run_config import CheckpointChoice
 from t0repro.errors import UserError
 
@@ -63,8 +63,8 @@ class DecodingReader:
 
     def __init__(self, bindings: Bindings, run: Mapping[str, Any], provenance: dict[str, str]):
         self._bindings, self._run, self._provenance = bindings, run, provenance
-        self._utils = library.module(_UTILS)
-        self._transformer = library.module(_TRANSFORMER)
+        self._utils = packages.module(_UTILS)
+        self._transformer = packages.module(_TRANSFORMER)
 
     def fields(self, vocab_size: int) -> dict[str, Any]:
         """The fields, by their names in RunConfig.
@@ -94,7 +94,7 @@ class DecodingReader:
 
     def _decoding(self, vocab_size: int) -> DecodingConfig:
         decode = self._transformer.Bitransformer.decode
-        mtf = library.module("mesh_tensorflow")
+        mtf = packages.module("mesh_tensorflow")
         sources = {
             "beam_size": "beam_size",
             "alpha": "alpha",
@@ -109,7 +109,7 @@ class DecodingReader:
             for field, argument in sources.items()
         }
         self._check_decoding(values)
-        search = library.module("mesh_tensorflow.beam_search").beam_search
+        search = packages.module("mesh_tensorflow.beam_search").beam_search
         prefilter = self._read(_BEAM_SEARCH, search, "num_prefilter", "decoding.prefilter")
         # The device mesh decides how many candidates each shard of the vocabulary contributes.
         parts = mtf.tensor_dim_to_mesh_dim_size(

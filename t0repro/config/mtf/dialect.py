@@ -19,8 +19,8 @@ from t0repro.config.configuration import Configuration, NotOnJax, RunInputs, che
 from t0repro.config.gin_door import Bindings
 from t0repro.config.gin_errors import configuration_errors
 from t0repro.config.mtf import decoding as mtf_decoding
-from t0repro.config.mtf import library, model_api
 from t0repro.config.mtf import model as mtf_model
+from t0repro.config.mtf import model_api, packages
 from t0repro.config.mtf import optimizer as mtf_optimizer
 from t0repro.config.mtf import run_inputs as mtf_datasets
 from t0repro.config.mtf.misread import check_types, misread, scoped_calls
@@ -80,13 +80,13 @@ def describe(
     Raises:
       UserError: As from `load`.
     """
-    if inputs.tfds_data_dir or not library.can_be_described(inputs.module_imports):
+    if inputs.tfds_data_dir or not packages.can_be_described(inputs.module_imports):
         return None
     try:
-        with library.described():
+        with packages.described():
             bindings = _described_bindings(inputs)
             configuration = _described(inputs, bindings, float32_activations)
-    except library.NeedsPackages:
+    except packages.NeedsPackages:
         return None
     return configuration if suffices(configuration.run) else None
 
@@ -97,7 +97,7 @@ def _described_bindings(inputs: MeshInputs) -> Bindings:
     except UserError as error:
         # A name that is not recorded may be known to a later version of the packages.
         if error.what.startswith("No configurable matching"):
-            raise library.NeedsPackages(error.what) from error
+            raise packages.NeedsPackages(error.what) from error
         raise
 
 
@@ -109,7 +109,7 @@ def _described(inputs: MeshInputs, bindings: Bindings, float32_activations: bool
             raise
         except Exception as error:
             # What a stand-in raised; the real one would say it in its own words.
-            raise library.NeedsPackages(str(error)) from error
+            raise packages.NeedsPackages(str(error)) from error
 
 
 def load_model_api(
@@ -152,7 +152,7 @@ def layout_of(arguments: RunArguments, tpu_mesh: str | None) -> Layout:
     Raises:
       NotOnJax: for a rule that shards d_model.
     """
-    mtf = library.module("mesh_tensorflow")
+    mtf = packages.module("mesh_tensorflow")
     shape = mtf.convert_to_shape(arguments.run["mesh_shape"])
     rules = mtf.convert_to_layout_rules(arguments.run["layout_rules"])
     arguments.note("layout", f"{UTILS}.run", "mesh_shape")

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from t0repro.config.mtf.library import NeedsPackages
+from t0repro.config.mtf.packages import NeedsPackages
 
 
 class Dimension(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin_door import Bindings, Reference, followed, reference_to, resolved, value_of
-from t0repro.config.mtf import library
+from t0repro.config.mtf import packages
 from t0repro.config.run_config import (
     AdafactorConfig,
     AdamWeightDecayConfig,
@@ -240,7 +240,7 @@ class OptimizerReader:
     def _arguments(self, reference: Reference) -> dict[str, Any]:
         """A configurable's arguments in its scope: defaults, then bindings."""
         module, _, name = reference.selector.rpartition(".")
-        signature = inspect.signature(getattr(library.module(module), name))
+        signature = inspect.signature(getattr(packages.module(module), name))
         defaults = {
             parameter.name: parameter.default
             for parameter in signature.parameters.values()

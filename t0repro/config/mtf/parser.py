@@ -17,7 +17,7 @@ from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin_door import Bindings, record_bindings
 from t0repro.config.gin_errors import check_references, configuration_errors
 from t0repro.config.gin_imports import default_bindings, mesh_folders, restrict_imports
-from t0repro.config.mtf import library
+from t0repro.config.mtf import packages
 from t0repro.config.run_config import Recompute
 from t0repro.errors import UserError
 from t0repro.files import check_output
@@ -63,7 +63,7 @@ def parse(inputs: MeshInputs, *, warn: bool = True) -> Bindings:
       UserError: for any error of gin's parser, a module that cannot be imported, or a macro on the
         command line that nothing reads.
     """
-    if not library.is_described():
+    if not packages.is_described():
         from t0repro import compat
 
         compat.install()
@@ -72,8 +72,8 @@ def parse(inputs: MeshInputs, *, warn: bool = True) -> Bindings:
 
 
 def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
-    mesh_transformer = library.module(MESH_TRANSFORMER)
-    library.module(UTILS)  # registers its configurables
+    mesh_transformer = packages.module(MESH_TRANSFORMER)
+    packages.module(UTILS)  # registers its configurables
     importlib.import_module("t0repro.config.mtf.parser")  # the same, if this is __main__
     _import_tasks(inputs.module_imports)
 
@@ -120,7 +120,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
 
 def _import_tasks(modules: Sequence[str]) -> None:
     """Imports modules that register tasks; if the packages are described, so are the tasks."""
-    if library.is_described():
+    if packages.is_described():
         load_tasks(modules, into_seqio=False)
         return
     hand_to_seqio()  # what an earlier attempt has only described
@@ -144,8 +144,8 @@ class RunArguments:
     def __init__(self, bindings: Bindings):
         self.bindings = bindings
         self.provenance: dict[str, str] = {}
-        self.utils = library.module(UTILS)
-        self.mesh_transformer = library.module(MESH_TRANSFORMER)
+        self.utils = packages.module(UTILS)
+        self.mesh_transformer = packages.module(MESH_TRANSFORMER)
         self.run = self._run_arguments()
 
     def _run_arguments(self) -> dict[str, Any]:

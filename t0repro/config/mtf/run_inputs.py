@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from t0repro.config import gin_door, ranges
 from t0repro.config.configuration import RunInputs
-from t0repro.config.mtf import library, stand_ins
+from t0repro.config.mtf import packages, stand_ins
 from t0repro.config.mtf.decoding import DecodingReader
 from t0repro.config.mtf.misread import scopes_read
 from t0repro.config.mtf.parser import (
@@ -113,7 +113,7 @@ class InputsReader:
         return ",".join(f"{item.name}:{item.size}" for item in dimensions) or None
 
     def _vocab_divisor(self) -> int:
-        transformer = library.module("mesh_tensorflow.transformer.transformer")
+        transformer = packages.module("mesh_tensorflow.transformer.transformer")
         selector = "mesh_tensorflow.transformer.transformer.Unitransformer"
         # With two towers the decoder decides, as for the model; the encoder must agree.
         scope = scopes_read(selector, self._gin.run["model_type"])[-1]
@@ -193,7 +193,7 @@ class InputsReader:
         # Only training accumulates gradients.
         if sequence_length is None or self._gin.run["mode"] != "train":
             return 1
-        mtf = library.module("mesh_tensorflow")
+        mtf = packages.module("mesh_tensorflow")
         batch = mtf.Dimension("batch", batch_size)
         shape = mtf.convert_to_shape(self._gin.run["mesh_shape"])
         rules = mtf.convert_to_layout_rules(self._gin.run["layout_rules"])
@@ -215,10 +215,10 @@ def dtype_name(arguments: RunArguments, argument: str) -> str:
     value = arguments.arguments(DTYPES, arguments.utils.get_variable_dtype)[argument]
     if isinstance(value, str) and value in get_args(DType):
         return value
-    if library.is_described():
+    if packages.is_described():
         if isinstance(value, stand_ins.DType):
             return value.name
-        raise library.NeedsPackages(f"{value!r} is a type of TensorFlow's, or none")
+        raise packages.NeedsPackages(f"{value!r} is a type of TensorFlow's, or none")
     import tensorflow
 
     try:

@@ -19,7 +19,7 @@ from typing import Any
 
 import gin
 from t0repro.config.mtf import meshes, towers
-from t0repro.config.mtf.library import NeedsPackages
+from t0repro.config.mtf.packages import NeedsPackages
 
 OPAQUE = object()
 """Stands for a default that is neither a literal nor configurable."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gin
-from t0repro.config.mtf.library import NeedsPackages
 from t0repro.config.mtf.meshes import Dimension
+from t0repro.config.mtf.packages import NeedsPackages
 from t0repro.tasks.task import find_tasks, is_described
 
 _TRANSFORMER = "mesh_tensorflow.transformer.transformer"
