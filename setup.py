@@ -86,7 +86,7 @@ setup(
         "jax": JAX,
         "gpu": [*JAX, "jax[cuda13]"],
         "tpu": [*JAX, "jax[tpu]"],
-        "hf": ["torch==2.13.0", "transformers==5.23.0"],
+        "hf": ["torch==2.13.0", "transformers==5.23.0", "peft==0.21.0"],
         "lm-eval": ["lm-eval==0.4.13"],  # t0repro.lm_eval
         "mlflow": ["mlflow"],  # --tracker mlflow
         "wandb": ["wandb"],  # --tracker wandb

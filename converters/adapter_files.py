@@ -1,5 +1,6 @@
-"""Checkpoints of adapters: a run that trains one saves it alone, with a note of its base.
+"""Checkpoints of adapters, ours and PEFT's: the adapter alone, with a note of its base.
 
+A run that trains an adapter saves it as T5X's tree, with a file beside that has the note.
 `sources.open_checkpoint` reads such a checkpoint as the base with the adapter merged into it.
 """
 
@@ -10,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -22,10 +24,15 @@ from t0repro.adapters.adapter import (
     Adapter,
     shapes_of,
 )
-from t0repro.converters import storage
+from t0repro.converters import peft, storage
 from t0repro.converters.jax_tree import Renamed
 from t0repro.converters.orbax_dir import OrbaxArrays
-from t0repro.converters.tensors import CheckpointReader, CheckpointRef, TensorInfo
+from t0repro.converters.tensors import (
+    CheckpointReader,
+    CheckpointRef,
+    TensorInfo,
+    differing_shapes,
+)
 from t0repro.converters.witnesses import ADAPTER
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
@@ -40,20 +47,24 @@ class AdapterNote:
     Attributes:
       adapter: The adapter.
       base: Where the base's checkpoint was.
-      digest: Of the base's parameters (`ParametersDigest`).
+      digest: Of the base's parameters (`ParametersDigest`); None in a folder that PEFT wrote.
     """
 
     adapter: Adapter
     base: str
-    digest: str
+    digest: str | None
 
     def write(self, folder: Path) -> None:
         """Writes ADAPTER into a folder."""
-        write_atomically(folder / ADAPTER, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        write_atomically(folder / ADAPTER, self.to_json())
+
+    def to_json(self) -> str:
+        """The content of ADAPTER."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     def check_base(self, digest: str, path: str) -> None:
         """Raises a UserError, with both hashes, unless the base here is the adapter's."""
-        if digest != self.digest:
+        if self.digest not in (None, digest):
             raise UserError(
                 f"The adapter was trained on another base: the hash of its parameters is"
                 f" {self.digest} ({self.base}), and here it is {digest}.",
@@ -64,7 +75,7 @@ class AdapterNote:
 
 def is_adapter(ref: CheckpointRef) -> bool:
     """Whether a checkpoint is an adapter's."""
-    return storage.is_file(storage.join(ref.path, ADAPTER))
+    return ref.format == "peft" or storage.is_file(storage.join(ref.path, ADAPTER))
 
 
 def read_note(folder: str | os.PathLike[str]) -> AdapterNote:
@@ -92,8 +103,62 @@ def read_note(folder: str | os.PathLike[str]) -> AdapterNote:
         ) from error
 
 
+class AdapterCheckpoint(Protocol):
+    """An adapter's open checkpoint; its tensors are named as those of a model, `target/...`."""
+
+    @property
+    def ref(self) -> CheckpointRef:
+        """The checkpoint being read."""
+        ...
+
+    @property
+    def note(self) -> AdapterNote:
+        """What it says of itself."""
+        ...
+
+    @property
+    def norm_names(self) -> naming.NormNames | None:
+        """None: an adapter has no norms."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Flat key -> shape and type, those of the slots and the step included."""
+        ...
+
+    def read(self, key: str) -> np.ndarray:
+        """Reads one tensor.
+
+        Raises:
+          UserError: If its file is damaged.
+        """
+        ...
+
+    def native_name(self, key: str) -> str:
+        """The name of a tensor in its format."""
+        ...
+
+
+def open_adapter(ref: CheckpointRef) -> AdapterCheckpoint:
+    """Opens an adapter's checkpoint.
+
+    Raises:
+      UserError: If it is damaged, or has what no adapter here has.
+    """
+    return _PeftReader(ref) if ref.format == "peft" else AdapterReader(ref)
+
+
+def note_of(ref: CheckpointRef) -> AdapterNote:
+    """What an adapter's checkpoint says of itself.
+
+    Raises:
+      UserError: See `open_adapter`.
+    """
+    return _PeftReader(ref).note if ref.format == "peft" else read_note(ref.path)
+
+
 class AdapterReader:
-    """Reads an adapter's checkpoint; its tensors are named as those of a model, `target/...`.
+    """Reads an adapter's checkpoint that a run saved.
 
     Args:
       ref: The checkpoint.
@@ -114,29 +179,49 @@ class AdapterReader:
         return self._arrays.read(key)
 
     def native_name(self, key: str) -> str:
-        """The name of a tensor in its format."""
+        """The key itself."""
         return key
 
-    def check_shape(self, adapter: Adapter, shape: ModelShape) -> None:
-        """Raises a UserError unless the parameters are those of an adapter of a model."""
-        wanted = shapes_of(adapter, shape, self.ref.path)
-        found = {
-            key.removeprefix(naming.PARAMETERS): info.shape
-            for key, info in self.tensors.items()
-            if key.startswith(naming.PARAMETERS)
+
+class _PeftReader:
+    """Reads a folder that PEFT loads; its parameters are read in float32."""
+
+    norm_names: naming.NormNames | None = None
+
+    def __init__(self, ref: CheckpointRef):
+        self.ref, self._folder = ref, peft.Folder(ref.path)
+        found = self._folder
+        self.note = AdapterNote(found.adapter, found.base, found.digest)
+        self.tensors: Mapping[str, TensorInfo] = {
+            **{naming.PARAMETERS + path: info for path, info in found.tensors.items()},
+            naming.STEP: TensorInfo((), np.dtype(np.int32)),
         }
-        for path in sorted(found.keys() | wanted):
-            if found.get(path) != wanted.get(path):
-                then, now = (
-                    "nothing" if size is None else f"shape {list(size)}"
-                    for size in (found.get(path), wanted.get(path))
-                )
-                raise UserError(
-                    f"The checkpoint is of another adapter, or for another model: of {path} it has"
-                    f" {then}, and {now} is asked for.",
-                    where=self.ref.path,
-                    fix="Give the model and the adapter as they were.",
-                )
+
+    def read(self, key: str) -> np.ndarray:
+        """Reads one tensor."""
+        if key == naming.STEP:
+            return np.asarray(self._folder.step, np.int32)
+        return self._folder.read(key.removeprefix(naming.PARAMETERS))
+
+    def native_name(self, key: str) -> str:
+        """PEFT's name of a tensor."""
+        return self._folder.names.get(key.removeprefix(naming.PARAMETERS), key)
+
+
+def check_shape(own: AdapterCheckpoint, adapter: Adapter, shape: ModelShape) -> None:
+    """Raises a UserError unless a checkpoint's parameters are those of an adapter of a model."""
+    found = {
+        key.removeprefix(naming.PARAMETERS): info.shape
+        for key, info in own.tensors.items()
+        if key.startswith(naming.PARAMETERS)
+    }
+    for path, then, now in differing_shapes(found, shapes_of(adapter, shape, own.ref.path)):
+        raise UserError(
+            f"The checkpoint is of another adapter, or for another model: {path} is {then} there,"
+            f" and {now} is asked for.",
+            where=own.ref.path,
+            fix="Give the model and the adapter as they were.",
+        )
 
 
 # ---- Merging ------------------------------------------------------------------------------------
@@ -146,21 +231,26 @@ class MergedReader:
     """Reads a base with an adapter merged into it: parameters in float32, without slots.
 
     Args:
-      ref: The adapter's checkpoint, whose step the merged model has.
+      own: The adapter's checkpoint, whose step the merged model has.
       base: The base.
       shape: The base's shape.
+      note: What the adapter is, and where its base is and of which hash.
 
     Raises:
-      UserError: If the adapter's checkpoint is damaged, or is not for a model of this shape.
+      UserError: If the adapter's checkpoint is not for a model of this shape.
     """
 
-    def __init__(self, ref: CheckpointRef, base: CheckpointReader, shape: ModelShape):
-        own = AdapterReader(ref)
-        self.adapter = own.note.adapter
-        own.check_shape(self.adapter, shape)
-        self.ref = ref
+    def __init__(
+        self,
+        own: AdapterCheckpoint,
+        base: CheckpointReader,
+        shape: ModelShape,
+        note: AdapterNote,
+    ):
+        check_shape(own, note.adapter, shape)
+        self.ref, self.note, self.shape = own.ref, note, shape
         self.norm_names: naming.NormNames | None = base.norm_names
-        self._base, self._own = base, own
+        self.base, self.own = base, own
         parameters = {
             key: TensorInfo(info.shape, np.dtype(np.float32))
             for key, info in base.tensors.items()
@@ -174,20 +264,22 @@ class MergedReader:
     def read(self, key: str) -> np.ndarray:
         """Reads one tensor; a kernel that has an adapter is merged."""
         if key == naming.STEP:
-            return self._own.read(key)
+            return self.own.read(key)
         # The adapter was trained on values of this type.
-        value = self._base.read(key).astype(np.dtype(self.adapter.base_dtype)).astype(np.float32)
+        value = (
+            self.base.read(key).astype(np.dtype(self.note.adapter.base_dtype)).astype(np.float32)
+        )
         owner, _, name = key.rpartition("/")
         beside = {
-            each: self._own.read(f"{owner}/{each}")
+            each: self.own.read(f"{owner}/{each}")
             for each in NAMES
-            if name == "kernel" and f"{owner}/{each}" in self._own.tensors
+            if name == "kernel" and f"{owner}/{each}" in self.own.tensors
         }
-        return merged(value, beside, self.adapter.scale) if beside else value
+        return merged(value, beside, self.note.adapter.scale) if beside else value
 
     def native_name(self, key: str) -> str:
         """The name of a tensor in the base's format."""
-        return self._base.native_name(key)
+        return self.base.native_name(key)
 
 
 def merged(kernel: np.ndarray, beside: Mapping[str, np.ndarray], scale: float) -> np.ndarray:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from t0repro.config.run_config import ModelConfig
-from t0repro.converters import gin_shapes, hf, hf_config, mtf, sources, storage
+from t0repro.converters import adapter_files, gin_shapes, hf, hf_config, mtf, sources, storage
 from t0repro.converters.gin_shapes import T5X_CONFIG
 from t0repro.converters.tensors import CheckpointRef, StoredTensor
 from t0repro.errors import UserError
@@ -20,6 +20,18 @@ from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 
 _OTHER_GIN = "Give the gin file of the model that the checkpoint holds."
+
+
+def described(ref: CheckpointRef) -> CheckpointRef:
+    """The checkpoint whose folder says what a model computes: of an adapter's, it may be the base.
+
+    A run that trained the adapter left its gin file beside it; without one, the base's counts.
+    """
+    if not adapter_files.is_adapter(ref) or any(
+        storage.is_file(storage.join(ref.folder, name)) for name in gin_shapes.GIN_FILES
+    ):
+        return ref
+    return described(sources.base_of(ref))
 
 
 def gin_text(ref: CheckpointRef, gin_file: str | os.PathLike[str] | None = None) -> str | None:
@@ -208,5 +220,4 @@ def _gin_beside(ref: CheckpointRef) -> str:
 
 
 def _beside(ref: CheckpointRef, name: str) -> str:
-    folder = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
-    return storage.join(folder, name)
+    return storage.join(ref.folder, name)

@@ -8,19 +8,31 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.converters import hf, hf_config, hf_files, jax_tree, mtf, scanning, storage
-from t0repro.converters.arithmetic import arithmetic, gin_text
+from t0repro.converters import hf, hf_config, hf_files, jax_tree, mtf, peft, scanning, storage
+from t0repro.converters.adapter_files import AdapterCheckpoint, AdapterNote
+from t0repro.converters.arithmetic import arithmetic, described, gin_text
 from t0repro.converters.jax_tree import Layout
 from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
-from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Output, TensorInfo, Writer
+from t0repro.converters.tensors import (
+    CheckpointReader,
+    CheckpointRef,
+    Format,
+    Output,
+    TensorInfo,
+    Writer,
+)
+from t0repro.converters.witnesses import ADAPTER
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.naming import NormNames
 from t0repro.parameters.shape import ModelShape
+
+Target = Format | Literal["adapter"]
+"""What a conversion writes: a format, or an adapter's checkpoint as a run here saves it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,19 +317,19 @@ def make_conversion(
     """
     # An explicit choice wins, then the source's or its manifest's spelling, then today's names.
     norm_names = options.norm_names or reader.norm_names or "rms_norm"
-    step = target.step or 0
-    text = gin_text(reader.ref, options.gin_file)
-    computed = arithmetic(reader.ref, family, text, options.gin_file)
-    from_config = reader.ref.format == "hf"
-    where = storage.join(reader.ref.path, hf.CONFIG) if from_config else reader.ref.path
+    step, source = target.step or 0, described(reader.ref)
+    text = gin_text(source, options.gin_file)
+    computed = arithmetic(source, family, text, options.gin_file)
+    from_config = source.format == "hf"
+    where = storage.join(source.path, hf.CONFIG) if from_config else source.path
     hf_config.check_target_computes(computed, family, target.format, where)
     if target.format == "hf":
         return _to_hf(reader, family, tensors, options, text, computed, norm_names, step)
     notes = []
     if from_config and text is None:
-        text = hf_config.gin_text(computed, family, reader.ref.path)
+        text = hf_config.gin_text(computed, family, source.path)
         notes.append(f"{mtf.OPERATIVE_CONFIG} is made from config.json; run the model with it.")
-    if (ids := hf.read_token_ids(reader.ref)) != hf_config.TokenIds():
+    if (ids := hf.read_token_ids(source)) != hf_config.TokenIds():
         notes.append(
             f"config.json pads with id {ids.pad} and ends with id {ids.eos}. Here, as in T5X, id 0"
             " pads, and the vocabulary says which id ends: give --vocab if you convert back to hf."
@@ -367,7 +379,7 @@ def _to_hf(
     vocabulary = Path(options.vocabulary) if options.vocabulary else None
     pieces = hf_files.read_pieces(vocabulary, family) if vocabulary else None
     tokenizer = hf_files.tokenizer_files(pieces, family)
-    ids = pieces.ids if pieces else hf.read_token_ids(reader.ref)
+    ids = pieces.ids if pieces else hf.read_token_ids(described(reader.ref))
     provenance = {
         "path": reader.ref.path,
         "format": reader.ref.format,
@@ -404,6 +416,43 @@ def _to_hf(
         )
     return Conversion(
         outputs, lambda path: SafetensorsWriter(path, outputs), norm_names, small, tuple(notes)
+    )
+
+
+def adapter_conversion(
+    own: AdapterCheckpoint, note: AdapterNote, shape: ModelShape, to: Target
+) -> Conversion:
+    """Plans the writing of an adapter alone.
+
+    Args:
+      own: The adapter's checkpoint.
+      note: What the new one is to say, with the base's hash.
+      shape: The base's shape.
+      to: "peft" or "adapter".
+    """
+    step = int(own.read(naming.STEP))
+    if to == "adapter":
+        outputs = list(jax_tree.jax_outputs(own.tensors, shape))
+        # Inside the checkpoint's folder, as a run writes it.
+        small = {f"checkpoint_{step}/{ADAPTER}": note.to_json().encode()}
+        return Conversion(
+            outputs, lambda path: jax_tree.jax_writer(path, step, outputs, None), "rms_norm", small
+        )
+    outputs = peft.outputs(own.tensors)
+    metadata = peft.metadata(step, note.digest)
+    config = peft.config_text(note.adapter, shape, note.base)
+    notes = []
+    if note.adapter.base_dtype != "float32":
+        notes.append(
+            f"The adapter was trained on its base in {note.adapter.base_dtype}; in PEFT, load the"
+            " base in that type."
+        )
+    return Conversion(
+        outputs,
+        lambda path: SafetensorsWriter(path, outputs, metadata),
+        "rms_norm",
+        {peft.CONFIG: config.encode()},
+        tuple(notes),
     )
 
 

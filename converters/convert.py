@@ -14,14 +14,18 @@ from typing import Any, get_args
 
 import numpy as np
 
-from t0repro.converters import gin_shapes, hf, jax_tree, staging, storage
+from t0repro.converters import gin_shapes, hf, jax_tree, peft, staging, storage
+from t0repro.converters.adapter_files import MergedReader
+from t0repro.converters.arithmetic import described
 from t0repro.converters.conversion import (
     Cast,
     Conversion,
     ExchangedSlots,
     Options,
     Resized,
+    Target,
     WithoutSlots,
+    adapter_conversion,
     make_conversion,
     versions,
 )
@@ -86,10 +90,11 @@ class ConversionReport:
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
-    to: Format,
+    to: Target,
     *,
     step: int | None = None,
     source: Format | None = None,
+    base: str | os.PathLike[str] | None = None,
     force: bool = False,
     dry_run: bool = False,
     options: Options | None = None,
@@ -106,9 +111,12 @@ def convert(
       dst: Directory, created if missing, or an address that does not exist yet. Like a model_dir,
         it receives `model.ckpt-<step>.*` and `checkpoint`, or `checkpoint_<step>/`; for hf, the
         model's files.
-      to: Format to write.
+      to: Format to write. An adapter's checkpoint becomes a whole model, its base with the adapter
+        merged into it; "peft" and "adapter" write the adapter alone, for PEFT and as a run here
+        saves it.
       step: See `sources.find_checkpoint`.
       source: See `sources.find_checkpoint`.
+      base: Of an adapter, the base, if it is not where the adapter says.
       force: Write into `dst` even if it exists, replacing a checkpoint of the same step and format;
         other files there are kept.
       dry_run: Check everything, write nothing.
@@ -124,17 +132,20 @@ def convert(
     _check_request(to, options)
     destination = staging.destination(dst)
     ref = find_checkpoint(src, step, source)
+    if base is not None:
+        ref = dataclasses.replace(ref, base=storage.local_path(base))
     destination.check_is_free(force)
     # Taken before reading the first byte, and compared after the last.
     files = fingerprint(ref)
-    report, reader, conversion = _planned(ref, destination, to, options)
+    planned = _planned_adapter if to in ("peft", "adapter") else _planned
+    report, reader, conversion = planned(ref, destination, to, options)
     if dry_run:
         return dataclasses.replace(report, dry_run=True)
     return _write(reader, report, conversion, destination, files)
 
 
 def _planned(
-    ref: CheckpointRef, destination: staging.Destination, to: Format, options: Options
+    ref: CheckpointRef, destination: staging.Destination, to: Target, options: Options
 ) -> tuple[ConversionReport, CheckpointReader, Conversion]:
     """Opens and checks the source; returns the report so far, its reader and the conversion."""
     original = open_checkpoint(ref)
@@ -170,8 +181,36 @@ def _planned(
     return report, reader, conversion
 
 
+def _planned_adapter(
+    ref: CheckpointRef, destination: staging.Destination, to: Target, options: Options
+) -> tuple[ConversionReport, CheckpointReader, Conversion]:
+    """`_planned` for an adapter that is written alone."""
+    merged = open_checkpoint(ref)
+    if not isinstance(merged, MergedReader):
+        raise UserError(
+            f"The checkpoint is a whole model, and {to} is a format of adapters.",
+            where=ref.path,
+            fix="Name a checkpoint of a run that trains an adapter, or a folder of PEFT's.",
+        )
+    own, step = merged.own, int(merged.read(naming.STEP))
+    check_step(own, ref)
+    conversion = adapter_conversion(own, merged.note, merged.shape, to)
+    report = ConversionReport(
+        source=dataclasses.replace(ref, step=step),
+        target=_target(destination.path, to, step),
+        family=merged.shape,
+        tensors=len(own.tensors),
+        bytes=total_bytes(own.tensors),
+        slots="none" if not has_slots(own) else "kept" if to == "adapter" else "dropped",
+        notes=conversion.notes,
+        resumed=0,
+        dry_run=False,
+    )
+    return report, own, conversion
+
+
 def _prepare(
-    reader: CheckpointReader, to: Format, options: Options
+    reader: CheckpointReader, to: Target, options: Options
 ) -> tuple[CheckpointReader, list[str]]:
     """Wraps the source in the requested changes; returns the reader and a note per change."""
     # Drop slots first: Resized refuses a vocabulary size that would rename factored slots.
@@ -196,7 +235,12 @@ def _prepare(
     size = recognise({key: info.shape for key, info in before.tensors.items()}).vocab_size
     wanted = options.vocab_size
     # transformers does not pad vocabularies; the other formats expect padding.
-    if wanted is None and reader.ref.format == "hf" and to != "hf" and size > VOCAB_DIVISOR:
+    if (
+        wanted is None
+        and described(reader.ref).format == "hf"
+        and to != "hf"
+        and size > VOCAB_DIVISOR
+    ):
         # Rounded up to a whole multiple.
         wanted = -(-size // VOCAB_DIVISOR) * VOCAB_DIVISOR
     if wanted is not None and wanted != size:
@@ -206,7 +250,7 @@ def _prepare(
     return reader, notes
 
 
-def _dtype(to: Format, options: Options) -> tuple[str | None, str]:
+def _dtype(to: Target, options: Options) -> tuple[str | None, str]:
     """The dtype for the target's parameters (None keeps the source's) and which option set it."""
     if options.dtype:
         return options.dtype, "--dtype"
@@ -227,8 +271,10 @@ def _left_behind(reader: CheckpointReader) -> list[str]:
     ]
 
 
-def _target(directory: str, to: Format, step: int) -> CheckpointRef:
-    if to == "hf":
+def _target(directory: str, to: Target, step: int) -> CheckpointRef:
+    if to == "adapter":
+        to = "jax"
+    if to in ("hf", "peft"):
         return CheckpointRef(to, directory, step)
     name = f"model.ckpt-{step}" if to == "mtf" else f"checkpoint_{step}"
     return CheckpointRef(to, storage.join(directory, name), step)
@@ -237,9 +283,20 @@ def _target(directory: str, to: Format, step: int) -> CheckpointRef:
 # --- Checks before the first byte ----------------------------------------------------------------
 
 
-def _check_request(to: Format, options: Options) -> None:
-    if to not in get_args(Format):
-        raise UserError(f"There is no format {to!r}; there are {', '.join(get_args(Format))}.")
+def _check_request(to: Target, options: Options) -> None:
+    known = [*get_args(Format), "adapter"]
+    if to not in known:
+        raise UserError(f"There is no format {to!r}; there are {', '.join(known)}.")
+    changed = [
+        field.name
+        for field in dataclasses.fields(Options)
+        if getattr(options, field.name) != field.default
+    ]
+    if to in ("peft", "adapter") and changed:
+        raise UserError(
+            f"An adapter alone is written as it is, so --{changed[0]} changes nothing.",
+            fix="Remove the option, or write the whole model: --to jax, t5x, mtf or hf.",
+        )
     if options.scan and to != "t5x":
         raise UserError(
             "Layers are stacked (--scan) in T5X's checkpoints only.", fix="Add --to t5x."
@@ -258,7 +315,7 @@ def _check_request(to: Format, options: Options) -> None:
         raise UserError("Only T5X's checkpoints have layouts (--layout).", fix="Add --to t5x.")
 
 
-def _check_form_exists(shape: ModelShape, to: Format, ref: CheckpointRef, scan: bool) -> None:
+def _check_form_exists(shape: ModelShape, to: Target, ref: CheckpointRef, scan: bool) -> None:
     """Raises UserError if the target's own software cannot represent the model."""
     if shape.position_bias_per_layer and to == "t5x" and not scan:
         raise UserError(
@@ -287,8 +344,12 @@ def _write(
     files: dict[str, Any],
 ) -> ConversionReport:
     """Writes the tensors and small files, then what makes them a checkpoint, then the manifest."""
-    # transformers loads nothing without this file, so it comes after all others.
-    last = {name: text for name, text in conversion.small_files.items() if name == hf.CONFIG}
+    # transformers and PEFT load nothing without this file, so it comes after all others.
+    last = {
+        name: text
+        for name, text in conversion.small_files.items()
+        if name in (hf.CONFIG, peft.CONFIG)
+    }
     # Everything that decides the output's content. A staged directory is resumed only if its
     # request equals this one, so omitting a setting here could mix two different conversions.
     request = {

@@ -303,7 +303,7 @@ def _find(name: str, including: Path) -> Path | None:
 
 
 T5X_CONFIG = "config.gin"
-_GIN_FILES = (OPERATIVE_CONFIG, T5X_CONFIG)  # Mesh TensorFlow's and T5X's
+GIN_FILES = (OPERATIVE_CONFIG, T5X_CONFIG)  # Mesh TensorFlow's and T5X's
 _MODEL_INFO = "model-info.txt"  # T5X's list of variables
 _VARIABLE = re.compile(r"Variable\s+(?:params/)?(\S+)\s+size")
 _PARAMETERS_END = "Total number of parameters:"
@@ -319,12 +319,11 @@ def check_run_files(ref: CheckpointRef, family: ModelShape) -> None:
     Raises:
       UserError: Naming the line that the model contradicts, or a file that cannot be read.
     """
-    directory = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
-    for name in _GIN_FILES:
-        file = storage.join(directory, name)
+    for name in GIN_FILES:
+        file = storage.join(ref.folder, name)
         if storage.is_file(file):
             check_gin_text(_text(file), Path(file), family)
-    file = storage.join(directory, _MODEL_INFO)
+    file = storage.join(ref.folder, _MODEL_INFO)
     if storage.is_file(file):
         _check_model_info(file, family)
 

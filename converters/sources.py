@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import re
 from typing import Any
 
 import numpy as np
 
-from t0repro.converters import hf, jax_tree, mtf, storage
-from t0repro.converters.adapter_files import MergedReader, is_adapter, read_note
+from t0repro.converters import hf, jax_tree, mtf, peft, storage
+from t0repro.converters.adapter_files import (
+    AdapterNote,
+    MergedReader,
+    is_adapter,
+    note_of,
+    open_adapter,
+)
 from t0repro.converters.recognition import check_parameters
 from t0repro.converters.tensors import (
     CheckpointReader,
@@ -20,8 +28,8 @@ from t0repro.converters.tensors import (
 )
 from t0repro.converters.witnesses import (
     MANIFEST,
-    ParametersDigest,
     manifest_path,
+    parameters_digest,
     read_manifest,
 )
 from t0repro.errors import UserError
@@ -143,7 +151,11 @@ def _exact(path: str) -> CheckpointRef | None:
             raise _not_found("The directory holds no complete checkpoint.", directory)
         return ref
     # A renamed checkpoint, or one item copied out of it.
-    return hf.hf_ref(path) or (jax_tree.orbax_ref(path) if storage.is_directory(path) else None)
+    return (
+        hf.hf_ref(path)
+        or peft.peft_ref(path)
+        or (jax_tree.orbax_ref(path) if storage.is_directory(path) else None)
+    )
 
 
 def _latest(path: str, refs: list[CheckpointRef], source: Format | None) -> CheckpointRef:
@@ -191,6 +203,12 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
     """
     if is_adapter(ref):
         return _merged(ref)
+    if ref.base is not None:
+        raise UserError(
+            "A base is given, but the checkpoint is no adapter's.",
+            where=ref.path,
+            fix="Leave out --base.",
+        )
     manifest = read_manifest(os.path.dirname(manifest_path(ref)))
     norm_names = manifest.norm_names if manifest else None
     if manifest and not manifest.is_of(ref):
@@ -202,34 +220,56 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
     return jax_tree.JaxReader(ref, norm_names, manifest)
 
 
-def _merged(ref: CheckpointRef) -> CheckpointReader:
-    base = open_checkpoint(_base_of(ref))
+def _merged(ref: CheckpointRef) -> MergedReader:
+    own = open_adapter(ref)
+    base = open_checkpoint(base_of(ref))
     shape = check_checkpoint(base)
-    digest = ParametersDigest()
-    for key in sorted(base.tensors):
-        if key.startswith(naming.PARAMETERS):
-            digest.add(key, base.read(key))
-    read_note(ref.path).check_base(digest.hexdigest(), base.ref.path)
-    return MergedReader(ref, base, shape)
+    digest = parameters_digest(base.tensors, base.read)
+    check_base(own.note, digest, base.ref.path)
+    where = storage.absolute(base.ref.path)
+    note = dataclasses.replace(own.note, base=where, digest=digest)
+    return MergedReader(own, base, shape, note)
 
 
-def _base_of(ref: CheckpointRef) -> CheckpointRef:
+def check_base(note: AdapterNote, digest: str, path: str) -> None:
+    """Checks that a base is the one that an adapter was trained on.
+
+    A folder that PEFT wrote has the base's name alone: if a checkpoint is there, its hash counts.
+
+    Args:
+      note: What the adapter's checkpoint says.
+      digest: The hash of the base's parameters.
+      path: Where the base is.
+
+    Raises:
+      UserError: With both hashes, if it is another.
+    """
+    if note.digest is None and storage.absolute(note.base) != storage.absolute(path):
+        with contextlib.suppress(CheckpointNotFound):
+            named = open_checkpoint(find_checkpoint(note.base))
+            found = parameters_digest(named.tensors, named.read)
+            note = dataclasses.replace(note, digest=found)
+    note.check_base(digest, path)
+
+
+def base_of(ref: CheckpointRef) -> CheckpointRef:
     """The base of an adapter's checkpoint."""
-    base = read_note(ref.path).base
+    base = ref.base or note_of(ref).base
     try:
         return find_checkpoint(base)
     except CheckpointNotFound as error:
         raise UserError(
             f"The base of the adapter in {ref.path} is not there.",
             where=base,
-            fix="Put it back, or a link to where it is now.",
+            fix="Put it back, or a link to where it is now; `t0repro convert` and `t0repro adapters"
+            " merge` also take --base.",
         ) from error
 
 
 def files_of(ref: CheckpointRef) -> list[str]:
     """Lists the files that a checkpoint is read from; of an adapter's, those of its base too."""
     if is_adapter(ref):
-        return [*sorted(storage.walk(ref.path)), *files_of(_base_of(ref))]
+        return [*sorted(storage.walk(ref.path)), *files_of(base_of(ref))]
     if ref.format == "mtf":
         directory, _, prefix = ref.path.rpartition("/")
         names = storage.names(directory or ".")

@@ -28,7 +28,7 @@ import numpy as np
 from t0repro import buckets, leases
 from t0repro.buckets import checked, is_address
 from t0repro.converters import mtf
-from t0repro.converters.tensors import CheckpointRef, Output
+from t0repro.converters.tensors import CheckpointRef, Format, Output
 from t0repro.converters.witnesses import MANIFEST, describe
 from t0repro.errors import UserError
 from t0repro.files import (
@@ -275,8 +275,8 @@ class OnDisk:
             os.rename(files, directory)
             sync_directory(directory.parent)
             return
-        if target.format == "hf":
-            _publish_hf(files, directory, manifest)
+        if target.format in ("hf", "peft"):
+            _publish_files(files, directory, manifest, target.format)
             return
         # Remove the old manifest first: it must never describe the tensors that replace its own.
         (directory / MANIFEST).unlink(missing_ok=True)
@@ -328,19 +328,21 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, digest
 
 
-def _publish_hf(staged: Path, directory: Path, manifest: str) -> None:
-    """Replaces the files of a Hugging Face model.
+def _publish_files(staged: Path, directory: Path, manifest: str, target: Format) -> None:
+    """Replaces the files of a Hugging Face model, or of an adapter of PEFT's.
 
-    The old config.json is removed first and the new one moved last, because transformers loads
+    The old config is removed first and the new one moved last, because transformers and PEFT load
     nothing without it. The manifest, which has the global step, is in place before it.
     """
-    (directory / "config.json").unlink(missing_ok=True)
+    config = "config.json" if target == "hf" else "adapter_config.json"
+    weights = ("model*.safetensors*", "optimizer_slots.*") if target == "hf" else ()
+    (directory / config).unlink(missing_ok=True)
     (directory / MANIFEST).unlink(missing_ok=True)
-    for stale in [*directory.glob("model*.safetensors*"), *directory.glob("optimizer_slots.*")]:
+    for stale in [file for pattern in weights for file in directory.glob(pattern)]:
         stale.unlink()
     for name in sorted(os.listdir(staged)):
-        if name != "config.json":
+        if name != config:
             os.replace(staged / name, directory / name)
     write_atomically(directory / MANIFEST, manifest)
-    os.replace(staged / "config.json", directory / "config.json")
+    os.replace(staged / config, directory / config)
     sync_directory(directory)

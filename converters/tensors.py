@@ -15,7 +15,7 @@ import numpy as np
 
 from t0repro.parameters.naming import NormNames
 
-Format = Literal["mtf", "t5x", "jax", "hf"]
+Format = Literal["mtf", "t5x", "jax", "hf", "peft"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
@@ -36,12 +36,20 @@ class TensorInfo:
 class CheckpointRef:
     """An existing checkpoint: its format, path (for mtf, a prefix) and global step.
 
-    `step` is None only if the name does not include it.
+    `step` is None only if the name does not include it. `base` is read in place of the base that an
+    adapter's checkpoint names.
     """
 
     format: Format
     path: str
     step: int | None
+    base: str | None = None
+
+    @property
+    def folder(self) -> str:
+        """Where the files are that describe it: a directory of Hugging Face's or PEFT's itself."""
+        # In other formats, several checkpoints share the directory.
+        return self.path if self.format in ("hf", "peft") else os.path.dirname(self.path)
 
 
 class CheckpointReader(Protocol):
@@ -73,6 +81,21 @@ class CheckpointReader(Protocol):
     def native_name(self, key: str) -> str:
         """The flat key's name in the checkpoint's own format, for messages."""
         ...
+
+
+def differing_shapes(
+    found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]
+) -> list[tuple[str, str, str]]:
+    """Names whose shapes differ, sorted, each with what was found and what is wanted, in words."""
+
+    def said(shape: Sequence[int] | None) -> str:
+        return "none" if shape is None else f"of shape {list(shape)}"
+
+    return [
+        (name, said(found.get(name)), said(wanted.get(name)))
+        for name in sorted(found.keys() | wanted.keys())
+        if found.get(name) != wanted.get(name)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, get_args
 
@@ -65,6 +65,21 @@ class ParametersDigest:
     def hexdigest(self) -> str:
         """The digest of all that was added."""
         return self._digest.hexdigest()
+
+
+def parameters_digest(names: Iterable[str], read: Callable[[str], np.ndarray]) -> str:
+    """Digest, 32 hex digits, of the parameters' names, dtypes, shapes and values.
+
+    Args:
+      names: Names of a checkpoint's tensors; those that are not parameters are skipped.
+      read: Returns a tensor by name; called for one at a time.
+    """
+    digest = ParametersDigest()
+    # Sort, so that the digest does not depend on the order in which the tree was read.
+    for name in sorted(names):
+        if name.startswith(naming.PARAMETERS):
+            digest.add(name, read(name))
+    return digest.hexdigest()
 
 
 def describe_files(directory: Path) -> dict[str, Written]:
@@ -207,10 +222,7 @@ def describe(array: np.ndarray) -> dict[str, Any]:
 
 def manifest_path(ref: CheckpointRef) -> str:
     """Returns where a checkpoint's manifest is, if it has one."""
-    # A Hugging Face directory is the checkpoint; in other formats, several checkpoints share the
-    # directory.
-    directory = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
-    return storage.join(directory, MANIFEST)
+    return storage.join(ref.folder, MANIFEST)
 
 
 def read_manifest(directory: str) -> Manifest | None:

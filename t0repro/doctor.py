@@ -30,7 +30,7 @@ PACKAGES = (
 
 # Extra -> the modules that it brings.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
-    "hf": ("torch", "transformers"),
+    "hf": ("torch", "transformers", "peft"),
     "gpu": ("jax_cuda13_plugin",),
     "tpu": ("libtpu",),
     "s3": ("s3fs",),

@@ -261,19 +261,33 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 
 
 # Spelled out, because importing the converters' own types would delay --help by seconds.
-_Format = Literal["mtf", "t5x", "jax", "hf"]
-_SourceFormat = Literal["auto", "mtf", "t5x", "jax", "hf"]
+_Format = Literal["mtf", "t5x", "jax", "hf", "peft", "adapter"]
+_SourceFormat = Literal["auto", "mtf", "t5x", "jax", "hf", "peft"]
 
 _Source = Annotated[
     str,
     typer.Argument(
         callback=source,
         help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
-        " Hugging Face directory; local or at any address that fsspec opens.",
+        " directory of Hugging Face's or PEFT's; local or at any address that fsspec opens.",
     ),
 ]
 _Target = Annotated[Path, typer.Argument(callback=output, help="The directory to write.")]
-_To = Annotated[_Format, typer.Option(help="The format to write.")]
+_To = Annotated[
+    _Format,
+    typer.Option(
+        help="The format to write. An adapter becomes a whole model, merged into its base; peft and"
+        " adapter write it alone, for PEFT and as a run here saves it."
+    ),
+]
+_Base = Annotated[
+    str | None,
+    typer.Option(
+        callback=source,
+        help="The base of an adapter.",
+        show_default="where the adapter says that it is",
+    ),
+]
 _From = Annotated[_SourceFormat, typer.Option("--from", help="The format of SRC.")]
 _SourceStep = Annotated[
     int | None, typer.Option(help="The step of SRC to convert.", show_default="the latest")
@@ -343,6 +357,7 @@ def convert(
     to: _To,
     source: _From = "auto",
     step: _SourceStep = None,
+    base: _Base = None,
     gin_file: _GinFile = None,
     dtype: _DType = None,
     master_dtype: _MasterDType = None,
@@ -385,6 +400,7 @@ def convert(
         to,
         step=step,
         source=None if source == "auto" else source,
+        base=base,
         force=force,
         dry_run=dry_run,
         options=options,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -70,7 +69,7 @@ def open_checkpoint(
       UserError: if there is no checkpoint, or it is damaged, incomplete or no T5 with an encoder.
     """
     from t0repro.converters import sources
-    from t0repro.converters.arithmetic import arithmetic, gin_text
+    from t0repro.converters.arithmetic import arithmetic, described, gin_text
     from t0repro.converters.gin_shapes import check_run_files
     from t0repro.converters.recognition import recognise
     from t0repro.model.t5 import T5, held_for_evaluation
@@ -87,7 +86,8 @@ def open_checkpoint(
             fix="Score a language model with t5_mesh_transformer's mode score_from_dataset.",
         )
     check_run_files(ref, family)
-    computed = arithmetic(ref, family, gin_text(ref))
+    source = described(ref)
+    computed = arithmetic(source, family, gin_text(source))
     if unknown := set(computed.activations) - set(get_args(Activation)):
         raise UserError(
             f"The JAX stack does not have the activation {unknown.pop()!r}.",
@@ -149,18 +149,3 @@ def on_devices(tree: OpenTree, held: Any, model: Any, path: str) -> Checkpoint:
     params = parameters_from_flat_tree(tree, held, where=path, seen=digest.add)
     step = int(np.asarray(tree.get("state/step", 0)))
     return Checkpoint(path, step, digest.hexdigest(), params, model)
-
-
-def parameters_digest(names: Iterable[str], read: Callable[[str], np.ndarray]) -> str:
-    """Digest, 32 hex digits, of the parameters' names, dtypes, shapes and values.
-
-    Args:
-      names: names of a checkpoint's tensors; those that are not parameters are skipped.
-      read: returns a tensor by name; called for one at a time.
-    """
-    digest = ParametersDigest()
-    # Sort, so that the digest does not depend on the order in which the tree was read.
-    for name in sorted(names):
-        if name.startswith("target/"):
-            digest.add(name, read(name))
-    return digest.hexdigest()

@@ -19,7 +19,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation import records
 from t0repro.evaluation.evaluation_facts import print_results, write_facts
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
-from t0repro.evaluation.opened import Checkpoint, parameters_digest
+from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.task_output import (
     Statistics,
     TaskResult,
@@ -215,6 +215,7 @@ class _Evaluation:
 def _identified(path: str, step: int) -> Checkpoint:
     """A record's facts about a checkpoint; the digest is empty if it is not a T5."""
     from t0repro.converters import sources
+    from t0repro.converters.witnesses import parameters_digest
 
     try:
         reader = sources.open_checkpoint(sources.find_checkpoint(path))

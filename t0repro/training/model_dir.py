@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from t0repro.config.run_config import OptaxConfig, RunConfig
 from t0repro.converters import sources, storage
-from t0repro.converters.adapter_files import AdapterReader, is_adapter
-from t0repro.converters.tensors import CheckpointReader, CheckpointRef
+from t0repro.converters.adapter_files import AdapterReader, check_shape, is_adapter
+from t0repro.converters.tensors import CheckpointReader, CheckpointRef, differing_shapes
 from t0repro.errors import UserError, of_command
 from t0repro.files import output_path, write_atomically, writing
 from t0repro.locks import folder_lock
@@ -125,7 +125,7 @@ def check_model_dir(
         if not allow_changed:
             _check_step(ref, reader)
             _check_record(output_path(model_dir) / RECORD, config)
-        reader.check_shape(config.model.adapter, config.model.shape)
+        check_shape(reader, config.model.adapter, config.model.shape)
         return None if of_optax else reader
     reader = None if of_optax else _open(ref, backend)
     if reader is not None and config is not None:
@@ -225,15 +225,11 @@ def check_slots(reader: CheckpointReader, shapes: TrainState) -> None:
         for name in naming.SLOT_NAMES
         if (value := getattr(slot, name)) is not None
     }
-    wrong = sorted({key for key in found.keys() | wanted if found.get(key) != wanted.get(key)})
+    wrong = differing_shapes(found, wanted)
     if not wrong:
         return
-    key = wrong[0]
+    key, then, now = wrong[0]
     path, slot = naming.split_key(key)
-    then, now = (
-        "none" if shape is None else f"one of shape {list(shape)}"
-        for shape in (found.get(key), wanted.get(key))
-    )
     raise UserError(
         f"The checkpoint was trained with another optimizer, or with other options of it:"
         f" {len(wrong)} slots differ. Of {path}, the slot {slot}: {then} there, {now} now.",

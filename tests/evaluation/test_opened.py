@@ -5,8 +5,9 @@ import numpy as np
 
 from t0repro.converters.sources import load_any, open_any
 from t0repro.converters.tensors import StoredTensor
+from t0repro.converters.witnesses import parameters_digest
 from t0repro.evaluation.engine import score_examples
-from t0repro.evaluation.opened import on_devices, open_checkpoint, parameters_digest
+from t0repro.evaluation.opened import on_devices, open_checkpoint
 
 from .small_model import save_model
 

@@ -1,0 +1,250 @@
+"""Adapters in PEFT's format: with PEFT itself, and with files that it wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from t0repro.adapters import ia3, lora
+from t0repro.converters import sources
+from t0repro.converters.adapter_files import open_adapter
+from t0repro.converters.convert import convert
+from t0repro.converters.safetensors_files import SafetensorsFile
+from t0repro.errors import UserError
+from t0repro.evaluation.opened import open_checkpoint
+
+from . import peft_side
+from .peft_side import MODELS, save_adapter, save_base, tokens
+
+# PEFT 0.21.0 asks transformers 5.23 for a property under its former name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+
+LOGITS_TOLERANCE = 1e-5
+
+ADAPTERS = {
+    "lora": lora(rank=2, alpha=3.0),
+    "lora of other kernels": lora(
+        rank=2, targets=[r"decoder/layers_1/.*/(key|out)/kernel", r".*/mlp/wo/kernel"]
+    ),
+    "ia3": ia3(),
+    "ia3 of T-Few": ia3(targets=[r".*/(key|value)/kernel", r".*/mlp/wi(_1)?/kernel"]),
+}
+
+
+def our_logits(path) -> np.ndarray:
+    opened = open_checkpoint(str(path), None, "float32")
+    return np.asarray(opened.model.apply({"params": opened.params}, tokens()))
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Each model's checkpoint as ours and for transformers."""
+    return {
+        name: save_base(tmp_path_factory.mktemp("base"), model) for name, model in MODELS.items()
+    }
+
+
+# ---- With PEFT itself ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def peft():
+    pytest.importorskip("torch", reason="needs the extra hf")
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    return pytest.importorskip("peft", reason="needs the extra hf")
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize(
+    ("model", "adapter"),
+    [
+        *((model, kind) for model in MODELS for kind in ("lora", "ia3")),
+        ("gated, untied", "lora of other kernels"),
+        ("gated, untied", "ia3 of T-Few"),
+    ],
+)
+def test_peft_loads_our_adapter_onto_the_same_base(peft, bases, model, adapter, tmp_path):
+    base, hf = bases[model]
+    own = save_adapter(tmp_path / "own", MODELS[model], ADAPTERS[adapter], base)
+    convert(own, tmp_path / "peft", "peft")
+    before, expected = our_logits(base), our_logits(own)
+    assert np.abs(expected - before).max() > 0.05
+    np.testing.assert_allclose(peft_side.logits(hf), before, atol=LOGITS_TOLERANCE, rtol=0)
+    found = peft_side.logits(hf, tmp_path / "peft")
+    np.testing.assert_allclose(found, expected, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("kind", ["lora", "rslora", "ia3"])
+@pytest.mark.parametrize("model", ["gated, untied", "relu, tied"])
+def test_an_adapter_that_peft_trained_is_read_here(peft, bases, model, kind, tmp_path):
+    _, hf = bases[model]
+    configs = {
+        "lora": peft.LoraConfig(r=2, lora_alpha=3, target_modules=["q", "o"]),
+        "rslora": peft.LoraConfig(r=2, lora_alpha=3, use_rslora=True),
+        "ia3": peft.IA3Config(),
+    }
+    trained = tmp_path / "trained"
+    expected = peft_side.trained(hf, trained, configs[kind])
+    assert np.abs(expected - peft_side.logits(hf)).max() > 0.05
+    np.testing.assert_allclose(our_logits(trained), expected, atol=LOGITS_TOLERANCE, rtol=0)
+    convert(trained, tmp_path / "whole", "jax")
+    np.testing.assert_allclose(
+        our_logits(tmp_path / "whole"), expected, atol=LOGITS_TOLERANCE, rtol=0
+    )
+    # Through a checkpoint of ours and back, bit for bit.
+    convert(trained, tmp_path / "own", "adapter")
+    convert(tmp_path / "own", tmp_path / "back", "peft")
+    names = ("trained", "back")
+    before, after = (open_adapter(sources.find_checkpoint(tmp_path / name)) for name in names)
+    assert before.tensors.keys() == after.tensors.keys()
+    for key in before.tensors:
+        np.testing.assert_array_equal(before.read(key), after.read(key), err_msg=key)
+    found = peft_side.logits(hf, tmp_path / "back")
+    np.testing.assert_allclose(found, expected, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+# ---- Files that PEFT wrote, without PEFT ---------------------------------------------------------
+
+
+@pytest.fixture(params=peft_side.GOLDENS)
+def golden(request, tmp_path):
+    """A folder that PEFT wrote, its base at hand, and the logits that PEFT computed."""
+    model = peft_side.GOLDENS[request.param]
+    _, hf = save_base(tmp_path, MODELS[model])
+    folder = tmp_path / "peft"
+    shutil.copytree(peft_side.GOLDEN_FILES / request.param, folder)
+    edit(folder, base_model_name_or_path=str(hf))
+    return folder, np.array(json.loads((folder / "logits.json").read_text()), np.float32)
+
+
+def edit(folder: Path, **changes) -> None:
+    """Writes other values into adapter_config.json."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_logits_over_a_golden_are_peft_s(golden, tmp_path):
+    folder, expected = golden
+    np.testing.assert_allclose(our_logits(folder), expected, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+def test_a_golden_comes_back_as_peft_wrote_it(golden, tmp_path):
+    folder, _ = golden
+    convert(folder, tmp_path / "own", "adapter")
+    convert(tmp_path / "own", tmp_path / "back", "peft")
+    before, after = (
+        SafetensorsFile(str(place / "adapter_model.safetensors"))
+        for place in (folder, tmp_path / "back")
+    )
+    assert before.tensors == after.tensors
+    for name in before.tensors:
+        np.testing.assert_array_equal(before.read(name), after.read(name), err_msg=name)
+    configs = [
+        json.loads((place / "adapter_config.json").read_text())
+        for place in (folder, tmp_path / "back")
+    ]
+    for field, value in configs[1].items():
+        then = configs[0][field]
+        if field == "base_model_name_or_path":
+            assert Path(value).resolve() == Path(then).resolve()
+        else:
+            assert value == (sorted(then) if isinstance(then, list) else then), field
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lora_folder(bases, tmp_path):
+    """A LoRA in PEFT's format."""
+    base, _ = bases["gated, untied"]
+    own = save_adapter(tmp_path / "own", MODELS["gated, untied"], ADAPTERS["lora"], base)
+    convert(own, tmp_path / "peft", "peft")
+    return tmp_path / "peft"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("use_dora", True),
+        ("bias", "lora_only"),
+        ("lora_bias", True),
+        ("rank_pattern", {"q": 4}),
+        ("alpha_pattern", {"q": 4}),
+        ("modules_to_save", ["lm_head"]),
+        ("fan_in_fan_out", True),
+        ("init_lora_weights", "pissa"),
+        ("layer_replication", [[0, 2]]),
+        ("an_option_of_tomorrow", 3),
+        ("peft_type", "PREFIX_TUNING"),
+        ("r", 0),
+    ],
+)
+def test_an_option_without_meaning_here_is_refused_by_name(lora_folder, option, value):
+    edit(lora_folder, **{option: value})
+    with pytest.raises(UserError, match=f"{option} is") as refused:
+        sources.open_any(lora_folder)
+    assert f"adapter_config.json, {option}" in str(refused.value)
+
+
+def test_another_base_is_refused_with_both_hashes(bases, lora_folder, tmp_path):
+    _, other = save_base(tmp_path / "other", MODELS["gated, untied"], seed=5)
+    digests = [
+        open_checkpoint(str(path), None, "float32").digest
+        for path in (bases["gated, untied"][0], other)
+    ]
+    with pytest.raises(UserError, match="another base") as refused:
+        convert(lora_folder, tmp_path / "out", "jax", base=other)
+    assert all(digest in str(refused.value) for digest in digests)
+    # What PEFT saves has the base's name alone; the checkpoint of that name is hashed.
+    forget_hash(lora_folder)
+    with pytest.raises(UserError, match="another base") as refused:
+        convert(lora_folder, tmp_path / "out", "jax", base=other)
+    assert all(digest in str(refused.value) for digest in digests)
+    edit(lora_folder, base_model_name_or_path="google/t5-v1_1-small")
+    with pytest.raises(UserError, match="is not there") as refused:
+        sources.open_any(lora_folder)
+    assert "google/t5-v1_1-small" in str(refused.value) and "--base" in str(refused.value)
+    convert(lora_folder, tmp_path / "out", "jax", base=bases["gated, untied"][1])
+
+
+def forget_hash(folder: Path) -> None:
+    """Leaves of the file's metadata what PEFT writes."""
+    file = folder / "adapter_model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"] = {"format": "pt"}
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    file.write_bytes(content[:8] + text + content[8 + length :])
+
+
+def test_an_adapter_for_another_size_is_refused(lora_folder, tmp_path):
+    smaller = dataclasses.replace(MODELS["gated, untied"], d_kv=2)
+    _, other = save_base(tmp_path / "other", smaller)
+    with pytest.raises(
+        UserError, match=r"lora_b is of shape \[2, 8\] there, and of shape \[2, 4\]"
+    ):
+        convert(lora_folder, tmp_path / "out", "jax", base=other)
+
+
+def test_what_is_no_adapter_is_not_written_as_one(bases, lora_folder, tmp_path):
+    base, _ = bases["gated, untied"]
+    with pytest.raises(UserError, match="a whole model"):
+        convert(base, tmp_path / "out", "peft")
+    with pytest.raises(UserError, match="no adapter's"):
+        convert(base, tmp_path / "out", "hf", base=base)
+    with pytest.raises(UserError, match="--dtype changes nothing"):
+        convert(lora_folder, tmp_path / "out", "adapter", dtype="bfloat16")
+
+
+def test_weights_that_are_pickled_are_refused(lora_folder):
+    (lora_folder / "adapter_model.safetensors").rename(lora_folder / "adapter_model.bin")
+    with pytest.raises(UserError, match="safe_serialization"):
+        sources.open_any(lora_folder)
