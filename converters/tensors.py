@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
