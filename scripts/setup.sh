@@ -71,7 +71,7 @@ done
 [[ -z ${PIP_FIND_LINKS:-} ]] || export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS// /,}}
 [[ -z ${PIP_INDEX_URL:-} ]] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}
 
-# promptsource 0.1.0 says Python < 3.8 and runs on 3.11: uv ignores such an upper bound, pip has to be told.
+# promptsource 0.1.0 says Python < 3.8 and runs on 3.11: uv ignores such an upper bound, pip needs a flag.
 # uv compiles no modules, so pip does not either: Python compiles the few that are imported.
 install() {
   if [[ ${#uv[@]} -gt 0 ]]; then
