@@ -101,7 +101,8 @@ def _define_flags_alone(arguments: Sequence[str]) -> bool:
     if not {"--backend=jax", "-backend=jax"}.intersection(pairs):
         return False
     names = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("-")}
-    if names & _NEED_T5:
+    # A process that has imported t5's command has its flags already.
+    if names & _NEED_T5 or _T5_COMMAND in sys.modules:
         return False
     t5_flags.define()
     define_own_flags()
@@ -111,6 +112,7 @@ def _define_flags_alone(arguments: Sequence[str]) -> bool:
     return False
 
 
+_T5_COMMAND = "t5.models.mesh_transformer_main"
 _NEED_T5 = {"help", "helpshort", "helpfull", "helpxml", "h", "?", "use_model_api"}
 
 
