@@ -72,15 +72,17 @@ done
 [[ -z ${PIP_INDEX_URL:-} ]] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}
 
 # promptsource 0.1.0 says Python < 3.8 and runs on 3.11: uv ignores such an upper bound, pip needs a flag.
-# uv compiles no modules, so pip does not either: Python compiles the few that are imported.
+# Compiled now, as pip does: with PYTHONDONTWRITEBYTECODE, as in many containers, each process would compile
+# what it imports, TensorFlow among it.
 install() {
   if [[ ${#uv[@]} -gt 0 ]]; then
-    if "${uv[@]}" pip install --python "$venv/bin/python" --quiet --reinstall-package t0repro "$@"; then
+    if "${uv[@]}" pip install --python "$venv/bin/python" --quiet --compile-bytecode \
+      --reinstall-package t0repro "$@"; then
       return
     fi
     say "uv failed (above); installing with pip"
   fi
-  pip install --quiet --no-compile --ignore-requires-python "$@"
+  pip install --quiet --ignore-requires-python "$@"
 }
 
 say "installing $(grep -c '==' requirements.lock) locked packages${uv:+ with uv} (some minutes the first time)"
