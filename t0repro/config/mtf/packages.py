@@ -79,4 +79,4 @@ def _import(name: str, *args: Any, **kwargs: Any) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     if package != "t0repro":
         raise NeedsPackages(f"a gin file imports {name}")
-    return __import__(name, *args, **kwargs)
+    return importlib.__import__(name, *args, **kwargs)
