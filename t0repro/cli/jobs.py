@@ -66,9 +66,9 @@ def aux(
             fix="Give the folder of the training run; it may not exist yet.",
         )
     gin = t5x_inputs("train", gin_file, gin_bindings, gin_search_paths)
+    echo("checking what the jobs will read ...", err=True)
     with heard_by(typer.echo):
         controller = make_controller(model_dir, jobs, gin)
-    echo("checking what the jobs will read ...", err=True)
     check_jobs(jobs, gin)
     echo(f"looking for checkpoints in {model_dir} ...", err=True)
     with heard_by(typer.echo):
