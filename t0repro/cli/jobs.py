@@ -55,18 +55,17 @@ def aux(
     """
     if context.invoked_subcommand is not None:
         return
-    from t0repro.cloud.auxiliary import check_jobs, make_controller
-    from t0repro.errors import UserError
-    from t0repro.progress import heard_by
-
     if model_dir is None:
         raise UserError(
             "There is no folder to watch for checkpoints.",
             where="--model_dir",
             fix="Give the folder of the training run; it may not exist yet.",
         )
-    gin = t5x_inputs("train", gin_file, gin_bindings, gin_search_paths)
     echo("checking what the jobs will read ...", err=True)
+    from t0repro.cloud.auxiliary import check_jobs, make_controller
+    from t0repro.progress import heard_by
+
+    gin = t5x_inputs("train", gin_file, gin_bindings, gin_search_paths)
     with heard_by(typer.echo):
         controller = make_controller(model_dir, jobs, gin)
     check_jobs(jobs, gin)
