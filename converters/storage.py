@@ -18,7 +18,7 @@ import numpy as np
 from t0repro import buckets
 from t0repro.buckets import explained, located, scheme_of
 from t0repro.errors import UserError
-from t0repro.files import make_folder, naming, sync_directory, write_atomically, writing
+from t0repro.files import make_folder, naming, sync, sync_directory, write_atomically, writing
 from t0repro.progress import byte_progress
 from t0repro.words import sized
 from t0repro.working_copies import Scratch
@@ -167,7 +167,7 @@ def write(path: str, content: str | bytes) -> None:
         write_atomically(path, content)
 
 
-# ---- Large files, which nobody reads yet --------------------------------------------------------
+# ---- Writing large files -----------------------------------------------------------------------
 
 
 def make_directory(path: str) -> None:
@@ -216,14 +216,6 @@ def write_large(path: str, content: memoryview) -> None:
 def sync_all(paths: Iterable[str]) -> None:
     """Syncs local files and their directories to disk, eight at a time."""
     local = [Path(path) for path in paths if not is_remote(path)]
-
-    def sync(path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            with naming(path):
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         # Sync directories too: otherwise a power failure may lose the names of synced files.

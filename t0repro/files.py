@@ -248,16 +248,17 @@ def sync_tree(folder: str | os.PathLike[str]) -> None:
     """
     for parent, _, names in os.walk(folder):
         for name in names:
-            _sync(os.path.join(parent, name))
+            sync(os.path.join(parent, name))
         sync_directory(parent)
 
 
 def sync_directory(folder: str | os.PathLike[str]) -> None:
     """Syncs a folder's entries to disk; call it after creating, renaming or removing one."""
-    _sync(folder)
+    sync(folder)
 
 
-def _sync(path: str | os.PathLike[str]) -> None:
+def sync(path: str | os.PathLike[str]) -> None:
+    """Syncs a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
