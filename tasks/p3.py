@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import make_folder, naming, write_atomically
+from t0repro.files import make_folder, sync, write_atomically
 from t0repro.hub_files import HubFile, HubRepository
 from t0repro.locks import folder_lock
 from t0repro.progress import byte_progress, count_progress
@@ -220,16 +220,11 @@ def _fetch_task(
     # Write everything else to disk first, then the marker, then rename: a folder with the task's
     # name is then complete even after a power failure.
     for file in files:
-        _sync(folder / file.name)
+        sync(folder / file.name)
     write_atomically(folder / MARKER, b"")
     os.rename(folder, to / name)
     with contextlib.suppress(OSError):  # not empty: other tasks are still incomplete
         (to / UNFINISHED).rmdir()
-
-
-def _sync(path: Path) -> None:
-    with naming(path), open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 # The folder ----------------------------------------------------------------------------------
