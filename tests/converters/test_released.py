@@ -60,7 +60,7 @@ def test_the_catalogue_has_every_family_in_its_sizes():
         family = released.families()[entry.family]
         assert entry.shape.gated == family.feed_forward.startswith("gated-")
         assert entry.shape.tied == (family.logits == "the embedding")
-        assert entry.shape.position_bias_per_layer == (family.position_bias == "one a layer")
+        assert entry.shape.position_bias_per_layer == (family.position_bias == "one per layer")
         assert (entry.format == "hf") == entry.address.startswith("hf://") == ("/" in entry.name)
 
 
