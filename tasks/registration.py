@@ -207,7 +207,7 @@ def name_is_taken(name: str) -> UserError:
 
 # Modules ----------------------------------------------------------------------------------------
 
-_OWN = "t0repro.tasks."
+_OWN = "t0repro."
 
 
 def needs_seqio(modules: Iterable[str]) -> bool:

@@ -7,9 +7,11 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.files import input_path
@@ -235,9 +237,18 @@ def _sha256(path: Path, modified: int, size: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def kept_row(index: int, count: int, max_rows: int | None) -> bool:
-    """Whether row `index` of `count` is among the evenly spaced `max_rows`."""
+def kept_rows(count: int, max_rows: int | None, seed: int | None = None) -> Collection[int]:
+    """Which of `count` rows are kept, at most `max_rows`: evenly spaced, or drawn by a seed.
+
+    A seed draws the rows that T-Few draws from the same rows (r-three/t-few, dataset_readers.py):
+    numpy's old generator shuffles all of them, and the first are taken.
+    """
     if max_rows is None or count <= max_rows:
-        return True
-    # Keep rows where the scaled index passes an integer: evenly spaced, exactly max_rows of them.
-    return (index + 1) * max_rows // count > index * max_rows // count
+        return range(count)
+    if seed is not None:
+        order = list(range(count))
+        np.random.RandomState(seed).shuffle(order)
+        return frozenset(order[:max_rows])
+    # Rows where the scaled index passes an integer: evenly spaced, exactly max_rows of them.
+    passes = (at for at in range(count) if (at + 1) * max_rows // count > at * max_rows // count)
+    return frozenset(passes)

@@ -13,7 +13,7 @@ from t0repro.errors import UserError
 from t0repro.tasks import readers
 from t0repro.tasks.catalogue import label
 from t0repro.tasks.readers import Reader
-from t0repro.tasks.rows import kept_row
+from t0repro.tasks.rows import kept_rows
 from t0repro.tasks.schema import Schema, SchemaError, columns_read, schema_of
 from t0repro.tasks.templates import (
     Drop,
@@ -33,10 +33,12 @@ class Split:
       file: The split's name on disk, for instance `dev_r1`.
       max_rows: Maximum number of rows to take; None takes all. They are evenly spaced over the
         file, since some files are sorted by label.
+      seed: Draws those rows at random instead, as T-Few does (t0repro.tasks.rows.kept_rows).
     """
 
     file: str
     max_rows: int | None = None
+    seed: int | None = None
 
 
 def schema_of_rows(
@@ -61,7 +63,7 @@ def checked_rows(
     subset: str | None,
     reader: Reader,
     schema: Schema | None,
-    max_rows: int | None = None,
+    limit: Split | None = None,
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -72,8 +74,8 @@ def checked_rows(
       subset: The configuration, or None.
       reader: Reads the rows.
       schema: The schema to convert rows to; None leaves them as they are.
-      max_rows: Maximum number of rows, evenly spaced over the whole data; None takes all.
-      start: The first row, counted in the data before `max_rows` drops any.
+      limit: Which of the data's rows to keep; None keeps all.
+      start: The first row, counted in the data before `limit` drops any.
       stop: The row to stop before; None reads to the end.
 
     Raises:
@@ -81,10 +83,12 @@ def checked_rows(
         column, file and line.
     """
     # Counting takes a pass over the data; skip it if all rows are taken.
-    count = 0 if max_rows is None else reader.count()
+    kept = None
+    if limit is not None and limit.max_rows is not None:
+        kept = kept_rows(reader.count(), limit.max_rows, limit.seed)
     number = None
     for number, row in enumerate(reader.read(start, stop), start=start):
-        if not kept_row(number, count, max_rows):
+        if kept is not None and number not in kept:
             continue
         try:
             yield number, row if schema is None else schema.bring(row)
@@ -150,8 +154,10 @@ class PromptedRows:
 
     def origin(self, split: str) -> dict[str, Any]:
         """The origin and version of the split's rows, as JSON values."""
-        limit = self.files_of_splits[split].max_rows
-        return {**self.reader(split).origin(), **({} if limit is None else {"max_rows": limit})}
+        taken = self.files_of_splits[split]
+        limits = {"max_rows": taken.max_rows, "seed": taken.seed}
+        known = {name: value for name, value in limits.items() if value is not None}
+        return {**self.reader(split).origin(), **known}
 
     def row_count(self, split: str) -> int:
         """Number of rows in a split's data, unchecked; `rows` numbers them from 0 to below this."""
@@ -179,7 +185,7 @@ class PromptedRows:
         Raises:
           UserError: If a row is broken or does not fit the schema; it names column, file and line.
         """
-        reader, limit = self.reader(split), self.files_of_splits[split].max_rows
+        reader, limit = self.reader(split), self.files_of_splits[split]
         schema = self._schema(reader)
         return checked_rows(self.dataset, self.subset, reader, schema, limit, start, stop)
 

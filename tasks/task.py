@@ -145,7 +145,7 @@ class DescribedTask:
       output_features: Its features by name.
     """
 
-    supports_caching = True
+    supports_caching, requires_caching = True, False
 
     def __init__(self, description: TaskDescription):
         self.name, self.prompt = description.prompt.name, description.prompt

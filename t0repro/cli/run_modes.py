@@ -314,10 +314,15 @@ def train(
     check_output(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
     with processes.joined(), contextlib.ExitStack() as beside:
         vocabularies = (model.input_vocabulary, model.output_vocabulary)
+        from t0repro.data.choices import reads_rows_alone
         from t0repro.data.train_data import reads_caches_alone
         from t0repro.runs.preflight import check_training
 
-        register(parsed, options, lambda: reads_caches_alone(config.plan, vocabularies))
+        register(
+            parsed,
+            options,
+            lambda: reads_rows_alone(config) or reads_caches_alone(config.plan, vocabularies),
+        )
 
         check_training(config, vocabularies, typer.echo if options.dry_run else None)
         if options.dry_run:

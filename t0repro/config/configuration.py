@@ -171,3 +171,32 @@ def check_adapter(config: RunConfig) -> None:
                 f"An adapter cannot be trained with this setting ({field}): {_INSTEAD[field]}",
                 where=config.provenance.get(field) or config.provenance.get("model.adapter"),
             )
+
+
+# ---- Beside a loss over answer choices -----------------------------------------------------------
+
+
+def check_choice_loss(config: RunConfig) -> None:
+    """Raises a UserError for what cannot be done beside ChoiceLoss, if the run has one."""
+    if config.model.choice_loss is None:
+        return
+    data, places = config.plan.train_data, config.provenance
+    refused = {
+        "model.model_type": config.model.decoder_only and "the model needs an encoder.",
+        "plan.user_classes.model": "model" in config.plan.user_classes
+        and "it is for this project's own T5.",
+        "plan.train_eval_data": config.plan.train_eval_data is not None
+        and "train_eval has no answer choices. Bind train_eval_dataset_cfg = None.",
+        "plan.train_data.pack": bool(data and data.pack)
+        and "a row holds one example with its choices. Bind pack = False.",
+        "plan.train_data.use_cached": bool(data and data.use_cached)
+        and "examples are rendered from their rows. Bind use_cached = False.",
+        "plan.train_data.num_shards": bool(data and data.num_shards > 1)
+        and "its examples are not divided into shards. Leave them at 1.",
+    }
+    for field, why in refused.items():
+        if why:
+            raise UserError(
+                f"ChoiceLoss cannot be trained with this setting ({field}): {why}",
+                where=places.get(field) or places.get("model.choice_loss"),
+            )

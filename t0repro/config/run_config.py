@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from t0repro.adapters.adapter import Adapter, adapted, is_even
+from t0repro.config.choices import ChoiceLoss
 from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.ranges import Range
 from t0repro.config.training_plan import TrainingPlan
@@ -119,6 +120,7 @@ class ModelConfig:
         factor in the queries' initial values; an option of T5X's contrib/gpu network.
       arithmetic: The choices where Mesh TensorFlow and T5X compute differently.
       adapter: What is trained in place of the model's own parameters, which are frozen.
+      choice_loss: Losses over an example's answer choices, beside that of the right one.
     """
 
     num_encoder_layers: Annotated[int, Range(at_least=0, at_most=1000)]
@@ -149,6 +151,31 @@ class ModelConfig:
     scale_queries: bool = False
     arithmetic: Arithmetic = Arithmetic()
     adapter: Adapter | None = None
+    choice_loss: ChoiceLoss | None = None
+
+    def with_choice_loss(self, loss: ChoiceLoss | None, where: str | None = None) -> ModelConfig:
+        """This model trained with a loss over answer choices.
+
+        Args:
+          loss: None changes nothing.
+          where: The place that set the loss's divisor.
+
+        Raises:
+          UserError: If the divisor is another than T-Few's, the number of real targets.
+        """
+        if loss is None:
+            return self
+        # None and 1 are what the dialects' own files bind.
+        if self.loss_denominator not in (None, 1.0, "NUM_REAL_TARGET_TOKENS"):
+            raise UserError(
+                "Beside ChoiceLoss, the loss of the right choices is divided by the number of their"
+                f" tokens, and not by {self.loss_denominator}.",
+                where=where,
+                fix="Remove the divisor.",
+            )
+        return dataclasses.replace(
+            self, choice_loss=loss, loss_denominator="NUM_REAL_TARGET_TOKENS"
+        )
 
     def with_adapter(self, adapter: Adapter | None, where: str | None = None) -> ModelConfig:
         """This model with an adapter in training.

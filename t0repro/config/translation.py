@@ -293,6 +293,8 @@ def _run(config: RunConfig, dialect: Dialect) -> _Items:
     yield from (_run_of_t5x if dialect == "t5x" else _run_of_mesh)(config)
     if config.model.adapter is not None:
         yield "model.adapter", _NOT_EXPRESSED
+    if config.model.choice_loss is not None:
+        yield "model.choice_loss", _NOT_EXPRESSED
 
 
 def _run_of_mesh(config: RunConfig) -> _Items:

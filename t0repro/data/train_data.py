@@ -16,6 +16,7 @@ from t0repro.config.t5x import records
 from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig, TrainingPlan
 from t0repro.data.batches import MODEL_FEATURES
 from t0repro.data.cached import FEATURES, CachedBatches, count_examples
+from t0repro.data.choices import ChoiceBatches
 from t0repro.data.resuming import Batch, ResumableBatches
 from t0repro.errors import UserError
 from t0repro.progress import say
@@ -453,6 +454,8 @@ def train_batches(config: RunConfig, *, resumed: bool) -> ResumableBatches:
     """
     plan = config.plan
     assert plan.train_data is not None, "a command has data to train on"
+    if config.model.choice_loss is not None:
+        return ChoiceBatches(config)
     if isinstance(plan.train_data, TrainDataConfig):
         return TrainBatches(config, has_checkpoint=resumed)
     saves = plan.save is not None and plan.save.data

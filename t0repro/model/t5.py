@@ -10,6 +10,8 @@ padding) and `inputs_position`, `targets_position`:
     targets_segmentation  1  1  1 | 2  2    | 0  0
     decoder reads         0  6  4 | 0  3    | 0  0
 
+Targets may be packed where inputs are not: all segments of a row then read its one input.
+
 Positions are not read, since relative positions within a segment equal those within the row; that
 is also why Mesh TensorFlow drops them (Unitransformer.call_simple). A negative target carries no
 loss; the decoder reads its absolute value.
@@ -177,6 +179,7 @@ class T5(nn.Module):
         inputs, targets = batch["inputs"], batch["targets"]
         input_segments = segments_of(inputs, batch.get("inputs_segmentation"))
         target_segments = segments_of(targets, batch.get("targets_segmentation"))
+        several = "targets_segmentation" in batch and "inputs_segmentation" not in batch
         encoded = self.encode(inputs, input_segments, deterministic=deterministic)
         return self.decode(
             encoded,
@@ -184,6 +187,7 @@ class T5(nn.Module):
             targets,
             target_segments,
             deterministic=deterministic,
+            segments_read=jnp.minimum(target_segments, 1) if several else None,
             hidden=hidden,
         )
 

@@ -104,6 +104,7 @@ def estimate(run: RunConfig, devices: int = 1) -> Memory:
         parameters, slots = parameters + trained, slot_bytes(sizes, run.optimizer)
     # Rows of a microbatch on one device, rounded up.
     rows = -(-run.batch_size // (run.num_microbatches * max(1, data)))
+    choices = run.model.choice_loss.choices if run.model.choice_loss else 1
     return Memory(
         parameters=parameters,
         slots=slots if trains else 0,
@@ -112,7 +113,7 @@ def estimate(run: RunConfig, devices: int = 1) -> Memory:
             run.model,
             rows,
             assumed_length(run, "inputs"),
-            assumed_length(run, "targets"),
+            choices * assumed_length(run, "targets"),
             bytes_each=bytes_each,
             keep_all=trains and not run.model.recomputes,
         ),

@@ -15,6 +15,7 @@ import numpy as np
 
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, Batch, text_to_self
+from t0repro.training.choice_loss import PARTS, choice_losses, weighted
 from t0repro.training.loss import cross_entropy, of_each_target, token_weights
 from t0repro.training.metric_classes import (
     Average,
@@ -70,7 +71,10 @@ def loss_and_sums(
         )
         # Only reported: it must not add to the gradient.
         log_z = jax.nn.logsumexp(jax.lax.stop_gradient(logits), axis=-1)
-        return {"loss": loss, "log_z": log_z, "correct": jnp.argmax(logits, axis=-1) == targets}
+        found = {"loss": loss, "log_z": log_z, "correct": jnp.argmax(logits, axis=-1) == targets}
+        if config.choice_loss is not None:
+            found["log_p"] = -cross_entropy(logits, targets)
+        return found
 
     of = of_each_target(model, parameters, hidden, targets, values)
     loss = jnp.sum(of["loss"] * weights) / denominator
@@ -81,6 +85,10 @@ def loss_and_sums(
         "correct": _count(correct),
         "real_losses": _count(weights > 0),
     }
+    if config.choice_loss is not None:
+        parts = choice_losses(config.choice_loss, of["log_p"], batch)
+        loss += weighted(config.choice_loss, parts)
+        sums |= {**parts, "total_loss": loss}
     return loss, sums | counts
 
 
@@ -109,7 +117,7 @@ def metrics_of(sums: Sums, *, packed: bool) -> dict[str, Metric]:
     plain = loss - z_loss
     metrics: dict[str, Metric] = {
         "accuracy": Average(sums["correct"], real),
-        "loss": AveragePerStep(loss),
+        "loss": AveragePerStep(sums.get("total_loss", loss)),
         "loss_per_nonpadding_target_token": Average(loss, real),
         "loss_per_all_target_tokens": Average(loss, all_targets),
         "z_loss": AveragePerStep(z_loss),
@@ -118,6 +126,7 @@ def metrics_of(sums: Sums, *, packed: bool) -> dict[str, Metric]:
         "cross_ent_loss_per_all_target_tokens": Average(plain, all_targets),
         "non_padding_fraction/loss_weights": Average(real, all_targets),
     }
+    metrics |= {name: AveragePerStep(sums[name]) for name in PARTS if name in sums}
     names = {"inputs": "encoder", "targets": "decoder"}
     if not packed:
         names = {"inputs": "encoder_input_tokens", "targets": "decoder_target_tokens"}

@@ -21,6 +21,7 @@ from t0repro.config.run_config import ModelConfig
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, Batch, logits_of, of_inputs, text_to_self
 from t0repro.partitioning.rules import parts_of
+from t0repro.training.choice_loss import choice_losses, weighted, with_choice_weights
 
 # Bytes of float32 logits that a device holds at a time.
 LOGITS_BYTES = 1 << 28
@@ -107,10 +108,14 @@ def of_each_target(
 def with_loss_weights(config: ModelConfig, batch: Batch) -> Batch:
     """The full batch, with float32 `loss_weights` if its targets do not all count alike.
 
+    Answer choices have weights of their own (t0repro.training.choice_loss).
+
     With AVERAGE_PER_SEQUENCE each target counts 1 / (number of targets > 0 of its example), packed
     or not; `loss_weights` that the batch already has are scaled so that each example counts 1.
     Weights come from the full batch, before it is split into microbatches.
     """
+    if config.choice_loss is not None:
+        return with_choice_weights(batch)
     if config.loss_denominator != "AVERAGE_PER_SEQUENCE":
         return batch
     weights = batch.get("loss_weights")
@@ -203,10 +208,15 @@ def training_loss(
             spares_target=config.arithmetic.smoothing_spares_target,
             z_loss=config.z_loss,
         )
-        return {"loss": loss}
+        if config.choice_loss is None:
+            return {"loss": loss}
+        return {"loss": loss, "log_p": -cross_entropy(logits, targets)}
 
-    losses = of_each_target(model, parameters, hidden, jnp.asarray(batch["targets"]), values)
-    return jnp.sum(losses["loss"] * token_weights(config, batch)) / denominator
+    of = of_each_target(model, parameters, hidden, jnp.asarray(batch["targets"]), values)
+    loss = jnp.sum(of["loss"] * token_weights(config, batch)) / denominator
+    if config.choice_loss is not None:
+        loss += weighted(config.choice_loss, choice_losses(config.choice_loss, of["log_p"], batch))
+    return loss
 
 
 def token_weights(config: ModelConfig, batch: Batch) -> Array:

@@ -39,7 +39,7 @@ RECORD = "trained_with.json"
 # dropout or memory use, and `norm_names` only a spelling.
 _MAY_CHANGE = frozenset(
     ["dropout_rate", "label_smoothing", "z_loss", "loss_denominator", "recompute"]
-    + ["scan_layers", "loss_on_targets_only", "norm_names"]
+    + ["scan_layers", "loss_on_targets_only", "norm_names", "choice_loss"]
 )
 
 

@@ -200,6 +200,10 @@ def train_shapes(config: RunConfig, length: Callable[[str], int]) -> dict[str, t
     """
     data = config.plan.train_data
     names = ["targets"] if config.model.decoder_only else ["inputs", "targets"]
+    if (loss := config.model.choice_loss) is not None:
+        rows, targets = config.batch_size, loss.choices * length("targets")
+        shapes = dict.fromkeys(("targets", "targets_segmentation"), (rows, targets))
+        return {"inputs": (rows, length("inputs")), **shapes}
     if data is not None and data.pack:
         names += [f"{name}_segmentation" for name in names]
     return {name: (config.batch_size, length(name.split("_")[0])) for name in names}

@@ -181,7 +181,7 @@ class T5Model(BaseModel):
           batch: the full batch, or the part of one process with the full batch's shape.
         """
         config = self.module.config
-        if not self.has_own_loss():
+        if not self.has_own_loss() or config.choice_loss is not None:
             return None
         # By name, the divisor counts target tokens already, or the sequences of such means.
         if isinstance(config.loss_denominator, str):

@@ -32,6 +32,7 @@ class RowsOfSplit:
       subset: The configuration, or None.
       file: The split's name in the data.
       max_rows: Maximum number of rows, evenly spaced; None takes all.
+      seed: Draws them at random instead.
       columns: Columns that this run's templates read.
       estimate: Approximate number of rows, for the progress bar.
     """
@@ -41,6 +42,7 @@ class RowsOfSplit:
     subset: str | None
     file: str
     max_rows: int | None
+    seed: int | None
     columns: tuple[str, ...]
     estimate: int
 

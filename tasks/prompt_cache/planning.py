@@ -234,6 +234,7 @@ class _Planner:
                 subset=key[2],
                 file=key[3].file,
                 max_rows=key[3].max_rows,
+                seed=key[3].seed,
                 columns=tuple(sorted(columns[key])),
                 # Without a limit the whole count is the estimate.
                 estimate=min(source.row_count(split), key[3].max_rows or 1 << 62),

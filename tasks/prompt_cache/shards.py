@@ -24,7 +24,7 @@ from t0repro.tasks.prompt_cache.plan import Prompt, RowsOfSplit
 from t0repro.tasks.prompt_cache.prompts import ExampleWriter, Statistics, Tokenizer
 from t0repro.tasks.prompt_cache.records import RecordFile
 from t0repro.tasks.readers import Reader, find_reader
-from t0repro.tasks.source import cannot_render, checked_rows, schema_of_rows
+from t0repro.tasks.source import Split, cannot_render, checked_rows, schema_of_rows
 from t0repro.tasks.templates import (
     Drop,
     Renderer,
@@ -157,9 +157,9 @@ def rows_of(rows: RowsOfSplit, reader: Reader) -> Iterator[tuple[int, dict[str, 
     Raises:
       UserError: As for `t0repro.tasks.source.checked_rows`.
     """
-    columns = frozenset(rows.columns)
+    columns, limit = frozenset(rows.columns), Split(rows.file, rows.max_rows, rows.seed)
     schema = schema_of_rows(rows.dataset, rows.subset, reader, columns)
-    return checked_rows(rows.dataset, rows.subset, reader, schema, rows.max_rows)
+    return checked_rows(rows.dataset, rows.subset, reader, schema, limit)
 
 
 def spool_rows(rows: RowsOfSplit, base: str) -> SpooledRows:
@@ -175,7 +175,8 @@ def spool_rows(rows: RowsOfSplit, base: str) -> SpooledRows:
         key: value for key, value in reader.origin().items() if key not in ("path", "modified_ns")
     }
     split = {"dataset": rows.dataset, "subset": rows.subset, "split": rows.file}
-    return SpooledRows(spool, {**split, **origin, "max_rows": rows.max_rows})
+    drawn = {} if rows.seed is None else {"seed": rows.seed}
+    return SpooledRows(spool, {**split, **origin, "max_rows": rows.max_rows, **drawn})
 
 
 # Shards ------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from t0repro.config.t5x.inference import eval_plan
 from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint
@@ -123,6 +125,8 @@ def test_a_gin_file_has_an_adapter_trained_on_a_base_and_resumed(tmp_path):
 
 COUNTED = """
 import sys
+
+import pytest
 from t0repro.cli.app import main
 
 try:
@@ -174,3 +178,46 @@ def test_cached_tasks_are_trained_on_without_tensorflow_to_the_same_bits(tmp_pat
     assert "seqio" in heavy.stdout
     assert len([row for row in ours if row["split"].startswith("training_eval/")]) == 15 * 2
     assert ours == theirs
+
+
+T_FEW = """
+from __gin__ import dynamic_registration
+import t0repro.tasks.demo
+from t0repro.config import choices
+include 't5x/configs/runs/t_few.gin'
+TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 16}
+BATCH_SIZE = 4
+choices.ChoiceLoss.choices = 2
+"""
+
+
+def test_t_fews_recipe_trains_ia3_with_losses_over_choices(tmp_path):
+    macros = [f"{name} = 'x'" for name in ("MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH")]
+    plan = eval_plan(parsed("eval", "eval", *macros, "EVAL_OUTPUT_DIR = 'x'"))
+    base = save_checkpoint(tmp_path / "base", plan, 3)
+    (tmp_path / "recipe.gin").write_text(T_FEW)
+
+    def run(task, *arguments):
+        bindings = [*SIZES, f"INITIAL_CHECKPOINT_PATH = '{base}'", "TRAIN_STEPS = 2"]
+        bindings += [f"MODEL_DIR = '{tmp_path}/run'", f"MIXTURE_OR_TASK_NAME = '{task}'"]
+        files = [f"--gin_file={MODEL}", f"--gin_file={tmp_path}/recipe.gin"]
+        overrides = [f"--gin_bindings={binding}" for binding in bindings]
+        return call("t0repro.train", *files, *overrides, *arguments)
+
+    task = "demo_synthetic_glue_mrpc_paraphrase"
+    code, out, said = run(task, "--dry_run")
+    assert code == 0, out + said
+    assert not (tmp_path / "run").exists()
+    code, _, said = run(task)
+    assert code == 0, said
+    assert "of an adapter beside" in said and "TensorFlow" not in said
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "unlikelihood_loss" in row]
+    for row in rows:
+        parts = [row[f"{name}_loss"] for name in ("cross_ent", "length_normalized", "unlikelihood")]
+        assert sum(parts) == pytest.approx(row["loss"], rel=1e-5)
+    assert rows
+    code, _, said = run("demo_synthetic_ag_news_classify")
+    assert code == 2 and "4 answer choices, and a row has room for 2" in said
+    code, _, said = run("absent")
+    assert code == 2 and "absent" in said

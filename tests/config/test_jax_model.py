@@ -3,6 +3,7 @@
 import pytest
 
 from t0repro.adapters import lora
+from t0repro.config.choices import ChoiceLoss
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs, refuse_on_mesh_tensorflow
 from t0repro.config.run_config import RunConfig
@@ -79,6 +80,22 @@ def test_an_adapter_is_bound_in_training_and_its_errors_name_the_binding():
         assert wrong in caught.value.where or "lora.rank" in caught.value.where
     with pytest.raises(UserError, match="one optimizer"):
         load(adapter, "utils.run.variable_filter = 'decoder'")
+
+
+def test_a_loss_over_choices_is_bound_in_training():
+    loss = "t0repro.jax_training.choice_loss = @t0repro.ChoiceLoss()"
+    unpacked = "mesh_train_dataset_fn.pack = False"
+    config = load(loss, "t0repro.ChoiceLoss.choices = 2", unpacked)
+    assert config.model.choice_loss == ChoiceLoss(choices=2)
+    assert "jax_training.choice_loss" in config.provenance["model.choice_loss"]
+    with pytest.raises(UserError, match=r"jax_training\.choice_loss is (?s:.*)--backend=jax"):
+        refuse_on_mesh_tensorflow()
+    with pytest.raises(UserError, match="pack = False"):
+        load(loss)
+    with pytest.raises(UserError, match="divided by the number of their tokens"):
+        load(loss, unpacked, "Unitransformer.loss_denominator = 100.0")
+    with pytest.raises(UserError, match="choices"):
+        load(loss, unpacked, "t0repro.ChoiceLoss.choices = 1")
 
 
 def test_what_is_recomputed_is_open_unless_gin_binds_it():

@@ -80,6 +80,7 @@ def test_every_field_of_the_model_and_the_optimizer_says_where_it_came_from():
         "model.scale_queries",
         "model.arithmetic",  # what Mesh TensorFlow does not have, only T5X's dialect can set
         "model.adapter",  # there only where jax_training.adapter is bound
+        "model.choice_loss",  # there only where jax_training.choice_loss is bound
         "optimizer.frozen",  # there only where variable_filter is bound
         *(f"optimizer.{name}" for name in T5X_ONLY),
     ]

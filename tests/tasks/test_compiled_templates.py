@@ -129,7 +129,7 @@ def prompts_of(root, dataset, subset, file):
             for name in template_names(dataset, subset):
                 template = load_template(dataset, subset, name)
                 columns = tuple(sorted(columns_read(template)))
-                rows = RowsOfSplit(str(root), dataset, subset, file, None, columns, 0)
+                rows = RowsOfSplit(str(root), dataset, subset, file, None, None, columns, 0)
                 plain = PlainTemplate(
                     template.name, template.id, template.jinja, template.answer_choices
                 )

@@ -126,6 +126,22 @@ def test_an_adapter_computes_what_its_papers_formula_says():
     np.testing.assert_allclose(found, ((x * inputs) @ kernel) * outputs, rtol=1e-5, atol=1e-5)
 
 
+def test_t_fews_targets_compute_what_pefts_do():
+    """The output of wi_1 times a vector is what wo reads times that vector."""
+    params = initial_parameters(T5(DEEP, tiny.FLOAT32), jax.random.key(0))
+    batch, found = tiny.batches(1)[0], []
+    for targets, name in ((".*/mlp/wo/kernel", "wo"), (".*/mlp/wi_1/kernel", "wi_1")):
+        model = T5(DEEP.with_adapter(ia3(targets)), tiny.FLOAT32)
+        own = initial_adapter(model, jax.random.key(1))
+        scale = np.linspace(0.5, 1.5, DEEP.d_ff, dtype="f")
+        moved = jax.tree.map(lambda x, by=scale: x * by, own)
+        assert name in str(jax.tree_util.tree_structure(own))
+        found.append(model.apply({"params": joined(params, moved)}, batch))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
+    plain = T5(DEEP, tiny.FLOAT32).apply({"params": params}, batch)
+    assert np.abs(np.asarray(plain - found[0])).max() > 1e-2
+
+
 # ---- Training ------------------------------------------------------------------------------------
 
 

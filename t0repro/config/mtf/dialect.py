@@ -15,7 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from t0repro.config import gin_door, ranges
-from t0repro.config.configuration import Configuration, NotOnJax, RunInputs, check_adapter
+from t0repro.config.configuration import (
+    Configuration,
+    NotOnJax,
+    RunInputs,
+    check_adapter,
+    check_choice_loss,
+)
 from t0repro.config.gin_door import Bindings
 from t0repro.config.gin_errors import configuration_errors
 from t0repro.config.mtf import decoding as mtf_decoding
@@ -268,7 +274,7 @@ class _ConfigReader:
         train_steps = self._train_steps(inputs.batch_size, inputs.sequence_length)
         model = self._model()
         if inputs.mode == "train":
-            model = self._with_adapter(model)
+            model = self._with_choice_loss(self._with_adapter(model))
         training = mtf_optimizer.OptimizerReader(self._gin.bindings, run, self._gin.provenance)
         optimizer = training.optimizer(model)
         decoding = mtf_decoding.DecodingReader(self._gin.bindings, run, self._gin.provenance)
@@ -306,6 +312,7 @@ class _ConfigReader:
         ranges.check(config, config.provenance)
         config.model.check_position_buckets(config.provenance.get(self._position_setting()))
         check_adapter(config)
+        check_choice_loss(config)
         if (train_data := config.plan.train_data) is not None:
             place = config.provenance.get("plan.train_data.num_shards")
             shards, name = train_data.num_shards, f"{JAX_TRAINING}.data_shards"
@@ -349,6 +356,13 @@ class _ConfigReader:
         find = self._gin.bindings.find
         targets = find((), f"t0repro.adapters.{adapter.kind}", "targets")
         return model.with_adapter(adapter, targets or find((), JAX_TRAINING, "adapter"))
+
+    def _with_choice_loss(self, model: ModelConfig) -> ModelConfig:
+        """The model with the loss over answer choices that gin binds."""
+        loss = jax_training()["choice_loss"]
+        if loss is not None:
+            self._gin.note("model.choice_loss", JAX_TRAINING, "choice_loss")
+        return model.with_choice_loss(loss, self._gin.provenance.get("model.loss_denominator"))
 
     def _position_setting(self) -> str:
         """The field to name in errors about the position bias's buckets: the one that is bound."""

@@ -13,6 +13,7 @@ import gin
 from t0repro import adapters
 from t0repro.adapters.adapter import Adapter
 from t0repro.config import cloud, gin_door
+from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin_door import Bindings, record_bindings
 from t0repro.config.gin_errors import check_references, configuration_errors
@@ -244,7 +245,10 @@ def jax_model(
 
 @gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
 def jax_training(
-    weight_metrics_every: int = 0, data_shards: int = 1, adapter: Adapter | None = None
+    weight_metrics_every: int = 0,
+    data_shards: int = 1,
+    adapter: Adapter | None = None,
+    choice_loss: ChoiceLoss | None = None,
 ) -> dict[str, Any]:
     """The settings of a training run bound by gin, by name.
 
@@ -253,16 +257,19 @@ def jax_training(
       data_shards: `TrainDataConfig.num_shards`.
       adapter: What is trained in place of the model's own parameters: `@adapters.lora()` or
         `@adapters.ia3()`.
+      choice_loss: Losses over an example's answer choices: `@t0repro.ChoiceLoss()`.
     """
     return {
         "weight_metrics_every": weight_metrics_every,
         "data_shards": data_shards,
         "adapter": adapter,
+        "choice_loss": choice_loss,
     }
 
 
 for _function in (adapters.lora, adapters.ia3):
     gin.external_configurable(_function, module="t0repro.adapters")
+gin.external_configurable(ChoiceLoss, module="t0repro")
 
 
 def refuse_on_mesh_tensorflow() -> None:

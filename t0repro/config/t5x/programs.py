@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from t0repro.adapters.adapter import Adapter
+from t0repro.config.choices import ChoiceLoss
 from t0repro.config.t5x.record import Record
 from t0repro.config.t5x.records import (
     CheckpointConfig,
@@ -65,8 +66,9 @@ class TrainProgram(Record):
     use_orbax: bool = True
     verify_matching_vocabs_fn: Any = None
     gc_period: int = 0
-    # Not in T5X: what is trained in place of the model's own parameters.
+    # Not in T5X: what is trained in place of the model's own parameters, and a loss over choices.
     adapter: Adapter | None = None
+    choice_loss: ChoiceLoss | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,7 @@ class PrecompileProgram(Record):
     model_dir: str
     random_seed: int | None = None
     adapter: Adapter | None = None
+    choice_loss: ChoiceLoss | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

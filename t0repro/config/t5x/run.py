@@ -8,7 +8,7 @@ from typing import Any
 
 from t0repro.adapters.adapter import Adapter
 from t0repro.config import ranges
-from t0repro.config.configuration import check_adapter
+from t0repro.config.configuration import check_adapter, check_choice_loss
 from t0repro.config.decoding import GREEDY
 from t0repro.config.inference_plan import EvalPlan, InferPlan
 from t0repro.config.run_config import CheckpointChoice, RunConfig
@@ -45,6 +45,7 @@ _FIELDS = {
     "plan.actions": "train.actions",
     "weight_metrics_every": "trainer.WeightMetricsComputer.every",
     "model.adapter": "train.adapter",
+    "model.choice_loss": "train.choice_loss",
     "plan.user_classes.model": "train.model",
     "plan.user_classes.trainer": "train.trainer_cls",
     "plan.user_classes.partitioner": "train.partitioner",
@@ -79,6 +80,8 @@ def train_config(parsed: Parsed) -> RunConfig:
     plan = _plan(program, places)
     model = t5x_model.model_config(program.model, places)
     model = model.with_adapter(program.adapter, _targets_place(program.adapter, places))
+    divisor = places.place(t5x_model.FIELDS["loss_denominator"])
+    model = model.with_choice_loss(program.choice_loss, divisor)
     train = plan.train_data
     assert isinstance(train, SeqioDataConfig)
     config = RunConfig(
@@ -101,6 +104,7 @@ def train_config(parsed: Parsed) -> RunConfig:
     )
     ranges.check(config, config.provenance)
     check_adapter(config)
+    check_choice_loss(config)
     _check(config, places)
     _check_infer_eval(program, places)
     return config
@@ -136,6 +140,7 @@ def precompile_config(parsed: Parsed) -> RunConfig:
         # T5X's own default. Nothing is sampled: the step is compiled but not run.
         random_seed=program.random_seed or 42,
         adapter=program.adapter,
+        choice_loss=program.choice_loss,
     )
     return train_config(dataclasses.replace(parsed, program=training))
 
