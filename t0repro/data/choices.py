@@ -71,7 +71,7 @@ class ChoiceBatches(ResumableBatches):
     def _dataset(self, seed: int, shard: int = 0) -> Iterator[Batch]:
         del shard  # there is only one
         tasks = [
-            examples_of(task_descriptions()[name], self._split, self._lengths, self._choices)
+            list(examples_of(task_descriptions()[name], self._split, self._lengths, self._choices))
             for name in self._rates
         ]
         rates = np.array([*self._rates.values()]) / sum(self._rates.values())
@@ -92,6 +92,20 @@ class ChoiceBatches(ResumableBatches):
 def reads_rows_alone(config: RunConfig) -> bool:
     """Whether a run's tasks need not be given to SeqIO: rows are all that it reads of them."""
     return config.model.choice_loss is not None and config.plan.infer_eval_data is None
+
+
+def check_choices(config: RunConfig) -> Iterator[str]:
+    """Checks the first example of each task that a `choice_loss` is computed on; yields a line.
+
+    Raises:
+      UserError: As `rates_of` and `examples_of`.
+    """
+    data, loss = config.plan.train_data, config.model.choice_loss
+    assert data is not None and loss is not None and config.sequence_length is not None
+    tasks = [task_descriptions()[name] for name in rates_of(data.mixture_or_task_name)]
+    for task in tasks:
+        next(examples_of(task, data.split, config.sequence_length, loss.choices))
+    yield f"rows have room for the answer choices of {counted(len(tasks), 'task')}"
 
 
 def rates_of(name: str) -> dict[str, float]:
@@ -117,8 +131,8 @@ def rates_of(name: str) -> dict[str, float]:
 
 def examples_of(
     task: TaskDescription, split: str, lengths: Mapping[str, int], choices: int
-) -> list[Choices]:
-    """A split's examples in the order of its rows, without those of which no choice is right.
+) -> Iterator[Choices]:
+    """Yields a split's examples in the order of its rows, except those without a right choice.
 
     Args:
       task: A task whose prompt has answer choices.
@@ -130,7 +144,7 @@ def examples_of(
       UserError: If there is no such example, or one has more choices.
     """
     twin = task if task.prompt.score_eval else task.twin()
-    found = []
+    found = False
     of_input = itertools.groupby(
         prompted_examples(twin, split, lengths), key=lambda example: int(example["idx"][0])
     )
@@ -146,14 +160,14 @@ def examples_of(
                 fix=f"Bind ChoiceLoss.choices = {1 + len(wrong)} or more.",
             )
         if right:
-            found.append(Choices(rows[0]["inputs"], (right[0], *wrong)))
+            found = True
+            yield Choices(rows[0]["inputs"], (right[0], *wrong))
     if not found:
         raise UserError(
             f"{task.prompt.name} has no example in {split!r} of which an answer choice is right.",
             where="the training data",
             fix="Choose another split, or leave the task out.",
         )
-    return found
 
 
 def to_batch(rows: Sequence[Choices], lengths: Mapping[str, int], choices: int) -> Batch:

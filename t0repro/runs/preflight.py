@@ -5,11 +5,13 @@
                               addresses    FILES    Google's credentials, for what is in a bucket
                               data         TASKS    mixture, split, caches or rows
                               shards       TASKS    an example of each task for every shard
+                              choices      TASKS    room for the choices of an example
                               checkpoints  INDEX    format, step, vocabulary, types
     T5X's training            batch        NAMES    rows and microbatches
                               train,       TASKS    mixture, split, caches or rows, shards,
                               train_eval,           lengths, vocabularies of tasks and model
                               infer_eval
+                              choices      TASKS    as above
                               restore      INDEX    names and shapes of the parameters
     T5X's eval and infer      files        TASKS    files of examples
                               examples     TASKS    as in a training
@@ -127,6 +129,8 @@ def check_mesh_transformer(configuration: Configuration, *, jax: bool, at_hand: 
     listed.append(Check("data", Cost.TASKS, lambda: _mesh_data(configuration, at_hand)))
     if trains:
         listed.append(Check("shards", Cost.TASKS, lambda: _mesh_training_data(configuration, jax)))
+    if jax and trains and isinstance(config, RunConfig):
+        listed.extend(_choices(config))
     listed.append(Check("checkpoints", Cost.INDEX, lambda: _mesh_checkpoints(configuration, jax)))
     run_checks(listed, _silent, all_at_once=False)
 
@@ -180,6 +184,7 @@ def check_training(
         for name, data in datasets.items()
         if isinstance(data, SeqioDataConfig)
     ]
+    listed.extend(_choices(config))
     if (restore := plan.restore) is not None:
         listed.append(Check("restore", Cost.INDEX, lambda: _restored(restore, config)))
     listed.insert(0, Check("batch", Cost.NAMES, lambda: _batch(config)))
@@ -228,6 +233,15 @@ def _mesh_checkpoints(configuration: Configuration, jax: bool) -> None:
 def _batch(config: RunConfig) -> Iterator[str]:
     rows = config.batch_size // config.num_microbatches
     yield f"{counted(config.batch_size, 'row')}, microbatches of {rows}"
+
+
+def _choices(config: RunConfig) -> list[Check]:
+    """The check of answer choices, if the loss is over them."""
+    if config.model.choice_loss is None:
+        return []
+    from t0repro.data.choices import check_choices
+
+    return [Check("choices", Cost.TASKS, lambda: check_choices(config))]
 
 
 def _files(plan: InferPlan) -> Iterator[str]:

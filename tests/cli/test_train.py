@@ -217,7 +217,7 @@ def test_t_fews_recipe_trains_ia3_with_losses_over_choices(tmp_path):
         parts = [row[f"{name}_loss"] for name in ("cross_ent", "length_normalized", "unlikelihood")]
         assert sum(parts) == pytest.approx(row["loss"], rel=1e-5)
     assert rows
-    code, _, said = run("demo_synthetic_ag_news_classify")
+    code, _, said = run("demo_synthetic_ag_news_classify", "--dry_run")
     assert code == 2 and "4 answer choices, and a row has room for 2" in said
     code, _, said = run("absent")
     assert code == 2 and "absent" in said

@@ -62,7 +62,7 @@ def test_a_row_has_the_right_choice_first_and_then_the_wrong_ones():
 
 
 def test_each_pass_has_each_example_once_in_a_new_order_that_the_seed_decides():
-    count = len(examples_of(task_descriptions()[NEWS], "train", LENGTHS, 4))
+    count = len(list(examples_of(task_descriptions()[NEWS], "train", LENGTHS, 4)))
     assert count == 640
     orders = [
         [
@@ -101,7 +101,7 @@ def test_a_resumed_run_goes_on_after_its_last_batch(tmp_path):
 
 def test_an_example_with_more_choices_than_a_row_has_room_for_is_refused():
     with pytest.raises(UserError, match="4 answer choices, and a row has room for 3") as refused:
-        examples_of(task_descriptions()[NEWS], "train", LENGTHS, 3)
+        next(examples_of(task_descriptions()[NEWS], "train", LENGTHS, 3))
     assert "ChoiceLoss.choices = 4" in refused.value.fix
 
 
