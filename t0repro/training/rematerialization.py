@@ -35,7 +35,7 @@ from t0repro.training.trainer import BaseTrainer
 
 # Compilers need up to a tenth more than this account (docs/scaling.md), and recomputing a little
 # needlessly costs less than a step that does not fit.
-_IN_ALL = 1.1
+IN_ALL = 1.1
 _FROM_LEAST: tuple[Recompute, ...] = ("none", "minimal")
 
 
@@ -60,7 +60,7 @@ def decided(
         way: Recompute = "full"
         for tried in _FROM_LEAST:
             needed[tried] = step_bytes(_recomputing(config, tried), partitioning)
-            if _IN_ALL * needed[tried] <= memory:
+            if IN_ALL * needed[tried] <= memory:
                 way = tried
                 break
         return way, "" if way == "none" else (

@@ -1,9 +1,11 @@
 """The lists of checks before a run: their order, what they raise, and the table that shows them."""
 
+import dataclasses
 import re
 
 import pytest
 
+from t0repro.config.choices import ChoiceLoss
 from t0repro.config.t5x.inference import eval_plan, infer_plan
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError
@@ -75,12 +77,15 @@ def listed(monkeypatch, check, *arguments):
 def test_the_table_has_the_checks_of_each_list_in_their_order(monkeypatch):
     restored = ("utils.RestoreCheckpointConfig.path = 'a/checkpoint_1'",)
     run = parsed("train", "pretrain", "MODEL_DIR = 'm'", "TRAIN_STEPS = 2", *DATA, *restored)
-    training = listed(monkeypatch, preflight.check_training, train_config(run), (None, None))
+    config = train_config(run)
+    with_loss = dataclasses.replace(config.model, choice_loss=ChoiceLoss())
+    config = dataclasses.replace(config, model=with_loss)
+    training = listed(monkeypatch, preflight.check_training, config, (None, None))
     reads = (*DATA, "CHECKPOINT_PATH = 'a'")
     evaluation = eval_plan(parsed("eval", "eval", "EVAL_OUTPUT_DIR = 'e'", *reads))
     inference = infer_plan(parsed("infer", "infer", "INFER_OUTPUT_DIR = 'i'", *reads))
     rows = table()
-    assert len(rows) == 18
+    assert len(rows) == 20
     for found in (
         training,
         listed(monkeypatch, preflight.check_inference, evaluation),
