@@ -1,8 +1,12 @@
-"""T-Few's losses over answer choices: values, gradients, microbatches, refusals."""
+"""T-Few's losses over answer choices: values, gradients, microbatches, devices, refusals."""
 
 import dataclasses
 import functools
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -147,6 +151,16 @@ def test_gradients_are_finite_differences_of_the_independent_loss(params, microb
     assert (loss(step) - loss(-step)) / (2 * step) == pytest.approx(square, rel=2e-3)
 
 
+ON_FOUR = """
+import sys
+from pathlib import Path
+from t0repro.config.run_config import Layout
+from tests.training import test_choice_loss as t
+for name, layout in (("four", Layout(data=2, model=2)), ("sharded", Layout(fully_sharded=True))):
+    t.trained(Path(sys.argv[1]) / name, layout=layout)
+"""
+
+
 def trained(model_dir, **changes):
     """The losses of three steps on one batch, in which some examples have fewer choices."""
     changes = {"model": with_loss(), "num_microbatches": 2, "batch_size": 8, **changes}
@@ -156,10 +170,23 @@ def trained(model_dir, **changes):
     return [row["loss"] for row in lines if "loss" in row]
 
 
-def test_microbatches_train_alike(tmp_path):
+def test_microbatches_and_devices_train_alike(tmp_path):
     expected = trained(tmp_path / "one")
     assert len(expected) == 3 and expected[2] < expected[0]
     assert trained(tmp_path / "whole", num_microbatches=1) == pytest.approx(expected, rel=1e-5)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ON_FOUR, str(tmp_path)],
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("four", "sharded"):
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found = [row["loss"] for row in lines if "loss" in row]
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_scanned_layers_dropout_and_bfloat16_train(tmp_path):
