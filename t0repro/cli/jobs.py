@@ -114,7 +114,7 @@ def status(
 def launch(
     context: typer.Context,
     to: Annotated[
-        Literal["slurm", "k8s", "skypilot", "tpu-vm"],
+        Literal["slurm", "k8s", "skypilot", "gcluster", "tpu-vm"],
         typer.Option("--to", help="The engine that starts the command."),
     ],
     name: Annotated[str, typer.Option(help="The job's name on the engine.")] = "t0repro",
@@ -124,9 +124,7 @@ def launch(
     # With `=`, because Click would otherwise parse --partition as an option of this command.
     option: Annotated[
         list[str] | None,
-        typer.Option(
-            help="An option for sbatch, kubectl, sky or gcloud, as --option=--partition=gpu."
-        ),
+        typer.Option(help="An option for the engine's own command, as --option=--partition=gpu."),
     ] = None,
     machines: Annotated[
         Path | None, typer.Option(help="A YAML file that defines platforms and cells.")
@@ -141,9 +139,10 @@ def launch(
         bool, typer.Option("--dry_run", help="Print what the engine would receive, then exit.")
     ] = False,
 ) -> None:
-    """Start a command as several processes on Slurm, Kubernetes, SkyPilot or a Cloud TPU.
+    """Start a command as several processes on Slurm, Kubernetes, SkyPilot, GKE or a Cloud TPU.
 
-    The command follows two dashes. For a TPU, prints the gcloud commands to run one after another.
+    The command follows two dashes. Google's Cluster Toolkit (gcluster) submits it to GKE. For
+    tpu-vm, prints the gcloud commands to run one after another.
 
     Example:
       t0repro launch --to slurm --processes 4 --option=--gpus-per-task=1 --dry_run
@@ -172,6 +171,10 @@ def launch(
     if to == "tpu-vm":
         for command in launching.tpu_vm_commands(asked):
             typer.echo(shlex.join(command))
+        return
+    if to == "gcluster":
+        submit = launching.gcluster_command(asked)
+        echo(shlex.join(submit) if dry_run else engines.run_engine(*submit))
         return
     if to == "slurm":
         text, submit = launching.slurm_script(asked), ("sbatch", "--parsable")

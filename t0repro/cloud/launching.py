@@ -1,9 +1,8 @@
 """Writes an engine's input to start a command as several processes that work together.
 
-Slurm gets a batch script, Kubernetes a JobSet, SkyPilot a task, a Cloud TPU the gcloud commands. In
-each the
-processes find each other by what the engine puts into their environment
-(t0repro.partitioning.processes).
+Slurm gets a batch script, Kubernetes a JobSet, SkyPilot a task, Google's Cluster Toolkit one
+command, a Cloud TPU three. In each the processes find each other by what the engine puts into their
+environment (t0repro.partitioning.processes).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from t0repro.cloud import engines
@@ -28,6 +28,9 @@ _RESTARTS = 3
 # JobSet refuses a manifest whose longest pod name, NAME-processes-0-9999-abcde, has more than 63
 # letters, and a TPU's name may have 40.
 _LONGEST_NAME = 40
+_LONGEST_NAME_OF_GCLUSTER = 28
+# What gcluster itself takes for a TPU; it resolves v5p-4 to ct5p-hightpu-4t, for example.
+_TPU = re.compile(r"v[4-6][ep]?(-\d+)?|v5litepod.*|ct.*|.*tpu.*", re.IGNORECASE)
 # The processes save and end when they get this signal; Slurm sends it before the time is up.
 _SECONDS_TO_SAVE = 120
 
@@ -148,10 +151,7 @@ def sky_task(launch: Launch) -> dict[str, Any]:
       UserError: for a name without a letter, or a variable's that no shell takes.
     """
     variables = dict(_environment(launch))
-    limits, words = launch.limits, shlex.join(launch.command)
-    if limits.seconds is not None:
-        # The run saves and ends when it gets the signal; a task has no limit of its own.
-        words = f"timeout --kill-after={_SECONDS_TO_SAVE} {math.ceil(limits.seconds)} {words}"
+    limits = launch.limits
     resources = {
         name: f"{math.ceil(limit)}+"
         for name, limit in (("cpus", limits.cpus), ("memory", limits.memory_gb))
@@ -167,9 +167,55 @@ def sky_task(launch: Launch) -> dict[str, Any]:
 export T0REPRO_COORDINATOR_ADDRESS=$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{_PORT}
 export T0REPRO_PROCESS_COUNT=$SKYPILOT_NUM_NODES
 export T0REPRO_PROCESS_INDEX=$SKYPILOT_NODE_RANK
-{words}
+{_timed(launch)}
 """,
     }
+
+
+def gcluster_command(launch: Launch) -> list[str]:
+    """The command of Google's Cluster Toolkit that creates a JobSet, one pod for each process.
+
+    A TPU slice determines the number of its pods, so `processes` is not used there.
+
+    Raises:
+      UserError: if gcluster would refuse the command, or lacks a place for a part of it.
+    """
+    options, limits = launch.machine.options, launch.limits
+    _require(options, "gcluster submits no job", "--compute-type", ("--image", "--base-image"))
+    if limits.cpus or limits.memory_gb is not None:
+        raise UserError(
+            "gcluster has no option for a process's processors and memory.",
+            where="cpus, memory_gb, in the file of machines",
+            fix="Remove them: a process gets the machine that --option=--compute-type names.",
+        )
+    _refuse_secrets(launch, "in the JobSet's command")
+    name = _label(launch.name, _LONGEST_NAME_OF_GCLUSTER)
+    variables = dict(_environment(launch))
+    if _TPU.fullmatch(_value(options, "--compute-type")):
+        variables["T0REPRO_PROCESS_COUNT"] = "auto"
+        size = []
+    else:
+        if _value(options, "--num-slices") not in ("", "1"):
+            raise UserError(
+                "Processes of different slices without a TPU would have the same index.",
+                where="--option=--num-slices",
+                fix="Remove it, and give the number of all machines: --processes.",
+            )
+        variables |= {
+            # gcluster calls its only replicated job main-job.
+            "T0REPRO_COORDINATOR_ADDRESS": f"{name}-main-job-0-0.{name}:{_PORT}",
+            "T0REPRO_PROCESS_COUNT": str(launch.processes),
+        }
+        size = [f"--num-nodes={launch.processes}"]
+    words = shlex.join(["env", *(f"{key}={text}" for key, text in variables.items())])
+    return [
+        *("gcluster", "job", "submit", f"--name={name}", *size, f"--restarts={_RESTARTS}"),
+        f"--grace-period={_SECONDS_TO_SAVE}s",
+        # Bash runs it in the pod, after Kubernetes has replaced $(NAME) and $$.
+        "--command=" + f"exec {words} {_timed(launch)}".replace("$", "$$"),
+        # Last, because a user's value for an option above overrides it.
+        *options,
+    ]
 
 
 def tpu_vm_commands(launch: Launch) -> list[list[str]]:
@@ -181,23 +227,11 @@ def tpu_vm_commands(launch: Launch) -> list[list[str]]:
       UserError: if the machine's options lack what gcloud requires, or the name has no letter.
     """
     options = launch.machine.options
-    for required in ("--zone", "--accelerator-type", "--version"):
-        # "--zone=" alone says nothing either.
-        if not any(re.match(f"{required}=.", option) for option in options):
-            raise UserError(
-                f"gcloud creates no TPU without {required}.",
-                where="--option",
-                fix=f"Add --option={required}=..., or put it into the file of machines.",
-            )
+    _require(options, "gcloud creates no TPU", "--zone", "--accelerator-type", "--version")
     # Where the TPU is; the other options describe what to create.
     place = [option for option in options if option.startswith(("--zone=", "--project="))]
     tpu_vm, name = ["gcloud", "compute", "tpus", "tpu-vm"], _label(launch.name)
-    if secrets := launch.secrets:
-        raise UserError(
-            f"{', '.join(secrets)} would be printed and stand in the list of the TPU's processes.",
-            where="environment, in the file of machines",
-            fix="Keep it in Secret Manager, and read it in the command that is started.",
-        )
+    _refuse_secrets(launch, "in the list of the TPU's processes")
     variables = [*_environment(launch), ("T0REPRO_PROCESS_COUNT", "auto")]
     words = ["env", *(f"{key}={text}" for key, text in variables), *launch.command]
     return [
@@ -205,6 +239,41 @@ def tpu_vm_commands(launch: Launch) -> list[list[str]]:
         [*tpu_vm, "ssh", name, *place, "--worker=all", f"--command={shlex.join(words)}"],
         [*tpu_vm, "delete", name, *place, "--quiet"],
     ]
+
+
+def _value(options: Sequence[str], name: str) -> str:
+    """An option's value, the last one given; empty if there is none."""
+    given = [option for option in options if option.startswith(f"{name}=")]
+    return given[-1].removeprefix(f"{name}=") if given else ""
+
+
+def _require(options: Sequence[str], does_not: str, *names: str | tuple[str, ...]) -> None:
+    """Refuses options without a value for each name; of several names in a tuple one is enough."""
+    for name in names:
+        choices = (name,) if isinstance(name, str) else name
+        if not any(_value(options, choice) for choice in choices):
+            raise UserError(
+                f"{does_not} without {' or '.join(choices)}.",
+                where="--option",
+                fix=f"Add --option={choices[0]}=..., or put it into the file of machines.",
+            )
+
+
+def _refuse_secrets(launch: Launch, where: str) -> None:
+    if secrets := launch.secrets:
+        raise UserError(
+            f"{', '.join(secrets)} would be printed and stand {where}.",
+            where="environment, in the file of machines",
+            fix="Keep it in Secret Manager, and read it in the command that is started.",
+        )
+
+
+def _timed(launch: Launch) -> str:
+    """The command for a shell; at the time limit it gets the signal, saves and ends."""
+    words, seconds = shlex.join(launch.command), launch.limits.seconds
+    if seconds is None:
+        return words
+    return f"timeout --kill-after={_SECONDS_TO_SAVE} {math.ceil(seconds)} {words}"
 
 
 def _sbatch_word(option: str) -> str:
@@ -225,9 +294,9 @@ def _sbatch_word(option: str) -> str:
     return f'"{escaped}"'
 
 
-def _label(name: str) -> str:
+def _label(name: str, longest: int = _LONGEST_NAME) -> str:
     """A name as JobSet and TPUs take it: lower case letters, digits and dashes, a letter first."""
-    label = re.sub("^[^a-z]+", "", engines.allowed_name(name))[:_LONGEST_NAME].strip("-")
+    label = re.sub("^[^a-z]+", "", engines.allowed_name(name))[:longest].strip("-")
     if not label:
         raise UserError(
             f"The name {name!r} has no letter from a to z.",

@@ -17,7 +17,14 @@ from typer.testing import CliRunner
 from t0repro.cli.app import app
 from t0repro.cli.gate import ErrorHandling
 from t0repro.cloud.engines import read_template
-from t0repro.cloud.launching import Launch, job_set, sky_task, slurm_script, tpu_vm_commands
+from t0repro.cloud.launching import (
+    Launch,
+    gcluster_command,
+    job_set,
+    sky_task,
+    slurm_script,
+    tpu_vm_commands,
+)
 from t0repro.cloud.machines import Machine
 from t0repro.errors import UserError
 from t0repro.training.checkpoints import list_checkpoints
@@ -116,6 +123,9 @@ def test_a_name_becomes_one_that_job_set_and_tpus_take(name):
     assert tpu_vm_commands(Launch(name, COMMAND, 1, machine))[0][5] == label
 
 
+GPUS = ["--image=example/t0:1", "--compute-type=h100-80gb-8"]
+
+
 @pytest.mark.parametrize(
     ("to", "fields", "message"),
     [
@@ -124,6 +134,11 @@ def test_a_name_becomes_one_that_job_set_and_tpus_take(name):
         (slurm_script, {"options": ["--partition="]}, "cannot be an option"),
         (slurm_script, {"environment": {"A-B": "1"}}, "No variable can be called 'A-B'"),
         (tpu_vm_commands, {"options": ["--zone="]}, "without --zone"),
+        (gcluster_command, {"options": ["--image=a"]}, "without --compute-type"),
+        (gcluster_command, {"options": ["--compute-type=l4-1"]}, "without --image or --base-image"),
+        (gcluster_command, {"options": [*GPUS, "--num-slices=2"]}, "the same index"),
+        (gcluster_command, {"options": GPUS, "memory_gb": 8}, "no option for a process's proc"),
+        (gcluster_command, {"options": GPUS, "environment": {"API_KEY": "a"}}, "API_KEY would be"),
     ],
 )
 def test_what_an_engine_would_refuse_is_refused_first(to, fields, message):
@@ -244,6 +259,61 @@ def test_skypilot_gets_the_task_in_a_file_and_secrets_by_name(tmp_path, monkeypa
     start = "launch --yes --detach-run --gpus=H100:8 --secret=API_KEY /"
     assert words.startswith(start) and words.endswith("/task.yaml")
     assert json.loads(task)["num_nodes"] == 1 and "hidden" not in task
+
+
+# Of gcluster 1.95.0, the flags of `gcluster job submit` that are used here or in the documentation.
+GCLUSTER = {
+    "name", "num-nodes", "restarts", "grace-period", "command", "image", "compute-type", "cluster",
+    "location", "project", "queue", "num-slices",
+}  # fmt: skip
+
+
+def gcluster(*options, **fields):
+    machine = Machine(options=list(options), **fields)
+    command = gcluster_command(Launch("t0 Train " + "a" * 40, COMMAND, 4, machine))
+    assert command[:3] == ["gcluster", "job", "submit"]
+    flags = dict(word.removeprefix("--").split("=", 1) for word in command[3:])
+    assert flags.keys() <= GCLUSTER and len(flags["name"]) <= 28
+    return flags
+
+
+def test_gcluster_gets_a_command_that_each_pod_runs_and_that_names_the_first(tmp_path):
+    # Kubernetes replaces $$ by $; what it does with $(NAME) does not matter after that.
+    flags = gcluster(*GPUS, "--restarts=0", time_limit=3600, environment={"V": ODD})
+    (tmp_path / "t0repro").write_text('#!/bin/bash\nprintf \'%s\\n\' "$V" "$@"; env\n')
+    (tmp_path / "t0repro").chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash", "-c", flags["command"].replace("$$", "$")],
+        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert done[: len(COMMAND)] == [ODD, *COMMAND[1:]]
+    name = flags["name"]
+    assert {
+        f"T0REPRO_COORDINATOR_ADDRESS={name}-main-job-0-0.{name}:8476",
+        "T0REPRO_PROCESS_COUNT=4",
+    } <= set(done)
+    assert "timeout --kill-after=120 3600 t0repro" in flags["command"]
+    assert (flags["num-nodes"], flags["grace-period"]) == ("4", "120s")
+    assert flags["restarts"] == "0", "the user's option overrides ours"
+
+
+@pytest.mark.parametrize("kind", ["v6e-8", "v4-8", "v5litepod-16", "ct5p-hightpu-4t", "tpu7x"])
+def test_gcluster_counts_a_tpus_pods_itself(kind):
+    flags = gcluster("--image=a", f"--compute-type={kind}", "--num-slices=2")
+    assert "num-nodes" not in flags
+    assert "T0REPRO_PROCESS_COUNT=auto" in flags["command"]
+    assert "COORDINATOR" not in flags["command"]
+
+
+@pytest.mark.skipif(shutil.which("gcluster") is None, reason="gcluster is not here")
+def test_gcluster_knows_every_flag():
+    command = gcluster_command(Launch("t0", COMMAND, 4, Machine(options=GPUS)))
+    done = subprocess.run([*command, "--no-such-flag"], capture_output=True, text=True)
+    # It names the first flag that it does not know.
+    assert "unknown flag: --no-such-flag" in done.stderr, done.stderr
 
 
 TPU = ("--zone=europe-west4-a", "--accelerator-type=v3-512", "--version=tpu-ubuntu2204-base")
