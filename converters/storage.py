@@ -305,23 +305,21 @@ def read_into(path: str, start: int, array: np.ndarray) -> bool:
       OSError: If the file cannot be read.
     """
     room = array.reshape(-1).view(np.uint8).data
-    system, path = located(path) if is_remote(path) else (None, path)
+    if is_remote(path):
+        # By ranges: a file of the library would hold its parts and one more copy of them.
+        for begin in range(0, len(room), _PART_BYTES):
+            end = min(begin + _PART_BYTES, len(room))
+            data = buckets.read_part(path, start + begin, start + end)
+            if len(data) != end - begin:
+                return False
+            room[begin:end] = data
+        return True
     # Unbuffered: bytes go straight into the array's memory.
-    opened = system.open(path, "rb", block_size=1 << 24) if system else open(path, "rb", 0)
-    with opened as file:
+    with open(path, "rb", 0) as file:
         file.seek(start)
-        # By parts: the library would make another copy of all that is asked for at a time.
-        while room and (count := _read_some(file, room[:_PART_BYTES])):
+        while room and (count := file.readinto(room[:_CHUNK_BYTES])):
             room = room[count:]
     return not room
-
-
-def _read_some(file: Any, room: memoryview) -> int:
-    if hasattr(file, "readinto"):
-        return file.readinto(room)
-    data = file.read(len(room))  # TensorFlow's files
-    room[: len(data)] = data
-    return len(data)
 
 
 class LocalCopy:
