@@ -24,7 +24,8 @@ from t0repro.words import sized
 from t0repro.working_copies import Scratch
 
 _CHUNK_BYTES = 1 << 26
-_PART_BYTES = 1 << 24  # what is sent or read of a large object at a time
+_PART_BYTES = 1 << 24  # what is sent of a large object at a time; stores take 10,000 such parts
+_READ_BYTES = 1 << 22  # what is read of a large object at a time
 
 
 def is_remote(path: str) -> bool:
@@ -250,10 +251,12 @@ class NewObject(io.RawIOBase):
         """Writes all of the bytes; sends the parts that they fill."""
         content = memoryview(data)
         with writing(self.name):
-            # The library would keep all that it is given at a time.
-            for start in range(0, len(content), _PART_BYTES):
-                self._file.write(content[start : start + _PART_BYTES])
-        return len(content)
+            # Each part is filled exactly: the library sends, and holds, all that it was given.
+            while content:
+                room = _PART_BYTES - self._file.tell() % _PART_BYTES
+                self._file.write(content[:room])
+                content = content[room:]
+        return memoryview(data).nbytes
 
     def truncate(self, size: int | None = None, /) -> int:
         """Does nothing: an object ends where it was written to."""
@@ -307,8 +310,8 @@ def read_into(path: str, start: int, array: np.ndarray) -> bool:
     room = array.reshape(-1).view(np.uint8).data
     if is_remote(path):
         # By ranges: a file of the library would hold its parts and one more copy of them.
-        for begin in range(0, len(room), _PART_BYTES):
-            end = min(begin + _PART_BYTES, len(room))
+        for begin in range(0, len(room), _READ_BYTES):
+            end = min(begin + _READ_BYTES, len(room))
             data = buckets.read_part(path, start + begin, start + end)
             if len(data) != end - begin:
                 return False

@@ -3,12 +3,11 @@
     python scripts/bench/convert.py                # XL: 2.85e9 parameters, 11.4 GB in float32
     python scripts/bench/convert.py --size base --to jax hf
 
-Each conversion runs in its own process; its peak resident memory is the kernel's figure
-(ru_maxrss). The copy is `cp` of the source's files followed by `fsync`, timed before each
-conversion because a machine's first writes may be slower than later ones. Copies and conversions
-all start with their source out of the page cache. The target is at most 2.5 times the copy's time
-and at most 2.5 GB. Files go to a temporary directory, which needs four times the model's size, and
-are removed.
+Each conversion runs in its own process; its peak resident memory is the kernel's figure (VmHWM).
+The copy is `cp` of the source's files followed by `fsync`, timed before each conversion because a
+machine's first writes may be slower than later ones. Copies and conversions all start with their
+source out of the page cache. The target is at most 2.5 times the copy's time and at most 2.5 GB.
+Files go to a temporary directory, which needs four times the model's size, and are removed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -113,7 +111,9 @@ def main() -> None:
 
         source, target, to = arguments.convert
         convert(source, target, to.removesuffix("-scanned"), scan=to.endswith("-scanned"))
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # kB on Linux
+        # Not ru_maxrss, which begins with the memory of the process that starts this one.
+        status = Path("/proc/self/status").read_text().splitlines()
+        print(next(line.split()[1] for line in status if line.startswith("VmHWM")))  # kB
         return
     root = Path(tempfile.mkdtemp(dir=arguments.directory))
     try:
