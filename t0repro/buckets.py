@@ -18,6 +18,9 @@ import json
 import logging
 import os
 import re
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -38,6 +41,7 @@ _VENDOR = Path("/sys/class/dmi/id/sys_vendor")
 _LISTED_AS_FOLDERS = "directory"
 _PART_BYTES = 1 << 18  # as much as TensorFlow reads of a file at a time
 _PARTS_AT_A_TIME = 16  # requests
+_CONNECT_SECONDS = 10.0
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -214,11 +218,30 @@ def file_system(scheme: str) -> Any:
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         # Without listings kept, what another process wrote a moment ago is seen.
-        return fsspec.filesystem(scheme, use_listings_cache=False, **options)
+        system = fsspec.filesystem(scheme, use_listings_cache=False, **options)
     except (ImportError, ValueError) as error:
         raise UserError(
             f"Addresses that begin with {scheme}:// cannot be opened: {error}.",
             fix="Install the package that the message names, or copy the files here.",
+        ) from None
+    if scheme == "gs":
+        _check_reachable(system.base)
+    return system
+
+
+def _check_reachable(server: str) -> None:
+    """Raises UserError if no connection can be made; gcsfs tries for 40 s, at each request."""
+    url = urllib.parse.urlsplit(server)
+    if urllib.request.getproxies():  # they reach what this machine does not
+        return
+    port = url.port or {"http": 80}.get(url.scheme, 443)
+    try:
+        socket.create_connection((url.hostname, port), _CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UserError(
+            f"Google Cloud Storage cannot be reached: {error}.",
+            where=f"{url.scheme}://{url.netloc}",
+            fix="Check the connection, or give a local path.",
         ) from None
 
 

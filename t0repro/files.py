@@ -109,8 +109,8 @@ def input_path(path: str | os.PathLike[str], where: str | None = None) -> Path:
     return _without_file_scheme(path)
 
 
-def check_output(path: str | os.PathLike[str], where: str | None = None) -> None:
-    """Raises UserError for an address that `output_path` could not open; touches no network."""
+def check_address(path: str | os.PathLike[str], where: str | None = None) -> None:
+    """Raises UserError for an address that this machine cannot open; touches no network."""
     if is_address(path):
         checked(path, where)
 

@@ -10,6 +10,8 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from t0repro import buckets
+from t0repro.buckets import is_address, scheme_of
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 VOCABULARY_VARIABLE = "T0REPRO_VOCAB"
 DEFAULT_ADDRESS = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
 EXTRA_IDS = 100
+_PUBLIC = "gs://t5-data/"
 TIMEOUT_SECONDS = 10.0
 
 
@@ -27,7 +30,7 @@ class VocabularyFile:
     """A SentencePiece model with T5's sentinels after its pieces, without SeqIO.
 
     Attributes:
-      address: The model's path, or a gs:// address, which is fetched once over HTTPS.
+      address: The model's path or address, which is fetched once.
       extra_ids: Number of sentinels; `<extra_id_0>` comes last.
     """
 
@@ -112,26 +115,35 @@ def local_copy(address: str) -> str:
     Raises:
       UserError: If there is no such file, or the bucket does not answer within seconds.
     """
-    if not address.startswith("gs://"):
+    if not is_address(address):
         if not Path(address).is_file():
             raise UserError("The vocabulary is missing.", where=address, fix=_advice())
         return address
     # Use the full address, so that vocabularies in two buckets do not collide.
-    copy = _cache_folder() / address.removeprefix("gs://")
+    copy = _cache_folder() / address.removeprefix("gs://").replace("://", "/")
     if not copy.is_file():
-        write_atomically(copy, _fetch(address))
+        content = _fetch(address)
+        if isinstance(content, UserError):
+            raise content
+        write_atomically(copy, content)
     return str(copy)
 
 
-def _fetch(address: str) -> bytes:
-    url = "https://storage.googleapis.com/" + address.removeprefix("gs://")
+@functools.lru_cache(maxsize=4)
+def _fetch(address: str) -> bytes | UserError:
+    """A file in a bucket, or why it cannot be read; asked for once, since tasks share one."""
+    private = scheme_of(address) != "gs" or buckets.has_google_credentials()
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
-            return response.read()
-    except (urllib.error.URLError, OSError) as error:
-        raise UserError(
-            f"The vocabulary cannot be reached: {error}", where=address, fix=_advice()
-        ) from error
+        # A public bucket answers over HTTPS without credentials.
+        if address.startswith(_PUBLIC) or not private:
+            url = "https://storage.googleapis.com/" + address.removeprefix("gs://")
+            with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
+                return response.read()
+        return buckets.read(buckets.checked(address, "the vocabulary"))
+    except UserError as error:
+        return error
+    except OSError as error:  # urllib's errors too
+        return UserError(f"The vocabulary cannot be reached: {error}", where=address, fix=_advice())
 
 
 def _cache_folder() -> Path:

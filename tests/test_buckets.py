@@ -1,10 +1,12 @@
 """Buckets: objects, leases and working copies, on fsspec's memory and on loopback servers."""
 
 import json
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 import pytest
 
@@ -226,3 +228,15 @@ def test_a_report_names_the_address_of_its_evaluation_and_is_read_back_from_ther
     folder, step = find_evaluation(tmp_path / "report.json")
     assert step == report.provenance.step
     assert {path.name for path in folder.iterdir()} == {p.name for p in evaluation.folder.iterdir()}
+
+
+def test_an_unreachable_store_is_named_within_seconds(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+    buckets.file_system.cache_clear()
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="Google Cloud Storage cannot be reached") as error:
+        buckets.exists("gs://bucket/object")
+    assert time.monotonic() - begin < 5  # gcsfs, asked in vain: 39 s
+    assert error.value.where == f"http://127.0.0.1:{port}"

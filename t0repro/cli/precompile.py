@@ -22,7 +22,7 @@ from t0repro.cli.options import (
 from t0repro.cli.results import echo
 from t0repro.cli.run_modes import T5xOptions, gin_inputs, parse_files, register
 from t0repro.cli.spelling import output
-from t0repro.files import check_output
+from t0repro.files import check_address
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
@@ -79,7 +79,7 @@ def precompile(
     # T5X's files first, so that their errors are reported before JAX is imported.
     read = None if mode is None else _t5x_config(gin_inputs(mode.value, options))
     if mode is RunMode.PRECOMPILE and read is not None:
-        check_output(read[1].model_dir, read[1].provenance.get("model_dir", "MODEL_DIR"))
+        check_address(read[1].model_dir, read[1].provenance.get("model_dir", "MODEL_DIR"))
     with _joined(processes, topology):
         if read is not None and options.dry_run:
             _check_tasks(*read, options)

@@ -29,13 +29,14 @@ from t0repro.cli.results import echo
 from t0repro.cli.spelling import LogOptions, source
 from t0repro.cloud.arguments import JobMode
 from t0repro.errors import UserError
-from t0repro.files import check_output, output_path
+from t0repro.files import check_address, output_path
 from t0repro.jobs.options import AuxiliaryOptions
 
 if TYPE_CHECKING:
     from t0repro.config.inference_plan import InferencePlan
     from t0repro.config.run_config import RunConfig
     from t0repro.config.t5x.gin_files import Parsed, T5xInputs
+    from t0repro.config.training_plan import RestoreConfig
 
 
 Plan = TypeVar("Plan", bound="InferencePlan")
@@ -100,7 +101,7 @@ def evaluate(
         from t0repro.config.t5x.inference import eval_plan
 
         plan = eval_plan(parsed)
-        _check_output(plan, parsed, "evaluate.output_dir")
+        _check_addresses(plan, parsed, "evaluate.output_dir")
         # Only after the gin files have been checked, because importing tasks takes seconds.
         register(parsed, options)
         if options.dry_run:
@@ -153,7 +154,7 @@ def infer(
         from t0repro.config.t5x.inference import infer_plan
 
         plan = infer_plan(parsed)
-        _check_output(plan, parsed, "infer.output_dir")
+        _check_addresses(plan, parsed, "infer.output_dir")
         register(parsed, options)
         if options.dry_run:
             from t0repro.runs.preflight import check_inference
@@ -173,11 +174,27 @@ def infer(
             batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
 
 
-def _check_output(plan: InferencePlan, parsed: Parsed, name: str) -> None:
-    """Refuses an address as the place of the results, before tasks are imported."""
+def _check_addresses(plan: InferencePlan, parsed: Parsed, output: str) -> None:
+    """Refuses addresses that cannot be opened, before tasks are imported.
+
+    Args:
+      plan: The run.
+      parsed: Its gin files.
+      output: The gin name of the results' place.
+    """
     from t0repro.config.t5x.places import Places
 
-    check_output(plan.output_dir, Places.of(parsed.values).place(name) or name)
+    check_address(plan.output_dir, Places.of(parsed.values).place(output) or output)
+    _check_restored(plan.restore, parsed)
+
+
+def _check_restored(restore: RestoreConfig | None, parsed: Parsed) -> None:
+    from t0repro.config.t5x.places import Places
+
+    where = "utils.RestoreCheckpointConfig.path"
+    paths = () if restore is None else restore.path
+    for path in (paths,) if isinstance(paths, str) else paths:
+        check_address(path, Places.of(parsed.values).place(where) or where)
 
 
 def _with_own_output(plan: Plan) -> Plan:
@@ -311,7 +328,8 @@ def train(
     from t0repro.config.t5x.run import train_config
 
     config, model = train_config(parsed), parsed.program.model
-    check_output(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
+    check_address(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
+    _check_restored(config.plan.restore, parsed)
     with processes.joined(), contextlib.ExitStack() as beside:
         vocabularies = (model.input_vocabulary, model.output_vocabulary)
         from t0repro.data.choices import reads_rows_alone

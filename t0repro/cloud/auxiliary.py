@@ -20,7 +20,7 @@ from t0repro.cloud.engines import make_launcher
 from t0repro.cloud.machines import find_machine
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
-from t0repro.files import check_output
+from t0repro.files import check_address
 from t0repro.jobs.commands import JobSettings, check, check_by_dry_run
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.options import AuxiliaryOptions
@@ -57,7 +57,7 @@ def make_controller(
     Raises:
       UserError: if they contradict each other.
     """
-    check_output(model_dir, "--model_dir")
+    check_address(model_dir, "--model_dir")
     machine = find_machine(
         options.machines, options.auxiliary_job_platform, options.auxiliary_job_cell
     )
@@ -111,7 +111,7 @@ def auxiliary_jobs_beside(
       UserError: at once, if a job could not work; at the end, if not every job succeeded.
     """
     # Check here too: the controller would find a mistake only after training has begun.
-    check_output(model_dir, "--model_dir")
+    check_address(model_dir, "--model_dir")
     check_jobs(options, gin)
     asked = json.dumps([dataclasses.asdict(options), dataclasses.asdict(gin)], default=str)
     controller = subprocess.Popen(

@@ -13,7 +13,7 @@ from t0repro.buckets import check_credentials, checked, is_address, read, scheme
 from t0repro.config.configuration import RunInputs
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
-from t0repro.files import check_output
+from t0repro.files import check_address
 
 
 def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
@@ -56,7 +56,7 @@ def check_outputs(config: RunConfig, *, jax: bool = True) -> None:
 def _check_output(path: str, where: str, *, jax: bool) -> None:
     scheme = scheme_of(path)
     if jax or scheme is None:
-        check_output(path, where)
+        check_address(path, where)
     elif scheme != "gs":
         raise UserError(
             f"{path} cannot be written to: TensorFlow writes to local paths and gs:// addresses.",

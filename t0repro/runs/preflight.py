@@ -102,7 +102,8 @@ def run_checks(
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise UserError("\n".join(str(error) for error in errors))
+        # Datasets share vocabularies: what is wrong with one is said once.
+        raise UserError("\n".join(dict.fromkeys(map(str, errors))))
 
 
 # ---- The lists ----------------------------------------------------------------------------------

@@ -166,14 +166,20 @@ LENGTHS = "--gin.TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}"
         ("eval", "eval", "EVAL_OUTPUT_DIR"),
         ("infer", "infer", "INFER_OUTPUT_DIR"),
         ("precompile", "precompile", "MODEL_DIR"),
+        ("train", "finetune", "INITIAL_CHECKPOINT_PATH"),
+        ("eval", "eval", "CHECKPOINT_PATH"),
+        ("infer", "infer", "CHECKPOINT_PATH"),
     ],
 )
 def test_a_t5x_macro_with_an_address_is_refused_before_tasks_are_imported(
     command, files, binding, monkeypatch, capsys, tmp_path
 ):
-    more = {"train": ["--gin.TRAIN_STEPS=1"], "precompile": []}.get(
-        command, ["--gin.CHECKPOINT_PATH='x'"]
-    )
+    more = {
+        "train": ["--gin.TRAIN_STEPS=1", "--gin.MODEL_DIR='x'"],
+        "eval": ["--gin.CHECKPOINT_PATH='x'", "--gin.EVAL_OUTPUT_DIR='x'"],
+        "infer": ["--gin.CHECKPOINT_PATH='x'", "--gin.INFER_OUTPUT_DIR='x'"],
+        "precompile": [],
+    }[command]
     monkeypatch.chdir(tmp_path)
     for scheme, why in SCHEMES.items():
         arguments = [

@@ -21,7 +21,7 @@ from t0repro.config.gin_imports import default_bindings, mesh_folders, restrict_
 from t0repro.config.mtf import packages
 from t0repro.config.run_config import Recompute
 from t0repro.errors import UserError
-from t0repro.files import check_output
+from t0repro.files import check_address
 from t0repro.tasks.module_names import resolved
 from t0repro.tasks.registration import hand_to_seqio, load_tasks
 from t0repro.tasks.task import add_cache_dirs
@@ -91,7 +91,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     # Modules of --module_import are allowed in gin files too.
     restrict_imports(None if allowlist is None else (*allowlist, *inputs.module_imports))
     for cache_dir in inputs.cache_dirs:
-        check_output(cache_dir, "--additional_task_cache_dirs")
+        check_address(cache_dir, "--additional_task_cache_dirs")
     # Parse defaults.gin first, so that files and parameters override it.
     with record_bindings() as bindings:
         gin.parse_config_files_and_bindings(
