@@ -27,7 +27,7 @@ alias = {} if is_t0_installed() else {"t0": f"tasks/{ALIAS}"}
 
 
 # What `pip install t0repro` brings: the command line, conversion and reports. The whole of t0repro,
-# with SeqIO, TensorFlow and Mesh TensorFlow, is installed by scripts/setup.sh from the lock alone:
+# with SeqIO, TensorFlow and Mesh TensorFlow, is installed by scripts/setup.sh from the locks alone:
 # t5, promptsource and tensorflow-estimator state requirements that pip refuses, so no extra
 # can name them. Lower bounds are the locked versions where older ones are known not to do.
 COMMAND_LINE = [

@@ -458,7 +458,7 @@ def adapter_conversion(
 
 def versions() -> dict[str, str | None]:
     """Versions of the packages involved, None for those not installed; kept in the manifest."""
-    packages = ("t0repro", "numpy", "jax", "orbax-checkpoint", "mesh-tensorflow", "tensorflow")
+    packages = ("t0repro", "numpy", "jax", "orbax-checkpoint", "mesh-tensorflow", "tensorflow-cpu")
     return {name: _version(name) for name in packages}
 
 

@@ -1,7 +1,7 @@
 # The JAX stack; what follows the image's name are options of `t0repro run`.
 #   docker build --file docker/jax.Dockerfile --build-arg ACCELERATOR=tpu --tag t0repro-jax .
 #   docker run t0repro-jax --run_mode=train --gin_file=...
-# Not slim: the lock has packages without wheels, which need a C compiler.
+# Not slim: the locks have packages without wheels, which need a C compiler.
 FROM python:3.11-bookworm
 
 # cpu, gpu or tpu: which of jax's builds is installed.
@@ -14,14 +14,15 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1
 
 WORKDIR /opt/t0repro
-COPY requirements.lock setup.py pyproject.toml README.md ./
+COPY requirements requirements
+COPY setup.py pyproject.toml README.md ./
 COPY scripts/setup.sh scripts/setup.sh
 COPY t0repro t0repro
 COPY tasks tasks
 COPY converters converters
 COPY gin gin
 
-# The lock and the package, as on any other machine.
+# The locks and the package, as on any other machine.
 RUN case "$ACCELERATOR" in \
       cpu) extras=gs$EXTRAS ;; \
       gpu | tpu) extras=$ACCELERATOR,gs$EXTRAS ;; \

@@ -2,7 +2,7 @@
 # README has them.
 #   docker build --file docker/mesh_tensorflow.Dockerfile --tag t0repro-mtf .
 #   docker run t0repro-mtf --model_dir=... --module_import=t0repro.tasks.t0 --gin_file=...
-# Not slim: the lock has packages without wheels, which need a C compiler.
+# Not slim: the locks have packages without wheels, which need a C compiler.
 FROM python:3.11-bookworm
 
 # For instance "mlflow".
@@ -12,7 +12,8 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1
 
 WORKDIR /opt/t0repro
-COPY requirements.lock setup.py pyproject.toml README.md ./
+COPY requirements requirements
+COPY setup.py pyproject.toml README.md ./
 COPY scripts/setup.sh scripts/setup.sh
 COPY t0repro t0repro
 COPY tasks tasks

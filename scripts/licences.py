@@ -1,4 +1,4 @@
-"""Prints docs/licences.md: every package of requirements.lock with its version and licence.
+"""Prints docs/licences.md: every package of requirements/ with its version and licence.
 
     .venv/bin/python -P scripts/licences.py > docs/licences.md
 
@@ -9,15 +9,16 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-LOCK = Path(__file__).resolve().parents[1] / "requirements.lock"
+LOCKS = Path(__file__).resolve().parents[1] / "requirements"
+TIERS = ("core", "reference", "tests")
 HEAD = """# Licences
 
-t0repro is under the Apache License 2.0. These are the packages of `requirements.lock`, with what
-their own metadata say; `scripts/licences.py` prints the page. A package that only another system or
-Python needs is not installed where the page was made.
+t0repro is under the Apache License 2.0. These are the packages that the locks in `requirements/`
+name, with what their own metadata say; `scripts/licences.py` prints the page. A package that only
+another system or Python needs is not installed where the page was made.
 
-| package | version | licence |
-|---|---|---|"""
+| package | version | tier | licence |
+|---|---|---|---|"""
 
 # Licences of packages whose metadata lack them, with the source.
 ELSEWHERE = {
@@ -39,15 +40,26 @@ def licence(metadata) -> str:
     return text.splitlines()[0].strip() if text else ELSEWHERE.get(metadata["Name"], "not stated")
 
 
+def stated_by(name: str, version: str) -> str:
+    """The licence of a package, if it is installed at this version."""
+    try:
+        found = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+    return licence(found.metadata) if found.version == version else "not installed"
+
+
 def main() -> None:
     print(HEAD)
-    for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", LOCK.read_text(), re.M):
-        try:
-            found = importlib.metadata.distribution(name)
-            stated = licence(found.metadata) if found.version == version else "not installed"
-        except importlib.metadata.PackageNotFoundError:
-            stated = "not installed"
-        print(f"| {name} | {version} | {stated.replace('|', ',')} |")
+    listed = set()
+    for tier in TIERS:
+        lock = (LOCKS / f"{tier}.lock").read_text()
+        for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", lock, re.M):
+            # What one tier needs on some systems only, a later one may need on all.
+            if (name, version) in listed:
+                continue
+            listed.add((name, version))
+            print(f"| {name} | {version} | {tier} | {stated_by(name, version).replace('|', ',')} |")
 
 
 if __name__ == "__main__":

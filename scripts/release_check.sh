@@ -45,15 +45,18 @@ python -P scripts/licences.py | diff docs/licences.md - >/dev/null ||
 if grep "not stated" docs/licences.md; then fail "these state no licence: see to them"; fi
 
 echo "== bill of materials"
-cyclonedx-py requirements requirements.lock --output-format JSON --output-file dist/sbom.json
+cat requirements/{core,reference}.lock >"$tree/locked.txt"
+cyclonedx-py requirements "$tree/locked.txt" --output-format JSON --output-file dist/sbom.json
 python -P - <<'PY'
 import json
 import re
 
 with open("dist/sbom.json", encoding="utf-8") as file:
     parts = {part["name"].lower() for part in json.load(file)["components"]}
-with open("requirements.lock", encoding="utf-8") as file:
-    locked = {name.lower() for name in re.findall(r"^([\w.-]+)==", file.read(), re.M)}
+locked = set()
+for tier in ("core", "reference"):
+    with open(f"requirements/{tier}.lock", encoding="utf-8") as file:
+        locked |= {name.lower() for name in re.findall(r"^([\w.-]+)==", file.read(), re.M)}
 assert locked <= parts, sorted(locked - parts)
 print(f"{len(parts)} components")
 PY

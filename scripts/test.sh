@@ -8,7 +8,7 @@
 #   bash scripts/test.sh -m hardlife       # kills, full disks, power loss, remote stores: nightly
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/setup.sh
+TIER=tests bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
 
 tests=()

@@ -23,7 +23,7 @@ from t0repro.words import counted
 State = Literal["ok", "missing", "broken"]
 
 PACKAGES = (
-    "t0repro", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tensorflow",
+    "t0repro", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tensorflow-cpu",
     "tensorflow-text", "mesh-tensorflow", "t5", "seqio", "gin-config", "tensorflow-estimator",
     "promptsource", "sentencepiece",
 )  # fmt: skip
@@ -43,9 +43,11 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 }
 
 _SETUP = "bash scripts/setup.sh"
+_REFERENCE = "TIER=reference bash scripts/setup.sh"
 # cc_all.32000.100extra itself has 32,000 pieces; SeqIO adds the 100 sentinels.
 _T5_PIECES = 32_000
 _TRIAL_SECONDS = 300
+_STACK = "mesh tensorflow"  # the finding that tells the reference tier from the core
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +80,20 @@ class Diagnosis:
         return all(finding.state != "broken" for finding in self.core)
 
     @property
+    def tier(self) -> str:
+        """The tier of this environment: core, or reference with the core."""
+        absent = {finding.name for finding in self.core if finding.state == "missing"}
+        return "core" if _STACK in absent else "reference"
+
+    @property
     def broken(self) -> tuple[Finding, ...]:
         """Everything that is there and fails, including data and extras."""
         findings = (*self.core, *self.extras, *self.data)
         return tuple(finding for finding in findings if finding.state == "broken")
 
     def to_json(self) -> dict[str, Any]:
-        """The findings, with `works`."""
-        return {"works": self.works, **dataclasses.asdict(self)}
+        """The findings, with `works` and `tier`."""
+        return {"works": self.works, "tier": self.tier, **dataclasses.asdict(self)}
 
     def to_text(self) -> str:
         """The findings as a page for a terminal."""
@@ -93,13 +101,15 @@ class Diagnosis:
             "Versions",
             _align([[name, found or "-"] for name, found in self.versions.items()]),
         ]
-        for title, findings in (("Core", self.core), ("Extras", self.extras), ("Data", self.data)):
+        tier = f"{self.tier.capitalize()} tier"
+        for title, findings in ((tier, self.core), ("Extras", self.extras), ("Data", self.data)):
             rows = [[item.state, item.name, item.detail] for item in findings]
             blocks += ["", title, _align(rows)]
             blocks += [f"  to fix {item.name}: {item.fix}" for item in findings if item.fix]
         missing = [finding.name for finding in self.core if finding.state == "missing"]
         without = f", without {' and '.join(missing)}" if missing else ""
-        verdict = f"The core works{without}." if self.works else "The core does not work."
+        works = f"The {self.tier} tier works{without}."
+        verdict = works if self.works else f"The {self.tier} tier does not work."
         if self.broken:
             verdict += f" Broken: {', '.join(finding.name for finding in self.broken)}."
         return "\n".join([*blocks, "", verdict])
@@ -125,7 +135,7 @@ def diagnose() -> Diagnosis:
         core=(
             check("python 3.11 or later", _python),
             check("jax", _jax),
-            check("mesh tensorflow", _mesh_tensorflow),
+            check(_STACK, _mesh_tensorflow),
         ),
         extras=tuple(_extra(name, modules) for name, modules in EXTRAS.items()),
         data=(check("T0REPRO_DATA_DIR", _data_dir), check("T0REPRO_VOCAB", _vocabulary)),
@@ -172,7 +182,7 @@ def _jax() -> tuple[State, str, str]:
 def _mesh_tensorflow() -> tuple[State, str, str]:
     """Trains one step in a separate process, since v1 behaviour applies to a whole process."""
     if not _is_importable("tensorflow"):
-        return "missing", "no tensorflow: no --backend=mtf, prompts or SeqIO", _SETUP
+        return "missing", "no TensorFlow or SeqIO: docs/tiers.md lists what needs them", _REFERENCE
     ended = subprocess.run(
         # -P keeps the checkout's folder gin/ from being imported instead of gin-config.
         [sys.executable, "-P", "-c", "from t0repro.mtf import trial; trial.main()"],

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from .locks import TIERS, locked, normal_name
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,12 +28,23 @@ def test_a_python_in_the_checkouts_root_finds_gin_config_and_not_the_folder_gin(
         assert (Path(done.stdout.strip()) / "demo" / "t5.1.1.demo.gin").is_file()
 
 
-def test_the_lock_pins_every_package_by_hash_and_names_no_address():
-    text = (ROOT / "requirements.lock").read_text()
-    entries = re.split(r"\n(?=\S)", text.strip())
-    assert len(entries) > 100
-    assert all(re.match(r"[\w.-]+==\S+", entry) and "--hash=sha256:" in entry for entry in entries)
-    assert "://" not in text
+def test_the_locks_pin_every_package_once_by_hash_and_name_no_address():
+    entries = [locked(tier) for tier in TIERS]
+    for lock in entries:
+        assert len(lock) > 50
+        for entry in lock.values():
+            assert re.match(r"[\w.-]+==\S+", entry) and "--hash=sha256:" in entry, entry
+            assert "://" not in entry
+    for one, other in itertools.combinations(entries, 2):
+        shared = one.keys() & other.keys()
+        # What some systems alone need for one tier, all may need for another.
+        assert all(";" in one[name].partition("\n")[0] for name in shared), shared
+
+
+def test_the_core_is_locked_without_tensorflow_and_what_stands_on_it():
+    of_reference = {"tensorflow-cpu", "mesh-tensorflow", "t5", "seqio", "apache-beam", "clu"}
+    assert of_reference <= locked("reference").keys()
+    assert not [name for name in locked("core") if "tensorflow" in name or "seqio" in name]
 
 
 def test_ci_compiles_for_tpus_with_the_libtpu_that_the_locked_jax_asks_for():
@@ -68,29 +82,33 @@ esac
 def checkout(tmp_path) -> Path:
     """A folder with what scripts/setup.sh reads."""
     (tmp_path / "scripts").mkdir()
-    for name in ("scripts/setup.sh", "requirements.lock", "setup.py", "pyproject.toml"):
+    for name in ("scripts/setup.sh", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     return tmp_path
 
 
 def setup(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name != "EXTRAS"}
+    kept = {name: value for name, value in os.environ.items() if name not in ("TIER", "EXTRAS")}
     command = ["bash", str(checkout / "scripts" / "setup.sh")]
     return subprocess.run(command, env=kept | environment, capture_output=True, text=True)
 
 
-def test_a_python_that_tensorflow_has_no_wheels_for_is_passed_over(checkout):
+def test_a_python_that_tensorflow_has_no_wheels_for_is_passed_over_but_for_the_core(checkout):
     new = fake_python(checkout / "new", (3, 14, 0))
     old = fake_python(checkout / "old", (3, 12, 1))
 
-    def refused(pythons: str) -> str:
-        done = setup(checkout, PYTHON=pythons)
+    def refused(pythons: str, tier: str) -> str:
+        done = setup(checkout, PYTHON=pythons, TIER=tier)
         assert done.returncode == 2
         return done.stdout + done.stderr
 
-    assert "making .venv with Python 3.12.1" in refused(f"{new} {old}")
-    told = refused(str(new))
-    assert "no Python 3.11, 3.12 or 3.13" in told and f"{new}: Python 3.14.0" in told
+    assert "making .venv with Python 3.12.1" in refused(f"{new} {old}", "reference")
+    told = refused(str(new), "reference")
+    assert "no Python from 3.11 to 3.13" in told and f"{new}: Python 3.14.0" in told
+    assert "TIER=core does without it" in told
+    assert "making .venv with Python 3.14.0" in refused(str(new), "core")
+    assert "there is no tier 'jax'; TIER is core, reference or tests" in refused(str(old), "jax")
 
 
 def make_wheel(folder: Path) -> Path:
@@ -121,7 +139,7 @@ def build_editable(folder, settings=None, metadata=None):
 
 @pytest.fixture
 def small_checkout(checkout) -> Path:
-    """One whose lock names one wheel, in its folder wheels/, and whose own package is empty."""
+    """One whose core names one wheel, in its folder wheels/, and whose own package is empty."""
     (checkout / "wheels").mkdir()
     (checkout / "backend.py").write_text(BACKEND)
     backend = "requires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
@@ -140,7 +158,7 @@ def small_checkout(checkout) -> Path:
 
 def write_lock(checkout: Path, digest: str) -> None:
     lock = f"old-thing==1.0 \\\n    --hash=sha256:{digest}\n"
-    (checkout / "requirements.lock").write_text(lock)
+    (checkout / "requirements" / "core.lock").write_text(lock)
 
 
 @pytest.mark.parametrize("installer", ["uv", "pip"])
@@ -150,17 +168,18 @@ def test_uv_and_pip_make_the_same_environment_from_a_lock(small_checkout, instal
         pytest.skip("uv is not installed")
     path = os.environ["PATH"]
     environment = {
+        "TIER": "core",
         "PYTHON": sys._base_executable,
         "PATH": f"{small_checkout / 'no_uv'}:{path}" if installer == "pip" else path,
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(small_checkout / "wheels"),
     }
-    lock = (small_checkout / "requirements.lock").read_text()
+    lock = (small_checkout / "requirements" / "core.lock").read_text()
     write_lock(small_checkout, "0" * 64)
     refused = setup(small_checkout, **environment)
     assert refused.returncode and "hash" in refused.stderr.lower()
 
-    (small_checkout / "requirements.lock").write_text(lock)
+    (small_checkout / "requirements" / "core.lock").write_text(lock)
     done = setup(small_checkout, **environment)
     assert done.returncode == 0, done.stderr
     assert ("1 locked packages with uv" in done.stdout) == (installer == "uv")
@@ -169,7 +188,9 @@ def test_uv_and_pip_make_the_same_environment_from_a_lock(small_checkout, instal
     command = [str(small_checkout / ".venv" / "bin" / "python"), "-P", "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
     assert set(found.stdout.split()) - {"pip", "setuptools"} == {"old_thing", "t0repro"}
-    assert ".venv is up to date" in setup(small_checkout, **environment).stdout
+    # The tier stays until another is named.
+    again = setup(small_checkout, **{k: v for k, v in environment.items() if k != "TIER"})
+    assert ".venv is up to date with the core tier" in again.stdout
 
 
 def test_every_folder_with_modules_is_a_package_so_that_a_wheel_has_it():
@@ -199,13 +220,24 @@ def third_party_imports(*folders: str) -> set[str]:
 
 
 def asked_for() -> dict[str, set[str]]:
-    """The packages of requirements.in, by the comment that they stand under."""
-    sections: dict[str, set[str]] = {}
-    for line in (ROOT / "requirements.in").read_text().splitlines():
-        if line.startswith("#"):
-            sections[line] = packages = set()
-        elif line:
-            packages.add(normal_name(re.split(r"[=<>!\[;]", line)[0]))
+    """The packages of requirements/*.in, by the comment that they stand under; setup.py's too."""
+    asked = importlib.metadata.requires("t0repro") or []
+    # numpy>=2, and jax>=0.10.2 ; extra == "jax": what a tier holds
+    tiers = ("jax", "gs", "s3", "vertex")
+    requirements = [Requirement(line) for line in asked]
+    sections: dict[str, set[str]] = {
+        "setup.py": {
+            normal_name(each.name)
+            for each in requirements
+            if not each.marker or any(each.marker.evaluate({"extra": extra}) for extra in tiers)
+        }
+    }
+    for tier in TIERS:
+        for line in (ROOT / "requirements" / f"{tier}.in").read_text().splitlines():
+            if line.startswith("#"):
+                packages = sections.setdefault(line, set())
+            elif line:
+                packages.add(normal_name(re.split(r"[=<>!\[;]", line)[0]))
     return sections
 
 
@@ -241,14 +273,10 @@ def test_every_package_that_is_asked_for_is_imported_or_has_a_reason():
     ours = {
         package
         for comment, packages in sections.items()
-        if "does not ask for" not in comment and "What t5" not in comment and "peers" not in comment
+        if not any(words in comment for words in ("does not ask for", "What t5", "peers"))
         for package in packages
     }
     assert ours - used == NEVER_IMPORTED.keys()
-
-
-def normal_name(package: str) -> str:
-    return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def test_every_package_that_is_imported_is_asked_for_by_name():

@@ -30,7 +30,7 @@ EXTRA = "takes an extra that CI does not install"
 
 # (page, pattern) -> why a command that matches is not run.
 SKIPPED: dict[tuple[str, str], str] = {
-    ("", r"^(EXTRAS=\S+ )?bash scripts/setup\.sh"): INDEX,
+    ("", r"^((EXTRAS|TIER)=\S+ )*bash scripts/setup\.sh"): INDEX,
     ("", r"^T0REPRO_DATA_DIR=DIR "): REAL,
     ("", r"^T0REPRO_CHECKPOINT_HUB=1 "): HUB,
     ("", r"bash scripts/test\.sh|bash \.ci/run|-m pytest|scripts/mutation\.py"): SUITE,

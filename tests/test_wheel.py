@@ -18,6 +18,7 @@ import t0repro.tasks.demo.datasets as demo_data
 from .tasks.prompt_caches import make
 
 ROOT = Path(__file__).resolve().parents[1]
+LOCKS = [ROOT / "requirements" / f"{tier}.lock" for tier in ("core", "reference")]
 
 
 def sources(*folders: str) -> set[str]:
@@ -88,8 +89,8 @@ def install(python: str, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def locked_versions(tmp_path_factory) -> Path:
-    """The lock as pip's constraints, so that what was released today changes no test."""
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    """The locks as pip's constraints, so that what was released today changes no test."""
+    lines = [line for path in LOCKS for line in path.read_text().splitlines()]
     versions = [line.removesuffix("\\").strip() for line in lines if re.match(r"\w.*==", line)]
     path = tmp_path_factory.mktemp("lock") / "constraints.txt"
     path.write_text("\n".join(versions))
@@ -144,7 +145,7 @@ def test_both_stacks_run_from_the_lock_on_later_pythons(distributions, tmp_path,
     python = clean_environment(path, tmp_path)
     # As scripts/setup.sh installs it.
     lock = ["--no-deps", "--ignore-requires-python", "--require-hashes"]
-    install(python, *lock, "-r", str(ROOT / "requirements.lock"))
+    install(python, *lock, *(f"--requirement={path}" for path in LOCKS))
     install(python, "--no-deps", str(distributions[1]))
     command = [str(tmp_path / "venv" / "bin" / "t0repro"), "doctor", "--json"]
     environment = {name: value for name, value in os.environ.items() if "T0REPRO" not in name}

@@ -28,13 +28,20 @@ from t0repro.words import printable
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
-# What `pip install t0repro[jax]` leaves out, and the extra jax itself; by the module's first name.
-_NOT_IN_BASE = {
-    *("clu", "mesh_tensorflow", "promptsource", "seqio", "sklearn", "t5", "tensorboard"),
-    *("tensorflow", "tensorflow_estimator"),
+# What the core tier, or `pip install t0repro`, leaves out; by the module's first name.
+_REFERENCE = {
+    *("apache_beam", "clu", "datasets", "huggingface_hub", "mesh_tensorflow", "seqio", "sklearn"),
+    *("t5", "tensorflow", "tensorflow_datasets", "tensorflow_estimator", "tensorflow_text"),
 }
 _NOT_INSTALLED = {
-    **dict.fromkeys(_NOT_IN_BASE, "Run bash scripts/setup.sh in a checkout, which installs all."),
+    **dict.fromkeys(
+        _REFERENCE,
+        "Install the reference tier: TIER=reference bash scripts/setup.sh, in a checkout."
+        " docs/tiers.md lists what needs it.",
+    ),
+    **dict.fromkeys(
+        ("pandas", "promptsource", "tensorboard"), "TIER=core bash scripts/setup.sh, in a checkout."
+    ),
     **dict.fromkeys(("flax", "jax", "optax", "orbax"), "pip install 't0repro[jax]'"),
 }
 

@@ -139,7 +139,12 @@ def has_module(package: str, inside: str) -> bool:
 
 def _package(name: str) -> str:
     spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.origin is not None  # it is among the requirements
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"This needs {name}, which is not installed.",
+            where=f"gin files that {name} holds",
+            fix="Install the reference tier: TIER=reference bash scripts/setup.sh, in a checkout.",
+        )
     return os.path.dirname(spec.origin)
 
 

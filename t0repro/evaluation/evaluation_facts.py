@@ -32,7 +32,7 @@ _PACKAGES = (
     "flax",
     "numpy",
     "orbax-checkpoint",
-    "tensorflow",
+    "tensorflow-cpu",
     "mesh-tensorflow",
     "t5",
     "seqio",

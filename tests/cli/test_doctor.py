@@ -1,5 +1,6 @@
 """t0repro doctor: findings, fixes and the exit code."""
 
+import dataclasses
 import importlib.metadata
 import json
 import subprocess
@@ -31,7 +32,7 @@ def test_missing_extras_and_data_do_not_break_the_core():
 
 def test_an_installation_without_tensorflow_works_and_says_what_it_lacks():
     found = diagnosis("missing", "ok")
-    assert found.works and found.to_text().endswith("The core works, without jax.")
+    assert found.works and found.to_text().endswith("The reference tier works, without jax.")
 
 
 def test_a_stack_that_is_not_installed_is_missing_and_not_broken(monkeypatch):
@@ -41,11 +42,20 @@ def test_a_stack_that_is_not_installed_is_missing_and_not_broken(monkeypatch):
         assert state == "missing" and fix
 
 
+def test_the_tier_is_named_and_the_core_says_how_to_get_the_rest(monkeypatch):
+    monkeypatch.setattr(doctor, "_is_importable", lambda module: module != "tensorflow")
+    of_stack = doctor.check(doctor._STACK, doctor._mesh_tensorflow)
+    found = dataclasses.replace(diagnosis("ok", "ok"), core=(of_stack,))
+    assert found.to_json()["tier"] == "core" and diagnosis("ok").tier == "reference"
+    assert "to fix mesh tensorflow: TIER=reference bash scripts/setup.sh" in found.to_text()
+    assert found.to_text().endswith("The core tier works, without mesh tensorflow.")
+
+
 def test_text_names_each_fix():
     text = diagnosis("broken").to_text()
     for part in ("fix it", "EXTRAS=hf bash scripts/setup.sh", "export T0REPRO_VOCAB=FILE"):
         assert part in text
-    assert text.endswith("The core does not work. Broken: jax, T0REPRO_VOCAB.")
+    assert text.endswith("The reference tier does not work. Broken: jax, T0REPRO_VOCAB.")
 
 
 def test_json_holds_all_findings():
@@ -148,4 +158,4 @@ def test_what_is_broken_exits_with_1_and_what_is_missing_does_not(
     with pytest.raises(SystemExit) as end:
         app.main()
     assert (end.value.code or 0) == code
-    assert ("The core works" in capsys.readouterr().out) == (core != "broken")
+    assert ("The reference tier works" in capsys.readouterr().out) == (core != "broken")

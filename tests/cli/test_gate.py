@@ -216,6 +216,7 @@ def test_a_package_that_an_installation_leaves_out_is_named_with_how_to_get_it()
         "raise ModuleNotFoundError(\"No module named 'seqio'\", name='seqio.utils')"
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith(
-        "it: This needs seqio, which is not installed.\n  to do: Run bash"
+    assert ended.stderr == (
+        "it: This needs seqio, which is not installed.\n  to do: Install the reference tier:"
+        " TIER=reference bash scripts/setup.sh, in a checkout. docs/tiers.md lists what needs it.\n"
     )
