@@ -13,8 +13,12 @@ from filelock import FileLock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Half of the time that JAX compiles on CPU, LLVM makes tiny programs fast. XLA's own passes, which
-# decide what is computed, sent and held, are the same.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# decide what is computed, sent and held, are the same. The older emitters of fusions
+# compile a step in two thirds of the remaining time.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it says of each server that it stopped
