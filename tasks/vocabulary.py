@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 VOCABULARY_VARIABLE = "T0REPRO_VOCAB"
 DEFAULT_ADDRESS = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
+# T5's own vocabulary, as t5's tasks and T5X's gin files name it; of the first, with 100 sentinels.
+T5_ADDRESSES = ("gs://t5-data/vocabs/cc_all.32000/sentencepiece.model", DEFAULT_ADDRESS)
 EXTRA_IDS = 100
 _PUBLIC = "gs://t5-data/"
 TIMEOUT_SECONDS = 10.0
@@ -104,8 +106,11 @@ def _with_extra_ids(path: str, extra_ids: int) -> bytes:
 
 def not_a_model(path: str, error: Exception) -> UserError:
     """The error for a vocabulary file that cannot be parsed."""
+    fetched = Path(path).is_relative_to(_cache_folder())
     return UserError(
-        f"The vocabulary is not a SentencePiece model: {error}", where=path, fix=_advice()
+        f"The vocabulary is not a SentencePiece model: {error}",
+        where=path,
+        fix="Remove it, and it is fetched again." if fetched else _advice(path),
     )
 
 
@@ -117,7 +122,7 @@ def local_copy(address: str) -> str:
     """
     if not is_address(address):
         if not Path(address).is_file():
-            raise UserError("The vocabulary is missing.", where=address, fix=_advice())
+            raise UserError("The vocabulary is missing.", where=address, fix=_advice(address))
         return address
     # Use the full address, so that vocabularies in two buckets do not collide.
     copy = _cache_folder() / address.removeprefix("gs://").replace("://", "/")
@@ -143,7 +148,9 @@ def _fetch(address: str) -> bytes | UserError:
     except UserError as error:
         return error
     except OSError as error:  # urllib's errors too
-        return UserError(f"The vocabulary cannot be reached: {error}", where=address, fix=_advice())
+        return UserError(
+            f"The vocabulary cannot be reached: {error}", where=address, fix=_advice(address)
+        )
 
 
 def _cache_folder() -> Path:
@@ -151,7 +158,11 @@ def _cache_folder() -> Path:
     return Path(base) / "t0repro"
 
 
-def _advice() -> str:
+def _advice(address: str) -> str:
+    if address not in (*T5_ADDRESSES, os.environ.get(VOCABULARY_VARIABLE)):
+        # T5's vocabulary would not replace it: its tokens are other ones.
+        copied = f": gsutil cp {address} ." if address.startswith("gs://") else "."
+        return f"Name a copy on this machine where the gin file or the task names this one{copied}"
     return (
         f"Set {VOCABULARY_VARIABLE} to a copy of T5's sentencepiece.model on this machine."
         f" To get one: gsutil cp {DEFAULT_ADDRESS} ."

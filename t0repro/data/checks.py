@@ -22,7 +22,13 @@ from t0repro.tasks.task import (
     registered_mixtures,
     registered_tasks,
 )
-from t0repro.tasks.vocabulary import EXTRA_IDS, VocabularyFile, default_vocabulary
+from t0repro.tasks.vocabulary import (
+    DEFAULT_ADDRESS,
+    EXTRA_IDS,
+    T5_ADDRESSES,
+    VocabularyFile,
+    default_vocabulary,
+)
 from t0repro.words import counted
 
 _NAMES_SHOWN = 5
@@ -270,13 +276,9 @@ def _check_rows(split: str, tasks: Sequence[Any]) -> None:
 # ---- The vocabularies of a T5X model, and whether a task's are the same --------------------------
 
 
-# T5's own vocabulary with its 100 sentinels, as named by t5's tasks and by T5X's gin files.
-_T5 = {
-    ("gs://t5-data/vocabs/cc_all.32000/sentencepiece.model", EXTRA_IDS),
-    ("gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model", EXTRA_IDS),
-    # The address already counts the sentinels, so extra_ids is 0.
-    ("gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model", 0),
-}
+# T5's own vocabulary with its 100 sentinels. The second address already counts them, so extra_ids
+# may be 0.
+_T5 = {*((address, EXTRA_IDS) for address in T5_ADDRESSES), (DEFAULT_ADDRESS, 0)}
 
 
 def _described_vocabulary(record: records.SentencePieceVocabulary) -> VocabularyFile:

@@ -47,6 +47,14 @@ def test_all_that_is_wrong_is_raised_at_once_or_the_first_thing_ends_the_list():
     assert said(*checks[:1]) == ["machines: one"]
 
 
+def test_what_several_checks_find_is_said_once():
+    checks = [Check(name, Cost.TASKS, wrong("no vocabulary")) for name in ("train", "infer_eval")]
+    with pytest.raises(UserError, match="^no vocabulary$"):
+        said(*checks)
+    with pytest.raises(UserError, match="^no vocabulary\nno rows$"):
+        said(*checks, Check("train_eval", Cost.TASKS, wrong("no rows")))
+
+
 def test_a_dear_check_before_a_cheap_one_is_refused():
     compiles, reads = (Check(cost.name, cost, list) for cost in (Cost.COMPILE, Cost.FILES))
     assert said(reads, compiles) == []

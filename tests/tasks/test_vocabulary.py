@@ -54,12 +54,21 @@ def test_it_survives_pickling_unread_and_read():
     assert unread == read == original and read.encode("yes") == original.encode("yes")
 
 
-def test_a_missing_file_says_how_to_get_it(tmp_path):
-    with pytest.raises(UserError, match="T0REPRO_VOCAB") as error:
-        LazyVocabulary(str(tmp_path / "absent.model"), 100).encode("text")
-    assert "absent.model" in str(error.value)
-    with pytest.raises(UserError, match="T0REPRO_VOCAB"):
-        _ = VocabularyFile(str(tmp_path / "absent.model")).sp_model
+def test_a_missing_file_says_how_to_get_it(tmp_path, monkeypatch):
+    absent = str(tmp_path / "absent.model")
+    for read in (
+        lambda: LazyVocabulary(absent).encode("text"),
+        lambda: VocabularyFile(absent).sp_model,
+    ):
+        monkeypatch.setenv("T0REPRO_VOCAB", absent)
+        with pytest.raises(UserError, match="Set T0REPRO_VOCAB to a copy of T5's") as error:
+            read()
+        assert error.value.where == absent
+        # Another vocabulary than T5's, which T5's would not replace.
+        monkeypatch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
+        with pytest.raises(UserError) as error:
+            read()
+        assert error.value.where == absent and "T5" not in str(error.value)
 
 
 def test_a_file_of_another_kind_is_named(tmp_path):
@@ -72,7 +81,9 @@ def test_a_file_of_another_kind_is_named(tmp_path):
     assert error.value.where == str(path)
 
 
-def test_an_unreachable_bucket_is_asked_once_and_named(monkeypatch, tmp_path):
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """The requests for vocabularies, none of which is answered, nor was before."""
     asked = []
 
     def no_network(url, timeout):
@@ -81,11 +92,16 @@ def test_an_unreachable_bucket_is_asked_once_and_named(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(vocabulary.urllib.request, "urlopen", no_network)
+    monkeypatch.setattr(buckets, "has_google_credentials", lambda: False)
     vocabulary._fetch.cache_clear()
+    yield asked
+    vocabulary._fetch.cache_clear()
+
+
+def test_an_unreachable_bucket_is_asked_once_and_named(asked):
     for _ in range(2):  # a task's, another task's
         with pytest.raises(UserError, match="cannot be reached") as error:
             LazyVocabulary(vocabulary.DEFAULT_ADDRESS, 100).encode("text")
-    vocabulary._fetch.cache_clear()
     assert "T0REPRO_VOCAB" in str(error.value) and "gs://t5-data" in str(error.value)
     assert asked == [
         (
@@ -95,6 +111,16 @@ def test_an_unreachable_bucket_is_asked_once_and_named(monkeypatch, tmp_path):
     ]
 
 
+def test_an_unreachable_vocabulary_is_not_replaced_by_t5s(asked):
+    for address in vocabulary.T5_ADDRESSES:
+        with pytest.raises(UserError, match="Set T0REPRO_VOCAB"):
+            LazyVocabulary(address, 100).encode("text")
+    with pytest.raises(UserError, match="cannot be reached") as error:
+        LazyVocabulary("gs://bucket/other.model", 100).encode("text")
+    assert "gsutil cp gs://bucket/other.model ." in error.value.fix
+    assert "T5" not in error.value.fix
+
+
 def test_a_fetched_vocabulary_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     copy = tmp_path / "t0repro" / "bucket" / "a.model"
@@ -102,6 +128,11 @@ def test_a_fetched_vocabulary_is_kept(monkeypatch, tmp_path):
     copy.write_bytes(VOCABULARY.read_bytes())
     plain = LazyVocabulary(str(VOCABULARY), 100)
     assert LazyVocabulary("gs://bucket/a.model", 100).encode("yes") == plain.encode("yes")
+    copy.with_name("b.model").write_text("a page that asks for a password")
+    with pytest.raises(UserError, match="not a SentencePiece model") as error:
+        LazyVocabulary("gs://bucket/b.model", 100).encode("yes")
+    assert error.value.where == str(copy.with_name("b.model"))
+    assert error.value.fix == "Remove it, and it is fetched again."
 
 
 def test_a_vocabulary_in_a_bucket_is_read_from_there(bucket, monkeypatch, tmp_path):
@@ -111,7 +142,8 @@ def test_a_vocabulary_in_a_bucket_is_read_from_there(bucket, monkeypatch, tmp_pa
     assert LazyVocabulary(f"{bucket}/a.model", 100).encode("yes") == expected
     with pytest.raises(UserError) as error:
         _ = VocabularyFile(f"{bucket}/absent.model").sp_model
-    assert error.value.where == f"{bucket}/absent.model" and "T0REPRO_VOCAB" in str(error.value)
+    assert error.value.where == f"{bucket}/absent.model"
+    assert error.value.fix.startswith("Name a copy on this machine")
     with pytest.raises(UserError, match="foo:// is not a known scheme"):
         _ = VocabularyFile("foo://bucket/a.model").sp_model
 
