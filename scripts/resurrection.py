@@ -1,6 +1,7 @@
 """Dry-runs public files that people wrote against T5, T5X and SeqIO: writes docs/resurrection.md.
 
     .venv/bin/python scripts/resurrection.py CHECKOUTS T5X_CHECKOUT [REPOSITORY ...]
+    .venv/bin/python scripts/resurrection.py        # the page alone, from the outcomes
 
 CHECKOUTS holds a checkout of each repository of scripts/resurrection.csv at its commit, in
 OWNER/NAME. The list was frozen before the first run, and nobody's file is changed. Each file runs
@@ -25,10 +26,13 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import shlex
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,8 @@ import t5x_gin_files as t5x
 LIST = Path(__file__).with_suffix(".csv")
 OUTCOMES = LIST.with_name("resurrection_outcomes.csv")
 PAGE = t5x.ROOT / "docs/resurrection.md"
-LIMIT = 600  # seconds for one file; long, since this may run beside other work
+# Seconds for one file: of processor time, which other work beside this does not use up, and in all.
+LIMIT, WAITING = 300, 3000
 Values = dict[str, dict[str, str]]
 # Nothing is downloaded, so that libraries need not try for minutes.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "NO_GCE_CHECK": "true"}
@@ -56,6 +61,73 @@ MACROS = {
     "TASK_TSV_DATA_DIR": "'rows'",
     "WARMUP_STEPS": "1000",
 }
+KINDS = {
+    "train": "training runs",
+    "eval": "evaluations",
+    "infer": "inferences",
+    "mtf": "gin files of Mesh TensorFlow's dialect",
+    "tasks": "modules of tasks",
+}
+UNKNOWN = "Not supported here."
+# Part of a refusal -> why. The first that is found counts.
+CLASSES = {
+    r"module 't0\.seqio_tasks'|_Deferred object> has no attribute add": UNKNOWN,
+    r"No module named '?t5x": "Their own code imports T5X, which is not installed here.",
+    r"flaxformer": t5x.REASONS["flaxformer"],
+    r"No module named": "Their own code imports a package that is not installed here.",
+    r"decoder_only": t5x.REASONS["t5x.examples.decoder_only"],
+    r"t5x\.contrib\.moe": t5x.REASONS["t5x.contrib.moe"],
+    r"module t5x\.examples\.": "They bind a network of their own copy of T5X.",
+    r"OfflineModeIsEnabled|couldn't connect|Max retries|DNSError|resolve host": (
+        "Their own code reads the network when it is imported; there was none."
+    ),
+    r"network\.Transformer": "They bind a network of their own, not one of T5X's.",
+    r"nothing to evaluate|'listed' has a split": "The stand-in for their mixture lacks this.",
+    r"duplicate provider": "They register a task of t5's again, and t5's were imported before.",
+    r"KeyError: '[A-Z_]+'": "Their own code needs an environment variable that only they know.",
+    r"/home/|third_party/py|nlp/nlx": "They include a file by its path on their own machine.",
+    r"FileNotFoundError|no gin file": "A file that they read is not in their repository.",
+    r"TFDS name must contain a version": "SeqIO itself refuses it: TFDS names need a version now.",
+    r"cannot import name|unexpected keyword argument|has no attribute|positional args": (
+        "Their own code uses what today's JAX, TensorFlow, t5 or SeqIO no longer has."
+    ),
+}
+HEAD = """# Public code, run unmodified
+
+Names and outcomes only; the files are their authors'. `scripts/resurrection.py` runs them and
+writes this page.
+
+**{runs} of {done} files run** ({kinds}). The list has {listed} files of {repositories} public
+repositories; it was committed before any of them was counted.
+
+- A gin file of T5X's dialect runs if `explain` reads it and `--dry_run` accepts it: every
+  value, the user's own modules, tasks and vocabularies, lengths, the batch. A gin file of Mesh
+  TensorFlow's dialect runs if `explain` reads it for the JAX stack. A module of tasks runs if
+  it imports and registers.
+- No file was changed. Each ran in the folder and with the arguments that its repository's
+  scripts or page give (`scripts/resurrection.csv`).
+- There was no network. What is in somebody's bucket has a stand-in: a mixture of one task, T5's
+  vocabulary, and in training no checkpoint. So this page counts configurations and code that
+  are accepted; it does not say that a run reaches their results.
+- Installed besides this project, as their users would: frozendict, jsonlines, pysimdjson,
+  note-seq, librosa, mir_eval, cached_property, pycountry, prettytable, nest_asyncio, chex, toolz,
+  tensorflow_io, all at today's versions, and checkouts of multilingual-t5, byt5 and flaxformer on
+  PYTHONPATH.
+  `GCP_BUCKET` was set, as improved-t5 asks. T5X was not installed.
+- The list: every gin file that is a run's entry point, outside copies of T5X's own folders, and
+  every module that registers tasks or mixtures, outside tests; at most ten of a kind in a
+  repository, at even distances in alphabetical order. Entry points of hyper-task-descriptions,
+  prompt-tuning, mt3 and unified-io-2 were found by reading their scripts. One file (of nb-t5x)
+  had been tried by hand before. After the commit two rows (the modules of ViT5 and SciFive) got
+  another folder to start in; the first had failed on a wrong one.
+
+To repeat it, check out each repository at its commit in `CHECKOUTS/OWNER/NAME`, and T5X:
+
+    export T0REPRO_VOCAB=/path/sentencepiece.model
+    .venv/bin/python scripts/resurrection.py CHECKOUTS T5X_CHECKOUT
+
+## Why files are refused
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +212,9 @@ def import_tasks(file: File, place: Place) -> tuple[str, str]:
 
 def _child(sent: Connection, trace: Path, run: Callable[..., Any], arguments: tuple) -> None:
     with trace.open("w") as stream:
-        faulthandler.dump_traceback_later(LIMIT, exit=True, file=stream)
+        faulthandler.register(signal.SIGXCPU, file=stream, chain=True)
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 1))
+        faulthandler.dump_traceback_later(WAITING, exit=True, file=stream)
         # What their code prints is not part of the outcome.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
@@ -149,7 +223,9 @@ def _child(sent: Connection, trace: Path, run: Callable[..., Any], arguments: tu
         os._exit(0)
 
 
-def in_own_process(run: Callable[..., Any], *arguments: Any) -> Any:
+def in_own_process(
+    run: Callable[[File, Place], tuple[str, str]], *arguments: Any
+) -> tuple[str, str]:
     """A function's result from a process that leaves no task and no binding; else why not."""
     received, sent = multiprocessing.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as name:
@@ -164,48 +240,89 @@ def in_own_process(run: Callable[..., Any], *arguments: Any) -> Any:
             return received.recv()
         except EOFError:
             lines = [line.strip() for line in trace.read_text().splitlines() if "File" in line]
-            return f"nothing after {LIMIT} s: {lines[0] if lines else 'it ended itself'}", "", {}
+            return "refused", f"nothing after {LIMIT} s: {lines[0] if lines else 'it ended itself'}"
         finally:
             process.join()
 
 
-def run_all(files: Sequence[File], places: Mapping[str, Place]) -> Iterator[tuple[File, str, str]]:
-    """Each file, how far it comes, and the line that refuses it or what it registers."""
+def run(file: File, place: Place) -> tuple[str, str]:
+    """How far a file comes, and the line that refuses it or what it registers."""
+    if file.kind == "tasks":
+        error, registered = import_tasks(file, place)
+        return ("refused", error) if error else ("runs", registered)
+    error, arguments, values = explain(file, place)
+    if error or file.kind == "mtf":
+        return ("refused" if error else "runs"), error
+    error = dry_run(file, place, arguments, values)
+    return ("explained" if error else "runs"), error
+
+
+def prepare() -> None:
+    """Imports what the files need: their processes are forks of this one."""
     os.environ.update(OFFLINE)
     t5x.MACROS.update(MACROS)
-    accepted = []
-    # For what it imports: the processes below are forks of this one.
     small = ("t5x/examples/t5/t5_1_1/small.gin", "t5x/configs/runs/pretrain.gin")
     t5x.with_macros("train", [f"--gin_file={name}" for name in small])
-    importlib.import_module("t0repro.config.t5x.run")
-    # First what needs no TensorFlow, which takes most of the time.
-    for file in [file for file in files if file.kind in ("train", "eval", "infer")]:
-        error, arguments, values = in_own_process(explain, file, places[file.repository])
-        if error:
-            yield file, "refused", error
-        else:
-            accepted.append((file, arguments, values))
     t5x.add_tasks()
     for module in ("t5.data.mixtures", "t0repro.model.t5", "t0repro.runs.preflight"):
         importlib.import_module(module)
-    for file, arguments, values in accepted:
-        answer = in_own_process(dry_run, file, places[file.repository], arguments, values)
-        error = answer if isinstance(answer, str) else answer[0]
-        yield file, "explained" if error else "runs", error
-    for file in files:
-        if file.kind in ("mtf", "tasks"):
-            run = import_tasks if file.kind == "tasks" else explain
-            error, note, *_ = in_own_process(run, file, places[file.repository])
-            yield (
-                file,
-                "refused" if error else "runs",
-                error or (str(note) if run is import_tasks else ""),
-            )
+
+
+def classify(line: str) -> str:
+    """The class of a refusal, by its text."""
+    return next((name for part, name in CLASSES.items() if re.search(part, line)), UNKNOWN)
+
+
+def page(rows: Sequence[dict[str, str]]) -> str:
+    """The page: the counts, then a line for each repository, each class and each refused file."""
+    with LIST.open() as stream:
+        listed = list(csv.DictReader(stream))
+    ran = [row for row in rows if row["outcome"] == "runs"]
+    refused = [row for row in rows if row["outcome"] != "runs"]
+    classes = Counter(classify(row["line"]) for row in refused)
+    lines = [
+        HEAD.format(
+            runs=len(ran),
+            done=len(rows),
+            listed=len(listed),
+            repositories=len({row["repository"] for row in listed}),
+            kinds=", ".join(
+                f"{sum(row['kind'] == kind for row in ran)} of"
+                f" {sum(row['kind'] == kind for row in rows)} {what}"
+                for kind, what in KINDS.items()
+            ),
+        ),
+        *("| files | why they are refused |", "|---|---|"),
+        *(f"| {number} | {name} |" for name, number in classes.most_common()),
+        "\n## By repository\n",
+        *("| repository | commit | files | run | refused |", "|---|---|---|---|---|"),
+    ]
+    for name in dict.fromkeys(row["repository"] for row in listed):
+        here = [row for row in rows if row["repository"] == name]
+        why = Counter(classify(row["line"]) for row in refused if row["repository"] == name)
+        shown = "; ".join(f"{number}: {each}" for each, number in why.most_common())
+        runs = sum(row["outcome"] == "runs" for row in here)
+        commit = next(row["commit"] for row in listed if row["repository"] == name)
+        lines.append(f"| {name} | `{commit[:7]}` | {len(here)} | {runs} | {shown} |")
+    lines += ["\n## Each refusal\n", "| file | kind | what it says |", "|---|---|---|"]
+    for row in refused:
+        said = row["line"].replace("|", "/").replace("<", "&lt;")
+        lines.append(f"| {row['repository']}: `{row['file']}` | {row['kind']} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_page() -> None:
+    """Writes the page from the file of outcomes."""
+    with OUTCOMES.open() as stream:
+        PAGE.write_text(page(list(csv.DictReader(stream))))
 
 
 def main() -> None:
-    """Runs the list and writes the outcomes."""
-    if len(sys.argv) < 3:
+    """Runs the list and writes the outcomes and the page."""
+    if len(sys.argv) == 1:
+        write_page()
+        return
+    if len(sys.argv) == 2:
         sys.exit(__doc__)
     checkouts, t5x_checkout = map(Path.resolve, map(Path, sys.argv[1:3]))
     with LIST.open() as stream:
@@ -224,8 +341,12 @@ def main() -> None:
                 link.parent.mkdir(exist_ok=True)
                 link.symlink_to(checkouts / file.repository)
             places[file.repository] = Place(link, t5x_checkout)
-        for file, reached, line in run_all(again, places):
+        prepare()
+        for file in again:
+            reached, line = in_own_process(run, file, places[file.repository])
             line = line.replace(f"{name}/", "").replace(f"{t5x_checkout}/", "")
+            line = re.sub(r" object at 0x\w+", "", line)
+            line = line.replace(f"{t5x.ROOT}/", "").replace(f"{checkouts}/", "")
             row = {"repository": file.repository, "commit": file.commit, "kind": file.kind}
             row |= {"file": file.file, "outcome": reached, "line": line}
             print(*row.values(), sep="\t", flush=True)
@@ -236,6 +357,7 @@ def main() -> None:
                 writer = csv.DictWriter(stream, row, lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(listed)
+    write_page()
 
 
 if __name__ == "__main__":
