@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from t0repro import buckets
+from t0repro.converters.convert import convert
 from t0repro.errors import UserError
 from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree, save_tree
 from t0repro.training.commits import remove_interrupted_saves
 
 from ..bucket_servers import GoogleStorage
 from ..faulty_store import FaultyStore
-from .jobs import LAST_STEP
+from .jobs import LAST_STEP, write_checkpoint
 
 pytestmark = pytest.mark.hardlife
 
@@ -101,6 +102,35 @@ def test_a_store_that_fails_now_and_then_changes_nothing(store, training, outcom
     assert code == 0 and job.result("gs://bucket/run") == expected
     faults = ", ".join(f"{count} x {kind}" for kind, count in store.counts.items())
     outcome(f"a store that fails: {faults}: {runs} runs ended with the same results")
+    assert all(store.counts.values())
+
+
+def test_a_conversion_between_addresses_of_a_store_that_fails_writes_the_same_bytes(
+    store, monkeypatch, tmp_path, outcome
+):
+    convert(write_checkpoint(tmp_path / "jax"), "gs://bucket/start", "mtf")
+    convert("gs://bucket/start", tmp_path / "here", "hf")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{store.port}")
+    buckets.file_system.cache_clear()
+    store.refused, store.cut_before, store.cut_after, store.slow = 0.06, 0.03, 0.03, 0.1
+    store.lag = 2.0
+    # Until each kind of fault has happened; the requests of one conversion are few.
+    for number in range(1, 9):
+        out, ended = f"gs://bucket/out{number}", False
+        while not ended:
+            try:
+                convert("gs://bucket/start", out, "hf")
+                ended = True
+            except UserError as error:
+                assert error.fix
+                assert not buckets.exists(f"{out}/config.json")
+        # By name: listings lag.
+        for path in (tmp_path / "here").iterdir():
+            assert buckets.read(f"{out}/{path.name}") == path.read_bytes(), path.name
+        if number > 2 and all(store.counts.values()):
+            break
+    faults = ", ".join(f"{count} x {kind}" for kind, count in store.counts.items())
+    outcome(f"conversions in a store that fails: {faults}: {number} gave the same files")
     assert all(store.counts.values())
 
 
