@@ -123,8 +123,10 @@ repositories; it was committed before any of them was counted.
 
 To repeat it, check out each repository at its commit in `CHECKOUTS/OWNER/NAME`, and T5X:
 
-    export T0REPRO_VOCAB=/path/sentencepiece.model
-    .venv/bin/python scripts/resurrection.py CHECKOUTS T5X_CHECKOUT
+```text
+export T0REPRO_VOCAB=/path/sentencepiece.model
+.venv/bin/python scripts/resurrection.py CHECKOUTS T5X_CHECKOUT
+```
 
 ## Why files are refused
 """
