@@ -78,6 +78,16 @@ def is_adapter(ref: CheckpointRef) -> bool:
     return ref.format == "peft" or storage.is_file(storage.join(ref.path, ADAPTER))
 
 
+def check_is_adapter(ref: CheckpointRef) -> None:
+    """Raises a UserError unless a checkpoint is an adapter's."""
+    if not is_adapter(ref):
+        raise UserError(
+            "The checkpoint is a whole model's, not an adapter's.",
+            where=ref.path,
+            fix="Name a checkpoint of a run that trains an adapter, or a folder of PEFT's.",
+        )
+
+
 def read_note(folder: str | os.PathLike[str]) -> AdapterNote:
     """Reads ADAPTER.
 

@@ -12,7 +12,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.converters import hf, hf_config, hf_files, jax_tree, mtf, peft, scanning, storage
+from t0repro.converters import (
+    gin_shapes,
+    hf,
+    hf_config,
+    hf_files,
+    jax_tree,
+    mtf,
+    peft,
+    scanning,
+    storage,
+)
 from t0repro.converters.adapter_files import AdapterCheckpoint, AdapterNote
 from t0repro.converters.arithmetic import arithmetic, described, gin_text
 from t0repro.converters.jax_tree import Layout
@@ -319,6 +329,8 @@ def make_conversion(
     norm_names = options.norm_names or reader.norm_names or "rms_norm"
     step, source = target.step or 0, described(reader.ref)
     text = gin_text(source, options.gin_file)
+    if text is not None:
+        text = gin_shapes.without_adapter(text)
     computed = arithmetic(source, family, text, options.gin_file)
     from_config = source.format == "hf"
     where = storage.join(source.path, hf.CONFIG) if from_config else source.path

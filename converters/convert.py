@@ -15,7 +15,7 @@ from typing import Any, get_args
 import numpy as np
 
 from t0repro.converters import gin_shapes, hf, jax_tree, peft, staging, storage
-from t0repro.converters.adapter_files import MergedReader
+from t0repro.converters.adapter_files import AdapterNote, MergedReader, check_is_adapter
 from t0repro.converters.arithmetic import described
 from t0repro.converters.conversion import (
     Cast,
@@ -74,6 +74,7 @@ class ConversionReport:
       notes: What was changed, dropped or is missing, one sentence each.
       resumed: Number of tensors that an interrupted conversion had already written.
       dry_run: True if nothing was written.
+      merged: Of a whole model that was an adapter and its base, what the adapter says.
     """
 
     source: CheckpointRef
@@ -85,6 +86,7 @@ class ConversionReport:
     notes: tuple[str, ...]
     resumed: int
     dry_run: bool
+    merged: AdapterNote | None = None
 
 
 def convert(
@@ -149,7 +151,7 @@ def _planned(
 ) -> tuple[ConversionReport, CheckpointReader, Conversion]:
     """Opens and checks the source; returns the report so far, its reader and the conversion."""
     original = open_checkpoint(ref)
-    reader, notes = _prepare(original, to, options)
+    reader, notes = prepare(original, to, options)
     family = check_checkpoint(reader)
     check_run_files(ref, family)
     _check_form_exists(family, to, ref, options.scan)
@@ -177,6 +179,7 @@ def _planned(
         notes=(*notes, *_left_behind(original), *conversion.notes),
         resumed=0,
         dry_run=False,
+        merged=original.note if isinstance(original, MergedReader) else None,
     )
     return report, reader, conversion
 
@@ -185,13 +188,9 @@ def _planned_adapter(
     ref: CheckpointRef, destination: staging.Destination, to: Target, options: Options
 ) -> tuple[ConversionReport, CheckpointReader, Conversion]:
     """`_planned` for an adapter that is written alone."""
+    check_is_adapter(ref)
     merged = open_checkpoint(ref)
-    if not isinstance(merged, MergedReader):
-        raise UserError(
-            f"The checkpoint is a whole model, and {to} is a format of adapters.",
-            where=ref.path,
-            fix="Name a checkpoint of a run that trains an adapter, or a folder of PEFT's.",
-        )
+    assert isinstance(merged, MergedReader)
     own, step = merged.own, int(merged.read(naming.STEP))
     check_step(own, ref)
     conversion = adapter_conversion(own, merged.note, merged.shape, to)
@@ -209,10 +208,10 @@ def _planned_adapter(
     return report, own, conversion
 
 
-def _prepare(
+def prepare(
     reader: CheckpointReader, to: Target, options: Options
 ) -> tuple[CheckpointReader, list[str]]:
-    """Wraps the source in the requested changes; returns the reader and a note per change."""
+    """Wraps a reader in what a conversion changes; returns it and a note per change."""
     # Drop slots first: Resized refuses a vocabulary size that would rename factored slots.
     notes = []
     trees, before = ("t5x", "jax"), reader
@@ -456,12 +455,18 @@ def _manifest(
     report: ConversionReport, norm_names: naming.NormNames, digests: Mapping[str, Any]
 ) -> str:
     """Returns the manifest's JSON: the source, what changed, and each tensor's digest."""
+    base = report.merged and {
+        "path": without_passwords(report.merged.base),
+        "hash": report.merged.digest,
+    }
     return json.dumps(
         {
             "source": {
                 "path": without_passwords(storage.absolute(report.source.path)),
                 "format": report.source.format,
                 "step": report.source.step,
+                # What `merging.unmerge` needs.
+                **({"base": base} if base else {}),
             },
             "target": {"format": report.target.format, "step": report.target.step},
             "model": dataclasses.asdict(report.family),

@@ -206,6 +206,31 @@ def describes_model(text: str, path: Path) -> bool:
     return any((configurable, argument) in _FIELDS for _, configurable, argument in bindings)
 
 
+def without_adapter(text: str) -> str:
+    """Gin text without its bindings of an adapter, for a whole model: comments and macros stay."""
+    from gin import config_parser
+
+    statements = list(config_parser.ConfigParser(text, _Delegate()))
+    lines = text.splitlines(keepends=True)
+    starts = [each.location.line_num - 1 for each in statements] + [len(lines)]
+    removed = set[int]()
+    for statement, start, end in zip(statements, starts, starts[1:], strict=False):
+        if isinstance(statement, config_parser.BindingStatement) and _of_adapter(statement):
+            removed.update(
+                at
+                for at in range(start, end)
+                if lines[at].strip() and not lines[at].lstrip().startswith("#")
+            )
+    return "".join(line for at, line in enumerate(lines) if at not in removed)
+
+
+def _of_adapter(statement: Any) -> bool:
+    """Whether a binding names an adapter, or is one of its arguments; in either dialect."""
+    module, _, configurable = statement.selector.rpartition(".")
+    names_one = configurable in ("jax_training", "train") and statement.arg_name == "adapter"
+    return names_one or (configurable in ("lora", "ia3") and module.endswith("adapters"))
+
+
 def _has_several_layers(family: ModelShape) -> bool:
     """Whether a tower has several layers; the bias of a single layer equals a shared one."""
     return max(family.num_encoder_layers, family.num_decoder_layers) > 1

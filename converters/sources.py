@@ -14,6 +14,7 @@ from t0repro.converters import hf, jax_tree, mtf, peft, storage
 from t0repro.converters.adapter_files import (
     AdapterNote,
     MergedReader,
+    check_is_adapter,
     is_adapter,
     note_of,
     open_adapter,
@@ -67,6 +68,17 @@ def find_checkpoint(
         if not storage.refresh(path):
             raise
     return _find(path, step, source)
+
+
+def find_adapter(path: str | os.PathLike[str], step: int | None = None) -> CheckpointRef:
+    """Finds an adapter's checkpoint, or a folder of PEFT's; see `find_checkpoint`.
+
+    Raises:
+      UserError: If there is none, or it is a whole model's.
+    """
+    ref = find_checkpoint(path, step)
+    check_is_adapter(ref)
+    return ref
 
 
 class CheckpointNotFound(UserError):

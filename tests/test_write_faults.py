@@ -315,10 +315,11 @@ HELD = {
 """Command lines that find their folder held."""
 FOLDERS = {"aux": "auxiliary", "eval": "inference_eval", "infer": ".shard-00000-of-00001"}
 UNLOCKED = {
+    *("adapters merge", "adapters unmerge"),
     *("precompile", "run", "t5_mesh_transformer", "vertex status"),
     *("tasks export", "tasks overlap"),
 }
-"""What writes single files, or one new folder; what two of them start is above."""
+"""What writes single files, or one new folder; what four of them start is above."""
 
 
 def test_every_command_that_writes_is_known_to_hold_its_folder_or_not():

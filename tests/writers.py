@@ -33,6 +33,9 @@ from .tiny_models import run_config
 Job = Callable[[Path], None]
 
 WRITERS = {
+    # Which write with the function that convert calls.
+    "adapters merge": ("convert to mtf", "convert to hf"),
+    "adapters unmerge": ("convert to mtf", "convert to hf"),
     "aux": ("aux",),
     "cache": ("cache",),
     "checkpoint fetch": ("checkpoint fetch",),

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from t0repro.cli import (
+    adapters,
     checkpoint,
     doctor,
     explain,
@@ -71,6 +72,7 @@ checkpoints.command()(checkpoint.verify)
 checkpoints.command()(checkpoint.released)
 checkpoints.command()(checkpoint.fetch)
 checkpoints.command()(checkpoint.plan)
+app.add_typer(adapters.app)
 app.add_typer(checkpoints)
 app.add_typer(jobs.app)
 app.add_typer(report.app)

@@ -405,10 +405,11 @@ def convert(
         dry_run=dry_run,
         options=options,
     )
-    _print(report)
+    print_conversion(report)
 
 
-def _print(report: ConversionReport) -> None:
+def print_conversion(report: ConversionReport) -> None:
+    """Prints what a conversion changed and wrote."""
     for note in report.notes:
         echo(f"Note: {note}")
     verb = "Would write" if report.dry_run else "Wrote"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
+from t0repro.buckets import check_credentials
 from t0repro.cli.options import (
     DType,
     ModulesOrT0,
@@ -27,9 +28,10 @@ from t0repro.cli.spelling import output, source
 from t0repro.words import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from t0repro.evaluation.evaluation_folder import EvaluationSettings
+    from t0repro.evaluation.opened import Checkpoint
     from t0repro.reports.prompts import PromptInfo
     from t0repro.reports.report import Report
     from t0repro.runs.rank_eval import Outcome
@@ -53,6 +55,15 @@ _Modes = Annotated[
 ]
 _Step = Annotated[
     int | None, typer.Option(help="Step of the checkpoint.", show_default="the latest")
+]
+_Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[LABEL=]DIR",
+        help="Evaluate the checkpoint with this adapter, ours or a folder of PEFT's; repeatable."
+        " The results of each are in OUT/LABEL, a comparison of several in OUT.",
+        show_default="the checkpoint alone",
+    ),
 ]
 _Normalize = Annotated[
     Literal["none", "target_length"],
@@ -138,6 +149,7 @@ def rank_eval(
     head: ReportHead,
     processes: ProcessOptions,
     step: _Step = None,
+    adapter: _Adapters = None,
     modes: _Modes = "rank",
     normalize: _Normalize = "none",
     also: _Also = None,
@@ -154,13 +166,16 @@ def rank_eval(
     --module_import t0repro.tasks.demo --out runs/demo/rank_eval
     """
     echo("importing JAX and the tasks ...", err=True)
+    adapters = _labelled(adapter or ())
     # Tasks read the variable when they read their rows.
     if tasks.data is not None:
         os.environ["T0REPRO_DATA_DIR"] = str(tasks.data)
     from t0repro.evaluation.evaluation_folder import EvaluationSettings
 
     with processes.joined():
-        from t0repro.partitioning.processes import is_first
+        from t0repro.cli.report import compare
+        from t0repro.locks import folder_lock
+        from t0repro.partitioning.processes import held_by_first, is_first, output_folder
         from t0repro.reports.prompts import load_prompts
 
         # Only now that the processes have joined: the default activation asks JAX for its backend.
@@ -185,11 +200,72 @@ def rank_eval(
         if dry_run:
             _check(mixture, settings)
             return
-        tracked = tracked_evaluation(tracker, out, checkpoint, mixture, settings)
-        # With several processes, only one reports to the trackers.
-        with tracked if is_first() else contextlib.nullcontext():
+        track = functools.partial(tracked_evaluation, tracker)
+        # The reports read what the evaluations wrote, so one lock has to cover all.
+        fix = "Wait for it to end, or choose another --out."
+        with held_by_first(lambda: folder_lock(out, "rank evaluation", fix=fix)):
+            out = output_folder(out, resumed=True)
             parallel = computation.model_parallelism
-            _evaluate(checkpoint, step, parallel, mixture, out, settings, write, also_format)
+            for label, opened in _opened(checkpoint, step, settings.activation, parallel, adapters):
+                named = functools.partial(write, label=label or head.label)
+                _evaluate(opened, mixture, out / label, settings, named, also_format, track)
+        # It takes the folder's lock itself.
+        if len(adapters) > 1 and is_first():
+            folders = [f"{label}={out / label / f'{tasks.split}_eval'}" for label in adapters]
+            compare(folders, out=out, module_import=modules_or_t0(tasks.module_import))
+
+
+def _labelled(adapters: Sequence[str]) -> dict[str, str]:
+    """Label of each adapter, by default its folder's name -> its path.
+
+    Raises:
+      UserError: If two have one label, or a label is no folder's name.
+    """
+    from t0repro.errors import UserError
+    from t0repro.reports.run import split_label
+
+    found: dict[str, str] = {}
+    for label, path in map(split_label, adapters):
+        label = Path(path).name if label is None else label
+        # Results are in OUT/LABEL.
+        if label in found or label in ("", "..") or label != Path(label).name:
+            wrong = "Two adapters have" if label in found else "No folder can have"
+            raise UserError(
+                f"{wrong} the label {label!r}.",
+                where="--adapter",
+                fix="Name each: --adapter first=DIR --adapter second=DIR.",
+            )
+        check_credentials(path, "--adapter")
+        found[label] = path
+    return found
+
+
+def _opened(
+    path: str,
+    step: int | None,
+    activation: DType,
+    model_parallelism: int,
+    adapters: Mapping[str, str],
+) -> Iterator[tuple[str, Checkpoint]]:
+    """Each adapter's label and checkpoint, over one base; without adapters, "" and the base."""
+    from t0repro.evaluation.opened import (
+        adapter_at,
+        check_adapter_fits,
+        open_checkpoint,
+        with_adapter,
+    )
+    from t0repro.progress import working
+
+    # Refuse a wrong adapter before the base is read, and one that does not fit before any scores.
+    own = {label: adapter_at(adapter) for label, adapter in adapters.items()}
+    with working(f"reading {path}"):
+        base = open_checkpoint(path, step, activation, model_parallelism)
+    if not own:
+        yield "", base
+    for adapter in own.values():
+        check_adapter_fits(base, adapter)
+    for label, adapter in own.items():
+        yield label, with_adapter(base, adapter)
 
 
 def _writer(
@@ -203,7 +279,6 @@ def _writer(
         write_results,
         prompts=prompts,
         trained=training_tasks(head.train_mixture or ()),
-        label=head.label,
         title=head.title,
         resamples=head.resamples,
         extras=[name for name in extras if name != "none"],
@@ -211,32 +286,24 @@ def _writer(
 
 
 def _evaluate(
-    checkpoint: str,
-    step: int | None,
-    model_parallelism: int,
+    opened: Checkpoint,
     mixture: str,
     out: Path,
     settings: EvaluationSettings,
     write: Callable[..., tuple[Report, list[Path]]],
     also_format: str | None,
+    track: Callable[..., contextlib.AbstractContextManager[None]],
 ) -> None:
-    from t0repro.evaluation.opened import open_checkpoint
-    from t0repro.locks import folder_lock
-    from t0repro.partitioning.processes import held_by_first, is_first, output_folder
-    from t0repro.progress import working
+    from t0repro.partitioning.processes import is_first
     from t0repro.reports.render import print_page
     from t0repro.reports.report_page import brief_page
     from t0repro.runs.rank_eval import rank_eval as evaluate
 
-    # The report reads what the evaluation wrote, so one lock has to cover both.
-    fix = "Wait for it to end, or choose another --out."
-    with held_by_first(lambda: folder_lock(out, "rank evaluation", fix=fix)):
-        out = output_folder(out, resumed=True)
-        with working(f"reading {checkpoint}"):
-            opened = open_checkpoint(checkpoint, step, settings.activation, model_parallelism)
+    # With several processes, only one writes and reports to the trackers.
+    tracked = track(out, opened.path, mixture, settings)
+    with tracked if is_first() else contextlib.nullcontext():
         outcome = evaluate(opened, mixture, out, settings)
         report, paths = write(outcome, opened.step, out)
-        # With several processes, only one writes.
         if also_format is not None and is_first():
             from t0repro.lm_eval.results import export_results
 

@@ -12,9 +12,11 @@ import numpy as np
 from t0repro.config.run_config import Activation, DType, DTypePolicy, Layout, ModelConfig
 from t0repro.converters.witnesses import ParametersDigest
 from t0repro.errors import UserError
+from t0repro.parameters import naming
 
 if TYPE_CHECKING:
     from t0repro.converters import hf_config
+    from t0repro.converters.adapter_files import AdapterCheckpoint
     from t0repro.parameters.shape import ModelShape
     from t0repro.training.train_state import OpenTree
 
@@ -57,7 +59,8 @@ def open_checkpoint(
     config.json or from the operative_config.gin beside the checkpoint; otherwise from T5 1.0 and
     1.1.
 
-    The parameters are sharded across all devices.
+    An adapter is opened with its base: see `with_adapter`. The parameters are sharded across all
+    devices.
 
     Args:
       path: the checkpoint.
@@ -69,6 +72,7 @@ def open_checkpoint(
       UserError: if there is no checkpoint, or it is damaged, incomplete or no T5 with an encoder.
     """
     from t0repro.converters import sources
+    from t0repro.converters.adapter_files import is_adapter, open_adapter
     from t0repro.converters.arithmetic import arithmetic, described, gin_text
     from t0repro.converters.gin_shapes import check_run_files
     from t0repro.converters.recognition import recognise
@@ -77,6 +81,10 @@ def open_checkpoint(
     from t0repro.training.train_state import checkpoint_shapes
 
     ref = sources.find_checkpoint(path, step)
+    if is_adapter(ref):
+        where = sources.base_of(ref).path
+        base = open_checkpoint(where, None, activation, model_parallelism)
+        return with_adapter(base, open_adapter(ref))
     tree = sources.open_any(path, step, slots=False)
     family = recognise({name: tensor.shape for name, tensor in tree.items()})
     if family.decoder_only:
@@ -103,6 +111,81 @@ def open_checkpoint(
     model = T5(config, DTypePolicy("float32", "float32", activation))
     held = devices.placed(held_for_evaluation(model, checkpoint_shapes(tree)))
     return on_devices(tree, held, model, path)
+
+
+def adapter_at(path: str) -> AdapterCheckpoint:
+    """Opens an adapter's checkpoint, or a folder of PEFT's, without its base.
+
+    Raises:
+      UserError: If there is none, or it is a whole model's, or damaged.
+    """
+    from t0repro.converters.adapter_files import open_adapter
+    from t0repro.converters.sources import find_adapter
+
+    return open_adapter(find_adapter(path))
+
+
+def check_adapter_fits(base: Checkpoint, own: AdapterCheckpoint) -> None:
+    """Checks an adapter against an opened base, before anything is computed.
+
+    Raises:
+      UserError: If it was trained on another base (with both hashes), or has other sizes.
+    """
+    from t0repro.converters import sources
+    from t0repro.converters.adapter_files import check_shape
+
+    sources.check_base(own.note, base.digest, base.path)
+    check_shape(own, own.note.adapter, base.model.config.shape)
+
+
+def with_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:
+    """Attaches an adapter to an opened base, whose parameters stay where they are.
+
+    Args:
+      base: The base; any number of adapters may share it.
+      own: The adapter, from `adapter_at`.
+
+    Raises:
+      UserError: See `check_adapter_fits`.
+    """
+    import jax
+
+    from t0repro.adapters.adapter import joined
+    from t0repro.model.t5 import T5
+    from t0repro.training.train_state import adapter_shapes, parameters_from_flat_tree
+
+    check_adapter_fits(base, own)
+    adapter = own.note.adapter
+    model = T5(base.model.config.with_adapter(adapter), base.model.dtypes)
+    like = _on_every_device(adapter_shapes(model), base.params)
+    digest = ParametersDigest()
+    # What the logits depend on besides the adapter's own parameters.
+    digest.add(f"{base.digest} {adapter.scale!r} {adapter.base_dtype}", np.zeros(()))
+    tree = {key: own.read(key) for key in own.tensors if not key.startswith(naming.SLOTS)}
+    params = parameters_from_flat_tree(tree, like, where=own.ref.path, seen=digest.add)
+    frozen = base.params
+    if adapter.base_dtype == "bfloat16":
+        # The adapter was trained on values of this type.
+        frozen = jax.tree.map(lambda x: x.astype(adapter.base_dtype), frozen)
+    return dataclasses.replace(
+        base,
+        path=own.ref.path,
+        step=int(tree[naming.STEP]),
+        digest=digest.hexdigest(),
+        params=joined(frozen, params, adapter.scale),
+        model=model,
+    )
+
+
+def _on_every_device(shapes: Any, params: Any) -> Any:
+    """Shapes of arrays that are whole on each of the devices that share a model's parameters."""
+    import jax
+
+    place = jax.tree.leaves(params)[0].sharding
+    if not isinstance(place, jax.sharding.NamedSharding):
+        return shapes
+    whole = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
 
 
 def _model_config(family: ModelShape, computed: hf_config.Computation) -> ModelConfig:

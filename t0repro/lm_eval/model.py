@@ -16,7 +16,7 @@ from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.engine import Engine, suited_tokens
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.grouping import make_batching
-from t0repro.evaluation.opened import open_checkpoint
+from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
 from t0repro.evaluation.pairs import distinct_pairs
 from t0repro.progress import count_progress
 from t0repro.runs.text_scores import check_vocabulary_fits
@@ -32,6 +32,7 @@ class T0ReproLM(LM):
     Args:
       checkpoint: A checkpoint's path, in any format that t0repro converts.
       step: Which step to read; the latest by default.
+      adapter: An adapter's checkpoint, or a folder of PEFT's, for which `checkpoint` is the base.
       vocabulary: The SentencePiece model without T5's sentinels; by default T5's own, or the one
         that T0REPRO_VOCAB names.
       eos: Which text ends with EOS. `targets` is T0's convention: a choice's score includes its
@@ -53,6 +54,7 @@ class T0ReproLM(LM):
         self,
         checkpoint: str | None = None,
         step: int | None = None,
+        adapter: str | None = None,
         vocabulary: str | None = None,
         eos: Literal["targets", "inputs"] = "targets",
         max_length: int = 1024,
@@ -71,7 +73,10 @@ class T0ReproLM(LM):
             raise UserError("No checkpoint is named.", where=where, fix="Add checkpoint=PATH.")
         if unknown:
             name = next(iter(unknown))
-            known = "checkpoint step vocabulary eos max_length max_gen_toks dtype tokens_per_batch"
+            known = (
+                "checkpoint step adapter vocabulary eos max_length max_gen_toks dtype"
+                " tokens_per_batch"
+            )
             raise UserError(
                 f"The model has no argument {name!r}.",
                 where=where,
@@ -83,6 +88,8 @@ class T0ReproLM(LM):
         self._vocabulary = VocabularyFile(path)
         self._processor = self._vocabulary.processor()
         self._checkpoint = open_checkpoint(str(checkpoint), step, dtype)
+        if adapter is not None:
+            self._checkpoint = with_adapter(self._checkpoint, adapter_at(str(adapter)))
         check_vocabulary_fits(self._vocabulary, self._checkpoint)
         self._eos, self._lengths = eos, {"inputs": max_length, "targets": 1 << 30}
         self._max_gen_toks, self._tokens_per_batch = max_gen_toks, tokens_per_batch

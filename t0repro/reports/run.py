@@ -33,12 +33,16 @@ class Run:
 
 
 def labelled(text: str) -> tuple[str | None, Path]:
+    """`split_label`, with the path as commands open it."""
+    label, path = split_label(text)
+    return label, input_path(path)
+
+
+def split_label(text: str) -> tuple[str | None, str]:
     """Splits LABEL=PATH; a path without a label may itself contain `=`."""
     label, separator, path = text.partition("=")
     # A path may contain `=`; if it exists as written, it has no label.
-    if not separator or Path(text).exists():
-        return None, input_path(text)
-    return label, input_path(path)
+    return (label, path) if separator and not Path(text).exists() else (None, text)
 
 
 def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:

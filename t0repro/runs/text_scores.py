@@ -11,7 +11,7 @@ import numpy as np
 from t0repro.config.run_config import DType
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
-from t0repro.evaluation.opened import Checkpoint, open_checkpoint
+from t0repro.evaluation.opened import Checkpoint, adapter_at, open_checkpoint, with_adapter
 from t0repro.evaluation.selection import padded_rows
 from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
 
@@ -26,6 +26,7 @@ def score(
     vocabulary: str | os.PathLike[str] | None = None,
     lengths: Mapping[str, int] = LENGTHS,
     activation: DType = "float32",
+    adapter: str | os.PathLike[str] | None = None,
 ) -> np.ndarray:
     """Log-likelihood of each answer choice given its input: float32 [inputs, choices], natural log.
 
@@ -42,15 +43,18 @@ def score(
         that T0REPRO_VOCAB names.
       lengths: Maximum tokens of `inputs` and `targets`; longer ones are cut.
       activation: dtype of the activations, if `model` is a path.
+      adapter: An adapter's checkpoint, or a folder of PEFT's, for which `model` is the base.
 
     Raises:
-      UserError: If the checkpoint or the vocabulary is missing or they do not fit together, or an
-        input has no choice.
+      UserError: If the checkpoint or the vocabulary is missing or they do not fit together, an
+        input has no choice, or the adapter was trained on another base.
     """
     of_each = _of_each(inputs, choices)
     path = default_vocabulary().address if vocabulary is None else os.fspath(vocabulary)
     file = VocabularyFile(path)
     checkpoint = model if isinstance(model, Checkpoint) else _opened(os.fspath(model), activation)
+    if adapter is not None:
+        checkpoint = with_adapter(checkpoint, adapter_at(os.fspath(adapter)))
     check_vocabulary_fits(file, checkpoint)
     examples = _examples(file, inputs, of_each, lengths)
     found = iter(score_examples(checkpoint.params, checkpoint.model, examples, lengths))

@@ -55,7 +55,7 @@ def no_credentials(monkeypatch, tmp_path_factory):
 # Options that take text and name nothing that is written, by name, whichever command has them.
 NOT_WRITTEN = frozenset(
     # names, words and numbers
-    """--accelerator_type --auxiliary_job_build_target_path --auxiliary_job_cell
+    """--accelerator_type --adapter --auxiliary_job_build_target_path --auxiliary_job_cell
     --auxiliary_job_mixtures --auxiliary_job_platform --beam_options --cell --coordinator_address
     --dataset --device --display_name --eval --eval_task --experiment --family --image_uri --label
     --labels --launcher --location --machine_type --main_metric --metric --mixture

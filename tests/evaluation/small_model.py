@@ -1,12 +1,17 @@
 """A T5 of one layer, small enough to compile many shapes of it in a test."""
 
 import dataclasses
+from pathlib import Path
 
 import flax.traverse_util
 import jax
 import numpy as np
 
+from t0repro.adapters.adapter import Adapter, shapes_of
+from t0repro.converters.adapter_files import AdapterNote
+from t0repro.evaluation.opened import open_checkpoint
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.parameters.shape import ModelShape
 from t0repro.training.checkpoints import save_tree
 
 from ..tiny_models import FLOAT32, model_config
@@ -36,3 +41,20 @@ def save_model(folder, seed=0, step=7, vocabulary=VOCABULARY, spoil=None):
         spoil(tree)
     save_tree(folder / f"checkpoint_{step}", {**tree, "state/step": np.int32(step)})
     return folder
+
+
+STEP = 4  # of an adapter
+
+
+def save_adapter(folder: Path, adapter: Adapter, base: Path, shape: ModelShape) -> Path:
+    """Writes an adapter far from a new one, as a run does; returns its checkpoint."""
+    generator = np.random.default_rng(len(folder.name))
+    path = folder / f"checkpoint_{STEP}"
+    own = {
+        f"target/{name}": (0.3 * generator.normal(size=size) + (len(size) == 1)).astype("f")
+        for name, size in shapes_of(adapter, shape).items()
+    }
+    save_tree(path, {**own, "state/step": np.int32(STEP)})
+    digest = open_checkpoint(str(base), None, "float32").digest
+    AdapterNote(adapter, str(base), digest).write(path)
+    return path

@@ -13,6 +13,8 @@ from t0repro.evaluation.outputs import read_task_scores
 from t0repro.lm_eval.results import import_results
 from t0repro.tasks.demo.datasets import VOCABULARY
 
+from ..evaluation.small_model import save_adapter
+
 pytest.importorskip("lm_eval", reason="needs the extra lm-eval")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -141,6 +143,33 @@ def test_outputs_are_transformers_greedy_ones_cut_at_stop_sequences(checkpoint):
     assert outputs(until=[stop])[0] == expected[0].split(stop)[0]
     with pytest.raises(UserError, match="sampling"):
         outputs(do_sample=True, temperature=0.7)
+
+
+def test_an_adapter_scores_as_the_checkpoint_that_it_is_merged_into(checkpoint, tmp_path):
+    from lm_eval.api.instance import Instance
+
+    from t0repro.adapters import ia3
+    from t0repro.converters.convert import convert
+    from t0repro.evaluation.opened import open_checkpoint
+    from t0repro.lm_eval.model import T0ReproLM
+
+    shape = open_checkpoint(str(checkpoint), None, "float32").model.config.shape
+    adapter = save_adapter(tmp_path / "adapter", ia3(), checkpoint, shape)
+    # Unpadded, as the base's vocabulary is.
+    convert(adapter, tmp_path / "merged", "hf", vocabulary=VOCABULARY)
+    pairs = [("is this film good or bad ?", "good"), ("what is it about", "the weather")]
+    scored = []
+    for named in (
+        {"checkpoint": str(checkpoint), "adapter": str(adapter)},
+        {"checkpoint": str(tmp_path / "merged")},
+        {"checkpoint": str(checkpoint)},
+    ):
+        model = T0ReproLM(vocabulary=str(VOCABULARY), **named)
+        asked = [Instance("loglikelihood", {}, pair, at) for at, pair in enumerate(pairs)]
+        scored.append([score for score, _ in model.loglikelihood(asked)])
+    own, merged, base = np.array(scored)
+    np.testing.assert_allclose(own, merged, rtol=1e-5)
+    assert np.abs(own - base).max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,16 @@ import pytest
 import seqio
 import tensorflow as tf
 
+from t0repro.adapters import lora
 from t0repro.config.t5x.inference import infer_plan
+from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.seqio_evaluator import ModelFunctions
 from t0repro.runs.batch_infer import infer
 from t0repro.runs.checkpoint_choice import chosen, opened
 
+from ..evaluation.small_model import save_adapter
 from ..own_lines import foreign_lines
 from .tiny_gin import parsed, save_checkpoint
 
@@ -380,6 +383,17 @@ def test_a_folder_stands_for_its_latest_checkpoint(checkpoint, tmp_path):
     made = plan(checkpoint.parent, tmp_path, "utils.RestoreCheckpointConfig.mode = 'latest'")
     save_checkpoint(checkpoint.parent, made, 3)
     assert [ref.path for ref in chosen(made.restore)] == [str(checkpoint)]
+
+
+def test_an_adapter_is_read_as_the_checkpoint_that_it_is_merged_into(checkpoint, tmp_path):
+    from t0repro.converters import convert
+
+    shape = plan("x", "y").model.shape
+    adapter = save_adapter(tmp_path / "adapter", lora(rank=2), checkpoint, shape)
+    convert.convert(adapter, tmp_path / "merged", "jax")
+    paths = (adapter, tmp_path / "merged" / adapter.name, checkpoint)
+    own, whole, base = (opened(plan(p, tmp_path), find_checkpoint(p)).digest for p in paths)
+    assert own == whole != base
 
 
 @pytest.mark.parametrize("argument", ["write_fn", "merge_fn", "fallback_init_rng"])

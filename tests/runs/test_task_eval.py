@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import seqio
 
+from t0repro.adapters import ia3
 from t0repro.config.decoding import DecodingPlan
 from t0repro.config.t5x.inference import eval_plan
 from t0repro.converters.sources import find_checkpoint
@@ -20,6 +21,7 @@ from t0repro.evaluation.records import read_with_checksum, write_with_checksum
 from t0repro.runs.checkpoint_choice import chosen, identity, opened
 from t0repro.runs.task_eval import EvaluatedCheckpoints, evaluate_checkpoints
 
+from ..evaluation.small_model import STEP, save_adapter
 from ..own_lines import foreign_lines
 from .tiny_gin import parsed, save_checkpoint
 
@@ -214,6 +216,23 @@ def test_a_specific_checkpoint_in_another_format(model_dir, tmp_path):
     results = evaluate_checkpoints(plan(path / "model.ckpt-3", tmp_path / "out", name=RANKED))
     direct = evaluate_checkpoints(plan(model_dir / "checkpoint_3", tmp_path / "o2", name=RANKED))
     assert results == direct and list(results) == [3]
+
+
+def test_an_adapter_is_evaluated_as_the_checkpoint_that_it_is_merged_into(model_dir, tmp_path):
+    from t0repro.converters import convert
+
+    base, shape = model_dir / "checkpoint_3", plan("x", "y").model.shape
+    adapter = save_adapter(tmp_path / "adapter", ia3(), base, shape)
+    convert.convert(adapter, tmp_path / "merged", "jax")
+    scored = [
+        evaluate_checkpoints(plan(path, tmp_path / name, name=RANKED))
+        for name, path in (("own", adapter), ("whole", tmp_path / "merged" / adapter.name))
+    ]
+    assert scored[0] == scored[1] and list(scored[0]) == [STEP]
+    before, after = (
+        opened(plan(path, tmp_path), find_checkpoint(path)) for path in (base, adapter)
+    )
+    assert before.digest != after.digest
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"evaluated": [', "edited"])

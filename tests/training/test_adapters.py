@@ -18,10 +18,10 @@ from t0repro.config.configuration import check_adapter
 from t0repro.config.run_config import AdamWeightDecayConfig, Layout
 from t0repro.config.training_plan import RestoreConfig, TerminateOnNanConfig
 from t0repro.converters import sources
-from t0repro.converters.adapter_files import AdapterReader, read_note
+from t0repro.converters.adapter_files import AdapterNote, AdapterReader, read_note
 from t0repro.converters.convert import convert
 from t0repro.errors import UserError
-from t0repro.evaluation.opened import open_checkpoint
+from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
 from t0repro.model.layers import Dense
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning import memory
@@ -295,6 +295,50 @@ def test_an_adapters_checkpoint_is_evaluated_as_a_whole_model(base, trained):
     opened = open_checkpoint(str(trained / "lora, moved"), None, "float32")
     assert opened.step == 2
     assert opened.digest != open_checkpoint(str(base), None, "float32").digest
+
+
+@pytest.mark.parametrize("name", ["lora", "lora, bfloat16", "ia3"])
+def test_an_adapter_over_an_opened_base_computes_what_the_merged_model_does(base, trained, name):
+    place = trained / f"{name}, moved"
+    opened = open_checkpoint(str(base), None, "float32")
+    beside = with_adapter(opened, adapter_at(str(place)))
+    assert beside.step == 2 and beside.digest != opened.digest
+    batch = tiny.batches(1)[0]
+    found = beside.model.apply({"params": beside.params}, batch)
+    expected = opened.model.apply({"params": nested(sources.open_any(place))}, batch)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    if name != "lora, bfloat16":
+        # The base is not copied.
+        kernel = opened.params["encoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+        assert beside.params["encoder"]["layers_0"]["mlp"]["wo"]["kernel"] is kernel
+    # Named alone, it is opened with its base to the same parameters.
+    assert open_checkpoint(str(place), None, "float32").digest == beside.digest
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["lora", "ia3", "one layer"])
+def test_a_new_adapter_changes_no_bit_scored_or_merged(base, name, dtype, tmp_path):
+    adapter, place = ADAPTERS[name], checkpoint_path(tmp_path, 0)
+    own = initial_adapter(T5(DEEP.with_adapter(adapter), tiny.FLOAT32), jax.random.key(1))
+    flat = flax.traverse_util.flatten_dict(own, sep="/")
+    tree = {f"target/{path}": np.asarray(value) for path, value in flat.items()}
+    save_tree(place, {**tree, "state/step": np.int32(0)})
+    opened = open_checkpoint(str(base), None, dtype)
+    AdapterNote(adapter, str(base), opened.digest).write(place)
+    beside, batch = with_adapter(opened, adapter_at(str(place))), tiny.batches(1)[0]
+    logits = [each.model.apply({"params": each.params}, batch) for each in (opened, beside)]
+    np.testing.assert_array_equal(*logits)
+    before, merged = sources.load_any(base), sources.load_any(place)
+    for key in before.keys() - {"state/step"}:
+        np.testing.assert_array_equal(merged[key], before[key], err_msg=key)
+
+
+def test_the_scale_of_an_adapter_is_part_of_its_hash(base, trained):
+    opened = open_checkpoint(str(base), None, "float32")
+    own = adapter_at(str(trained / "lora, moved"))
+    digest = with_adapter(opened, own).digest
+    own.note = dataclasses.replace(own.note, adapter=dataclasses.replace(LORA, alpha=2.0))
+    assert with_adapter(opened, own).digest != digest
 
 
 def test_a_merge_needs_the_base_that_the_adapter_was_trained_on(tmp_path):

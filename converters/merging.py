@@ -1,0 +1,120 @@
+"""`t0repro adapters`: merges an adapter into its base, and gives the base back bit for bit.
+
+Floating-point addition cannot be undone: (kernel + change) - change is not always the kernel. So a
+merged checkpoint records its adapter and its base, and unmerging reads the base from there. It
+first merges again and compares, so that what it gives back is what the checkpoint was made from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+from t0repro.converters import storage
+from t0repro.converters.adapter_files import MergedReader
+from t0repro.converters.conversion import Options, Target
+from t0repro.converters.convert import ConversionReport, convert, prepare
+from t0repro.converters.sources import find_adapter, find_checkpoint, open_checkpoint
+from t0repro.converters.tensors import CheckpointReader, CheckpointRef, bytes_of
+from t0repro.converters.witnesses import MANIFEST, manifest_path, read_manifest
+from t0repro.errors import UserError
+from t0repro.parameters import naming
+from t0repro.progress import working
+
+
+def merge(
+    adapter: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    to: Target,
+    *,
+    base: str | os.PathLike[str] | None = None,
+    force: bool = False,
+) -> ConversionReport:
+    """Writes a base with an adapter merged into it, as a whole checkpoint.
+
+    Args:
+      adapter: An adapter's checkpoint, or a folder of PEFT's.
+      dst: See `convert`.
+      to: The format to write.
+      base: The base, if it is not where the adapter says.
+      force: See `convert`.
+
+    Raises:
+      UserError: If the checkpoint is no adapter's, or its base is gone or another; see `convert`.
+    """
+    find_adapter(adapter)
+    return convert(adapter, dst, to, base=base, force=force)
+
+
+def unmerge(
+    merged: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    to: Target | None = None,
+    *,
+    base: str | os.PathLike[str] | None = None,
+    force: bool = False,
+) -> ConversionReport:
+    """Writes the base of a merged checkpoint, slots included, with the bits that it had.
+
+    Args:
+      merged: What `merge` or `convert` made from an adapter, in any format and type.
+      dst: See `convert`.
+      to: The format to write; the base's by default.
+      base: The base, if it is not where the merged checkpoint says.
+      force: See `convert`.
+
+    Raises:
+      UserError: If the checkpoint does not say what it was merged from, its adapter or base is gone
+        or another, or merging them again does not give its bits.
+    """
+    ref = find_checkpoint(merged)
+    adapter, digest = _merged_from(ref)
+    if base is not None:
+        adapter = dataclasses.replace(adapter, base=storage.local_path(base))
+    with working(f"merging {adapter.path} again, to compare"):
+        again = open_checkpoint(adapter)
+        assert isinstance(again, MergedReader)
+        # An adapter of PEFT's has no hash of its base; the merged checkpoint has.
+        dataclasses.replace(again.note, digest=digest).check_base(
+            again.note.digest or "", again.base.ref.path
+        )
+        _check_bits(open_checkpoint(ref), again)
+    source = again.base.ref
+    found = source.format if to is None else to
+    return convert(source.path, dst, found, force=force)
+
+
+def _merged_from(ref: CheckpointRef) -> tuple[CheckpointRef, str]:
+    """The adapter that a checkpoint was merged from, its base named, and the base's hash."""
+    manifest = read_manifest(os.path.dirname(manifest_path(ref)))
+    is_own = manifest is not None and manifest.is_of(ref)
+    source = json.loads(storage.read(manifest_path(ref)))["source"] if is_own else {}
+    if "base" not in source:
+        raise UserError(
+            "The checkpoint does not say which adapter and base it was merged from.",
+            where=manifest_path(ref),
+            fix=f"Name what `t0repro adapters merge` wrote, with its {MANIFEST}.",
+        )
+    base = source["base"]
+    return dataclasses.replace(find_adapter(source["path"]), base=base["path"]), base["hash"]
+
+
+def _check_bits(found: CheckpointReader, again: MergedReader) -> None:
+    """Raises a UserError unless a checkpoint is an adapter and its base, merged."""
+    where = found.ref.path
+    key = next(key for key in found.tensors if key.endswith("token_embedder/embedding"))
+    embedding = found.tensors[key]
+    # What else the merge may have been asked for: another type, another size of the vocabulary.
+    options = Options(slots=False, dtype=embedding.dtype.name, vocab_size=embedding.shape[0])
+    expected, _ = prepare(again, found.ref.format, options)
+    for key in (key for key in expected.tensors if key.startswith(naming.PARAMETERS)):
+        same = key in found.tensors and found.tensors[key] == expected.tensors[key]
+        if not same or bytes_of(found.read(key)) != bytes_of(expected.read(key)):
+            raise UserError(
+                f"The checkpoint is not the merge of {again.ref.path} into {again.note.base}:"
+                f" {found.native_name(key)} differs.",
+                where=where,
+                fix="It was changed after the merge, or the adapter was. The base itself is"
+                f" {again.note.base}.",
+            )

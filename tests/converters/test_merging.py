@@ -1,0 +1,159 @@
+"""`t0repro adapters`: merged checkpoints in every format, and the base back, bit for bit."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from t0repro.adapters import ia3, lora
+from t0repro.converters import sources
+from t0repro.converters.convert import convert
+from t0repro.converters.gin_shapes import without_adapter
+from t0repro.converters.merging import merge, unmerge
+from t0repro.errors import UserError
+from t0repro.evaluation.opened import open_checkpoint
+
+from ..cli.commands import run
+from .peft_side import MODELS, save_adapter, save_base, tokens
+
+MODEL = MODELS["gated, untied"]
+KINDS = {"lora": lora(rank=2, alpha=3.0), "ia3": ia3()}
+
+ADAPTED = """
+from t0repro import adapters
+# Parameters for t0repro.jax_training:
+t0repro.jax_training.adapter = @t0repro.adapters.lora()
+t0repro.jax_training.data_shards = 1
+train_script.train.adapter = @adapters.lora()
+# Parameters for t0repro.adapters.lora:
+t0repro.adapters.lora.rank = 2
+t0repro.adapters.lora.targets = \\
+    ['.*/query/kernel',
+     '.*/value/kernel']
+adapters.lora.alpha = 3.0
+# Parameters for DenseReluDense:
+DenseReluDense.activation = ['gelu', 'linear']
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A base of ours and for transformers, and its adapters by kind, as runs of ours left them."""
+    folder = tmp_path_factory.mktemp("made")
+    base, hf = save_base(folder, MODEL)
+    adapters = {}
+    for name, adapter in KINDS.items():
+        adapters[name] = save_adapter(folder / name, MODEL, adapter, base)
+        (folder / name / "operative_config.gin").write_text(ADAPTED)
+    return base, hf, adapters
+
+
+def logits(path) -> np.ndarray:
+    opened = open_checkpoint(str(path), None, "float32")
+    return np.asarray(opened.model.apply({"params": opened.params}, tokens()))
+
+
+def assert_same_bits(found, expected):
+    found, expected = sources.load_any(found), sources.load_any(expected)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype and found[key].tobytes() == value.tobytes(), key
+
+
+@pytest.mark.parametrize(
+    ("to", "kind"), [("mtf", "lora"), ("t5x", "ia3"), ("jax", "lora"), ("hf", "ia3")]
+)
+def test_a_merged_checkpoint_computes_the_same_and_gives_its_base_back(
+    made, to, kind, tmp_path, monkeypatch, capsys
+):
+    base, _, adapters = made
+    own, whole, back = map(str, (adapters[kind], tmp_path / "merged", tmp_path / "back"))
+    assert run(monkeypatch, capsys, "adapters", "merge", own, whole, f"--to={to}")[0] == 0
+    adapted, before = logits(adapters[kind]), logits(base)
+    largest = np.abs(adapted).max()
+    assert np.abs(adapted - before).max() > 1e-2 * largest
+    merged = logits(whole)
+    np.testing.assert_allclose(merged, adapted, rtol=0, atol=1e-6 * largest)
+    assert run(monkeypatch, capsys, "adapters", "unmerge", whole, back)[0] == 0
+    assert_same_bits(back, base)
+
+
+def test_a_merge_of_another_type_and_vocabulary_gives_its_base_back(made, tmp_path):
+    _, hf, adapters = made
+    convert(adapters["lora"], tmp_path / "peft", "peft")
+    options = {"dtype": "bfloat16", "vocab_size": 256}
+    convert(tmp_path / "peft", tmp_path / "merged", "jax", base=hf, **options)
+    report = unmerge(tmp_path / "merged", tmp_path / "back")
+    assert report.target.format == "hf"
+    assert_same_bits(tmp_path / "back", hf)
+
+
+def test_a_merged_models_gin_file_has_no_adapter(made, tmp_path):
+    _, _, adapters = made
+    merge(adapters["lora"], tmp_path / "merged", "jax")
+    assert (tmp_path / "merged" / "operative_config.gin").read_text() == without_adapter(ADAPTED)
+    left = [line for line in without_adapter(ADAPTED).splitlines() if line[:1] not in ("#", "")]
+    assert left == [
+        "from t0repro import adapters",
+        "t0repro.jax_training.data_shards = 1",
+        "DenseReluDense.activation = ['gelu', 'linear']",
+    ]
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+
+
+def test_a_whole_model_is_not_merged_nor_unmerged(made, tmp_path):
+    base, hf, _ = made
+    with pytest.raises(UserError, match="a whole model's, not an adapter's"):
+        merge(base, tmp_path / "out", "jax")
+    for whole in (base, hf):  # transformers' directory has a record of its conversion
+        with pytest.raises(UserError, match="which adapter and base it was merged from"):
+            unmerge(whole, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def own(made, tmp_path):
+    """A base and an adapter that a test may change, and their merge."""
+    base, _ = save_base(tmp_path, MODEL)
+    adapter = save_adapter(tmp_path / "own", MODEL, KINDS["ia3"], base)
+    merge(adapter, tmp_path / "merged", "jax")
+    return base, adapter, tmp_path / "merged"
+
+
+def test_a_base_that_was_replaced_is_refused_with_both_hashes(own, tmp_path):
+    base, adapter, merged = own
+    digest = open_checkpoint(str(base), None, "float32").digest
+    # PEFT's folder has no hash of its base, but the merged checkpoint has.
+    note = json.loads((adapter / "adapter.json").read_text())
+    shutil.rmtree(base.parent)
+    save_base(tmp_path / "new", MODEL, seed=5)
+    shutil.move(tmp_path / "new" / "base", base.parent)
+    here = open_checkpoint(str(base), None, "float32").digest
+    for recorded in (digest, None):
+        (adapter / "adapter.json").write_text(json.dumps({**note, "digest": recorded}))
+        with pytest.raises(UserError, match="another base") as refused:
+            unmerge(merged, tmp_path / "back")
+        assert digest in str(refused.value) and here in str(refused.value)
+    assert not (tmp_path / "back").exists()
+
+
+def test_an_adapter_that_was_changed_is_refused_with_the_tensor(own, tmp_path):
+    _, adapter, merged = own
+    note = json.loads((adapter / "adapter.json").read_text())
+    note["adapter"]["base_dtype"] = "bfloat16"
+    (adapter / "adapter.json").write_text(json.dumps(note))
+    with pytest.raises(UserError, match=r"is not the merge of .*: target/.* differs"):
+        unmerge(merged, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_base_that_moved_is_named(own, tmp_path):
+    base, _, merged = own
+    base.parent.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="The base of the adapter in .* is not there"):
+        unmerge(merged, tmp_path / "back")
+    unmerge(merged, tmp_path / "back", base=tmp_path / "elsewhere")
+    assert_same_bits(tmp_path / "back", tmp_path / "elsewhere")
