@@ -112,12 +112,14 @@ def test_a_gin_file_has_an_adapter_trained_on_a_base_and_resumed(tmp_path):
     assert f"start: step 2 of {tmp_path}/run/checkpoint_2" in said
     note = json.loads((tmp_path / "run/checkpoint_4/adapter.json").read_text())
     assert note["base"] == str(base) and note["adapter"]["rank"] == 4
-    # Beside the run's own gin files, its checkpoints are whole models to all who read them.
-    convert(tmp_path / "run", tmp_path / "whole", "mtf")
-    merged, whole = (
-        open_checkpoint(str(tmp_path / name), None, "float32") for name in ("run", "whole")
+    # Beside the run's own gin files, its checkpoints are read with their base, or merged with it.
+    convert(tmp_path / "run", tmp_path / "merged", "mtf")
+    first, adapted, merged = (
+        open_checkpoint(str(path), None, "float32")
+        for path in (base, tmp_path / "run", tmp_path / "merged")
     )
-    assert merged.step == 4 and merged.digest == whole.digest
+    assert adapted.step == merged.step == 4
+    assert len({first.digest, adapted.digest, merged.digest}) == 3
     wrong = "--gin_bindings=adapters.lora.targets = 'encoder/query'"
     code, _, said = train(tmp_path / "wrong", 2, *options, wrong)
     assert code == 2 and "matches no kernel" in said and "encoder/query" in said
