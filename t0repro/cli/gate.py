@@ -30,7 +30,7 @@ FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 # What the core tier, or `pip install t0repro`, leaves out; by the module's first name.
 _REFERENCE = {
-    *("apache_beam", "clu", "datasets", "huggingface_hub", "mesh_tensorflow", "seqio", "sklearn"),
+    *("apache_beam", "clu", "datasets", "huggingface_hub", "mesh_tensorflow", "seqio"),
     *("t5", "tensorflow", "tensorflow_datasets", "tensorflow_estimator", "tensorflow_text"),
 }
 _NOT_INSTALLED = {
@@ -40,7 +40,8 @@ _NOT_INSTALLED = {
         " docs/tiers.md lists what needs it.",
     ),
     **dict.fromkeys(
-        ("pandas", "promptsource", "tensorboard"), "TIER=core bash scripts/setup.sh, in a checkout."
+        ("pandas", "promptsource", "sklearn", "tensorboard"),
+        "TIER=core bash scripts/setup.sh, in a checkout.",
     ),
     **dict.fromkeys(("flax", "jax", "optax", "orbax"), "pip install 't0repro[jax]'"),
 }

@@ -124,7 +124,7 @@ def rates_of(name: str) -> dict[str, float]:
             f"A loss over answer choices cannot be computed on {without[0]!r}: it is no prompted"
             " task, or its prompt lists no answer choices.",
             where=f"the training data, {name!r}",
-            fix="Train on prompted tasks with answer choices (t0repro tasks list shows them).",
+            fix="Train on prompted tasks with answer choices (t0repro tasks ls shows them).",
         )
     return {each: 1.0 if mixture is None else mixture.rate(each) for each in names}
 
