@@ -2,18 +2,16 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 
+from .. import commands
 from ..jobs.trainings import curve, make_evaluator, save_checkpoints
 from ..own_lines import foreign_lines
 
-AUX = (sys.executable, "-P", "-m", "t0repro.cli", "aux")
-
 
 def aux(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*AUX, *arguments], capture_output=True, text=True, check=False)
+    done = commands.run("t0repro.cli", "aux", *arguments)
     assert done.returncode == 0 or not check, done.stderr + done.stdout
     return done
 

@@ -10,18 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from .. import commands
 from ..own_lines import foreign_lines
 
 DEMO = "--module_import=t0repro.tasks.demo"
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "t0repro.cli", "cache", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    return commands.run("t0repro.cli", "cache", *arguments, env={**os.environ, **environment})
 
 
 def test_tasks_are_cached_once_and_the_second_call_has_nothing_to_do(tmp_path):

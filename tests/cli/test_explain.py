@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from .. import commands
+
 FILES = [
     "--gin_file",
     "t5x/examples/t5/t5_1_1/small.gin",
@@ -23,8 +25,7 @@ MACROS = [
 
 
 def explain(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-P", "-m", "t0repro.cli", "explain", "--run_mode", "train"]
-    return subprocess.run([*command, *FILES, *arguments], capture_output=True, text=True)
+    return commands.run("t0repro.cli", "explain", "--run_mode", "train", *FILES, *arguments)
 
 
 def test_each_value_stands_beside_its_place():
@@ -38,11 +39,10 @@ def test_each_value_stands_beside_its_place():
 
 
 def test_t5x_files_without_a_run_mode_are_named_as_such():
-    command = [sys.executable, "-P", "-m", "t0repro.cli", "explain", *FILES]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = commands.run("t0repro.cli", "explain", *FILES)
     assert done.returncode == 2
     assert "This gin file is T5X's" in done.stderr and "add --run_mode=train" in done.stderr
-    done = subprocess.run([*command, *MACROS], capture_output=True, text=True)
+    done = commands.run("t0repro.cli", "explain", *FILES, *MACROS)
     assert done.returncode == 2
     assert "--gin.MODEL_DIR" in done.stderr and "Add --run_mode=train" in done.stderr
 

@@ -9,16 +9,13 @@ import pytest
 from t0repro.cli import gate
 from t0repro.log_records import NOT_ON_A_TPU, quiet_libtpu
 
+from .. import commands
+
 
 def tasks_ls(folder, *arguments):
     """`t0repro tasks ls` in a folder."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "t0repro.cli", "tasks", "ls", *arguments],
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-    )
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return commands.run("t0repro.cli", "tasks", "ls", *arguments, env=env, cwd=folder)
 
 
 def test_a_module_in_the_working_folder_is_found(tmp_path):

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jaxlib._hlo import HloModule
 
+from .. import commands
+
 DEMO = [
     *("--module_import", "t0repro.tasks.demo", "--gin_file", "dataset.gin"),
     *("--gin_file", "demo/t5.1.1.demo.gin", "--gin_param", "MIXTURE_NAME = 'demo_train'"),
@@ -31,8 +33,7 @@ def t5x_options(model_dir):
 
 
 def precompile(*options):
-    command = [*COMMAND, *options]
-    return subprocess.run(command, capture_output=True, text=True)
+    return commands.run("t0repro.cli", "precompile", *options)
 
 
 @pytest.mark.mtf
@@ -48,8 +49,8 @@ def test_a_run_is_compiled_for_virtual_devices_in_its_layout(tmp_path):
 
 def test_precompile_gin_leaves_t5xs_files_in_its_model_dir(tmp_path):
     macros = t5x_options(tmp_path)
-    command = [sys.executable, "-P", "-m", "t0repro.cli", "run", "--run_mode=precompile", *macros]
-    done = subprocess.run([*command, "--topology=cpu-2"], capture_output=True, text=True)
+    options = ["--run_mode=precompile", *macros, "--topology=cpu-2"]
+    done = commands.run("t0repro.cli", "run", *options)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith("devices: 2 x cpu, data 2, model 1\ntrain: compiled in ")
     assert np.load(tmp_path / "assignment").tolist() == [[0], [1]]

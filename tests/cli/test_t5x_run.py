@@ -9,6 +9,7 @@ import pytest
 from t0repro.config.t5x.inference import eval_plan
 from t0repro.locks import folder_lock
 
+from .. import commands
 from ..own_lines import foreign_lines
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
 
@@ -16,12 +17,16 @@ EVAL_MACROS = ("MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH", "EVAL_OUTPUT_DIR")
 TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
 
 
+def words(mode):
+    """The command's arguments but for macros."""
+    files = [f"--gin_file={MODEL}", f"--gin_file=t5x/configs/runs/{mode}.gin"]
+    bindings = [f"--gin_bindings={binding}" for binding in SIZES]
+    tasks = "--gin.MIXTURE_OR_TASK_MODULE='t0repro.tasks.demo'"
+    return [mode, *files, "--gin.DROPOUT_RATE=0.0", *bindings, tasks]
+
+
 def run(mode, *arguments):
-    command = [sys.executable, "-P", "-m", "t0repro.cli", mode, f"--gin_file={MODEL}"]
-    command += [f"--gin_file=t5x/configs/runs/{mode}.gin", "--gin.DROPOUT_RATE=0.0"]
-    command += [f"--gin_bindings={binding}" for binding in SIZES]
-    command += ["--gin.MIXTURE_OR_TASK_MODULE='t0repro.tasks.demo'"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    done = commands.run("t0repro.cli", *words(mode), *arguments)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -141,9 +146,10 @@ def test_infer_takes_the_shard_from_the_command_line(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["eval", "infer"])
-def test_a_misspelt_macro_is_named_before_anything_heavy_is_imported(mode, monkeypatch):
-    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    code, _, said = run(mode, "--gin.MIXTURE_OR_TASK_NAM='a'", "--dry_run")
-    assert code == 2 and "'MIXTURE_OR_TASK_NAM' may be meant" in said
-    imported = {line.rpartition("|")[2].strip() for line in said.splitlines()}
+def test_a_misspelt_macro_is_named_before_anything_heavy_is_imported(mode):
+    command = [sys.executable, "-P", "-X", "importtime", "-m", "t0repro.cli", *words(mode)]
+    command += ["--gin.MIXTURE_OR_TASK_NAM='a'", "--dry_run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "'MIXTURE_OR_TASK_NAM' may be meant" in done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "typer" in imported and not imported & {"tensorflow", "jax", "seqio"}

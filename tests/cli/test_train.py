@@ -10,6 +10,7 @@ from t0repro.config.t5x.inference import eval_plan
 from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint
 
+from .. import commands
 from ..own_lines import foreign_lines
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
 from ..tasks.prompt_caches import make
@@ -33,8 +34,7 @@ RUN = (
 
 
 def call(module, *arguments):
-    command = [sys.executable, "-P", "-m", module, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = commands.run(module, *arguments)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -3,18 +3,19 @@
 As a program: the server behind CommandServer.
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import traceback
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+
+from commands import ForkServer, serve  # noqa: E402
+
 BIN = Path(sys.executable).parent
 
 TRAIN = [
@@ -82,18 +83,13 @@ class CommandServer:
     """
 
     def __init__(self, env: dict[str, str]):
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "mesh_commands.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
+        self._server = ForkServer(HERE / "mesh_commands.py", env)
+        self.close = self._server.close
 
     def run(
         self, flags: list[str], unpatched: str = "", presses: int = 0, once: Path | None = None
     ) -> tuple[int, str]:
-        """(exit code, stderr) of the command.
+        """(exit code, stdout and stderr) of the command.
 
         Args:
           flags: its arguments.
@@ -102,16 +98,9 @@ class CommandServer:
           once: the file whose first line is waited for before that; None presses as soon as the
             flags are parsed.
         """
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps([flags, unpatched, presses, str(once or "")]) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, "the server died"
-        code, text = json.loads(answer)
-        return code, text
-
-    def close(self) -> None:
-        self._process.communicate()
+        job = {"flags": flags, "unpatched": unpatched, "presses": presses, "once": str(once or "")}
+        done = self._server.run(job)
+        return done.returncode, done.stderr
 
 
 def _serve() -> None:
@@ -119,26 +108,16 @@ def _serve() -> None:
 
     sys.argv[0] = "t5_mesh_transformer"
     main.define_flags()
-    for line in sys.stdin:
-        flags, unpatched, presses, once = json.loads(line)
-        with tempfile.TemporaryFile() as stderr:
-            child = os.fork()
-            if child == 0:
-                os.dup2(stderr.fileno(), 2)
-                os.dup2(2, 1)  # answers alone go to the real stdout
-                _run(flags, unpatched, presses, once)
-            _, status = os.waitpid(child, 0)
-            stderr.seek(0)
-            text = stderr.read().decode(errors="replace")
-        print(json.dumps([os.waitstatus_to_exitcode(status), text]), flush=True)
+    serve(lambda job: _run(**job))
 
 
 def _run(flags: list[str], unpatched: str, presses: int, once: str) -> None:
-    """Runs the command and ends this process as it would end."""
+    """Runs the command, whose whole output goes to stderr."""
     from mesh_tensorflow.transformer import utils
 
     from t0repro.cli import t5_mesh_transformer as main
 
+    os.dup2(2, 1)
     if unpatched:
         setattr(utils, unpatched, getattr(utils, unpatched).__wrapped__)
     if presses:
@@ -149,17 +128,7 @@ def _run(flags: list[str], unpatched: str, presses: int, once: str) -> None:
     elif presses:
         main.run = lambda options: signal.raise_signal(signal.SIGINT)
     sys.argv[1:] = flags
-    code = 1
-    try:
-        main.console_entry_point()
-        code = 0
-    except SystemExit as end:
-        code = end.code or 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    main.console_entry_point()
 
 
 def _press(presses: int, once: Path) -> None:

@@ -1,9 +1,6 @@
 """`t0repro parity`: the stacks agree, and every error that is put into one of them is found."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from t0repro.parity import inject, report, run
 from t0repro.parity.jax_run import as_stack_result
 from t0repro.parity.mesh_jobs import load_batches, read_result
 
+from .. import commands
 from ..own_lines import foreign_lines
 
 pytestmark = pytest.mark.mtf
@@ -40,13 +38,7 @@ def command(out, *more, params=GIN_PARAMS):
     arguments = ["parity", "--module_import", "t0repro.tasks.demo", "--out", str(out), *more]
     arguments += [f"--gin_file={file}" for file in GIN_FILES]
     arguments += [f"--gin_param={param}" for param in params]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "t0repro.cli", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ,
-        check=False,
-    )
+    done = commands.run("t0repro.cli", *arguments)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -140,8 +132,8 @@ def test_the_command_ends_with_0_from_a_jax_checkpoint(tmp_path):
     first = command(tmp_path / "first", "--steps", "1")
     assert first[0] == 0, first[2]
     mesh = tmp_path / "first" / run.MESH_FOLDER / "model.ckpt-1"
-    convert = [sys.executable, "-P", "-m", "t0repro.cli", "convert", str(mesh)]
-    subprocess.run([*convert, str(tmp_path / "jax"), "--to", "jax"], check=True)
+    convert = ["convert", str(mesh), str(tmp_path / "jax"), "--to", "jax"]
+    assert commands.run("t0repro.cli", *convert).returncode == 0
     options = ["--from", str(tmp_path / "jax"), "--steps", "20", "--eval_task", EVAL_TASK]
     code, stdout, stderr = command(tmp_path / "second", *options)
     assert code == 0, stdout + stderr

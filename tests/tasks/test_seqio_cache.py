@@ -18,6 +18,7 @@ from t0repro.tasks.prompt_cache.cache import cache_tasks
 from t0repro.tasks.prompt_cache.plan import Request
 from t0repro.tasks.prompt_cache.planning import make_plan
 
+from .. import commands
 from ..own_lines import foreign_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,12 +76,8 @@ def test_tasks_are_spread_evenly_by_splits():
 
 
 def plan(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "t0repro.tasks.prompt_cache.seqio_plan", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    module = "t0repro.tasks.prompt_cache.seqio_plan"
+    return commands.run(module, *arguments, env={**os.environ, **environment})
 
 
 def test_missing_rows_end_with_one_message_and_exit_code_2(tmp_path):
