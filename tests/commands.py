@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib
+import importlib.metadata
 import json
 import os
 import runpy
@@ -40,26 +40,30 @@ _IMPORTED = (
 
 
 def run(
-    module: str,
+    program: str,
     *arguments: object,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -P -m module arguments`.
+    """Runs a program as a command line would.
 
     Args:
-      module: the module to run as the program.
+      program: an installed program, such as t0repro, or the module for `python -P -m`.
       arguments: its arguments.
       env: its environment; this process's own if None.
       cwd: its working folder; this process's own if None.
     """
     env = dict(os.environ if env is None else env)
     words = [str(argument) for argument in arguments]
-    return _server(_on_import(env)).run({"module": module, "arguments": words}, env, cwd)
+    return _server(_on_import(env)).run({"program": program, "arguments": words}, env, cwd)
 
 
 def _on_import(env: dict[str, str]) -> frozenset[tuple[str, str]]:
-    return frozenset(pair for pair in env.items() if pair[0].startswith(_READ_ON_IMPORT))
+    return frozenset(
+        (name, value)
+        for name, value in env.items()
+        if name.startswith(_READ_ON_IMPORT) and name != "PYTHONPATH"
+    )
 
 
 @functools.cache
@@ -156,9 +160,13 @@ def _answer(
         os._exit(code)
 
 
-def _run_module(job: dict[str, Any]) -> None:
-    sys.argv = [job["module"], *job["arguments"]]
-    runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+def _run_program(program: str, arguments: list[str]) -> None:
+    sys.argv = [program, *arguments]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    scripts = importlib.metadata.entry_points(group="console_scripts", name=program)
+    if scripts:
+        sys.exit(next(iter(scripts)).load()())
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 def _main() -> None:
@@ -167,7 +175,7 @@ def _main() -> None:
     compat.install()
     for name in _IMPORTED:
         importlib.import_module(name)
-    serve(_run_module)
+    serve(lambda job: _run_program(**job))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from . import commands
 from .mtf.mesh_commands import run_python
 
 pytestmark = pytest.mark.mtf
@@ -243,8 +244,7 @@ def test_t5s_parse_tb_writes_its_table_and_the_best_step_of_each_group(tmp_path,
     )
     assert written.returncode == 0, written.stderr
     flags = [f"--summary_dir={events}", f"--out_file={table}"]
-    command = [sys.executable, "-P", "-m", "t0repro.mtf", "t5.scripts.parse_tb", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = commands.run("t0repro.mtf", "t5.scripts.parse_tb", *flags)
     assert ended.returncode == 0, ended.stderr
     assert table.read_text().splitlines() == [
         "step,MRPC (F1),MRPC (accuracy),GLUE RTE",

@@ -11,7 +11,7 @@ from ..own_lines import foreign_lines
 
 
 def aux(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = commands.run("t0repro.cli", "aux", *arguments)
+    done = commands.run("t0repro", "aux", *arguments)
     assert done.returncode == 0 or not check, done.stderr + done.stdout
     return done
 

@@ -16,8 +16,8 @@ from ..own_lines import foreign_lines
 DEMO = "--module_import=t0repro.tasks.demo"
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return commands.run("t0repro.cli", "cache", *arguments, env={**os.environ, **environment})
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return commands.run("t0repro", "cache", *arguments, env={**os.environ, **environment})
 
 
 def test_tasks_are_cached_once_and_the_second_call_has_nothing_to_do(tmp_path):

@@ -25,7 +25,7 @@ MACROS = [
 
 
 def explain(*arguments: str) -> subprocess.CompletedProcess:
-    return commands.run("t0repro.cli", "explain", "--run_mode", "train", *FILES, *arguments)
+    return commands.run("t0repro", "explain", "--run_mode", "train", *FILES, *arguments)
 
 
 def test_each_value_stands_beside_its_place():
@@ -39,10 +39,10 @@ def test_each_value_stands_beside_its_place():
 
 
 def test_t5x_files_without_a_run_mode_are_named_as_such():
-    done = commands.run("t0repro.cli", "explain", *FILES)
+    done = commands.run("t0repro", "explain", *FILES)
     assert done.returncode == 2
     assert "This gin file is T5X's" in done.stderr and "add --run_mode=train" in done.stderr
-    done = commands.run("t0repro.cli", "explain", *FILES, *MACROS)
+    done = commands.run("t0repro", "explain", *FILES, *MACROS)
     assert done.returncode == 2
     assert "--gin.MODEL_DIR" in done.stderr and "Add --run_mode=train" in done.stderr
 

@@ -15,7 +15,7 @@ from .. import commands
 def tasks_ls(folder, *arguments):
     """`t0repro tasks ls` in a folder."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return commands.run("t0repro.cli", "tasks", "ls", *arguments, env=env, cwd=folder)
+    return commands.run("t0repro", "tasks", "ls", *arguments, env=env, cwd=folder)
 
 
 def test_a_module_in_the_working_folder_is_found(tmp_path):

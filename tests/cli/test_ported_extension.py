@@ -1,12 +1,11 @@
 """The command of docs/trainer.md trains the extension that the page ports, and a user's parts."""
 
 import json
-import os
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
+from .. import commands
 from ..runs.tiny_gin import SIZES
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs/trainer.md").read_text()
@@ -59,15 +58,7 @@ def test_the_docs_command_trains_the_extension_with_a_partitioner_and_weight_met
         "import my_extension\n", "import my_extension\nimport my_parts\nimport seqio\n"
     )
     (tmp_path / "my_run.gin").write_text("\n".join([gin, *SIZES, BOUND]))
-    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=tmp_path,
-        env={**os.environ, "PATH": programs},
-        capture_output=True,
-        text=True,
-    )
+    done = commands.run(*shlex.split(command), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "an action on the training run's metrics" in done.stderr
     run = tmp_path / "runs/robust"

@@ -33,7 +33,7 @@ def t5x_options(model_dir):
 
 
 def precompile(*options):
-    return commands.run("t0repro.cli", "precompile", *options)
+    return commands.run("t0repro", "precompile", *options)
 
 
 @pytest.mark.mtf
@@ -50,7 +50,7 @@ def test_a_run_is_compiled_for_virtual_devices_in_its_layout(tmp_path):
 def test_precompile_gin_leaves_t5xs_files_in_its_model_dir(tmp_path):
     macros = t5x_options(tmp_path)
     options = ["--run_mode=precompile", *macros, "--topology=cpu-2"]
-    done = commands.run("t0repro.cli", "run", *options)
+    done = commands.run("t0repro", "run", *options)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith("devices: 2 x cpu, data 2, model 1\ntrain: compiled in ")
     assert np.load(tmp_path / "assignment").tolist() == [[0], [1]]

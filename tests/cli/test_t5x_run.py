@@ -26,7 +26,7 @@ def words(mode):
 
 
 def run(mode, *arguments):
-    done = commands.run("t0repro.cli", *words(mode), *arguments)
+    done = commands.run("t0repro", *words(mode), *arguments)
     return done.returncode, done.stdout, done.stderr
 
 

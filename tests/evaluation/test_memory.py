@@ -15,22 +15,23 @@ MEASURE = """
 import gc, pathlib, sys, tracemalloc, warnings
 warnings.simplefilter("ignore")
 model_dir, root, out, tasks, rows = *sys.argv[1:4], *map(int, sys.argv[4:])
-import seqio
-import t0repro.tasks.demo
 from t0repro.evaluation.evaluation_folder import EvaluationSettings
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.runs import rank_eval
-from t0repro.tasks.registration import add_prompted_task
+from t0repro.tasks.demo.datasets import VOCABULARY
+from t0repro.tasks.registration import add_mixture, add_prompted_task, describing
+from t0repro.tasks.vocabulary import VocabularyFile
 
-demo = seqio.MixtureRegistry.get("demo_eval_score_eval").tasks[0]
-vocabulary = demo.output_features["targets"].vocabulary
+vocabulary = VocabularyFile(str(VOCABULARY))
 names = []
 for number in range(tasks):
     data = pathlib.Path(root) / str(number)
-    task = add_prompted_task("super_glue", "copa", "best_option", ["validation"], root=data,
-                             vocabulary=vocabulary, name=f"copa_{number}")
+    with describing():
+        task = add_prompted_task("super_glue", "copa", "best_option", ["validation"], root=data,
+                                 vocabulary=vocabulary, name=f"copa_{number}")
     names.append(task.twin().name)
-seqio.MixtureRegistry.add("copas", names, default_rate=1)
+with describing():
+    add_mixture("copas", names, lambda rows: 1.0)
 checkpoint = open_checkpoint(model_dir, None, "float32")
 rank_eval.PAIRS_IN_MEMORY = 400
 settings = EvaluationSettings(lengths={"inputs": 512, "targets": 32})

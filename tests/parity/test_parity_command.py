@@ -38,7 +38,7 @@ def command(out, *more, params=GIN_PARAMS):
     arguments = ["parity", "--module_import", "t0repro.tasks.demo", "--out", str(out), *more]
     arguments += [f"--gin_file={file}" for file in GIN_FILES]
     arguments += [f"--gin_param={param}" for param in params]
-    done = commands.run("t0repro.cli", *arguments)
+    done = commands.run("t0repro", *arguments)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -133,7 +133,7 @@ def test_the_command_ends_with_0_from_a_jax_checkpoint(tmp_path):
     assert first[0] == 0, first[2]
     mesh = tmp_path / "first" / run.MESH_FOLDER / "model.ckpt-1"
     convert = ["convert", str(mesh), str(tmp_path / "jax"), "--to", "jax"]
-    assert commands.run("t0repro.cli", *convert).returncode == 0
+    assert commands.run("t0repro", *convert).returncode == 0
     options = ["--from", str(tmp_path / "jax"), "--steps", "20", "--eval_task", EVAL_TASK]
     code, stdout, stderr = command(tmp_path / "second", *options)
     assert code == 0, stdout + stderr

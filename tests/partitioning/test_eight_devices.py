@@ -47,9 +47,7 @@ def test_packed_microbatches_train_to_the_same_losses(result, layout):
     assert_same_training(result["layouts"]["one"], result["layouts"][layout])
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["adafactor, not factored, with momentum", "adam", "momentum", "sgd"]
-)
+@pytest.mark.parametrize("optimizer", ["adafactor, not factored, with momentum", "adam"])
 def test_each_optimizer_trains_to_the_same_losses(result, optimizer):
     assert_same_training(*result["optimizers"][optimizer])
 
