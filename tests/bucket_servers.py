@@ -149,8 +149,12 @@ class GoogleStorage:
 
     def __init__(self):
         from gcp_storage_emulator import server as emulator
+        from gcp_storage_emulator import storage
         from gcp_storage_emulator.handlers import objects
 
+        # It would write down all that it has at each write, and keep what is removed.
+        storage.Storage._write_config_to_file = lambda self: None
+        storage.DEFAULT_SOFT_DELETE_RETENTION_SECONDS = 0
         emulator._read_data = _with_exact_parts(emulator._read_data)
         for _, handlers in emulator.HANDLERS:
             for method, handle in handlers.items():
