@@ -1,4 +1,4 @@
-"""Refuses addresses at once if they could only fail minutes later.
+"""Refuses addresses at once if they could only fail minutes later, or would become local folders.
 
 On a machine without credentials, TensorFlow looks for them over the network and retries. Nothing
 here touches the network: credentials come from a file or from a Google Cloud machine.
@@ -7,13 +7,24 @@ here touches the network: credentials come from a file or from a Google Cloud ma
 from __future__ import annotations
 
 import io
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from t0repro.buckets import check_credentials, checked, is_address, read, scheme_of
+from t0repro.buckets import (
+    check_credentials,
+    check_readable,
+    check_scheme,
+    checked,
+    is_address,
+    read,
+    scheme_of,
+)
 from t0repro.config.configuration import RunInputs
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.files import check_address
+
+if TYPE_CHECKING:
+    from t0repro.config.gin_door import Bindings
 
 
 def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
@@ -24,7 +35,27 @@ def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
     """
     check_model_dir(inputs.model_dir, jax=jax)
     check_credentials(inputs.model_dir, "--model_dir")
-    check_credentials(inputs.init_checkpoint or "", "run.init_checkpoint")
+    check_readable(inputs.init_checkpoint or "", "run.init_checkpoint")
+
+
+def check_bound_addresses(bindings: Bindings) -> None:
+    """Refuses gin bindings, in either dialect, that hold an address of an unknown scheme.
+
+    Whatever such a path is of, it would be taken for a local one. Credentials are not asked for:
+    much that files bind is never opened.
+
+    Raises:
+      UserError: With the place of the binding.
+    """
+    from t0repro.config import gin_door
+
+    for (scope, selector), arguments in gin_door.bound().items():
+        for argument, value in arguments.items():
+            for part in gin_door.parts_of(value):
+                if isinstance(part, str) and "://" in part:
+                    name = scope if selector == gin_door.MACRO else f"{selector}.{argument}"
+                    place = bindings.place((scope, selector, argument))
+                    check_scheme(part, place or name)
 
 
 def check_model_dir(model_dir: str, *, jax: bool) -> None:

@@ -57,6 +57,23 @@ def refusal(text: str | bytes, folder: Path, *params: str) -> UserError:
     return error.value
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "utils.run.init_checkpoint",
+        "run.eval_summary_dir",
+        "slow/save_scores.scores_filename",
+        "decode_from_file.input_filename",
+        "width",
+    ],
+)
+def test_an_address_of_an_unknown_scheme_is_refused_whatever_it_is_of(name, tmp_path):
+    binding = f"{name} = 'foo://bucket/run'"
+    error = refusal(TEXT, tmp_path, binding)
+    assert "foo://bucket/run cannot be opened: foo:// is not a known scheme" in error.what
+    assert error.where == f"--gin_param {binding!r}"
+
+
 def test_the_recipe_itself_is_a_run(tmp_path):
     assert load(TEXT, tmp_path).model.d_model == 64
 

@@ -100,6 +100,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
             skip_unknown=skip,
             finalize_config=False,
         )
+    cloud.check_bound_addresses(bindings)
     # Released operative configs bind the vocabulary to functions that no longer exist. t5 overrides
     # that binding, so drop it before checking references.
     gin.bind_parameter("run.vocabulary", None)

@@ -142,6 +142,7 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
         gin.parse_config_files_and_bindings(
             list(inputs.gin_files), list(inputs.gin_bindings), finalize_config=False
         )
+        cloud.check_bound_addresses(bindings)
         yield bindings, imports
 
 
