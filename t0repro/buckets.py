@@ -36,12 +36,13 @@ SCHEMES = ("gs", "s3", "memory")
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}
+_STORES = {"gs": "Google Cloud Storage", "s3": "S3"}
 _MACHINE = Path("/sys/class/dmi/id/product_name")  # the machine's name in its firmware
 _VENDOR = Path("/sys/class/dmi/id/sys_vendor")
 _LISTED_AS_FOLDERS = "directory"
 _PART_BYTES = 1 << 18  # as much as TensorFlow reads of a file at a time
 _PARTS_AT_A_TIME = 16  # requests
-_CONNECT_SECONDS = 10.0
+_CONNECT_SECONDS = 2.0  # a lost first packet is sent again after one
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -96,6 +97,27 @@ def checked(path: str | os.PathLike[str], where: str | None = None) -> str:
             fix=f"EXTRAS={scheme} bash scripts/setup.sh, or: pip install {library}.",
         )
     return address
+
+
+def check_readable(path: str | os.PathLike[str], where: str | None = None) -> None:
+    """Raises UserError for an address from which nothing can be read; touches no network.
+
+    Args:
+      path: An address, which may be at any store that fsspec opens, or a local path.
+      where: See `checked`.
+    """
+    check_scheme(path, where)
+    if scheme_of(path) in SCHEMES:
+        checked(path, where)
+
+
+def check_scheme(path: str | os.PathLike[str], where: str | None = None) -> None:
+    """Raises UserError for an address that is none to fsspec either; see `check_readable`."""
+    if scheme_of(path) not in (None, *SCHEMES):
+        import fsspec
+
+        if scheme_of(path) not in fsspec.available_protocols():
+            checked(path, where)
 
 
 def place(path: str | os.PathLike[str]) -> Path:
@@ -217,20 +239,24 @@ def file_system(scheme: str) -> Any:
     if emulator:
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
-        # Without listings kept, what another process wrote a moment ago is seen.
-        system = fsspec.filesystem(scheme, use_listings_cache=False, **options)
+        # Without listings kept, what another process wrote a moment ago is seen; fsspec's own cache
+        # of file systems would outlive the variables that say where the store is.
+        system = fsspec.filesystem(
+            scheme, use_listings_cache=False, skip_instance_cache=True, **options
+        )
     except (ImportError, ValueError) as error:
         raise UserError(
             f"Addresses that begin with {scheme}:// cannot be opened: {error}.",
             fix="Install the package that the message names, or copy the files here.",
         ) from None
-    if scheme == "gs":
-        _check_reachable(system.base)
+    if scheme in _STORES:
+        server = system.base if scheme == "gs" else system.s3.meta.endpoint_url
+        _check_reachable(_STORES[scheme], server)
     return system
 
 
-def _check_reachable(server: str) -> None:
-    """Raises UserError if no connection can be made; gcsfs tries for 40 s, at each request."""
+def _check_reachable(store: str, server: str) -> None:
+    """Raises UserError if no connection can be made; gcsfs tries for 40 s, s3fs for 10 s."""
     url = urllib.parse.urlsplit(server)
     if urllib.request.getproxies():  # they reach what this machine does not
         return
@@ -239,7 +265,7 @@ def _check_reachable(server: str) -> None:
         socket.create_connection((url.hostname, port), _CONNECT_SECONDS).close()
     except OSError as error:
         raise UserError(
-            f"Google Cloud Storage cannot be reached: {error}.",
+            f"{store} cannot be reached: {error}.",
             where=f"{url.scheme}://{url.netloc}",
             fix="Check the connection, or give a local path.",
         ) from None

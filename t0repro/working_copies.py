@@ -12,7 +12,8 @@ and perhaps the beginning of what was not.
 Checkpoints are not fetched, only uploaded: training reads and writes them in the bucket itself.
 The shards of a cache are not fetched either: in the copy they are files of the same size that take
 no space, and `opened` reads their bytes from the bucket, in order, the next ones ahead.
-What begins with a dot stays on this machine: locks, and files that are not finished.
+What begins with a dot stays on this machine (locks, and files that are not finished), except Zarr's
+descriptions of arrays.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SECONDS_BETWEEN_UPLOADS = 10.0
 _REQUESTS = 8  # at a time
 _BUFFER_BYTES = 1 << 18
 
-_HIDDEN = re.compile(r"(^|/)\.")
+_HIDDEN = re.compile(r"(^|/)\.(?!z(array|attrs|group|metadata)$)")
 _CHECKPOINT = re.compile(r"(^|/)(checkpoint_\d+(/|$)|model\.ckpt-\d+)")
 # Files by which others take a checkpoint or a cache for complete, though a converter or a renaming
 # may have written them early.

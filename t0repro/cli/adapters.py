@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from t0repro.cli.checkpoint import print_conversion
 from t0repro.cli.results import echo
-from t0repro.cli.spelling import output, source
+from t0repro.cli.spelling import source, target
 
 app = typer.Typer(
     name="adapters",
@@ -19,7 +18,9 @@ app = typer.Typer(
 )
 
 _Format = Literal["mtf", "t5x", "jax", "hf"]
-_Target = Annotated[Path, typer.Argument(callback=output, help="The directory to write.")]
+_Target = Annotated[
+    str, typer.Argument(callback=target, help="The directory to write, or an unused address.")
+]
 _Base = Annotated[
     str | None,
     typer.Option(callback=source, help="The base.", show_default="where it was recorded"),

@@ -9,7 +9,7 @@ import typer
 
 from t0repro.cli.options import AsJson, DType
 from t0repro.cli.results import echo, print_json
-from t0repro.cli.spelling import output, source
+from t0repro.cli.spelling import output, source, target
 from t0repro.words import counted, sized
 
 if TYPE_CHECKING:
@@ -272,7 +272,9 @@ _Source = Annotated[
         " directory of Hugging Face's or PEFT's; local or at any address that fsspec opens.",
     ),
 ]
-_Target = Annotated[Path, typer.Argument(callback=output, help="The directory to write.")]
+_Target = Annotated[
+    str, typer.Argument(callback=target, help="The directory to write, or an unused address.")
+]
 _To = Annotated[
     _Format,
     typer.Option(
@@ -332,7 +334,7 @@ _ImporterSlots = Annotated[
     ),
 ]
 _Vocabulary = Annotated[
-    str | None, typer.Option(help="A SentencePiece model, for hf's tokenizer files.")
+    Path | None, typer.Option(help="A SentencePiece model, for hf's tokenizer files.")
 ]
 _VocabularySize = Annotated[
     int | None, typer.Option(help="Pad the vocabulary with zeros, or cut it, to this size.")

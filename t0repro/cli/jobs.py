@@ -20,6 +20,7 @@ from t0repro.cli.options import (
     with_groups,
 )
 from t0repro.cli.results import echo, print_json
+from t0repro.cli.spelling import source
 from t0repro.errors import UserError
 from t0repro.jobs.options import AuxiliaryOptions
 
@@ -32,7 +33,10 @@ def aux(
     context: typer.Context,
     jobs: AuxiliaryOptions,
     model_dir: Annotated[
-        str | None, typer.Option(help="The training run's folder, or its gs:// or s3:// address.")
+        str | None,
+        typer.Option(
+            callback=source, help="The training run's folder, or its gs:// or s3:// address."
+        ),
     ] = None,
     gin_file: GinFiles = None,
     gin_bindings: GinBindings = None,

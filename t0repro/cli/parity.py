@@ -19,7 +19,7 @@ from t0repro.cli.options import (
     mesh_inputs,
 )
 from t0repro.cli.results import echo
-from t0repro.cli.spelling import output
+from t0repro.cli.spelling import output, source
 from t0repro.words import counted
 
 
@@ -41,6 +41,7 @@ _Start = Annotated[
     str | None,
     typer.Option(
         "--from",
+        callback=source,
         help="The checkpoint to start from, in any format.",
         show_default="Mesh TensorFlow's initial parameters",
     ),

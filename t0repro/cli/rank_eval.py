@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
-from t0repro.buckets import check_credentials
+from t0repro.buckets import check_readable
 from t0repro.cli.options import (
     DType,
     ModulesOrT0,
@@ -235,7 +235,7 @@ def _labelled(adapters: Sequence[str]) -> dict[str, str]:
                 where="--adapter",
                 fix="Name each: --adapter first=DIR --adapter second=DIR.",
             )
-        check_credentials(path, "--adapter")
+        check_readable(path, "--adapter")
         found[label] = path
     return found
 

@@ -54,7 +54,8 @@ class T5xOptions(LogOptions):
     gin_import_allowlist: GinImportAllowlist = None
     module_import: Modules = None
     tfds_data_dir: Annotated[
-        str | None, typer.Option(help="The folder of TensorFlow Datasets' data.")
+        str | None,
+        typer.Option(callback=source, help="The folder of TensorFlow Datasets' data."),
     ] = None
     seqio_additional_cache_dirs: Annotated[
         list[str] | None,

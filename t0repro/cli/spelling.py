@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from t0repro.buckets import check_credentials
+from t0repro.buckets import check_readable, checked, is_address
 from t0repro.cli import help_pages
 from t0repro.errors import UserError
 from t0repro.files import input_path, output_path
@@ -175,15 +175,27 @@ def output(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
     return None if value is None else output_path(value, _name(parameter))
 
 
+def target(parameter: typer.CallbackParam, value: str | None) -> str | None:
+    """The callback of each argument that names where a converted checkpoint goes.
+
+    An address stays one, since conversions write to it without a copy on this machine's disk.
+
+    Raises:
+      UserError: For an address that cannot be opened.
+    """
+    is_remote = value is not None and is_address(value)
+    return checked(value, _name(parameter)) if is_remote else value
+
+
 def source(parameter: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
     """The callback of each option or argument that is text and names what the command reads.
 
     Raises:
-      UserError: For an address without credentials, before the imports of what would open it.
+      UserError: For an address that cannot be opened, before the imports of what would open it.
     """
     for words in [value] if isinstance(value, str) else value or ():
         for path in words.split(","):  # folders of caches may be in one word
-            check_credentials(path, _name(parameter))
+            check_readable(path, _name(parameter))
     return value
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
 
-from t0repro.buckets import check_credentials
+from t0repro.buckets import check_readable, is_address
 from t0repro.cli import help_pages, t5_flags
 from t0repro.cli.gate import USER_ERROR, gate
 from t0repro.cli.options import (
@@ -51,7 +51,7 @@ def console_entry_point() -> None:
     """Runs the command with the arguments in sys.argv; the console script's entry point."""
     # Keep the traceback of an unexpected error, which may come hours into a run.
     with gate("t5_mesh_transformer", show_unexpected=True) as settings:
-        _check_credentials(sys.argv[1:])
+        _check_places(sys.argv[1:])
         if not _define_flags_alone(sys.argv[1:]):
             # Print this first: t5 itself defines the flags, and its import takes seconds.
             _say_importing()
@@ -73,16 +73,19 @@ def console_entry_point() -> None:
         app.run(main, flags_parser=_parse_flags)
 
 
-def _check_credentials(arguments: Sequence[str]) -> None:
-    """Refuses addresses without credentials before the slow imports that define the flags."""
+def _check_places(arguments: Sequence[str]) -> None:
+    """Refuses addresses that cannot be opened before the slow imports that define the flags."""
     for argument, following in itertools.pairwise([*arguments, ""]):
         name, equals, value = canonical(argument.lstrip("-")).partition("=")
         if argument.startswith("-") and name in _PLACES:
             for place in (value if equals else following).split(","):
-                check_credentials(place, f"--{name}")
+                check_readable(place, f"--{name}")
 
 
-_PLACES = ("model_dir", "gin_file", "gin_location_prefix", "additional_task_cache_dirs")
+_PLACES = (
+    *("model_dir", "gin_file", "gin_location_prefix", "additional_task_cache_dirs"),
+    *("vocab", "t5_tfds_data_dir", "pretrained_model_dir"),
+)
 
 
 def _say_importing() -> None:
@@ -284,7 +287,7 @@ def _check_flags(options: Any) -> None:
         )
     vocab = options.vocab
     cloud.check_model_dir(options.model_dir, jax=options.backend == "jax")
-    if vocab and not vocab.startswith("gs://") and not os.path.isfile(vocab):
+    if vocab and not is_address(vocab) and not os.path.isfile(vocab):
         raise UserError(
             f"There is no vocabulary {vocab}.",
             where="--vocab",

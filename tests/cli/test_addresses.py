@@ -17,7 +17,9 @@ import typer
 
 from t0repro import buckets
 from t0repro.cli import app
-from t0repro.cli.spelling import output, source
+from t0repro.cli.spelling import output, source, target
+from t0repro.config.t5x import gin_files
+from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.files import make_folder, output_path, write_atomically
 
@@ -64,13 +66,11 @@ NOT_WRITTEN = frozenset(
     --title --topology --tpu_topology --train --train_dataset --train_mixture COMMAND
     EXPERIMENT JOB TASK"""
     # what has places in it, and names that look like one
-    """ --auxiliary_job_gin_file --base_url --checkpoint --from --gin_files
-    --gin_import_allowlist --gin_search_paths --losses --other --tfds_data_dir --vocab NAME REPORT
-    RUNS"""
-    # Vertex AI's own folder for its jobs; explain shows a run and writes nothing, and aux has a
-    # test of its own
+    """ --auxiliary_job_gin_file --base_url --checkpoint --gin_files
+    --gin_import_allowlist --gin_search_paths --losses --other --tfds_data_dir NAME RUNS"""
+    # Vertex AI's own folder for its jobs; explain shows a run and writes nothing
     """ --staging_bucket --model_dir"""
-    # gin's, which test_a_gin_binding_... below covers; runs/NAME, which has a test of its own
+    # gin's, see test_any_t5x_binding_... below; runs/NAME, which has a test of its own
     """ --gin_bindings --gin_overwrites --gin_param --name""".split()
 )
 
@@ -93,7 +93,7 @@ def name_of(parameter):
 
 
 def is_written(parameter):
-    return getattr(parameter.callback, "__wrapped__", None) is output
+    return getattr(parameter.callback, "__wrapped__", None) in (output, target)
 
 
 def is_read_as_text(parameter):
@@ -110,13 +110,15 @@ READ = [
     for words, parameter in options()
     if takes(parameter, "Path") and not is_written(parameter)
 ]
+TEXTS = [(words, parameter) for words, parameter in options() if is_read_as_text(parameter)]
 
 
 def test_every_option_that_takes_text_is_known_as_written_or_not():
     text = [
         name_of(each)
         for _, each in options()
-        if (takes(each, "'str'") or takes(each, "[str")) and not is_read_as_text(each)
+        if (takes(each, "'str'") or takes(each, "[str"))
+        and not (is_read_as_text(each) or is_written(each))
     ]
     unknown = sorted(set(text) - NOT_WRITTEN)
     assert not unknown, f"list {unknown} here, give them callback=source or make them Paths"
@@ -142,11 +144,13 @@ def case(entry):
     return f"{'-'.join(words)} {name_of(parameter)}"
 
 
-@pytest.mark.parametrize("entry", [*WRITTEN, *READ], ids=case)
+@pytest.mark.parametrize("entry", [*WRITTEN, *READ, *TEXTS], ids=case)
 def test_an_address_is_refused_at_once_and_nothing_is_made(entry, monkeypatch, capsys, tmp_path):
     words, parameter = entry
     monkeypatch.chdir(tmp_path)
-    for scheme, why in SCHEMES.items():
+    # What is read by fsspec may be at a store of any kind that it knows.
+    schemes = {name: why for name, why in SCHEMES.items() if entry not in TEXTS or name != "hdfs"}
+    for scheme, why in schemes.items():
         address = f"{scheme}://bucket/run"
         code, _, said = run(monkeypatch, capsys, *line(words, parameter, address))
         assert code == 2, said
@@ -190,6 +194,15 @@ def test_a_t5x_macro_with_an_address_is_refused_before_tasks_are_imported(
         assert code == 2 and f"{scheme}://bucket/run cannot be opened" in said and why in said
         assert binding in said and "importing" not in said
         assert not any(tmp_path.iterdir())
+
+
+def test_any_t5x_binding_of_an_unknown_scheme_is_refused_with_its_place():
+    files = ("t5x/configs/runs/finetune.gin",)
+    path = "utils.RestoreCheckpointConfig.path = ['runs/a', 'foo://bucket/run']"
+    for binding in (path, "A_MACRO = 'foo://bucket/run'"):
+        with pytest.raises(UserError, match="foo://bucket/run .*not a known scheme") as error:
+            gin_files.parse(T5xInputs("train", files, (binding,)))
+        assert error.value.where == f"--gin_bindings {binding!r}"
 
 
 def test_a_run_cannot_be_named_after_an_address(monkeypatch, capsys, tmp_path):
@@ -269,11 +282,10 @@ SECONDS = 2.0
 
 def test_each_command_says_within_two_seconds_that_there_are_no_credentials(tmp_path):
     address = "gs://bucket/run"
-    texts = [(words, parameter) for words, parameter in options() if is_read_as_text(parameter)]
-    assert len(texts) > 20
+    assert len(TEXTS) > 20
     lines = [
         ["t0repro", *line(words, parameter, address)]
-        for words, parameter in [*WRITTEN, *READ, *texts]
+        for words, parameter in [*WRITTEN, *READ, *TEXTS]
     ]
     mesh = ["t5_mesh_transformer", "--module_import=t0repro.tasks.demo"]
     lines += [

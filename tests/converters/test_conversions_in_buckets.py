@@ -14,6 +14,8 @@ from t0repro.converters.convert import convert
 from t0repro.converters.inspection import compare
 from t0repro.errors import UserError
 
+from ..cli.commands import run
+
 in_each_store = pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
 FEW = {"slots": False}  # an object for each array takes emulators long
 KINDS = [
@@ -62,14 +64,24 @@ def no_scratch(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path / "temporary")
 
 
+def flags_of(options):
+    """Options of `convert`, as its command takes them."""
+    flags = [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
+    ]
+    return ["--no_slots" if flag == "--slots=False" else flag for flag in flags]
+
+
 @with_kinds(*KINDS)
 def test_a_conversion_writes_in_a_bucket_the_bytes_that_it_writes_on_a_disk(
-    place, tiny_checkpoint, tmp_path, no_scratch, options
+    place, tiny_checkpoint, tmp_path, no_scratch, options, monkeypatch, capsys
 ):
     convert(tiny_checkpoint, tmp_path / "here", **options)
-    report = convert(tiny_checkpoint, f"{place}/there", **options)
+    # As a user types it: a command that wrote here first would fill the folder of temporary files.
+    line = ["convert", str(tiny_checkpoint), f"{place}/there", *flags_of(options)]
+    code, said, errors = run(monkeypatch, capsys, *line)
+    assert code == 0 and f"Wrote {place}/there" in said, errors
     assert objects(f"{place}/there") == files(tmp_path / "here")
-    assert report.target.path.startswith(f"{place}/there")
     # And on, from one address to another.
     convert(f"{place}/there", f"{place}/back", "mtf")
     slots = options.get("slots", True)
