@@ -183,8 +183,9 @@ def target(parameter: typer.CallbackParam, value: str | None) -> str | None:
     Raises:
       UserError: For an address that cannot be opened.
     """
-    is_remote = value is not None and is_address(value)
-    return checked(value, _name(parameter)) if is_remote else value
+    if value is None or not is_address(value):
+        return value
+    return checked(value, _name(parameter))
 
 
 def source(parameter: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
