@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from t0repro.compat import installed_version
 from t0repro.converters import (
     gin_shapes,
     hf,
@@ -470,12 +470,5 @@ def adapter_conversion(
 
 def versions() -> dict[str, str | None]:
     """Versions of the packages involved, None for those not installed; kept in the manifest."""
-    packages = ("t0repro", "numpy", "jax", "orbax-checkpoint", "mesh-tensorflow", "tensorflow-cpu")
-    return {name: _version(name) for name in packages}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    packages = ("t0repro", "numpy", "jax", "orbax-checkpoint", "mesh-tensorflow", "tensorflow")
+    return {name: installed_version(name) for name in packages}

@@ -23,6 +23,7 @@ import contextlib
 import functools
 import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -86,6 +87,9 @@ _QUIET_MODULES = (
     "tensorflow_text",
 )
 
+# Packages that hold the module tensorflow; the first is the reference tier's.
+_TENSORFLOWS = ("tensorflow-cpu", "tensorflow", "tensorflow-macos", "tf-nightly")
+
 _installed = False
 
 
@@ -118,6 +122,18 @@ def install() -> None:
     keep_ids_when_scoring()
     decode_to_text_when_inferring()
     _installed = True
+
+
+def installed_version(package: str) -> str | None:
+    """A package's version; None if it is not installed. "tensorflow" stands for each of its builds.
+
+    Args:
+      package: Its name on PyPI.
+    """
+    for name in _TENSORFLOWS if package == "tensorflow" else (package,):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
 
 
 def quiet_native_logs() -> None:

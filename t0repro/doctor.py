@@ -7,7 +7,6 @@ since they are optional; anything broken is an error.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -18,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from t0repro.compat import installed_version
 from t0repro.words import counted
 
 State = Literal["ok", "missing", "broken"]
 
 PACKAGES = (
-    "t0repro", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tensorflow-cpu",
+    "t0repro", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tensorflow",
     "tensorflow-text", "mesh-tensorflow", "t5", "seqio", "gin-config", "tensorflow-estimator",
     "promptsource", "sentencepiece",
 )  # fmt: skip
@@ -130,7 +130,7 @@ def diagnose() -> Diagnosis:
     return Diagnosis(
         versions={
             "python": platform.python_version(),
-            **{name: _version(name) for name in PACKAGES},
+            **{name: installed_version(name) for name in PACKAGES},
         },
         core=(
             check("python 3.11 or later", _python),
@@ -148,13 +148,6 @@ def check(name: str, look: Callable[[], tuple[State, str, str]]) -> Finding:
         return Finding(name, *look())
     except Exception as error:
         return Finding(name, "broken", f"{type(error).__name__}: {error}".split("\n")[0], _SETUP)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 # ---- Core ---------------------------------------------------------------------------------------

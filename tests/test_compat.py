@@ -1,10 +1,13 @@
 """The compatibility layer: each patch is needed; with all, the libraries import in silence."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
 
 import pytest
+
+from t0repro import compat
 
 from . import commands
 from .mtf.mesh_commands import run_python
@@ -254,3 +257,16 @@ def test_t5s_parse_tb_writes_its_table_and_the_best_step_of_each_group(tmp_path,
         "max,75.000,65.000,75.000",
         "step,200,200,300",
     ]
+
+
+def test_the_version_of_tensorflow_is_that_of_any_of_its_builds(monkeypatch):
+    installed = {"tensorflow": "2.21.0", "t5": "0.9.4"}
+
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = [compat.installed_version(name) for name in ("tensorflow", "t5", "seqio")]
+    assert found == ["2.21.0", "0.9.4", None]

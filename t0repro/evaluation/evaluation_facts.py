@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -13,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t0repro.compat import installed_version
 from t0repro.errors import as_shown
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import digest_of_texts, read_records
@@ -32,7 +32,7 @@ _PACKAGES = (
     "flax",
     "numpy",
     "orbax-checkpoint",
-    "tensorflow-cpu",
+    "tensorflow",
     "mesh-tensorflow",
     "t5",
     "seqio",
@@ -83,13 +83,9 @@ def operative_config(mixture: str, checkpoint: Checkpoint, settings: Any) -> str
 
 def package_versions() -> dict[str, str]:
     """Versions of Python and of those installed packages that can affect the numbers."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {name: installed_version(name) for name in _PACKAGES}
+    versions = {name: version for name, version in found.items() if version is not None}
+    return {"python": platform.python_version(), **versions}
 
 
 def jax_device() -> str:

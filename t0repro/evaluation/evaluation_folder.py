@@ -6,13 +6,13 @@ import ast
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t0repro.compat import installed_version
 from t0repro.config.run_config import DType
 from t0repro.errors import UserError
 from t0repro.evaluation import records
@@ -80,7 +80,7 @@ def code_digest(
     for name, source in sorted(imported_modules(modules, read or read_source).items()):
         digest.update(f"{name} {hashlib.blake2b(source.encode()).hexdigest()}\n".encode())
     for name in packages:
-        digest.update(f"{name} {_version(name)}\n".encode())
+        digest.update(f"{name} {installed_version(name) or 'none'}\n".encode())
     return digest.hexdigest()
 
 
@@ -139,13 +139,6 @@ def read_source(name: str) -> str | None:
         if path.is_file():
             return path.read_text(encoding="utf-8")
     return None
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 # ---- The results folder of an evaluation: which tasks are finished, and records of new ones ------
