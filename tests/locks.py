@@ -10,16 +10,24 @@ TIERS = ("core", "reference", "tests")
 
 # Python imports sitecustomize when it starts. What is hidden is as if it were not installed.
 HIDING = """
+import importlib.metadata
 from importlib.machinery import PathFinder
 
-find = PathFinder.find_spec
+find, version = PathFinder.find_spec, importlib.metadata.version
 
 
 def find_spec(name, path=None, target=None):
     return None if name.partition(".")[0] in HIDDEN else find(name, path, target)
 
 
+def version_of(package):
+    if package.replace("-", "_") in HIDDEN:
+        raise importlib.metadata.PackageNotFoundError(package)
+    return version(package)
+
+
 PathFinder.find_spec = find_spec
+importlib.metadata.version = version_of
 """
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import os
@@ -15,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import t0repro
+from t0repro.compat import installed_version
 from t0repro.errors import UserError
 from t0repro.files import make_folder, sync_directory, write_atomically
 from t0repro.locks import folder_lock
 from t0repro.progress import say
 from t0repro.tasks.prompt_cache.plan import CachedTask, Prompt
-from t0repro.tasks.prompt_cache.records import count_records, is_damaged_at, read_records
+from t0repro.tasks.prompt_cache.records import count_records, features, is_damaged_at, read_records
 from t0repro.tasks.task import TaskDescription, task_descriptions
 from t0repro.working_copies import is_streamed
 
@@ -151,6 +151,12 @@ _TRUNCATION = (
 )
 
 
+def _versions() -> dict[str, str]:
+    """Versions of the packages that decide what an example is, of those that are installed."""
+    found = {name: installed_version(name) for name in _PACKAGES}
+    return {name: version for name, version in found.items() if version is not None}
+
+
 def describe(
     prompt: Prompt, task: CachedTask, seed: int, splits: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -172,10 +178,7 @@ def describe(
         "vocabulary": {"sha256": prompt.vocabulary, "eos": dict(prompt.eos)},
         "seed": seed,
         "truncation": _TRUNCATION,
-        "versions": {
-            "t0repro": t0repro.__version__,
-            **{name: importlib.metadata.version(name) for name in _PACKAGES},
-        },
+        "versions": {"t0repro": t0repro.__version__, **_versions()},
         "splits": dict(splits),
     }
 
@@ -367,15 +370,12 @@ def template_digest(description: TaskDescription) -> str:
 
 def _check_samples(task: seqio.Task, folder: Path, split: str) -> None:
     """Detokenizes a few examples and compares them with the text cached beside the tokens."""
-    import tensorflow as tf
-
     for record in itertools.islice(_all_records(folder, split), SAMPLES):
-        features = tf.train.Example.FromString(record).features.feature
+        found = features(record)
         for name, feature in task.output_features.items():
             # A task may have one vocabulary for its inputs and another for its targets.
             vocabulary = feature.vocabulary
-            tokens = list(features[name].int64_list.value)
-            texts = features[f"{name}_pretokenized"].bytes_list.value
+            tokens, texts = found.get(name, []), found.get(f"{name}_pretokenized")
             # The vocabulary cannot decode tokens out of range.
             wrong = [token for token in tokens if not 0 <= token < vocabulary.vocab_size]
             text = texts[0].decode("utf-8", "replace") if texts else None

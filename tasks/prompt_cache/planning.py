@@ -10,12 +10,12 @@ from __future__ import annotations
 import fnmatch
 import functools
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from t0repro.compat import installed_version
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.prompt_cache.folders import (
     MARKER,
@@ -39,6 +39,9 @@ from t0repro.words import counted
 if TYPE_CHECKING:
     from t0repro.tasks.source import PromptedRows
     from t0repro.tasks.task import TaskDescription
+
+# The version of SeqIO whose files are written, byte for byte, where it is not installed.
+_SEQIO_FORMAT = "0.0.20"
 
 
 def make_plan(request: Request) -> CachePlan:
@@ -65,7 +68,7 @@ def make_plan(request: Request) -> CachePlan:
         vocabularies=planner.vocabularies,
         selected=len(names),
         left_out=tuple(planner.left_out),
-        seqio_version=importlib.metadata.version("seqio"),
+        seqio_version=installed_version("seqio") or _SEQIO_FORMAT,
     )
 
 

@@ -230,6 +230,21 @@ def _broken(path: Path, place: int) -> UserError:
     )
 
 
+def features(record: bytes) -> dict[str, Sequence[Any]]:
+    """All features of a serialized Example: byte strings, floats or integers by name.
+
+    Raises:
+      google.protobuf.message.DecodeError: If the record is no Example.
+    """
+    entries = _example_message().FromString(record).features.feature
+    return {entry.key: _values(entry.value) for entry in entries}
+
+
+def _values(feature: Any) -> list[Any]:
+    lists = (feature.bytes_list, feature.float_list, feature.int64_list)
+    return next((list(each.value) for each in lists if each.value), [])
+
+
 def integers(record: bytes, names: Sequence[str]) -> dict[str, np.ndarray]:
     """The named integer features of a serialized Example: int32 [length] each.
 
@@ -244,7 +259,7 @@ def integers(record: bytes, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 @functools.cache
 def _example_message() -> Any:
-    """tf.train.Example, as far as integers need it; protobuf skips the fields not described here.
+    """tf.train.Example.
 
     Source: tensorflow/core/example/{example,feature}.proto. A map is, in the serialized form, a
     repeated message with the fields key and value.
@@ -266,7 +281,11 @@ def _example_message() -> Any:
         else:
             added.type = kind
 
+    add("BytesList", "value", 1, field.TYPE_BYTES, many=True)
+    add("FloatList", "value", 1, field.TYPE_FLOAT, many=True)
     add("Int64List", "value", 1, field.TYPE_INT64, many=True)
+    add("Feature", "bytes_list", _BYTES_LIST, "BytesList")
+    add("Feature", "float_list", _FLOAT_LIST, "FloatList")
     add("Feature", "int64_list", _INT64_LIST, "Int64List")
     add("Entry", "key", 1, field.TYPE_STRING)
     add("Entry", "value", 2, "Feature")
