@@ -76,7 +76,7 @@ setup(
     package_dir=MAPPED | alias,
     package_data={
         "": ["py.typed", "*.cc", "*.gin", "*.csv", "*.json", "*.jsonl", "*.model", "*.yaml"],
-        "t0repro.gin": ["t5x/**/*.gin"],
+        "t0repro.gin": ["mtf/**/*.gin", "t5x/**/*.gin"],
         "t0repro.reports": ["templates/*", "published.csv"],
         "t0repro.tasks": ["data/*", "demo/rows/**/*.jsonl"],
     },

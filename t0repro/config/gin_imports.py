@@ -23,6 +23,8 @@ _OPTION = "--gin_import_allowlist"
 # Packages that every run imports, or that are only described (t5x, seqio, optax).
 _OWN = ("__gin__", "__main__", "t0repro", "mesh_tensorflow", "t5", "t5x", "seqio", "optax")
 
+DEFAULTS = "defaults.gin"  # of Mesh TensorFlow
+
 Allowlist = Sequence[str] | None
 
 
@@ -119,33 +121,43 @@ def _dataset_modules(bindings: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 def mesh_folders(prefixes: Sequence[str]) -> list[str]:
     """Where Mesh TensorFlow's gin files are looked for, found without importing t5."""
-    import t0repro.gin
-
+    t5 = package_folder("t5")
     # In gin's order: t5's files, this project's, then --gin_location_prefix.
-    own = os.path.dirname(str(t0repro.gin.__file__))
-    return [os.path.join(_package("t5"), "models", "gin"), own, *prefixes]
+    theirs = _recorded_files() if t5 is None else t5 / "models" / "gin"
+    return [str(theirs), str(_own_files()), *prefixes]
 
 
 def default_bindings() -> str:
     """The gin file that Mesh TensorFlow reads before all others."""
-    return os.path.join(_package("mesh_tensorflow"), "transformer", "gin", "defaults.gin")
+    package = package_folder("mesh_tensorflow")
+    folder = _recorded_files() if package is None else package / "transformer" / "gin"
+    return str(folder / DEFAULTS)
 
 
 def has_module(package: str, inside: str) -> bool:
     """Whether an installed package has a module, found without importing either."""
-    path = Path(_package(package), *inside.split("."))
+    folder = package_folder(package)
+    if folder is None:
+        return False
+    path = folder.joinpath(*inside.split("."))
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def _package(name: str) -> str:
+def package_folder(name: str) -> Path | None:
+    """An installed package's folder, found without importing it; None if it is not installed."""
     spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise UserError(
-            f"This needs {name}, which is not installed.",
-            where=f"gin files that {name} holds",
-            fix="Install the reference tier: TIER=reference bash scripts/setup.sh, in a checkout.",
-        )
-    return os.path.dirname(spec.origin)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _own_files() -> Path:
+    import t0repro.gin
+
+    return Path(str(t0repro.gin.__file__)).parent
+
+
+def _recorded_files() -> Path:
+    """What stands in for the gin files of packages that are not installed."""
+    return _own_files() / "mtf"
 
 
 def _statements_of_file(

@@ -1,7 +1,9 @@
 """What gin files import: listed without importing, and refused where it is not allowed."""
 
 import dataclasses
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -147,3 +149,24 @@ def test_a_missing_module_is_named_with_the_module_that_imports_it(stranger):
         gin_files.parse(gin_files.T5xInputs("train", (str(path),), SETTINGS))
     assert caught.value.what == f"No module named 'not_installed', which {module}:2 imports."
     assert caught.value.where == f"{path}:5: MODEL = @stranger_network.Model()"
+
+
+def test_recorded_gin_files_are_those_of_mesh_tensorflow_and_t5():
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "mtf_gin_files.py"))
+    sources = {name: path for name, _, path in script["sources"]()}
+    recorded = {str(path.relative_to(script["FOLDER"])) for path in script["FOLDER"].rglob("*.gin")}
+    assert recorded == sources.keys()
+    for name, path in sources.items():
+        assert script["statements"](script["FOLDER"] / name) == script["statements"](path), name
+
+
+def test_without_the_packages_their_recorded_files_are_read(monkeypatch):
+    monkeypatch.setattr(gin_imports, "package_folder", lambda name: None)
+    folders = gin_imports.mesh_folders(())
+    files = [gin_imports.default_bindings(), "dataset.gin", "demo/t5.1.1.demo.gin"]
+    found = gin_imports.list_imports(files, [], folders, [])
+    assert all(line.allowed for line in found)
+    assert {line.place.rpartition(":")[0] for line in found} == {
+        str(Path(folders[0], name)) for name in ("defaults.gin", "dataset.gin")
+    }
+    assert not gin_imports.has_module("t5", "models")
