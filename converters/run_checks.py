@@ -63,8 +63,6 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
     Raises:
       UserError: If model_dir has no checkpoint, or its latest is unknown.
     """
-    from mesh_tensorflow.transformer import utils
-
     if not _saved_steps(model_dir):
         if jax and _has_jax_checkpoint(model_dir):
             return []
@@ -79,8 +77,8 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
         mtf.check_state_file(model_dir)
     if steps is None:
         return []
-    # utils.get_checkpoint_iterator yields None if the state file names no latest checkpoint.
-    chosen = [path for path in utils.get_checkpoint_iterator(steps, model_dir) if path]
+    # None if the state file names no latest checkpoint.
+    chosen = [path for path in _chosen(model_dir, steps) if path]
     if not chosen:
         raise UserError(
             f"The latest checkpoint of {model_dir} is not known.",
@@ -88,6 +86,18 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
             fix='Give the step: --gin_param="eval_checkpoint_step = STEP".',
         )
     return chosen
+
+
+def _chosen(model_dir: str, steps: Any) -> list[str | None]:
+    """The prefixes that mesh_tensorflow.transformer.utils.get_checkpoint_iterator yields."""
+    if steps == -1:
+        return [mtf.latest_mtf_prefix(model_dir)]
+    saved = _saved_steps(model_dir)
+    if steps != "all":
+        asked = [steps] if isinstance(steps, int) else steps
+        # A step that is missing stands for the nearest one.
+        saved = {min(saved, key=lambda each, step=step: abs(each - step)) for step in asked}
+    return [storage.join(model_dir, f"model.ckpt-{step}") for step in sorted(saved)]
 
 
 def _checkpoints_to_start_from(inputs: RunInputs, *, jax: bool) -> list[str]:

@@ -18,6 +18,7 @@ from t0repro.tasks.registration import name_is_taken
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import ADDS_EOS, METRICS, TaskDescription
 from t0repro.tasks.templates import fixed_choices
+from t0repro.tasks.text_metrics import postprocess
 from t0repro.tasks.vocabulary import (
     VocabularyFile,
     default_vocabulary,
@@ -248,29 +249,6 @@ def _metric(name: str) -> Callable[..., Any]:
         return metric([[target] for target in targets], predictions)
 
     return of_one_answer
-
-
-def postprocess(
-    output_or_target: str,
-    example: Mapping[str, Any] | None = None,
-    is_target: bool = False,
-    label_classes: Sequence[str] | None = None,
-) -> str | int:
-    """The stripped text or, if the answer choices are fixed, the index of its class, -1 if none.
-
-    Cached targets of P3 begin with a space, which is why both outputs and targets are stripped.
-
-    Args:
-      output_or_target: The text to compare.
-      example: Ignored; SeqIO passes it.
-      is_target: Ignored; SeqIO passes it.
-      label_classes: The answer choices that every example has, or None.
-    """
-    del example, is_target
-    text = output_or_target.strip()
-    if not label_classes:
-        return text
-    return postprocessors.string_label_to_class_id(text, label_classes=list(label_classes))
 
 
 # The twin ----------------------------------------------------------------------------------------

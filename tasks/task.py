@@ -140,6 +140,7 @@ class DescribedTask:
     Attributes:
       name: The task's name.
       prompt: The prompt that it renders.
+      description: What it is made of.
       source: Its rows.
       splits: Names of its splits.
       output_features: Its features by name.
@@ -149,6 +150,7 @@ class DescribedTask:
 
     def __init__(self, description: TaskDescription):
         self.name, self.prompt = description.prompt.name, description.prompt
+        self.description = description
         self.source, self.splits = description.rows, tuple(description.rows.files_of_splits)
         self.output_features = {
             name: Feature(description.vocabulary, adds_eos) for name, adds_eos in ADDS_EOS.items()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +71,13 @@ class VocabularyFile:
     def encode(self, text: str) -> list[int]:
         """A text's tokens, without EOS."""
         return self.processor().encode(text)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens up to the first EOS, as SeqIO's vocabulary has it."""
+        processor = self.processor()
+        size, unknown, eos = processor.get_piece_size(), processor.unk_id(), processor.eos_id()
+        known = [token if token < size else unknown for token in map(int, tokens)]
+        return processor.decode(list(itertools.takewhile(lambda token: token != eos, known)))
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,4 +1,7 @@
-"""The core tier does its part of T0's job where no package beyond its lock can be imported."""
+"""The core tier does T0's job where no package beyond its lock can be imported.
+
+All commands run one after the other in one process, because each start takes seconds.
+"""
 
 import json
 import os
@@ -11,84 +14,159 @@ from t0repro.tasks.registration import load_tasks
 
 from .locks import beyond_the_core, hide_all_but_the_core
 from .runs.tiny_gin import MODEL, SIZES
-from .tasks.prompt_caches import make
+from .tasks.prompt_caches import files, make
 
 TASKS = "--module_import=t0repro.tasks.demo"
-BINDINGS = (
-    *SIZES,
-    "MIXTURE_OR_TASK_NAME = 'demo_train'",
-    "TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 16}",
-    "DROPOUT_RATE = 0.0",
-    "BATCH_SIZE = 8",
-    "TRAIN_STEPS = 2",
-    "train_eval/utils.DatasetConfig.split = 'train'",
-)
+MIXTURES = ("demo_train", "demo_eval_score_eval")
+GENERATED = "demo_synthetic_glue_mrpc_want_to_know"
+OF_REFERENCE = {"tensorflow", "tensorflow_text", "mesh_tensorflow", "t5", "seqio"}
+CONVERTED = ("mtf", "hf", "t5x")
+
+# Calls each command's function, and writes what the command printed and the code it ended with.
+DRIVER = """
+import contextlib, importlib.util, io, json, sys
+
+from t0repro.cli.app import main
+from t0repro.cli.t5_mesh_transformer import console_entry_point as t5_mesh_transformer
+
+NAMES, COMMANDS = json.loads(sys.stdin.read())
+results = {"found": [name for name in NAMES if importlib.util.find_spec(name)]}
+for name, function, arguments in COMMANDS:
+    sys.argv, code = [function, *arguments], 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            globals()[function]()
+        except SystemExit as end:
+            code = end.code
+    results[name] = code or 0, out.getvalue()
+json.dump(results, open("results.json", "w"))
+"""
+
+
+def t5x(mode: str, *bindings: str) -> list[str]:
+    """Flags of T5X's dialect for the tiny model on the demo."""
+    run_file = f"--gin_file=t5x/configs/runs/{mode}.gin"
+    gin = [*SIZES, "DROPOUT_RATE = 0.0", "USE_CACHED_TASKS = True", *bindings]
+    gin.append("TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 16}")
+    return [f"--gin_file={MODEL}", run_file, *(f"--gin_bindings={each}" for each in gin), TASKS]
+
+
+def mesh(folder, *arguments: str) -> list[str]:
+    """Flags of Mesh TensorFlow's dialect, with the cache."""
+    cache = f"--additional_task_cache_dirs={folder}/cache"
+    return ["--backend=jax", f"--model_dir={folder}/mesh", TASKS, cache, *arguments]
+
+
+def commands(folder) -> list[tuple[str, str, list[str]]]:
+    """Name, function and arguments of each command, in the order in which they need each other."""
+    cli, t5 = "main", "t5_mesh_transformer"
+    cached = f"--seqio_additional_cache_dirs={folder}/cache"
+    run = [f"MODEL_DIR = '{folder}/run'", "MIXTURE_OR_TASK_NAME = 'demo_train'", "BATCH_SIZE = 8",
+           "TRAIN_STEPS = 2", "train_eval/utils.DatasetConfig.split = 'train'"]  # fmt: skip
+    of_split = "MIXTURE_OR_TASK_SPLIT = 'validation'"
+    restored = f"CHECKPOINT_PATH = '{folder}/run'"
+    evaluated = [f"EVAL_OUTPUT_DIR = '{folder}/eval'", of_split, restored,
+                 f"MIXTURE_OR_TASK_NAME = '{GENERATED}_score_eval'",
+                 "seqio.Evaluator.num_examples = 8"]  # fmt: skip
+    inferred = [f"INFER_OUTPUT_DIR = '{folder}/infer'", of_split, restored,
+                f"MIXTURE_OR_TASK_NAME = '{GENERATED}_score_eval'",
+                "infer.mode = 'score'"]  # fmt: skip
+    gin = [
+        "--gin_param=MIXTURE_NAME = 'demo_train'", "--gin_param=run.train_steps = 2",
+        "--gin_param=run.batch_size = 4", "--gin_param=utils.run.mesh_shape = []",
+        "--gin_param=run.sequence_length = {'inputs': 64, 'targets': 16}",
+        "--gin_param=mesh_train_dataset_fn.use_cached = True",
+    ]  # fmt: skip
+    again = [f"--gin_file={folder}/mesh/operative_config.gin", "--gin_file=score_eval.gin",
+             f"--gin_param=MIXTURE_NAME = '{GENERATED}_score_eval'",
+             "--gin_param=run.dataset_split = 'validation'",
+             "--gin_param=mesh_eval_dataset_fn.use_cached = True",
+             "--gin_param=mesh_eval_dataset_fn.num_eval_examples = 8"]  # fmt: skip
+    constant = "--gin_file=learning_rate_schedules/constant_0_001.gin"
+    files_of_t5 = ["--gin_file=dataset.gin", "--gin_file=demo/t5.1.1.demo.gin", constant]
+    ranked = [f"--checkpoint={folder}/run", "--mixture=demo_eval_score_eval", TASKS, "--limit=2",
+              f"--out={folder}/evaluated", "--inputs_length=64", "--targets_length=16"]  # fmt: skip
+    caching = [f"--mixture={','.join(MIXTURES)}", f"--output_cache_dir={folder}/cache"]
+    return [
+        ("cache", cli, ["cache", *caching, "--min_shards=2", TASKS]),
+        ("train", cli, ["train", *t5x("pretrain", *run), cached]),
+        ("eval", cli, ["eval", *t5x("eval", *evaluated), cached]),
+        ("infer", cli, ["infer", *t5x("infer", *inferred), cached]),
+        ("mesh train", t5, mesh(folder, *files_of_t5, *gin)),
+        ("mesh score_eval", t5, mesh(folder, *again)),
+        ("rank-eval", cli, ["rank-eval", *ranked]),
+        ("report", cli, ["report", "make", f"{folder}/evaluated/validation_eval", TASKS,
+                         f"--out={folder}/report"]),
+        ("verify", cli, ["report", "verify", f"{folder}/report", TASKS, "--sample=2"]),
+        *((f"to {to}", cli, ["convert", f"{folder}/run", f"{folder}/{to}", "--to", to])
+          for to in CONVERTED),
+        *((f"diff {to}", cli, ["checkpoint", "diff", f"{folder}/run", f"{folder}/{to}"])
+          for to in CONVERTED),
+        ("help", t5, ["--help"]),
+        ("doctor", cli, ["doctor", "--json"]),
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a cache, and the sitecustomize that hides what is not the core's."""
+    """A folder in which all commands have run."""
     folder = tmp_path_factory.mktemp("core")
-    load_tasks(["t0repro.tasks.demo"], into_seqio=False)
-    make(folder / "cache", mixtures=("demo_train",))
     hide_all_but_the_core(folder)
+    (folder / "driver.py").write_text(DRIVER)
+    names = [*sorted(OF_REFERENCE), "jax", "promptsource", "t0repro"]
+    done = subprocess.run(
+        [sys.executable, "-P", "driver.py"],
+        input=json.dumps([names, commands(folder)]),
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
     return folder
 
 
-def run(folder, *arguments, module="t0repro.cli") -> str:
-    command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
-def trained(folder):
-    files = [f"--gin_file={MODEL}", "--gin_file=t5x/configs/runs/pretrain.gin"]
-    bindings = [f"--gin_bindings={each}" for each in (*BINDINGS, f"MODEL_DIR = '{folder}/run'")]
-    run(folder, "train", *files, *bindings, TASKS, f"--seqio_additional_cache_dirs={folder}/cache")
-    return folder / "run"
+def results(folder):
+    return json.loads((folder / "results.json").read_text())
 
 
-def test_what_is_hidden_cannot_be_imported_and_the_core_can(folder):
-    of_reference = {"tensorflow", "tensorflow_text", "mesh_tensorflow", "t5", "seqio"}
-    assert of_reference <= beyond_the_core()
-    code = "import importlib.util as u, sys; print(*(bool(u.find_spec(n)) for n in sys.argv[1:]))"
-    names = [*sorted(of_reference), "jax", "promptsource", "t0repro"]
-    (folder / "found.py").write_text(code)
-    found = run(folder, *names, module="found").split()
-    assert found == ["False"] * len(of_reference) + ["True"] * 3
+def test_what_is_hidden_cannot_be_imported_and_the_core_can(results):
+    assert OF_REFERENCE <= beyond_the_core()
+    assert results["found"] == ["jax", "promptsource", "t0repro"]
 
 
-def test_doctor_names_the_core_tier(folder):
-    found = json.loads(run(folder, "doctor", "--json"))
+@pytest.mark.parametrize("name", [name for name, *_ in commands("")])
+def test_each_command_succeeds(results, name):
+    code, printed = results[name]
+    assert code == 0, printed
+
+
+def test_doctor_names_the_core_tier(results):
+    found = json.loads(results["doctor"][1][results["doctor"][1].index("{") :])
     assert found["tier"] == "core" and found["works"]
 
 
-def test_it_trains_on_a_cache(trained):
-    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+def test_its_caches_are_those_of_the_reference_tier(folder, tmp_path):
+    load_tasks(["t0repro.tasks.demo"], into_seqio=False)
+    make(tmp_path, mixtures=MIXTURES, min_shards=2)
+    of_core, of_reference = files(folder / "cache"), files(tmp_path)
+    assert of_core.keys() == of_reference.keys()
+    for name, content in of_core.items():
+        if name.endswith("/provenance.json"):  # which says what is installed
+            made, expected = json.loads(content), json.loads(of_reference[name])
+            assert expected.pop("versions").items() > made.pop("versions").items()
+            assert made == expected
+        else:
+            assert content == of_reference[name]
+
+
+def test_it_trains_evaluates_and_reports(folder):
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert max(row["step"] for row in rows) == 2
-
-
-def test_it_ranks_and_reports(folder, trained):
-    sizes = ["--limit=2", "--inputs_length=64", "--targets_length=16"]
-    mixture = "--mixture=demo_eval_score_eval"
-    out = f"--out={folder}/evaluated"
-    run(folder, "rank-eval", f"--checkpoint={trained}", mixture, out, TASKS, *sizes)
-    run(
-        folder,
-        "report",
-        "make",
-        folder / "evaluated" / "validation_eval",
-        f"--out={folder}/report",
-        TASKS,
-    )
-    report = json.loads((folder / "report" / "report.json").read_text())
-    assert len(report["datasets"]) == 5
-
-
-@pytest.mark.parametrize("to", ["mtf", "hf", "t5x"])
-def test_it_converts(folder, trained, to):
-    run(folder, "convert", trained, folder / to, "--to", to)
-    run(folder, "checkpoint", "diff", trained, folder / to)
+    assert len(json.loads((folder / "report" / "report.json").read_text())["datasets"]) == 5
+    for name in (f"eval/inference_eval/{GENERATED}_score_eval-000002.jsonl",
+                 f"mesh/validation_eval/{GENERATED}_score_eval_2_predictions"):  # fmt: skip
+        assert len((folder / name).read_text().splitlines()) == 8
+    (scored,) = folder.glob("infer/*.jsonl-00000-of-00001")
+    assert all("score" in json.loads(line) for line in scored.read_text().splitlines())

@@ -176,7 +176,6 @@ def rank_eval(
         from t0repro.cli.report import compare
         from t0repro.locks import folder_lock
         from t0repro.partitioning.processes import held_by_first, is_first, output_folder
-        from t0repro.reports.prompts import load_prompts
 
         # Only now that the processes have joined: the default activation asks JAX for its backend.
         settings = EvaluationSettings(
@@ -191,12 +190,8 @@ def rank_eval(
             at_hand=tasks.at_hand,
         )
         extras = [normalize, *(extra.value for extra in also or ())]
-        # Registers the tasks, so it precedes the lookup of the mixture.
-        # SeqIO reads caches, and t5 has the metrics of decoded texts.
-        into_seqio = tasks.cache_dir is not None or "generate" in settings.modes
-        prompts = load_prompts(modules_or_t0(tasks.module_import), into_seqio=into_seqio)
+        prompts = _prompts(tasks, mixture, settings)
         write = _writer(prompts, head, extras)
-        _add_cache(tasks.cache_dir)
         if dry_run:
             _check(mixture, settings)
             return
@@ -336,11 +331,23 @@ def _default_activation() -> DType:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def _add_cache(folder: Path | None) -> None:
+def _prompts(
+    tasks: TaskOptions, mixture: str, settings: EvaluationSettings
+) -> Mapping[str, PromptInfo]:
+    """Registers the tasks, with SeqIO only if it is needed, and their cache; task -> prompt."""
+    from t0repro.evaluation.selection import needs_seqio
+    from t0repro.reports.prompts import load_prompts
     from t0repro.tasks.task import add_cache_dirs
 
-    if folder is not None:
-        add_cache_dirs([folder], "--cache_dir")
+    modules = modules_or_t0(tasks.module_import)
+    folders = [] if tasks.cache_dir is None else [tasks.cache_dir]
+    prompts = load_prompts(modules)
+    add_cache_dirs(folders, "--cache_dir")
+    cached = settings.use_cached
+    if needs_seqio(mixture, settings.split, settings.modes, use_cached=cached):
+        prompts = load_prompts(modules, into_seqio=True)
+        add_cache_dirs(folders, "--cache_dir")
+    return prompts
 
 
 def _print_speed(outcome: Outcome) -> None:

@@ -212,8 +212,8 @@ def verify(
     from t0repro.reports.prompts import load_prompts
     from t0repro.runs.verify import noticed, verify
 
-    echo("importing JAX, and the tasks with SeqIO ...", err=True)
-    prompts = load_prompts(modules_or_t0(module_import), into_seqio=True)
+    echo("importing JAX and the tasks ...", err=True)
+    prompts = load_prompts(modules_or_t0(module_import))
     if cache_dir is not None:
         from t0repro.tasks.task import add_cache_dirs
 

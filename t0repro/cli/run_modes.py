@@ -33,7 +33,7 @@ from t0repro.files import check_address, output_path
 from t0repro.jobs.options import AuxiliaryOptions
 
 if TYPE_CHECKING:
-    from t0repro.config.inference_plan import InferencePlan
+    from t0repro.config.inference_plan import EvalPlan, InferencePlan, InferPlan
     from t0repro.config.run_config import RunConfig
     from t0repro.config.t5x.gin_files import Parsed, T5xInputs
     from t0repro.config.training_plan import RestoreConfig
@@ -104,7 +104,7 @@ def evaluate(
         plan = eval_plan(parsed)
         _check_addresses(plan, parsed, "evaluate.output_dir")
         # Only after the gin files have been checked, because importing tasks takes seconds.
-        register(parsed, options)
+        register(parsed, options, lambda: _is_evaluated_alone(plan))
         if options.dry_run:
             from t0repro.runs.preflight import check_inference
 
@@ -156,7 +156,7 @@ def infer(
 
         plan = infer_plan(parsed)
         _check_addresses(plan, parsed, "infer.output_dir")
-        register(parsed, options)
+        register(parsed, options, lambda: _is_inferred_alone(plan))
         if options.dry_run:
             from t0repro.runs.preflight import check_inference
 
@@ -173,6 +173,39 @@ def infer(
         with held_by_first(lambda: folder_lock(shard, "inference", fix=fix)):
             plan = _with_own_output(plan)
             batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
+
+
+def _is_evaluated_alone(plan: EvalPlan) -> bool:
+    """Whether an evaluation needs neither SeqIO nor TensorFlow, its tasks being described."""
+    from t0repro.data.eval_examples import evaluates_alone
+
+    data = plan.data
+    return _has_light_model(plan) and evaluates_alone(
+        data.mixture_or_task_name, data.split, use_cached=data.use_cached
+    )
+
+
+def _is_inferred_alone(plan: InferPlan) -> bool:
+    """The same of an inference."""
+    from t0repro.data.eval_examples import inferred_alone
+
+    data = plan.data
+    return (
+        _has_light_model(plan)
+        and plan.files is None
+        and plan.num_shards == 1
+        and inferred_alone(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
+    )
+
+
+def _has_light_model(plan: InferencePlan) -> bool:
+    """Whether the model is no user's, and its vocabularies are read without SeqIO."""
+    from t0repro.config.t5x.records import SentencePieceVocabulary
+
+    vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
+    return plan.user_model is None and all(
+        isinstance(each, SentencePieceVocabulary) for each in vocabularies
+    )
 
 
 def _check_addresses(plan: InferencePlan, parsed: Parsed, output: str) -> None:

@@ -7,12 +7,13 @@ from absl import flags
 from t0repro.config.mtf.stand_ins import recorded
 
 
-def define() -> None:
-    """Defines the flags as recorded, without their helps."""
+def define() -> str:
+    """Defines the flags as recorded, without their helps; returns the module that they are of."""
     for flag in recorded()["flags"]:
         more = {"enum_values": flag["choices"]} if "choices" in flag else {}
         make = getattr(flags, f"DEFINE_{flag['kind']}")
         make(name=flag["name"], default=flag["default"], help="", **more)
+    return __name__
 
 
 def exchange() -> None:

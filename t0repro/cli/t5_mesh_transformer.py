@@ -36,6 +36,7 @@ from t0repro.cli.results import echo
 from t0repro.cli.spelling import canonical, canonical_arguments
 from t0repro.cloud.tracker import TrackerName
 from t0repro.config.configuration import Configuration, NotOnJax
+from t0repro.config.gin_imports import package_folder
 from t0repro.errors import UserError
 from t0repro.files import input_path
 from t0repro.jobs.options import AuxiliaryOptions
@@ -53,8 +54,9 @@ def console_entry_point() -> None:
     with gate("t5_mesh_transformer", show_unexpected=True) as settings:
         _check_places(sys.argv[1:])
         if not _define_flags_alone(sys.argv[1:]):
-            # Print this first: t5 itself defines the flags, and its import takes seconds.
-            _say_importing()
+            if package_folder("t5"):
+                # Print this first: t5 itself defines the flags, and its import takes seconds.
+                _say_importing()
             define_flags()
 
         def main(arguments: Sequence[str]) -> None:
@@ -120,7 +122,18 @@ _NEED_T5 = {"help", "helpshort", "helpfull", "helpxml", "h", "?", "use_model_api
 
 
 def define_flags() -> None:
-    """Defines t5's flags, by importing its command, and this project's own."""
+    """Defines t5's flags, by importing its command if it is installed, and this project's own."""
+    theirs = _import_t5s_flags() if package_folder("t5") else (t5_flags.define(),)
+    define_own_flags()
+    by_module = flags.FLAGS.flags_by_module_dict()
+    for module in (*theirs, define_process_flags.__module__, __name__):
+        for flag in by_module.get(module, []):
+            # --help lists only the key flags of the main module, which is the console script.
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+
+
+def _import_t5s_flags() -> tuple[str, ...]:
+    """Imports t5's command, which defines its flags; returns the modules that they are of."""
     from t0repro import compat
 
     # Before t5's command is imported, because the import fails without the patches.
@@ -128,13 +141,7 @@ def define_flags() -> None:
     from mesh_tensorflow.transformer import utils
     from t5.models import mesh_transformer_main
 
-    define_own_flags()
-    by_module = flags.FLAGS.flags_by_module_dict()
-    theirs = (mesh_transformer_main.__name__, utils.__name__)
-    for module in (*theirs, define_process_flags.__module__, __name__):
-        for flag in by_module.get(module, []):
-            # --help lists only the key flags of the main module, which is the console script.
-            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    return mesh_transformer_main.__name__, utils.__name__
 
 
 def define_own_flags() -> None:
@@ -378,11 +385,13 @@ def _described(options: Any, *, float32_activations: bool) -> Configuration | No
     if "t5" in sys.modules:
         return None
     from t0repro.config.mtf import dialect
+    from t0repro.data.eval_examples import mesh_evaluates_alone
     from t0repro.data.train_data import mesh_reads_caches_alone
 
-    inputs = gin_inputs(options)
     found = dialect.describe(
-        inputs, mesh_reads_caches_alone, float32_activations=float32_activations
+        gin_inputs(options),
+        lambda run: mesh_reads_caches_alone(run) or mesh_evaluates_alone(run),
+        float32_activations=float32_activations,
     )
     if found is None:
         _say_importing()

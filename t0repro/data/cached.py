@@ -183,12 +183,12 @@ class CachedBatches(ResumableBatches):
     def _epochs(self, folder: str, seed: int, epochs: int | None) -> Iterator[Example]:
         """A task's examples, its files read repeatedly; if shuffled, in random order of files."""
         path = self._paths[folder]
-        order = shards = [path / name for name in _shards(path, self._split)]
+        order = shards = [path / name for name in shards_of(path, self._split)]
         seeds = ShuffleSeeds(seed)
         for epoch in itertools.count() if epochs is None else range(epochs):
             if self._shuffle and (epoch == 0 or self._counts[folder] >= _HELD):
                 order = [*shuffled(iter(shards), len(shards), seeds)]
-            for record in _by_turns(order):
+            for record in by_turns(order):
                 yield integers(record, FEATURES)
 
 
@@ -208,23 +208,24 @@ def count_examples(folder: Path, split: str) -> int:
     stats = folder / f"stats.{split}.json"
     if stats.is_file():
         return int(json.loads(stats.read_text())["examples"])
-    return sum(1 for name in _shards(folder, split) for _ in read_records(folder / name))
+    return sum(1 for name in shards_of(folder, split) for _ in read_records(folder / name))
 
 
 def _ends_in_eos(folder: Path, split: str) -> bool:
     """Whether the first targets in a cache end in EOS."""
     if (folder / PROVENANCE).is_file():
         return True  # in its own vocabulary, since `t0repro cache` wrote it
-    records = _by_turns([folder / name for name in _shards(folder, split)])
+    records = by_turns([folder / name for name in shards_of(folder, split)])
     targets = integers(next(records), FEATURES)["targets"]
     return bool(targets.size and targets[-1] == _EOS)
 
 
-def _shards(folder: Path, split: str) -> list[str]:
+def shards_of(folder: Path, split: str) -> list[str]:
+    """Names of the files of a cached split."""
     return shard_names(split, json.loads((folder / f"info.{split}.json").read_text())["num_shards"])
 
 
-def _by_turns(shards: Sequence[Path]) -> Iterator[bytes]:
+def by_turns(shards: Sequence[Path]) -> Iterator[bytes]:
     """The files' records in the order in which SeqIO reads them.
 
     It takes up to 16 records from one of 16 files, then from the next. A file that has ended is

@@ -11,12 +11,14 @@ from t0repro.config.t5x import records
 from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.errors import UserError, of_command
 from t0repro.progress import say
+from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import (
     DescribedTask,
     cache_dirs,
     find_tasks,
     keep_at_hand,
     lacks_cache,
+    metric_names,
     prompted_mixtures,
     prompted_tasks,
     registered_mixtures,
@@ -115,6 +117,12 @@ def splits_of(task: Any) -> Sequence[str]:
 def tasks_with_split(name: str, split: str) -> list[Any]:
     """The SeqIO tasks of a task or mixture that have the split."""
     return [task for task in find_tasks(name) if split in splits_of(task)]
+
+
+def has_metric(task: Any) -> bool:
+    """Whether a task has a metric, SeqIO's or a described one."""
+    described = isinstance(task, DescribedTask)
+    return bool(metric_names(task.prompt) if described else task.metric_objs)
 
 
 def tasks_to_train_on(data: SeqioDataConfig) -> list[Any]:
@@ -258,8 +266,6 @@ def check_shards(name: str, split: str, num_shards: int, *, use_cached: bool) ->
 
 def _check_rows(split: str, tasks: Sequence[Any]) -> None:
     """Raises UserError if a prompted task's rows are missing, or a task needs a cache."""
-    from t0repro.tasks.seqio_tasks import PromptedSource
-
     if needing := [task.name for task in tasks if task.requires_caching]:
         raise UserError(
             f"The task {needing[0]} can only be read from a cache: its CacheDatasetPlaceholder"
@@ -268,7 +274,7 @@ def _check_rows(split: str, tasks: Sequence[Any]) -> None:
             f" {of_command('use_cached', 'USE_CACHED_TASKS')} = True.",
         )
     for task in tasks:
-        if isinstance(task.source, PromptedSource):
+        if isinstance(task.source, PromptedRows):
             # Finding the reader is enough: it raises if there are no rows, and reads none.
             task.source.reader(split)
 

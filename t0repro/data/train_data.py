@@ -157,10 +157,10 @@ def _is_cached(data: SeqioDataConfig) -> bool:
         return False
     folders = [task.cache_dir for task in find_tasks(name) if split in task.splits]
     try:
+        # The checks that follow refuse a task without a cache.
         return all(
-            folder is not None
-            and Path(folder, PROVENANCE).is_file()
-            and count_examples(Path(folder), split)
+            folder is None
+            or (Path(folder, PROVENANCE).is_file() and count_examples(Path(folder), split))
             for folder in folders
         )
     except UserError:  # the checks that follow say what is wrong with a cache

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from t0repro.data.eval_examples import eval_examples
 from t0repro.evaluation.records import digest_of_texts
 from t0repro.evaluation.task_output import TruncationCounter, judge_of_registered
 from t0repro.tasks.prompted_examples import prompted_examples
-from t0repro.tasks.task import find_task, task_descriptions
+from t0repro.tasks.task import DescribedTask, find_task, task_descriptions
 
 Item = TypeVar("Item")
 Row = TypeVar("Row", bound=Mapping[str, Any])
@@ -58,7 +59,7 @@ class TaskReader:
         use_cached: bool = False,
     ):
         task: Any = find_task(name)
-        self.name, self._split, self._lengths = name, split, lengths
+        self.name, self._task, self._split, self._lengths = name, task, split, lengths
         self._use_cached, self._features = use_cached, task.output_features
         self._sample = Sample(limit)
         self.judge = judge_of_registered(task)
@@ -77,12 +78,14 @@ class TaskReader:
         # A task of t0repro is rendered without SeqIO, whose graph per task takes most of the time.
         description = None if self._use_cached else task_descriptions().get(self.name)
         if description is None or description.sp_model is None:
-            inputs = by_input(self._rows_of_seqio())
+            inputs = by_input(self._rows())
             chosen = self._sample(_gathered(inputs) if self._use_cached else inputs)
             return itertools.chain.from_iterable(rows for _, rows in chosen)
         return prompted_examples(description, self._split, self._lengths, self._sample)
 
-    def _rows_of_seqio(self) -> Iterator[dict[str, Any]]:
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        if isinstance(self._task, DescribedTask):
+            return eval_examples(self._task, self._split, self._lengths, use_cached=True, mesh=True)
         from t0repro import compat
 
         compat.install()

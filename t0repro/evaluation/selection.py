@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from t0repro.data.checks import check_readable, no_task_has
+from t0repro.data.eval_examples import is_evaluated_alone
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.task_output import ranks_choices
 from t0repro.tasks.task import (
@@ -87,11 +88,7 @@ def select_tasks(
       UserError: if there is no such mixture or task, if a task cannot be evaluated in these modes,
         or if no task has the split (or, with `at_hand`, its rows).
     """
-    # By name, so that two runs read, score and report tasks in the same order.
-    tasks = sorted(subtasks(mixture, "--mixture"), key=lambda task: task.name)
-    # With both modes each task is asked for in the form that ranks, if it has one.
-    if set(modes) == {"rank", "generate"}:
-        tasks = [_ranking_twin(task) for task in tasks]
+    tasks = _asked(mixture, modes)
     ranked = [task for task in tasks if _ranks(task)]
     others = [task for task in tasks if not _ranks(task)]
     _check_modes(mixture, modes, ranked, others)
@@ -101,6 +98,24 @@ def select_tasks(
         check_readable(mixture, split, use_cached=True, tasks=held)
     names = [[t.name for t in kind if t.name not in left_out] for kind in (ranked, others)]
     return Selection(tuple(names[0]), tuple(names[1]), left_out)
+
+
+def needs_seqio(mixture: str, split: str, modes: Sequence[str], *, use_cached: bool) -> bool:
+    """Whether SeqIO has to read some of the tasks to evaluate, or t5 has their metrics alone."""
+    return not all(
+        is_evaluated_alone(task, use_cached=use_cached)
+        for task in _asked(mixture, modes)
+        if split in task.splits
+    )
+
+
+def _asked(mixture: str, modes: Sequence[str]) -> list[Any]:
+    """The mixture's tasks, each in the form that ranks if both modes are asked for and it has one.
+
+    They are sorted by name, so that two runs read, score and report them in the same order.
+    """
+    tasks = sorted(subtasks(mixture, "--mixture"), key=lambda task: task.name)
+    return [_ranking_twin(task) for task in tasks] if set(modes) == set(MODES) else tasks
 
 
 def _check_modes(

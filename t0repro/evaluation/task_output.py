@@ -32,6 +32,7 @@ from t0repro.evaluation.outputs import ScoredPairs
 from t0repro.evaluation.rank import rank_metrics, ranked_target, without_tokens
 from t0repro.files import make_folder, naming
 from t0repro.tasks.task import DescribedTask
+from t0repro.tasks.text_metrics import metrics_of, postprocess
 
 
 class TruncationCounter:
@@ -158,11 +159,17 @@ def judge_of(task: EvalTask) -> Judge:
 
 
 def judge_of_registered(task: Any) -> Judge:
-    """The judge of the outputs of SeqIO's task, or of a described one that ranks its choices."""
+    """The judge of the outputs of SeqIO's task, or of a described one.
+
+    Raises:
+      KeyError: If a described task's metrics are t5's alone (`t0repro.tasks.text_metrics`).
+    """
     if not isinstance(task, DescribedTask):
         return Judge(task.name, task.postprocess_fn, task.metric_fns)
-    assert task.prompt.score_eval, task.name
     choices = task.prompt.fixed_choices
+    if not task.prompt.score_eval:
+        compared = functools.partial(postprocess, label_classes=choices)
+        return Judge(task.name, compared, metrics_of(task.prompt))
     metric = functools.partial(rank_metrics, num_classes=len(choices) if choices else None)
     return Judge(task.name, ranked_target, [metric])
 
@@ -359,24 +366,26 @@ def _input_text(example: Example) -> str:
 
 @contextlib.contextmanager
 def explaining_cut_examples(limit: int | None) -> Iterator[None]:
-    """Names the binding to change if t5 cannot rank an input that lacks some of its choices.
+    """Names the binding to change if an input lacks some of its choices, and cannot be ranked.
 
     Args:
       limit: mesh_eval_dataset_fn.num_eval_examples; None if all examples are evaluated.
 
     Raises:
-      UserError: in place of the AssertionError of t5's rank_classification.
+      UserError: in place of the errors of t5's rank_classification and of `rank_metrics`.
     """
     try:
         yield
-    except AssertionError as error:
-        # Its message is "5 % 2 != 0": pairs, choices of an input.
-        if limit is None or (counts := re.fullmatch(r"(\d+) % (\d+) != 0", str(error))) is None:
+    except (AssertionError, UserError) as error:
+        # t5's message is "5 % 2 != 0": pairs, choices of an input.
+        choices = re.search(r"^\d+ % (\d+) != 0$|has \d+ choices?, not (\d+)", str(error), re.M)
+        if limit is None or choices is None:
             raise
+        each = choices[1] or choices[2]
         raise UserError(
-            f"{counts[1]} pairs cannot be ranked: each input has {counts[2]} choices.",
+            f"{limit} pairs cannot be ranked: each input has {each} choices.",
             where=f"mesh_eval_dataset_fn.num_eval_examples = {limit}",
-            fix=f"It counts pairs: bind it to a multiple of {counts[2]}, or to -1 for all.",
+            fix=f"It counts pairs: bind it to a multiple of {each}, or to -1 for all.",
         ) from error
 
 

@@ -30,7 +30,9 @@ import numpy as np
 from t0repro.config.inference_plan import InferPlan
 from t0repro.converters.arithmetic import check_configured
 from t0repro.converters.tensors import CheckpointRef
+from t0repro.data.eval_examples import eval_examples
 from t0repro.errors import UserError
+from t0repro.evaluation.evaluator import model_features
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import file_digest
 from t0repro.evaluation.seqio_evaluator import functions_of
@@ -44,6 +46,8 @@ from t0repro.runs.checkpoint_choice import (
     own_path,
 )
 from t0repro.runs.preflight import check_inference
+from t0repro.tasks.task import DescribedTask, find_tasks
+from t0repro.tasks.vocabulary import VocabularyFile
 from t0repro.words import counted
 
 COMPLETED = ".COMPLETED"
@@ -64,11 +68,7 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
       UserError: If there is no checkpoint, it does not fit the model, the task's vocabulary is
         not the model's, no task has the split, or a task's split has no example.
     """
-    from t0repro import compat
     from t0repro.data.checks import tasks_with_split
-
-    compat.install()
-    import seqio
 
     check_inference(plan, starts=True)
     name = plan.data.mixture_or_task_name
@@ -78,7 +78,7 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
     ref = _chosen(plan) if is_there(plan.restore) else None
     files = []
     tasks = tasks_with_split(name, plan.data.split)
-    others = len(seqio.get_subtasks(seqio.get_mixture_or_task(name))) - len(tasks)
+    others = len(find_tasks(name)) - len(tasks)
     if others:
         left_out = counted(others, "task")
         print(f"left out: {left_out} without a split {plan.data.split!r}", file=sys.stderr)
@@ -235,6 +235,9 @@ class _TaskJob:
 
     def _examples(self, skip: int) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """Each example as a pair: the task's features, and the model's."""
+        if isinstance(self._task, DescribedTask):
+            examples = itertools.islice(self._described(), skip, None)
+            return ((each, model_features(each, self._lengths())) for each in examples)
         import seqio
         import tensorflow as tf
 
@@ -245,9 +248,14 @@ class _TaskJob:
         pairs: Any = tf.data.Dataset.zip((dataset, converted)).skip(skip).as_numpy_iterator()
         return pairs
 
+    def _described(self) -> Iterator[Mapping[str, Any]]:
+        data = self._plan.data
+        return eval_examples(self._task, data.split, self._lengths(), use_cached=data.use_cached)
+
     def _check_has_examples(self) -> None:
         """Raises UserError if none of the shards has an example."""
-        if not any(True for _ in self._dataset().take(1)):
+        described = isinstance(self._task, DescribedTask)
+        if not any(True for _ in (self._described() if described else self._dataset().take(1))):
             raise UserError(
                 f"{self._task.name!r} has no example to infer from.",
                 where=f"split {self._plan.data.split!r}",
@@ -348,14 +356,23 @@ def _line(
     }
     if plan.mode == "score":
         return line | {"score": output}
-    import tensorflow as tf
-
-    line["prediction"] = _plain(vocabulary.decode_tf(tf.constant(output)).numpy())
+    line["prediction"] = _decoded(output, vocabulary)
     if plan.output_ids:
         line["prediction_tokens"] = _until_padding(output)
     if plan.mode == "predict_with_aux":
         line["aux"] = dict(aux)
     return line
+
+
+def _decoded(output: list[Any], vocabulary: Any) -> Any:
+    """The text of an output's tokens; with several decodes, those of each."""
+    if isinstance(vocabulary, VocabularyFile):
+        if output and isinstance(output[0], list):
+            return [vocabulary.decode(tokens) for tokens in output]
+        return vocabulary.decode(output)
+    import tensorflow as tf
+
+    return _plain(vocabulary.decode_tf(tf.constant(output)).numpy())
 
 
 def _is_written(feature: str, plan: InferPlan) -> bool:

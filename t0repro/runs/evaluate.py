@@ -20,6 +20,7 @@ import numpy as np
 from t0repro.config.configuration import Configuration
 from t0repro.config.run_config import RunConfig
 from t0repro.data.batches import eval_tasks
+from t0repro.data.eval_examples import described_tasks
 from t0repro.errors import UserError
 from t0repro.evaluation.energy import Cost
 from t0repro.evaluation.evaluation_facts import jax_device, print_results, write_facts
@@ -34,12 +35,14 @@ from t0repro.evaluation.task_output import (
     TruncationCounter,
     explaining_cut_examples,
     judge_of,
+    judge_of_registered,
 )
 from t0repro.event_files import event_writer
 from t0repro.files import output_path
 from t0repro.partitioning.processes import is_first, output_folder
 from t0repro.runs.checkpoint_choice import chosen_checkpoints, generated_texts, loaded
 from t0repro.runs.text_modes import ScoreFiles
+from t0repro.tasks.task import find_task, is_described
 from t0repro.training.metrics import MetricLog
 
 # As in rank_eval: memory for texts and tokens stops growing beyond this window.
@@ -176,9 +179,15 @@ class TaskWindows:
             del window  # free its memory before the next one is read
 
     def _tasks(self) -> Iterator[tuple[str, Iterable[dict[str, Any]]]]:
-        data = self._config.eval_data
+        data, lengths = self._config.eval_data, self._config.sequence_length
         assert data is not None
-        for task in eval_tasks(data, self._config.sequence_length):
+        if is_described(data.mixture_or_task_name):
+            for task, examples in described_tasks(data, lengths):
+                self.judges[task.name] = judge_of_registered(task)
+                yield task.name, examples
+            self._all_read = True
+            return
+        for task in eval_tasks(data, lengths):
             self.judges[task.name] = judge_of(task)
             yield task.name, task.examples
         self._all_read = True
@@ -334,9 +343,7 @@ def _settings(config: RunConfig) -> EvaluationSettings:
 
 
 def _features(name: str) -> Mapping[str, Any]:
-    import seqio
-
-    return seqio.get_mixture_or_task(name).output_features
+    return find_task(name).output_features
 
 
 def evaluation_folder(config: RunConfig) -> Path:

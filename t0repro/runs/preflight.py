@@ -282,7 +282,7 @@ def _data(
         raise checks.no_task_has(name, split, where)
     if reads == "eval":
         # Tasks without a metric are not read.
-        tasks = [task for task in tasks if task.metric_objs]
+        tasks = [task for task in tasks if checks.has_metric(task)]
         if not tasks:
             raise checks.nothing_to_evaluate(name, split)
     yield f"{counted(len(tasks), 'task')} of {name} with the split {split!r}"

@@ -53,7 +53,8 @@ def evaluate_checkpoints(
         not the model's, or nothing has a metric.
     """
     from t0repro.evaluation.evaluation_facts import print_results
-    from t0repro.evaluation.seqio_evaluator import FOLDER, TaskEvaluator
+    from t0repro.evaluation.evaluator import open_evaluator
+    from t0repro.evaluation.seqio_evaluator import FOLDER
 
     check_inference(plan, starts=True)
     folder, record = Path(plan.output_dir), EvaluatedCheckpoints(plan)
@@ -67,7 +68,7 @@ def evaluate_checkpoints(
             say(f"{ref.path}: evaluated before; remove {record.path} to do it again")
             continue
         if evaluator is None:  # reads all examples, which a finished evaluation need not do
-            evaluator = TaskEvaluator(plan.data, plan.evaluator, folder, plan.decoding)
+            evaluator = open_evaluator(plan.data, plan.evaluator, folder, plan.decoding)
         checkpoint = opened(plan, ref)
         model = generating_model(plan, checkpoint.model)
         metrics = evaluator.evaluate(model, checkpoint.params, checkpoint.step)

@@ -13,6 +13,7 @@ from t5.evaluation import metrics
 
 from t0repro.evaluation.task_output import Judge
 from t0repro.tasks.seqio_tasks import postprocess, task_metrics
+from t0repro.tasks.text_metrics import METRICS
 
 WORDS = (
     "the",
@@ -107,3 +108,18 @@ def test_outputs_without_a_common_word_and_empty_ones_have_a_rate_of_zero(metric
     for outputs in (["", ""], ["dog", "ran"]):
         found = judged(metric, ["cat sat on mats", "birds fly home now"], outputs)
         assert set(found.values()) == {0.0}, found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["accuracy", "sequence_accuracy", "squad", "trivia_qa"])
+def test_metrics_without_t5_are_t5s(name, seed):
+    targets, outputs = generated(seed)
+    several = [[target] for target in targets] if name in ("squad", "trivia_qa") else targets
+    assert METRICS[name](targets, outputs) == getattr(metrics, name)(several, outputs)
+
+
+def test_a_class_that_a_text_does_not_name_counts_as_wrong_in_t5s_f1():
+    targets, outputs = [0, 1, 1, 0, 1], [0, -1, 1, -1, 0]
+    ours = METRICS["f1_score_with_invalid"](targets, outputs)
+    assert ours == metrics.f1_score_with_invalid(targets, outputs)
+    assert outputs == [0, -1, 1, -1, 0]

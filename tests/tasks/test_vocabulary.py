@@ -151,3 +151,16 @@ def test_a_vocabulary_in_a_bucket_is_read_from_there(bucket, monkeypatch, tmp_pa
 def test_t5s_vocabulary_encodes_a_known_sentence(shared_vocab):
     ids = LazyVocabulary(str(shared_vocab), 100).encode("The house is wonderful.")
     assert ids == [37, 629, 19, 1627, 5]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_vocabulary_file_decodes_what_seqios_vocabulary_decodes(seed):
+    file = VocabularyFile(str(VOCABULARY))
+    random, theirs = np.random.default_rng(seed), seqio_vocabulary(file)
+    # Ids beyond the pieces, which a padded embedding can generate; padding; text after EOS.
+    table = random.integers(0, file.vocab_size + 50, (40, 12)).astype(np.int32)
+    table[random.random(table.shape) < 0.1] = 0
+    table[random.random(table.shape) < 0.1] = file.eos_id
+    texts = [file.decode(row) for row in table]
+    assert texts == [theirs.decode(row.tolist()) for row in table]
+    assert texts == [text.decode() for text in theirs.decode_tf(table).numpy()]
