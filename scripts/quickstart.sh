@@ -8,6 +8,9 @@
 # The demo's rows are generated from word lists in the form of real datasets. Its accuracies show that the
 # pipeline works; they say nothing about the real datasets.
 #
+# In the core tier (docs/tiers.md) JAX does all of it, and what compares with the other stack is left out:
+#   TIER=core bash scripts/quickstart.sh
+#
 # Writes everything into RUN_DIR (default runs/quickstart_demo). An interrupted run continues where it stopped;
 # remove the folder to start over. Further arguments go to both training commands, such as
 # --gin_param="run.batch_size = 16".
@@ -19,6 +22,8 @@ done
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
+both=true stacks="both stacks"
+if [[ $(<.venv/.t0repro-tier) == core ]]; then both=false stacks="JAX"; fi
 
 # ---- What is trained and evaluated --------------------------------------------------------------------
 if [[ -n ${T0REPRO_DATA_DIR:-} ]]; then
@@ -78,15 +83,15 @@ cache_by_seqio() {
   TF_CPP_MIN_LOG_LEVEL=2 CUDA_VISIBLE_DEVICES='' python -P -W ignore scripts/same_examples.py \
     "$CACHE_DIR/$seqio_task" "$run/seqio_cache/$seqio_task"
 }
-beside seqio_cache_tasks cache_by_seqio
+if $both; then beside seqio_cache_tasks cache_by_seqio; fi
 
 # ---- 2: training on JAX ---------------------------------------------------------------------------------
 say "2/6  training a small T5 1.1 on JAX for $TRAIN_STEPS steps ($rows)"
 MODEL_DIR=$model train --backend=jax "$@"
-joined seqio_cache_tasks
+if $both; then joined seqio_cache_tasks; fi
 
 # ---- 3: the same checkpoint, trained on by both stacks with the same gin parameters --------------------
-say "3/6  20 more steps on both stacks from the same checkpoint ($rows)"
+say "3/6  20 more steps on $stacks from the same checkpoint ($rows)"
 [[ -d $run/model_mtf ]] || t0repro convert "$model" "$run/model_mtf" --to mtf
 cp "$model/operative_config.gin" "$run/model_mtf/"
 continue_on() {
@@ -94,17 +99,21 @@ continue_on() {
     TRAIN_STEPS=$((TRAIN_STEPS + 20)) train --backend="$1" "${@:2}" \
     --gin_param="mesh_train_dataset_fn.seed = 17"
 }
-beside continued_on_mtf continue_on mtf "$@"
+if $both; then beside continued_on_mtf continue_on mtf "$@"; fi
 continue_on jax "$@"
-joined continued_on_mtf
-t0repro compare mtf="$run/continued_mtf/metrics.jsonl" jax="$run/continued_jax/metrics.jsonl"
+if $both; then
+  joined continued_on_mtf
+  t0repro compare mtf="$run/continued_mtf/metrics.jsonl" jax="$run/continued_jax/metrics.jsonl"
+fi
 
 # ---- 4: rank classification on both stacks ---------------------------------------------------------------
-say "4/6  rank classification on both stacks ($rows)"
-MODEL_DIR=$run/model_mtf beside evaluated_on_mtf bash scripts/rank_eval.sh --backend=mtf
+say "4/6  rank classification on $stacks ($rows)"
+if $both; then MODEL_DIR=$run/model_mtf beside evaluated_on_mtf bash scripts/rank_eval.sh --backend=mtf; fi
 MODEL_DIR=$model bash scripts/rank_eval.sh --backend=jax
-joined evaluated_on_mtf
-t0repro compare mtf="$run/model_mtf/validation_eval" jax="$model/validation_eval"
+if $both; then
+  joined evaluated_on_mtf
+  t0repro compare mtf="$run/model_mtf/validation_eval" jax="$model/validation_eval"
+fi
 
 # ---- 5: conversion ---------------------------------------------------------------------------------------
 say "5/6  converting the checkpoint to Mesh TensorFlow and back"
@@ -113,9 +122,12 @@ t0repro checkpoint diff "$model" "$run/model_back" | tee "$run/conversion.txt"
 
 # ---- 6: the report ---------------------------------------------------------------------------------------
 say "6/6  the report ($rows)"
+beside_it=()
+if $both; then
+  beside_it=(--other "mtf=$run/model_mtf/validation_eval"
+    --losses "mtf=$run/continued_mtf/metrics.jsonl" "jax=$run/continued_jax/metrics.jsonl")
+fi
 t0repro report make "$model/validation_eval" --out "$run/report" --checkpoint "$model" \
   --module_import "$MODULE" --train_mixture "$MIXTURE_NAME" --metrics "$model/metrics.jsonl" \
-  --label jax --other "mtf=$run/model_mtf/validation_eval" \
-  --losses "mtf=$run/continued_mtf/metrics.jsonl" "jax=$run/continued_jax/metrics.jsonl" \
-  --conversion "$run/conversion.txt"
+  --label jax ${beside_it[@]+"${beside_it[@]}"} --conversion "$run/conversion.txt"
 say "done: open $run/report/report.html ($rows)"
