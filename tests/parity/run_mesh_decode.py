@@ -3,9 +3,10 @@
 A script for a process of its own: python run_mesh_decode.py '{"module": ..., "task": ..., ...}'
 
 The job names a `module` to import and a `task` of it, how many `inputs` to take, the `bindings` of
-the model, a list of `runs` (arguments of Bitransformer.decode), the `batch_size`, and `out`, which
-gets `inputs` [inputs, length], `variables/<name>`, `outputs/<run>` [inputs, length], cleaned, and
-`scores/<run>` [inputs, beams] of a beam search.
+the model, a list of `runs` (arguments of Bitransformer.decode), the `batch_size`, whether the
+variables are rounded to float16 (`half`), and `out`, which gets `inputs` [inputs, length],
+`variables/<name>`, `outputs/<run>` [inputs, length], cleaned, and `scores/<run>` [inputs, beams] of
+a beam search.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def main() -> None:
         gin.add_config_file_search_path(os.path.join(os.path.dirname(module.__file__), "gin"))
     gin.parse_config(job["bindings"])
     results = {"inputs": inputs}
+    if job.get("half"):
+        results |= halved(decode(inputs, vocab_size, job["runs"][0], job["batch_size"], {}, 0))
     for number, options in enumerate(job["runs"]):
         variables = {k: x for k, x in results.items() if k.startswith("variables/")}
         results |= decode(inputs, vocab_size, options, job["batch_size"], variables, number)
@@ -65,6 +68,17 @@ def loud(name: str, value):
     if name == "decoder/logits/kernel":
         value[:, 1] *= 4.0
     return value
+
+
+def halved(results: dict) -> dict:
+    """The variables among some results, rounded to float16."""
+    import numpy as np
+
+    return {
+        name: x.astype(np.float16).astype(np.float32)
+        for name, x in results.items()
+        if name.startswith("variables/")
+    }
 
 
 def decode(inputs, vocab_size, options, batch_size, variables, number) -> dict:
