@@ -66,7 +66,8 @@ def _accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, f
 
 def _sequence_accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
     pairs = zip(targets, predictions, strict=True)
-    return {"sequence_accuracy": 100 * np.mean([target == found for target, found in pairs])}
+    equal = np.mean([target == found for target, found in pairs])
+    return {"sequence_accuracy": 100 * float(equal)}
 
 
 def _f1(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
@@ -104,7 +105,7 @@ def _question_answering(
     ]
     exact = np.mean([target == found for target, found in pairs])
     f1 = np.mean([_words_f1(target.split(), found.split()) for target, found in pairs])
-    return {"em": 100 * exact, "f1": 100 * f1}
+    return {"em": 100 * float(exact), "f1": 100 * float(f1)}
 
 
 def _words_f1(target: Sequence[str], found: Sequence[str]) -> float:

@@ -29,7 +29,7 @@ from t0repro.tasks.task import (
 from t0repro.tasks.text_metrics import computable
 
 Example = dict[str, Any]
-_WHOLE = dict.fromkeys(FEATURES, sys.maxsize)
+_WHOLE: Mapping[str, int] = {name: sys.maxsize for name in FEATURES}
 
 
 def mesh_evaluates_alone(config: RunConfig) -> bool:

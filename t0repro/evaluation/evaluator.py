@@ -118,7 +118,7 @@ class DescribedEvaluator:
         functions = functions_of(model, params, self._decoding, self._data.batch_size)
         return {task.name: self._evaluate(task, functions, step) for task in self._tasks}
 
-    def _read(self, task: DescribedTask) -> list[Example]:
+    def _read(self, task: DescribedTask) -> Sequence[Example]:
         data = self._data
         read = eval_examples(task, data.split, data.sequence_length, use_cached=data.use_cached)
         examples = list(itertools.islice(read, self._evaluator.num_examples))
