@@ -78,7 +78,7 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
     if steps is None:
         return []
     # None if the state file names no latest checkpoint.
-    chosen = [path for path in _chosen(model_dir, steps) if path]
+    chosen = [path for path in _chosen(model_dir, steps, jax) if path]
     if not chosen:
         raise UserError(
             f"The latest checkpoint of {model_dir} is not known.",
@@ -88,10 +88,11 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
     return chosen
 
 
-def _chosen(model_dir: str, steps: Any) -> list[str | None]:
+def _chosen(model_dir: str, steps: Any, jax: bool) -> list[str | None]:
     """The prefixes that mesh_tensorflow.transformer.utils.get_checkpoint_iterator yields."""
     if steps == -1:
-        return [mtf.latest_mtf_prefix(model_dir)]
+        named = storage.is_file(storage.join(model_dir, mtf.STATE_FILE))
+        return [mtf.latest_mtf_prefix(model_dir)] if named or jax else []
     saved = _saved_steps(model_dir)
     if steps != "all":
         asked = [steps] if isinstance(steps, int) else steps
