@@ -33,7 +33,7 @@ _WHOLE: Mapping[str, int] = {name: sys.maxsize for name in FEATURES}
 
 
 def mesh_evaluates_alone(config: RunConfig) -> bool:
-    """Whether a run of Mesh TensorFlow's dialect that is no training needs neither SeqIO nor t5."""
+    """Whether another mode than train of Mesh TensorFlow's dialect needs neither SeqIO nor t5."""
     if config.mode in ("infer", "score_from_strings"):
         return True  # lines of text, and the vocabularies of a described mixture
     data = config.eval_data
