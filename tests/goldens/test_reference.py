@@ -3,7 +3,8 @@
 It needs the core tier and pytest alone:
 
     .venv/bin/python -m pip install pytest
-    .venv/bin/python -P -m pytest --noconftest -p no:cacheprovider tests/goldens
+    .venv/bin/python -P -m pytest -c /dev/null --rootdir=. --import-mode=importlib \\
+        --noconftest tests/goldens
 """
 
 import itertools
