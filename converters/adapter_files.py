@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -231,6 +232,18 @@ def check_shape(own: AdapterCheckpoint, adapter: Adapter, shape: ModelShape) -> 
             f" and {now} is asked for.",
             where=own.ref.path,
             fix="Give the model and the adapter as they were.",
+        )
+
+
+def check_continues(own: AdapterCheckpoint, adapter: Adapter, shape: ModelShape) -> None:
+    """Raises a UserError unless the training of an adapter can start from a checkpoint's."""
+    check_shape(own, adapter, shape)
+    then, now = own.note.adapter.scale, adapter.scale
+    if not math.isclose(then, now, rel_tol=1e-6):
+        raise UserError(
+            f"The adapter was trained with alpha / rank = {then:g}, and here it is {now:g}.",
+            where=own.ref.path,
+            fix=f"Bind adapters.lora.alpha = {then * adapter.rank:g}.",
         )
 
 

@@ -119,7 +119,7 @@ def open_configured(
       UserError: Like `check_configured` and `sources.open_any`.
     """
     check_configured(ref, model)
-    tree = sources.open_any(ref.path, slots=slots)
+    tree = sources.open_tree(ref, slots=slots)
     repeated = repeated_biases(tree, model)
     shared = {name: tree.pop(name) for name in set(repeated.values())}
     return tree | {name: shared[source] for name, source in repeated.items()}
@@ -151,12 +151,13 @@ def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
     """Checks that a run's arithmetic matches the files beside the checkpoint that it reads.
 
     Args:
-      ref: The checkpoint; without such files it passes.
+      ref: The checkpoint; without such files it passes. For an adapter's, see `described`.
       model: The run's model.
 
     Raises:
       UserError: Naming the field of config.json, or the gin file that sets the scaling of queries.
     """
+    ref = described(ref)
     _check_query_scale(ref, model)
     if ref.format != "hf":
         return

@@ -477,7 +477,12 @@ def open_any(
     Raises:
       UserError: If there is no checkpoint, or it is incomplete or not a T5.
     """
-    reader = open_checkpoint(find_checkpoint(path, step))
+    return open_tree(find_checkpoint(path, step), slots=slots)
+
+
+def open_tree(ref: CheckpointRef, *, slots: bool = True) -> dict[str, StoredTensor]:
+    """Opens a checkpoint that was found; see `open_any`."""
+    reader = open_checkpoint(ref)
     check_checkpoint(reader)
     if slots:
         check_slots_step(reader)

@@ -16,9 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from t0repro.adapters import ia3
+from t0repro.converters.convert import convert
+from t0repro.evaluation.opened import open_checkpoint
 from t0repro.tasks.demo.datasets import VOCABULARY
 
 from .docs_commands import ROOT, commands, pages
+from .evaluation.small_model import save_adapter
 
 INDEX = "installs packages from an index"
 HUB = "downloads from a hub"
@@ -59,6 +63,11 @@ DEMO = (
 )
 # (page, pattern, what is run in its place): smaller, or what stands for a placeholder.
 TINY: list[tuple[str, str, str]] = [
+    (
+        "adapters.md",
+        r"my_eval --module_import my_tasks",
+        "demo_eval_score_eval --module_import t0repro.tasks.demo",
+    ),
     ("", r"TRAIN_STEPS=1\d+", "TRAIN_STEPS=2"),
     ("", r"bash scripts/train\.sh", "TRAIN_STEPS=2 bash scripts/train.sh"),
     # On the embedded demo: its reader has no rows.
@@ -241,9 +250,21 @@ def _train_the_demo(folder: Path) -> None:
 
 # Pages whose reader has trained the demo.
 WITH_THE_DEMO = (
-    "any_model.md", "checkpoints.md", "evaluation.md", "from_t0.md", "howto_checkpoint.md",
-    "howto_t0_3b.md", "runs.md", "tasks.md",
+    "adapters.md", "any_model.md", "checkpoints.md", "evaluation.md", "from_t0.md",
+    "howto_checkpoint.md", "howto_t0_3b.md", "runs.md", "tasks.md",
 )  # fmt: skip
+
+
+def _adapters_of_the_demo(folder: Path) -> None:
+    """Adapters of ours and of PEFT's, on the demo's model in both formats."""
+    base = folder / "runs" / "t0_3b"
+    shutil.copytree(folder / "runs" / "demo" / "model", base)
+    shutil.copytree(folder / "runs" / "t0_3b_hf", folder / "t0_hf")
+    shape = open_checkpoint(str(base), None, "float32").model.config.shape
+    adapter = save_adapter(folder / "runs" / "my_adapter", ia3(), base, shape)
+    convert(adapter, folder / "their_peft", "peft", base=folder / "t0_hf")
+
+
 ROWS = {"T0REPRO_DATA_DIR": "rows", "T0REPRO_VOCAB": "sentencepiece.model"}
 
 
@@ -263,6 +284,8 @@ def test_every_command_of_a_page_succeeds_in_a_clean_folder(page, once, tmp_path
         shutil.copytree(trained / "runs", tmp_path / "runs")
         for name in ("a", "b"):
             shutil.copytree(trained / "runs" / "demo" / "model", tmp_path / "runs" / name)
+    if page.name == "adapters.md":
+        _adapters_of_the_demo(tmp_path)
     failed = list(_failures(page, tmp_path))
     assert not failed, "\n\n".join(failed)
 

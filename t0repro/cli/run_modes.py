@@ -39,6 +39,17 @@ if TYPE_CHECKING:
     from t0repro.config.training_plan import RestoreConfig
 
 
+_Adapter = Annotated[
+    str | None,
+    typer.Option(
+        callback=source,
+        metavar="DIR",
+        help="Evaluate the checkpoint with this adapter, ours or a folder of PEFT's. Overrides"
+        " utils.RestoreCheckpointConfig.adapter.",
+        show_default="the checkpoint alone",
+    ),
+]
+
 Plan = TypeVar("Plan", bound="InferencePlan")
 
 
@@ -84,6 +95,7 @@ def evaluate(
     until: Annotated[
         int | None, typer.Option("--until", help="With --watch: stop after this step.", min=0)
     ] = None,
+    adapter: _Adapter = None,
 ) -> None:
     """Evaluate checkpoints with the metrics of SeqIO tasks, as T5X's gin files say.
 
@@ -96,7 +108,7 @@ def evaluate(
         --gin.MIXTURE_OR_TASK_NAME="'my_task'" --gin.CHECKPOINT_PATH="'runs/c4/checkpoint_1000'"
         --gin.EVAL_OUTPUT_DIR="'runs/eval'" --module_import my_tasks
     """
-    parsed = parse_files(gin_inputs("eval", options))
+    parsed = parse_files(gin_inputs("eval", options, last=_of_adapter(adapter)))
     # Processes join before anything asks JAX for its devices.
     with processes.joined():
         from t0repro.config.t5x.inference import eval_plan
@@ -136,6 +148,7 @@ def infer(
     shard_id: Annotated[
         int | None, typer.Option("--shard_id", help="Overrides infer.shard_id.", min=0)
     ] = None,
+    adapter: _Adapter = None,
 ) -> None:
     """Write predictions or scores of examples as JSON lines, as T5X's gin files say.
 
@@ -148,9 +161,8 @@ def infer(
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 64}"
         --gin.INFER_OUTPUT_DIR="'runs/infer'" --module_import my_tasks
     """
-    # Last, so that the flag overrides the gin files.
-    last = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
-    parsed = parse_files(gin_inputs("infer", options, last=last))
+    shard = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
+    parsed = parse_files(gin_inputs("infer", options, last=[*shard, *_of_adapter(adapter)]))
     with processes.joined():
         from t0repro.config.t5x.inference import infer_plan
 
@@ -208,6 +220,11 @@ def _has_light_model(plan: InferencePlan) -> bool:
     )
 
 
+def _of_adapter(path: str | None) -> list[str]:
+    """The binding of --adapter, which comes last so that it overrides the gin files."""
+    return [] if path is None else [f"utils.RestoreCheckpointConfig.adapter = {path!r}"]
+
+
 def _check_addresses(plan: InferencePlan, parsed: Parsed, output: str) -> None:
     """Refuses addresses that cannot be opened, before tasks are imported.
 
@@ -225,10 +242,14 @@ def _check_addresses(plan: InferencePlan, parsed: Parsed, output: str) -> None:
 def _check_restored(restore: RestoreConfig | None, parsed: Parsed) -> None:
     from t0repro.config.t5x.places import Places
 
-    where = "utils.RestoreCheckpointConfig.path"
-    paths = () if restore is None else restore.path
-    for path in (paths,) if isinstance(paths, str) else paths:
-        check_address(path, Places.of(parsed.values).place(where) or where)
+    if restore is None:
+        return
+    paths = (restore.path,) if isinstance(restore.path, str) else restore.path
+    named = [("path", path) for path in paths]
+    for field, path in [*named, ("adapter", restore.adapter)]:
+        if path is not None:
+            where = f"utils.RestoreCheckpointConfig.{field}"
+            check_address(path, Places.of(parsed.values).place(where) or where)
 
 
 def _with_own_output(plan: Plan) -> Plan:

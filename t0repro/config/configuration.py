@@ -154,6 +154,7 @@ def check_adapter(config: RunConfig) -> None:
     """Raises a UserError for what cannot be done beside an adapter, if the run trains one."""
     restore = config.plan.restore
     if config.model.adapter is None:
+        _check_starts_from_no_adapter(config)
         return
     refused = {
         "optimizer": isinstance(config.optimizer, MultiOptimizerConfig)
@@ -171,6 +172,17 @@ def check_adapter(config: RunConfig) -> None:
                 f"An adapter cannot be trained with this setting ({field}): {_INSTEAD[field]}",
                 where=config.provenance.get(field) or config.provenance.get("model.adapter"),
             )
+
+
+def _check_starts_from_no_adapter(config: RunConfig) -> None:
+    if config.plan.restore is not None and config.plan.restore.adapter is not None:
+        raise UserError(
+            f"The run trains the whole model, but {config.plan.restore.adapter} is to be the start"
+            " of an adapter.",
+            where=config.provenance.get("plan.restore.adapter"),
+            fix="Bind the adapter to be trained. To train the whole model from the adapter merged"
+            " into its base, name the adapter's checkpoint as the one to restore.",
+        )
 
 
 # ---- Beside a loss over answer choices -----------------------------------------------------------

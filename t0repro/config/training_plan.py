@@ -128,6 +128,8 @@ class RestoreConfig:
       fallback_to_scratch: Whether to initialize parameters that the checkpoint lacks.
       variable_filter: Mesh TensorFlow's rule, in place of T5X's four above: a regular expression on
         Mesh TensorFlow's names that selects variables; "" takes all. None in a T5X run.
+      adapter: A checkpoint of an adapter, or a folder of PEFT's, whose base is the checkpoint. An
+        evaluation reads the two merged; the training of an adapter starts from its parameters.
     """
 
     path: str | tuple[str, ...]
@@ -137,6 +139,7 @@ class RestoreConfig:
     strict: bool
     fallback_to_scratch: bool
     variable_filter: str | None = None
+    adapter: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,6 +270,7 @@ def mesh_transformer_plan(
     keep_checkpoint_max: Annotated[int | None, Range(at_least=0)] = None,
     init_checkpoint: str | None = None,
     init_variable_filter: str = "",
+    init_adapter: str | None = None,
     places: Mapping[str, str | None] | None = None,
 ) -> TrainingPlan:
     """The intervals of mesh_transformer_main: a line per step, checkpoints, no evaluations.
@@ -277,6 +281,7 @@ def mesh_transformer_plan(
       keep_checkpoint_max: How many of the latest to keep; None or 0 keeps all.
       init_checkpoint: A checkpoint in any format to start from, slots and step included.
       init_variable_filter: See `RestoreConfig.variable_filter`.
+      init_adapter: See `RestoreConfig.adapter`.
       places: Argument -> where it was set, for messages.
 
     Raises:
@@ -301,6 +306,7 @@ def mesh_transformer_plan(
             strict=False,
             fallback_to_scratch=False,
             variable_filter=init_variable_filter,
+            adapter=init_adapter,
         )
     return TrainingPlan(
         train_data=train_data,

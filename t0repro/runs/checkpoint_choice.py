@@ -185,10 +185,10 @@ SECONDS_BETWEEN_LOOKS = 5.0
 
 
 def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
-    """The existing checkpoints, by ascending step within a path.
+    """The existing checkpoints, by ascending step within a path; an adapter's with its base.
 
     Raises:
-      UserError: If a path has no checkpoint.
+      UserError: If a path has no checkpoint, or the adapter's path no adapter.
     """
     refs: list[CheckpointRef] = []
     for path in _paths(restore):
@@ -201,15 +201,20 @@ def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
             # By the time another process looks, the latest may be a newer one.
             found = from_first(lambda path=path: str(sources.find_checkpoint(path).path))
             refs.append(sources.find_checkpoint(found))
-    return refs
+    if restore.adapter is None:
+        return refs
+    adapter = restore.adapter
+    own = sources.find_adapter(from_first(lambda: str(sources.find_adapter(adapter).path)))
+    return [dataclasses.replace(own, base=ref.path) for ref in refs]
 
 
 def is_there(restore: RestoreConfig) -> bool:
-    """Whether each path has a checkpoint, so that `chosen` finds it."""
+    """Whether each path has a checkpoint, and the adapter's too, so that `chosen` finds them."""
 
     def found() -> bool:
         try:
-            return all(sources.find_checkpoint(path) for path in _paths(restore))
+            paths = [*_paths(restore), *([restore.adapter] if restore.adapter else [])]
+            return all(sources.find_checkpoint(path) for path in paths)
         except UserError:
             return False
 
@@ -236,8 +241,16 @@ def coming(
       seconds: Polling interval of the folder.
 
     Raises:
-      UserError: If the mode is "specific", which no new checkpoint changes.
+      UserError: If the mode is "specific", which no new checkpoint changes; or if an adapter is
+        named, whose base does not change.
     """
+    if restore.adapter is not None:
+        raise UserError(
+            "There is nothing to watch: an adapter has one base.",
+            where="utils.RestoreCheckpointConfig.adapter",
+            fix="To watch a run that trains an adapter, bind its folder as the path, and no"
+            " adapter: each of its checkpoints is read with its base.",
+        )
     if restore.mode == "specific" or not isinstance(restore.path, str):
         raise UserError(
             "There is nothing to watch: the checkpoints are named one by one.",

@@ -33,14 +33,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from t0repro.config.configuration import Configuration
 from t0repro.config.inference_plan import EvalPlan, InferencePlan, InferPlan
 from t0repro.config.run_config import ModelConfig, RunConfig
 from t0repro.config.training_plan import RestoreConfig, SeqioDataConfig
-from t0repro.converters.tensors import CheckpointRef
+from t0repro.converters.tensors import CheckpointRef, TensorInfo
 from t0repro.errors import UserError
 from t0repro.words import counted
 
@@ -324,13 +324,12 @@ def _fit(ref: CheckpointRef, restore: RestoreConfig, model: ModelConfig) -> str:
     Raises:
       UserError: If one is missing or of another shape.
     """
-    from t0repro.converters import sources
     from t0repro.converters.arithmetic import repeated_biases
     from t0repro.parameters.assignment import assigned_names
 
     # The checkpoint's index has names and shapes, so even a large one is checked at once.
     expected = {f"target/{name}": shape for name, shape in model.shape.parameters().items()}
-    tensors = sources.open_checkpoint(ref).tensors
+    tensors = _tensors(ref, model)
     stored = {name: info.shape for name, info in tensors.items() if name.startswith("target/")}
     # A model with a position bias in each layer may start from one whose layers share it.
     repeated = repeated_biases(stored, model)
@@ -365,6 +364,30 @@ def _fit(ref: CheckpointRef, restore: RestoreConfig, model: ModelConfig) -> str:
         f"{counted(len(filled), 'parameter')} of {len(expected)} match;"
         f" {_listed('initialized', initialized)}; {_listed('not used', unused)}"
     )
+
+
+def _tensors(ref: CheckpointRef, model: ModelConfig) -> Mapping[str, TensorInfo]:
+    """A checkpoint's names and shapes; an adapter's are its base's, of which no value is read.
+
+    Raises:
+      UserError: If an adapter is for another model, or another adapter than the one to be trained.
+    """
+    from t0repro.converters import sources
+    from t0repro.converters.adapter_files import (
+        check_continues,
+        check_shape,
+        is_adapter,
+        open_adapter,
+    )
+
+    if not is_adapter(ref):
+        return sources.open_checkpoint(ref).tensors
+    own = open_adapter(ref)
+    if model.adapter is not None:
+        check_continues(own, model.adapter, model.shape)
+    else:
+        check_shape(own, own.note.adapter, model.shape)
+    return _tensors(sources.base_of(ref), model)
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

@@ -13,13 +13,19 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax
 from jax.sharding import NamedSharding
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run_config import ModelConfig, RunConfig
 from t0repro.config.training_plan import TrainingPlan
 from t0repro.converters import sources, storage
-from t0repro.converters.adapter_files import AdapterNote, read_note
+from t0repro.converters.adapter_files import (
+    AdapterNote,
+    check_continues,
+    open_adapter,
+    read_note,
+)
 from t0repro.errors import UserError, of_command
 from t0repro.files import check_is_no_pattern
 from t0repro.model.t5 import initial_parameters
+from t0repro.parameters import naming
 from t0repro.partitioning.devices import Partitioning, put
 from t0repro.partitioning.processes import from_first, is_alone
 from t0repro.progress import say
@@ -39,6 +45,7 @@ from t0repro.training.train_state import (
     from_flat_tree,
     initial_adapter,
     new_train_state,
+    parameters_from_flat_tree,
 )
 from t0repro.training.trainer import NumpyBatch
 
@@ -75,8 +82,8 @@ def started(
 ) -> Start:
     """The state of the latest checkpoint, of `restore_from`, or a new one.
 
-    Of an adapter's run, `restore_from` gives the base, and the state is its latest checkpoint's or
-    that of a new adapter.
+    Of an adapter's run, `restore_from` gives the base, and the state is its latest checkpoint's, or
+    that of a new adapter or of another run's.
     """
     if config.model.adapter is None:
         return _started(config, shapes, fresh, restore_from)
@@ -90,10 +97,13 @@ def started(
     if start.is_new:
         # Small, so it is made at once rather than while the step is compiled.
         state = fresh()
-        say("start: a new adapter")
         if isinstance(shapes.step.sharding, NamedSharding):
             places = jax.tree.map(lambda leaf: leaf.sharding, shapes.replace(frozen=None))
             state = jax.tree.map(put, state, places)
+        if (path := config.plan.restore and config.plan.restore.adapter) is None:
+            say("start: a new adapter")
+        else:
+            state = state.replace(params=_of_adapter(path, config.model, shapes.params, note))
     return dataclasses.replace(
         start, state=state.replace(frozen=base), is_new=False, note=note.write
     )
@@ -141,6 +151,27 @@ def new_state(model: T5Model, key: jax.Array, like: TrainState | None = None) ->
     # Under jit each device makes its own part of the slots.
     make = functools.partial(new_train_state, optimizer=model.optimizer_def)
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
+
+
+def _of_adapter(path: str, model: ModelConfig, like: Any, note: AdapterNote) -> dict:
+    """Another adapter's parameters, from which a run trains on at step 0 with new slots.
+
+    Args:
+      path: The adapter's checkpoint, or a folder of PEFT's.
+      model: The model, with the adapter to be trained.
+      like: The parameters' shapes, with shardings if there are several devices.
+      note: What the run's own checkpoints will say.
+
+    Raises:
+      UserError: If it is another kind of adapter, on other kernels, or was trained on another base.
+    """
+    own = open_adapter(sources.find_adapter(path))
+    assert model.adapter is not None and note.digest is not None
+    check_continues(own, model.adapter, model.shape)
+    sources.check_base(own.note, note.digest, note.base)
+    tree = {key: own.read(key) for key in own.tensors if key.startswith(naming.PARAMETERS)}
+    say(f"start: the adapter in {own.ref.path}, at step 0")
+    return parameters_from_flat_tree(tree, like, where=own.ref.path)
 
 
 def _base(

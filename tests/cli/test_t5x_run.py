@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
+from t0repro.adapters import ia3
 from t0repro.config.t5x.inference import eval_plan
 from t0repro.locks import folder_lock
 
 from .. import commands
+from ..evaluation.small_model import save_adapter
 from ..own_lines import foreign_lines
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
 
@@ -50,12 +52,17 @@ def macros(checkpoint, output, task=TASK):
 
 def test_a_dry_run_checks_and_writes_nothing_and_a_run_evaluates(checkpoint, tmp_path):
     output = tmp_path / "out"
-    code, shown, _ = run("eval", *macros(checkpoint, output), "--dry_run")
+    made = eval_plan(parsed("eval", "eval", *(f"{name} = 'x'" for name in EVAL_MACROS)))
+    adapter = save_adapter(tmp_path / "adapter", ia3(), checkpoint, made.model.shape)
+    code, shown, _ = run(
+        "eval", *macros(checkpoint, output), f"--adapter={adapter.parent}", "--dry_run"
+    )
     lines = shown.splitlines()
     assert code == 0 and not output.exists()
     assert f"examples: 1 task of {TASK} with the split 'validation'" in lines
     assert "examples: not cached: rendered from rows" in lines
-    assert "checkpoints: " in lines[-1] and "match; initialized: none; not used: none" in lines[-1]
+    assert f"checkpoints: {adapter} (jax): " in lines[-1]
+    assert "match; initialized: none; not used: none" in lines[-1]
     code, shown, said = run(
         "eval", *macros(checkpoint, output), "--gin.seqio.Evaluator.num_examples=4"
     )

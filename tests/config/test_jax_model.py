@@ -62,6 +62,19 @@ def test_a_distance_that_leaves_no_bucket_for_several_distances_is_refused():
     assert load(f"{buckets} = 8", f"{distance} = 5").model.relative_attention_max_distance == 5
 
 
+def test_an_adapter_to_start_from_needs_an_adapter_to_train_and_a_base():
+    adapter = "t0repro.jax_training.adapter = @t0repro.adapters.lora()"
+    start = "t0repro.jax_training.init_adapter = 'pretrained'"
+    base = "utils.run.init_checkpoint = 'base'"
+    config = load(adapter, start, base)
+    assert config.plan.restore.adapter == "pretrained" and config.plan.restore.path == "base"
+    assert "init_adapter" in config.provenance["plan.restore.adapter"]
+    with pytest.raises(UserError, match="its base is not given"):
+        load(adapter, start)
+    with pytest.raises(UserError, match="trains the whole model, but pretrained"):
+        load(start, base)
+
+
 def test_an_adapter_is_bound_in_training_and_its_errors_name_the_binding():
     adapter = "t0repro.jax_training.adapter = @t0repro.adapters.lora()"
     config = load(adapter, "t0repro.adapters.lora.rank = 2")

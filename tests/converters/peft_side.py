@@ -12,6 +12,7 @@ from t0repro.config.run_config import ModelConfig
 from t0repro.converters.adapter_files import AdapterNote
 from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint
+from t0repro.parameters import naming
 from t0repro.training.checkpoints import checkpoint_path, save_tree
 
 from .. import tiny_models as tiny
@@ -46,10 +47,19 @@ def _random(shapes: dict[str, tuple[int, ...]], seed: int, size: float) -> dict[
     }
 
 
-def save_base(folder: Path, model: ModelConfig, seed: int = 0) -> tuple[Path, Path]:
+def save_base(
+    folder: Path, model: ModelConfig, seed: int = 0, slots: bool = False
+) -> tuple[Path, Path]:
     """Writes a model as ours and for transformers; the same on every machine."""
     ours, hf = checkpoint_path(folder / "base", 7), folder / "base_hf"
-    save_tree(ours, {**_random(model.shape.parameters(), seed, 0.2), "state/step": np.int32(7)})
+    shapes = model.shape.parameters()
+    tree = {**_random(shapes, seed, 0.2), "state/step": np.int32(7)}
+    if slots:
+        tree |= {
+            naming.slot_key(name.removeprefix("target/"), "v"): value**2
+            for name, value in _random(shapes, seed + 1, 0.2).items()
+        }
+    save_tree(ours, tree)
     (folder / "base" / "operative_config.gin").write_text(
         f"DenseReluDense.activation = {list(model.activations)!r}\n"
     )

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -12,7 +13,8 @@ from t0repro.converters.convert import convert
 from t0repro.converters.gin_shapes import without_adapter
 from t0repro.converters.merging import merge, unmerge
 from t0repro.errors import UserError
-from t0repro.evaluation.opened import open_checkpoint
+from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
+from t0repro.parameters import naming
 
 from ..cli.commands import run
 from .peft_side import MODELS, save_adapter, save_base, tokens
@@ -39,9 +41,13 @@ DenseReluDense.activation = ['gelu', 'linear']
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A base of ours and for transformers, and its adapters by kind, as runs of ours left them."""
+    """A base of ours and for transformers, and its adapters by kind, as runs of ours left them.
+
+    The base has optimizer slots.
+    """
     folder = tmp_path_factory.mktemp("made")
-    base, hf = save_base(folder, MODEL)
+    base, hf = save_base(folder, MODEL, slots=True)
+    assert any(key.startswith(naming.SLOTS) for key in sources.open_any(base))
     adapters = {}
     for name, adapter in KINDS.items():
         adapters[name] = save_adapter(folder / name, MODEL, adapter, base)
@@ -99,6 +105,31 @@ def test_a_merged_models_gin_file_has_no_adapter(made, tmp_path):
         "t0repro.jax_training.data_shards = 1",
         "DenseReluDense.activation = ['gelu', 'linear']",
     ]
+
+
+def test_an_adapter_and_its_base_are_merged_and_scored_in_a_bucket(
+    made, bucket, monkeypatch, capsys
+):
+    base, _, adapters = made
+    system, root = fsspec.core.url_to_fs(bucket)
+    for place in (base, adapters["lora"]):
+        system.put(str(place.parent), f"{root}/{place.parent.name}", recursive=True)
+    at = f"{bucket}/{base.parent.name}/{base.name}"
+    own = f"{bucket}/{adapters['lora'].parent.name}"
+    note = json.loads((adapters["lora"] / "adapter.json").read_text())
+    note_at = f"{root}/{adapters['lora'].parent.name}/{adapters['lora'].name}/adapter.json"
+    system.pipe(note_at, json.dumps({**note, "base": at}).encode())
+    for words in (
+        ("adapters", "merge", own, f"{bucket}/merged", "--to=t5x"),
+        ("adapters", "unmerge", f"{bucket}/merged", f"{bucket}/back"),
+        ("convert", own, f"{bucket}/peft", "--to=peft"),
+    ):
+        code, _, said = run(monkeypatch, capsys, *words)
+        assert code == 0, said
+    assert_same_bits(f"{bucket}/back", base)
+    opened = open_checkpoint(at, None, "float32")
+    digests = {with_adapter(opened, adapter_at(path)).digest for path in (own, f"{bucket}/peft")}
+    assert digests == {open_checkpoint(str(adapters["lora"]), None, "float32").digest}
 
 
 # ---- Refusals ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from t0repro.adapters import ia3, lora
 from t0repro.converters import sources
-from t0repro.converters.adapter_files import open_adapter
+from t0repro.converters.adapter_files import check_continues, open_adapter
 from t0repro.converters.convert import convert
 from t0repro.converters.safetensors_files import SafetensorsFile
 from t0repro.errors import UserError
@@ -107,6 +108,34 @@ def test_an_adapter_that_peft_trained_is_read_here(peft, bases, model, kind, tmp
         np.testing.assert_array_equal(before.read(key), after.read(key), err_msg=key)
     found = peft_side.logits(hf, tmp_path / "back")
     np.testing.assert_allclose(found, expected, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+@pytest.mark.hf
+def test_t_fews_vectors_are_read_as_the_page_says(peft, bases, tmp_path, monkeypatch):
+    import torch
+
+    base, hf = bases["gated, untied"]
+    own = save_adapter(tmp_path / "own", MODELS["gated, untied"], ADAPTERS["ia3 of T-Few"], base)
+    convert(own, tmp_path / "peft", "peft")
+    written = SafetensorsFile(str(tmp_path / "peft" / "adapter_model.safetensors"))
+    names = {name: name.removeprefix("base_model.model.") for name in written.tensors}
+    vectors = {
+        short.replace("ia3_l", "multi_lora_b"): torch.from_numpy(written.read(name))
+        for name, short in names.items()
+    }
+    monkeypatch.chdir(tmp_path)
+    torch.save(vectors, "t03b_ia3_finish.pt")
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(block, {})
+    edit(tmp_path / "t_few_pretrained", base_model_name_or_path=str(hf))
+    found, expected = (
+        open_adapter(sources.find_checkpoint(tmp_path / name))
+        for name in ("t_few_pretrained", "own")
+    )
+    check_continues(found, expected.note.adapter, MODELS["gated, untied"].shape)
+    for key in found.tensors.keys() - {"state/step"}:
+        np.testing.assert_array_equal(found.read(key), expected.read(key), err_msg=key)
 
 
 # ---- Files that PEFT wrote, without PEFT ---------------------------------------------------------

@@ -18,7 +18,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.seqio_evaluator import ModelFunctions
 from t0repro.runs.batch_infer import infer
-from t0repro.runs.checkpoint_choice import chosen, opened
+from t0repro.runs.checkpoint_choice import chosen, is_there, opened
 
 from ..evaluation.small_model import save_adapter
 from ..own_lines import foreign_lines
@@ -394,6 +394,12 @@ def test_an_adapter_is_read_as_the_checkpoint_that_it_is_merged_into(checkpoint,
     paths = (adapter, tmp_path / "merged" / adapter.name, checkpoint)
     own, whole, base = (opened(plan(p, tmp_path), find_checkpoint(p)).digest for p in paths)
     assert own == whole != base
+    named = f"utils.RestoreCheckpointConfig.adapter = '{adapter}'"
+    made = plan(checkpoint, tmp_path, named)
+    assert is_there(made.restore)
+    (ref,) = chosen(made.restore)
+    assert opened(made, ref).digest == own
+    assert not is_there(dataclasses.replace(made.restore, adapter=str(tmp_path / "absent")))
 
 
 @pytest.mark.parametrize("argument", ["write_fn", "merge_fn", "fallback_init_rng"])

@@ -224,15 +224,41 @@ def test_an_adapter_is_evaluated_as_the_checkpoint_that_it_is_merged_into(model_
     base, shape = model_dir / "checkpoint_3", plan("x", "y").model.shape
     adapter = save_adapter(tmp_path / "adapter", ia3(), base, shape)
     convert.convert(adapter, tmp_path / "merged", "jax")
+    named = f"utils.RestoreCheckpointConfig.adapter = '{adapter}'"
     scored = [
-        evaluate_checkpoints(plan(path, tmp_path / name, name=RANKED))
-        for name, path in (("own", adapter), ("whole", tmp_path / "merged" / adapter.name))
+        evaluate_checkpoints(plan(path, tmp_path / name, *bindings, name=RANKED))
+        for name, path, *bindings in (
+            ("own", adapter),
+            ("whole", tmp_path / "merged" / adapter.name),
+            ("named", base, named),
+        )
     ]
-    assert scored[0] == scored[1] and list(scored[0]) == [STEP]
+    assert scored[0] == scored[1] == scored[2] and list(scored[0]) == [STEP]
     before, after = (
         opened(plan(path, tmp_path), find_checkpoint(path)) for path in (base, adapter)
     )
     assert before.digest != after.digest
+    # A base that moved is named beside its adapter; another one is refused.
+    shutil.copytree(base, tmp_path / "moved" / base.name)
+    moved = plan(tmp_path / "moved" / base.name, tmp_path, named)
+    (ref,) = chosen(moved.restore)
+    assert opened(moved, ref).digest == after.digest
+    other = plan(model_dir / "checkpoint_5", tmp_path, named)
+    (ref,) = chosen(other.restore)
+    with pytest.raises(UserError, match="trained on another base"):
+        opened(other, ref)
+
+
+def test_an_adapter_has_one_base(model_dir, tmp_path):
+    named = "utils.RestoreCheckpointConfig.adapter = 'adapter'"
+    with pytest.raises(UserError, match="an adapter has one base"):
+        plan(model_dir, tmp_path, named, "utils.RestoreCheckpointConfig.mode = 'all'")
+    latest = plan(model_dir, tmp_path, named, "utils.RestoreCheckpointConfig.mode = 'latest'")
+    with pytest.raises(UserError, match="nothing to watch: an adapter has one base"):
+        evaluate_checkpoints(latest, watch=True)
+    whole = named.replace("'adapter'", f"'{model_dir}'")
+    with pytest.raises(UserError, match="a whole model's, not an adapter's"):
+        chosen(plan(model_dir / "checkpoint_3", tmp_path, whole).restore)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"evaluated": [', "edited"])

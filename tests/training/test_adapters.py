@@ -201,24 +201,60 @@ def test_adam_trains_an_adapter_and_goes_on(base, tmp_path):
     assert int(tree["state/step"]) == 4
 
 
+def test_a_run_starts_from_another_adapter_as_step_0(base, trained, tmp_path):
+    def started(adapter, path, base=base):
+        config = config_of(tmp_path, base, adapter, 0)
+        restore = dataclasses.replace(config.plan.restore, adapter=str(path))
+        plan = dataclasses.replace(config.plan, restore=restore)
+        # Without steps to train, the state is what training starts from.
+        return run(dataclasses.replace(config, plan=plan))
+
+    convert(trained / "lora, moved", tmp_path / "peft", "peft")
+    for path in (trained / "lora, moved", tmp_path / "peft"):
+        tree = started(dataclasses.replace(LORA, dropout=0.0), path)
+        reader = AdapterReader(sources.find_checkpoint(trained / "lora, moved"))
+        for key in reader.tensors:
+            if key.startswith("target/"):
+                np.testing.assert_array_equal(tree[key], reader.read(key), err_msg=key)
+        assert tree["state/step"] == 0
+        assert not any(value.any() for key, value in tree.items() if "param_states" in key)
+    with pytest.raises(UserError, match="of another adapter"):
+        started(IA3, trained / "lora, moved")
+    with pytest.raises(UserError, match=r"alpha / rank = 2, and here it is 1(?s:.*)alpha = 4"):
+        started(dataclasses.replace(LORA, alpha=2.0), trained / "lora, moved")
+    with pytest.raises(UserError, match="a whole model's"):
+        started(LORA, base)
+    with pytest.raises(UserError, match="trained on another base"):
+        started(LORA, trained / "lora, moved", saved(tmp_path / "other", 1))
+
+
 ON_FOUR = """
 import sys
 from pathlib import Path
 from tests.training import test_adapters as t
 from t0repro.config.run_config import Layout
 folder, base = map(Path, sys.argv[1:])
+opened = t.open_checkpoint(str(base), None, "float32", model_parallelism=2)
+for name in ("ia3", "lora"):
+    own = t.adapter_at(str(folder / f"{name}, moved"))
+    t.np.save(folder / f"{name}.npy", t.logits(t.with_adapter(opened, own)))
+folder /= "runs"
 plain = t.dataclasses.replace(t.DEEP, dropout_rate=0.0)
 for name, layout in (("four", Layout(data=2, model=2)), ("sharded", Layout(fully_sharded=True))):
     t.run(t.config_of(folder / name, base, t.IA3, model=plain, layout=layout))
 """
 
 
-def test_several_devices_train_the_same_adapter(base, tmp_path):
+def logits(opened):
+    return np.asarray(opened.model.apply({"params": opened.params}, tiny.batches(1)[0]))
+
+
+def test_several_devices_train_and_evaluate_the_same_adapter(base, trained, tmp_path):
     plain = dataclasses.replace(DEEP, dropout_rate=0.0)
     run(config_of(tmp_path / "one", base, IA3, model=plain))
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ON_FOUR, str(tmp_path), str(base)],
+        [sys.executable, "-W", "ignore", "-c", ON_FOUR, str(trained), str(base)],
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
         cwd=root,
         capture_output=True,
@@ -228,7 +264,11 @@ def test_several_devices_train_the_same_adapter(base, tmp_path):
     assert done.returncode == 0, done.stderr
     expected = losses(tmp_path / "one")
     for name in ("four", "sharded"):
-        assert losses(tmp_path / name) == pytest.approx(expected, rel=1e-5)
+        assert losses(trained / "runs" / name) == pytest.approx(expected, rel=1e-5)
+    opened = open_checkpoint(str(base), None, "float32")
+    for name in ("ia3", "lora"):
+        expected = logits(with_adapter(opened, adapter_at(str(trained / f"{name}, moved"))))
+        np.testing.assert_allclose(np.load(trained / f"{name}.npy"), expected, rtol=0, atol=1e-5)
 
 
 # ---- Merging -------------------------------------------------------------------------------------

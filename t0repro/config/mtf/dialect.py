@@ -331,10 +331,20 @@ class _ConfigReader:
         if init_checkpoint is not None:
             self._gin.note("plan.restore.path", f"{UTILS}.run", "init_checkpoint")
             self._gin.note("plan.restore.variable_filter", estimator, "init_variable_filter")
+        init_adapter = jax_training()["init_adapter"] if self._gin.run["mode"] == "train" else None
+        if init_adapter is not None:
+            self._gin.note("plan.restore.adapter", JAX_TRAINING, "init_adapter")
+            if init_checkpoint is None:
+                raise UserError(
+                    f"init_adapter is {init_adapter!r}, but its base is not given.",
+                    where=self._gin.provenance.get("plan.restore.adapter"),
+                    fix="Bind utils.run.init_checkpoint to the base.",
+                )
         return mesh_transformer_plan(
             train_data,
             init_checkpoint=init_checkpoint,
             init_variable_filter=variables,
+            init_adapter=init_adapter,
             places={
                 **{
                     name: self._gin.place_of_run(name)

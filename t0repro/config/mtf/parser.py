@@ -249,6 +249,7 @@ def jax_training(
     weight_metrics_every: int = 0,
     data_shards: int = 1,
     adapter: Adapter | None = None,
+    init_adapter: str | None = None,
     choice_loss: ChoiceLoss | None = None,
 ) -> dict[str, Any]:
     """The settings of a training run bound by gin, by name.
@@ -258,12 +259,14 @@ def jax_training(
       data_shards: `TrainDataConfig.num_shards`.
       adapter: What is trained in place of the model's own parameters: `@adapters.lora()` or
         `@adapters.ia3()`.
+      init_adapter: `RestoreConfig.adapter`.
       choice_loss: Losses over an example's answer choices: `@t0repro.ChoiceLoss()`.
     """
     return {
         "weight_metrics_every": weight_metrics_every,
         "data_shards": data_shards,
         "adapter": adapter,
+        "init_adapter": init_adapter,
         "choice_loss": choice_loss,
     }
 

@@ -129,7 +129,16 @@ def restore_config(
     Raises:
       UserError: For an argument without a counterpart here, with its place.
     """
-    if record is None or not record.path:
+    if record is None:
+        return None
+    if not record.path:
+        if record.adapter is not None:
+            raise places.refused(
+                f"{RESTORE}.adapter",
+                record.adapter,
+                "its base is not given.",
+                "Set the path to the base.",
+            )
         return None
     places.check_unset(
         record,
@@ -151,6 +160,7 @@ def restore_config(
         assignment_map=tuple((old, new) for old, new in record.assignment_map or ()),
         strict=record.strict,
         fallback_to_scratch=record.fallback_to_scratch,
+        adapter=record.adapter,
     )
 
 

@@ -29,7 +29,10 @@ _SAVE = {
     "keep_data": "keep_dataset_checkpoints",
     "keep_period": "keep_period",
 }
-_RESTORE = ("path", "mode", "assignment_map", "strict", "fallback_to_scratch", "dtype")
+_RESTORE = (
+    *("path", "mode", "assignment_map", "strict", "fallback_to_scratch", "dtype"),
+    "adapter",
+)
 
 
 def model_fields() -> dict[str, str]:

@@ -154,6 +154,14 @@ def _common(program: Any, record: records.DatasetConfig, places: Places) -> dict
             "no checkpoint is given.",
             "Set CHECKPOINT_PATH.",
         )
+    if restore.adapter is not None and (restore.mode == "all" or isinstance(restore.path, tuple)):
+        raise places.refused(
+            "utils.RestoreCheckpointConfig.adapter",
+            restore.adapter,
+            "an adapter has one base, and several checkpoints are chosen.",
+            "Bind 'specific' or 'latest' and the base's path. To evaluate all checkpoints of a run"
+            " that trains an adapter, bind its folder as the path, and no adapter.",
+        )
     return {
         "model": t5x_model.model_config(program.model, places),
         "user_model": user_classes.user_class(program.model, places),

@@ -81,6 +81,7 @@ class RestoreCheckpointConfig(Record):
         replacement of None leaves the parameter initialized.
       strict: whether every slot must be in the checkpoint.
       fallback_to_scratch: whether to initialize parameters missing from the checkpoint.
+      adapter: a checkpoint of an adapter whose base the checkpoint is; T5X has none.
     """
 
     path: str | Sequence[str]
@@ -89,6 +90,7 @@ class RestoreCheckpointConfig(Record):
     strict: bool = True
     fallback_to_scratch: bool = False
     dtype: str | None = None
+    adapter: str | None = None
     restore_dataset: bool = False
     checkpointer_cls: Any = None
     state_transformation_fns: Sequence[Any] = ()
