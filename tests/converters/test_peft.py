@@ -120,7 +120,7 @@ def test_t_fews_vectors_are_read_as_the_page_says(peft, bases, tmp_path, monkeyp
     written = SafetensorsFile(str(tmp_path / "peft" / "adapter_model.safetensors"))
     names = {name: name.removeprefix("base_model.model.") for name in written.tensors}
     vectors = {
-        short.replace("ia3_l", "multi_lora_b"): torch.from_numpy(written.read(name))
+        short.replace("ia3_l", "multi_lora_b"): torch.tensor(written.read(name))
         for name, short in names.items()
     }
     monkeypatch.chdir(tmp_path)

@@ -18,7 +18,12 @@ from t0repro.config.configuration import check_adapter
 from t0repro.config.run_config import AdamWeightDecayConfig, Layout
 from t0repro.config.training_plan import RestoreConfig, TerminateOnNanConfig
 from t0repro.converters import sources
-from t0repro.converters.adapter_files import AdapterNote, AdapterReader, read_note
+from t0repro.converters.adapter_files import (
+    AdapterNote,
+    AdapterReader,
+    check_continues,
+    read_note,
+)
 from t0repro.converters.convert import convert
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
@@ -202,30 +207,27 @@ def test_adam_trains_an_adapter_and_goes_on(base, tmp_path):
 
 
 def test_a_run_starts_from_another_adapter_as_step_0(base, trained, tmp_path):
-    def started(adapter, path, base=base):
-        config = config_of(tmp_path, base, adapter, 0)
-        restore = dataclasses.replace(config.plan.restore, adapter=str(path))
-        plan = dataclasses.replace(config.plan, restore=restore)
+    place = trained / "lora, moved"
+
+    def started(base):
         # Without steps to train, the state is what training starts from.
+        config = config_of(tmp_path / "run", base, LORA, 0)
+        restore = dataclasses.replace(config.plan.restore, adapter=str(tmp_path / "peft"))
+        plan = dataclasses.replace(config.plan, restore=restore)
         return run(dataclasses.replace(config, plan=plan))
 
-    convert(trained / "lora, moved", tmp_path / "peft", "peft")
-    for path in (trained / "lora, moved", tmp_path / "peft"):
-        tree = started(dataclasses.replace(LORA, dropout=0.0), path)
-        reader = AdapterReader(sources.find_checkpoint(trained / "lora, moved"))
-        for key in reader.tensors:
-            if key.startswith("target/"):
-                np.testing.assert_array_equal(tree[key], reader.read(key), err_msg=key)
-        assert tree["state/step"] == 0
-        assert not any(value.any() for key, value in tree.items() if "param_states" in key)
-    with pytest.raises(UserError, match="of another adapter"):
-        started(IA3, trained / "lora, moved")
-    with pytest.raises(UserError, match=r"alpha / rank = 2, and here it is 1(?s:.*)alpha = 4"):
-        started(dataclasses.replace(LORA, alpha=2.0), trained / "lora, moved")
-    with pytest.raises(UserError, match="a whole model's"):
-        started(LORA, base)
+    convert(place, tmp_path / "peft", "peft")
+    tree, own = started(base), AdapterReader(sources.find_checkpoint(place))
+    for key in (key for key in own.tensors if key.startswith("target/")):
+        np.testing.assert_array_equal(tree[key], own.read(key), err_msg=key)
+    assert tree["state/step"] == 0
+    assert not any(value.any() for key, value in tree.items() if "param_states" in key)
     with pytest.raises(UserError, match="trained on another base"):
-        started(LORA, trained / "lora, moved", saved(tmp_path / "other", 1))
+        started(saved(tmp_path / "other", 1))
+    with pytest.raises(UserError, match="of another adapter"):
+        check_continues(own, IA3, DEEP.shape)
+    with pytest.raises(UserError, match=r"alpha / rank = 2, and here it is 1(?s:.*)alpha = 4"):
+        check_continues(own, dataclasses.replace(LORA, alpha=2.0), DEEP.shape)
 
 
 ON_FOUR = """
