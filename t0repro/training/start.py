@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax
 from jax.sharding import NamedSharding
 
-from t0repro.config.run_config import ModelConfig, RunConfig
+from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import TrainingPlan
 from t0repro.converters import sources, storage
 from t0repro.converters.adapter_files import (
@@ -45,7 +45,6 @@ from t0repro.training.train_state import (
     from_flat_tree,
     initial_adapter,
     new_train_state,
-    parameters_from_flat_tree,
 )
 from t0repro.training.trainer import NumpyBatch
 
@@ -89,7 +88,7 @@ def started(
         return _started(config, shapes, fresh, restore_from)
     base, digest, where = _base(config, shapes, fresh, restore_from)
     note = AdapterNote(config.model.adapter, where, digest)
-    start = _started(config, shapes, fresh, None)
+    start = _started(config, shapes, fresh, functools.partial(_other_adapter, config, note))
     if start.checkpoint is not None:
         read_note(start.checkpoint).check_base(digest, where)
     say(f"base: {where}, frozen, in {config.model.adapter.base_dtype}, of hash {digest}")
@@ -97,13 +96,10 @@ def started(
     if start.is_new:
         # Small, so it is made at once rather than while the step is compiled.
         state = fresh()
+        say("start: a new adapter")
         if isinstance(shapes.step.sharding, NamedSharding):
             places = jax.tree.map(lambda leaf: leaf.sharding, shapes.replace(frozen=None))
             state = jax.tree.map(put, state, places)
-        if (path := config.plan.restore and config.plan.restore.adapter) is None:
-            say("start: a new adapter")
-        else:
-            state = state.replace(params=_of_adapter(path, config.model, shapes.params, note))
     return dataclasses.replace(
         start, state=state.replace(frozen=base), is_new=False, note=note.write
     )
@@ -129,7 +125,7 @@ def _started(
         restore_from = restore_from(fresh)
     if restore_from is None:
         return Start(shapes, 0, is_new=True)
-    where = "init_checkpoint"
+    where = "init_checkpoint" if config.model.adapter is None else "the restored adapter"
     if isinstance(restore_from, str | os.PathLike):
         where, restore_from = str(restore_from), load_sharded_tree(restore_from, shapes)
     state = from_flat_tree(restore_from, shapes, where=where)
@@ -151,27 +147,6 @@ def new_state(model: T5Model, key: jax.Array, like: TrainState | None = None) ->
     # Under jit each device makes its own part of the slots.
     make = functools.partial(new_train_state, optimizer=model.optimizer_def)
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
-
-
-def _of_adapter(path: str, model: ModelConfig, like: Any, note: AdapterNote) -> dict:
-    """Another adapter's parameters, from which a run trains on at step 0 with new slots.
-
-    Args:
-      path: The adapter's checkpoint, or a folder of PEFT's.
-      model: The model, with the adapter to be trained.
-      like: The parameters' shapes, with shardings if there are several devices.
-      note: What the run's own checkpoints will say.
-
-    Raises:
-      UserError: If it is another kind of adapter, on other kernels, or was trained on another base.
-    """
-    own = open_adapter(sources.find_adapter(path))
-    assert model.adapter is not None and note.digest is not None
-    check_continues(own, model.adapter, model.shape)
-    sources.check_base(own.note, note.digest, note.base)
-    tree = {key: own.read(key) for key in own.tensors if key.startswith(naming.PARAMETERS)}
-    say(f"start: the adapter in {own.ref.path}, at step 0")
-    return parameters_from_flat_tree(tree, like, where=own.ref.path)
 
 
 def _base(
@@ -203,6 +178,31 @@ def _base(
         where = sources.find_checkpoint(str(config.plan.restore.path)).path
     where = storage.absolute(where)
     return *base_parameters(tree, shapes.frozen, where), where
+
+
+def _other_adapter(
+    config: RunConfig, note: AdapterNote, fresh: Callable[[], TrainState]
+) -> OpenTree | None:
+    """The parameters of the adapter that a run starts from, without slots and step; None for a new.
+
+    Args:
+      config: The run.
+      note: What its own checkpoints will say.
+      fresh: Not used: an adapter is restored as a whole.
+
+    Raises:
+      UserError: If it is another kind of adapter, on other kernels, or was trained on another base.
+    """
+    del fresh
+    model, restore = config.model, config.plan.restore
+    if restore is None or restore.adapter is None:
+        return None
+    own = open_adapter(sources.find_adapter(restore.adapter))
+    assert model.adapter is not None and note.digest is not None
+    check_continues(own, model.adapter, model.shape)
+    sources.check_base(own.note, note.digest, note.base)
+    say(f"restore: {own.ref.path}")
+    return {key: own.read(key) for key in own.tensors if key.startswith(naming.PARAMETERS)}
 
 
 def chosen_seed(plan: TrainingPlan) -> int:
