@@ -43,12 +43,12 @@ from t0repro.parameters.shape import ModelShape
 
 @dataclasses.dataclass(frozen=True)
 class AdapterNote:
-    """What ADAPTER says.
+    """The content of ADAPTER.
 
     Attributes:
-      adapter: The adapter.
-      base: Where the base's checkpoint was.
-      digest: Of the base's parameters (`ParametersDigest`); None in a folder that PEFT wrote.
+      adapter: Its settings.
+      base: The path of the base's checkpoint.
+      digest: Hash of the base's parameters (`ParametersDigest`); None in a folder that PEFT wrote.
     """
 
     adapter: Adapter
@@ -98,7 +98,7 @@ def read_note(folder: str | os.PathLike[str]) -> AdapterNote:
     path = storage.join(os.fspath(folder), ADAPTER)
     if not storage.is_file(path):
         raise UserError(
-            "This checkpoint is no adapter's.",
+            "This is not an adapter's checkpoint.",
             where=os.fspath(folder),
             fix="Name a checkpoint of a run that trains an adapter.",
         )

@@ -41,7 +41,8 @@ def merge(
       force: See `convert`.
 
     Raises:
-      UserError: If the checkpoint is no adapter's, or its base is gone or another; see `convert`.
+      UserError: If the checkpoint is not an adapter's, or its base is gone or was replaced; see
+        `convert`.
     """
     find_adapter(adapter)
     return convert(adapter, dst, to, base=base, force=force)

@@ -126,7 +126,7 @@ def _path(name: str, info: TensorInfo, where: str) -> str:
     found = match and naming.find_row(f"{match['module']}.weight", "hf")
     if not match or not found or found[1] is None or not found[0].t5x.endswith("/kernel"):
         raise UserError(
-            f"{name} is no parameter of a LoRA or (IA)3 on a kernel of a T5's layer.",
+            f"{name} is not a parameter of a LoRA or (IA)3 on a kernel of a T5's layer.",
             where=storage.join(where, WEIGHTS),
             fix="Train the adapter without modules_to_save and on layers alone: not on shared,"
             " embed_tokens or lm_head.",

@@ -217,7 +217,7 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
         return _merged(ref)
     if ref.base is not None:
         raise UserError(
-            "A base is given, but the checkpoint is no adapter's.",
+            "A base is given, but the checkpoint is not an adapter's.",
             where=ref.path,
             fix="Leave out --base.",
         )

@@ -5,11 +5,11 @@ An adapter's parameters stand beside the kernel that they change, in the same tr
     decoder/layers_3/self_attention/query/kernel       the base's, [in, out]
     decoder/layers_3/self_attention/query/lora_a       [in, rank]
     decoder/layers_3/self_attention/query/lora_b       [rank, out]
-    decoder/layers_3/self_attention/key/ia3_output     [out], multiplies the product
-    decoder/layers_3/mlp/wo/ia3_input                  [in], multiplies what the kernel reads
+    decoder/layers_3/self_attention/key/ia3_output     [out], multiplies the kernel's output
+    decoder/layers_3/mlp/wo/ia3_input                  [in], multiplies the kernel's input
 
-The layer that holds a kernel applies what it finds beside it (t0repro.model.layers), so whatever
-takes parameters takes adapted ones.
+The layer that owns a kernel applies the adapter parameters beside it (t0repro.model.layers), so
+code that takes a model's parameters takes adapted ones unchanged.
 
 Sources: LoRA, https://arxiv.org/abs/2106.09685; (IA)3, https://arxiv.org/abs/2205.05638; the
 default targets are PEFT's for T5.
@@ -39,11 +39,11 @@ class Adapter:
 
     Attributes:
       kind: "lora" or "ia3".
-      targets: Regular expressions; each kernel whose whole T5X path matches one has an adapter.
+      targets: Regular expressions; each kernel whose full T5X path matches one has an adapter.
       rank: Columns of `lora_a`; 0 for (IA)3.
-      alpha: LoRA's product is multiplied by alpha / rank.
-      dropout: Rate of the dropout on what `lora_a` reads, an entry at a time.
-      base_dtype: Type that the frozen parameters are held in.
+      alpha: LoRA's update is scaled by alpha / rank.
+      dropout: Dropout rate on the input of `lora_a`, with an independent mask entry per element.
+      base_dtype: Dtype of the frozen parameters in memory.
     """
 
     kind: Kind
@@ -55,7 +55,7 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """What LoRA's product is multiplied by; 1 for (IA)3."""
+        """Factor of LoRA's update, `lora_a @ lora_b`; 1 for (IA)3."""
         return self.alpha / self.rank if self.kind == "lora" else 1.0
 
 
@@ -89,7 +89,7 @@ def ia3(
     targets: Sequence[str] | str = IA3_TARGETS,
     base_dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Adapter:
-    """(IA)3: a vector that multiplies a kernel's product or, for `mlp/wo`, what it reads.
+    """(IA)3: a vector that multiplies a kernel's output or, for `mlp/wo`, its input.
 
     Args:
       targets: See `Adapter`; by default keys, values and the feed-forward layer's `wo`.
@@ -126,7 +126,7 @@ def _checked(adapter: Adapter) -> Adapter:
 
 
 def kernels(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """The kernels of a model that can have an adapter: path -> (in, out), those of its layers."""
+    """The kernels that can have an adapter, those of a model's layers: path -> (in, out)."""
     return {
         path: (size[0], size[1])
         for path, size in shape.parameters().items()
@@ -138,7 +138,8 @@ def adapted(adapter: Adapter, shape: ModelShape, where: str | None = None) -> li
     """Paths of the kernels that have an adapter, in the table's order.
 
     Raises:
-      UserError: If an expression is none, or matches no kernel, or the rank is above a matrix's.
+      UserError: If a target is not a regular expression or matches no kernel, or if the rank is
+        above a kernel's smaller side.
     """
     known, found = kernels(shape), set[str]()
     where = where or f"adapters.{adapter.kind}.targets"
@@ -147,14 +148,14 @@ def adapted(adapter: Adapter, shape: ModelShape, where: str | None = None) -> li
             matching = [path for path in known if re.fullmatch(target, path)]
         except re.error as error:
             raise UserError(
-                f"{target!r} is no regular expression: {error}.", where=where
+                f"{target!r} is not a regular expression: {error}.", where=where
             ) from error
         if not matching:
             raise UserError(
                 f"The target {target!r} matches no kernel of a layer.",
                 where=where,
-                fix=f"Nearest: {nearest_names(target, known, count=3)}. An expression has to match"
-                " a kernel's whole name (docs/t5x.md).",
+                fix=f"Nearest: {nearest_names(target, known, count=3)}. A target has to match a"
+                " kernel's full name (docs/t5x.md).",
             )
         found.update(matching)
     if not found:
@@ -206,11 +207,11 @@ def is_even(paths: Iterable[str], shape: ModelShape) -> bool:
 
 
 def joined(base: Mapping[str, Any], own: Mapping[str, Any], scale: float = 1.0) -> dict[str, Any]:
-    """A model's parameters with an adapter's among them; LoRA's second factor is scaled.
+    """A model's parameters with an adapter's beside their kernels; `lora_b` is scaled.
 
     Args:
-      base: The model's parameters, a nested dictionary, which stays as it is.
-      own: The adapter's, with the same layers, stacked or not.
+      base: The model's parameters, a nested dictionary, which is not modified.
+      own: The adapter's, with layers stacked as in `base`.
       scale: `Adapter.scale`.
     """
     found = dict(base)

@@ -37,9 +37,11 @@ def precompile(*options):
 
 
 @pytest.mark.mtf
-def test_a_run_is_compiled_for_virtual_devices_in_its_layout(tmp_path):
+def test_an_adapters_run_is_compiled_for_virtual_devices_in_its_layout(tmp_path):
     mesh = "utils.run.mesh_shape = 'batch:2,model:2'"
-    done = precompile(*DEMO, "--topology", "cpu-4", "--gin_param", mesh, "--hlo", str(tmp_path))
+    adapter = "t0repro.jax_training.adapter = @t0repro.adapters.ia3()"
+    given = ("--gin_param", mesh, "--gin_param", adapter, "--hlo", str(tmp_path))
+    done = precompile(*DEMO, "--topology", "cpu-4", *given)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert lines[0] == "devices: 4 x cpu, data 2, model 2"

@@ -85,7 +85,7 @@ def test_an_adapter_is_bound_in_training_and_its_errors_name_the_binding():
         refuse_on_mesh_tensorflow()
     for wrong, said in (
         ("targets = 'decoder/query'", "matches no kernel"),
-        ("targets = '('", "is no regular expression"),
+        ("targets = '('", "is not a regular expression"),
         ("rank = 500", "rank = 500 is above"),
     ):
         with pytest.raises(UserError, match=said) as caught:
