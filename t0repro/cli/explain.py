@@ -95,12 +95,12 @@ def explain(
             where=f"--gin.{gin_bindings[0]}",
             fix="Add --run_mode=train, eval, infer or precompile; or write --gin_param.",
         )
-    echo("reading gin files, with t5 and Mesh TensorFlow ...", err=True)
+    echo("reading gin files ...", err=True)
     from t0repro.config.configuration import render
-    from t0repro.config.mtf.dialect import load
+    from t0repro.config.mtf.dialect import describe_or_load
 
     folders = gin_location_prefix
-    config = load(
+    config = describe_or_load(
         mesh_inputs(
             gin_file, gin_param, folders, module_import, allowlist=allowlist, model_dir=model_dir
         )

@@ -134,11 +134,11 @@ def _mesh_config(
     gin_location_prefix: list[str] | None,
     float32: bool,
 ) -> RunConfig:
-    echo("reading gin files, with t5 and Mesh TensorFlow ...", err=True)
-    from t0repro.config.mtf.dialect import load
+    echo("reading gin files ...", err=True)
+    from t0repro.config.mtf.dialect import describe_or_load
 
     inputs = mesh_inputs(options.gin_file, gin_param, gin_location_prefix, options.module_import)
-    return load(inputs, float32_activations=float32).run
+    return describe_or_load(inputs, float32_activations=float32).run
 
 
 def _t5x_mode(

@@ -409,7 +409,12 @@ def _instead(name: str, read: set[str]) -> str:
 
 def is_shipped(place: str) -> bool:
     """Whether a file came with t5, Mesh TensorFlow or this package: its macros serve many runs."""
-    return place.startswith(("t5/", "mesh_tensorflow/", "t0repro/")) or "/t0repro/gin/" in place
+    import t0repro.gin
+
+    # What stands in for the packages' files, in a checkout.
+    recorded = f"{Path(str(t0repro.gin.__file__)).parent}/mtf/"
+    shipped = ("t5/", "mesh_tensorflow/", "t0repro/", recorded)
+    return place.startswith(shipped) or "/t0repro/gin/" in place
 
 
 # ---- The gin files that a name of none may have meant --------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 import gin
 from t0repro.config import gin_imports
+from t0repro.config.gin_errors import is_shipped
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.mtf.parser import parse as parse_mesh
 from t0repro.config.t5x import gin_files
@@ -170,3 +171,4 @@ def test_without_the_packages_their_recorded_files_are_read(monkeypatch):
         str(Path(folders[0], name)) for name in ("defaults.gin", "dataset.gin")
     }
     assert not gin_imports.has_module("t5", "models")
+    assert all(is_shipped(line.place) for line in found)

@@ -97,6 +97,17 @@ def describe(
     return configuration if suffices(configuration.run) else None
 
 
+def describe_or_load(inputs: MeshInputs, *, float32_activations: bool = True) -> Configuration:
+    """As `load`, by `describe` if that can do it.
+
+    Raises:
+      UserError: As from `load`.
+      ModuleNotFoundError: If the packages are needed and not installed.
+    """
+    activations = {"float32_activations": float32_activations}
+    return describe(inputs, lambda run: True, **activations) or load(inputs, **activations)
+
+
 def _described_bindings(inputs: MeshInputs) -> Bindings:
     try:
         return parse(inputs)
