@@ -41,7 +41,7 @@ def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
 def check_bound_addresses(bindings: Bindings) -> None:
     """Refuses gin bindings, in either dialect, that hold an address of an unknown scheme.
 
-    Whatever such a path is of, it would be taken for a local one. Credentials are not asked for:
+    Whatever such a path is of, it would be mistaken for a local one. Credentials are not asked for:
     much that files bind is never opened.
 
     Raises:
