@@ -13,6 +13,9 @@ import urllib.parse
 from collections.abc import Callable
 
 _HOP_BY_HOP = {"connection", "transfer-encoding", "keep-alive", "content-length"}
+_S3_ENTRY = re.compile(rb"(<Contents>.*?<Key>(.*?)</Key>.*?</Contents>)", re.DOTALL)
+# The part of the path or query by which requests about one large upload belong together.
+_UPLOAD = re.compile(r"(?:upload_id|uploadId)=[^&]+")
 _UPLOAD_NAME = re.compile(rb'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
 
 
@@ -82,17 +85,26 @@ class FaultyStore:
         self._born.setdefault(name, time.monotonic())
 
     def without_new(self, listing: bytes) -> bytes:
-        """A listing without what is too new to be in it."""
+        """A listing, of either store, without what is too new to be in it."""
+        if listing.startswith(b"<"):
+            found = _S3_ENTRY.findall(listing)
+            for entry, key in found:
+                if self._is_new(urllib.parse.unquote_plus(key.decode())):
+                    self.count("hidden")
+                    listing = listing.replace(entry, b"")
+            return listing
         try:
             answer = json.loads(listing)
         except ValueError:
             return listing
         items = answer.get("items", [])
-        now = time.monotonic()
-        shown = [item for item in items if now - self._born.get(item["name"], -1e9) >= self.lag]
+        shown = [item for item in items if not self._is_new(item["name"])]
         if len(shown) < len(items):
             self.count("hidden")
         return json.dumps({**answer, "items": shown}).encode()
+
+    def _is_new(self, name: str) -> bool:
+        return time.monotonic() - self._born.get(name, -1e9) < self.lag
 
 
 class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
@@ -153,9 +165,9 @@ def _handler_of(store: FaultyStore):
             return b"".join(parts)
 
         def _forward(self, body: bytes):
-            # The store answers the last part of an upload as often as it is sent; the emulator
-            # forgets uploads that are complete.
-            upload = re.search(r"upload_id=[^&]+", self.path)
+            # The stores answer the last request of an upload as often as it is sent; the emulators
+            # forget uploads that are complete.
+            upload = _UPLOAD.search(self.path)
             if upload and upload[0] in store.finished:
                 return store.finished[upload[0]]
             server = http.client.HTTPConnection("127.0.0.1", store.target, timeout=60)
@@ -164,7 +176,8 @@ def _handler_of(store: FaultyStore):
                 server.request(self.command, self.path, body, {**headers, "Connection": "close"})
                 got = server.getresponse()
                 answer = got.status, got.getheaders(), got.read()
-                if upload and got.status == 200:
+                is_last = "upload_id" in self.path or self.command == "POST"
+                if upload and is_last and got.status == 200:
                     store.finished[upload[0]] = answer
                 return answer
             finally:
@@ -195,9 +208,12 @@ def _handler_of(store: FaultyStore):
 
 
 def _name_of(path: str, method: str, body: bytes) -> tuple[str, bool]:
-    """The object that a request of Google's JSON interface is about; whether it is a listing."""
+    """The object that a request is about; whether it is a listing."""
     url = urllib.parse.urlsplit(path)
     query = urllib.parse.parse_qs(url.query)
+    if "/storage/v1/" not in url.path and "/o/" not in url.path:  # S3's: /bucket/name
+        name = urllib.parse.unquote(url.path.strip("/").partition("/")[2])
+        return name, not name and method == "GET"
     if found := re.search(r"/o/(.+)$", url.path):
         return urllib.parse.unquote(found[1]), False
     if "name" in query:

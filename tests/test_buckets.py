@@ -111,6 +111,20 @@ def test_shards_of_a_cache_take_no_space_once_they_are_uploaded(bucket, tmp_path
     assert input_path(f"{bucket}/cache/{name}").read_bytes() == b"records" * 1000
 
 
+def test_of_names_that_begin_with_a_dot_those_of_zarr_are_uploaded(bucket):
+    copy = WorkingCopy(bucket, writes=True)
+    for name in (
+        ".zarray",
+        "a/.zattrs",
+        ".zarray.0123abcd.tmp",
+        ".t0repro.lock",
+        ".partial/.zgroup",
+    ):
+        write_atomically(copy.path / name, "x")
+    copy.close()
+    assert list(buckets.objects(bucket)) == [".zarray", "a/.zattrs"]
+
+
 def test_rows_that_two_commands_append_to_one_file_are_all_kept(bucket):
     buckets.write(f"{bucket}/run/metrics.jsonl", b"0\n")
     copies = [WorkingCopy(f"{bucket}/run", writes=True) for _ in range(2)]
@@ -222,8 +236,10 @@ def test_a_report_names_the_address_of_its_evaluation_and_is_read_back_from_ther
     address = f"{bucket}/run/validation_eval"
     for path in evaluation.folder.iterdir():
         buckets.upload(path, f"{address}/{path.name}")
+    buckets.write(f"{bucket}/run/operative_config.gin", b"# The training run's.")
     report = make_report(Run("jax", input_path(address)), evaluation.prompts)
     assert report.provenance.eval_dir == address
+    assert report.provenance.operative_config == "# The training run's."
     (tmp_path / "report.json").write_text(report.to_json())
     folder, step = find_evaluation(tmp_path / "report.json")
     assert step == report.provenance.step

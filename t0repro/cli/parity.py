@@ -115,7 +115,7 @@ def parity(
             found = run.compare_sides(job, reference, start_step, inject.value if inject else None)
         paths = report.write_report(found, job)
     for path in paths:
-        typer.echo(path)
+        echo(str(path))
     typer.echo(report.verdict(found))
     # Exit after the report is written, because a failure is the reason to read it.
     if not found.passed:

@@ -13,6 +13,7 @@ from t0repro.cli.options import AsJson, ModulesOrT0, Templates, modules_or_t0
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import output
 from t0repro.words import counted, sized
+from t0repro.working_copies import address_of
 
 if TYPE_CHECKING:
     from t0repro.tasks.prompt_cache.cache import Summary
@@ -173,13 +174,16 @@ def export_tasks(
     with count_progress(len(tasks), "rendering", "task", "rendered") as advance:
         done = export_tasks(tasks, split, folder, suite, advance)
     examples = sum(done.tasks.values())
-    typer.echo(
+    echo(
         f"Wrote {counted(len(done.tasks), 'task')} with {counted(examples, 'example')} to {folder},"
         f" in {counted(len(done.groups) - 1, 'dataset group')}."
     )
     for task, why in done.left_out.items():
-        typer.echo(f"Left out {task}: {why}.")
-    typer.echo(f"Run: lm_eval --include_path {folder} --tasks {suite} --model hf --log_samples ...")
+        echo(f"Left out {task}: {why}.")
+    if address := address_of(folder):
+        echo("lm_eval reads these rows there, but *.yaml files only from a disk: copy them first.")
+        folder = Path(address.rpartition("/")[2])
+    echo(f"Run: lm_eval --include_path {folder} --tasks {suite} --model hf --log_samples ...")
 
 
 @app.command("overlap")
@@ -208,8 +212,8 @@ def find_overlap(
 
     found = overlap.find_overlap(train, evaluated, split, ngram=ngram, memory=memory)
     overlap.write_overlap(found, out)
-    typer.echo("\n".join(overlap.summary(found)))
-    typer.echo(f"wrote {out}")
+    echo("\n".join(overlap.summary(found)))
+    echo(f"wrote {out}")
 
 
 @app.command("fetch-p3")
@@ -244,11 +248,11 @@ def fetch_p3(
     address = base_url or os.environ.get("HF_ENDPOINT") or p3.HUB
     patterns = [pattern for pattern in tasks.split(",") if pattern]
     done = p3.fetch(patterns, to, HubRepository(address, p3.REPOSITORY, p3.REVISION))
-    typer.echo(f"Downloaded {counted(len(done.fetched), 'task')} to {to} ({sized(done.bytes)}).")
+    echo(f"Downloaded {counted(len(done.fetched), 'task')} to {to} ({sized(done.bytes)}).")
     if done.present:
-        typer.echo(f"{counted(len(done.present), 'task')} had been downloaded already.")
+        echo(f"{counted(len(done.present), 'task')} had been downloaded already.")
     if done.absent:
-        typer.echo(f"Not in P3: {', '.join(done.absent)}.")
+        echo(f"Not in P3: {', '.join(done.absent)}.")
 
 
 # ---- `t0repro cache`: writes the prompt cache in SeqIO's format, on a single machine -------------

@@ -26,6 +26,7 @@ from t0repro.files import atomic_directory, naming, write_atomically
 from t0repro.tasks.catalogue import label
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX, TaskDescription, task_descriptions
 from t0repro.words import counted
+from t0repro.working_copies import address_of
 
 NO_ANSWER = -100
 """lm-evaluation-harness's label of an example whose answer is none of its choices."""
@@ -72,8 +73,9 @@ def export_tasks(
         raise UserError(
             "The folder is not empty.", where=str(folder), fix="Name a new one, or remove it."
         )
-    # The YAML files name their rows by absolute path, because the harness supports no other.
-    final = folder.resolve()
+    # The YAML files name their rows by absolute path, because the harness supports no other, or by
+    # address.
+    final = address_of(folder) or str(folder.resolve())
     if folder.is_dir():
         folder.rmdir()
     with atomic_directory(folder) as staged:
@@ -85,7 +87,7 @@ def _export(
     names: Sequence[str],
     split: str,
     staged: Path,
-    final: Path,
+    final: str,
     suite: str,
     advance: Callable[[int], None],
 ) -> Exported:
@@ -100,7 +102,7 @@ def _export(
         else:
             rows = f"{_ROWS}/{name}.jsonl"
             exported.tasks[name] = _write_rows(task, split, staged / rows)
-            _write(staged / f"{name}.yaml", harness_task(task, split, str(final / rows)))
+            _write(staged / f"{name}.yaml", harness_task(task, split, f"{final}/{rows}"))
             of_dataset[_group_of(task, suite)].append(name)
         advance(1)
     if not exported.tasks:

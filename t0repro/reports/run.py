@@ -13,6 +13,7 @@ from typing import Any
 from t0repro.errors import UserError, as_shown
 from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versions
 from t0repro.files import input_path
+from t0repro.working_copies import address_of
 
 _FIX = "Give the <split>_eval folder, the --out folder of rank-eval, or a report.json."
 
@@ -203,9 +204,13 @@ def recorded_facts(folder: str | os.PathLike[str], step: int) -> dict[str, Any]:
 
 
 def _operative_config(folder: Path) -> str | None:
-    # rank_eval writes it into the folder, training into the model_dir above.
-    for place in (folder, folder.resolve().parent):
-        path = place / "operative_config.gin"
+    # rank_eval writes it into the folder, training into the model_dir above, which is not in the
+    # working copy of an address below it.
+    above: str | Path = folder.resolve().parent
+    if address := address_of(folder):
+        above = address.rpartition("/")[0]
+    for place in (folder, above):
+        path = input_path(f"{place}/operative_config.gin")
         if path.is_file():
             return path.read_text(encoding="utf-8")
     return None

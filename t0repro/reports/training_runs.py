@@ -176,7 +176,7 @@ def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
     labels = []
     for folder, place in curves:
         # Two runs may have folders of the same name, such as a/model and b/model.
-        run = folder.resolve().name if len(names) == len(runs) else str(folder)
+        run = folder.resolve().name if len(names) == len(runs) else as_shown(str(folder))
         shown = place.rpartition("/")[2] if len(last) == len(places) else place
         of_the_run = place in (_TRAIN, _TOP)
         parts = [run] if len(runs) > 1 or of_the_run else []

@@ -1,4 +1,4 @@
-"""A training run in a bucket whose store fails, and one that is killed at each kind of write."""
+"""Commands in a bucket whose store fails, and that are killed at each kind of write."""
 
 import dataclasses
 import functools
@@ -11,15 +11,17 @@ import threading
 import numpy as np
 import pytest
 
-from t0repro import buckets
+from t0repro import buckets, working_copies
 from t0repro.converters.convert import convert
+from t0repro.converters.inspection import compare
 from t0repro.errors import UserError
+from t0repro.files import input_path
 from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree, save_tree
 from t0repro.training.commits import remove_interrupted_saves
 
-from ..bucket_servers import GoogleStorage
+from ..bucket_servers import S3, GoogleStorage
 from ..faulty_store import FaultyStore
-from .jobs import LAST_STEP, write_checkpoint
+from .jobs import LAST_STEP, T0REPRO, Job, visible_files, write_checkpoint
 
 pytestmark = pytest.mark.hardlife
 
@@ -42,32 +44,80 @@ WRITES = {
 MOMENTS = [*((kind, "before") for kind in WRITES), ("metrics", "after"), ("marker", "after")]
 
 
-@pytest.fixture
+SERVERS = {"gs": GoogleStorage, "s3": S3}
+in_each_store = pytest.mark.parametrize("store", SERVERS, indirect=True)
+
+
+@pytest.fixture(params=["gs"])
 def store(monkeypatch, request):
     """A server, and a proxy in front of it; this process speaks with the server itself."""
-    server = GoogleStorage()
+    server = SERVERS[request.param]()
     proxy = FaultyStore(server.port, seed=request.node.name)
+    # How often botocore asks again is its users' own.
+    proxy.environment = {**server.environment(proxy.port), "AWS_MAX_ATTEMPTS": "5"}
+    proxy.bucket = server.address
     for name, value in server.environment(server.port).items():
         monkeypatch.setenv(name, value)
     buckets.file_system.cache_clear()
+    buckets.remove_all(server.address)  # moto's servers of one process share their objects
     yield proxy
     proxy.close()
     server.stop()
+    working_copies.close_all()
     buckets.file_system.cache_clear()
+
+
+def in_bucket(job, store, result, *options):
+    """A job that writes into a bucket behind the proxy."""
+    return dataclasses.replace(
+        job,
+        command=lambda folder: [*job.command(folder), *options],
+        environment=lambda folder: {**job.environment(folder), **store.environment},
+        result=result,
+    )
 
 
 @pytest.fixture
 def training(whole, store):
     """The training job in a bucket behind the proxy, and its results with a local folder."""
     job, expected, _ = whole("train")
-    environment = GoogleStorage.environment(None, store.port)
-    in_bucket = dataclasses.replace(
-        job,
-        command=lambda folder: [*job.command(folder), "--gin_param=run.keep_checkpoint_max = 2"],
-        environment=lambda folder: {**job.environment(folder), **environment},
-        result=result,
-    )
-    return in_bucket, expected
+    return in_bucket(job, store, result, "--gin_param=run.keep_checkpoint_max = 2"), expected
+
+
+@pytest.fixture
+def caching(whole, store):
+    """The caching job in a bucket behind the proxy, and its results with a local folder."""
+    job, expected, _ = whole("cache")
+    return in_bucket(job, store, visible_objects), expected
+
+
+def visible_objects(address):
+    """Every object below an address, except for leases."""
+    names = [name for name in buckets.objects(address) if not name.startswith(".")]
+    return {name: buckets.read(f"{address}/{name}") for name in names}
+
+
+def make_unreliable(store):
+    """From now on, the store fails now and then."""
+    store.refused, store.cut_before, store.cut_after, store.slow = 0.06, 0.03, 0.03, 0.1
+    store.lag = 2.0
+
+
+def faults_of(store):
+    """The faults so far, in words; there is one of each kind."""
+    assert all(store.counts.values()), store.counts
+    return ", ".join(f"{count} x {kind}" for kind, count in store.counts.items())
+
+
+def runs_to_the_end(job, address, check):
+    """How often a command has to be started in a store that fails; it ends in words or well."""
+    for runs in range(1, 4):
+        code, said = job.run(address)
+        assert code in (0, 2) and "Traceback" not in said, said[-4000:]
+        check(address)
+        if code == 0:
+            return runs
+    raise AssertionError(said)
 
 
 def result(address):
@@ -88,21 +138,58 @@ def assert_nothing_half_written(address):
         json.loads(buckets.read(f"{address}/checkpoint_{step}/data/position.json"))
 
 
+@in_each_store
 def test_a_store_that_fails_now_and_then_changes_nothing(store, training, outcome):
     job, expected = training
-    store.refused, store.cut_before, store.cut_after, store.slow = 0.06, 0.03, 0.03, 0.1
-    store.lag = 2.0
-    runs = 0
-    code = 2
-    while code == 2 and runs < 3:
-        runs += 1
-        code, said = job.run("gs://bucket/run")
-        assert code in (0, 2) and "Traceback" not in said, said[-4000:]
-        assert_nothing_half_written("gs://bucket/run")
-    assert code == 0 and job.result("gs://bucket/run") == expected
-    faults = ", ".join(f"{count} x {kind}" for kind, count in store.counts.items())
-    outcome(f"a store that fails: {faults}: {runs} runs ended with the same results")
-    assert all(store.counts.values())
+    make_unreliable(store)
+    address = f"{store.bucket}/run"
+    runs = runs_to_the_end(job, address, assert_nothing_half_written)
+    assert job.result(address) == expected
+    outcome(f"a store that fails ({address}): {faults_of(store)}: {runs} runs, the same results")
+
+
+def assert_complete_tasks_are_whole(expected, address):
+    """Every task that is marked as cached has all that an undisturbed run writes."""
+    there = buckets.objects(address)
+    for task in [name.rpartition("/")[0] for name in there if name.endswith("/COMPLETED")]:
+        for name in (name for name in expected if name.startswith(f"{task}/")):
+            assert buckets.read(f"{address}/{name}") == expected[name], f"{name} is not whole"
+
+
+@in_each_store
+def test_a_cache_is_written_to_a_store_that_fails_and_read_there(
+    store, caching, monkeypatch, outcome
+):
+    job, expected = caching
+    make_unreliable(store)
+    address = f"{store.bucket}/cache"
+    check = functools.partial(assert_complete_tasks_are_whole, expected)
+    runs = runs_to_the_end(job, address, check)
+    assert job.result(address) == expected
+    written = faults_of(store)
+    for kind in store.counts:
+        store.counts[kind] = 0
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(buckets, "_PART_BYTES", 1 << 13)
+    buckets.file_system.cache_clear()
+    task, refused = sorted({name.partition("/")[0] for name in expected})[0], 0
+    # Listings are read when a copy is opened, once, so that all that is new is shown by now.
+    del store.counts["hidden"]
+    while not all(store.counts.values()):
+        try:
+            folder = input_path(f"{address}/{task}")
+            for path in sorted(folder.iterdir()):
+                with working_copies.opened(path) as file:
+                    assert file.read() == expected[f"{task}/{path.name}"], path.name
+        except UserError as error:
+            assert error.fix
+            refused += 1
+        working_copies.close_all()
+    outcome(
+        f"a cache in a store that fails ({store.bucket}): written: {written}: {runs} runs, the same"
+        f" {len(expected)} files; read: {faults_of(store)}: the same bytes, {refused} errors"
+    )
 
 
 def test_a_conversion_between_addresses_of_a_store_that_fails_writes_the_same_bytes(
@@ -112,8 +199,7 @@ def test_a_conversion_between_addresses_of_a_store_that_fails_writes_the_same_by
     convert("gs://bucket/start", tmp_path / "here", "hf")
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{store.port}")
     buckets.file_system.cache_clear()
-    store.refused, store.cut_before, store.cut_after, store.slow = 0.06, 0.03, 0.03, 0.1
-    store.lag = 2.0
+    make_unreliable(store)
     # Until each kind of fault has happened; the requests of one conversion are few.
     for number in range(1, 9):
         out, ended = f"gs://bucket/out{number}", False
@@ -129,41 +215,135 @@ def test_a_conversion_between_addresses_of_a_store_that_fails_writes_the_same_by
             assert buckets.read(f"{out}/{path.name}") == path.read_bytes(), path.name
         if number > 2 and all(store.counts.values()):
             break
-    faults = ", ".join(f"{count} x {kind}" for kind, count in store.counts.items())
-    outcome(f"conversions in a store that fails: {faults}: {number} gave the same files")
-    assert all(store.counts.values())
+    outcome(f"conversions in a store that fails: {faults_of(store)}: {number} the same files")
 
 
-def strike(process, kind, moment, struck, request):
-    """Kills a job once a request writes an object of a kind."""
-    if (request.writes, request.moment) != (True, moment) or struck.is_set():
-        return
-    if re.search(WRITES[kind], f"/{request.name}"):
+def killed_at(job, address, store, pattern, moment):
+    """Kills a job when it writes, or removes, an object of some name; whether it did, and said."""
+    process, struck = job.start(address), threading.Event()
+
+    def strike(request):
+        if (request.writes, request.moment) != (True, moment) or struck.is_set():
+            return None
+        if not re.search(pattern, f"{request.method} /{request.name}"):
+            return None
         struck.set()
         os.killpg(process.pid, signal.SIGKILL)
+        return 503  # so that the store never has a request during which the job was killed
+
+    store.seen = strike
+    said, _ = process.communicate(timeout=900)
+    store.seen = lambda request: None
+    # Else the job ended first, with nothing of this kind left to write.
+    assert struck.is_set() or process.returncode == 0, said[-4000:]
+    return struck.is_set()
 
 
+@in_each_store
 def test_killed_at_each_kind_of_write_and_resumed_a_run_ends_with_the_same_bytes(
     store, training, outcome
 ):
     job, expected = training
-    address, deaths = "gs://bucket/run", []
+    address, deaths = f"{store.bucket}/run", []
+    # Orbax's marker is at Google's only; elsewhere, the checksums are last.
+    kinds = {kind for kind in WRITES if kind != "marker" or store.bucket.startswith("gs")}
     for kind, moment in MOMENTS:
-        process = job.start(address)
-        struck = threading.Event()
-        store.seen = functools.partial(strike, process, kind, moment, struck)
-        said, _ = process.communicate(timeout=900)
-        store.seen = lambda request: None
-        if not struck.is_set():  # the job ended first, with nothing of this kind left to write
-            assert process.returncode == 0, said[-4000:]
-        else:
-            deaths.append((kind, moment))
+        if kind in kinds and killed_at(job, address, store, WRITES[kind], moment):
+            deaths.append(kind)
         assert_nothing_half_written(address)
     assert job.finish(address) == expected
-    assert {kind for kind, _ in deaths} == set(WRITES), deaths
+    assert set(deaths) == kinds, deaths
     outcome(
-        f"kill -9 at each kind of write to a bucket: died {len(deaths)} times at"
-        f" {len(WRITES)} kinds, and ended with the same {len(expected)} results"
+        f"kill -9 at each kind of write to a bucket ({address}): died {len(deaths)} times at"
+        f" {len(kinds)} kinds, and ended with the same {len(expected)} results"
+    )
+
+
+CACHE_WRITES = {
+    "lock": r"/\.t0repro\.lease/",
+    "shard": r"\.tfrecord-",
+    "description": r"/info\.",
+    "statistics": r"/stats\.",
+    "origin": r"/provenance\.json$",
+    "marker": r"/COMPLETED$",
+}
+
+
+@in_each_store
+def test_killed_at_each_kind_of_write_a_cache_in_a_bucket_ends_with_the_same_bytes(
+    store, caching, outcome
+):
+    job, expected = caching
+    address, deaths = f"{store.bucket}/cache", 0
+    for kind, moment in [*((kind, "before") for kind in CACHE_WRITES), ("marker", "after")]:
+        deaths += killed_at(job, address, store, CACHE_WRITES[kind], moment)
+        assert_complete_tasks_are_whole(expected, address)
+    assert job.finish(address) == expected
+    assert deaths == len(CACHE_WRITES) + 1
+    outcome(
+        f"kill -9 at each kind of write of a cache ({store.bucket}): died {deaths} times, and ended"
+        f" with the same {len(expected)} files"
+    )
+
+
+def kind_of(request):
+    """A pattern of what a conversion's request writes or removes; arrays are alike."""
+    name = request.name.rpartition("/")[2]
+    last = r"\d+(\.\d+)*" if re.fullmatch(r"\d+(\.\d+)*", name) else re.escape(name)
+    return f"^{request.method} /.*/{last}$"
+
+
+# Orbax's metadata have the time of the save, and the list of checksums theirs.
+TIMED = ("_CHECKPOINT_METADATA", "integrity.json")
+
+
+def same_files(some, others):
+    """Whether files are equal, except for what has times in it."""
+    timed = [{name for name in files if name.endswith(TIMED)} for files in (some, others)]
+    kept = [
+        {name: files[name] for name in files if name not in timed[0]} for files in (some, others)
+    ]
+    return timed[0] == timed[1] and kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(
+    ("store", "to"),
+    [("gs", "mtf"), ("gs", "jax"), ("s3", "hf"), ("s3", "t5x"), ("s3", "mtf")],
+    indirect=["store"],
+)
+def test_killed_at_each_kind_of_write_a_conversion_to_a_bucket_starts_over(
+    store, to, tmp_path, outcome
+):
+    source = write_checkpoint(tmp_path / "source")
+    convert(source, tmp_path / "here", to)
+    expected = visible_files(tmp_path / "here") | {
+        str(path.relative_to(tmp_path / "here")): path.read_bytes()
+        for path in (tmp_path / "here").rglob(".zarray")
+    }
+
+    def command(address):
+        return [*T0REPRO, "convert", str(source), str(address), "--to", to]
+
+    job = Job("convert", command, visible_objects, None, 0.0, lambda folder: store.environment)
+    kinds = []
+    store.seen = lambda request: kinds.append(kind_of(request)) if request.writes else None
+    assert same_files(job.finish(f"{store.bucket}/undisturbed"), expected)
+    address, whole = f"{store.bucket}/out", 0
+    kinds = list(dict.fromkeys(kinds))
+    for kind in kinds:
+        assert killed_at(job, address, store, kind, "before"), kind
+        try:
+            found = compare(address, source)
+        except UserError:
+            assert not whole, kind
+            continue
+        assert not found.differences, kind
+        whole += 1
+    assert same_files(job.finish(address), expected)
+    outcome(
+        f"kill -9 at each kind of write of a conversion to {to} ({store.bucket}): died"
+        f" {len(kinds)} times, {whole} times with all written, and ended with the same"
+        f" {len(expected)} files"
     )
 
 

@@ -2,9 +2,12 @@
 
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import yaml
+
+from t0repro import buckets
 
 from ..cli.commands import run
 
@@ -94,6 +97,18 @@ def test_the_command_writes_the_same_files_and_says_how_to_run_them(
     assert code == 0 and "Wrote 9 tasks" in printed and "--tasks demo_eval" in printed
     written = {path.relative_to(tmp_path / "demo") for path in (tmp_path / "demo").rglob("*")}
     assert written == {path.relative_to(exported) for path in exported.rglob("*")}
+
+
+@pytest.mark.parametrize("bucket", ["memory"], indirect=True)
+def test_in_a_bucket_the_tasks_name_their_rows_by_address(exported, bucket, monkeypatch, capsys):
+    code, printed, _ = run(monkeypatch, capsys, *export(bucket))
+    assert code == 0 and f" to {bucket}, in " in printed and "/tmp/" not in printed
+    names = {name for name in buckets.objects(bucket) if name.endswith(".jsonl")}
+    assert len(names) == 9
+    for name in names:
+        task = yaml.safe_load(buckets.read(f"{bucket}/{Path(name).stem}.yaml"))
+        assert task["dataset_kwargs"]["data_files"] == {"validation": f"{bucket}/{name}"}
+        assert buckets.read(f"{bucket}/{name}") == (exported / name).read_bytes()
 
 
 @pytest.mark.parametrize(
