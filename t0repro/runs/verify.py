@@ -242,6 +242,12 @@ def _hashes(
         key = record["key"]
         cached = "cache" in (key["data"] or {})
         origin = data_origin(name, key["split"], cached)
+        if cached and "cache" not in (origin or {}):
+            raise UserError(
+                f"{name} was evaluated from a cache, and no cache here has it.",
+                where=str(eval_dir),
+                fix="Name the cache: --cache_dir DIR.",
+            )
         if json.loads(json.dumps(origin)) != key["data"]:
             changed.append(name)
     yield Finding(f"rows of {len(records)} tasks", not changed, ", ".join(changed[:5]))

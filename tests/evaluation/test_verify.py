@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from t0repro.cli.report import app
+from t0repro.errors import UserError
 from t0repro.evaluation import evaluation_facts, records
 from t0repro.evaluation.evaluation_folder import EvaluationSettings
 from t0repro.evaluation.opened import open_checkpoint
@@ -20,6 +21,7 @@ from t0repro.reports.report import load_report
 from t0repro.reports.run import Run
 from t0repro.reports.write import write_report
 from t0repro.runs import rank_eval
+from t0repro.runs import verify as runs_verify
 from t0repro.runs.verify import chosen_cells, noticed, options_of, verify
 
 SETTINGS = EvaluationSettings(lengths={"inputs": 128, "targets": 32}, limit=12)
@@ -53,6 +55,21 @@ def found(out, prompts, sample=ALL, **options):
 
 def differing(out, prompts, **options):
     return [each for each in found(out, prompts, **options) if not each.agrees]
+
+
+def test_an_evaluation_of_a_cache_that_is_not_here_asks_for_it(reported, prompts, monkeypatch):
+    real = runs_verify.read_records
+
+    def of_a_cache(*args):
+        return {
+            name: {**record, "key": {**record["key"], "data": {"cache": "a digest"}}}
+            for name, record in real(*args).items()
+        }
+
+    monkeypatch.setattr(runs_verify, "read_records", of_a_cache)
+    with pytest.raises(UserError, match="no cache here has it") as error:
+        found(reported, prompts)
+    assert "--cache_dir" in error.value.fix
 
 
 def test_a_report_agrees_and_every_score_to_the_last_bit(reported, prompts):
