@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from t0repro.buckets import check_readable, checked, is_address
+from t0repro.buckets import check_readable
 from t0repro.cli import help_pages
 from t0repro.errors import UserError
-from t0repro.files import input_path, output_path
+from t0repro.files import check_address, input_path, output_path
 
 _STANDARD_ERROR = "Accepted for T5X's commands: the log always goes to standard error."
 _THRESHOLDS = ("debug", "info", "warning", "error", "fatal")
@@ -183,9 +183,9 @@ def target(parameter: typer.CallbackParam, value: str | None) -> str | None:
     Raises:
       UserError: For an address that cannot be opened.
     """
-    if value is None or not is_address(value):
-        return value
-    return checked(value, _name(parameter))
+    if value is not None:
+        check_address(value, _name(parameter))
+    return value
 
 
 def source(parameter: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
 
-from t0repro.buckets import check_readable, is_address
+from t0repro.buckets import check_readable
 from t0repro.cli import help_pages, t5_flags
 from t0repro.cli.gate import USER_ERROR, gate
 from t0repro.cli.options import (
@@ -294,7 +294,7 @@ def _check_flags(options: Any) -> None:
         )
     vocab = options.vocab
     cloud.check_model_dir(options.model_dir, jax=options.backend == "jax")
-    if vocab and not is_address(vocab) and not os.path.isfile(vocab):
+    if vocab and "://" not in vocab and not os.path.isfile(vocab):
         raise UserError(
             f"There is no vocabulary {vocab}.",
             where="--vocab",
