@@ -405,9 +405,10 @@ def remove_all(address: str, first: Sequence[str] = ()) -> None:
 
     Args:
       address: The address.
-      first: Names that are removed before all others.
+      first: Names that are removed before all others, in this order.
     """
-    for name in sorted(objects(address), key=lambda name: (name not in first, name)):
+    order = {name: place for place, name in enumerate(first)}
+    for name in sorted(objects(address), key=lambda name: order.get(name, len(order))):
         remove(f"{address}/{name}")
 
 

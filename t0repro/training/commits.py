@@ -72,7 +72,8 @@ def remove_interrupted_saves(model_dir: str | os.PathLike[str]) -> None:
         for name in names(str(place(model_dir))):
             path = str(place(model_dir) / name)
             if name.startswith("checkpoint_") and jax_ref(path, None) is None:
-                remove_all(path)
+                # Without the other description, this one alone would pass for an older checkpoint.
+                remove_all(path, ("_METADATA",))
         return
     for path in Path(model_dir).glob(".checkpoint_*.tmp*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -89,8 +90,8 @@ def remove_checkpoint(path: Path) -> None:
     if is_address(path):
         with leases.removing(str(path)) as is_free:
             if is_free:
-                # These mark it as complete.
-                remove_all(str(path), (INTEGRITY, COMMITTED, "_METADATA", "_CHECKPOINT_METADATA"))
+                # These mark it as complete; with any of the last two alone it still is.
+                remove_all(str(path), (INTEGRITY, COMMITTED, "_CHECKPOINT_METADATA", "_METADATA"))
         return
     hidden = path.with_name(f".{path.name}.removed.tmp")
     shutil.rmtree(hidden, ignore_errors=True)
@@ -153,7 +154,9 @@ def _uploaded(path: Path) -> Iterator[Commit]:
             arrays.rmdir()
             write_integrity(files, describe_files(files))
             upload(path.parent)
-            upload_tree(files, str(path), ("_METADATA", "_CHECKPOINT_METADATA", INTEGRITY))
+            # Orbax's marker is among the files; a checkpoint that has it is taken to be complete.
+            last = ("_METADATA", "_CHECKPOINT_METADATA", COMMITTED, INTEGRITY)
+            upload_tree(files, str(path), last)
 
         yield Commit(files, arrays, finish)
 

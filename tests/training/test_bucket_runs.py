@@ -1,5 +1,6 @@
 """A run in a bucket gives what one on a disk gives, bit for bit, and continues after a kill."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -91,6 +92,46 @@ def test_a_save_that_was_cut_short_is_not_listed_and_is_removed(bucket, monkeypa
         save_tree(checkpoint_path(bucket, 2), tree)
     remove_checkpoint(checkpoint_path(bucket, 2))
     assert list_checkpoints(bucket) == [] and buckets.objects(f"{bucket}/checkpoint_2") == {}
+
+
+@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
+def test_a_checkpoint_whose_upload_or_removal_is_cut_is_listed_only_if_it_is_whole(
+    bucket, monkeypatch
+):
+    tree = {"state/step": np.int32(2), "target/a": np.arange(6, dtype=np.float32)}
+    path = checkpoint_path(f"{bucket}/cut", 2)
+    left = 99
+
+    def cut(function):
+        def call(address, *args):
+            nonlocal left
+            if "/checkpoint_2/" in str(address) + str(args[:1]) and ".t0repro" not in str(address):
+                left -= 1
+                if left < 0:
+                    raise KeyboardInterrupt
+            return function(address, *args)
+
+        return call
+
+    monkeypatch.setattr(buckets, "remove", cut(buckets.remove))
+    monkeypatch.setattr(buckets, "upload", cut(buckets.upload))
+    steps = []
+    # Each save and each removal is cut one object later than the one before.
+    for number in range(12):
+        for act in (save_tree, remove_checkpoint):
+            left = number
+            with contextlib.suppress(KeyboardInterrupt):
+                act(path, tree) if act is save_tree else act(path)
+            left = 99
+            steps += list_checkpoints(f"{bucket}/cut")
+            if steps and list_checkpoints(f"{bucket}/cut"):
+                assert load_tree(path).keys() == tree.keys()
+            elif act is save_tree:
+                remove_interrupted_saves(f"{bucket}/cut")
+                save_tree(path, tree)
+        remove_checkpoint(path)
+        remove_interrupted_saves(f"{bucket}/cut")
+    assert steps.count(2) > 2
 
 
 @pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
