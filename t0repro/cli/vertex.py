@@ -206,7 +206,10 @@ def submit(
         --image_uri europe-docker.pkg.dev/P/r/t0repro --display_name small --run_mode train
         --accelerator_type TPU_V3 --accelerator_count 32 --gin_file my.gin
         --gin.MODEL_DIR="'/gcs/B/small'" --experiment t5 --run_name small-1 --wait
-      t0repro vertex submit ... -- t5_mesh_transformer --backend=mtf --model_dir=gs://B/t0 ...
+      t0repro vertex submit --project P --location europe-west4 --staging_bucket gs://B
+        --image_uri europe-docker.pkg.dev/P/r/t0repro --display_name t0
+        -- t5_mesh_transformer --backend=mtf --model_dir=gs://B/t0
+        --gin_file=gs://B/t0/operative_config.gin
     """
     echo("checking the job ...", err=True)
     from t0repro.cloud.checks import check_fit
