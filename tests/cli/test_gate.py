@@ -111,7 +111,8 @@ def pressed():
             "tensors that are written already are kept",
         ),
         (
-            "rank-eval --checkpoint C --mixture M --out DIR",
+            "rank-eval --checkpoint C --mixture demo_eval_score_eval"
+            " --module_import t0repro.tasks.demo --out DIR",
             "t0repro.evaluation.opened.open_checkpoint",
             "pairs that are scored already are kept",
         ),
