@@ -119,6 +119,7 @@ def install() -> None:
     provide_torch_absence()
     # From here on the patches import Mesh TensorFlow, which the patches above make possible.
     update_after_all_gradients()
+    count_a_step_after_reading_it()
     keep_ids_when_scoring()
     decode_to_text_when_inferring()
     _installed = True
@@ -334,6 +335,58 @@ def update_after_all_gradients() -> None:
 
     vars(apply_grads)["_t0repro_patch"] = True
     mtf.optimize.Optimizer.apply_grads = apply_grads
+
+
+def count_a_step_after_reading_it() -> None:
+    """Makes the increment of the global step wait for what reads it; without this there is a race.
+
+    Adafactor's decay rate and the learning rate are computed from the step, a reference variable
+    that off TPU the same run increments, in no order. Where the increment comes first, slots decay
+    by the next step's rate. TensorFlow reorders a graph's operations as it learns what they cost;
+    in the demo's training run, the increment began to come first at about step 94.
+    """
+    from mesh_tensorflow.transformer import utils
+
+    original = utils.tpu_estimator_model_fn
+    if getattr(original, "_t0repro_patch", False):
+        return
+
+    @functools.wraps(original)
+    def tpu_estimator_model_fn(*args: Any, **kwargs: Any) -> Any:
+        model_fn = original(*args, **kwargs)
+
+        # The Estimator looks at the arguments' names.
+        def ordered(
+            features: Any, labels: Any, mode: Any, params: Any = None, config: Any = None
+        ) -> Any:
+            spec = model_fn(features, labels, mode, params=params, config=config)
+            if spec.train_op is not None:
+                _increment_last(spec.train_op)
+            return spec
+
+        return ordered
+
+    vars(tpu_estimator_model_fn)["_t0repro_patch"] = True
+    utils.tpu_estimator_model_fn = tpu_estimator_model_fn
+
+
+def _increment_last(train_op: Any) -> None:
+    """Adds control inputs to the increment of the global step: all else of an update reading it."""
+    import tensorflow
+
+    step = tensorflow.compat.v1.train.get_global_step().op
+    seen: set[Any] = set()
+    waiting = [getattr(train_op, "op", train_op)]
+    while waiting:
+        operation = waiting.pop()
+        if operation not in seen:
+            seen.add(operation)
+            waiting += [tensor.op for tensor in operation.inputs] + list(operation.control_inputs)
+    # A reference variable is read through its snapshot, which shares its memory.
+    sources = {step} | {x for x in seen if x.type == "Identity" and x.inputs[0].op is step}
+    readers = [x for x in seen if any(tensor.op in sources for tensor in x.inputs)]
+    for increment in [x for x in readers if x.type == "AssignAdd"]:
+        increment._add_control_inputs([x for x in readers if x.type != "AssignAdd"])
 
 
 class _IdsOnlyVocabulary:

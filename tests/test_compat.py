@@ -184,6 +184,57 @@ def test_updates_wait_for_all_gradients_with_the_patch_and_not_without():
     assert ended.returncode == 0, ended.stderr
 
 
+# What the increment of the global step waits for: in t5's own train graph, with the patch and
+# without.
+COUNTS = """
+from t0repro import compat
+
+compat.install()
+import gin
+import tensorflow
+from mesh_tensorflow.transformer import utils
+
+from t0repro.config.mtf.parser import MeshInputs, parse
+from t0repro.parity import mesh_run
+
+tf = tensorflow.compat.v1
+tf.disable_v2_behavior()
+files = ["dataset.gin", "demo/t5.1.1.demo.gin", "learning_rate_schedules/rsqrt_no_ramp_down.gin"]
+parameters = [
+    "MIXTURE_NAME = 'demo_train'",
+    "num_layers = 1",
+    "run.train_steps = 2",
+    "run.batch_size = ('sequences_per_batch', 2)",
+    "run.sequence_length = {'inputs': 8, 'targets': 4}",
+    "utils.run.mesh_shape = []",
+    "pack_dataset.use_custom_ops = False",
+    "run.mode = 'train'",
+]
+parse(MeshInputs("model", files, parameters, module_imports=["t0repro.tasks.demo"]))
+
+
+def waited_for():
+    with tf.Graph().as_default() as graph:
+        tf.train.get_or_create_global_step()
+        features = {name: tf.zeros([2, 8 if name == "inputs" else 4], tf.int32)
+                    for name in ("inputs", "targets")}
+        mesh_run._model_function("model")()(features, None, tf.estimator.ModeKeys.TRAIN, params={})
+        (increment,) = [x for x in graph.get_operations() if x.type == "AssignAdd"]
+        return {operation.type for operation in increment.control_inputs}
+
+
+with_patch = waited_for()
+utils.tpu_estimator_model_fn = utils.tpu_estimator_model_fn.__wrapped__
+assert {"Identity", "Sub", "Cast"} <= with_patch, with_patch
+assert waited_for() == set()
+"""
+
+
+def test_a_step_is_counted_after_the_decay_and_the_learning_rate_have_read_it(tmp_path):
+    ended = run_python(f"import os; os.chdir({str(tmp_path)!r})\n{COUNTS}")
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_install_after_mesh_tensorflow_says_so():
     ended = run_python(
         "import sys, types\n"
