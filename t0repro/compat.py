@@ -119,7 +119,7 @@ def install() -> None:
     provide_torch_absence()
     # From here on the patches import Mesh TensorFlow, which the patches above make possible.
     update_after_all_gradients()
-    count_a_step_after_reading_it()
+    count_a_step_after_its_updates()
     keep_ids_when_scoring()
     decode_to_text_when_inferring()
     _installed = True
@@ -337,8 +337,8 @@ def update_after_all_gradients() -> None:
     mtf.optimize.Optimizer.apply_grads = apply_grads
 
 
-def count_a_step_after_reading_it() -> None:
-    """Makes the increment of the global step wait for what reads it; without this there is a race.
+def count_a_step_after_its_updates() -> None:
+    """Makes the increment of the global step wait for all updates; without this there is a race.
 
     Adafactor's decay rate and the learning rate are computed from the step, a reference variable
     that off TPU the same run increments, in no order. Where the increment comes first, slots decay
@@ -371,7 +371,11 @@ def count_a_step_after_reading_it() -> None:
 
 
 def _increment_last(train_op: Any) -> None:
-    """Adds control inputs to the increment of the global step: all else of an update reading it."""
+    """Lets the increment of the global step wait for every other assignment of an update.
+
+    Waiting for what reads the step is not enough: TensorFlow turns `step - 0` into the step itself,
+    whose memory is then read later.
+    """
     import tensorflow
 
     step = tensorflow.compat.v1.train.get_global_step().op
@@ -382,11 +386,10 @@ def _increment_last(train_op: Any) -> None:
         if operation not in seen:
             seen.add(operation)
             waiting += [tensor.op for tensor in operation.inputs] + list(operation.control_inputs)
-    # A reference variable is read through its snapshot, which shares its memory.
-    sources = {step} | {x for x in seen if x.type == "Identity" and x.inputs[0].op is step}
-    readers = [x for x in seen if any(tensor.op in sources for tensor in x.inputs)]
-    for increment in [x for x in readers if x.type == "AssignAdd"]:
-        increment._add_control_inputs([x for x in readers if x.type != "AssignAdd"])
+    assignments = [x for x in seen if x.type.startswith("Assign")]
+    of_step = [x for x in assignments if x.inputs[0].op is step]
+    for increment in of_step:
+        increment._add_control_inputs([x for x in assignments if x not in of_step])
 
 
 class _IdsOnlyVocabulary:
