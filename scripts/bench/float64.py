@@ -98,11 +98,12 @@ def draw(losses: dict[str, list[float]], path: Path) -> None:
     for name, (one, other) in PAIRS.items():
         differences = relative(losses[one], losses[other])
         steps = np.arange(1, len(differences) + 1)
-        # Equal losses have no logarithm.
-        axes.semilogy(steps, np.maximum(differences, 1e-17), linewidth=0.9, label=name)
+        # Equal losses have no logarithm, and no dot.
+        drawn = np.where(differences > 0, differences, np.nan)
+        axes.semilogy(steps, drawn, ".", markersize=2.5, label=name)
     axes.set(xlabel="step", ylabel="relative difference of the loss", xlim=(0, None))
     axes.grid(linewidth=0.4)
-    axes.legend(frameon=False, loc="center right")
+    axes.legend(frameon=False, loc="center right", markerscale=4)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
