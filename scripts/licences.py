@@ -14,8 +14,8 @@ TIERS = ("core", "reference", "tests")
 HEAD = """# Licences
 
 t0repro is under the Apache License 2.0. These are the packages that the locks in `requirements/`
-name, with what their own metadata say; `scripts/licences.py` prints the page. A package that only
-another system or Python needs is not installed where the page was made.
+name, with the licences that their own metadata state; `scripts/licences.py` prints the page. *Not
+installed* marks packages that only another operating system or Python version needs.
 
 | package | version | tier | licence |
 |---|---|---|---|"""

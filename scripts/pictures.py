@@ -78,7 +78,7 @@ def drawn(text: str) -> str:
 
 
 def house(root: Path = ROOT) -> str:
-    """The SVG of the rooms, each layer above the layers that it may import."""
+    """The SVG of the packages, each layer above the layers that it may import."""
     linter = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]
     (layers,) = (each["layers"] for each in linter["contracts"] if each["type"] == "layers")
     parts = []
@@ -89,12 +89,12 @@ def house(root: Path = ROOT) -> str:
             f'<rect class="b" x="12" y="{y}" width="{WIDTH - 24}" height="{BAND - 4}" rx="5"/>',
             f'<text x="{WIDTH // 2}" y="{y + 17}">{names}</text>',
         ]
-    title = "The rooms: each imports only rooms below it"
+    title = "The packages: each imports only packages below it"
     return framed(title, TOP + BAND * len(layers) + 8, parts)
 
 
 def pictures(root: Path = ROOT) -> dict[Path, str]:
-    """Every picture that has a text, and that of the rooms, by path."""
+    """Every picture that has a text, and that of the packages, by path."""
     images = root / "docs" / "images"
     texts = {path.with_suffix(".svg"): path.read_text() for path in sorted(images.glob("*.txt"))}
     return {

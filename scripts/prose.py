@@ -26,7 +26,7 @@ CODE = ("t0repro", "tasks", "converters", "scripts")
 _KIND = (
     r"(?! (?:runs?|steps?|sets?|splits?|jobs?|loops?|batch|batches|examples?|mixtures?|tasks?"
     r"|commands?|rows?|data|datasets?|process|processes|program|prompts?|curves?|tokens?|loss"
-    r"|losses|mode|time|state|room|config|configuration|sequences?|script|pipeline|input|speed"
+    r"|losses|mode|time|state|package|config|configuration|sequences?|script|pipeline|input|speed"
     r"|folder|checkpoints?|stack|metrics?|gin)\b)"
 )
 WORDS: dict[str, str] = {

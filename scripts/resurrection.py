@@ -79,15 +79,15 @@ CLASSES = {
     r"t5x\.contrib\.moe": t5x.REASONS["t5x.contrib.moe"],
     r"module t5x\.examples\.": "They bind a network of their own copy of T5X.",
     r"OfflineModeIsEnabled|couldn't connect|Max retries|DNSError|resolve host": (
-        "Their own code reads the network when it is imported; there was none."
+        "Their own code needs the network when it is imported; the test had none."
     ),
     r"network\.Transformer": "They bind a network of their own, not one of T5X's.",
-    r"nothing to evaluate|'listed' has a split": "The stand-in for their mixture lacks this.",
-    r"duplicate provider": "They register a task of t5's again, and t5's were imported before.",
+    r"nothing to evaluate|'listed' has a split": "The stand-in for their mixture is too simple.",
+    r"duplicate provider": "They register a task under a name that t5 has already registered.",
     r"KeyError: '[A-Z_]+'": "Their own code needs an environment variable that only they know.",
     r"/home/|third_party/py|nlp/nlx": "They include a file by its path on their own machine.",
     r"FileNotFoundError|no gin file": "A file that they read is not in their repository.",
-    r"TFDS name must contain a version": "SeqIO itself refuses it: TFDS names need a version now.",
+    r"TFDS name must contain a version": "SeqIO itself refuses them: TFDS names need a version.",
     r"cannot import name|unexpected keyword argument|has no attribute|positional args": (
         "Their own code uses what today's JAX, TensorFlow, t5 or SeqIO no longer has."
     ),
@@ -106,9 +106,9 @@ repositories; it was committed before any of them was counted.
   it imports and registers.
 - No file was changed. Each ran in the folder and with the arguments that its repository's
   scripts or page give (`scripts/resurrection.csv`).
-- There was no network. What is in somebody's bucket has a stand-in: a mixture of one task, T5's
-  vocabulary, and in training no checkpoint. So this page counts configurations and code that
-  are accepted; it does not say that a run reaches their results.
+- There was no network, so whatever an author keeps in a bucket was replaced: a mixture by one
+  with a single task, a vocabulary by T5's. Training runs started without a checkpoint. This
+  page therefore counts configurations and code that are accepted, not reproduced results.
 - Installed besides this project, as their users would: frozendict, jsonlines, pysimdjson,
   note-seq, librosa, mir_eval, cached_property, pycountry, prettytable, nest_asyncio, chex, toolz,
   tensorflow_io, all at today's versions, and checkouts of multilingual-t5, byt5 and flaxformer on
@@ -118,8 +118,8 @@ repositories; it was committed before any of them was counted.
   every module that registers tasks or mixtures, outside tests; at most ten of a kind in a
   repository, at even distances in alphabetical order. Entry points of hyper-task-descriptions,
   prompt-tuning, mt3 and unified-io-2 were found by reading their scripts. One file (of nb-t5x)
-  had been tried by hand before. After the commit two rows (the modules of ViT5 and SciFive) got
-  another folder to start in; the first had failed on a wrong one.
+  had been tried by hand before. After the commit, the working folder of two rows (the modules
+  of ViT5 and SciFive) was changed, because the first one had been wrong.
 
 To repeat it, check out each repository at its commit in `CHECKOUTS/OWNER/NAME`, and T5X:
 

@@ -63,14 +63,14 @@ NO_CHECKPOINT = "ready, except for its checkpoint"
 # Part of a refusal -> why it is correct.
 ITSELF = "T5X itself cannot run them:"
 REASONS = {
-    "no run mode 'export'": "They write a SavedModel for TensorFlow Serving; no model here is one.",
+    "no run mode 'export'": "They export a SavedModel, which t0repro does not write.",
     "t5x.contrib.moe": "Mixtures of experts are other models than the T5 family.",
     "t5x.examples.decoder_only": "T5X's decoder-only network is another model than T5's decoder.",
     "pretrain_deterministic": f"{ITSELF} they include a file that is not published.",
     "evaluate lacks partitioner": f"{ITSELF} `evaluate` has no default for `partitioner`.",
     "'partitioning' was not provided": f"{ITSELF} it binds a module that it does not import.",
     "named 'scan_layers'": f"{ITSELF} it imports the network without scanned layers.",
-    "'get_vocabulary'": "It is Mesh TensorFlow's operative configuration, test data of T5X's.",
+    "'get_vocabulary'": "It is Mesh TensorFlow's operative configuration, T5X's test data.",
     "flaxformer": "They need flaxformer, a package of other networks, and its own gin files.",
 }
 
@@ -216,8 +216,9 @@ def table(rows: Sequence[tuple[str, str, str, str]]) -> str:
         "# What t0repro does with each gin file of T5X",
         "",
         "Names only: the files are T5X's (google-research/t5x at cc342d4) and those of its samples"
-        " for Vertex AI\n(`configs/`). `scripts/t5x_gin_files.py` writes this page; its head says"
-        " how each file is run. [T5X's gin\nfiles](t5x.md) says what is done and what is refused.",
+        " for Vertex AI\n(`configs/`). `scripts/t5x_gin_files.py` writes this page; its header says"
+        " how each file is run. [T5X's gin\nfiles](t5x.md) says what is supported and what is"
+        " refused.",
         "",
         f"Of {len(rows)} files, `explain` reads {counted[True, True] + counted[True, False]} and"
         f" `--dry_run` accepts {counted[True, True]}. The others are refused with their line:",

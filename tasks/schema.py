@@ -227,7 +227,7 @@ def _class_label(names: Sequence[str], data_names: Sequence[str] | None) -> Conv
             return known
         if not 0 <= number < (count if translated is None else len(translated)):
             raise SchemaError(
-                "", f"it is {number}; its classes are 0 to {count - 1}, and -1 where it is hidden"
+                "", f"it is {number}; its classes are 0 to {count - 1}, or -1 for a hidden label"
             )
         return number
 

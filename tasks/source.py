@@ -96,7 +96,7 @@ def checked_rows(
             raise UserError(
                 f"A row of {label(dataset, subset)} does not fit its schema. {error}",
                 where=reader.place(number),
-                fix="Give the row the fields, of the types, that the dataset had in datasets 1.12.",
+                fix="Give the row the fields and types that the dataset had in datasets 1.12.",
             ) from error
     # A failed download leaves an empty file, from which training would silently learn nothing.
     if number is None and start == 0 and stop != 0:
@@ -257,7 +257,7 @@ def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where
     return UserError(
         f"Template {template!r} cannot render a row: {reason}.",
         where=where,
-        fix="Fix the template or the row; T0's templates need the fields, of the types, that the"
+        fix="Fix the template or the row; T0's templates need the fields and types that the"
         " dataset had in datasets 1.12.",
     )
 

@@ -14,21 +14,21 @@ from .walk import walk as walk_from
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def drawn_rooms() -> list[str]:
+def drawn_layers() -> list[str]:
     """The names at the left of the first drawing, from the top down."""
     drawing = re.search(r"```\nt0repro/\n(.*?)```", (ROOT / "docs/structure.md").read_text(), re.S)
     assert drawing
-    rooms = []
+    layers = []
     for line in drawing[1].splitlines():
         if re.match(r"  \S", line):
-            rooms.append(re.split(r"\s{2,}", line.strip())[0])
-    return rooms
+            layers.append(re.split(r"\s{2,}", line.strip())[0])
+    return layers
 
 
 def test_the_drawing_has_the_contracts_layers_in_its_order():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    (rooms,) = [contract for contract in settings["contracts"] if contract["id"] == "rooms"]
-    assert drawn_rooms() == rooms["layers"]
+    (contract,) = [each for each in settings["contracts"] if each["id"] == "layers"]
+    assert drawn_layers() == contract["layers"]
 
 
 def test_the_drawing_names_every_package_and_module_and_no_other():
@@ -36,7 +36,7 @@ def test_the_drawing_names_every_package_and_module_and_no_other():
     modules = {path.stem for path in inside.glob("*.py")} - {"__init__"}
     packages = {path.parent.name for path in inside.glob("*/__init__.py")}
     mapped = {"tasks", "converters", "gin"}
-    drawn = {name for layer in drawn_rooms() for name in layer.split(" | ")}
+    drawn = {name for layer in drawn_layers() for name in layer.split(" | ")}
     assert drawn == modules | packages | mapped
 
 

@@ -8,7 +8,7 @@ written to a disk or bucket, which are journeys of their own. Counted are
 
     stops     moves into a function of another file
     files     different files among the stops
-    climbs    stops in a room above the one before, by the order of rooms in pyproject.toml
+    climbs    stops in a package above the one before, by the contract's order in pyproject.toml
 
     python tests/walk.py t0repro.runs.start start_training config
 """
@@ -52,8 +52,8 @@ class Walk:
 @functools.cache
 def floors() -> dict[str, int]:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    (rooms,) = [contract for contract in settings["contracts"] if contract["id"] == "rooms"]
-    layers = reversed(rooms["layers"])
+    (contract,) = [each for each in settings["contracts"] if each["id"] == "layers"]
+    layers = reversed(contract["layers"])
     return {name: at for at, layer in enumerate(layers) for name in layer.split(" | ")}
 
 

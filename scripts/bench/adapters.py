@@ -4,10 +4,10 @@
     T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=vocabulary.model \
       .venv/bin/python -P scripts/bench/adapters.py real runs/adapters_real
 
-A small T5 1.1 is trained here on prompts of several datasets, then tuned on another dataset in each
-way with each seed, and ranks the answers of prompts of that dataset that it was not trained on. A
-line or row is printed as soon as it is known. scripts/small_vocabulary.py makes the vocabulary of
-the second command.
+A small T5 1.1 is trained on prompts of several datasets. Each method then tunes it on another
+dataset with each seed, and ranks answers on held-out prompts of that dataset. Each line or row is
+printed as soon as it is computed. scripts/small_vocabulary.py makes the vocabulary of the second
+command.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LORA = """train_script.train.adapter = @adapters.lora()
 adafactor.Adafactor.multiply_by_parameter_scale = False
 """
 IA3 = "train_script.train.adapter = @adapters.ia3()\n"
-WAYS = {
+METHODS = {
     "full fine-tuning": "",
     "LoRA, rank 8": LORA,
     "(IA)3": IA3,
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("rows", choices=TARGETS)
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    # The seeds of a way share one program.
+    # The seeds of a method share one program.
     jax.config.update("jax_compilation_cache_dir", str(options.folder.resolve() / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     base_tasks, tuned_tasks, held_out = registered(options.rows)
@@ -135,10 +135,10 @@ def main() -> None:
     rows = [row("untuned", TARGETS[options.rows], before, [])]
     print(about(TARGETS[options.rows], before), *rows, sep="\n", flush=True)
     of_target = [examples(each) for each in tuned_tasks]
-    for way in WAYS:
-        models = tuned_with(way, options.folder, of_target, held_out)
+    for method in METHODS:
+        models = tuned_with(method, options.folder, of_target, held_out)
         ranked = [each for model in models for each in model.ranked]
-        rows.append(row(way, TARGETS[options.rows], ranked, models))
+        rows.append(row(method, TARGETS[options.rows], ranked, models))
         print(rows[-1], flush=True)
     print(markdown_table(HEADER, rows))
 
@@ -188,16 +188,19 @@ def configured(model_dir: Path, steps: int, run: str, more: str = "") -> RunConf
 
 
 def tuned_with(
-    way: str, folder: Path, tasks: Sequence[Sequence[Choices]], held_out: Sequence[TaskDescription]
+    method: str,
+    folder: Path,
+    tasks: Sequence[Sequence[Choices]],
+    held_out: Sequence[TaskDescription],
 ) -> list[Tuned]:
-    """The models that a way of tuning makes of the base, one for each seed."""
+    """The models that a method of tuning makes of the base, one for each seed."""
     found = []
     for seed in SEEDS:
-        model_dir = folder / f"{list(WAYS).index(way)}_seed_{seed}"
+        model_dir = folder / f"{list(METHODS).index(method)}_seed_{seed}"
         # A run of an adapter counts its steps from 0.
-        steps = STEPS if WAYS[way] else BASE_STEPS + STEPS
+        steps = STEPS if METHODS[method] else BASE_STEPS + STEPS
         base = f"INITIAL_CHECKPOINT_PATH = '{folder / 'base' / f'checkpoint_{BASE_STEPS}'}'\n"
-        config = configured(model_dir, steps, "finetune", base + WAYS[way])
+        config = configured(model_dir, steps, "finetune", base + METHODS[method])
         rows = drawn(tasks, np.random.default_rng(seed))
         times: list[float] = []
         restored = lambda fresh, config=config: starting_tree(config, fresh)  # noqa: E731
@@ -211,7 +214,7 @@ def tuned_with(
                 [answers(state, config, each) for each in held_out],
             )
         )
-        print(f"{way}, seed {seed}: {found[-1].accuracy:.1f}", flush=True)
+        print(f"{method}, seed {seed}: {found[-1].accuracy:.1f}", flush=True)
     return found
 
 
@@ -268,8 +271,8 @@ def answers(state: TrainState, config: RunConfig, task: TaskDescription) -> Rank
 
 
 HEADER = (
-    "way", "accuracy", "of each seed", "95%, examples", "parameters trained", "bytes saved",
-    "processor seconds a step",
+    "method", "accuracy", "of each seed", "95%, examples", "parameters trained", "bytes saved",
+    "processor seconds per step",
 )  # fmt: skip
 
 
@@ -281,13 +284,15 @@ def about(dataset: str, ranked: Sequence[RankResult]) -> str:
     return f"{dataset}: {examples}, chance {chance:.1f}, majority class {majority:.1f}"
 
 
-def row(way: str, dataset: str, ranked: Sequence[RankResult], models: Sequence[Tuned]) -> list[str]:
+def row(
+    method: str, dataset: str, ranked: Sequence[RankResult], models: Sequence[Tuned]
+) -> list[str]:
     """A row of the table; `ranked` has each prompt for each seed."""
     outcomes = Outcomes.of(ranked)
     mean = DatasetMean.of(outcomes, reweighted(outcomes, dataset, Bootstrap()))
     interval = mean_over_datasets([mean], Bootstrap()).interval(Bootstrap())
     found = [
-        way,
+        method,
         f"{statistics.fmean(of.accuracy for of in ranked):.1f}",
         ", ".join(f"{of.accuracy:.1f}" for of in models),
         f"{interval.low:.1f} to {interval.high:.1f}",

@@ -160,7 +160,7 @@ def fetch(
     echo(f"{name} {what}: {done.path} ({counted(done.files, 'file')}, {sized(done.bytes)}).")
     if to_know := released_checkpoints.families()[found.family].to_know:
         echo(to_know)
-    echo(f"Licence: {found.license or f'not stated in the catalogue; see {found.source}'}.")
+    echo(f"Licence: {found.license or f'not stated in the catalog; see {found.source}'}.")
 
 
 def plan(

@@ -38,8 +38,8 @@ def touched(text: str) -> Iterator[str]:
 def test_only_the_door_touches_gins_private_state():
     found = {
         f"{path.relative_to(ROOT)}: {name}"
-        for room in ("t0repro", "tasks", "converters")
-        for path in (ROOT / room).rglob("*.py")
+        for folder in ("t0repro", "tasks", "converters")
+        for path in (ROOT / folder).rglob("*.py")
         if path != DOOR
         for name in touched(path.read_text())
     }

@@ -65,8 +65,10 @@ def test_the_catalogue_has_every_family_in_its_sizes():
 
 
 def test_the_page_has_the_table_of_families():
-    header = "family | config.json says | logits | position biases | pads, ends with | vocabulary"
-    rows = [f"| {header} | checked against | to know |"]
+    header = (
+        "family | config.json says | logits | position biases | ids of padding, EOS | vocabulary"
+    )
+    rows = [f"| {header} | checked against | notes |"]
     rows.append("|" + "---|" * rows[0].count(" | ") + "---|")
     for family in released.families().values():
         config = f"`{family.model_type}`, `{family.feed_forward}`"

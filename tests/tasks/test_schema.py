@@ -48,7 +48,7 @@ def test_a_record_of_lists_becomes_a_list_of_records_where_that_is_the_feature()
     [
         (TEXT, None, "'column': it is null where text is wanted"),
         (TEXT, 3, r"it is 3 \(int\), not text"),
-        (LABEL, 3, "it is 3; its classes are 0 to 2, and -1 where it is hidden"),
+        (LABEL, 3, "it is 3; its classes are 0 to 2, or -1 for a hidden label"),
         (LABEL, -2, "it is -2"),
         (LABEL, "maybe", "'maybe', which is none of its classes 'entailment'"),
         (LABEL, True, "none of its classes"),
