@@ -228,8 +228,8 @@ def check_shape(own: AdapterCheckpoint, adapter: Adapter, shape: ModelShape) -> 
     }
     for path, then, now in differing_shapes(found, shapes_of(adapter, shape, own.ref.path)):
         raise UserError(
-            f"The checkpoint is of another adapter, or for another model: {path} is {then} there,"
-            f" and {now} is asked for.",
+            f"The checkpoint is of another adapter, or for another model: {path} is {then} in"
+            f" the checkpoint and {now} in the run.",
             where=own.ref.path,
             fix="Give the model and the adapter as they were.",
         )

@@ -111,7 +111,7 @@ def _check_family(config: Mapping[str, Any], where: str) -> None:
     if kind not in ("t5", "mt5", "umt5"):
         relative = _RELATIVES.get(str(kind))
         raise UserError(
-            f"The model is {relative}; no T5 here computes that."
+            f"The model is {relative}, whose layers are not supported."
             if relative
             else f"The model is of type {kind!r}, not a T5.",
             where=f"{where}, model_type",
@@ -120,7 +120,7 @@ def _check_family(config: Mapping[str, Any], where: str) -> None:
     if config.get("auto_map"):
         raise UserError(
             "The model computes with code of its own beside its weights, as MADLAD-400's language"
-            " model of 8 billion parameters does; no T5 here computes that.",
+            " model of 8 billion parameters does; which is not supported.",
             where=f"{where}, auto_map",
             fix="Give a model that transformers loads with its own T5, mT5 or umT5.",
         )

@@ -52,8 +52,8 @@ class MtfReader:
         shared = any(map(naming.names_shared_layer, self._bundle.entries))
         if naming.has_shared_towers(self.tensors) and not shared:
             raise UserError(
-                "The encoder's variables are missing; the decoder's layers are not those of a model"
-                " whose towers share theirs (bi_v1_shared).",
+                "The encoder's variables are missing, and the decoder's names are not those of a"
+                " model whose towers share parameters (bi_v1_shared).",
                 where=prefix,
                 fix="The checkpoint is incomplete; get it again from where it came from.",
             )

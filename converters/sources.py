@@ -89,7 +89,7 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
     if (ref := _exact(path)) and _is_of(ref, source):
         if step not in (None, ref.step):
             raise UserError(
-                f"The path names step {ref.step}, but step {step} is asked for.", where=path
+                f"The path names step {ref.step}, but step {step} was requested.", where=path
             )
         return ref
     if not storage.is_directory(path):

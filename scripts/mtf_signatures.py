@@ -6,14 +6,14 @@ It writes t0repro/config/mtf/signatures.json, with which the JAX stack reads Mes
 files without importing TensorFlow. Run it after an update of mesh_tensorflow, t5 or gin-config;
 tests/config/test_stand_ins.py compares the file with the installed packages.
 
-A signature is Python's text of it, except for defaults that are no literals:
+A signature is recorded as Python prints it, except for defaults that are not literals:
 
     gin.REQUIRED                     gin's mark for an argument without a default
     tf.float32                       a type of TensorFlow
     mesh_tensorflow.….LayerStack     another configurable
     ...                              anything else
 
-Of annotations only those that admit a bool are kept, since nothing reads others.
+Only annotations that admit a bool are recorded; nothing reads the others.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ in a process of its own, in the folder and with the arguments that its repositor
   does not support; `t5_mesh_transformer` has no dry run.
 - A module of tasks is imported.
 
-What is in somebody's bucket has a stand-in: a mixture of one task, T5's vocabulary, and in training
-no checkpoint. With names of repositories, only their files run again.
+Whatever an author keeps in a bucket is replaced: a mixture by one with a single task, a vocabulary
+by T5's. Training starts without a checkpoint. If repositories are named, only their files run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ import t5x_gin_files as t5x
 LIST = Path(__file__).with_suffix(".csv")
 OUTCOMES = LIST.with_name("resurrection_outcomes.csv")
 PAGE = t5x.ROOT / "docs/resurrection.md"
-# Seconds for one file: of processor time, which other work beside this does not use up, and in all.
+# Limits for one file, in seconds: processor time, which does not depend on the machine's load, and
+# wall-clock time.
 LIMIT, WAITING = 300, 3000
 Values = dict[str, dict[str, str]]
 # Nothing is downloaded, so that libraries need not try for minutes.
@@ -228,7 +229,7 @@ def _child(sent: Connection, trace: Path, run: Callable[..., Any], arguments: tu
 def in_own_process(
     run: Callable[[File, Place], tuple[str, str]], *arguments: Any
 ) -> tuple[str, str]:
-    """A function's result from a process that leaves no task and no binding; else why not."""
+    """A function's result, or its error, from a fork of this process: no task or binding stays."""
     received, sent = multiprocessing.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "trace"
@@ -248,7 +249,7 @@ def in_own_process(
 
 
 def run(file: File, place: Place) -> tuple[str, str]:
-    """How far a file comes, and the line that refuses it or what it registers."""
+    """How far a file gets, and the message that refuses it or the names that it registers."""
     if file.kind == "tasks":
         error, registered = import_tasks(file, place)
         return ("refused", error) if error else ("runs", registered)

@@ -4,8 +4,8 @@
 
 Each file is read as a user would run it: a part without a run gets pretrain.gin, one without a
 model gets small.gin, and macros that nothing sets get a value. `explain` reads the files as they
-are. `--dry_run` also imports the tasks and checks them, but on a task of this script's own and, in
-training, without a checkpoint: what the files name is in Google's buckets.
+are. `--dry_run` also imports the tasks and checks them, but with a task of this script's own and,
+in training, without a checkpoint, because the files name data in Google's buckets.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def outcomes(checkout: Path, vertex: Path | None) -> Iterator[tuple[str, str, st
     """The name, run mode, and outcome under `explain` and `--dry_run` of each file."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        # The images of the Vertex samples have the checkout as `t5x` beside their files.
+        # The images of the Vertex samples contain the T5X checkout as `t5x`, beside the samples'
+        # files.
         (folder / "t5x").symlink_to(checkout.resolve())
         (folder / "examples.jsonl").write_text('{"inputs": "a", "targets": "b"}\n')
         folders = [checkout, folder]

@@ -170,7 +170,7 @@ def _missing(dataset: str, subset: str | None, split: str) -> UserError:
     where = str(folder / f"{split}.jsonl")
     entry = catalogue().get((dataset, subset))
     put = (
-        f"Put the split there, one JSON object a line or as Parquet"
+        f"Put the split there, one JSON object per line or as Parquet"
         f"{'' if named else f', and set {rows.DATA_VARIABLE} to that folder of datasets'}"
     )
     if entry is None:
@@ -226,7 +226,9 @@ def how_to_ask(dataset: str, subset: str | None, split: str, folder: Path) -> st
             f"Ask its authors by the form at {STORY_CLOZE_FORM} and put the file that they send,"
             f" under its own name, here: {folder / name}"
         )
-    return f"Ask its authors, and put the rows, one JSON object a line, into {folder}/{split}.jsonl"
+    return (
+        f"Ask its authors, and put the rows, one JSON object per line, into {folder}/{split}.jsonl"
+    )
 
 
 def read_story_cloze(path: Path) -> Iterator[dict[str, Any]]:

@@ -81,7 +81,7 @@ def rows_file(root: Path, dataset: str, subset: str | None, split: str) -> Path:
         f"The rows of {dataset}{'/' + subset if subset else ''}, split {split!r}, are missing; its"
         f" folder holds {held}.",
         where=str(folder / f"{split}.jsonl"),
-        fix="Put the split there, one JSON object a line or as Parquet.",
+        fix="Put the split there, one JSON object per line or as Parquet.",
     )
 
 

@@ -508,5 +508,5 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool) -> None:
     left_out = "; ".join(f"{task} ({why})" for task, why in missing.items())
     say(
         f"{name}: {len(kept)} of {counted(len(mixture.tasks), 'task')}, with the rates that they"
-        f" have in the whole mixture. Left out: {left_out}"
+        f" have in the full mixture. Left out: {left_out}"
     )

@@ -4,9 +4,9 @@
 
 Each reading runs in its own process: once as training without SeqIO reads a cache, once as SeqIO
 does (records through tf.data). The emulators (gcp-storage-emulator, moto) run in this process, on
-loopback. That is no network: it has no latency and no limit of bandwidth, and the emulators, in
-Python, compete for the same processors. The figures show what reading from a bucket costs here, not
-what a store delivers.
+loopback. Loopback is not a network: it has no latency and no bandwidth limit, and the emulators,
+written in Python, compete for the same processors. The figures show what reading from a bucket
+costs here, not what a store delivers.
 """
 
 from __future__ import annotations

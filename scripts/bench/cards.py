@@ -2,7 +2,7 @@
 
     .venv/bin/python -P scripts/bench/cards.py
 
-Nothing is compiled. The memory is the account that `t0repro precompile` and every training run
+Nothing is compiled. The memory is the estimate that `t0repro precompile` and every training run
 print: parameters, slots and gradients by their shapes, and the activations that the traced step
 keeps, times 1.1 for what compilers need beyond it. A batch has 8 rows of 256 and 64 tokens, in
 bfloat16. A row is printed as soon as it is known.

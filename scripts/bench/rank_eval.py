@@ -264,7 +264,7 @@ def ours(params: dict, model, examples: list[dict]):
 
 def peak_memory() -> float:
     """Peak resident memory of this process in GB."""
-    # Not getrusage's figure: a child's starts at its parent's.
+    # Not getrusage's figure, which for a child process starts at its parent's value.
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e9
 

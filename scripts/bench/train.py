@@ -5,8 +5,8 @@
 T5 1.1 small (or --size), 8 packed rows of 512 and 114 tokens, float32, Adafactor, in one process
 each:
 
-    jax, cold      t5_mesh_transformer --backend=jax, with an empty folder of compiled programs
-    jax, warm      the same again, with the compiled programs of the first
+    jax, cold      t5_mesh_transformer --backend=jax, with an empty compilation cache
+    jax, warm      the same again, with the compilation cache of the first
     mtf            t5_mesh_transformer --backend=mtf
     step           scripts/bench/train_step.py, for accelerators, without a data pipeline
     pytorch        transformers, as it is (the extra hf)

@@ -86,8 +86,8 @@ def main() -> None:
         trainer.compile_train(batch)
         trainer.train(iter([batch]), 1).result()
         print(f"compiled: every {every}", flush=True)
-    # Whole periods, so that each has its share of measured steps; as long for all kinds, so that
-    # the means of all kinds are alike in what disturbs them.
+    # Full periods, so that each contains its share of measured steps, and equally long ones for all
+    # kinds, so that other load affects their means alike.
     period = max(options.every, default=1)
     for _ in range(options.periods * period):
         for every, trainer in trainers.items():

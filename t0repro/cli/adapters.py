@@ -46,7 +46,7 @@ def merge(
     base: _Base = None,
     force: _Force = False,
 ) -> None:
-    """Write the base with an adapter merged into it, as a whole checkpoint.
+    """Write the base with an adapter merged into it, as a full checkpoint.
 
     Like convert, which has options for types, vocabularies and layouts.
 
@@ -72,8 +72,8 @@ def unmerge(
 ) -> None:
     """Write the base of a merged checkpoint, bit for bit.
 
-    It is read from where the merge found it. Its hash is compared, and it is merged with the
-    adapter again: this has to give the merged checkpoint's bits.
+    Reads the base from the path that the merge recorded and compares its hash. Merging it again
+    must give the merged checkpoint, bit for bit.
 
     Example: t0repro adapters unmerge runs/my_model runs/base
     """

@@ -93,7 +93,7 @@ _GOES_ON = {
     "tasks": "Start the same command again: files that are downloaded already are kept.",
 }
 
-# If these commands lose the reader of their output, their work is cut off.
+# A closed pipe (`| head`) interrupts the work of these commands.
 _LONG_WORK = frozenset(
     ("train", "run", "launch", "cache", "convert", "rank-eval", "eval", "infer", "aux", "parity")
 )
@@ -126,7 +126,7 @@ def _global_options(
     del version
     settings = context.obj
     settings.debug = debug
-    # By the first word alone: a command in a group continues as its group does.
+    # Keyed by the first word: a group's commands all continue in the same way.
     settings.go_on = _GOES_ON.get(context.invoked_subcommand or "", settings.go_on)
     if context.invoked_subcommand in _T5X_MODES:
         context.with_resource(t5x_command())

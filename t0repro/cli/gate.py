@@ -54,7 +54,7 @@ class ErrorHandling:
     Attributes:
       debug: Whether to let every exception through, with its traceback.
       go_on: What to tell the user after Ctrl-C about how to continue.
-      long_work: Whether work is cut off if a reader of the output, as head, stops early.
+      long_work: Whether a closed pipe (`| head`) interrupts work, and not only printing.
     """
 
     debug: bool = False
@@ -72,15 +72,15 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
         hours into a run.
     """
     settings = ErrorHandling()
-    # Both before anything imports JAX, which by itself keeps (where JAX_COMPILATION_CACHE_DIR says)
-    # only what took a second to compile; each program that initializes parameters takes less.
+    # Both are set before JAX is imported. By default, JAX's compilation cache keeps only programs
+    # that took a second to compile, and each program that initializes parameters takes less.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     compat.quiet_native_logs()
     quiet_libtpu()
     _search_working_folder()
     _keep_secrets_out_of_tracebacks()
-    # A command makes millions of objects that stay, when it imports TensorFlow and traces a step.
-    # After every 700, as by default, looking for garbage among them takes a fifth of that time.
+    # Importing TensorFlow and tracing a step create millions of long-lived objects. By default,
+    # Python collects garbage after every 700 new objects, which takes a fifth of that time.
     gc.set_threshold(100_000, 50, 100)
     _deliver_swallowed_interrupts()
     try:
@@ -118,7 +118,8 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
 def _search_working_folder() -> None:
     """Lets a command import the user's modules from the working folder, as `python -m` does.
 
-    The folder comes last: first, a checkout's folder gin/ would stand in for the library.
+    The folder comes last in the path. If it came first, a checkout's folder gin/ would shadow the
+    library.
     """
     folder = os.getcwd()
     if folder not in sys.path:
@@ -127,7 +128,7 @@ def _search_working_folder() -> None:
 
 def _keep_secrets_out_of_tracebacks() -> None:
     """Redacts the tracebacks that Python prints for uncaught exceptions, in any thread."""
-    # They stay, as an exception is printed after the command's body has ended.
+    # Never restored: Python prints an exception after the command's body has ended.
     sys.excepthook = _print_traceback
     threading.excepthook = lambda ended: _print_traceback(
         ended.exc_type, ended.exc_value, ended.exc_traceback
@@ -143,9 +144,9 @@ def _print_traceback(kind: Any, error: Any, frames: Any) -> None:
 def _deliver_swallowed_interrupts() -> None:
     """Repeats a Ctrl-C that Python swallowed.
 
-    Python runs the signal's handler wherever the program happens to be. What that raises in a
-    callback of the garbage collector (JAX has one) or in a `__del__` is printed and forgotten, and
-    the command would continue.
+    Python runs the signal's handler wherever the program happens to be. If that is a callback of
+    the garbage collector (JAX has one) or a `__del__`, Python prints the handler's exception and
+    drops it, and the command would continue.
     """
     # It stays when the command ends, since errors of a checkpoint may come later; the next command
     # of this process finds it there.
@@ -161,7 +162,8 @@ class _DeliveringHook:
 
     def __call__(self, unraisable: Any) -> None:
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            # A moment later, after the callback; the main thread gets it, which ends its waiting.
+            # Sent a moment later, when the callback has ended, and to the main thread, so that it
+            # stops waiting.
             main = threading.main_thread().ident
             threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
         else:

@@ -157,7 +157,7 @@ class RunMode(enum.StrEnum):
 
 
 def run_mode_of(modes: type[Mode]) -> Callable[[str], Mode]:
-    """A reader of `--run_mode` for the modes of an enumeration, which says why export is none."""
+    """The parser of `--run_mode` for an enumeration's modes; it says why there is no export."""
 
     def named(name: str) -> Mode:
         check_not_export(name)
@@ -326,7 +326,7 @@ def _tracked(
     return tracked(names or (), run)
 
 
-# ---- What heads the report of an evaluation ------------------------------------------------------
+# ---- The head of an evaluation's report ----------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -119,7 +119,7 @@ def _joined(processes: ProcessOptions, topology: str | None) -> Iterator[None]:
         from t0repro.errors import UserError
 
         raise UserError(
-            "One process compiles for devices that are not attached.",
+            "Only a single process can compile for devices that are not attached.",
             where=f"--topology={topology}",
             fix="Leave out --topology, for the devices of all processes, or leave out their flags.",
         )
@@ -191,7 +191,7 @@ def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, RunConfig]:
     readers = {"train": train_config, "precompile": precompile_config}
     if inputs.run_mode not in readers:
         raise UserError(
-            f"Of T5X's runs, precompile takes a training run, not {inputs.run_mode!r}.",
+            f"precompile compiles T5X's training runs, not {inputs.run_mode!r}.",
             where="--run_mode",
             fix="Give precompile.gin, or --run_mode train and the gin files of a training run.",
         )

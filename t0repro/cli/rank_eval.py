@@ -214,7 +214,7 @@ def _labelled(adapters: Sequence[str]) -> dict[str, str]:
     """Label of each adapter, by default its folder's name -> its path.
 
     Raises:
-      UserError: If two have one label, or a label is no folder's name.
+      UserError: If two adapters have the same label, or a label cannot name a folder.
     """
     from t0repro.errors import UserError
     from t0repro.reports.run import split_label

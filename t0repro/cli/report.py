@@ -90,7 +90,7 @@ class BesideOptions:
 
 @dataclasses.dataclass(frozen=True)
 class RecordOptions:
-    """What an evaluation may not have recorded of itself."""
+    """Facts that an evaluation may not have recorded."""
 
     HEADING: ClassVar = "Not in the evaluation's own record"
 
@@ -201,7 +201,7 @@ def verify(
     ] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="SeqIO's cache of the tasks.")] = None,
 ) -> None:
-    """Compute a report's figures again, and a sample of its scores from the checkpoint.
+    """Recompute a report's figures, and a sample of its scores from the checkpoint.
 
     Figures, files of scores, prompts and rows are compared in full, by their values or hashes;
     random examples are rendered and scored again. Exits with 1 if anything differs.
@@ -226,7 +226,7 @@ def verify(
         echo(f"{'agrees ' if found.agrees else 'DIFFERS'}  {found.what}{details}")
     shares = ", ".join(f"{100 * noticed(f, cells):.0f}% if {100 * f:g}% were" for f in _SHARES)
     if cells:
-        echo(f"Changed examples are noticed with a probability of {shares}.")
+        echo(f"Changed examples are detected with a probability of {shares}.")
     if differ:
         raise typer.Exit(1)
 

@@ -188,7 +188,7 @@ def infer(
 
 
 def _is_evaluated_alone(plan: EvalPlan) -> bool:
-    """Whether an evaluation needs neither SeqIO nor TensorFlow, its tasks being described."""
+    """Whether an evaluation needs neither SeqIO nor TensorFlow, as described tasks do."""
     from t0repro.data.eval_examples import evaluates_alone
 
     data = plan.data
@@ -211,7 +211,7 @@ def _is_inferred_alone(plan: InferPlan) -> bool:
 
 
 def _has_light_model(plan: InferencePlan) -> bool:
-    """Whether the model is no user's, and its vocabularies are read without SeqIO."""
+    """Whether the model is this project's own and its vocabularies are readable without SeqIO."""
     from t0repro.config.t5x.records import SentencePieceVocabulary
 
     vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
@@ -307,8 +307,8 @@ def register(
     Args:
       parsed: The gin files.
       options: The flags.
-      suffices: Whether the run can do without TensorFlow and SeqIO, asked once this project's own
-        tasks are described; None if it cannot.
+      suffices: Called once this project's tasks are described; returns whether the run can do
+        without TensorFlow and SeqIO. None if it never can.
 
     Raises:
       UserError: If a module cannot be found.

@@ -1,4 +1,4 @@
-"""The flags of t5's command without t5, and their exchange for t5's own where a run needs it."""
+"""Defines the flags of t5's command without importing t5; replaces them by t5's if needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from t0repro.config.mtf.stand_ins import recorded
 
 
 def define() -> str:
-    """Defines the flags as recorded, without their helps; returns the module that they are of."""
+    """Defines the recorded flags, without help texts; returns the name of their module."""
     for flag in recorded()["flags"]:
         more = {"enum_values": flag["choices"]} if "choices" in flag else {}
         make = getattr(flags, f"DEFINE_{flag['kind']}")

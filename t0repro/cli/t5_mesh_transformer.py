@@ -95,7 +95,7 @@ def _say_importing() -> None:
 
 
 def _define_flags_alone(arguments: Sequence[str]) -> bool:
-    """Defines the flags without t5 if the command line may do without it; else defines none.
+    """Defines the flags without importing t5 if the command line does not need it; else none.
 
     Args:
       arguments: The command line. It needs t5 for Mesh TensorFlow, for a flag of another of its

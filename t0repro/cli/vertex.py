@@ -260,7 +260,7 @@ class GinFlags:
 
 def _comma_separated(text: str | None) -> list[str]:
     """A list as absl takes it: commas inside quotation marks, brackets or braces stay."""
-    # Between the items: what follows has as many opening marks as closing ones.
+    # Splits at a comma only if the brackets and quotes after it are balanced.
     outside = r"""("[^"]*"|'[^']*'|\([^)]*\)|\[[^\]]*\]|\{[^}]*\}|[^,])+"""
     return [item[0].strip() for item in re.finditer(outside, text or "")]
 

@@ -258,7 +258,7 @@ def _check_paths(configured: Configured) -> None:
     fix = f"Give a folder in a bucket: gs://BUCKET/..., which containers see at {MOUNT}/BUCKET/..."
     if configured.output and not configured.output.startswith(written):
         raise UserError(
-            f"Results at {configured.output} would be on a machine that is gone with the job.",
+            f"Results at {configured.output} would be lost with the job's machine.",
             where=configured.output,
             fix=fix,
         )

@@ -146,8 +146,8 @@ def cloud_errors(doing: str, where: str | None = None) -> Iterator[None]:
         raise UserError(
             f"Could not {doing}: nothing there can have this name: {error}",
             where=where,
-            fix="Give its number, or its name of letters, digits and dashes; a name that is only"
-            " displayed is neither.",
+            fix="Give its number, or its name of letters, digits and dashes; its display"
+            " name is neither.",
         ) from error
     # RetryError, by which a client gives up, is no GoogleAPICallError.
     except (exceptions.RetryError, requests.RequestException, ConnectionError) as error:

@@ -239,7 +239,7 @@ def tpu_slice(machines: Machines) -> tuple[str, int] | None:
     if not hosts:
         if machines.tpu_topology:
             raise UserError(
-                f"{machines.machine_type} has no topology of TPUs to choose.",
+                f"{machines.machine_type} takes no --tpu_topology.",
                 where="--tpu_topology",
                 fix=f"Leave it out, or choose a machine type of {', '.join(TPU_HOSTS)}.",
             )
@@ -262,7 +262,7 @@ def tpu_slice(machines: Machines) -> tuple[str, int] | None:
     host = re.fullmatch(r"([1-9]\d*)t", machines.machine_type.removeprefix(hosts[0]))
     if host is None or chips % int(host[1]):
         raise UserError(
-            f"{chips} chips, {machines.tpu_topology}, are not whole machines"
+            f"{machines.tpu_topology} has {chips} chips, which do not fill whole machines"
             f" {machines.machine_type}.",
             where="--machine_type, --tpu_topology",
             fix=f"Choose a topology of whole machines; {hosts[0]}4t has 4 chips.",

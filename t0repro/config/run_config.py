@@ -168,7 +168,7 @@ class ModelConfig:
         # None and 1 are what the dialects' own files bind.
         if self.loss_denominator not in (None, 1.0, "NUM_REAL_TARGET_TOKENS"):
             raise UserError(
-                "Beside ChoiceLoss, the loss of the right choices is divided by the number of their"
+                "With ChoiceLoss, the loss of the right choices is divided by the number of their"
                 f" tokens, and not by {self.loss_denominator}.",
                 where=where,
                 fix="Remove the divisor.",
@@ -252,9 +252,9 @@ class ModelConfig:
         )
         if furthest <= buckets // 2:
             raise UserError(
-                f"Of {buckets} buckets of the position bias, {buckets // 2} hold one distance each"
-                f" and the others all up to relative_attention_max_distance, which is {furthest}:"
-                " there are none for them.",
+                f"Half of the {buckets} buckets of the position bias hold one distance each. The"
+                f" others share the distances from {buckets // 2} up to"
+                f" relative_attention_max_distance = {furthest}, and there are none.",
                 where=where,
                 fix=f"Bind a distance of at least {buckets // 2 + 1}, or fewer buckets.",
             )

@@ -86,7 +86,11 @@ class CachedBatches(ResumableBatches):
                 fix="Give a length for each of inputs and targets.",
             )
         if batch_size < 1:
-            raise UserError(f"A batch of {batch_size} rows.", where="batch_size", fix="Give more.")
+            raise UserError(
+                f"A batch cannot have {batch_size} rows.",
+                where="batch_size",
+                fix="Give at least 1.",
+            )
         rates = [*self._rates.values()]
         if not all(0 <= rate < math.inf for rate in rates) or not any(rates):
             raise UserError(
@@ -105,9 +109,9 @@ class CachedBatches(ResumableBatches):
         if unfinished := [path for path in paths if not _ends_in_eos(path, self._split)]:
             say(
                 f"warning: the targets of {counted(len(unfinished), 'cached task')} do not end in"
-                f" EOS ({_EOS}), {unfinished[0].name} first; what a task does after SeqIO's"
-                " CacheDatasetPlaceholder, such as adding EOS or masking spans, is not done here,"
-                " but by the commands that train with SeqIO"
+                f" EOS ({_EOS}), {unfinished[0].name} first; preprocessors after SeqIO's"
+                " CacheDatasetPlaceholder, which may add EOS or mask spans, do not run here; the"
+                " commands that train with SeqIO run them"
             )
         return super().open(step, saved)
 

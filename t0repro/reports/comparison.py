@@ -342,8 +342,8 @@ def _ranked(a: TaskScores, b: TaskScores, num_classes: int | None) -> tuple[Rank
     if not shared.size:
         raise UserError(
             f"Task {a.task!r}: no example was scored by both runs.",
-            fix="Evaluate both on all examples, or on the same ones: `rank-eval --limit` draws them"
-            " at random, and the harness's `--limit` takes the first.",
+            fix="Evaluate both on all examples, or on the same ones: `rank-eval --limit` samples"
+            " them, and the harness's `--limit` takes the first.",
         )
     if not _same_answers(kept_a, kept_b):
         raise UserError(

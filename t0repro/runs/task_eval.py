@@ -65,7 +65,7 @@ def evaluate_checkpoints(
         # Taken first: a checkpoint that is replaced while being read is evaluated again next time.
         its_identity = identity(ref)
         if record.has(ref, its_identity):
-            say(f"{ref.path}: evaluated before; remove {record.path} to do it again")
+            say(f"{ref.path}: evaluated before; remove {record.path} to evaluate it again")
             continue
         if evaluator is None:  # reads all examples, which a finished evaluation need not do
             evaluator = open_evaluator(plan.data, plan.evaluator, folder, plan.decoding)

@@ -86,13 +86,15 @@ def _of_each(
     """The choices for each input."""
     if isinstance(inputs, str) or isinstance(choices, str):
         raise UserError(
-            "The inputs or the choices are one text.", where="score", fix="Give lists of texts."
+            "The inputs or the choices are a single string.",
+            where="score",
+            fix="Give lists of strings.",
         )
     shared = [choice for choice in choices if isinstance(choice, str)]
     of_each = [shared] * len(inputs) if shared else [list(each) for each in choices]
     if len(of_each) != len(inputs) or not all(of_each) or 0 < len(shared) < len(choices):
         raise UserError(
-            f"{len(inputs)} inputs do not go with {len(choices)} choices.",
+            f"{len(inputs)} inputs, but choices for {len(choices)}.",
             where="score",
             fix="Give a list of texts, for all inputs, or a list of such lists, one an input.",
         )

@@ -102,7 +102,7 @@ class ReportBadUpdate(Hook):
             write_bad_update(folder, self._config, loop.step, features, key)
         nothing = "loss and gradients are finite when recomputed: the optimizer overflowed"
         what = nothing if bad is None else str(bad)
-        say(f"step {metrics.step} was not done: {what}; see it again by `t0repro replay {folder}`")
+        say(f"step {metrics.step} was skipped: {what}; `t0repro replay {folder}` reproduces it")
         loop.stop(f"step {metrics.step} is NaN or Inf: {what}")
         self._is_reported = True
 

@@ -165,9 +165,9 @@ class SaveCheckpoints(Hook):
         if seconds > NOTICE_SECONDS and not self._is_slow:
             self._is_slow = True
             say(
-                f"warning: a save takes {seconds:.0f} s; a machine that is taken away"
+                f"warning: a save takes {seconds:.0f} s; a machine that is preempted"
                 f" {NOTICE_SECONDS:.0f} s after the notice would lose the steps since the"
-                " checkpoint before"
+                " previous checkpoint"
             )
 
     def _started(self, state: TrainState) -> concurrent.futures.Future[None]:
@@ -194,7 +194,7 @@ class StoppedBySignal(SystemExit):
     """A signal ended training early, after a save if the run saves checkpoints.
 
     The exit code is 130 for Ctrl-C (SIGINT), and PREEMPTED for SIGTERM and for a notice that the
-    machine is about to be taken away: nothing is wrong, and the same command continues. Where
+    machine is about to be preempted: nothing is wrong, and the same command continues. Where
     nothing was saved it would start over, and the code is 143 as for any process that SIGTERM ends.
     """
 
@@ -244,7 +244,7 @@ class StopOnSignal(Hook):
             # Every process must call this at every step; it is true at the one step they agree on.
             if _jax_agreed_to_end(loop.step) and self._noted is None:
                 self._noted, self._noted_at = signal.SIGTERM, time.monotonic()
-                say("stopping: jax reported that a machine is about to be taken away")
+                say("stopping: jax reported that a machine is about to be preempted")
             self.received = self._shared.after_step(self._noted or 0) or None
         else:
             self.received = self._noted

@@ -87,7 +87,7 @@ _AHEAD = 2
 
 
 class PreemptionError(Exception):
-    """The machine is about to be taken away: save a checkpoint and end."""
+    """The machine is about to be preempted: save a checkpoint and end."""
 
 
 class BaseTrainer(abc.ABC):

@@ -224,7 +224,7 @@ def _listing(root: Path) -> list[tuple[str, int]]:
         ("missing module", ["no_such_module", "--module_import"]),
         ("unknown mixture", ["'tiny_trian'", "'tiny_train'"]),
         ("not cached", ["tiny_generate", "/cache", "seqio_cache_tasks --tasks='tiny_generate'"]),
-        ("missing rows", ["super_glue/rte", "train.jsonl", "one JSON object a line"]),
+        ("missing rows", ["super_glue/rte", "train.jsonl", "one JSON object per line"]),
         ("missing vocabulary", ["no_such.model", "--vocab"]),
         ("unknown flag", ["no_such_flag"]),
         ("stray argument", ["run.train_steps=3"]),

@@ -221,7 +221,7 @@ def test_both_backends_score_a_checkpoint_with_a_compressed_index_as_without(
         (["--gin_param=run.train_stepz = 3"], "doesn't have a parameter named 'train_stepz'"),
         (["--gin_param=DenseReluDense.use_bias = True"], "DenseReluDense.use_bias"),
         (["--gin_param=MIXTURE_NAME = 'tiny_trian'"], "'tiny_train'"),
-        (["--gin_param=MIXTURE_NAME = 'tiny_missing_rows'"], "one JSON object a line"),
+        (["--gin_param=MIXTURE_NAME = 'tiny_missing_rows'"], "one JSON object per line"),
         (["--gin_param=mesh_train_dataset_fn.use_cached = True"], "seqio_cache_tasks"),
         (["--gin_file=score_eval.gin"], "No checkpoint to evaluate"),
         (["--gin_param=run.init_checkpoint = 'no/model.ckpt-1'"], "no/model.ckpt-1"),

@@ -178,7 +178,7 @@ def test_each_process_reads_its_part_of_a_checkpoint_and_none_goes_on_with_a_dam
 def test_a_bad_update_is_explained_where_each_process_holds_a_part_of_the_state(tmp_path):
     codes, _, said, _ = members(2, folder=str(tmp_path), overflows=True, fully_sharded=True)
     assert codes == [0, 0], said
-    assert "step 1 was not done: the activation encoder" in said[0]
+    assert "step 1 was skipped: the activation encoder" in said[0]
     assert list_checkpoints(tmp_path) == [0]
     assert replay(tmp_path / "bad_update_1").kind == "activation"
     # Of the batch too each process made a part.

@@ -38,7 +38,7 @@ def test_what_is_missing_is_taken_out_and_named_and_rates_are_kept(mixture):
         keep_at_hand(name, "validation", use_cached=False)
     assert rates(name) == {here: 3.0, also: 7.0}
     assert said == [
-        f"{name}: 2 of 3 tasks, with the rates that they have in the whole mixture."
+        f"{name}: 2 of 3 tasks, with the rates that they have in the full mixture."
         f" Left out: {away} (rows not available)"
     ]
 

@@ -284,8 +284,8 @@ def refuse_on_mesh_tensorflow() -> None:
             # A setting bound to its default needs no support.
             if value != parameters[name].default:
                 raise UserError(
-                    f"{selector}.{name} is {value!r}; Mesh TensorFlow computes"
-                    f" {parameters[name].default!r} alone.",
+                    f"{selector}.{name} is {value!r}; Mesh TensorFlow supports"
+                    f" only {parameters[name].default!r}.",
                     where=f"{selector}.{name}",
                     fix="Run with --backend=jax, or leave the binding out.",
                 )
