@@ -48,7 +48,7 @@ def merge(
 ) -> None:
     """Write the base with an adapter merged into it, as a full checkpoint.
 
-    Like convert, which has options for types, vocabularies and layouts.
+    `t0repro convert` does the same and has options for types, vocabularies and layouts.
 
     Example: t0repro adapters merge runs/my_adapter runs/my_model --to hf
     """

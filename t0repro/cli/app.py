@@ -33,7 +33,7 @@ from t0repro.errors import t5x_command
 app = typer.Typer(
     name="t0repro",
     help="The T0 recipe on Mesh TensorFlow and JAX, and T5X's gin files: checkpoints, reports and"
-    " comparisons. T0's own training and evaluation commands are t5_mesh_transformer's.",
+    " comparisons. To run T0's own training and evaluation commands, use t5_mesh_transformer.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # `gate` prints errors instead
     context_settings={"token_normalize_func": canonical},

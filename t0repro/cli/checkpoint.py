@@ -170,7 +170,8 @@ def plan(
     ] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Print the disk and memory that a released checkpoint needs, and whether they are here.
+    """Print the disk and memory that a released checkpoint needs, and whether this machine has
+    them.
 
     Example: t0repro checkpoint plan bigscience/T0_3B
     """
@@ -278,8 +279,8 @@ _Target = Annotated[
 _To = Annotated[
     _Format,
     typer.Option(
-        help="The format to write. An adapter becomes a whole model, merged into its base; peft and"
-        " adapter write it alone, for PEFT and as a run here saves it."
+        help="The format to write. An adapter is merged into its base, except with peft (PEFT's"
+        " format) and adapter (as a training run saves it), which write the adapter alone."
     ),
 ]
 _Base = Annotated[

@@ -80,7 +80,7 @@ class BesideOptions:
     overlap: Annotated[
         Path | None,
         typer.Option(
-            help="What `tasks overlap` wrote: accuracies without the rows that it found too."
+            help="The output of `tasks overlap`; adds accuracies without the rows that it found."
         ),
     ] = None
     note: Annotated[

@@ -100,7 +100,7 @@ def evaluate(
     """Evaluate checkpoints with the metrics of SeqIO tasks, as T5X's gin files say.
 
     Results are below EVAL_OUTPUT_DIR/inference_eval: TensorBoard's events, metrics and predictions.
-    Checkpoints that evaluated.json there lists are skipped, unless they were replaced since.
+    Checkpoints listed in its evaluated.json are skipped unless they have been replaced.
 
     Example:
       t0repro eval --gin_file t5x/examples/t5/t5_1_1/small.gin
@@ -351,7 +351,7 @@ def train(
         typer.Option(help="Continue in a model_dir even if the optimizer or the model changed."),
     ] = False,
     name: Annotated[
-        str | None, typer.Option(help="MODEL_DIR is runs/NAME unless it is set.")
+        str | None, typer.Option(help="Sets MODEL_DIR to runs/NAME unless it is set.")
     ] = None,
     platform: Annotated[str | None, typer.Option(help="T5X's label for this machine.")] = None,
     cell: Annotated[str | None, typer.Option(help="T5X's label for this machine.")] = None,

@@ -82,7 +82,7 @@ def replay(
         Path, typer.Argument(help="A bad_update_<step> folder that a training run wrote.")
     ],
 ) -> None:
-    """Recompute an update that went NaN or Inf; exit code 1 if it does so again.
+    """Recompute an update that went NaN or Inf; exit code 1 if it happens again.
 
     Example: t0repro replay runs/t0/bad_update_1200
     """
