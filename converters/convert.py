@@ -364,7 +364,7 @@ def _write(
         ],
         "extra": conversion.identity,
     }
-    with _told_if_full(destination.path), destination.staged(request) as staged:
+    with _explaining_full_disk(destination.path), destination.staged(request) as staged:
         writer = conversion.open_writer(staged.path)
         try:
             resumed = _write_tensors(reader, report, conversion, writer, staged)
@@ -386,7 +386,7 @@ def _write(
 
 
 @contextlib.contextmanager
-def _told_if_full(directory: str) -> Iterator[None]:
+def _explaining_full_disk(directory: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

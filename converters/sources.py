@@ -374,8 +374,12 @@ def check_slots_step(reader: CheckpointReader) -> None:
 def _check_types(reader: CheckpointReader) -> None:
     """Checks that the step is an integer and everything else is floating-point."""
     for key, info in reader.tensors.items():
-        is_whole = info.dtype.kind in "iu"
-        if is_whole != (key == naming.STEP) or info.dtype.kind == "b" or (is_whole and info.shape):
+        is_complete = info.dtype.kind in "iu"
+        if (
+            is_complete != (key == naming.STEP)
+            or info.dtype.kind == "b"
+            or (is_complete and info.shape)
+        ):
             raise UserError(
                 f"{reader.native_name(key)} is stored as {info.dtype.name} of shape"
                 f" {list(info.shape)}, which a T5's is not.",

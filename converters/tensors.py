@@ -190,7 +190,7 @@ def total_bytes(tensors: Mapping[str, TensorInfo]) -> int:
 
 
 _SMALLEST = 1 << 20  # bytes; smaller blocks are kept by the process's own allocator
-_KEPT = 2  # free blocks to hold on to
+_MAX_FREE_BLOCKS = 2  # free blocks to hold on to
 _WASTE = 3  # a block may be this many times larger than the request
 
 _free: list[memoryview] = []
@@ -227,7 +227,7 @@ def _give_back(block: memoryview) -> None:
     with _lock:
         _free.append(block)
         _free.sort(key=lambda free: -free.nbytes)
-        del _free[_KEPT:]
+        del _free[_MAX_FREE_BLOCKS:]
 
 
 def transposed(matrix: np.ndarray) -> np.ndarray:

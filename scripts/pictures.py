@@ -63,7 +63,7 @@ def framed(title: str, height: int, parts: list[str]) -> str:
     return "\n".join([begin, STYLE, ground, heading, *parts, "</svg>", ""])
 
 
-def drawn(text: str) -> str:
+def svg_of(text: str) -> str:
     """The SVG of a text."""
     title, *lines = text.strip().splitlines()
     parts, y = [], TOP
@@ -77,7 +77,7 @@ def drawn(text: str) -> str:
     return framed(title, y, parts)
 
 
-def house(root: Path = ROOT) -> str:
+def import_layers(root: Path = ROOT) -> str:
     """The SVG of the packages, each layer above the layers that it may import."""
     linter = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]
     (layers,) = (each["layers"] for each in linter["contracts"] if each["type"] == "layers")
@@ -98,8 +98,8 @@ def pictures(root: Path = ROOT) -> dict[Path, str]:
     images = root / "docs" / "images"
     texts = {path.with_suffix(".svg"): path.read_text() for path in sorted(images.glob("*.txt"))}
     return {
-        **{path: drawn(text) for path, text in texts.items()},
-        images / "house.svg": house(root),
+        **{path: svg_of(text) for path, text in texts.items()},
+        images / "house.svg": import_layers(root),
     }
 
 

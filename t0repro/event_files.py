@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from t0repro.files import append_whole, make_folder, naming
+from t0repro.files import append_or_undo, make_folder, naming
 
 MARK = "tfevents"  # in the name of every event file
 
@@ -99,7 +99,7 @@ class EventWriter:
         framed = io.BytesIO()
         for event in events:
             RecordWriter(framed).write(event.SerializeToString())
-        append_whole(self._file, framed.getvalue(), self._path)
+        append_or_undo(self._file, framed.getvalue(), self._path)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name in _OF_CLU:

@@ -294,7 +294,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise UserError(refused.what, where=where, fix=refused.fix) from error
 
 
-def append_whole(file: BinaryIO, data: bytes, path: str | os.PathLike[str]) -> None:
+def append_or_undo(file: BinaryIO, data: bytes, path: str | os.PathLike[str]) -> None:
     """Appends to a file that is open without a buffer: all of the bytes, or none.
 
     Raises:

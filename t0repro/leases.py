@@ -32,9 +32,9 @@ LEASES = ".t0repro.lease"
 
 _SECONDS_BETWEEN_RENEWALS = 20.0
 _SECONDS_TO_EXPIRE = 75.0  # longer than three renewals
-_SECONDS_BETWEEN_LOOKS = 1.0
+_POLL_SECONDS = 1.0
 # Older objects are removed; some stay, so that a listing that lags behind finds none of those free.
-_KEPT = 10
+_KEPT_RECORDS = 10
 
 
 class Lease:
@@ -65,7 +65,7 @@ class Lease:
         """
         number, holder = _latest(self._address)
         if holder is not None and not _is_free(holder):
-            _await_death(self._address, number, holder, fix)
+            _wait_until_expired(self._address, number, holder, fix)
         if faster := self._create_after(number):
             raise _is_held(self._address, faster, fix)
 
@@ -101,7 +101,7 @@ class Lease:
                 return other
         self._number = number + 1
         for old in buckets.objects(f"{self._address}/{LEASES}"):
-            if old.isdecimal() and int(old) <= self._number - _KEPT:
+            if old.isdecimal() and int(old) <= self._number - _KEPT_RECORDS:
                 buckets.remove(_object(self._address, int(old)))
         threading.Thread(target=self._renew, daemon=True).start()
         return None
@@ -223,7 +223,7 @@ def _is_free(holder: Mapping[str, Any]) -> bool:
     return holder.get("machine") == _machine() and not is_alive(int(holder.get("process", 0)))
 
 
-def _await_death(
+def _wait_until_expired(
     address: str,
     number: int,
     holder: Mapping[str, Any],
@@ -236,7 +236,7 @@ def _await_death(
     # By how long it was watched, since two machines' clocks may differ.
     end = time.monotonic() + _SECONDS_TO_EXPIRE
     while time.monotonic() < end:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_POLL_SECONDS)
         now = buckets.read_json(_object(address, number)) or {}
         if now.get("released"):
             return

@@ -90,7 +90,7 @@ class WorkingCopy:
         show_as(str(self.path), address)
         self.fetch()
         if writes:
-            threading.Thread(target=self._upload_now_and_then, daemon=True).start()
+            threading.Thread(target=self._upload_periodically, daemon=True).start()
 
     def address_of(self, path: Path) -> str:
         """The address that a path in the copy stands for."""
@@ -149,7 +149,7 @@ class WorkingCopy:
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)  # in a folder that was just made for it
         if size >= 0 and _LARGE.search(name):
-            _hollow(path, size, f"{self._above}/{name}")
+            _make_sparse(path, size, f"{self._above}/{name}")
             return
         with contextlib.suppress(FileNotFoundError):  # removed since it was listed
             buckets.download(f"{self._above}/{name}", path)
@@ -180,7 +180,7 @@ class WorkingCopy:
                     continue
                 self._sent[name] = files[name]
                 if _LARGE.search(name):
-                    _hollow(path, files[name][0], f"{self._above}/{name}")
+                    _make_sparse(path, files[name][0], f"{self._above}/{name}")
                     self._sent[name] = _stamp(path)
             for name in [name for name in self._sent if name not in files]:
                 buckets.remove(f"{self._above}/{name}")
@@ -220,7 +220,7 @@ class WorkingCopy:
                     except FileNotFoundError:  # removed or renamed since
                         continue
 
-    def _upload_now_and_then(self) -> None:
+    def _upload_periodically(self) -> None:
         while not self._ended.wait(_SECONDS_BETWEEN_UPLOADS):
             try:
                 self.upload()
@@ -272,7 +272,7 @@ def _stamp(path: Path) -> _Stamp:
 _hollow_files: dict[str, tuple[_Stamp, str]] = {}  # path -> its stamp, the object it stands for
 
 
-def _hollow(path: Path, size: int, address: str) -> None:
+def _make_sparse(path: Path, size: int, address: str) -> None:
     """Replaces a file by one of that size that takes up no space, and stands for an object."""
     with open(path, "wb") as file:
         file.truncate(size)

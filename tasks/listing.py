@@ -260,7 +260,7 @@ def _panel(example: ShownExample, shown: ShownTask) -> Panel:
     for line, style in _choice_lines(example, shown):
         body.append("\n")
         body.append(line, style=style)
-    for line in cuts_in_words(example, shown):
+    for line in truncation_in_words(example, shown):
         body.append("\n")
         body.append(line, style="yellow")
     return Panel(body, title=f"row {example.row}", title_align="left")
@@ -296,7 +296,7 @@ def _choice_lines(example: ShownExample, shown: ShownTask) -> list[tuple[str, st
     return lines
 
 
-def cuts_in_words(example: ShownExample, shown: ShownTask) -> list[str]:
+def truncation_in_words(example: ShownExample, shown: ShownTask) -> list[str]:
     """Lines that report what the limits on variables and sequences truncated."""
     lines = []
     for name, lost in zip(("input", "target"), example.cut_characters, strict=True):

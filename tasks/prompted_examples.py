@@ -22,7 +22,7 @@ Example = dict[str, Any]
 Numbered = Iterator[tuple[int, Example]]
 
 _ROWS_AT_ONCE = 512  # tokenized together for speed; also limits memory
-_CHOICES_KEPT = 4096
+_MAX_CACHED_TARGETS = 4096
 
 
 def prompted_examples(
@@ -105,7 +105,7 @@ class _Tokens:
     def of_target(self, text: str) -> Example:
         found = self._targets.get(text)
         if found is None:
-            if len(self._targets) >= _CHOICES_KEPT:
+            if len(self._targets) >= _MAX_CACHED_TARGETS:
                 self._targets.clear()
             eos, length = self._processor.eos_id(), self._lengths["targets"]
             tokens = [*self._processor.encode(text), eos]

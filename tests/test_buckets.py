@@ -194,7 +194,7 @@ def test_a_dead_owner_of_this_machine_is_followed_at_once(bucket):
 
 def test_an_owner_elsewhere_is_watched_and_followed_only_if_it_does_not_renew(bucket, monkeypatch):
     monkeypatch.setattr(leases, "_SECONDS_TO_EXPIRE", 1.0)
-    monkeypatch.setattr(leases, "_SECONDS_BETWEEN_LOOKS", 0.2)
+    monkeypatch.setattr(leases, "_POLL_SECONDS", 0.2)
     said = []
     with held(bucket) as first:
         change_owner(bucket, machine="another", host="elsewhere")

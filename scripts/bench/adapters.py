@@ -130,7 +130,7 @@ def main() -> None:
 
     random = np.random.default_rng(0)
     config = configured(options.folder / "base", BASE_STEPS, "pretrain")
-    base = train(config, plain(drawn([examples(each) for each in base_tasks], random)), seed=0)
+    base = train(config, plain(sampled([examples(each) for each in base_tasks], random)), seed=0)
     before = [answers(base, config, each) for each in held_out]
     rows = [row("untuned", TARGETS[options.rows], before, [])]
     print(about(TARGETS[options.rows], before), *rows, sep="\n", flush=True)
@@ -201,7 +201,7 @@ def tuned_with(
         steps = STEPS if METHODS[method] else BASE_STEPS + STEPS
         base = f"INITIAL_CHECKPOINT_PATH = '{folder / 'base' / f'checkpoint_{BASE_STEPS}'}'\n"
         config = configured(model_dir, steps, "finetune", base + METHODS[method])
-        rows = drawn(tasks, np.random.default_rng(seed))
+        rows = sampled(tasks, np.random.default_rng(seed))
         times: list[float] = []
         restored = lambda fresh, config=config: starting_tree(config, fresh)  # noqa: E731
         state = train(config, timed(plain(rows), times), seed=seed, restore_from=restored)
@@ -223,10 +223,10 @@ def examples(task: TaskDescription) -> list[Choices]:
     return list(examples_of(task, "train", LENGTHS, choices=6))
 
 
-def drawn(
+def sampled(
     tasks: Sequence[Sequence[Choices]], random: np.random.Generator
 ) -> Iterator[list[Choices]]:
-    """The examples of endless batches, each of a task drawn at random."""
+    """The examples of endless batches, each of a task sampled at random."""
     while True:
         chosen = [tasks[at] for at in random.integers(len(tasks), size=ROWS)]
         yield [task[random.integers(len(task))] for task in chosen]

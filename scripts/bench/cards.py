@@ -31,7 +31,7 @@ SIZES = {
 }
 CARDS = (16, 24, 40, 80)  # GB
 BASE = "\nadapters.{kind}.base_dtype = 'bfloat16'\n"
-WAYS = {
+METHODS = {
     "full fine-tuning": "",
     "LoRA, rank 8": "train_script.train.adapter = @adapters.lora()" + BASE.format(kind="lora"),
     "(IA)3": "train_script.train.adapter = @adapters.ia3()" + BASE.format(kind="ia3"),
@@ -59,8 +59,10 @@ def main() -> None:
     titles = ["model", "trained", *(f"{card} GB" for card in CARDS)]
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}", flush=True)
     for size, title in SIZES.items():
-        for way in WAYS:
-            print(f"| {' | '.join([title, way, *cells(configured(size, way))])} |", flush=True)
+        for method in METHODS:
+            print(
+                f"| {' | '.join([title, method, *cells(configured(size, method))])} |", flush=True
+            )
 
 
 def cells(config: RunConfig) -> list[str]:
@@ -87,11 +89,11 @@ def bytes_of(config: RunConfig, recompute: Recompute) -> int:
     return step_bytes(config, choose(config.layout, model, rows=rows, devices=jax.devices()[:1]))
 
 
-def configured(size: str, way: str) -> RunConfig:
+def configured(size: str, method: str) -> RunConfig:
     """The training run of a size."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "card.gin"
-        file.write_text(TEXT.format(size=size, more=WAYS[way]))
+        file.write_text(TEXT.format(size=size, more=METHODS[method]))
         return train_config(gin_files.parse(gin_files.T5xInputs("train", (str(file),))))
 
 

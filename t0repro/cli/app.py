@@ -80,7 +80,7 @@ app.add_typer(tasks.app)
 app.add_typer(vertex.app)
 
 # What to print after Ctrl-C for commands that keep finished work; all others start over.
-_GOES_ON = {
+_HOW_TO_CONTINUE = {
     "train": "Start the same command again: training continues from the latest checkpoint.",
     "cache": "Start the same command again: tasks that are cached already are kept.",
     "convert": "Start the same command again: tensors that are written already are kept.",
@@ -127,7 +127,9 @@ def _global_options(
     settings = context.obj
     settings.debug = debug
     # Keyed by the first word: a group's commands all continue in the same way.
-    settings.go_on = _GOES_ON.get(context.invoked_subcommand or "", settings.go_on)
+    settings.how_to_continue = _HOW_TO_CONTINUE.get(
+        context.invoked_subcommand or "", settings.how_to_continue
+    )
     if context.invoked_subcommand in _T5X_MODES:
         context.with_resource(t5x_command())
     works = context.invoked_subcommand in _LONG_WORK

@@ -53,12 +53,12 @@ class ErrorHandling:
 
     Attributes:
       debug: Whether to let every exception through, with its traceback.
-      go_on: What to tell the user after Ctrl-C about how to continue.
+      how_to_continue: What to tell the user after Ctrl-C.
       long_work: Whether a closed pipe (`| head`) interrupts work, and not only printing.
     """
 
     debug: bool = False
-    go_on: str = "Start the same command again."
+    how_to_continue: str = "Start the same command again."
     long_work: bool = False
 
 
@@ -97,12 +97,12 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
         # sys.exit also arrives here, but is no interruption.
         if not _was_interrupted(end):
             raise
-        _end_interrupted(command, settings.go_on)
+        _end_interrupted(command, settings.how_to_continue)
     except Exception as error:
         if settings.debug:
             raise
         if _was_interrupted(error):  # a library answered Ctrl-C with an error of its own
-            _end_interrupted(command, settings.go_on)
+            _end_interrupted(command, settings.how_to_continue)
         mistake = find_user_error(error)
         if mistake is not None:
             echo(f"{command}: {mistake}", err=True)
@@ -170,10 +170,10 @@ class _DeliveringHook:
             self._report(unraisable)
 
 
-def _end_interrupted(command: str, go_on: str) -> None:
+def _end_interrupted(command: str, how_to_continue: str) -> None:
     # Without this, a second Ctrl-C while threads and files are being closed prints a traceback.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
-    print(f"\n{command}: interrupted.\n  to do: {go_on}", file=sys.stderr, flush=True)
+    print(f"\n{command}: interrupted.\n  to do: {how_to_continue}", file=sys.stderr, flush=True)
     sys.exit(INTERRUPTED)
 
 
@@ -183,7 +183,8 @@ def _end_unread(command: str, settings: ErrorHandling) -> None:
     if not settings.long_work:
         sys.exit(0)
     print(
-        f"{command}: the program that read its output has ended.\n  to do: {settings.go_on}",
+        f"{command}: the program that read its output has ended.\n"
+        f"  to do: {settings.how_to_continue}",
         file=sys.stderr,
     )
     sys.exit(FAILURE)

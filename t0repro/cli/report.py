@@ -24,7 +24,7 @@ from t0repro.cli.results import echo, print_json, print_written, show_page
 from t0repro.cli.spelling import output, source
 
 if TYPE_CHECKING:
-    from t0repro.reports.make_report import Beside
+    from t0repro.reports.make_report import ExtraContent
     from t0repro.reports.page import Page
     from t0repro.reports.report import Report
 
@@ -55,7 +55,7 @@ def _group() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class BesideOptions:
+class ContentOptions:
     """What a report shows in addition to its run's scores."""
 
     HEADING: ClassVar = "Beside the scores"
@@ -118,7 +118,7 @@ def make(
     eval_dir: _EvalDir,
     out: _Out,
     head: ReportHead,
-    shown: BesideOptions,
+    shown: ContentOptions,
     recorded: RecordOptions,
     step: _Step = None,
     module_import: Modules = None,
@@ -169,7 +169,7 @@ def make(
         overlap=read_overlap(shown.overlap) if shown.overlap else None,
     )
     run = Run(head.label, eval_dir, step)
-    report = make_report(run, prompts, options, _beside(head.label, shown))
+    report = make_report(run, prompts, options, _extra_content(head.label, shown))
     # Two commands that write into one folder would mix their files.
     with folder_lock(out, "writing a report"):
         paths = write_report(report, out)
@@ -210,7 +210,7 @@ def verify(
     --module_import t0repro.tasks.demo
     """
     from t0repro.reports.prompts import load_prompts
-    from t0repro.runs.verify import noticed, verify
+    from t0repro.runs.verify import detection_probability, verify
 
     echo("importing JAX and the tasks ...", err=True)
     prompts = load_prompts(modules_or_t0(module_import))
@@ -224,7 +224,9 @@ def verify(
         cells += found.is_cell
         details = f": {found.details}" if found.details else ""
         echo(f"{'agrees ' if found.agrees else 'DIFFERS'}  {found.what}{details}")
-    shares = ", ".join(f"{100 * noticed(f, cells):.0f}% if {100 * f:g}% were" for f in _SHARES)
+    shares = ", ".join(
+        f"{100 * detection_probability(f, cells):.0f}% if {100 * f:g}% were" for f in _SHARES
+    )
     if cells:
         echo(f"Changed examples are detected with a probability of {shares}.")
     if differ:
@@ -263,9 +265,9 @@ def history(
     show_page("history", history_page(found), found.to_json(), out, as_json=as_json)
 
 
-def _beside(label: str, shown: BesideOptions) -> Beside:
+def _extra_content(label: str, shown: ContentOptions) -> ExtraContent:
     """What the report shows besides its run's scores; unlabelled losses get the runs' labels."""
-    from t0repro.reports.make_report import Beside
+    from t0repro.reports.make_report import ExtraContent
     from t0repro.reports.run import Run, labelled
 
     other_label, other_path = labelled(shown.other) if shown.other else (None, None)
@@ -274,7 +276,7 @@ def _beside(label: str, shown: BesideOptions) -> Beside:
         (label_a, path_a), (label_b, path_b) = map(labelled, shown.losses)
         # Losses without labels are assumed to belong to the compared runs.
         compared = ((label_a or label, path_a), (label_b or other_label or "other", path_b))
-    return Beside(
+    return ExtraContent(
         other=Run(other_label or "other", other_path) if other_path else None,
         metrics=shown.metrics,
         losses=compared,

@@ -192,7 +192,7 @@ def _is_evaluated_alone(plan: EvalPlan) -> bool:
     from t0repro.data.eval_examples import evaluates_alone
 
     data = plan.data
-    return _has_light_model(plan) and evaluates_alone(
+    return _reads_model_without_seqio(plan) and evaluates_alone(
         data.mixture_or_task_name, data.split, use_cached=data.use_cached
     )
 
@@ -203,14 +203,14 @@ def _is_inferred_alone(plan: InferPlan) -> bool:
 
     data = plan.data
     return (
-        _has_light_model(plan)
+        _reads_model_without_seqio(plan)
         and plan.files is None
         and plan.num_shards == 1
         and inferred_alone(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
     )
 
 
-def _has_light_model(plan: InferencePlan) -> bool:
+def _reads_model_without_seqio(plan: InferencePlan) -> bool:
     """Whether the model is this project's own and its vocabularies are readable without SeqIO."""
     from t0repro.config.t5x.records import SentencePieceVocabulary
 
@@ -400,7 +400,7 @@ def train(
         check_training(config, vocabularies, typer.echo if options.dry_run else None)
         if options.dry_run:
             return
-        from t0repro.cloud.auxiliary import auxiliary_jobs_beside
+        from t0repro.cloud.auxiliary import auxiliary_jobs_during_training
         from t0repro.data.checks import note_uncached
         from t0repro.partitioning.processes import is_first
 
@@ -412,7 +412,7 @@ def train(
         if jobs.are_given and is_first():
             # The training run's bindings do not apply to its jobs.
             files = dataclasses.replace(inputs, gin_bindings=())
-            beside.enter_context(auxiliary_jobs_beside(config.model_dir, jobs, files))
+            beside.enter_context(auxiliary_jobs_during_training(config.model_dir, jobs, files))
         start(parsed.gin_text, config, vocabularies, allow_changed)
 
 

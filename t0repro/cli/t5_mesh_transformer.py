@@ -61,7 +61,7 @@ def console_entry_point() -> None:
 
         def main(arguments: Sequence[str]) -> None:
             settings.debug, settings.long_work = flags.FLAGS.debug, True
-            settings.go_on = (
+            settings.how_to_continue = (
                 "Start the same command again: training continues from the latest checkpoint in"
                 f" {flags.FLAGS.model_dir}; an evaluation starts over."
             )
@@ -323,13 +323,13 @@ def _run_jax(options: Any) -> None:
             configuration = _load(options, float32_activations=float32)
         check_mesh_transformer(configuration, jax=True, at_hand=options.at_hand)
         # Checked and reported before anything is written.
-        say_what_runs_here(options, configuration, on_jax=True)
+        print_flag_notes(options, configuration, on_jax=True)
         with contextlib.ExitStack() as beside:
             if is_first():
                 model_dir = Path(options.model_dir)
                 tracked = tracked_training(options.tracker, model_dir, configuration.run)
                 beside.enter_context(tracked)
-                beside.enter_context(jobs_beside(options))
+                beside.enter_context(jobs_during_training(options))
             run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
 
 
@@ -364,7 +364,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
         for error in configuration.misread:
             print(printable(f"warning: {error.where}: {error.what}"), file=sys.stderr)
         check_mesh_transformer(configuration, jax=False, at_hand=options.at_hand)
-        say_what_runs_here(options, configuration, on_jax=False)
+        print_flag_notes(options, configuration, on_jax=False)
     if options.use_model_api:
         # t5's MtfModel builds the run from the flags itself, so `run` must be bound only to what
         # the gin files say.
@@ -375,7 +375,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
     config = None if isinstance(asked, NotOnJax) else asked
     with (
         tracked_training(options.tracker, Path(options.model_dir), config),
-        jobs_beside(options),
+        jobs_during_training(options),
     ):
         run(options, configuration)
 
@@ -454,23 +454,23 @@ def define_job_flags() -> None:
 
 
 @contextlib.contextmanager
-def jobs_beside(options: Any) -> Iterator[None]:
+def jobs_during_training(options: Any) -> Iterator[None]:
     """Runs the auxiliary jobs that the flags ask for while the block trains.
 
     Raises:
-      UserError: see `auxiliary_jobs_beside`.
+      UserError: see `auxiliary_jobs_during_training`.
     """
     names = [field.name for field in dataclasses.fields(AuxiliaryOptions)]
     if not any(options[name].present for name in names):
         yield
         return
-    from t0repro.cloud.auxiliary import auxiliary_jobs_beside
+    from t0repro.cloud.auxiliary import auxiliary_jobs_during_training
     from t0repro.config.t5x.gin_files import T5xInputs
 
     jobs = AuxiliaryOptions(**{name: getattr(options, name) for name in names})
     machines = input_path(options.machines, "--machines") if options.machines else None
     jobs = dataclasses.replace(jobs, machines=machines, replace_gin_file=True)
-    with auxiliary_jobs_beside(options.model_dir, jobs, T5xInputs("train")):
+    with auxiliary_jobs_during_training(options.model_dir, jobs, T5xInputs("train")):
         yield
 
 
@@ -480,7 +480,7 @@ def jobs_beside(options: Any) -> Iterator[None]:
 _TPU_FLAGS = ("tpu", "gcp_project", "tpu_zone", "tpu_job_name")
 
 
-def say_what_runs_here(options: Any, configuration: Configuration, *, on_jax: bool) -> None:
+def print_flag_notes(options: Any, configuration: Configuration, *, on_jax: bool) -> None:
     """Prints a line for each flag whose meaning differs here, and one about memory.
 
     Args:

@@ -99,7 +99,7 @@ def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
 
 
 @contextlib.contextmanager
-def auxiliary_jobs_beside(
+def auxiliary_jobs_during_training(
     model_dir: str | os.PathLike[str], options: AuxiliaryOptions, gin: T5xInputs
 ) -> Iterator[None]:
     """Runs a controller in a separate process while the block trains in `model_dir`.
@@ -145,7 +145,7 @@ def _main(model_dir: str, asked: str) -> None:
     options = dacite.from_dict(AuxiliaryOptions, asked_options, cast)
     gin = dacite.from_dict(T5xInputs, asked_gin, cast)
 
-    def training_goes_on() -> bool:
+    def training_continues() -> bool:
         # The training run writes nothing here, so readable input means the end of the file.
         return not select.select([sys.stdin], [], [], 0)[0]
 
@@ -156,7 +156,7 @@ def _main(model_dir: str, asked: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         with heard_by(prefixed):
-            done = make_controller(model_dir, options, gin).run(training_goes_on)
+            done = make_controller(model_dir, options, gin).run(training_continues)
             working_copies.close_all()
     except UserError as error:
         prefixed(str(error))

@@ -117,15 +117,15 @@ class SlurmLauncher:
 
 def options(name: str, log: str, limits: Limits) -> list[str]:
     """The options that sbatch gets for any job: its name, its log and what each process may use."""
-    told = [f"--job-name={name}", f"--output={log}"]
+    flags = [f"--job-name={name}", f"--output={log}"]
     if limits.cpus:
-        told.append(f"--cpus-per-task={limits.cpus}")
+        flags.append(f"--cpus-per-task={limits.cpus}")
     if limits.memory_gb is not None:
-        told.append(f"--mem={math.ceil(limits.memory_gb * 1000)}M")
+        flags.append(f"--mem={math.ceil(limits.memory_gb * 1000)}M")
     # Slurm counts minutes.
     if limits.seconds is not None:
-        told.append(f"--time={math.ceil(limits.seconds / 60)}")
-    return told
+        flags.append(f"--time={math.ceil(limits.seconds / 60)}")
+    return flags
 
 
 def run_engine(

@@ -247,7 +247,12 @@ def follow(
       The job in its final state, and its summary metrics.
     """
     with contextlib.ExitStack() as beside:
-        if record is not None and record.output and record.tensorboard and _goes_on(record, place):
+        if (
+            record is not None
+            and record.output
+            and record.tensorboard
+            and _is_running(record, place)
+        ):
             where = (record.output, record.experiment, record.run_name, record.tensorboard)
             beside.enter_context(uploading(*where, place, every=poll_seconds))
         seen = wait_until_ended(name, place, poll_seconds=poll_seconds)
@@ -256,7 +261,7 @@ def follow(
     return seen, {} if record is None else record_end(seen, record, place)
 
 
-def _goes_on(record: Record, place: Place) -> bool:
+def _is_running(record: Record, place: Place) -> bool:
     """Whether the end of a job is still to be recorded."""
     return not experiments.reopened(record, place).ended
 
@@ -277,11 +282,11 @@ def record_end(seen: Look, record: Record, place: Place) -> dict[str, float]:
             metrics = best_metrics(Path(folder))
     # Another follower may have recorded the end already.
     if not found.ended:
-        _tell(found, seen, metrics)
+        _record_end(found, seen, metrics)
     return metrics
 
 
-def _tell(tracker: ExperimentsRun, seen: Look, metrics: dict[str, float]) -> None:
+def _record_end(tracker: ExperimentsRun, seen: Look, metrics: dict[str, float]) -> None:
     tracker.metrics(metrics)
     if seen.reason:
         tracker.parameters({"failure": seen.reason})

@@ -84,7 +84,7 @@ class ResumableBatches(abc.ABC):
         self._iterators = {index: iter(dataset) for index, dataset in datasets.items()}
         elements = self._elements()
         if self._taken:
-            self._go_on(elements, saved, position)
+            self._restore_position(elements, saved, position)
         batches = map(self._assembled, elements)
         # The saved state is the iterator's current position, so it must not read ahead.
         return self._counted(batches if self._saves_iterator else read_ahead(batches))
@@ -189,7 +189,7 @@ class ResumableBatches(abc.ABC):
             return {}
         return position
 
-    def _go_on(
+    def _restore_position(
         self, elements: Iterator[Any], saved: Path | None, position: Mapping[str, Any]
     ) -> None:
         """Moves the iterators past the batches already taken."""

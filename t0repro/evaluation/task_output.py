@@ -365,7 +365,7 @@ def _input_text(example: Example) -> str:
 
 
 @contextlib.contextmanager
-def explaining_cut_examples(limit: int | None) -> Iterator[None]:
+def explaining_incomplete_inputs(limit: int | None) -> Iterator[None]:
     """Names the binding to change if an input lacks some of its choices, and cannot be ranked.
 
     Args:

@@ -35,7 +35,7 @@ from t0repro.working_copies import address_of
 
 SETTINGS = "settings.json"
 # Engines show a newly accepted job with a delay.
-_LOOKS_BEFORE_LOST = 3
+_POLLS_BEFORE_LOST = 3
 _LINES_OF_LOG = 15
 # Exit code after a user error, in `cli.gate`, argparse and absl.
 USER_ERROR = 2
@@ -97,11 +97,11 @@ class Controller:
         self._lost: dict[Point, int] = {}
         self._not_before: dict[Point, float] = {}
 
-    def run(self, training_goes_on: Callable[[], bool]) -> bool:
+    def run(self, training_continues: Callable[[], bool]) -> bool:
         """Works until training has ended and nothing is left to do.
 
         Args:
-          training_goes_on: whether more checkpoints may come.
+          training_continues: whether more checkpoints may come.
 
         Returns:
           Whether every point succeeded.
@@ -117,7 +117,7 @@ class Controller:
             self._check_settings()
             self._try_again()
             with contextlib.closing(self._launcher):
-                while self._look(training_goes_on()):
+                while self._look(training_continues()):
                     time.sleep(self._policy.poll_seconds)
             if not self._journal.progress:
                 say(f"there is no complete checkpoint in {self._model_dir}: no job to start")
@@ -127,8 +127,8 @@ class Controller:
         """Does what is possible now; returns whether to poll again."""
         # Checkpoints first, so that each is pinned before the training run deletes it; release pins
         # last.
-        self._look_for_checkpoints()
-        self._look_at_jobs()
+        self._poll_checkpoints()
+        self._poll_jobs()
         self._start_jobs()
         self._publish()
         self._release_pins()
@@ -136,9 +136,9 @@ class Controller:
 
     # ---- Checkpoints ---------------------------------------------------------------------------
 
-    def _look_for_checkpoints(self) -> None:
+    def _poll_checkpoints(self) -> None:
         """Pins each new checkpoint and notes its points."""
-        for step, ref in pins.whole_checkpoints(self._model_dir).items():
+        for step, ref in pins.complete_checkpoints(self._model_dir).items():
             points = [Point(step, mixture) for mixture in self._settings.mixtures]
             new = [point for point in points if point not in self._journal.progress]
             if not any(self._is_open(point) for point in points):
@@ -151,7 +151,7 @@ class Controller:
 
     def _try_again(self) -> None:
         """Retries points that an earlier controller gave up, since the cause may be gone."""
-        there = pins.whole_checkpoints(self._model_dir)
+        there = pins.complete_checkpoints(self._model_dir)
         for point, progress in self._journal.progress.items():
             if progress.state == "given up" and point.step in there:
                 if self._pins.pin(there[point.step]):
@@ -167,7 +167,7 @@ class Controller:
 
     # ---- Jobs ----------------------------------------------------------------------------------
 
-    def _look_at_jobs(self) -> None:
+    def _poll_jobs(self) -> None:
         for point, progress in sorted(self._journal.progress.items()):
             if progress.state != "running":
                 continue
@@ -185,7 +185,7 @@ class Controller:
 
     def _is_lost(self, point: Point) -> bool:
         self._lost[point] = self._lost.get(point, 0) + 1
-        return self._lost[point] >= _LOOKS_BEFORE_LOST
+        return self._lost[point] >= _POLLS_BEFORE_LOST
 
     def _end(self, point: Point, progress: PointProgress, job: Job, *, interrupted: bool) -> None:
         """Records how a job ended; `interrupted` if its engine ended it without an exit file."""

@@ -28,7 +28,7 @@ from t0repro.training.commits import remove_checkpoint
 PINS = "pins"
 
 
-def whole_checkpoints(model_dir: Path) -> dict[int, CheckpointRef]:
+def complete_checkpoints(model_dir: Path) -> dict[int, CheckpointRef]:
     """Step -> complete checkpoint in a training run's folder, ascending; {} before the first."""
     if not model_dir.is_dir():
         return {}
@@ -78,7 +78,7 @@ class Links:
                 sources.open_checkpoint(sources.find_checkpoint(copy))  # checks files and sizes
         except (FileNotFoundError, UserError):
             # Deletion takes a while: only part of the checkpoint may have been linked.
-            if ref.step not in whole_checkpoints(Path(ref.path).parent):
+            if ref.step not in complete_checkpoints(Path(ref.path).parent):
                 return False
             raise
         return True
@@ -115,7 +115,7 @@ class Leases:
         if lease is None:
             return False
         # The training run may have removed it between the listing and the lease.
-        if ref.step not in whole_checkpoints(self._model_dir):
+        if ref.step not in complete_checkpoints(self._model_dir):
             lease.release()
             return False
         self._held[ref.step] = lease, ref.path

@@ -29,7 +29,7 @@ import psutil
 from t0repro.files import input_path, output_path, write_atomically
 from t0repro.working_copies import close_all, upload
 
-_SECONDS_BETWEEN_LOOKS = 0.2
+_POLL_SECONDS = 0.2
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL: time to save a checkpoint
 _PR_SET_PDEATHSIG = 1
 
@@ -123,7 +123,7 @@ def main(job_file: str) -> None:
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)
     if work.dies_with_parent:
-        _tell_when_parent_dies()
+        _signal_when_parent_dies()
     # All of the job's processes inherit the lock, so it is held while any of them lives.
     lock = os.open(work.lock_file or os.devnull, os.O_RDWR | os.O_CREAT, 0o666)
     if work.lock_file:
@@ -181,7 +181,7 @@ def _watch(
 ) -> str | None:
     """Waits for the command and returns why it failed, "" for success; None if asked to end."""
     while process.poll() is None:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_POLL_SECONDS)
         if asked:
             _end(process)
             return None
@@ -235,7 +235,7 @@ def _keep(output: IO[bytes], log: IO[bytes], most: int) -> None:
     log.write(last)
 
 
-def _tell_when_parent_dies() -> None:
+def _signal_when_parent_dies() -> None:
     """Makes the kernel send SIGTERM when this process's parent dies (Linux only)."""
     parent = os.getppid()
     if sys.platform == "linux":

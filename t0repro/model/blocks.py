@@ -274,7 +274,7 @@ def is_scanned(config: ModelConfig, layers: int) -> bool:
     return layers >= SCANNED_FROM if asked is None else asked
 
 
-def towers_in_loops(config: ModelConfig) -> dict[str, int]:
+def scanned_towers(config: ModelConfig) -> dict[str, int]:
     """The scanned towers that share no layers, with their numbers of layers."""
     towers = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
     return {

@@ -257,18 +257,18 @@ def _search(
     reads = read_inputs(model, params, inputs)
     penalties = jnp.asarray(_length_penalties(length, alpha))
 
-    def going_on(position: jax.Array, state: _Beams) -> jax.Array:
+    def is_unfinished(position: jax.Array, state: _Beams) -> jax.Array:
         return (position < limits) & ~_is_decided(state, penalties[limits]).all()
 
     def more(carry: tuple[Any, ...]) -> jax.Array:
-        return going_on(carry[0], carry[1]).any()
+        return is_unfinished(carry[0], carry[1]).any()
 
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, state, cache = carry
         logits, cache = decoder_step(model, params, reads, cache, state.last, position)
         penalty = penalties[position + 1]
         grown, parents = _grow(state, logits, position, penalty, prefilter, vocab_parts)
-        active = going_on(position, state)
+        active = is_unfinished(position, state)
 
         # Rows may have different limits: a row that is done keeps its state while others continue.
         def chosen(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ class _Noted:
 
 
 def parameter(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...]) -> Any:
-    """Declares a module's only parameter, float32, so that `draw_parameters` can initialize it.
+    """Declares a module's only parameter, float32, so that `sample_parameters` can initialize it.
 
     Returns the array passed to `apply`, JAX's or numpy's.
 
@@ -50,7 +50,7 @@ def parameter(module: nn.Module, name: str, init: Initializer, shape: tuple[int,
     return module.param(name, init, shape, jnp.float32)
 
 
-def draw_parameters(
+def sample_parameters(
     model: nn.Module, key: jax.Array, batch: Mapping[str, Any], shardings: Any = None
 ) -> dict[str, Any]:
     """The parameters that `model.init(key, batch)` would give, as a nested dictionary.

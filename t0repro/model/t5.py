@@ -30,7 +30,7 @@ import numpy as np
 from t0repro.config.run_config import DTypePolicy, ModelConfig
 from t0repro.model.attention import Visibility
 from t0repro.model.blocks import Memory, Tower, vocabulary
-from t0repro.model.initial import draw_parameters
+from t0repro.model.initial import sample_parameters
 from t0repro.model.layers import Embedding, keys_and_values, logits_dtype
 from t0repro.model.shapes import Array, Bool, Float, Int
 
@@ -369,7 +369,7 @@ def initial_parameters(model: T5, key: jax.Array, shardings: Any = None) -> dict
     # No parameter's shape depends on the batch, so one token per row is enough.
     names = ("targets",) if model.config.decoder_only else ("inputs", "targets")
     batch = {name: jnp.zeros((1, 1), jnp.int32) for name in names}
-    return draw_parameters(model, key, batch, shardings)
+    return sample_parameters(model, key, batch, shardings)
 
 
 def parameter_shapes(model: T5) -> Any:

@@ -25,7 +25,7 @@ from t0repro.evaluation.task_output import (
     TaskResult,
     TruncationCounter,
     check_choices_have_tokens,
-    explaining_cut_examples,
+    explaining_incomplete_inputs,
     ranks_choices,
     without_padding,
 )
@@ -163,7 +163,7 @@ class _Evaluation:
             # Only at the first metric: later tasks' metrics follow the same computation.
             self._seconds = self._seconds or time.monotonic() - self._began
             check_choices_have_tokens(task, metric_fn, targets)
-            with explaining_cut_examples(_num_eval_examples()):
+            with explaining_incomplete_inputs(_num_eval_examples()):
                 result = metric_fn(targets, predictions)
             results = self._results.setdefault(task, {})
             if isinstance(result, Mapping):

@@ -29,7 +29,7 @@ import tensorflow
 from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
 from t0repro.files import make_folder, naming, write_atomically
-from t0repro.training.metrics import drop_half_line, step_line
+from t0repro.training.metrics import drop_partial_line, step_line
 
 tf = tensorflow.compat.v1
 
@@ -78,7 +78,7 @@ class MetricsFile:
         make_folder(self._path.parent)
         if not self._appended:
             # A killed run can leave a partial line, which would corrupt the next one.
-            drop_half_line(self._path)
+            drop_partial_line(self._path)
             self._appended = True
         with naming(self._path), open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")

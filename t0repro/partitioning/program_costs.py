@@ -267,13 +267,13 @@ def _calls(body: list[str], lines: dict[str, list[str]]) -> Iterator[tuple[str, 
     """The computations that one calls: name, number of calls, and whether as a loop's body."""
     for line in body:
         loop = " while(" in line
-        times = _trips(line, lines) if loop else 1
+        times = _trip_count(line, lines) if loop else 1
         for match in _CALLED.finditer(line):
             for name in (match["many"] or match["one"]).split(","):
                 yield name.strip().lstrip("%"), times, loop
 
 
-def _trips(line: str, lines: dict[str, list[str]]) -> int:
+def _trip_count(line: str, lines: dict[str, list[str]]) -> int:
     """How often a loop runs: from XLA's annotation or, on TPUs, the bound of its counter."""
     if known := _TRIPS.search(line):
         return int(known[1])

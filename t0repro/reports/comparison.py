@@ -36,7 +36,7 @@ from t0repro.reports.statistics import (
 if TYPE_CHECKING:
     from t0repro.reports.models import Models
 
-MAX_FLIPS_KEPT = 200
+MAX_FLIPS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class RunComparison:
       label_a: what to call the first run; label_b the second.
       step_a: the first run's step; step_b the second's.
       only_a: tasks that the second run lacks; only_b those that the first lacks.
-      flips: the first MAX_FLIPS_KEPT examples whose predictions differ.
+      flips: the first MAX_FLIPS examples whose predictions differ.
       datasets: accuracies; empty in reports written before schema 4.
       bootstrap: the options of the intervals.
       checkpoint_a: hash of the first run's checkpoint, None if not recorded; checkpoint_b of the
@@ -259,7 +259,7 @@ def compare_runs(
         ),
         only_a=tuple(sorted(scores_a.keys() - scores_b.keys())),
         only_b=tuple(sorted(scores_b.keys() - scores_a.keys())),
-        flips=tuple(flips[:MAX_FLIPS_KEPT]),
+        flips=tuple(flips[:MAX_FLIPS]),
         datasets=tuple(
             _difference(dataset, [ranked[task] for task in tasks], bootstrap)
             for dataset, tasks in sorted(by_dataset.items())

@@ -258,7 +258,7 @@ def flips_section(compared: RunComparison) -> list[Section]:
         )
         for flip in compared.flips
     )
-    # A comparison counts all flips and keeps the first MAX_FLIPS_KEPT.
+    # A comparison counts all flips and keeps the first MAX_FLIPS.
     shown = f", the first {len(rows)}" if len(rows) < compared.flipped else ""
     title = f"Predicted differently: {counted(compared.flipped, 'example')}{shown}"
     return [Section(title, header=header, rows=rows, level=3)] * bool(rows)

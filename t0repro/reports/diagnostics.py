@@ -12,7 +12,7 @@ from t0repro.evaluation.outputs import read_inputs_of
 from t0repro.evaluation.rank import RankResult
 
 BINS = 10
-FLIPS_KEPT = 5
+MAX_FLIPS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ def prompt_flips(
     # Count the smaller side: at most half of the prompts can disagree.
     disagreement = np.minimum(right, len(results) - right)
     # Stable, so that two reports of the same scores list the same examples.
-    order = np.argsort(-disagreement, kind="stable")[:FLIPS_KEPT]
+    order = np.argsort(-disagreement, kind="stable")[:MAX_FLIPS]
     chosen = [at for at in order if disagreement[at]]
     texts = read_inputs_of(eval_dir, results[0].task, [int(shared[at]) for at in chosen])
     flips = tuple(

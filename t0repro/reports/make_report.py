@@ -77,7 +77,7 @@ class ReportOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
+class ExtraContent:
     """Optional parts of a report besides its run's scores.
 
     Attributes:
@@ -97,7 +97,7 @@ def make_report(
     run: Run,
     prompts: Mapping[str, PromptInfo],
     options: ReportOptions | None = None,
-    beside: Beside | None = None,
+    beside: ExtraContent | None = None,
 ) -> Report:
     """Ranks a folder's tasks and builds the report, without writing anything.
 
@@ -110,7 +110,7 @@ def make_report(
     Raises:
       UserError: if files are missing or cannot be read, or scores are NaN.
     """
-    options, beside = options or ReportOptions(), beside or Beside()
+    options, beside = options or ReportOptions(), beside or ExtraContent()
     step = latest_step(run.eval_dir) if run.step is None else run.step
     # Fix the step: a training run may write the next one while the report is being built.
     run = dataclasses.replace(run, step=step)
@@ -171,7 +171,7 @@ def _by_mode(
 
 
 def _stacks(
-    run: Run, prompts: Mapping[str, PromptInfo], bootstrap: Bootstrap, beside: Beside
+    run: Run, prompts: Mapping[str, PromptInfo], bootstrap: Bootstrap, beside: ExtraContent
 ) -> RunComparison | None:
     if beside.other is None:
         return None
@@ -182,7 +182,7 @@ def _stacks(
     return compared
 
 
-def _losses(beside: Beside) -> LossComparison | None:
+def _losses(beside: ExtraContent) -> LossComparison | None:
     if beside.losses is None:
         return None
     (label_a, metrics_a), (label_b, metrics_b) = beside.losses

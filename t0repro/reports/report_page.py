@@ -207,7 +207,7 @@ _TASKS_SHOWN = 10
 
 def _coverage_in_words(report: Report) -> list[str]:
     """Sentences: how many of how many inputs were evaluated, and how many were truncated."""
-    return [*_sampled_in_words(report.tasks), *_cut_in_words(report.tasks)]
+    return [*_sampled_in_words(report.tasks), *_truncation_in_words(report.tasks)]
 
 
 def _sampled_in_words(tasks: Sequence[TaskCost]) -> list[str]:
@@ -229,7 +229,7 @@ def _sampled_in_words(tasks: Sequence[TaskCost]) -> list[str]:
     ]
 
 
-def _cut_in_words(tasks: Sequence[TaskCost]) -> list[str]:
+def _truncation_in_words(tasks: Sequence[TaskCost]) -> list[str]:
     known = [cost for cost in tasks if cost.cut_inputs is not None]
     if not known:
         return []

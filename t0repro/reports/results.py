@@ -75,7 +75,7 @@ def rank_folder(
 # ---- A prompt and a dataset ----------------------------------------------------------------------
 
 
-UNANSWERABLE_KEPT = 20
+MAX_UNANSWERABLE = 20
 CLEAR = 0.025
 """One-sided p-value up to which a dataset counts as clearly above or below a value."""
 
@@ -233,7 +233,7 @@ def prompt_result(
 def _unanswerable(result: RankResult, eval_dir: str | os.PathLike[str]) -> tuple[Unanswerable, ...]:
     """The first examples whose answer is not among their choices."""
     # All are counted, but only the first are looked up and listed.
-    found = [int(example) for example in result.example[~result.answerable][:UNANSWERABLE_KEPT]]
+    found = [int(example) for example in result.example[~result.answerable][:MAX_UNANSWERABLE]]
     texts = read_inputs_of(eval_dir, result.task, found)
     return tuple(Unanswerable(example, texts.get(example)) for example in found)
 

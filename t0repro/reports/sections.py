@@ -6,7 +6,7 @@ from t0repro.reports.page import Cell, Column, Section
 from t0repro.reports.plots import accuracy_plot, calibration_plot, prompt_tip, published_letters
 from t0repro.reports.report import Report, family_of
 from t0repro.reports.results import (
-    UNANSWERABLE_KEPT,
+    MAX_UNANSWERABLE,
     DatasetResult,
     GenerationResult,
     GroupResult,
@@ -202,7 +202,7 @@ def unanswerable_sections(report: Report) -> list[Section]:
     ]
     note = (
         "They count as wrong, as in T0. Counts are exact; of each prompt the first"
-        f" {UNANSWERABLE_KEPT} examples are listed."
+        f" {MAX_UNANSWERABLE} examples are listed."
     )
     return [Section("Answers that are none of the choices", note=note), *sections] * bool(sections)
 

@@ -33,7 +33,7 @@ from t0repro.evaluation.rank import RankResult
 
 _EXACT_EXAMPLES = 100  # up to this many differing examples, McNemar's test is exact
 _FEW_PROMPTS = 5
-_DRAWN_AT_ONCE = 2_000_000  # weights in memory at once, 16 MB
+_WEIGHTS_AT_ONCE = 2_000_000  # weights in memory at once, 16 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Bootstrap:
         """
         seed = [self.seed, zlib.crc32(dataset.encode()), examples, 1]
         generator = np.random.default_rng(seed)
-        rows = max(1, _DRAWN_AT_ONCE // (examples + 1))
+        rows = max(1, _WEIGHTS_AT_ONCE // (examples + 1))
         for first in range(0, self.replicates, rows):
             size = (min(rows, self.replicates - first), examples + 1)
             yield generator.standard_exponential(size)

@@ -181,7 +181,7 @@ def generated_texts(
 # ---- The checkpoints that T5X's eval and infer restore -------------------------------------------
 
 
-SECONDS_BETWEEN_LOOKS = 5.0
+POLL_SECONDS = 5.0
 
 
 def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
@@ -229,7 +229,7 @@ def _paths(restore: RestoreConfig) -> Sequence[str]:
 def coming(
     restore: RestoreConfig,
     until: int | None = None,
-    seconds: float = SECONDS_BETWEEN_LOOKS,
+    seconds: float = POLL_SECONDS,
 ) -> Iterator[CheckpointRef]:
     """Yields checkpoints as they appear in a folder, each once, starting with the existing ones.
 

@@ -33,7 +33,7 @@ from t0repro.evaluation.task_output import (
     TaskOutput,
     TaskResult,
     TruncationCounter,
-    explaining_cut_examples,
+    explaining_incomplete_inputs,
     judge_of,
     judge_of_registered,
 )
@@ -308,7 +308,7 @@ class TaskWriter:
                 f"The split {self._settings.split!r} of {name} has no examples.",
                 fix="Check whether the data is there, and whether the templates drop every row.",
             )
-        with explaining_cut_examples(self._settings.limit):
+        with explaining_incomplete_inputs(self._settings.limit):
             result = output.finish()
         del self._open[name]
         if self._config.output_eval_examples:

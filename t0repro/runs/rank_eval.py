@@ -229,7 +229,7 @@ class _Evaluation:
         readers = {name: self._reader(name) for name in names}
         tasks: dict[str, _RankedTask] = {}
         try:
-            for parts in windows(_announced(readers), PAIRS_IN_MEMORY):
+            for parts in windows(_with_progress(readers), PAIRS_IN_MEMORY):
                 run = RankRun(
                     self.checkpoint,
                     parts,
@@ -362,7 +362,9 @@ class _RankedTask:
         return found
 
 
-def _announced(readers: Mapping[str, TaskReader]) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
+def _with_progress(
+    readers: Mapping[str, TaskReader],
+) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
     """Yields each task's name and examples; reports every few seconds how many have been read."""
     for count, (name, reader) in enumerate(readers.items(), 1):
         yield name, reader.examples()

@@ -33,7 +33,7 @@ from t0repro.progress import say
 from t0repro.runs.description import record_command
 from t0repro.runs.train import Describe, train
 from t0repro.training.metrics import OpenWriter
-from t0repro.training.model_dir import held_for_training
+from t0repro.training.model_dir import locked_for_training
 from t0repro.training.planned import Evaluations
 from t0repro.training.train_state import (
     FlatTree,
@@ -67,7 +67,7 @@ def start_training(
     """
     plan, model_dir = config.plan, os.fspath(config.model_dir)
     # Take the lock, and check that the settings match, before model_dir is read or written.
-    with held_for_training(model_dir, "jax", config, allow_changed=allow_changed) as check:
+    with locked_for_training(model_dir, "jax", config, allow_changed=allow_changed) as check:
         # Look only under the lock: before it, another run might still be saving here.
         resumed = bool(sources.list_checkpoints(model_dir))
         written = output_folder(model_dir)
@@ -180,13 +180,13 @@ def restored(
     wanted = [name for name in fresh if not name.startswith(naming.SLOTS) or fresh[name].size > 1]
     if config.strict:
         _check_slots(result, [name for name in wanted if name.startswith(naming.SLOTS)], where)
-    say_unmatched(tree, wanted, {new: old for new, old in names.items() if old is not None})
+    report_unmatched(tree, wanted, {new: old for new, old in names.items() if old is not None})
     if config.dtype in (None, "float32"):
         return result
     return with_parameters_in(result, config.dtype)
 
 
-def say_unmatched(
+def report_unmatched(
     tree: Collection[str], wanted: Collection[str], filled: Mapping[str, str]
 ) -> None:
     """Lists the entries that a partial restore does not fill, and those that it does not use.
@@ -263,7 +263,7 @@ def keep_matching(
             fix=f"Names are for instance {', '.join(list(variables.values())[:3])}.",
         )
     wanted = [key for key, name in names.items() if name]
-    say_unmatched(kept, wanted, {key: key for key in kept})
+    report_unmatched(kept, wanted, {key: key for key in kept})
     for path, value in flax.traverse_util.flatten_dict(fresh().params, sep="/").items():
         # Slots and the step need no entry: `from_flat_tree` starts missing ones at zero.
         kept.setdefault(naming.PARAMETERS + path, np.asarray(value))

@@ -26,7 +26,7 @@ from t0repro.training.loop import TrainingLoop
 from t0repro.training.metrics import OpenWriter, Writer
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.planned import Evaluations, loop_of, still_evaluates
-from t0repro.training.rematerialization import compiled_beside, decided
+from t0repro.training.rematerialization import compiled_in_background, decided
 from t0repro.training.schedules import make_schedule
 from t0repro.training.start import (
     Batches,
@@ -185,34 +185,38 @@ def train(
 
     # ---- Train and save -------------------------------------------------------------------------
     # Only this project's own data has shapes that are known before reading it.
-    compiles_beside = feed.is_source and start.step < end_step
-    beside = compiled_beside(trainer, config) if compiles_beside else contextlib.nullcontext()
+    compiles_in_background = feed.is_source and start.step < end_step
+    beside = (
+        compiled_in_background(trainer, config)
+        if compiles_in_background
+        else contextlib.nullcontext()
+    )
     try:
         with loop, beside:
             done = loop.run(open_batches(), end_step - start.step)
     except PreemptionError as error:
         raise StoppedBySignal(signal.SIGTERM, plan.save is not None) from error
     except KeyboardInterrupt:  # the second Ctrl-C
-        say(f"stopped at once, without saving: {_goes_on(config)}")
+        say(f"stopped at once, without saving: {_how_to_continue(config)}")
         raise
     if start.step >= end_step:
         say(nothing)
     else:
-        _say_how_it_ended(loop, end_step, done, signals, config)
+        _report_end(loop, end_step, done, signals, config)
     return trainer.release()
 
 
 # ---- How it ended -------------------------------------------------------------------------------
 
 
-def _goes_on(config: RunConfig) -> str:
+def _how_to_continue(config: RunConfig) -> str:
     """The checkpoint from which the same command would continue: the latest."""
     saved = latest_step(config.model_dir)
     place = "the start" if saved is None else str(checkpoint_path(config.model_dir, saved))
     return f"the same command continues from {place}"
 
 
-def _say_how_it_ended(
+def _report_end(
     loop: TrainingLoop,
     end_step: int,
     done: int,
@@ -230,7 +234,7 @@ def _say_how_it_ended(
         if config.plan.save is not None:
             say(f"stopped by a signal: the same command continues from {saved}")
         else:
-            say(f"stopped by a signal, without saving: {_goes_on(config)}")
+            say(f"stopped by a signal, without saving: {_how_to_continue(config)}")
         raise StoppedBySignal(signals.received, config.plan.save is not None)
     if not done and loop.stop_reason is None:
         data = config.plan.train_data

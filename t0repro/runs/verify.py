@@ -116,7 +116,7 @@ def verify(
         yield from _recomputed(opened, eval_dir, records[task], cells, exact)
 
 
-def noticed(share: float, cells: int) -> float:
+def detection_probability(share: float, cells: int) -> float:
     """Probability that a sample of cells reveals alterations in a share of all cells."""
     return 1 - (1 - share) ** cells
 
@@ -274,9 +274,9 @@ def chosen_cells(
     """A random sample without repetition of all tasks' inputs: task -> numbers of its inputs."""
     names = sorted(records)
     ends = np.cumsum([int(records[name]["inputs"]) for name in names])
-    drawn = np.random.default_rng(seed).choice(ends[-1], min(sample, ends[-1]), replace=False)
+    sampled = np.random.default_rng(seed).choice(ends[-1], min(sample, ends[-1]), replace=False)
     cells: dict[str, list[int]] = {}
-    for at in np.sort(drawn):
+    for at in np.sort(sampled):
         task = int(np.searchsorted(ends, at, side="right"))
         first = int(ends[task - 1]) if task else 0
         cells.setdefault(names[task], []).append(int(at) - first)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t0repro.files import append_whole, make_folder, naming, write_atomically
+from t0repro.files import append_or_undo, make_folder, naming, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 OpenWriter = Callable[[str], "Writer"]
@@ -279,7 +279,7 @@ class JsonLines:
             if kept != lines:
                 # Replace the file rather than truncate it: readers that follow it then notice.
                 write_atomically(path, "".join(kept))
-        drop_half_line(path)
+        drop_partial_line(path)
         self._path = path
         # Unbuffered: what a full disk refused must not be written later, when the file is closed.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close())
@@ -290,7 +290,7 @@ class JsonLines:
         Raises:
           UserError: if the disk is full; no part of the line is left in the file.
         """
-        append_whole(self._file, (json.dumps(row) + "\n").encode(), self._path)
+        append_or_undo(self._file, (json.dumps(row) + "\n").encode(), self._path)
 
     def sync(self) -> None:
         """Waits until every line is on disk."""
@@ -303,7 +303,7 @@ class JsonLines:
             self.sync()
 
 
-def drop_half_line(path: Path) -> None:
+def drop_partial_line(path: Path) -> None:
     """Cuts off the unfinished last line of a killed run, so that the next one does not join it."""
     if not path.exists():
         return

@@ -3,7 +3,7 @@
 Training that continues from the wrong state does not fail by itself: Mesh TensorFlow starts at step
 0 beside the JAX stack's checkpoints, which it does not see; slots of another optimizer become
 zeros; swapping two activations leaves the parameters' names and shapes the same. Both backends
-train inside `held_for_training`, which reports each of these before anything is restored or
+train inside `locked_for_training`, which reports each of these before anything is restored or
 written.
 
 `trained_with.json` in model_dir records the settings of the last training there. Without it, for
@@ -44,7 +44,7 @@ _MAY_CHANGE = frozenset(
 
 
 @contextlib.contextmanager
-def held_for_training(
+def locked_for_training(
     model_dir: str | os.PathLike[str],
     backend: Backend,
     config: RunConfig | None,

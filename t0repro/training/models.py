@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.model.blocks import towers_in_loops
+from t0repro.model.blocks import scanned_towers
 from t0repro.model.t5 import T5, Batch
 from t0repro.model.t5x_decoding import beam_search, t5_functions
 from t0repro.training.batch_sums import compute_base_metrics, count_packed_examples
@@ -382,4 +382,4 @@ def summed_towers(model: BaseModel, loss_fn: LossFn) -> dict[str, int]:
         return {}
     if getattr(loss_fn, "__func__", None) not in own:
         return {}
-    return towers_in_loops(model.module.config)
+    return scanned_towers(model.module.config)

@@ -92,7 +92,7 @@ def step_memory(config: RunConfig, partitioning: Partitioning) -> Memory:
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
     state = partitioning.divided(held_shapes(model, optimizer))
     shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
-    activations = _kept_activations(config, partitioning, shapes)
+    activations = _saved_activations(config, partitioning, shapes)
     trained, slots = bytes_per_device(state.params), bytes_per_device(state.slots)
     parameters = trained + bytes_per_device(state.frozen)
     return Memory(
@@ -105,7 +105,7 @@ def step_memory(config: RunConfig, partitioning: Partitioning) -> Memory:
     )
 
 
-def _kept_activations(
+def _saved_activations(
     config: RunConfig, partitioning: Partitioning, features: Mapping[str, tuple[int, int]]
 ) -> int:
     """Bytes that one device keeps from a microbatch's forward pass for the backward pass.
@@ -210,7 +210,7 @@ def train_shapes(config: RunConfig, length: Callable[[str], int]) -> dict[str, t
 
 
 @contextlib.contextmanager
-def compiled_beside(trainer: BaseTrainer, config: RunConfig) -> Iterator[None]:
+def compiled_in_background(trainer: BaseTrainer, config: RunConfig) -> Iterator[None]:
     """Compiles the train step in a thread, for the shapes that the configuration implies.
 
     A batch of another shape gets its own step compiled when it comes, as it would without this.

@@ -368,7 +368,7 @@ def from_flat_tree(
     """
     shapes = flax.traverse_util.flatten_dict(like.params, sep="/")
     check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
-    _tell_unused(tree, shapes, where)
+    _report_unused(tree, shapes, where)
     params = {
         path: _on_devices(tree[naming.PARAMETERS + path], value) for path, value in shapes.items()
     }
@@ -442,7 +442,7 @@ def parameters_from_flat_tree(
     if like is not None:
         shapes = flax.traverse_util.flatten_dict(like, sep="/")
         check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
-        _tell_unused(tree, shapes, where)
+        _report_unused(tree, shapes, where)
     else:
         shapes = flax.traverse_util.flatten_dict(checkpoint_shapes(tree), sep="/")
     params = {}
@@ -524,7 +524,7 @@ def check_parameters(
             )
 
 
-def _tell_unused(tree: OpenTree, shapes: Container[str], where: str) -> None:
+def _report_unused(tree: OpenTree, shapes: Container[str], where: str) -> None:
     """Warns of parameters that the model lacks, such as the upper layers of a deeper model.
 
     Mesh TensorFlow and T5X ignore them silently, so they are no error here either.

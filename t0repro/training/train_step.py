@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from t0repro.errors import UserError
 from t0repro.model import layer_stacks
-from t0repro.model.blocks import towers_in_loops
+from t0repro.model.blocks import scanned_towers
 from t0repro.model.layer_stacks import Towers, joined, stacked, stacks_in
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
@@ -405,7 +405,7 @@ def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
         return state
     if stacks_in(state.params) or stacks_in(state.frozen):
         return state
-    towers = towers_in_loops(model.module.config)
+    towers = scanned_towers(model.module.config)
     # An adapter may leave a tower as it is.
     own = {tower: count for tower, count in towers.items() if tower in state.params}
     if not towers or not _alike(state.slots, own):

@@ -400,7 +400,7 @@ def _description(split: _Split, score_eval: bool, statistics: Statistics) -> dic
         "files": split.files[score_eval],
         # A few numbers of dropped rows suffice for inspection.
         "dropped": {
-            reason: {"rows": len(places), "first": sorted(places)[: shards.NUMBERS_KEPT]}
+            reason: {"rows": len(places), "first": sorted(places)[: shards.MAX_NUMBERS]}
             for reason, places in sorted(numbers.items())
         },
     }

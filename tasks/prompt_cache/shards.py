@@ -110,7 +110,7 @@ ROWS_PER_SHARD = 1 << 14
 """Rows per shard; a larger split gets more shards than requested, to bound memory."""
 
 _BATCH = 256  # rows whose inputs are tokenized together
-NUMBERS_KEPT = 20  # of dropped rows, in the provenance file
+MAX_NUMBERS = 20  # of dropped rows, in the provenance file
 
 _threads = 1  # SentencePiece's threads in this process
 

@@ -24,7 +24,7 @@ def run_program(body: str) -> subprocess.CompletedProcess[str]:
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    time.sleep(5)\n"
         "with gate('it') as settings:\n"
-        "    settings.go_on = 'Go on so.'\n"
+        "    settings.how_to_continue = 'Go on so.'\n"
     ) + "".join(f"    {line}\n" for line in body.splitlines())
     return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
 

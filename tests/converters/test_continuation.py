@@ -82,7 +82,7 @@ class JaxStack:
             lambda: new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
         )
 
-    def go_on(self, tree) -> tuple[list[float], dict[str, np.ndarray]]:
+    def how_to_continue(self, tree) -> tuple[list[float], dict[str, np.ndarray]]:
         """Losses of three steps from a flat tree, and the tree after them."""
         from t0repro.training.train_state import from_flat_tree, to_flat_tree
 
@@ -107,11 +107,11 @@ def runs(mesh_checkpoints, train_mesh_tensorflow, tmp_path_factory):
     root = tmp_path_factory.mktemp("continuation")
     source, jax_stack = mesh_checkpoints["t5_1_1"], JaxStack()
     jax_runs = {
-        form: jax_stack.go_on(load_any(through(source, form, root / "from_mtf", "jax")))
+        form: jax_stack.how_to_continue(load_any(through(source, form, root / "from_mtf", "jax")))
         for form in FORMATS
     }
     save_tree(root / "jax_trained" / "checkpoint_5", jax_runs["mtf"][1])
-    jax_continues = jax_stack.go_on(jax_runs["mtf"][1])
+    jax_continues = jax_stack.how_to_continue(jax_runs["mtf"][1])
     shutil.copytree(source, root / "own")
     t5 = {"model": "t5.1.1.small"}
     jobs = {
@@ -181,7 +181,7 @@ def test_without_the_slots_a_continuation_is_told_apart(runs, mesh_checkpoints):
     emptied = {
         key: np.zeros_like(x) if key.startswith(naming.SLOTS) else x for key, x in tree.items()
     }
-    _, after = runs.jax_stack.go_on(emptied)
+    _, after = runs.jax_stack.how_to_continue(emptied)
     with pytest.raises(AssertionError):
         assert_trees_agree(after, runs.jax["mtf"][1])
 

@@ -11,7 +11,7 @@ from t0repro.config.run_config import EvalDataConfig
 from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
 from t0repro.evaluation import reading
-from t0repro.evaluation.task_output import explaining_cut_examples
+from t0repro.evaluation.task_output import explaining_incomplete_inputs
 from t0repro.runs import evaluate as score_eval
 
 from ..tiny_models import run_config
@@ -108,9 +108,9 @@ def test_without_bound_lengths_all_tasks_have_those_of_the_longest(
 def test_only_t5s_error_about_cut_off_choices_is_explained():
     with (
         pytest.raises(UserError, match="5 pairs cannot be ranked: each input has 2 choices"),
-        explaining_cut_examples(5),
+        explaining_incomplete_inputs(5),
     ):
         raise AssertionError("5 % 2 != 0")
     for limit, error in ((None, AssertionError("5 % 2 != 0")), (5, AssertionError("another"))):
-        with pytest.raises(AssertionError), explaining_cut_examples(limit):
+        with pytest.raises(AssertionError), explaining_incomplete_inputs(limit):
             raise error

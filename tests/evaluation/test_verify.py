@@ -22,7 +22,7 @@ from t0repro.reports.run import Run
 from t0repro.reports.write import write_report
 from t0repro.runs import rank_eval
 from t0repro.runs import verify as runs_verify
-from t0repro.runs.verify import chosen_cells, noticed, options_of, verify
+from t0repro.runs.verify import chosen_cells, detection_probability, options_of, verify
 
 SETTINGS = EvaluationSettings(lengths={"inputs": 128, "targets": 32}, limit=12)
 ALL = 10_000
@@ -132,7 +132,7 @@ def test_the_command_exits_with_1_where_something_differs(copied):
     run = CliRunner().invoke(app, command, catch_exceptions=False)
     assert run.exit_code == 0 and "DIFFERS" not in run.output
     assert run.output.count("to the last bit") == 2
-    assert "noticed with a probability of 2% if 1% were, 10% if 5% were, 19% if 10%" in run.output
+    assert "detected with a probability of 2% if 1% were, 10% if 5% were, 19% if 10%" in run.output
     (copied / "report.md").write_text("# Another")
     run = CliRunner().invoke(app, command, catch_exceptions=False)
     assert run.exit_code == 1 and "DIFFERS  report.md" in run.output
@@ -176,4 +176,4 @@ def test_covered_up_scores_are_noticed_as_often_as_is_said(copied, prompts):
             for drawn in draws
         ]
         # Four standard errors of 600 draws; without repetition it is noticed a little more often.
-        assert np.mean(caught) >= noticed(share, cells) - 4 * np.sqrt(0.25 / 600)
+        assert np.mean(caught) >= detection_probability(share, cells) - 4 * np.sqrt(0.25 / 600)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from t0repro.buckets import place
-from t0repro.cloud.auxiliary import auxiliary_jobs_beside
+from t0repro.cloud.auxiliary import auxiliary_jobs_during_training
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.files import input_path
@@ -20,16 +20,16 @@ from .trainings import curve, save_checkpoints
 T5 = str(Path(sys.executable).with_name("t5_mesh_transformer"))
 
 
-def jobs_beside(model_dir: Path | str, command: list[str] | str, **changes):
+def jobs_during_training(model_dir: Path | str, command: list[str] | str, **changes):
     target = command if isinstance(command, str) else " ".join(command)
     asked = {"auxiliary_job_mixtures": "m", "poll_seconds": 0.1} | changes
     options = AuxiliaryOptions(auxiliary_job_build_target_path=target, **asked)
-    return auxiliary_jobs_beside(model_dir, options, T5xInputs("train"))
+    return auxiliary_jobs_during_training(model_dir, options, T5xInputs("train"))
 
 
 def test_when_the_block_ends_every_checkpoint_is_done(tmp_path, evaluator):
     model_dir = tmp_path / "model"
-    with jobs_beside(model_dir, evaluator):
+    with jobs_during_training(model_dir, evaluator):
         save_checkpoints(model_dir, 3, 6)
     assert curve(model_dir / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
 
@@ -37,7 +37,7 @@ def test_when_the_block_ends_every_checkpoint_is_done(tmp_path, evaluator):
 def test_a_job_that_could_not_work_stops_the_training_before_it_starts(tmp_path):
     with (
         pytest.raises(UserError, match="no mixtures"),
-        jobs_beside(tmp_path / "model", "true", auxiliary_job_mixtures=""),
+        jobs_during_training(tmp_path / "model", "true", auxiliary_job_mixtures=""),
     ):
         pytest.fail("the training started")
 
@@ -46,7 +46,7 @@ def test_a_bucket_out_of_reach_is_refused_before_the_training_starts(tmp_path, m
     monkeypatch.chdir(tmp_path)
     with (
         pytest.raises(UserError, match="not a known scheme"),
-        jobs_beside("foo://bucket/run", "true"),
+        jobs_during_training("foo://bucket/run", "true"),
     ):
         pytest.fail("the training started")
     assert not any(tmp_path.iterdir())
@@ -56,7 +56,7 @@ def test_a_bucket_out_of_reach_is_refused_before_the_training_starts(tmp_path, m
 def test_every_checkpoint_of_a_training_in_a_bucket_is_evaluated_from_there(
     bucket, tmp_path, evaluator
 ):
-    with jobs_beside(bucket, evaluator):
+    with jobs_during_training(bucket, evaluator):
         save_checkpoints(place(bucket), 3, 6)
     copy = input_path(bucket)
     assert curve(copy / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
@@ -70,7 +70,7 @@ def test_a_job_given_up_is_said_at_the_end(tmp_path):
     model_dir = tmp_path / "model"
     with (
         pytest.raises(UserError, match="not every auxiliary job"),
-        jobs_beside(model_dir, "false", max_failures=1),
+        jobs_during_training(model_dir, "false", max_failures=1),
     ):
         save_checkpoints(model_dir, 3)
     (progress,) = read_status(model_dir).values()
@@ -81,7 +81,7 @@ def test_a_training_that_fails_ends_its_jobs_and_keeps_its_own_error(tmp_path):
     model_dir = tmp_path / "model"
     with (
         pytest.raises(ZeroDivisionError),
-        jobs_beside(model_dir, "sleep 600"),
+        jobs_during_training(model_dir, "sleep 600"),
     ):
         save_checkpoints(model_dir, 3)
         while not list(model_dir.glob("auxiliary/m/step_3/*.log")):

@@ -35,7 +35,7 @@ def test_a_checkpoint_in_use_outlives_the_trainings_retention(bucket, tmp_path, 
     watched = controller(bucket, waits)
     states = []
 
-    def training_goes_on():
+    def training_continues():
         """The training removes once the first job runs."""
         if len(states) == 1:
             remove_superfluous(bucket, KEEP_ONE, {})
@@ -43,7 +43,7 @@ def test_a_checkpoint_in_use_outlives_the_trainings_retention(bucket, tmp_path, 
         states.append(list_checkpoints(bucket))
         return False
 
-    assert watched.run(training_goes_on)
+    assert watched.run(training_continues)
     assert states[1] == [3, 6] and runs(tmp_path) == ["3 m", "6 m"]
     working_copies.close_all()
     # There is no further save, so the controller removed it, and no trace of a pin is left of it.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from t0repro.cloud.auxiliary import auxiliary_jobs_beside, check_jobs
+from t0repro.cloud.auxiliary import auxiliary_jobs_during_training, check_jobs
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.jobs.options import AuxiliaryOptions
@@ -32,7 +32,7 @@ def test_a_split_that_no_task_has_stops_the_training_before_it_starts(tmp_path, 
     gin = T5xInputs("train", (), ("MIXTURE_OR_TASK_SPLIT = 'test'",), (".",))
     with (
         pytest.raises(UserError) as refused,
-        auxiliary_jobs_beside(tmp_path / "model", options, gin),
+        auxiliary_jobs_during_training(tmp_path / "model", options, gin),
     ):
         pytest.fail("the training started")
     message = str(refused.value)

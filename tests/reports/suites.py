@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from t0repro.reports import render
-from t0repro.reports.make_report import Beside, ReportOptions, make_report
+from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
 from t0repro.reports.report_page import report_page
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
@@ -82,7 +82,7 @@ def full_report(evaluation, tmp_path):
     lines = [json.dumps({"split": "train", "step": s, "loss": 5 / s}) for s in range(1, 21)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     (evaluation.folder.parent / "operative_config.gin").write_text("run.train_steps = 20\n")
-    beside = Beside(
+    beside = ExtraContent(
         other=Run("mtf", other.folder),
         metrics=tmp_path / "metrics.jsonl",
         losses=(("jax", tmp_path / "metrics.jsonl"), ("mtf", tmp_path / "metrics.jsonl")),

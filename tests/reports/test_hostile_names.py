@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
-from t0repro.reports.make_report import Beside, ReportOptions, make_report
+from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
 from t0repro.reports.page import Column, Page, Section
 from t0repro.reports.render import markdown_table, print_page, render_html, render_markdown
 from t0repro.reports.report import load_report
@@ -64,7 +64,7 @@ def hostile_report(folder, name):
     facts = {"checkpoint": name, "data": {name: name}, "versions": {name: name}}
     (folder / "provenance.json").write_text(json.dumps(facts))
     options = ReportOptions(title=name, bootstrap=Bootstrap(100), notes=(name,))
-    beside = Beside(conversion=f"{name}\n```\n# after the fence")
+    beside = ExtraContent(conversion=f"{name}\n```\n# after the fence")
     return make_report(Run(name, folder), prompts, options, beside), prompts
 
 

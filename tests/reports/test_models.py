@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from t0repro.cli.report import compare
 from t0repro.errors import UserError
-from t0repro.reports.make_report import Beside
+from t0repro.reports.make_report import ExtraContent
 from t0repro.reports.models import compare_models, sets_alike
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap, Outcomes, difference_over_seeds, t_p_value
@@ -101,7 +101,7 @@ def test_runs_of_one_label_alone_are_no_comparison(tmp_path):
 
 def test_the_report_says_whether_its_run_and_the_other_can_be_told_apart(tmp_path):
     first, second = trained(tmp_path / "a", 0, 2.5), trained(tmp_path / "b", 1, 0.0)
-    report = report_of(first, Beside(other=Run("other", second.folder)))
+    report = report_of(first, ExtraContent(other=Run("other", second.folder)))
     sentence = "jax and other cannot be told apart on super_glue/rte (95% confidence"
     assert sentence in render_markdown(report) and sentence in render_html(report)
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from t0repro.evaluation.records import write_record
 from t0repro.reports.comparison_page import comparison_page
-from t0repro.reports.make_report import Beside, ReportOptions, make_report
+from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
 from t0repro.reports.render import print_page
 from t0repro.reports.report_page import brief_page, report_page
 from t0repro.reports.run import Run
@@ -252,7 +252,7 @@ def test_two_runs_are_of_the_same_checkpoint_only_where_their_hashes_are_equal(
         runs.append(small_suite(tmp_path / label))
         facts = {"step": 20, "checkpoint_hash": found}
         (runs[-1].folder / "provenance.json").write_text(json.dumps(facts))
-    report = report_of(runs[0], Beside(other=Run("mtf", runs[1].folder)))
+    report = report_of(runs[0], ExtraContent(other=Run("mtf", runs[1].folder)))
     text = render_markdown(report)
     assert f"### {title}\n" in text and said in text
     assert said in " ".join(comparison_page([report.stacks]).sections[1].lines)

@@ -34,7 +34,7 @@ from t0repro.runs.start import starting_tree
 from t0repro.runs.train import train
 from t0repro.training.bad_update import replay
 from t0repro.training.checkpoints import checkpoint_path, save_tree
-from t0repro.training.model_dir import held_for_training
+from t0repro.training.model_dir import locked_for_training
 from t0repro.training.train_state import initial_adapter, to_flat_tree
 
 from .. import tiny_models as tiny
@@ -78,7 +78,7 @@ def config_of(model_dir, base, adapter, steps=4, model=DEEP, **changes):
 
 def run(config, batches=None, allow_changed=False):
     """Trains as the command does, on the same batches by step."""
-    with held_for_training(config.model_dir, "jax", config, allow_changed=allow_changed) as check:
+    with locked_for_training(config.model_dir, "jax", config, allow_changed=allow_changed) as check:
         folder = checkpoint_path(config.model_dir, 2)
         skipped = 2 if folder.is_dir() else 0
         return to_flat_tree(
