@@ -208,7 +208,7 @@ def test_every_folder_with_modules_is_a_package_so_that_a_wheel_has_it():
 
 
 def third_party_imports(*folders: str) -> set[str]:
-    """Top-level modules that code in these folders imports, but for Python's and ours."""
+    """Top-level modules that code in these folders imports, except Python's and ours."""
     found = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -10,7 +10,7 @@ from t0repro.cloud.google import LOGGING, Place, cloud_errors, connect, overridd
 from t0repro.progress import say
 
 State = Literal["waiting", "running", "succeeded", "failed", "cancelled"]
-# A state that is not listed, as one that Google adds later, counts as running: a look tells more.
+# An unlisted state, such as one that Google adds later, counts as running.
 _STATES: dict[str, State] = {
     "JOB_STATE_QUEUED": "waiting",
     "JOB_STATE_PENDING": "waiting",

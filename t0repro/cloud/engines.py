@@ -62,7 +62,7 @@ def make_launcher(name: str, machine: Machine) -> Launcher:
 
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "RESIZING"}
 _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"}
-# Not the job's fault: its nodes were given to another job, or failed.
+# Interruptions, not failures of the job: its nodes failed or went to another job.
 _PREEMPTED = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED"}
 
 

@@ -32,7 +32,7 @@ class Cost:
     energy_source: str = ""
 
     def __add__(self, other: Cost) -> Cost:
-        # One part of unknown energy makes the total unknown.
+        # If one part's energy is unknown, so is the total.
         joules = None
         if self.joules is not None and other.joules is not None:
             joules = self.joules + other.joules

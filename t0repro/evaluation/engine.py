@@ -72,8 +72,8 @@ class Engine:
         misses: bool = False,
     ):
         self.params, self.model, self.misses = params, model, misses
-        # (inputs_length, targets_length) -> most rows that fit, once a batch of the shape
-        # did not.
+        # (inputs_length, targets_length) -> most rows that fit, for shapes of which a batch did not
+        # fit.
         self._halved: dict[tuple[int, int], int] = {}
 
     def run(self, pairs: Pairs, plan: Batching) -> Iterator[Scored]:

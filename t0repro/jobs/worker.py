@@ -51,7 +51,7 @@ class Limits:
     log_megabytes: float = 10.0
 
 
-# Stands for the worker's Python at the start of a command: in an image, its path differs.
+# Placeholder for the worker's Python at the start of a command; its path differs between images.
 INTERPRETER = "{python}"
 
 
@@ -116,7 +116,8 @@ class Ending:
 def main(job_file: str) -> None:
     """Runs the job described by a file of `Work.write`, then ends with everything it started."""
     work = Work.read(input_path(job_file))
-    # No threading.Event: one that is set while this thread looks at it waits for its own lock.
+    # Not a threading.Event: setting one in a signal handler while this thread checks it deadlocks
+    # on its lock.
     asked_to_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_end.append(number))
     # A launcher may have made it the leader already.

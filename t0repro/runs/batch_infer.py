@@ -169,7 +169,8 @@ class _TaskJob:
     def _made_of(self) -> list[str]:
         """Digest of the checkpoint's path and all settings that matter; the checkpoint's identity.
 
-        The parameters' digest would not do: a run with nothing to do should not read them.
+        The parameters' digest is not used, because a run with nothing to do should not have to read
+        them.
         """
         settings = {"checkpoint": self._checkpoint, **self._settings()}
         digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]

@@ -218,7 +218,7 @@ def is_there(restore: RestoreConfig) -> bool:
         except UserError:
             return False
 
-    # Only the first process looks: the others would wait for what it reports of a checkpoint.
+    # Only the first process checks; the others receive its answer.
     return from_first(found)
 
 
@@ -241,8 +241,8 @@ def coming(
       seconds: Polling interval of the folder.
 
     Raises:
-      UserError: If the mode is "specific", which no new checkpoint changes; or if an adapter is
-        named, whose base does not change.
+      UserError: If the mode is "specific" or an adapter is named: then no new checkpoint can
+        appear.
     """
     if restore.adapter is not None:
         raise UserError(

@@ -151,7 +151,7 @@ def devices_line(config: RunConfig, devices: Sequence[Any]) -> str:
 
 
 def arranged(config: RunConfig, devices: Sequence[Any]) -> tuple[RunConfig, Partitioning, str]:
-    """A run as it would be on devices: with its rematerialization, partitioning and a reason.
+    """The run as devices would execute it, its partitioning, and why it rematerializes.
 
     Raises:
       UserError: if the devices cannot be arranged as the layout asks.

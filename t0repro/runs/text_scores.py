@@ -30,9 +30,9 @@ def score(
 ) -> np.ndarray:
     """Log-likelihood of each answer choice given its input: float32 [inputs, choices], natural log.
 
-    Scores sum over the choice's tokens, EOS included, and are not divided by their number. They are
-    those of `t0repro rank-eval`, which predicts the choice with the highest. If an input has fewer
-    choices than another, its row ends in -inf.
+    Scores sum over the choice's tokens, EOS included, and are not divided by their number. They
+    equal those of `t0repro rank-eval`, which predicts the choice with the highest score. If an
+    input has fewer choices than another, its row ends in -inf.
 
     Args:
       model: A checkpoint's path in any format that t0repro converts, or an opened checkpoint. A

@@ -279,7 +279,7 @@ def load_sharded_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray 
     path = absolute(path)
     files = sorted(_written(path).items())
     check_contents(path, dict(files[jax.process_index() :: jax.process_count()]))
-    wait_for_all()  # nobody continues with values that another process finds damaged
+    wait_for_all()  # all processes wait for the checks of all others
     places = {
         name: leaf
         for name, leaf in flat_arrays(like).items()

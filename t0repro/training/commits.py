@@ -1,6 +1,7 @@
-"""How a checkpoint becomes complete, is read and goes, on a disk and in buckets of each kind.
+"""How a checkpoint becomes complete, is read and is removed, on a disk and in each kind of bucket.
 
-On a disk it is renamed; Orbax marks it in a bucket that it writes to, and uploaded to any other.
+On a disk, it is renamed. In a bucket that Orbax writes to, Orbax marks it. To any other bucket, it
+is uploaded.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def remove_interrupted_saves(model_dir: str | os.PathLike[str]) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Removes a checkpoint, so that it is never listed half removed.
+    """Removes a checkpoint; while it is partly removed, it is not listed.
 
     Of several processes, only the first one removes it. In a bucket, one that auxiliary jobs read
     stays; their controller, or the next call, removes it.
@@ -90,7 +91,7 @@ def remove_checkpoint(path: Path) -> None:
     if is_address(path):
         with leases.removing(str(path)) as is_free:
             if is_free:
-                # These mark it as complete; with any of the last two alone it still is.
+                # These mark a checkpoint as complete; either of the last two does so alone.
                 remove_all(str(path), (INTEGRITY, COMMITTED, "_CHECKPOINT_METADATA", "_METADATA"))
         return
     hidden = path.with_name(f".{path.name}.removed.tmp")

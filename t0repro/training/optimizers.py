@@ -268,7 +268,7 @@ Choice = Callable[[Sequence[str]], Collection[str]]
 def by_parts(
     parts: Sequence[tuple[Choice, optax.GradientTransformationExtraArgs]],
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that leaves each set of parameters to another.
+    """An optimizer that delegates each set of parameters to another optimizer.
 
     Args:
       parts: pairs of a function that chooses from all paths, and the optimizer of the chosen

@@ -275,8 +275,8 @@ class RunProgress:
                 # A file that an earlier run left would make this run's first evaluation look done.
                 self.path.unlink(missing_ok=True)
             return
-        # For the same step, these notes are newer: a checkpoint is written before the actions on
-        # the evaluation of its step.
+        # For the same step, these notes are newer: a checkpoint is written before its step is
+        # evaluated and the actions run.
         after = _read(self.path)
         notes = after if after.get("step") == step else _read(checkpoint / PROGRESS_FILE)
         self.first_step = notes.get("first_step", step)

@@ -33,7 +33,7 @@ from t0repro.training.train_state import adapter_shapes, frozen_shapes
 from t0repro.training.train_step import held_shapes
 from t0repro.training.trainer import BaseTrainer
 
-# Compilers need up to a tenth more than this account (docs/scaling.md), and recomputing a little
+# Compilers need up to a tenth more than this estimate (docs/scaling.md), and recomputing a little
 # needlessly costs less than a step that does not fit.
 IN_ALL = 1.1
 _FROM_LEAST: tuple[Recompute, ...] = ("none", "minimal")
@@ -130,7 +130,7 @@ def _saved_activations(
 
     def loss(parameters: Any, drawn: Any) -> Any:
         if adapter is not None:
-            # Nothing has to be kept for gradients of the base's own.
+            # The base has no gradients, so nothing is saved for them.
             own, frozen = parameters
             parameters = joined(jax.lax.stop_gradient(frozen), own, adapter.scale)
         whole, of_batch = T5Model(model, measured=False).whole_batch(drawn[0])

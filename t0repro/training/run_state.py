@@ -104,7 +104,7 @@ class RecordRunState(Hook):
 
     def __init__(self, model_dir: str | os.PathLike[str], interval: float = 5.0):
         self._path, self._interval = output_path(model_dir) / RUN_STATE_FILE, interval
-        # A short window: the latest steps alone set the speed, however slow the start was.
+        # A short window, so that the speed is that of the latest steps, however slow the start was.
         self._recent: deque[StepMetrics] = deque(maxlen=20)
         self._tokens = self._examples = self._first = self._last = 0
         self._started, self._written_at = _now(), 0.0

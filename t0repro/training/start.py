@@ -81,8 +81,8 @@ def started(
 ) -> Start:
     """The state of the latest checkpoint, of `restore_from`, or a new one.
 
-    Of an adapter's run, `restore_from` gives the base, and the state is its latest checkpoint's, or
-    that of a new adapter or of another run's.
+    In a run that trains an adapter, `restore_from` gives the base. The state is then that of the
+    run's latest checkpoint, of another run's adapter, or of a new adapter.
     """
     if config.model.adapter is None:
         return _started(config, shapes, fresh, restore_from)
@@ -183,7 +183,7 @@ def _base(
 def _other_adapter(
     config: RunConfig, note: AdapterNote, fresh: Callable[[], TrainState]
 ) -> OpenTree | None:
-    """The parameters of the adapter that a run starts from, without slots and step; None for a new.
+    """Parameters of the adapter that a run starts from, without slots and step; None for a new one.
 
     Args:
       config: The run.
@@ -206,7 +206,7 @@ def _other_adapter(
 
 
 def chosen_seed(plan: TrainingPlan) -> int:
-    """The plan's seed, or one drawn from the clock, with a message."""
+    """The plan's seed, or one taken from the clock, with a message."""
     if plan.random_seed is not None:
         return plan.random_seed
     # One process's clock sets the seed: all processes must initialize the same parameters.

@@ -82,7 +82,8 @@ def accumulate_grads_microbatched(
     batch, loss_fn = model.whole_batch(batch)
     towers = summed_towers(model, loss_fn)
     if train_state.frozen is not None:
-        # The sums of few parameters' gradients are small, so they need not go through the loops.
+        # If few parameters are trained, the sums of their gradients are small and need not pass
+        # through the scans.
         loss_fn, towers = _of_adapter(model, loss_fn, train_state), {}
     keys = microbatch_keys(dropout_rng, count, t5x_dropout_compat)
     gradients_of = _gradients_function(loss_fn, train_state.flax_mutables or None)

@@ -168,7 +168,7 @@ class BaseTrainer(abc.ABC):
         trace: TracebackType | None,
     ) -> None:
         with contextlib.ExitStack() as stack:
-            if error is not None:  # which counts more than what follows from it
+            if error is not None:  # the first error matters more than those that follow from it
                 stack.enter_context(contextlib.suppress(Exception))
             self.close()
 

@@ -20,7 +20,7 @@ TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
 
 
 def words(mode):
-    """The command's arguments but for macros."""
+    """The command's arguments, without macros."""
     files = [f"--gin_file={MODEL}", f"--gin_file=t5x/configs/runs/{mode}.gin"]
     bindings = [f"--gin_bindings={binding}" for binding in SIZES]
     tasks = "--gin.MIXTURE_OR_TASK_MODULE='t0repro.tasks.demo'"
