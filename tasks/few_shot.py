@@ -4,10 +4,11 @@
                                             the dataset's original task
     few_shot_anli_r1_32_seed_0              of ANLI's first round
 
-A seed draws the rows that T-Few drew with it (t0repro.tasks.rows.kept_rows), from rows in the order
-of `datasets` 1.12. T-Few has 32 shots of RTE, CB, COPA, WiC and WSC: those are its own splits. It
-has 50 of ANLI and WinoGrande, of which 32 are the first, and 20 of HellaSwag, which are among the
-32. It draws Story Cloze from the validation split, which T0 evaluates on, so there is none here.
+A seed samples the same rows as in T-Few (t0repro.tasks.rows.kept_rows), from rows in the order of
+`datasets` 1.12. T-Few has 32 shots of RTE, CB, COPA, WiC and WSC, so these mixtures are its own
+splits. Of its 50 shots of ANLI and WinoGrande, the mixtures have the first 32; its 20 shots of
+HellaSwag are among the 32. T-Few samples Story Cloze from the validation split, on which T0 is
+evaluated, so there is no mixture of it here.
 
 Source: Liu et al. 2022, https://arxiv.org/abs/2205.05638; r-three/t-few, data/few_shot and
 src/data/dataset_readers.py.
@@ -36,7 +37,7 @@ def register_few_shot(
       dataset: The Hugging Face name.
       subset: The configuration, or None.
       shots: Rows of each mixture.
-      seeds: Seeds that draw them.
+      seeds: Seeds with which they are sampled.
 
     Returns:
       The mixtures' names; ANLI has one for each round and seed.

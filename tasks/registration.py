@@ -45,11 +45,11 @@ _only_described = False
 
 @contextlib.contextmanager
 def describing() -> Iterator[None]:
-    """Context in which tasks and mixtures are recorded in `t0repro.tasks.task` but not in SeqIO.
+    """Context in which tasks and mixtures are registered in `t0repro.tasks.task` but not in SeqIO.
 
     SeqIO and TensorFlow take seconds and a gigabyte to import, and rendering prompts needs neither.
-    If SeqIO has already been imported, the tasks are added to it anyway; otherwise by the next
-    `load_tasks` that wants them there.
+    If SeqIO has already been imported, the tasks are added to it anyway; otherwise, the next
+    `load_tasks(into_seqio=True)` adds them.
     """
     global _only_described
     before, _only_described = _only_described, True

@@ -29,7 +29,7 @@ from t0repro.words import counted
 
 FEATURES = ("inputs", "targets")
 _SHUFFLED = 1000  # size of the shuffle buffer, as in SeqIO
-_HELD = 10_000  # SeqIO keeps fewer examples than this in memory and shuffles their files once
+_HELD = 10_000  # with fewer examples, SeqIO keeps them in memory and shuffles files once
 _FILES = 16  # number of files read in turn, and
 _TURN = 16  # records per turn, as in SeqIO's FileDataSource
 _ORDER = "tf.data"  # earlier versions sampled with numpy's generator, and recorded no order
@@ -132,7 +132,7 @@ class CachedBatches(ResumableBatches):
             "shuffle": self._shuffle,
         } | ({"order": _ORDER} if self._shuffle or len(self._rates) > 1 else {})
 
-    # ---- The examples' way into batches ---------------------------------------------------------
+    # ---- From examples to batches ---------------------------------------------------------------
 
     def _dataset(self, seed: int, shard: int = 0) -> Iterator[Batch]:
         del shard  # there is only one

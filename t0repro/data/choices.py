@@ -37,8 +37,8 @@ class Choices:
 class ChoiceBatches(ResumableBatches):
     """Endless unpacked batches of a prompted mixture or task; implements `start.BatchSource`.
 
-    A row is of a task drawn by the tasks' rates, and each task goes through its examples in a new
-    random order again and again.
+    The task of each row is sampled by the tasks' rates. Each task's examples are reshuffled for
+    every pass over them.
 
     Args:
       config: A configuration of mode "train" with a `choice_loss`.
@@ -90,7 +90,7 @@ class ChoiceBatches(ResumableBatches):
 
 
 def reads_rows_alone(config: RunConfig) -> bool:
-    """Whether a run's tasks need not be given to SeqIO: rows are all that it reads of them."""
+    """Whether a run reads only its tasks' rows, so that SeqIO need not have the tasks."""
     return config.model.choice_loss is not None and config.plan.infer_eval_data is None
 
 

@@ -61,7 +61,7 @@ def evaluates_alone(name: str, split: str, *, use_cached: bool) -> bool:
 
 
 def inferred_alone(name: str, split: str, *, use_cached: bool) -> bool:
-    """Whether the examples of a task or mixture are read here; see `evaluates_alone`."""
+    """Whether the examples of a task or mixture are read without SeqIO; see `evaluates_alone`."""
     return is_described(name) and all(
         isinstance(task, DescribedTask) and reads_alone(task, use_cached=use_cached)
         for task in find_tasks(name)

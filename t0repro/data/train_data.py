@@ -77,7 +77,7 @@ class SeqioTrainBatches(ResumableBatches):
 
     @functools.cached_property
     def _described(self) -> bool:
-        """Whether the caches are read without SeqIO, which has not been given the tasks."""
+        """Whether the caches are read without SeqIO, in which the tasks are not registered."""
         return is_described(self._data.mixture_or_task_name)
 
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
@@ -112,7 +112,7 @@ def reads_caches_alone(plan: TrainingPlan, vocabularies: tuple[Any, Any]) -> boo
         and _is_cached(train)
         # Such a checkpoint holds the state of SeqIO's pipeline.
         and not (plan.save is not None and plan.save.data)
-        # What has no seed, or is shuffled again for each pass, is SeqIO's alone.
+        # Only SeqIO supports data without a seed, or reshuffled for each pass.
         and (evaluation is None or evaluation.seed is not None and not evaluation.shuffle)
         and (evaluation is None or _is_cached(evaluation))
         and plan.infer_eval_data is None
@@ -134,7 +134,7 @@ def mesh_reads_caches_alone(config: RunConfig) -> bool:
 
 
 def _as_seqio(data: TrainDataConfig, config: RunConfig) -> SeqioDataConfig:
-    """Mesh TensorFlow's training data in the words of T5X's."""
+    """Mesh TensorFlow's training data as T5X's configuration describes it."""
     return SeqioDataConfig(
         data.mixture_or_task_name,
         config.sequence_length,
@@ -157,7 +157,7 @@ def _is_cached(data: SeqioDataConfig) -> bool:
         return False
     folders = [task.cache_dir for task in find_tasks(name) if split in task.splits]
     try:
-        # The checks that follow refuse a task without a cache.
+        # A later check refuses a task without a cache.
         return all(
             folder is None
             or (Path(folder, PROVENANCE).is_file() and count_examples(Path(folder), split))

@@ -1,4 +1,4 @@
-"""A run's memory on a device: the one account that every command prints.
+"""A run's memory on a device: the breakdown that every command prints.
 
 It has three sources, each more exact than the one before:
 
@@ -65,7 +65,7 @@ class Memory:
         return self.certain + self.activations + self.temporaries + self.other
 
     def compiled(self, temporaries: int, other: int) -> Memory:
-        """The account with a compiler's figure in place of the estimate.
+        """The breakdown with a compiler's figure in place of the estimate.
 
         A compiler reports one figure for a program's peak memory besides its arguments. The
         estimate may exceed it there. With one microbatch, gradients reuse the memory of activations

@@ -78,24 +78,24 @@ def _inner(params: dict[str, Any]) -> Iterator[Any]:
 _VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 
 
-def residual_bytes(loss: Callable[[Any, Any], Any], parameters: Any, drawn: Any) -> int:
-    """Bytes of a loss's residuals that depend on `drawn`, the inputs that change at each step.
+def residual_bytes(loss: Callable[[Any, Any], Any], parameters: Any, inputs: Any) -> int:
+    """Bytes of a loss's residuals that depend on `inputs`, which change at each step.
 
     Residuals that depend only on the parameters do not count, because the program holds parameters
     anyway; nor do those offloaded to host memory.
 
     Args:
-      loss: Maps parameters and `drawn` to a scalar loss and auxiliary values.
+      loss: Maps parameters and `inputs` to a scalar loss and auxiliary values.
       parameters: Their shapes; the loss is differentiated by them.
-      drawn: Shapes of the inputs that change at each step: the batch and the dropout key.
+      inputs: Shapes of the inputs that change at each step: the batch and the dropout key.
     """
 
-    def residuals(drawn: Any, parameters: Any) -> list[jax.Array]:
-        backward = jax.vjp(lambda p: loss(p, drawn), parameters, has_aux=True)[1]
+    def residuals(inputs: Any, parameters: Any) -> list[jax.Array]:
+        backward = jax.vjp(lambda p: loss(p, inputs), parameters, has_aux=True)[1]
         return jax.tree.leaves(backward)
 
-    jaxpr = jax.make_jaxpr(residuals)(drawn, parameters).jaxpr
-    count = len(jax.tree.leaves(drawn))
+    jaxpr = jax.make_jaxpr(residuals)(inputs, parameters).jaxpr
+    count = len(jax.tree.leaves(inputs))
     dependent = _dependent(jaxpr, [index < count for index in range(len(jaxpr.invars))])
     made_by = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
 

@@ -8,11 +8,11 @@ closes when a process dies, however it dies:
     process 2 ----+---- process 0, which tells the others
     process 3 ----+
 
-A byte that says so precedes the end of a connection whose process leaves in order.
+A process that ends in order sends a byte before it closes its connection.
 
 When the first process dies, JAX's own connection to it breaks at the same moment, and JAX aborts
-the process from a C++ thread. This module delays that abort by some seconds, so that the news comes
-first.
+the process from a C++ thread. This module delays that abort by some seconds, so that the message is
+printed first.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import Any
 _LEAVING, _TOKEN_BYTES = b".", 16
 _HEAD = _TOKEN_BYTES + 4  # the run's token and the index of a process, big-endian
 _FAILURE = 1
-# JAX aborts every process once the first is gone, so the first waits this long before it ends. A
-# process whose collective operation fails waits as long for the news that another has ended.
+# JAX aborts every process once the first one is gone, so the first waits this long before it ends.
+# A process whose collective fails waits equally long to be notified that another process has ended.
 _SECONDS_FOR_NEWS = 1.0
 
 
