@@ -88,10 +88,10 @@ def test_two_processes_compile_for_the_devices_of_both_and_one_of_them_writes(tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--topology", "cpu-2", "--multiprocess_gpu"], "One process compiles"),
+        (["--topology", "cpu-2", "--multiprocess_gpu"], "single process can compile"),
         (["--topology", "cpu-none"], "no topology 'cpu-none'"),
         (["--topology", "v3-500"], "no topology 'v3-500'"),
-        (["--topology", "cpu-2", "--run_mode", "infer"], "takes a training"),
+        (["--topology", "cpu-2", "--run_mode", "infer"], "compiles T5X's training runs"),
     ],
 )
 def test_what_cannot_be_compiled_is_one_message(options, message):

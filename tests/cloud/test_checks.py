@@ -38,7 +38,7 @@ def test_a_training_is_read_as_the_container_will():
     [
         (("--gin.TRAIN_STEPS=4", "--gin.TRAIN_STEP=4"), "TRAIN_STEPS .*'TRAIN_STEP' may be meant"),
         (("--gin.MODEL_DIR='gs://b/m'", ""), "without a value: MODEL_DIR"),
-        (("--gin.MODEL_DIR='gs://b/m'", "--gin.MODEL_DIR='runs/m'"), "gone with the job"),
+        (("--gin.MODEL_DIR='gs://b/m'", "--gin.MODEL_DIR='runs/m'"), "lost with the job"),
     ],
 )
 def test_what_the_run_would_refuse_is_refused(change, message):
@@ -112,12 +112,16 @@ def test_a_job_without_a_folder_for_results_is_refused():
         (Machines("g4-standard-48", "NVIDIA_B200", 8), "us-central1", "as a4-highgpu-8g"),
         (Machines("a3-highgpu-8g", "NVIDIA_RTX_PRO_6000", 8), "us-central1", "g4-standard-48"),
         (Machines("g4-standard-96", "NVIDIA_RTX_PRO_6000", 1), "us-central1", "does not take 1"),
-        (Machines("ct5lp-hightpu-8t", tpu_topology="2x2"), "us-central1", "not whole machines"),
+        (
+            Machines("ct5lp-hightpu-8t", tpu_topology="2x2"),
+            "us-central1",
+            "do not fill whole machines",
+        ),
         (Machines("ct5lp-hightpu-4t"), "us-central1", "2 axes"),
         (Machines("ct5p-hightpu-4t", tpu_topology="2x2"), "us-central1", "3 axes"),
         (Machines("ct6e-standard-4t", "TPU_V3", 8), "us-central1", "already says"),
         (Machines("ct6e-standard-4t", None, 0, 2, "2x4"), "us-central1", "one replica"),
-        (Machines("n1-standard-4", tpu_topology="2x2"), "us-central1", "no topology"),
+        (Machines("n1-standard-4", tpu_topology="2x2"), "us-central1", "takes no --tpu_topology"),
         (Machines("g2-standard-8", "TPU_V3", 8), "europe-west4", "g2-standard-8 does not take"),
     ],
 )

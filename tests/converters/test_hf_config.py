@@ -247,7 +247,7 @@ def test_a_gin_file_that_leaves_out_what_the_model_needs_is_refused(
 
 def test_rank_evaluation_refuses_position_buckets_that_hold_no_distance(hf_directory):
     change_config(hf_directory, relative_attention_max_distance=1)
-    with pytest.raises(UserError, match="relative_attention_max_distance, which is 1"):
+    with pytest.raises(UserError, match="relative_attention_max_distance = 1"):
         open_checkpoint(str(hf_directory), None, "float32")
 
 
