@@ -339,7 +339,7 @@ def generating_model(plan: InferencePlan, network: Any) -> Any:
     if plan.user_model is None:
         return network
     from t0repro.data.checks import seqio_vocabulary
-    from t0repro.training.assembling import user_model
+    from t0repro.training.models import user_model
 
     vocabularies = (
         seqio_vocabulary(plan.input_vocabulary),

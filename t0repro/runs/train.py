@@ -19,11 +19,11 @@ from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.processes import is_first
 from t0repro.partitioning.topologies import memory_of
 from t0repro.progress import say
-from t0repro.training.assembling import model_of
 from t0repro.training.checkpoints import checkpoint_path, latest_step
 from t0repro.training.hooks import Hook, StopOnSignal, StoppedBySignal
 from t0repro.training.loop import TrainingLoop
 from t0repro.training.metrics import OpenWriter, Writer
+from t0repro.training.models import model_of
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.planned import Evaluations, loop_of, still_evaluates
 from t0repro.training.rematerialization import compiled_in_background, decided

@@ -32,11 +32,10 @@ from t0repro.partitioning.devices import fetched
 from t0repro.partitioning.processes import from_first, is_first
 from t0repro.progress import say
 from t0repro.redaction import without_passwords
-from t0repro.training.assembling import model_of
 from t0repro.training.checkpoints import checkpoint_path, load_tree, start_checkpoint
 from t0repro.training.hooks import Hook
 from t0repro.training.metrics import StepMetrics
-from t0repro.training.models import T5Model
+from t0repro.training.models import T5Model, model_of
 from t0repro.training.t5_model import own_features
 from t0repro.training.train_state import (
     adapter_shapes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
@@ -16,9 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t0repro.config.decoding import DecodingPlan
+from t0repro.config.run_config import RunConfig
+from t0repro.config.training_plan import UserClass
 from t0repro.model.blocks import scanned_towers
 from t0repro.model.t5 import T5, Batch
-from t0repro.model.t5x_decoding import beam_search, t5_functions
+from t0repro.model.t5x_decoding import beam_search, t5_functions, temperature_sample
 from t0repro.training.batch_sums import compute_base_metrics, count_packed_examples
 from t0repro.training.loss import cross_entropy
 from t0repro.training.losses import (
@@ -30,6 +34,7 @@ from t0repro.training.losses import (
 from t0repro.training.metric_classes import Metric
 from t0repro.training.optimizers import Optimizer
 from t0repro.training.t5_model import BaseModel, LossFn, T5Model, own_features, t5x_features
+from t0repro.training.user_classes import made, replaced
 
 __all__ = [
     "BaseModel",
@@ -43,8 +48,10 @@ __all__ = [
     "get_input_vocabulary",
     "get_output_vocabulary",
     "is_own",
+    "model_of",
     "own_model",
     "summed_towers",
+    "user_model",
 ]
 
 
@@ -350,6 +357,59 @@ def own_model(module: T5, optimizer_def: Optimizer | None = None) -> T5Model:
     if module.config.decoder_only:
         return T5Model(module, optimizer_def)
     return EncoderDecoderModel.configured(module, optimizer_def)
+
+
+def model_of(
+    config: RunConfig,
+    module: T5,
+    optimizer: Optimizer | None = None,
+    *,
+    vocabularies: tuple[Any, Any] = (None, None),
+    decoding: DecodingPlan | None = None,
+) -> T5Model:
+    """The model of a training run: the user's, or T5 with its own loss.
+
+    Args:
+      config: the run.
+      module: the network.
+      optimizer: the optimizer.
+      vocabularies: SeqIO's of inputs and targets, which a user's model may read.
+      decoding: how a user's model generates unless it says otherwise.
+    """
+    user_class, where = replaced(config, "model")
+    if user_class is None:
+        return own_model(module, optimizer)
+    return user_model(user_class, module, optimizer, vocabularies, decoding, where)
+
+
+def user_model(
+    user_class: UserClass,
+    module: T5,
+    optimizer: Optimizer | None,
+    vocabularies: tuple[Any, Any],
+    decoding: DecodingPlan | None,
+    where: str | None = None,
+) -> T5Model:
+    """A user's subclass of EncoderDecoderModel with T5X's arguments; see `model_of`."""
+    plan, loss = decoding or DecodingPlan(), module.config
+    options = plan.function_options()
+    function = beam_search if plan.method == "beam_search" else temperature_sample
+    # EncoderDecoderModel supplies these itself.
+    given = {name: x for name, x in options.items() if name not in ("eos_id", "num_decodes")}
+    supplied = {
+        "module": module,
+        "input_vocabulary": vocabularies[0],
+        "output_vocabulary": vocabularies[1],
+        "optimizer_def": optimizer,
+        "decode_fn": functools.partial(function, **given),
+        "label_smoothing": loss.label_smoothing,
+        "z_loss": loss.z_loss,
+        "loss_normalizing_factor": loss.loss_denominator or "NUM_TOTAL_TARGET_TOKENS",
+        "default_decoder_params": DecoderParams(
+            plan.return_all_decodes, plan.num_decodes, plan.prompt_with_targets
+        ),
+    }
+    return made(user_class, supplied, where)
 
 
 def is_own(model: BaseModel) -> TypeGuard[T5Model]:

@@ -1,4 +1,4 @@
-"""The loop of a run, and what its plan does between steps: saving, metrics, evaluations."""
+"""A run's trainer and loop, and what its plan does between steps: saving, metrics, evaluations."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from t0repro.files import output_path, write_atomically
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.processes import from_first, is_first, output_folder
 from t0repro.progress import say
-from t0repro.training.assembling import trainer_of
 from t0repro.training.bad_update import ReportBadUpdate
 from t0repro.training.hooks import Hook, SaveCheckpoints, ShowProgress
 from t0repro.training.loop import TrainingLoop
 from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, StepMetrics, Writer
 from t0repro.training.models import T5Model
+from t0repro.training.partitioner import Partitioner
 from t0repro.training.run_state import RecordRunState
 from t0repro.training.schedules import Schedule
 from t0repro.training.start import Start
 from t0repro.training.stopping import BaseAction, RunActions, make_actions
-from t0repro.training.trainer import NumpyBatch
+from t0repro.training.train_state import TrainState
+from t0repro.training.trainer import BaseTrainer, LearningRateCallable, NumpyBatch, Trainer
+from t0repro.training.user_classes import made_or
+from t0repro.training.weight_metrics import WeightMetricsComputer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +102,7 @@ def loop_of(
     else:
         opener = open_writers and open_writers(start.step)
         files = SplitMetrics(written, start.step, opener, evaluated)
-    trainer = trainer_of(
+    trainer = _trainer(
         config,
         model,
         start.state,
@@ -122,6 +125,48 @@ def loop_of(
         start_step=start.step,
         synchronous=holds,
     )
+
+
+def _trainer(
+    config: RunConfig,
+    model: T5Model,
+    state: TrainState,
+    partitioning: Partitioning,
+    rng: jax.Array,
+    schedule: LearningRateCallable,
+    *,
+    eval_names: Sequence[str],
+    files: SplitMetrics | None,
+    hold_if_not_finite: bool,
+) -> BaseTrainer:
+    """The user's trainer, or this project's; for arguments see `Trainer`."""
+    every = config.weight_metrics_every
+    partitioner = made_or(Partitioner, config, "partitioner", {"partitioning": partitioning})
+    weights = (
+        made_or(WeightMetricsComputer, config, "weight_metrics_computer", {"every": every})
+        if every
+        else None
+    )
+    arguments = {
+        "model": model,
+        "train_state": state,
+        "partitioner": partitioner,
+        "eval_names": eval_names,
+        "summary_dir": None,
+        "train_state_axes": None,
+        "rng": rng,
+        "learning_rate_fn": schedule,
+        "num_microbatches": config.num_microbatches,
+        "weight_metrics_computer": weights,
+    }
+    trainer: BaseTrainer = made_or(Trainer, config, "trainer", arguments)
+    # Set after construction: T5X's constructors do not take these arguments, so a user's class
+    # cannot pass them on.
+    if files is not None:
+        trainer.write_to(files)
+    if isinstance(trainer, Trainer):
+        trainer.hold_if_not_finite = hold_if_not_finite
+    return trainer
 
 
 def planned_hooks(
