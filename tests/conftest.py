@@ -29,12 +29,16 @@ _TESTS = Path(__file__).resolve().parent
 _SHARED = _TESTS.parents[1] / "shared"
 # The longest first: a worker that began one of them last would end alone.
 _LONG = (
+    "data/test_seqio_data.py",
     "training/test_held_state.py",
     "training/test_mesh_parity.py",
     "parity/test_stacks_agree.py",
     "partitioning/test_eight_devices.py",
     "mtf/test_main_jax.py",
     "converters/test_continuation.py",
+    "mtf/test_modes_jax.py",
+    "partitioning/test_processes.py",
+    "converters/test_conversions_in_buckets.py",
     "training/test_microbatches.py",
     "test_compat.py",
     "cli/test_train.py",
@@ -43,6 +47,7 @@ _LONG = (
     "training/test_bad_update.py",
     "training/test_hard_times.py",
     "training/test_resume.py",
+    "converters/test_interruption.py",
     "training/test_planned.py",
     "training/test_step_memory.py",
     "tasks/test_prompt_cache.py",
@@ -61,7 +66,6 @@ _LONG = (
     "test_notebook.py",
     "cloud/test_ending.py",
     "mtf/test_main.py",
-    "partitioning/test_processes.py",
     "tasks/test_sandbox.py",
     "training/test_t5x_loss.py",
 )

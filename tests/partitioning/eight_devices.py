@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
+from partitioning.device_steps import run_steps
 from tiny_models import ADAFACTOR, FLOAT32, batches, model_config, run_config
 
 from t0repro.config.decoding import DecodingConfig
@@ -34,11 +35,8 @@ from t0repro.partitioning.program_costs import collectives, counts
 from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree
-from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
-from t0repro.training.train_state import new_train_state
-from t0repro.training.train_step import jitted_train_step, make_train_step, with_stacks
 
 MODEL = model_config(d_model=32, d_ff=64, num_heads=4, d_kv=8, z_loss=1e-4)
 LAYOUTS = {
@@ -71,35 +69,17 @@ def devices_of(layout):
 
 
 def trained(layout, *, optimizer=ADAFACTOR, microbatches=2, pack=True, stacks=True, **changes):
-    """Losses of ten steps, a sum over the state after them, and the step's collectives.
-
-    With `stacks`, scanned layers are held as a trainer holds them.
-    """
-    partitioning = devices_of(layout)
-    model = T5(dataclasses.replace(MODEL, **changes), FLOAT32)
-    update = make_optimizer(optimizer)
-    state = new_train_state(initial_parameters(model, jax.random.key(0)), update)
-    state = with_stacks(T5Model(model), state) if stacks else state
-    several = None if layout is None else partitioning
-    if several:
-        state = jax.device_put(state, partitioning.shardings(state))
-    step = make_train_step(
-        model,
-        update,
-        make_schedule(ScheduleConfig("constant_learning_rate", {"learning_rate": 0.01}, 100)),
-        num_microbatches=microbatches,
-        dropout_key=jax.random.key(1),
-        partitioning=several,
-    )
+    """Losses of ten steps, a sum over the state after them, and the step's collectives."""
     data = batches(STEPS, rows=16)
-    data = [packed(batch) for batch in data] if pack else data
-    put = partitioning.put_batch if several else jax.device_put
-    with partitioning.active():
-        compiled = jitted_train_step(step, state, several).lower(state, put(data[0])).compile()
-    losses = []
-    for batch in data:
-        state, values = compiled(state, put(batch))
-        losses.append(float(values["loss"]))
+    losses, state, compiled = run_steps(
+        T5(dataclasses.replace(MODEL, **changes), FLOAT32),
+        make_optimizer(optimizer),
+        make_schedule(ScheduleConfig("constant_learning_rate", {"learning_rate": 0.01}, 100)),
+        [packed(batch) for batch in data] if pack else data,
+        devices_of(layout),
+        microbatches=microbatches,
+        stacks=stacks,
+    )
     size = sum(float(np.abs(np.asarray(leaf)).sum()) for leaf in jax.tree.leaves(state))
     return {"losses": losses, "size": size, "collectives": counts(collectives(compiled.as_text()))}
 

@@ -16,18 +16,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
+from partitioning.device_steps import run_steps
 from tiny_models import batches, model_config, run_config
 
 from t0repro.config.run_config import Layout, MomentumConfig
-from t0repro.model.t5 import T5, initial_parameters
+from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import choose
 from t0repro.partitioning.program_costs import collectives, counts
 from t0repro.runs.precompile import train_programs
-from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
-from t0repro.training.train_state import new_train_state, single_layers
-from t0repro.training.train_step import jitted_train_step, make_train_step, with_stacks
+from t0repro.training.train_state import single_layers
 
 MODEL_PARALLELISM = 8
 MODEL = model_config(
@@ -41,31 +40,17 @@ MODEL = model_config(
 )
 
 
-def trained(config, devices, steps=1):
-    """Losses, the last state and the program of a run's first steps on devices."""
+def trained(config, devices, steps):
+    """Losses, the last state and the program of a run's first steps, and its partitioning."""
     partitioning = choose(config.layout, MODEL, devices=devices)
-    several = partitioning if len(devices) > 1 else None
-    model, optimizer = T5(MODEL, config.dtypes), make_optimizer(config.optimizer)
-    state = new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
-    state = with_stacks(T5Model(model), state)
-    if several:
-        state = jax.device_put(state, several.shardings(state))
-    step = make_train_step(
-        model,
-        optimizer,
+    losses, state, compiled = run_steps(
+        T5(MODEL, config.dtypes),
+        make_optimizer(config.optimizer),
         make_schedule(config.schedule),
-        num_microbatches=config.num_microbatches,
-        dropout_key=jax.random.key(0),
-        partitioning=several,
+        batches(steps, rows=config.batch_size),
+        partitioning,
+        microbatches=config.num_microbatches,
     )
-    data = batches(steps, rows=config.batch_size)
-    put = several.put_batch if several else jax.device_put
-    with partitioning.active():
-        compiled = jitted_train_step(step, state, several).lower(state, put(data[0])).compile()
-    losses = []
-    for batch in data:
-        state, values = compiled(state, put(batch))
-        losses.append(float(values["loss"]))
     return losses, jax.device_get(single_layers(state)), compiled, partitioning
 
 
