@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.decoding import DecodingConfig
@@ -109,6 +110,17 @@ def new_state(seed: int = 0, optimizer: AdafactorConfig = ADAFACTOR, **changes):
     return new_train_state(
         initial_parameters(model(**changes), jax.random.key(seed)), make_optimizer(optimizer)
     )
+
+
+def neighbours(params):
+    """Each parameter's next float32 up or down, at random: what rounding may do to it."""
+    random = np.random.default_rng(0)
+
+    def moved(leaf):
+        towards = np.where(random.random(leaf.shape) < 0.5, -np.inf, np.inf)
+        return jnp.asarray(np.nextafter(np.asarray(leaf), towards.astype(np.float32)))
+
+    return jax.tree.map(moved, params)
 
 
 def schedule():

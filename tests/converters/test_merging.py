@@ -16,6 +16,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
 from t0repro.parameters import naming
 
+from .. import tiny_models as tiny
 from ..cli.commands import run
 from .peft_side import MODELS, save_adapter, save_base, tokens
 
@@ -55,9 +56,9 @@ def made(tmp_path_factory):
     return base, hf, adapters
 
 
-def logits(path) -> np.ndarray:
+def logits(path, change=lambda params: params) -> np.ndarray:
     opened = open_checkpoint(str(path), None, "float32")
-    return np.asarray(opened.model.apply({"params": opened.params}, tokens()))
+    return np.asarray(opened.model.apply({"params": change(opened.params)}, tokens()))
 
 
 def assert_same_bits(found, expected):
@@ -76,11 +77,11 @@ def test_a_merged_checkpoint_computes_the_same_and_gives_its_base_back(
     base, _, adapters = made
     own, whole, back = map(str, (adapters[kind], tmp_path / "merged", tmp_path / "back"))
     assert run(monkeypatch, capsys, "adapters", "merge", own, whole, f"--to={to}")[0] == 0
-    adapted, before = logits(adapters[kind]), logits(base)
-    largest = np.abs(adapted).max()
-    assert np.abs(adapted - before).max() > 1e-2 * largest
-    merged = logits(whole)
-    np.testing.assert_allclose(merged, adapted, rtol=0, atol=1e-6 * largest)
+    adapted, before, merged = logits(adapters[kind]), logits(base), logits(whole)
+    assert np.abs(adapted - before).max() > 1e-2 * np.abs(adapted).max()
+    # A fixed bound would depend on the machine, whose matmuls sum in an order of their own.
+    rounding = np.abs(logits(whole, tiny.neighbours) - merged).max()
+    np.testing.assert_allclose(merged, adapted, rtol=0, atol=rounding)
     assert run(monkeypatch, capsys, "adapters", "unmerge", whole, back)[0] == 0
     assert_same_bits(back, base)
 

@@ -302,9 +302,15 @@ def trained(base, tmp_path_factory):
     return folder
 
 
+def assert_differ_by_rounding(adapted, model, merged, batch):
+    """Logits differ less from the merged model's than these do if its parameters change by a bit."""
+    expected = model.apply({"params": merged}, batch)
+    moved = model.apply({"params": tiny.neighbours(merged)}, batch)
+    np.testing.assert_allclose(adapted, expected, rtol=0, atol=np.abs(moved - expected).max())
+
+
 @pytest.mark.parametrize("name", ["lora", "lora, bfloat16", "ia3"])
 def test_a_merged_models_logits_are_the_adapted_models(base, trained, name):
-    """To 1e-6 of the largest logit: 1e-6 itself is below the spacing of float32 above 8."""
     place = trained / f"{name}, moved"
     adapter = ADAPTERS[name]
     plain = T5(dataclasses.replace(DEEP, scan_layers=False, dropout_rate=0.0), tiny.FLOAT32)
@@ -315,11 +321,9 @@ def test_a_merged_models_logits_are_the_adapted_models(base, trained, name):
     own = nested({key: reader.read(key) for key in reader.tensors})
     batch = tiny.batches(1)[0]
     adapted = plain.apply({"params": joined(frozen, own, adapter.scale)}, batch)
-    merged = plain.apply({"params": nested(sources.open_any(place))}, batch)
     before = plain.apply({"params": frozen}, batch)
-    largest = np.abs(adapted).max()
-    assert np.abs(adapted - before).max() > 1e-2 * largest
-    np.testing.assert_allclose(merged, adapted, rtol=0, atol=1e-6 * largest)
+    assert np.abs(adapted - before).max() > 1e-2 * np.abs(adapted).max()
+    assert_differ_by_rounding(adapted, plain, nested(sources.open_any(place)), batch)
 
 
 @pytest.mark.parametrize("to", ["mtf", "t5x", "hf"])
@@ -347,8 +351,7 @@ def test_an_adapter_over_an_opened_base_computes_what_the_merged_model_does(base
     assert beside.step == 2 and beside.digest != opened.digest
     batch = tiny.batches(1)[0]
     found = beside.model.apply({"params": beside.params}, batch)
-    expected = opened.model.apply({"params": nested(sources.open_any(place))}, batch)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    assert_differ_by_rounding(found, opened.model, nested(sources.open_any(place)), batch)
     if name != "lora, bfloat16":
         # The base is not copied.
         kernel = opened.params["encoder"]["layers_0"]["mlp"]["wo"]["kernel"]
