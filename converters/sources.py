@@ -374,11 +374,11 @@ def check_slots_step(reader: CheckpointReader) -> None:
 def _check_types(reader: CheckpointReader) -> None:
     """Checks that the step is an integer and everything else is floating-point."""
     for key, info in reader.tensors.items():
-        is_complete = info.dtype.kind in "iu"
+        is_integer = info.dtype.kind in "iu"
         if (
-            is_complete != (key == naming.STEP)
+            is_integer != (key == naming.STEP)
             or info.dtype.kind == "b"
-            or (is_complete and info.shape)
+            or (is_integer and info.shape)
         ):
             raise UserError(
                 f"{reader.native_name(key)} is stored as {info.dtype.name} of shape"
