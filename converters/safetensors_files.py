@@ -20,6 +20,7 @@ import numpy as np
 
 from t0repro.converters import storage, tensors
 from t0repro.converters.tensors import Output, TensorInfo, bytes_of
+from t0repro.converters.witnesses import damaged, missing_file
 from t0repro.errors import UserError
 from t0repro.files import naming
 
@@ -54,7 +55,7 @@ class SafetensorsFile:
         self.tensors = {name: _info(path, name, entry) for name, entry in self._header.items()}
         end = _end(path, {name: entry["data_offsets"] for name, entry in self._header.items()})
         if (actual := storage.size(path)) != self._start + end:
-            raise _damaged(
+            raise damaged(
                 path, f"it has {actual:,} bytes, but its header calls for {self._start + end:,}"
             )
 
@@ -64,7 +65,7 @@ class SafetensorsFile:
         begin, _ = self._header[name]["data_offsets"]
         array = tensors.empty(info.shape, info.dtype)
         if not storage.read_into(self._path, self._start + begin, array):
-            raise _damaged(self._path, f"{name} goes beyond its end")
+            raise damaged(self._path, f"{name} goes beyond its end")
         array.flags.writeable = False
         return array
 
@@ -73,26 +74,22 @@ def _read_header(path: str) -> tuple[dict[str, Any], int]:
     try:
         size = storage.size(path)
     except OSError:
-        raise UserError(
-            "A file of the checkpoint is missing.",
-            where=path,
-            fix="Copy all of its files, or choose another checkpoint.",
-        ) from None
+        raise missing_file(path) from None
     first = storage.read_range(path, 0, 8)
     # The check below refuses a file too short for the length.
     length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
     if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
-        raise _damaged(path, "it does not begin as a safetensors file does")
+        raise damaged(path, "it does not begin as a safetensors file does")
     content = storage.read_range(path, 8, length)
     # Counting takes no time; parsing millions of values takes half a minute and a gigabyte.
     if content.count(b",") > _VALUES_LIMIT:
-        raise _damaged(path, "its header lists more than any T5 has")
+        raise damaged(path, "its header lists more than any T5 has")
     try:
         header = json.loads(content)
     except (ValueError, RecursionError):
-        raise _damaged(path, "its header is not JSON") from None
+        raise damaged(path, "its header is not JSON") from None
     if not isinstance(header, dict):
-        raise _damaged(path, "its header is not a list of tensors")
+        raise damaged(path, "its header is not a list of tensors")
     return header, 8 + length
 
 
@@ -100,7 +97,7 @@ def _metadata(path: str, metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _damaged(path, "the __metadata__ in its header are not strings by name")
+        raise damaged(path, "the __metadata__ in its header are not strings by name")
     return metadata
 
 
@@ -109,7 +106,7 @@ def _end(path: str, places: Mapping[str, tuple[int, int]]) -> int:
     end = 0
     for name, (begin, until) in sorted(places.items(), key=lambda item: tuple(item[1])):
         if begin != end:
-            raise _damaged(
+            raise damaged(
                 path, f"{name} begins at {begin:,}, but the tensor before it ends at {end:,}"
             )
         end = until
@@ -121,11 +118,11 @@ def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
         given, shape = str(entry["dtype"]), tuple(entry["shape"])
         begin, end = entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
-        raise _damaged(path, f"its header does not describe {name}") from None
+        raise damaged(path, f"its header does not describe {name}") from None
     sizes = (*shape, begin, end)
     # Python treats a bool as an int, and a negative place would count from the file's end.
     if not all(type(size) is int and size >= 0 for size in sizes):
-        raise _damaged(path, f"its header gives {name} the shape {list(shape)} at {begin} to {end}")
+        raise damaged(path, f"its header gives {name} the shape {list(shape)} at {begin} to {end}")
     dtype = _DTYPES.get(given)
     if dtype is None:
         raise UserError(
@@ -135,18 +132,10 @@ def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
         )
     info = TensorInfo(shape, dtype)
     if end - begin != info.nbytes:
-        raise _damaged(
+        raise damaged(
             path, f"{name} takes {end - begin:,} bytes, but its shape calls for {info.nbytes:,}"
         )
     return info
-
-
-def _damaged(path: str, reason: str) -> UserError:
-    return UserError(
-        f"A file of the checkpoint is damaged: {reason}.",
-        where=path,
-        fix="Copy the file again, or choose another checkpoint.",
-    )
 
 
 class SafetensorsWriter:

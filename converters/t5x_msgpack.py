@@ -21,7 +21,7 @@ import numpy as np
 from t0repro.converters import storage
 from t0repro.converters.orbax_dir import OrbaxArrays
 from t0repro.converters.tensors import TensorInfo
-from t0repro.converters.witnesses import check_names, damaged, read_checked
+from t0repro.converters.witnesses import check_names, damaged, missing_file, read_checked
 from t0repro.errors import UserError
 
 FILE = "checkpoint"
@@ -135,11 +135,7 @@ class FlaxFile:
         try:
             packed = storage.read(path)
         except OSError:
-            raise UserError(
-                "A file of the checkpoint is missing.",
-                where=path,
-                fix="Copy all of its files, or choose another checkpoint.",
-            ) from None
+            raise missing_file(path) from None
         tree = _unpacked(path, packed)
         if not isinstance(tree, dict):
             raise damaged(path, "it holds no tree of arrays")

@@ -25,6 +25,7 @@ import numpy as np
 
 from t0repro.converters import storage, tensors
 from t0repro.converters.tensors import bytes_of
+from t0repro.converters.witnesses import damaged
 from t0repro.errors import UserError
 from t0repro.files import naming
 
@@ -81,10 +82,10 @@ class BundleReader:
         header = dict(protobuf_fields(table.pop(b"", b"")))
         self._num_shards = header.get(1, 0)
         if self._num_shards < 1:
-            raise _damaged(index, "it has no header")
+            raise damaged(index, "it has no header")
         # BundleHeaderProto.endianness: 0 is little-endian.
         if header.get(2, 0) != 0:
-            raise _damaged(index, "it was written on a big-endian machine")
+            raise damaged(index, "it was written on a big-endian machine")
         self.entries = {name.decode(): _parse_entry(value) for name, value in table.items()}
         self._check_shards()
 
@@ -97,14 +98,14 @@ class BundleReader:
         entry = self.entries[name]
         file_name = self._shard_path(entry.shard)
         if entry.dtype is None:
-            raise _damaged(file_name, f"{name} is of a type that no T5 has")
+            raise damaged(file_name, f"{name} is of a type that no T5 has")
         array = tensors.empty(entry.shape, entry.dtype)
         if array.nbytes != entry.size:
-            raise _damaged(file_name, f"{name} has {entry.size} bytes, not {array.nbytes}")
+            raise damaged(file_name, f"{name} has {entry.size} bytes, not {array.nbytes}")
         if not storage.read_into(file_name, entry.offset, array):
-            raise _damaged(file_name, f"{name} goes beyond its end")
+            raise damaged(file_name, f"{name} goes beyond its end")
         if _masked(_crc32c(array)) != entry.masked_crc32c:
-            raise _damaged(file_name, f"the checksum of {name} is wrong")
+            raise damaged(file_name, f"the checksum of {name} is wrong")
         array.flags.writeable = False
         return array
 
@@ -125,15 +126,7 @@ class BundleReader:
                     fix="Copy all files that begin with this prefix, or choose another checkpoint.",
                 )
             if (actual := storage.size(path)) < size:
-                raise _damaged(path, f"it has {actual} bytes, but the index calls for {size}")
-
-
-def _damaged(path: str, reason: str) -> UserError:
-    return UserError(
-        f"A file of the checkpoint is damaged: {reason}.",
-        where=path,
-        fix="Copy the file again, or choose another checkpoint.",
-    )
+                raise damaged(path, f"it has {actual} bytes, but the index calls for {size}")
 
 
 def table_of(path: str) -> dict[bytes, bytes]:
@@ -151,7 +144,7 @@ def table_of(path: str) -> dict[bytes, bytes]:
             fix="Give it read permission, or choose another checkpoint.",
         ) from None
     if len(content) < _FOOTER_BYTES or content[-8:] != struct.pack("<Q", _TABLE_MAGIC):
-        raise _damaged(path, "it does not end as an index file does")
+        raise damaged(path, "it does not end as an index file does")
     footer = content[-_FOOTER_BYTES:]
     try:
         meta_block, position = _handle(footer, 0)
@@ -162,7 +155,7 @@ def table_of(path: str) -> dict[bytes, bytes]:
             data_block, _ = _handle(handle, 0)
             table.update(_block_items(_block(path, content, *data_block)))
     except (IndexError, struct.error):
-        raise _damaged(path, "its blocks do not fit together") from None
+        raise damaged(path, "its blocks do not fit together") from None
     return table
 
 
@@ -172,12 +165,12 @@ def _block(path: str, content: bytes, offset: int, size: int) -> bytes:
     (crc,) = struct.unpack_from("<I", content, offset + size + 1)
     # The checksum covers the bytes as they are in the file, compressed or not, and the type byte.
     if _masked(google_crc32c.value(content[offset : offset + size + 1])) != crc:
-        raise _damaged(path, "the checksum of a block is wrong")
+        raise damaged(path, "the checksum of a block is wrong")
     block = content[offset : offset + size]
     if compression == _SNAPPY:
         return _decompressed(path, block)
     if compression != _UNCOMPRESSED:
-        raise _damaged(path, f"TensorFlow knows no compression of type {compression}")
+        raise damaged(path, f"TensorFlow knows no compression of type {compression}")
     return block
 
 
@@ -188,7 +181,7 @@ def _decompressed(path: str, block: bytes) -> bytes:
     try:
         return pyarrow.Codec("snappy").decompress(block, length, asbytes=True)
     except (pyarrow.ArrowException, OSError):
-        raise _damaged(path, "a compressed block cannot be decompressed") from None
+        raise damaged(path, "a compressed block cannot be decompressed") from None
 
 
 def _block_items(block: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -43,7 +43,7 @@ def missing_file(path: str) -> UserError:
     return UserError(
         "A file of the checkpoint is missing.",
         where=path,
-        fix="Copy the whole directory again, or choose another checkpoint.",
+        fix="Copy all of its files again, or choose another checkpoint.",
     )
 
 
