@@ -439,15 +439,17 @@ def rows_at_hand(tasks: Iterable[str], split: str) -> list[str]:
     return found
 
 
-def lacks_cache(task: seqio.Task) -> bool:
-    """Whether a SeqIO task lacks the cache that reading it with `use_cached` needs.
+def lacks_cache(task: DescribedTask | seqio.Task) -> bool:
+    """Whether a task lacks the cache that reading it with `use_cached` needs.
 
     SeqIO computes the examples of a task without a CacheDatasetPlaceholder while reading it.
     """
     return task.supports_caching and not task.cache_dir
 
 
-def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) -> dict[str, str]:
+def not_at_hand(
+    tasks: Iterable[DescribedTask | seqio.Task], split: str, *, use_cached: bool
+) -> dict[str, str]:
     """Task -> why its split cannot be read here; tasks that have no such split are skipped.
 
     Args:
@@ -470,7 +472,7 @@ def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) ->
 
 
 def keep_at_hand(name: str, split: str, *, use_cached: bool) -> None:
-    """Drops tasks that cannot be read here from a SeqIO mixture; the others keep their rates.
+    """Drops tasks that cannot be read here from a mixture; the others keep their rates.
 
     Args:
       name: The mixture's name; if it is a task's, nothing is done.
@@ -480,15 +482,13 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool) -> None:
     Raises:
       UserError: If none of the mixture's tasks can be read.
     """
-    import seqio
-
-    if name not in seqio.MixtureRegistry.names():
+    if name not in registered_mixtures():
         return
-    mixture = seqio.MixtureRegistry.get(name)
-    missing = not_at_hand(mixture.tasks, split, use_cached=use_cached)
+    tasks = find_tasks(name)
+    missing = not_at_hand(tasks, split, use_cached=use_cached)
     if not missing:
         return
-    kept = [task for task in mixture.tasks if task.name not in missing]
+    kept = [task for task in tasks if task.name not in missing]
     # Tasks that lack the split altogether do not make a mixture trainable.
     if not any(split in task.splits for task in kept):
         raise UserError(
@@ -498,15 +498,23 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool) -> None:
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name a folder of caches by"
             " --additional_task_cache_dirs.",
         )
+    # Never import SeqIO here: it would have neither the described mixture nor the cache folders.
+    seqio = sys.modules.get("seqio")
     # Count rates that are numbers of rows here, for the remaining tasks only: for the full mixture,
     # counting would fail on the missing rows.
-    rates = {task.name: mixture.get_rate(task) for task in kept}
-    check_rates(name, rates)
-    # SeqIO cannot change a mixture in place.
-    seqio.MixtureRegistry.remove(name)
-    seqio.MixtureRegistry.add(name, list(rates.items()))
+    if seqio is not None and name in seqio.MixtureRegistry.names():
+        mixture = seqio.MixtureRegistry.get(name)
+        rates = {task.name: mixture.get_rate(task) for task in kept}
+        check_rates(name, rates)
+        # SeqIO cannot change a mixture in place.
+        seqio.MixtureRegistry.remove(name)
+        seqio.MixtureRegistry.add(name, list(rates.items()))
+    else:
+        rates = {task.name: _mixtures[name].rate(task.name) for task in kept}
+        check_rates(name, rates)
+        record_mixture(PromptedMixture(name, tuple(rates), rates, None))
     left_out = "; ".join(f"{task} ({why})" for task, why in missing.items())
     say(
-        f"{name}: {len(kept)} of {counted(len(mixture.tasks), 'task')}, with the rates that they"
+        f"{name}: {len(kept)} of {counted(len(tasks), 'task')}, with the rates that they"
         f" have in the full mixture. Left out: {left_out}"
     )

@@ -1,5 +1,7 @@
 """The part of a mixture that is available: rates kept, what is missing named."""
 
+import dataclasses
+
 import pytest
 import seqio
 
@@ -7,7 +9,15 @@ from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.tasks.demo.datasets import FOLDER
 from t0repro.tasks.registration import add_mixture, add_prompted_task
-from t0repro.tasks.task import keep_at_hand
+from t0repro.tasks.task import (
+    PromptedMixture,
+    find_tasks,
+    keep_at_hand,
+    prompted_mixtures,
+    record_mixture,
+    record_task,
+    task_descriptions,
+)
 
 
 def task(name: str, root, dataset: str = "synthetic_imdb") -> str:
@@ -57,6 +67,24 @@ def test_of_cached_tasks_those_that_are_cached_are_kept(mixture, tmp_path, monke
     with heard_by(said.append):
         keep_at_hand(name, "validation", use_cached=True)
     assert rates(name) == {also: 7.0} and f"{here} (not cached)" in said[0]
+
+
+def test_a_mixture_that_seqio_does_not_have_keeps_its_cached_tasks(tmp_path, monkeypatch):
+    described = task_descriptions()[task("described_at_hand", FOLDER)]
+    for name in ("described_one", "described_two"):
+        prompt = dataclasses.replace(described.prompt, name=name)
+        record_task(dataclasses.replace(described, prompt=prompt))
+    names = ("described_one", "described_two")
+    record_mixture(PromptedMixture("described", names, {names[0]: 3.0, names[1]: 7.0}, None))
+    (tmp_path / "described_two").mkdir()
+    (tmp_path / "described_two" / "COMPLETED").touch()
+    monkeypatch.setattr("t0repro.tasks.task.cache_dirs", lambda: [str(tmp_path)])
+    said = []
+    with heard_by(said.append):
+        keep_at_hand("described", "validation", use_cached=True)
+    assert [task.name for task in find_tasks("described")] == ["described_two"]
+    assert prompted_mixtures()["described"].rate("described_two") == 7.0
+    assert "Left out: described_one (not cached)" in said[0]
 
 
 def test_a_whole_mixture_is_left_as_it_is(tmp_path):
