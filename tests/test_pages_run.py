@@ -37,6 +37,7 @@ EXTRA = "takes an extra that CI does not install"
 SKIPPED: dict[tuple[str, str], str] = {
     ("", r"^((EXTRAS|TIER)=\S+ )*bash scripts/setup\.sh"): INDEX,
     ("", r"^T0REPRO_DATA_DIR=DIR "): REAL,
+    ("README.md", r"^bash scripts/quickstart\.sh"): "quickstart.md, which has it too, runs it",
     ("", r"^T0REPRO_CHECKPOINT_HUB=1 "): HUB,
     ("", r"bash scripts/test\.sh|bash \.ci/run|-m pytest|scripts/mutation\.py"): SUITE,
     ("", r"^gcloud |^docker |google\.cloud"): CLOUD,
