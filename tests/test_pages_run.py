@@ -273,7 +273,7 @@ def as_parameter(page: Path) -> Any:
     return pytest.param(page, marks=marks, id=page.name)
 
 
-@pytest.mark.parametrize("page", map(as_parameter, pages_with_commands()))
+@pytest.mark.parametrize("page", [as_parameter(page) for page in pages_with_commands()])
 def test_every_command_of_a_page_succeeds_in_a_clean_folder(page, once, tmp_path):
     a_readers_folder(tmp_path)
     if page.name in WITH_THE_DEMO:
