@@ -14,13 +14,13 @@ from t0repro.config.ranges import Range
 
 @dataclasses.dataclass(frozen=True)
 class ChoiceLoss:
-    """Adds two losses over an example's answer choices to that of its right one.
+    """Adds two losses over an example's answer choices to the loss of the correct one.
 
     Attributes:
       unlikelihood: What the unlikelihood of the wrong choices is multiplied by.
-      length_normalized: What the loss of choosing the right one is multiplied by; a choice's score
-        is the mean log-likelihood of its tokens.
-      choices: Answer choices that a row of a batch has room for.
+      length_normalized: What the loss of choosing the correct one is multiplied by; a choice's
+        score is the mean log-likelihood of its tokens.
+      choices: The most answer choices that a row of a batch can hold.
     """
 
     unlikelihood: Annotated[float, Range(at_least=0)] = 1.0

@@ -41,8 +41,8 @@ def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
 def check_bound_addresses(bindings: Bindings) -> None:
     """Refuses gin bindings, in either dialect, that hold an address of an unknown scheme.
 
-    Whatever such a path is of, it would be mistaken for a local one. Credentials are not asked for:
-    much that files bind is never opened.
+    Such an address would be mistaken for a local path. Credentials are not required: many of the
+    addresses that files bind are never opened.
 
     Raises:
       UserError: With the place of the binding.

@@ -136,7 +136,7 @@ def _place(field: str, provenance: Mapping[str, str]) -> str:
     return ""
 
 
-# ---- Beside an adapter ---------------------------------------------------------------------------
+# ---- Settings refused with an adapter ------------------------------------------------------------
 
 # What to do in place of a setting that an adapter refuses.
 _INSTEAD = {
@@ -151,7 +151,7 @@ _INSTEAD = {
 
 
 def check_adapter(config: RunConfig) -> None:
-    """Raises a UserError for what cannot be done beside an adapter, if the run trains one."""
+    """Raises a UserError for a setting that an adapter refuses, if the run trains one."""
     restore = config.plan.restore
     if config.model.adapter is None:
         _check_starts_from_no_adapter(config)
@@ -160,7 +160,7 @@ def check_adapter(config: RunConfig) -> None:
         "optimizer": isinstance(config.optimizer, MultiOptimizerConfig)
         or bool(getattr(config.optimizer, "frozen", ())),
         "plan.user_classes.model": "model" in config.plan.user_classes,
-        # Its hash is of the checkpoint as it is, and any later command reads it so.
+        # The adapter records its base's hash, and later commands read the base unchanged.
         "plan.restore.variable_filter": bool(restore and restore.variable_filter),
         "plan.restore.assignment_map": bool(restore and restore.assignment_map),
         "plan.restore.fallback_to_scratch": bool(restore and restore.fallback_to_scratch),
@@ -185,11 +185,11 @@ def _check_starts_from_no_adapter(config: RunConfig) -> None:
         )
 
 
-# ---- Beside a loss over answer choices -----------------------------------------------------------
+# ---- Settings refused with a loss over answer choices --------------------------------------------
 
 
 def check_choice_loss(config: RunConfig) -> None:
-    """Raises a UserError for what cannot be done beside ChoiceLoss, if the run has one."""
+    """Raises a UserError for a setting that ChoiceLoss refuses, if the run has one."""
     if config.model.choice_loss is None:
         return
     data, places = config.plan.train_data, config.provenance

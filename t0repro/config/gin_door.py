@@ -70,8 +70,8 @@ def left_empty(unregistered: Callable[[str], bool]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def search_path_kept() -> Iterator[None]:
-    """Drops the folders that the block adds to gin's search path; gin logs no misses in it."""
+def search_path_restored() -> Iterator[None]:
+    """Restores gin's search path after the block; inside it, gin logs no files that it misses."""
     prefixes = [*gin.config._LOCATION_PREFIXES]
     try:
         with only_records(None, _is_worth_logging):

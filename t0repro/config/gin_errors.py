@@ -411,13 +411,13 @@ def is_shipped(place: str) -> bool:
     """Whether a file came with t5, Mesh TensorFlow or this package: its macros serve many runs."""
     import t0repro.gin
 
-    # What stands in for the packages' files, in a checkout.
+    # Copies of the packages' files, for machines without the packages, in a checkout.
     recorded = f"{Path(str(t0repro.gin.__file__)).parent}/mtf/"
     shipped = ("t5/", "mesh_tensorflow/", "t0repro/", recorded)
     return place.startswith(shipped) or "/t0repro/gin/" in place
 
 
-# ---- The gin files that a name of none may have meant --------------------------------------------
+# ---- Suggestions for the name of a missing gin file ----------------------------------------------
 
 
 def nearest_gin_files(name: str, folders: Iterable[str]) -> str:

@@ -132,7 +132,7 @@ def training_config(
     return config
 
 
-# Fields that only evaluations and gin's own data read, at Mesh TensorFlow's defaults.
+# Fields that training from Python does not read, at Mesh TensorFlow's defaults.
 _UNUSED_IN_TRAINING: dict[str, Any] = {
     "eval_data": None,
     "eval_checkpoint_step": None,

@@ -120,7 +120,7 @@ class ModelConfig:
         factor in the queries' initial values; an option of T5X's contrib/gpu network.
       arithmetic: The choices where Mesh TensorFlow and T5X compute differently.
       adapter: What is trained in place of the model's own parameters, which are frozen.
-      choice_loss: Losses over an example's answer choices, beside that of the right one.
+      choice_loss: Losses over an example's answer choices, in addition to the correct one's.
     """
 
     num_encoder_layers: Annotated[int, Range(at_least=0, at_most=1000)]
@@ -161,7 +161,7 @@ class ModelConfig:
           where: The place that set the loss's divisor.
 
         Raises:
-          UserError: If the divisor is another than T-Few's, the number of real targets.
+          UserError: If the divisor is not T-Few's, the number of targets without padding.
         """
         if loss is None:
             return self

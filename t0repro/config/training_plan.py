@@ -25,7 +25,7 @@ class TrainDataConfig:
         the last batch. True: after (global step - `seen_data_init_step`) batches, as in Mesh
         TensorFlow. False: from the beginning, as in Mesh TensorFlow.
       checkpoint_input_pipeline: Whether checkpoints contain the state of the input pipeline itself.
-      num_shards: Shards of the examples; each makes an equal part of every batch.
+      num_shards: Shards of the examples; each contributes an equal part of every batch.
     """
 
     mixture_or_task_name: str

@@ -76,11 +76,11 @@ def load(inputs: MeshInputs, *, float32_activations: bool = True) -> Configurati
 def describe(
     inputs: MeshInputs, suffices: Callable[[RunConfig], bool], *, float32_activations: bool = True
 ) -> Configuration | None:
-    """As `load`, without importing Mesh TensorFlow, t5, SeqIO or TensorFlow; None where it cannot.
+    """As `load`, but without Mesh TensorFlow, t5, SeqIO and TensorFlow; None if it needs them.
 
     Args:
       inputs: As for `load`.
-      suffices: Whether the run can do without the packages, too; its tasks are only described.
+      suffices: Tells whether a run, too, can do without the packages, with tasks only described.
       float32_activations: As for `load`.
 
     Raises:
@@ -125,7 +125,7 @@ def _described(inputs: MeshInputs, bindings: Bindings, float32_activations: bool
         except UserError:
             raise
         except Exception as error:
-            # What a stand-in raised; the real one would say it in its own words.
+            # A stand-in raised it; the real package has its own message.
             raise packages.NeedsPackages(str(error)) from error
 
 

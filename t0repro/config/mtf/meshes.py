@@ -1,8 +1,8 @@
 """Mesh TensorFlow's arithmetic of mesh shapes, layout rules and batches, without TensorFlow.
 
 A shape is written `batch:16,model:8`, layout rules `batch:batch,d_ff:model`: a rule names the mesh
-dimension that shards a tensor's dimension. Input that Mesh TensorFlow refuses is left to it, since
-the error has its words.
+dimension that shards a tensor's dimension. Input that Mesh TensorFlow refuses is passed on to
+it, so that the message is its own.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _BATCH = ("batch", "outer_batch")
 def _tpu_mesh_shape(
     _: Any, tpu_topology: str, model_parallelism: int, ensemble_parallelism: int | None
 ) -> Shape:
-    # Other spellings of a topology depend on a flag of TensorFlow's.
+    # How other spellings of a topology are read depends on a flag of TensorFlow's.
     version, _, cores = tpu_topology.partition("-")
     if not (version.startswith("v") and cores.isdigit()) or type(model_parallelism) is not int:
         raise NeedsPackages(f"{tpu_topology} and {model_parallelism}")

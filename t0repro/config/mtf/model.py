@@ -183,8 +183,8 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         recompute=own.pop("recompute") or reader.recompute(towers),
         norm_names=reader.norm_names(towers),
         rms_norm_epsilon=reader.norm_epsilon(),
-        # With one layer, its own bias is like one that all layers share, also in its variable's
-        # name.
+        # In a tower of one layer, its own bias equals a shared one, and the variable has the
+        # same name.
         position_bias_per_layer=attention.relative_attention_type == "bias" and several_layers,
         **own,
     )

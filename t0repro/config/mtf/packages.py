@@ -57,7 +57,7 @@ def described() -> Iterator[None]:
 
     with (
         gin_door.left_empty(lambda name: name == stand_ins.__name__),
-        gin_door.search_path_kept(),
+        gin_door.search_path_restored(),
         gin_door.importing_with(_import),
     ):
         _stand_ins = stand_ins.registered()
@@ -74,7 +74,7 @@ def _import(name: str, *args: Any, **kwargs: Any) -> Any:
     package, _, inside = name.partition(".")
     if name in recorded()["modules"]:
         return None
-    # A module that these packages once had is missing here as it is there.
+    # Older gin files import modules that the packages no longer have: fail as they would.
     if package in _PACKAGES and not has_module(package, inside):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     if package != "t0repro":

@@ -125,7 +125,7 @@ def _import_tasks(modules: Sequence[str]) -> None:
     if packages.is_described():
         load_tasks(modules, into_seqio=False)
         return
-    hand_to_seqio()  # what an earlier attempt has only described
+    hand_to_seqio()  # the tasks that an earlier attempt only described
     for module in resolved(modules):
         importlib.import_module(module)
 

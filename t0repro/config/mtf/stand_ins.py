@@ -68,7 +68,7 @@ def registered() -> dict[str, SimpleNamespace]:
 
 
 class _StandIns:
-    """Makes each stand-in once, those that it has as defaults or bases before it."""
+    """Makes each stand-in once, after those that are its defaults or bases."""
 
     def __init__(self):
         self._made: dict[str, Any] = {}

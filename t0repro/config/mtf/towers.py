@@ -70,7 +70,7 @@ def _make_bitransformer(
 def _make_layer_stack(
     _: Any, layers: Sequence[Any], layer_stack_cls: Any, num_layers: int, block_scope: bool
 ) -> Any:
-    """All blocks' layers; an item is a class, or a list of it, its name and its arguments."""
+    """The layers of all blocks. An item is a class, or a list of a class, a name and arguments."""
     stack: list[Any] = []
     for block in range(num_layers):
         for number, item in enumerate(layers):
@@ -127,7 +127,7 @@ def _finish_unitransformer(model: Any) -> None:
 
 
 def _finish_stack(stack: Any) -> None:
-    """Keeps the arguments privately; a dropout rate and an epsilon mean T5 1.0's old sublayers."""
+    """Makes the arguments private; a dropout rate and an epsilon stand for T5 1.0's sublayers."""
     for name in ("layers", "recompute_grads", *_SUBLAYERS):
         setattr(stack, f"_{name}", vars(stack).pop(name))
     rate, epsilon = vars(stack).pop("dropout_rate"), vars(stack).pop("norm_epsilon")
@@ -151,14 +151,14 @@ _SUBLAYERS = {
 
 def _named(name: str) -> Any:
     def sublayer() -> None:
-        """Stands for a function that only its name describes."""
+        """Stands for a function of which only the name is read."""
 
     sublayer.__name__ = name
     return sublayer
 
 
-def _keep(made: Any) -> None:
-    """Adds nothing."""
+def _finish_nothing(made: Any) -> None:
+    """For constructors that add nothing."""
 
 
 def _finish_attention(layer: Any) -> None:
@@ -167,10 +167,10 @@ def _finish_attention(layer: Any) -> None:
 
 FINISHED: Mapping[str, Callable[[Any], None]] = {
     f"{_TRANSFORMER}.Unitransformer": _finish_unitransformer,
-    f"{_TRANSFORMER}.Bitransformer": _keep,
+    f"{_TRANSFORMER}.Bitransformer": _finish_nothing,
     f"{_TRANSFORMER}.LayerStack": _finish_stack,
     f"{_LAYERS}.SelfAttention": _finish_attention,
-    f"{_LAYERS}.EncDecAttention": _keep,
-    f"{_LAYERS}.DenseReluDense": _keep,
+    f"{_LAYERS}.EncDecAttention": _finish_nothing,
+    f"{_LAYERS}.DenseReluDense": _finish_nothing,
 }
 """The classes of which a configuration that the JAX stack supports has objects."""
