@@ -1,6 +1,6 @@
 """Checkpoints of adapters, ours and PEFT's: the adapter alone, with a note of its base.
 
-A run that trains an adapter saves it as T5X's tree, with a file beside that has the note.
+A run that trains an adapter saves it as T5X's tree, with the note in a file beside it.
 `sources.open_checkpoint` reads such a checkpoint as the base with the adapter merged into it.
 """
 
@@ -124,7 +124,7 @@ class AdapterCheckpoint(Protocol):
 
     @property
     def note(self) -> AdapterNote:
-        """What it says of itself."""
+        """The note of the adapter and its base."""
         ...
 
     @property
@@ -154,13 +154,13 @@ def open_adapter(ref: CheckpointRef) -> AdapterCheckpoint:
     """Opens an adapter's checkpoint.
 
     Raises:
-      UserError: If it is damaged, or has what no adapter here has.
+      UserError: If it is damaged, or has an option or a tensor that is not supported.
     """
     return _PeftReader(ref) if ref.format == "peft" else AdapterReader(ref)
 
 
 def note_of(ref: CheckpointRef) -> AdapterNote:
-    """What an adapter's checkpoint says of itself.
+    """The note in an adapter's checkpoint.
 
     Raises:
       UserError: See `open_adapter`.
@@ -236,7 +236,7 @@ def check_shape(own: AdapterCheckpoint, adapter: Adapter, shape: ModelShape) -> 
 
 
 def check_continues(own: AdapterCheckpoint, adapter: Adapter, shape: ModelShape) -> None:
-    """Raises a UserError unless the training of an adapter can start from a checkpoint's."""
+    """Raises a UserError unless an adapter's training can start from a checkpoint's adapter."""
     check_shape(own, adapter, shape)
     then, now = own.note.adapter.scale, adapter.scale
     if not math.isclose(then, now, rel_tol=1e-6):
@@ -257,7 +257,7 @@ class MergedReader:
       own: The adapter's checkpoint, whose step the merged model has.
       base: The base.
       shape: The base's shape.
-      note: What the adapter is, and where its base is and of which hash.
+      note: The adapter, and its base's path and hash.
 
     Raises:
       UserError: If the adapter's checkpoint is not for a model of this shape.
@@ -306,7 +306,7 @@ class MergedReader:
 
 
 def merged(kernel: np.ndarray, beside: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
-    """A kernel with an adapter's change in it, computed in float64 and rounded once, to float32.
+    """A kernel plus an adapter's change, computed in float64 and rounded once, to float32.
 
     Args:
       kernel: [in, out].
@@ -317,7 +317,7 @@ def merged(kernel: np.ndarray, beside: Mapping[str, np.ndarray], scale: float) -
     if LORA_A in beside:
         first = beside[LORA_A].astype(np.float64) * scale
         second = beside[LORA_B].astype(np.float64)
-        # A column at a time: the order of a matmul's sums is up to the machine.
+        # One column at a time: how a matmul orders its sums depends on the machine.
         for column in range(first.shape[1]):
             found += first[:, column, None] * second[None, column]
     if IA3_INPUT in beside:

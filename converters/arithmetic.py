@@ -23,7 +23,7 @@ _OTHER_GIN = "Give the gin file of the model that the checkpoint holds."
 
 
 def described(ref: CheckpointRef) -> CheckpointRef:
-    """The checkpoint whose folder says what a model computes: of an adapter's, it may be the base.
+    """The checkpoint whose folder states a model's arithmetic; for an adapter's, maybe the base.
 
     A run that trained the adapter left its gin file beside it; without one, the base's counts.
     """

@@ -438,7 +438,7 @@ def adapter_conversion(
 
     Args:
       own: The adapter's checkpoint.
-      note: What the new one is to say, with the base's hash.
+      note: The note to write, with the base's hash.
       shape: The base's shape.
       to: "peft" or "adapter".
     """

@@ -74,7 +74,7 @@ class ConversionReport:
       notes: What was changed, dropped or is missing, one sentence each.
       resumed: Number of tensors that an interrupted conversion had already written.
       dry_run: True if nothing was written.
-      merged: Of a whole model that was an adapter and its base, what the adapter says.
+      merged: The adapter's note, if the target is an adapter merged into its base.
     """
 
     source: CheckpointRef

@@ -2,8 +2,8 @@
 
 transformers' T5, mT5 and umT5 compute different logits from the same weights with another
 activation, norm epsilon, range of the position bias, or scale before the logits. `arithmetic_of`
-reads all of these as transformers 4 and 5 write them, and refuses by name what no T5 here computes;
-docs/checkpoints.md has the table.
+reads all of these as transformers 4 and 5 write them, and refuses by name what is not supported
+here; docs/checkpoints.md has the table.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 _MAX_DISTANCE, _EPSILON = 128, 1e-6  # of Mesh TensorFlow and T5X
 
-# Relatives of T5 by their model_type, with what no T5 here has.
+# Relatives of T5 by their model_type, each with what is not supported here.
 _RELATIVES = {
     "longt5": "LongT5, whose encoder attends within windows of the input",
     "switch_transformers": "a Switch Transformer, whose feed-forward layers are experts",
@@ -48,8 +48,8 @@ _OTHER_CLASSES = {
     "ForQuestionAnswering": "a T5 with a head for spans instead of logits",
 }
 
-# Fields that have one value here, with what another would mean. pad_token_id is none of them: what
-# fills a row is masked. Here and in T5X it is id 0, which is why the decoder begins with 0.
+# Fields of which only one value is supported, with what another would mean. pad_token_id is not one
+# of them: padding is masked. Here and in T5X it is id 0, which is why the decoder begins with 0.
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "decoder_start_token_id": ((0, None), "the decoder's first input is id 0"),
     "quantization_config": ((None,), "weights are not quantised"),

@@ -30,7 +30,7 @@ def model_config(
     Args:
       family: the model.
       dtype: of the parameters, as numpy names it.
-      arithmetic: what the weights do not tell.
+      arithmetic: what the weights do not show.
       ids: of padding and end.
     """
     model_type = "mt5" if family.name.startswith("mT5") else "t5"
@@ -77,7 +77,7 @@ def generation_config(ids: TokenIds) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """What a SentencePiece model holds of which transformers makes a tokenizer.
+    """The parts of a SentencePiece model from which transformers makes a tokenizer.
 
     Attributes:
       content: The model's bytes.
@@ -102,7 +102,7 @@ class Pieces:
 
     def name(self, token: int) -> str:
         """What transformers' tokenizer calls an id."""
-        # T5 calls these so, whatever its model calls them.
+        # T5's own names for these, whatever the SentencePiece model calls them.
         own = ("<pad>", "</s>", "<unk>") if self.as_t5 else ()
         return own[token] if token < len(own) else self.scored[token][0]
 
@@ -154,7 +154,7 @@ def tokenizer_files(pieces: Pieces | None, family: ModelShape) -> dict[str, byte
     """The tokenizer's files, by name; none if no vocabulary is given and the model needs one.
 
     Args:
-      pieces: what the vocabulary holds; ByT5 needs none.
+      pieces: those of the vocabulary; ByT5 needs none.
       family: the model that they are for.
     """
     if pieces is None:
@@ -212,7 +212,7 @@ def _parse_sentencepiece(content: bytes) -> tuple[Pieces, int]:
         trainer.get(number, default) for number, default in ((40, 0), (41, 1), (42, 2), (43, _NONE))
     )
     if pad == _NONE:
-        # What no text has: the begin's, as in transformers' MADLAD-400.
+        # Pad with a token that no text has: the begin's, as in transformers' MADLAD-400.
         pad = unknown if begin == _NONE else begin
     ids = TokenIds(pad, end)
     pieces = Pieces(content, scored, charsmap, bool(trainer.get(35, False)), ids, unknown)

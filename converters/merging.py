@@ -106,7 +106,7 @@ def _check_bits(found: CheckpointReader, again: MergedReader) -> None:
     where = found.ref.path
     key = next(key for key in found.tensors if key.endswith("token_embedder/embedding"))
     embedding = found.tensors[key]
-    # What else the merge may have been asked for: another type, another size of the vocabulary.
+    # The merge may also have changed the type, or the size of the vocabulary.
     options = Options(slots=False, dtype=embedding.dtype.name, vocab_size=embedding.shape[0])
     expected, _ = prepare(again, found.ref.format, options)
     for key in (key for key in expected.tensors if key.startswith(naming.PARAMETERS)):

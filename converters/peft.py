@@ -1,11 +1,11 @@
 """PEFT's folders: adapter_config.json and adapter_model.safetensors, read and written.
 
 PEFT names a module as transformers does, below `base_model.model.`, and stores [out, in] as torch
-does. So `lora_a` is the transpose of lora_A.weight. `ia3_l` is [out, 1] where it multiplies what a
-module gives and [1, in] where it multiplies what the module reads (feedforward_modules).
+does. So `lora_a` is the transpose of lora_A.weight. `ia3_l` is [out, 1] where it multiplies a
+module's outputs and [1, in] where it multiplies its inputs (feedforward_modules).
 
-The file's tensors say which modules have an adapter; what target_modules and its relatives choose
-is seen there. Facts of PEFT 0.21.0 (peft/tuners/lora/config.py, peft/tuners/ia3/layer.py).
+The file's tensors show which modules have an adapter, so target_modules and the options like it are
+not read. Facts of PEFT 0.21.0 (peft/tuners/lora/config.py, peft/tuners/ia3/layer.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from t0repro.parameters.shape import ModelShape
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
-# In the metadata of WEIGHTS, which PEFT does not read, and leaves out where it saves.
+# In the metadata of WEIGHTS, which PEFT neither reads nor keeps when it saves.
 _BASE_HASH, _STEP = "base_hash", "step"
 
 _MODULE = re.compile(
@@ -55,7 +55,7 @@ _WITHOUT_EFFECT = {
     # Parameters of options that are off.
     *("megatron_core", "qalora_group_size", "loftq_config"),
 }
-# Other ways to start change the base (pissa, olora, corda, loftq, lora_ga) or what is trained.
+# Other initializations change the base (pissa, olora, corda, loftq, lora_ga) or what is trained.
 _HARMLESS_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -120,7 +120,7 @@ def _path(name: str, info: TensorInfo, where: str) -> str:
     """A tensor's path in T5X's tree.
 
     Raises:
-      UserError: If it is none of an adapter's of a kernel.
+      UserError: If it is not a tensor of a kernel's adapter.
     """
     match = _MODULE.fullmatch(name)
     found = match and naming.find_row(f"{match['module']}.weight", "hf")
@@ -243,7 +243,7 @@ def outputs(tensors: Mapping[str, TensorInfo]) -> list[Output]:
 
 
 def metadata(step: int, digest: str | None) -> dict[str, str]:
-    """What the file says besides its tensors: the global step, and the hash of the base."""
+    """The file's metadata: the global step, and the hash of the base."""
     return {"format": "pt", _STEP: str(step), **({_BASE_HASH: digest} if digest else {})}
 
 
@@ -319,8 +319,8 @@ def _json(content: Mapping[str, Any]) -> str:
 
 
 def _short(known: Iterable[str], chosen: set[str]) -> list[str]:
-    """The chosen modules for target_modules: by their last names where these choose no other."""
-    # PEFT takes a name of the list for every module that ends with it.
+    """The chosen modules for target_modules, by their last names where these match no other."""
+    # For PEFT, a name in the list stands for every module whose name ends with it.
     ends = {name.rpartition(".")[2] for name in chosen}
     covered = {name for name in known if name.rpartition(".")[2] in ends}
     return sorted(ends if covered == chosen else chosen)

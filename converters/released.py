@@ -67,7 +67,7 @@ class Released:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the checkpoints of a family have in common, and their sizes do not tell.
+    """What the checkpoints of a family have in common, besides what their sizes show.
 
     Attributes:
       name: For instance "T5 1.1 LM-adapted".
@@ -77,7 +77,7 @@ class Family:
       position_bias: "one a tower", or "one a layer".
       pad: Id of padding in config.json; T5X and this project pad with 0.
       eos: Id of the end.
-      vocabulary: Whose.
+      vocabulary: Whose it is.
       checked_against: Where the sizes and these facts were compared.
       to_know: What to know before using one; may be empty.
     """

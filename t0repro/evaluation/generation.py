@@ -131,7 +131,7 @@ def texts_of(tokens: Sequence[Sequence[int]], vocabulary: Any) -> list[str]:
 
 
 def _filled(rows: list[np.ndarray], batch_size: int, copies: int) -> list[np.ndarray]:
-    """The rows with copies of the first after them, and empty rows up to a full batch."""
+    """The rows, then copies of the first, then empty rows up to a full batch."""
     rows = rows + rows[:1] * copies
     return rows + [np.zeros(0, np.int32)] * (-len(rows) % batch_size)
 

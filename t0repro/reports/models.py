@@ -56,7 +56,7 @@ class DatasetModels:
     """All models on one dataset.
 
     Attributes:
-      accuracy: label -> mean over prompts and seeds, in percent, of what all runs have.
+      accuracy: label -> mean over prompts and seeds, in percent, of the examples of all runs.
       over_seeds: label -> standard deviation of its runs' accuracies, for models with several.
       pairs: every pair of models.
       below_chance: models of which every run is clearly below chance, with Holm's correction over
