@@ -125,6 +125,11 @@ def install() -> None:
     _installed = True
 
 
+def is_installed() -> bool:
+    """Whether SeqIO can be imported, with which the reference tier brings the rest."""
+    return importlib.util.find_spec("seqio") is not None
+
+
 def installed_version(package: str) -> str | None:
     """A package's version; None if it is not installed. "tensorflow" stands for each of its builds.
 

@@ -32,6 +32,22 @@ class UserError(Exception):
         return without_passwords(as_shown("\n".join(lines)))
 
 
+INSTALL_REFERENCE = (
+    "Install the reference tier: TIER=reference bash scripts/setup.sh, in a checkout."
+    " docs/tiers.md lists what needs it."
+)
+
+
+def needs_reference_tier(why: str) -> UserError:
+    """The error for what TensorFlow, SeqIO or t5 must do, where they are not installed.
+
+    Args:
+      why: What needs them, as a clause.
+    """
+    what = "This needs SeqIO and TensorFlow, which are not installed"
+    return UserError(f"{what}: {why}.", fix=INSTALL_REFERENCE)
+
+
 _shown: dict[str, str] = {}
 
 

@@ -8,6 +8,7 @@ of a hundred tasks, it would take most of an evaluation's time.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Example = dict[str, Any]
 Numbered = Iterator[tuple[int, Example]]
 
+UNCUT: Mapping[str, int] = {"inputs": sys.maxsize, "targets": sys.maxsize}
+"""Lengths that truncate nothing."""
 _ROWS_AT_ONCE = 512  # tokenized together for speed; also limits memory
 _MAX_CACHED_TARGETS = 4096
 

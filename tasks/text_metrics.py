@@ -1,6 +1,6 @@
 """T0's metrics of decoded texts without t5: the same numbers as t5.evaluation.metrics (0.9.4).
 
-BLEU, ROUGE, edit distance, CoQA's F1 and the metrics of MultiRC and ReCoRD are t5's alone.
+Those of MultiRC, ReCoRD and SQuAD's spans are t5's alone: they do not compare texts.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from t0repro.tasks.task import PromptedTask, metric_names
 Metric = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, float]]
 
 
-def computable(task: PromptedTask) -> bool:
-    """Whether all metrics of a task's decoded texts are computed here."""
-    names = metric_names(task)
+def uncomputable(task: PromptedTask) -> str | None:
+    """The first of a task's metrics of decoded texts that is not computed here, if there is one."""
+    names = () if task.score_eval else metric_names(task)
     # ReCoRD's "squad" takes the best of several answers.
-    return (task.dataset, task.subset) != ("super_glue", "record") and all(
-        name in METRICS for name in names
-    )
+    if names and (task.dataset, task.subset) == ("super_glue", "record"):
+        return "squad of several answers"
+    return next((name for name in names if name not in METRICS), None)
 
 
 def metrics_of(task: PromptedTask) -> list[Metric]:
     """A task's metrics, each called as metric(targets, predictions) -> {name: value}.
 
     Raises:
-      KeyError: If one is not `computable`.
+      KeyError: If one is `uncomputable`.
     """
     return [METRICS[name] for name in metric_names(task)]
 
@@ -122,6 +122,67 @@ def _normal(text: str, punctuation: str, replaced_by: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(table)).split())
 
 
+def _coqa_f1(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+    """F1 of words, where two texts without any are equal; in percent."""
+    pairs = [
+        (_OF_SQUAD(target).split(), _OF_SQUAD(found).split())
+        for target, found in zip(targets, predictions, strict=True)
+    ]
+    f1 = np.mean([_words_f1(*pair) if any(pair) else 1.0 for pair in pairs])
+    return {"f1": 100 * float(f1)}
+
+
+def _bleu(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+    import sacrebleu
+
+    found = sacrebleu.corpus_bleu(predictions, [targets], smooth_value=0.0, tokenize="intl")
+    return {"bleu": found.score}
+
+
+def _rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+    """F1 of ROUGE-1, -2 and -L of sentences: medians of resampled means, in percent."""
+    from rouge_score import rouge_scorer, scoring
+
+    names = ("rouge1", "rouge2", "rougeLsum")
+    scorer, means = rouge_scorer.RougeScorer(names), scoring.BootstrapAggregator()
+    for texts in zip(targets, predictions, strict=True):
+        # ROUGE-L reads a sentence a line.
+        means.add_scores(scorer.score(*(text.replace(" . ", " .\n") for text in texts)))
+    found = means.aggregate()
+    return {name: 100 * found[name].mid.fmeasure for name in names}
+
+
+def _edit_distance(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+    """Numbers of words to insert, remove or replace."""
+    found = [
+        _distance(*(re.split(r"[^\w]", text.lower()) for text in pair))
+        for pair in zip(targets, predictions, strict=True)
+    ]
+    return {
+        f"{name}_edit": getattr(np, name)(found).item()
+        for name in ("min", "max", "mean", "median", "sum")
+    }
+
+
+def _distance(one: Sequence[str], other: Sequence[str]) -> int:
+    """Levenshtein's distance of two sequences."""
+    above = range(len(other) + 1)
+    for row, word in enumerate(one, start=1):
+        line = [row]
+        for at, its in enumerate(other):
+            line.append(min(above[at + 1] + 1, line[at] + 1, above[at] + (word != its)))
+        above = line
+    return above[-1]
+
+
+def _auc(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
+    """Areas below the curves of true and false positives, and of precision and recall."""
+    return {
+        "auc-roc": _sklearn("roc_auc_score")(targets, predictions),
+        "auc-pr": _sklearn("average_precision_score")(targets, predictions),
+    }
+
+
 def _sklearn(name: str) -> Callable[..., Any]:
     import sklearn.metrics  # which takes a second
 
@@ -136,10 +197,15 @@ _OF_TRIVIA_QA = functools.partial(
 
 METRICS: Mapping[str, Metric] = {
     "accuracy": _accuracy,
+    "auc": _auc,
+    "bleu": _bleu,
+    "coqa_f1": _coqa_f1,
+    "edit_distance": _edit_distance,
     "f1_score_with_invalid": _f1,
     "matthews_corrcoef": _matthews,
     "mean_3class_f1": _mean_f1,
     "pearson_corrcoef": functools.partial(_correlation, "pearson"),
+    "rouge": _rouge,
     "sequence_accuracy": _sequence_accuracy,
     "spearman_corrcoef": functools.partial(_correlation, "spearman"),
     "squad": functools.partial(_question_answering, _OF_SQUAD),

@@ -48,8 +48,8 @@ if __name__ == "__main__":  # and not in the workers of `t0repro cache`
 def t5x(mode: str, *bindings: str) -> list[str]:
     """Flags of T5X's dialect for the tiny model on the demo."""
     run_file = f"--gin_file=t5x/configs/runs/{mode}.gin"
-    gin = [*SIZES, "DROPOUT_RATE = 0.0", "USE_CACHED_TASKS = True", *bindings]
-    gin.append("TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 16}")
+    gin = [*SIZES, "DROPOUT_RATE = 0.0", "USE_CACHED_TASKS = True",
+           "TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 16}", *bindings]  # fmt: skip
     return [f"--gin_file={MODEL}", run_file, *(f"--gin_bindings={each}" for each in gin), TASKS]
 
 
@@ -88,14 +88,42 @@ def commands(folder) -> list[tuple[str, str, list[str]]]:
     files_of_t5 = ["--gin_file=dataset.gin", "--gin_file=demo/t5.1.1.demo.gin", constant]
     ranked = [f"--checkpoint={folder}/run", "--mixture=demo_eval_score_eval", TASKS, "--limit=2",
               f"--out={folder}/evaluated", "--inputs_length=64", "--targets_length=16"]  # fmt: skip
+    # Without a cache, in shards, with saved positions and the metrics of decoded texts.
+    tuned = [f"MODEL_DIR = '{folder}/tuned'",
+             f"INITIAL_CHECKPOINT_PATH = '{folder}/run/checkpoint_2'",
+             "MIXTURE_OR_TASK_NAME = 'demo_train'", "BATCH_SIZE = 8", "USE_CACHED_TASKS = False",
+             "train/utils.DatasetConfig.num_shards = 2", "EVAL_PERIOD = 1",
+             "train_eval/utils.DatasetConfig.split = 'train'", "EVAL_STEPS = 1",
+             f"infer_eval/utils.DatasetConfig.mixture_or_task_name = '{GENERATED}'",
+             "EVALUATOR_NUM_EXAMPLES = 8", "utils.SaveCheckpointConfig.period = 1",
+             "utils.SaveCheckpointConfig.save_dataset = True"]  # fmt: skip
+    uncached = ["--gin_param=mesh_train_dataset_fn.use_cached = False",
+                "--gin_param=t0repro.jax_training.data_shards = 2"]  # fmt: skip
+    of_rows = ["--gin_param=MIXTURE_NAME = 'demo_train'", "--gin_param=run.dataset_split = 'train'",
+               "--gin_param=run.batch_size = 4"]  # fmt: skip
+    scores = [f"--gin_param=scores_filename = '{folder}/scores'",
+              "--gin_param=mesh_eval_dataset_fn.num_eval_examples = 3"]  # fmt: skip
+    saved = f"--gin_file={folder}/mesh/operative_config.gin"
+    perplexity = ["--gin_param=utils.run.perplexity_eval_steps = 2",
+                  "--gin_param=mesh_eval_dataset_fn.pack = True"]  # fmt: skip
     caching = [f"--mixture={','.join(MIXTURES)}", f"--output_cache_dir={folder}/cache"]
     return [
         ("cache", cli, ["cache", *caching, "--min_shards=2", TASKS]),
         ("train", cli, ["train", *t5x("pretrain", *run), cached]),
         ("eval", cli, ["eval", *t5x("eval", *evaluated), cached]),
         ("infer", cli, ["infer", *t5x("infer", *inferred), cached]),
+        ("infer a shard", cli, ["infer", "--shard_id=1",
+                                *t5x("infer", *inferred, "infer.num_shards = 2"), cached]),
+        ("train on rows", cli, ["train", *t5x("finetune", *tuned, "TRAIN_STEPS = 4")]),
+        ("go on", cli, ["train", *t5x("finetune", *tuned, "TRAIN_STEPS = 5")]),
         ("mesh train", t5, mesh(folder, *files_of_t5, *gin)),
         ("mesh score_eval", t5, mesh(folder, *again)),
+        ("mesh train on rows", t5, ["--backend=jax", f"--model_dir={folder}/rows", TASKS,
+                                    *files_of_t5, *gin, *uncached]),
+        ("mesh perplexity_eval", t5, mesh(folder, saved, "--gin_file=perplexity_eval.gin",
+                                          *of_rows, *perplexity)),
+        ("mesh score_from_dataset", t5, mesh(folder, saved, "--gin_file=score_from_task.gin",
+                                             *of_rows, *scores)),
         ("rank-eval", cli, ["rank-eval", *ranked]),
         ("report", cli, ["report", "make", f"{folder}/evaluated/validation_eval", TASKS,
                          f"--out={folder}/report"]),
@@ -108,6 +136,24 @@ def commands(folder) -> list[tuple[str, str, list[str]]]:
     ]  # fmt: skip
 
 
+def refused(folder) -> list[tuple[str, str, list[str]]]:
+    """The same of commands that need the reference tier, or name what there is not."""
+    cli, t5 = "main", "t5_mesh_transformer"
+    run = [f"MODEL_DIR = '{folder}/none'", "MIXTURE_OR_TASK_NAME = 'demo_train'", "TRAIN_STEPS = 2"]
+    model = "models.EncoderDecoderModel"
+    other = [*run, f"{model}.input_vocabulary = @seqio.ByteVocabulary()"]
+    again = f"--gin_file={folder}/mesh/operative_config.gin"
+    packed = "--gin_param=mesh_eval_dataset_fn.pack = True"
+    return [
+        ("train on bytes", cli, ["train", *t5x("pretrain", *other)]),
+        ("an unknown mixture", cli, ["train", *t5x("pretrain", *run,
+                                                   "MIXTURE_OR_TASK_NAME = 'demo_trian'")]),
+        ("mesh eval of packed rows", t5, mesh(folder, again, "--gin_file=eval.gin", packed,
+                                              "--gin_param=run.dataset_split = 'train'")),
+        ("mesh on Mesh TensorFlow", t5, ["--backend=mtf", f"--model_dir={folder}/none", again]),
+    ]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """A folder in which all commands have run, and what they printed."""
@@ -115,7 +161,7 @@ def ran(tmp_path_factory):
     hide_all_but_the_core(folder)
     (folder / "driver.py").write_text(DRIVER)
     names = [*sorted(OF_REFERENCE), "jax", "promptsource", "t0repro"]
-    listed = commands(folder)
+    listed = [*commands(folder), *refused(folder)]
     # A process parses t5's flags once.
     alone = [[each] for each in listed if each[1] == "t5_mesh_transformer"]
     for together in ([each for each in listed if [each] not in alone], *alone):
@@ -151,6 +197,36 @@ def test_what_is_hidden_cannot_be_imported_and_the_core_can(results):
 def test_each_command_succeeds(results, name):
     code, printed = results[name]
     assert code == 0, printed
+
+
+def test_what_needs_the_reference_tier_is_named(results):
+    code, printed = results["train on bytes"]
+    assert code == 2 and "a vocabulary of the model is no SentencePieceVocabulary" in printed
+    assert "TIER=reference bash scripts/setup.sh" in printed
+    code, printed = results["an unknown mixture"]
+    assert (
+        code == 2 and "There is no task or mixture 'demo_trian'; nearest: 'demo_train'" in printed
+    )
+    code, printed = results["mesh eval of packed rows"]
+    assert code == 2 and "mode eval reads packed or shuffled examples" in printed
+    code, printed = results["mesh on Mesh TensorFlow"]
+    assert code == 2 and "This needs tensorflow, which is not installed" in printed
+
+
+def test_without_a_cache_it_trains_evaluates_and_resumes(folder, results):
+    assert "data: after 2 batches, which are rebuilt and skipped" in results["go on"][1]
+    position = json.loads((folder / "tuned/checkpoint_5/data/position.json").read_text())
+    assert position["batches"] == 3
+    assert len(list((folder / "tuned/inference_eval").glob(f"{GENERATED}-00000*.jsonl"))) == 3
+    rows = [json.loads(line) for line in (folder / "rows/metrics.jsonl").read_text().splitlines()]
+    assert max(row["step"] for row in rows) == 2
+
+
+def test_it_scores_and_computes_perplexities_of_datasets(folder):
+    # Three examples of each of the mixture's tasks.
+    assert len((folder / "scores.scores").read_text().splitlines()) % 3 == 0
+    rows = [json.loads(line) for line in (folder / "mesh/metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("neg_log_perplexity", 0) < 0 for row in rows)
 
 
 def test_doctor_names_the_core_tier(results):

@@ -20,7 +20,7 @@ from typing import Any
 
 from t0repro import compat, working_copies
 from t0repro.cli.results import echo
-from t0repro.errors import UserError
+from t0repro.errors import INSTALL_REFERENCE, UserError
 from t0repro.files import storage_error
 from t0repro.log_records import quiet_libtpu
 from t0repro.redaction import without_secrets
@@ -34,11 +34,7 @@ _REFERENCE = {
     *("t5", "tensorflow", "tensorflow_datasets", "tensorflow_estimator", "tensorflow_text"),
 }
 _NOT_INSTALLED = {
-    **dict.fromkeys(
-        _REFERENCE,
-        "Install the reference tier: TIER=reference bash scripts/setup.sh, in a checkout."
-        " docs/tiers.md lists what needs it.",
-    ),
+    **dict.fromkeys(_REFERENCE, INSTALL_REFERENCE),
     **dict.fromkeys(
         ("pandas", "promptsource", "sklearn", "tensorboard"),
         "TIER=core bash scripts/setup.sh, in a checkout.",

@@ -335,7 +335,9 @@ def _prompts(
     tasks: TaskOptions, mixture: str, settings: EvaluationSettings
 ) -> Mapping[str, PromptInfo]:
     """Registers the tasks, with SeqIO only if it is needed, and their cache; task -> prompt."""
-    from t0repro.evaluation.selection import needs_seqio
+    from t0repro import compat
+    from t0repro.errors import needs_reference_tier
+    from t0repro.evaluation.selection import why_not_alone
     from t0repro.reports.prompts import load_prompts
     from t0repro.tasks.task import add_cache_dirs
 
@@ -344,7 +346,9 @@ def _prompts(
     prompts = load_prompts(modules)
     add_cache_dirs(folders, "--cache_dir")
     cached = settings.use_cached
-    if needs_seqio(mixture, settings.split, settings.modes, use_cached=cached):
+    if why := why_not_alone(mixture, settings.split, settings.modes, use_cached=cached):
+        if not compat.is_installed():
+            raise needs_reference_tier(why)
         prompts = load_prompts(modules, into_seqio=True)
         add_cache_dirs(folders, "--cache_dir")
     return prompts

@@ -28,7 +28,7 @@ from t0repro.cli.options import (
 from t0repro.cli.results import echo
 from t0repro.cli.spelling import LogOptions, source
 from t0repro.cloud.arguments import JobMode
-from t0repro.errors import UserError
+from t0repro.errors import UserError, needs_reference_tier
 from t0repro.files import check_address, output_path
 from t0repro.jobs.options import AuxiliaryOptions
 
@@ -116,7 +116,7 @@ def evaluate(
         plan = eval_plan(parsed)
         _check_addresses(plan, parsed, "evaluate.output_dir")
         # Only after the gin files have been checked, because importing tasks takes seconds.
-        register(parsed, options, lambda: _is_evaluated_alone(plan))
+        register(parsed, options, lambda: _why_not_evaluated_alone(plan))
         if options.dry_run:
             from t0repro.runs.preflight import check_inference
 
@@ -168,7 +168,7 @@ def infer(
 
         plan = infer_plan(parsed)
         _check_addresses(plan, parsed, "infer.output_dir")
-        register(parsed, options, lambda: _is_inferred_alone(plan))
+        register(parsed, options, lambda: _why_not_inferred_alone(plan))
         if options.dry_run:
             from t0repro.runs.preflight import check_inference
 
@@ -187,37 +187,37 @@ def infer(
             batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
 
 
-def _is_evaluated_alone(plan: EvalPlan) -> bool:
-    """Whether an evaluation needs neither SeqIO nor TensorFlow, as described tasks do."""
-    from t0repro.data.eval_examples import evaluates_alone
+def _why_not_evaluated_alone(plan: EvalPlan) -> str | None:
+    """What in an evaluation needs SeqIO and TensorFlow, its tasks being described."""
+    from t0repro.data.eval_examples import why_not_evaluated
 
     data = plan.data
-    return _reads_model_without_seqio(plan) and evaluates_alone(
+    return _of_model(plan) or why_not_evaluated(
         data.mixture_or_task_name, data.split, use_cached=data.use_cached
     )
 
 
-def _is_inferred_alone(plan: InferPlan) -> bool:
+def _why_not_inferred_alone(plan: InferPlan) -> str | None:
     """The same of an inference."""
-    from t0repro.data.eval_examples import inferred_alone
+    from t0repro.data.eval_examples import why_not_read
 
     data = plan.data
-    return (
-        _reads_model_without_seqio(plan)
-        and plan.files is None
-        and plan.num_shards == 1
-        and inferred_alone(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
+    if plan.files is not None:
+        return "infer reads files of examples"
+    return _of_model(plan) or why_not_read(
+        data.mixture_or_task_name, data.split, use_cached=data.use_cached
     )
 
 
-def _reads_model_without_seqio(plan: InferencePlan) -> bool:
-    """Whether the model is this project's own and its vocabularies are readable without SeqIO."""
+def _of_model(plan: InferencePlan) -> str | None:
     from t0repro.config.t5x.records import SentencePieceVocabulary
 
+    if plan.user_model is not None:
+        return "the model is a class of yours"
     vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
-    return plan.user_model is None and all(
-        isinstance(each, SentencePieceVocabulary) for each in vocabularies
-    )
+    if not all(isinstance(each, SentencePieceVocabulary) for each in vocabularies):
+        return "a vocabulary of the model is no SentencePieceVocabulary"
+    return None
 
 
 def _of_adapter(path: str | None) -> list[str]:
@@ -300,18 +300,18 @@ def parse_files(inputs: T5xInputs) -> Parsed:
 def register(
     parsed: Parsed,
     options: T5xOptions,
-    suffices: Callable[[], bool] | None = None,
+    why_not: Callable[[], str | None] | None = None,
 ) -> None:
     """Registers the tasks of the modules that the gin files and the command line name.
 
     Args:
       parsed: The gin files.
       options: The flags.
-      suffices: Called once this project's tasks are described; returns whether the run can do
-        without TensorFlow and SeqIO. None if it never can.
+      why_not: Returns what in the run needs TensorFlow and SeqIO, if anything; called once this
+        project's own tasks are described. None if the run needs them in any case.
 
     Raises:
-      UserError: If a module cannot be found.
+      UserError: If a module cannot be found, or the packages are needed and not installed.
     """
     from t0repro import compat
     from t0repro.tasks.module_names import resolved
@@ -322,11 +322,14 @@ def register(
     cache_dirs = options.seqio_additional_cache_dirs or ()
     folders = [folder for value in cache_dirs for folder in value.split(",") if folder]
     flag = "--seqio_additional_cache_dirs"
-    if suffices is not None and not options.tfds_data_dir and not needs_seqio(modules):
+    if why_not is not None and not options.tfds_data_dir and not needs_seqio(modules):
         load_tasks(modules, into_seqio=False)
         add_cache_dirs(folders, flag)
-        if suffices():
+        why = why_not()
+        if why is None:
             return
+        if not compat.is_installed():
+            raise needs_reference_tier(why)
     echo("importing the tasks, with TensorFlow and SeqIO ...", err=True)
     # Before SeqIO, which needs these patches on today's Python.
     compat.install()
@@ -388,13 +391,15 @@ def train(
     with processes.joined(), contextlib.ExitStack() as beside:
         vocabularies = (model.input_vocabulary, model.output_vocabulary)
         from t0repro.data.choices import reads_rows_alone
-        from t0repro.data.train_data import reads_caches_alone
+        from t0repro.data.described import why_not_trained
         from t0repro.runs.preflight import check_training
 
         register(
             parsed,
             options,
-            lambda: reads_rows_alone(config) or reads_caches_alone(config.plan, vocabularies),
+            lambda: (
+                None if reads_rows_alone(config) else why_not_trained(config.plan, vocabularies)
+            ),
         )
 
         check_training(config, vocabularies, typer.echo if options.dry_run else None)

@@ -385,13 +385,10 @@ def _described(options: Any, *, float32_activations: bool) -> Configuration | No
     if "t5" in sys.modules:
         return None
     from t0repro.config.mtf import dialect
-    from t0repro.data.eval_examples import mesh_evaluates_alone
-    from t0repro.data.train_data import mesh_reads_caches_alone
+    from t0repro.data.described import why_not_run_by_mesh
 
     found = dialect.describe(
-        gin_inputs(options),
-        lambda run: mesh_reads_caches_alone(run) or mesh_evaluates_alone(run),
-        float32_activations=float32_activations,
+        gin_inputs(options), why_not_run_by_mesh, float32_activations=float32_activations
     )
     if found is None:
         _say_importing()

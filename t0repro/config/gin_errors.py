@@ -17,9 +17,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from t0repro import compat
 from t0repro.config import gin_door
 from t0repro.config.gin_door import MACRO, Bindings, Key
 from t0repro.errors import UserError, nearest_names, of_command
+from t0repro.tasks.task import registered_mixtures, registered_tasks
 
 _ANYWHERE = "the gin files and the command line of this run"
 _FIX = "Correct the gin file or the override."
@@ -266,6 +268,17 @@ def _places_of_value(value: Any, bindings: Bindings | None) -> str | None:
     return "; ".join(dict.fromkeys(place for place in found if place)) or None
 
 
+def not_described(name: str) -> str:
+    """Why a task or mixture that is not described needs SeqIO, as a clause.
+
+    Raises:
+      UserError: Where SeqIO, which might know it, is not installed.
+    """
+    if not compat.is_installed():
+        raise unknown_mixture(name)
+    return f"{name!r} is SeqIO's alone"
+
+
 def unknown_mixture(name: str, where: str | None = None) -> UserError:
     """The error for a task or mixture that no imported module registers, with the nearest names.
 
@@ -273,9 +286,7 @@ def unknown_mixture(name: str, where: str | None = None) -> UserError:
       name: The unknown name.
       where: The place that binds it, if it is known.
     """
-    import seqio
-
-    known = sorted({*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()})
+    known = sorted({*registered_mixtures(), *registered_tasks()})
     return UserError(
         f"There is no task or mixture {name!r}; nearest: {nearest_names(name, known)}.",
         where=where or f"{len(known)} tasks and mixtures are registered by the imported modules",

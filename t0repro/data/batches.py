@@ -16,14 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from t0repro.config.run_config import EvalDataConfig, RunConfig
+from t0repro.config.training_plan import TrainDataConfig
 from t0repro.data.checks import no_task_has
+from t0repro.data.described import as_seqio, mesh_described_batches, mesh_described_rows
 from t0repro.errors import UserError
+from t0repro.tasks.task import is_described
 
 # The features that Mesh TensorFlow's model reads
 # (mesh_tensorflow.transformer.utils._MODEL_FEATURES).
@@ -103,14 +107,6 @@ class _Examples:
         return self._dataset_fn().as_numpy_iterator()
 
 
-def targets_vocabulary(data: EvalDataConfig) -> Any:
-    """The SeqIO vocabulary of the evaluation's targets."""
-    import seqio
-
-    provider = seqio.get_mixture_or_task(data.mixture_or_task_name)
-    return provider.output_features["targets"].vocabulary
-
-
 # ---- Batches for perplexity evaluation, and the examples that score_from_dataset scores ----------
 
 
@@ -128,28 +124,48 @@ def perplexity_batches(config: RunConfig) -> list[tuple[str, list[Batch]]]:
     Raises:
       UserError: If neither dataset is bound.
     """
-    named = _eval_datasets(config) if config.eval_data else [("eval", _train_dataset(config))]
-    return [(name, list(_batches(dataset, config))) for name, dataset in named]
+    named = _eval_rows(config) if config.eval_data else [("eval", _train_rows(config))]
+    return [(name, list(_batches(rows, config))) for name, rows in named]
 
 
 def scored_examples(config: RunConfig) -> list[Batch]:
     # One flat list: all scores go to one file, in this order.
     """The padded examples of all of score_from_dataset's datasets, one dataset after another."""
-    return [
-        {name: np.asarray(example[name], np.int32) for name in MODEL_FEATURES if name in example}
-        for _, dataset in _eval_datasets(config)
-        for example in dataset.as_numpy_iterator()
-    ]
+    return [row for _, rows in _eval_rows(config) for row in rows]
 
 
-def _eval_datasets(config: RunConfig) -> list[tuple[str, Any]]:
+def _eval_rows(config: RunConfig) -> list[tuple[str, Iterator[Batch]]]:
+    """Each task's padded or packed examples: int32 [length] by feature."""
+    data, lengths = config.eval_data, config.sequence_length
+    assert data is not None and lengths is not None
+    if is_described(data.mixture_or_task_name):
+        named = mesh_described_rows(data, lengths)
+        found = [(name, map(_of_one_row, rows)) for name, rows in named]
+    else:
+        found = [(name, _as_numpy(dataset)) for name, dataset in _eval_datasets(data, lengths)]
+    if not found:
+        where = config.provenance.get("eval_data.split") or "run.dataset_split"
+        raise no_task_has(data.mixture_or_task_name, data.split, where)
+    return found
+
+
+def _of_one_row(batch: Batch) -> Batch:
+    return {name: x[0] for name, x in batch.items()}
+
+
+def _as_numpy(dataset: Any) -> Iterator[Batch]:
+    for example in dataset.as_numpy_iterator():
+        yield {
+            name: np.asarray(example[name], np.int32) for name in MODEL_FEATURES if name in example
+        }
+
+
+def _eval_datasets(data: EvalDataConfig, lengths: Mapping[str, int]) -> list[tuple[str, Any]]:
     from t0repro import compat
 
     compat.install()
     from t5.models import mesh_transformer
 
-    data, lengths = config.eval_data, config.sequence_length
-    assert data is not None and lengths is not None
     datasets = mesh_transformer.mesh_eval_dataset_fn(
         mixture_or_task_name=data.mixture_or_task_name,
         sequence_length=dict(lengths),
@@ -160,46 +176,48 @@ def _eval_datasets(config: RunConfig) -> list[tuple[str, Any]]:
         shuffle_eval_examples=data.shuffle_eval_examples,
         seed=data.seed,
     )
-    if not datasets:
-        where = config.provenance.get("eval_data.split") or "run.dataset_split"
-        raise no_task_has(data.mixture_or_task_name, data.split, where)
     return [(dataset.name, dataset.dataset_fn()) for dataset in datasets]
 
 
-def _train_dataset(config: RunConfig) -> Any:
-    from t0repro import compat
-
-    compat.install()
-    from t5.models import mesh_transformer
-
+def _train_rows(config: RunConfig) -> Iterator[Batch]:
+    """The training dataset's rows, in the order in which a run reads them."""
     data, lengths = config.plan.train_data, config.sequence_length
-    if data is None or lengths is None:
+    if not isinstance(data, TrainDataConfig) or lengths is None:
         raise UserError(
             "A perplexity evaluation needs run.eval_dataset_fn or run.train_dataset_fn.",
             where=config.provenance.get("mode"),
             fix="Add --gin_file=perplexity_eval.gin.",
         )
-    return mesh_transformer.mesh_train_dataset_fn(
-        mixture_or_task_name=data.mixture_or_task_name,
-        sequence_length=dict(lengths),
-        dataset_split=data.split,
-        shuffle=data.shuffle,
-        seed=data.seed,
-        use_cached=data.use_cached,
-        pack=data.pack,
+    if is_described(data.mixture_or_task_name):
+        alone = dataclasses.replace(as_seqio(data, config), batch_size=1, num_shards=1)
+        seed = secrets.randbits(31) if data.seed is None else data.seed
+        return map(_of_one_row, mesh_described_batches(alone, seed))
+    from t0repro import compat
+
+    compat.install()
+    from t5.models import mesh_transformer
+
+    return _as_numpy(
+        mesh_transformer.mesh_train_dataset_fn(
+            mixture_or_task_name=data.mixture_or_task_name,
+            sequence_length=dict(lengths),
+            dataset_split=data.split,
+            shuffle=data.shuffle,
+            seed=data.seed,
+            use_cached=data.use_cached,
+            pack=data.pack,
+        )
     )
 
 
-def _batches(dataset: Any, config: RunConfig) -> Iterator[Batch]:
-    dataset = dataset.batch(config.batch_size).take(config.perplexity_eval_steps)
-    for batch in itertools.islice(dataset.as_numpy_iterator(), config.perplexity_eval_steps):
-        yield {
-            name: _filled(batch[name].astype(np.int32), config.batch_size)
-            for name in MODEL_FEATURES
-            if name in batch
-        }
+def _batches(rows: Iterator[Batch], config: RunConfig) -> Iterator[Batch]:
+    for _ in range(config.perplexity_eval_steps):
+        held = list(itertools.islice(rows, config.batch_size))
+        if not held:
+            return
+        yield {name: _filled([row[name] for row in held], config.batch_size) for name in held[0]}
 
 
-def _filled(x: np.ndarray, rows: int) -> np.ndarray:
+def _filled(x: Sequence[np.ndarray], rows: int) -> np.ndarray:
     # Rows of padding (token 0) carry no loss weight, so they add nothing to the sums.
-    return np.pad(x, ((0, rows - len(x)), (0, 0)))
+    return np.pad(np.stack(x), ((0, rows - len(x)), (0, 0)))

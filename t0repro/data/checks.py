@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from t0repro.config.configuration import RunInputs
 from t0repro.config.gin_errors import unknown_mixture
 from t0repro.config.t5x import records
 from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.data.cached import count_examples, shards_of
 from t0repro.errors import UserError, of_command
 from t0repro.progress import say
+from t0repro.tasks.at_hand import keep_at_hand, lacks_cache
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import (
     DescribedTask,
     cache_dirs,
     find_tasks,
-    keep_at_hand,
-    lacks_cache,
     metric_names,
     prompted_mixtures,
     prompted_tasks,
@@ -237,31 +238,48 @@ def check_shards(name: str, split: str, num_shards: int, *, use_cached: bool) ->
     """
     if num_shards == 1:
         return
-    import tensorflow as tf
-
     for task in tasks_with_split(name, split):
         cached = use_cached and task.supports_caching
-        # SeqIO has no public function for the cached files.
-        source = task._get_cached_source(split) if cached else task.source
-        files = source.list_shards(split)
-        if cached:
-            examples = task.get_cached_stats(split)["examples"]
+        if isinstance(task, DescribedTask):
+            examples, sizes = _described_sizes(task, split, cached)
         else:
-            examples = source.num_input_examples(split)
+            examples, sizes = _seqios_sizes(task, split, cached)
         if examples is None:  # the source does not report its number
             continue
         few = examples < num_shards
-        if cached and not few and len(files) >= num_shards:  # sharded by files
-            sizes = [tf.io.gfile.stat(file).length for file in files]
+        if cached and not few and len(sizes) >= num_shards:  # sharded by files
             few = not all(any(sizes[shard::num_shards]) for shard in range(num_shards))
         if few:
             raise UserError(
                 f"Not every one of {num_shards} shards has an example of the task {task.name}: in"
                 f" {split!r} it has {counted(examples, 'example')} in"
-                f" {counted(len(files), 'file')}.",
+                f" {counted(len(sizes), 'file')}.",
                 fix="Take fewer shards (t0repro.jax_training.data_shards, in T5X's files"
                 " train/utils.DatasetConfig.num_shards).",
             )
+
+
+def _described_sizes(task: DescribedTask, split: str, cached: bool) -> tuple[int, list[int]]:
+    """A task's number of examples or, without its cache, of rows, and the sizes of its files."""
+    if not cached:
+        return task.source.num_input_examples(split), [1]
+    assert task.cache_dir is not None
+    folder = Path(task.cache_dir)
+    sizes = [(folder / name).stat().st_size for name in shards_of(folder, split)]
+    return count_examples(folder, split), sizes
+
+
+def _seqios_sizes(task: Any, split: str, cached: bool) -> tuple[int | None, list[int]]:
+    """The same of a task of SeqIO's; the number is None if its source does not report it."""
+    import tensorflow as tf
+
+    # SeqIO has no public function for the cached files.
+    source = task._get_cached_source(split) if cached else task.source
+    files = source.list_shards(split)
+    if cached:
+        sizes = [tf.io.gfile.stat(file).length for file in files]
+        return task.get_cached_stats(split)["examples"], sizes
+    return source.num_input_examples(split), [1] * len(files)
 
 
 def _check_rows(split: str, tasks: Sequence[Any]) -> None:

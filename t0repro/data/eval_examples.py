@@ -8,82 +8,70 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from t0repro.config.run_config import EvalDataConfig, RunConfig
-from t0repro.data.cached import FEATURES, by_turns, shards_of
+from t0repro.config.gin_errors import not_described
+from t0repro.config.run_config import EvalDataConfig
+from t0repro.data.cached import by_turns, of_shard
+from t0repro.data.mixing import FEATURES
 from t0repro.tasks.prompt_cache.folders import PROVENANCE
 from t0repro.tasks.prompt_cache.records import features
-from t0repro.tasks.prompted_examples import prompted_examples
-from t0repro.tasks.task import (
-    DescribedTask,
-    find_tasks,
-    is_described,
-    metric_names,
-)
-from t0repro.tasks.text_metrics import computable
+from t0repro.tasks.prompted_examples import UNCUT, prompted_examples
+from t0repro.tasks.task import DescribedTask, find_tasks, is_described, metric_names
+from t0repro.tasks.text_metrics import uncomputable
 
 Example = dict[str, Any]
-_WHOLE: Mapping[str, int] = {name: sys.maxsize for name in FEATURES}
 
 
-def mesh_evaluates_alone(config: RunConfig) -> bool:
-    """Whether another mode than train of Mesh TensorFlow's dialect needs neither SeqIO nor t5."""
-    if config.mode in ("infer", "score_from_strings"):
-        return True  # lines of text, and the vocabularies of a described mixture
-    data = config.eval_data
-    return (
-        config.mode in ("eval", "score_eval")
-        and data is not None
-        and not (data.pack or data.shuffle_eval_examples)
-        and evaluates_alone(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
-    )
-
-
-def evaluates_alone(name: str, split: str, *, use_cached: bool) -> bool:
-    """Whether a task or mixture can be evaluated with neither SeqIO nor t5: examples and metrics.
+def why_not_evaluated(name: str, split: str, *, use_cached: bool) -> str | None:
+    """What in the evaluation of a task or mixture needs SeqIO or t5, as a clause; None for nothing.
 
     Args:
       name: Its name.
       split: The split.
       use_cached: Whether to read caches.
     """
-    return is_described(name) and all(
-        is_evaluated_alone(task, use_cached=use_cached)
-        for task in find_tasks(name)
-        if split in task.splits
+    return _first_reason(why_not_evaluated_task, name, split, use_cached)
+
+
+def why_not_read(name: str, split: str, *, use_cached: bool) -> str | None:
+    """The same for reading the examples alone."""
+    return _first_reason(why_not_read_task, name, split, use_cached)
+
+
+def _first_reason(
+    why_not: Callable[..., str | None], name: str, split: str, use_cached: bool
+) -> str | None:
+    if not is_described(name):
+        return not_described(name)
+    reasons = (
+        why_not(task, use_cached=use_cached) for task in find_tasks(name) if split in task.splits
     )
+    return next((why for why in reasons if why), None)
 
 
-def inferred_alone(name: str, split: str, *, use_cached: bool) -> bool:
-    """Whether the examples of a task or mixture are read without SeqIO; see `evaluates_alone`."""
-    return is_described(name) and all(
-        isinstance(task, DescribedTask) and reads_alone(task, use_cached=use_cached)
-        for task in find_tasks(name)
-        if split in task.splits
-    )
+def why_not_evaluated_task(task: DescribedTask | Any, *, use_cached: bool) -> str | None:
+    """The same for the evaluation of one task, which is described or SeqIO's own."""
+    if why := why_not_read_task(task, use_cached=use_cached):
+        return why
+    metric = uncomputable(task.prompt)
+    return metric and f"{task.name} has the metric {metric}"
 
 
-def is_evaluated_alone(task: Any, *, use_cached: bool) -> bool:
-    """The same for one task."""
-    return (
-        isinstance(task, DescribedTask)
-        and (task.prompt.score_eval or computable(task.prompt))
-        and reads_alone(task, use_cached=use_cached)
-    )
-
-
-def reads_alone(task: DescribedTask, *, use_cached: bool) -> bool:
-    """Whether a task's examples are read here: its rows, or a cache that `t0repro cache` wrote."""
-    if task.description.sp_model is None:
-        return False
+def why_not_read_task(task: DescribedTask | Any, *, use_cached: bool) -> str | None:
+    """The same for reading the examples of one task."""
+    if not isinstance(task, DescribedTask):
+        return f"{task.name} is a task of SeqIO's"
+    if not use_cached and task.description.sp_model is None:
+        return f"the vocabulary of {task.name} is no SentencePiece model"
     # The checks that follow refuse a task without a cache.
-    return not use_cached or task.cache_dir is None or Path(task.cache_dir, PROVENANCE).is_file()
+    if use_cached and task.cache_dir and not Path(task.cache_dir, PROVENANCE).is_file():
+        return f"another program than t0repro cache wrote the cache of {task.name}"
+    return None
 
 
 def described_with_metrics(name: str, split: str) -> list[DescribedTask]:
@@ -117,6 +105,8 @@ def eval_examples(
     *,
     use_cached: bool,
     mesh: bool = False,
+    shard: int = 0,
+    num_shards: int = 1,
 ) -> Iterator[Example]:
     """Yields a split's examples in order, with the features that SeqIO has: tokens int32 [length].
 
@@ -126,15 +116,23 @@ def eval_examples(
       lengths: Maximum tokens of `inputs` and `targets`; None cuts nothing.
       use_cached: Whether to read the task's cache, or else its rows.
       mesh: Whether targets that are cut still end in EOS, as in Mesh TensorFlow.
+      shard: Which of the shards to read, as SeqIO divides the examples.
+      num_shards: Number of shards.
 
     Raises:
       UserError: If a row or a record is broken, or the rows or the vocabulary are missing.
     """
     if use_cached:
         assert task.cache_dir is not None, task.name
-        examples = cached_examples(Path(task.cache_dir), split)
+        examples = cached_examples(Path(task.cache_dir), split, shard, num_shards)
     else:
-        examples = prompted_examples(task.description, split, _WHOLE)
+        # SeqIO shards the rendered rows, before a twin makes an example of each choice.
+        examples = prompted_examples(
+            task.description,
+            split,
+            UNCUT,
+            lambda rendered: itertools.islice(rendered, shard, None, num_shards),
+        )
     ends = [name for name, feature in task.output_features.items() if mesh and feature.add_eos]
     return examples if lengths is None else (_cut(each, lengths, ends) for each in examples)
 
@@ -147,14 +145,23 @@ def _cut(example: Example, lengths: Mapping[str, int], ends: Sequence[str]) -> E
     return {**example, **cut}
 
 
-def cached_examples(folder: Path, split: str) -> Iterator[Example]:
+def cached_examples(
+    folder: Path, split: str, shard: int = 0, num_shards: int = 1
+) -> Iterator[Example]:
     """Yields a cached split's examples in SeqIO's order, without shuffling; every feature.
+
+    Args:
+      folder: The cache.
+      split: The split.
+      shard: Which of the shards to read.
+      num_shards: Number of shards.
 
     Raises:
       UserError: If a file is broken.
     """
     info = json.loads((folder / f"info.{split}.json").read_text(encoding="utf-8"))["features"]
-    for record in by_turns([folder / name for name in shards_of(folder, split)]):
+    files, own = of_shard(folder, split, shard, num_shards)
+    for record in own(by_turns(files)):
         found = features(record)
         yield {name: _value(found.get(name, ()), info[name]) for name in info}
 

@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.run_config import RunConfig
-from t0repro.config.t5x import records
 from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig, TrainingPlan
 from t0repro.data.batches import MODEL_FEATURES
-from t0repro.data.cached import FEATURES, CachedBatches, count_examples
 from t0repro.data.choices import ChoiceBatches
+from t0repro.data.described import as_seqio, described_batches, mesh_described_batches
 from t0repro.data.resuming import Batch, ResumableBatches
 from t0repro.errors import UserError
 from t0repro.progress import say
-from t0repro.tasks.prompt_cache.folders import PROVENANCE
-from t0repro.tasks.task import find_tasks, is_described, prompted_mixtures, registered_mixtures
+from t0repro.tasks.task import find_tasks, is_described, registered_mixtures
 
 # seqio.EncDecFeatureConverter's features -> those of t0repro.data.batches.
 FEATURE_NAMES = {
@@ -38,9 +36,9 @@ class SeqioTrainBatches(ResumableBatches):
     """The endless training batches of a dataset; implements `training.start.BatchSource`.
 
     Without `save_dataset`, a resumed run reads its data from the beginning again, as in T5X. With
-    it, checkpoints contain the state of the input pipeline. A pipeline that runs Python functions
-    has no state to save; checkpoints then contain the position, and earlier batches are rebuilt and
-    skipped.
+    it, checkpoints contain the state of SeqIO's input pipeline. A pipeline that runs Python
+    functions, or batches made without SeqIO, have no state to save; checkpoints then contain the
+    position, and earlier batches are rebuilt and skipped.
 
     Args:
       data: The dataset, with sequence_length set.
@@ -73,11 +71,12 @@ class SeqioTrainBatches(ResumableBatches):
         return self._resumed and self._save_dataset
 
     def _can_save_iterator(self, dataset: Any) -> bool:
-        return self._save_dataset and not runs_python(dataset)
+        # Without SeqIO there is no state of a pipeline; batches before the position are skipped.
+        return self._save_dataset and not self._described and not runs_python(dataset)
 
     @functools.cached_property
     def _described(self) -> bool:
-        """Whether the caches are read without SeqIO, in which the tasks are not registered."""
+        """Whether the tasks are read without SeqIO, which has not been given them."""
         return is_described(self._data.mixture_or_task_name)
 
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
@@ -95,106 +94,8 @@ class SeqioTrainBatches(ResumableBatches):
 
     def _dataset(self, seed: int, shard: int = 0) -> Any:
         if self._described:
-            return cached_batches(self._data, seed)._dataset(seed)
+            return described_batches(self._data, seed)._dataset(seed, shard)
         return seqio_dataset(self._data, seed=seed, num_epochs=None, shard=shard).prefetch(2)
-
-
-def reads_caches_alone(plan: TrainingPlan, vocabularies: tuple[Any, Any]) -> bool:
-    """Whether `CachedBatches` makes all batches of a T5X run's registered data, as SeqIO would.
-
-    Args:
-      plan: The run's plan; its tasks are described, and SeqIO is not imported.
-      vocabularies: The records of the model's vocabularies of inputs and targets.
-    """
-    train, evaluation = plan.train_data, plan.train_eval_data
-    return (
-        isinstance(train, SeqioDataConfig)
-        and _is_cached(train)
-        # Such a checkpoint holds the state of SeqIO's pipeline.
-        and not (plan.save is not None and plan.save.data)
-        # Only SeqIO supports data without a seed, or reshuffled for each pass.
-        and (evaluation is None or evaluation.seed is not None and not evaluation.shuffle)
-        and (evaluation is None or _is_cached(evaluation))
-        and plan.infer_eval_data is None
-        and "model" not in plan.user_classes
-        and all(isinstance(each, records.SentencePieceVocabulary) for each in vocabularies)
-    )
-
-
-def mesh_reads_caches_alone(config: RunConfig) -> bool:
-    """Whether a run of Mesh TensorFlow's dialect, whose tasks are described, needs no SeqIO."""
-    data = config.plan.train_data
-    return (
-        config.mode == "train"
-        and isinstance(data, TrainDataConfig)
-        # Such a checkpoint holds the state of tf.data's pipeline.
-        and not data.checkpoint_input_pipeline
-        and _is_cached(_as_seqio(data, config))
-    )
-
-
-def _as_seqio(data: TrainDataConfig, config: RunConfig) -> SeqioDataConfig:
-    """Mesh TensorFlow's training data as T5X's configuration describes it."""
-    return SeqioDataConfig(
-        data.mixture_or_task_name,
-        config.sequence_length,
-        data.split,
-        config.batch_size,
-        data.shuffle,
-        data.seed,
-        use_cached=data.use_cached,
-        pack=data.pack,
-        num_shards=data.num_shards,
-    )
-
-
-def _is_cached(data: SeqioDataConfig) -> bool:
-    """Whether `t0repro cache` made complete caches of all that is read, with an example of each."""
-    name, split, lengths = data.mixture_or_task_name, data.split, data.sequence_length
-    if not (data.use_cached and data.num_shards == 1 and data.trim_output_features):
-        return False
-    if lengths is None or not {*FEATURES} <= {*lengths} or not is_described(name):
-        return False
-    folders = [task.cache_dir for task in find_tasks(name) if split in task.splits]
-    try:
-        # A later check refuses a task without a cache.
-        return all(
-            folder is None
-            or (Path(folder, PROVENANCE).is_file() and count_examples(Path(folder), split))
-            for folder in folders
-        )
-    except UserError:  # the checks that follow say what is wrong with a cache
-        return False
-
-
-def cached_batches(data: SeqioDataConfig, seed: int | None) -> CachedBatches:
-    """The batches of a described mixture or task from its caches."""
-    assert data.sequence_length is not None
-    mixture = prompted_mixtures().get(data.mixture_or_task_name)
-    rates = {
-        task.cache_dir: 1.0 if mixture is None else mixture.rate(task.name)
-        for task in find_tasks(data.mixture_or_task_name)
-        if data.split in task.splits and task.cache_dir is not None
-    }
-    return CachedBatches(
-        rates,
-        data.sequence_length,
-        data.batch_size,
-        split=data.split,
-        pack=data.pack,
-        shuffle=data.shuffle,
-        seed=seed,
-    )
-
-
-def mesh_cached_batches(data: SeqioDataConfig, seed: int) -> Iterator[Batch]:
-    """Mesh TensorFlow's batches of described tasks: in it, EOS replaces a full row's last token."""
-    features = find_tasks(data.mixture_or_task_name)[0].output_features
-    ends_in_eos = [name for name in FEATURES if features[name].add_eos]
-    for batch in cached_batches(data, seed)._dataset(seed):
-        for name in ends_in_eos:
-            np.minimum(batch[name][:, -1], 1, out=batch[name][:, -1])
-        yield batch
 
 
 def train_eval(plan: TrainingPlan) -> Mapping[str, EvalBatches]:
@@ -263,7 +164,7 @@ class EvalBatches:
 
     def _batches(self) -> Iterator[Batch]:
         if is_described(self._data.mixture_or_task_name):
-            return cached_batches(self._data, self._data.seed).first(self._steps)
+            return described_batches(self._data, self._data.seed).first(self._steps)
         # A finite number of epochs ends even if every example is filtered out.
         rows = seqio_dataset(
             dataclasses.replace(self._data, batch_size=1),
@@ -387,14 +288,16 @@ class TrainBatches(ResumableBatches):
         # tf.data saves the state of Python generators without an error, even with the
         # external-state policy FAIL (docs/decisions/0012). Even with use_cached, tasks that SeqIO
         # cannot cache may run such generators.
-        if not self._data.use_cached or runs_python(dataset):
+        described = is_described(self._data.mixture_or_task_name)
+        if not self._data.use_cached or (not described and runs_python(dataset)):
             raise UserError(
                 "The input pipeline cannot be saved: it runs Python functions.",
                 where="run.checkpoint_input_pipeline",
                 fix="Cache the tasks and bind mesh_train_dataset_fn.use_cached = True, or"
                 " remove the binding: a resumed run finds its place all the same.",
             )
-        return True
+        # Without SeqIO, batches before the position are rebuilt and skipped instead.
+        return not described
 
     def _arguments(self) -> dict[str, Any]:
         data = self._data
@@ -417,7 +320,7 @@ class TrainBatches(ResumableBatches):
         """
         data, config = self._data, self._config
         if is_described(data.mixture_or_task_name):
-            return mesh_cached_batches(_as_seqio(data, config), seed)
+            return mesh_described_batches(as_seqio(data, config), seed, shard)
         from t0repro import compat
 
         compat.install()

@@ -12,25 +12,29 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from t0repro.config.decoding import DecodingPlan
+from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import EvaluatorConfig, LoggerConfig, SeqioDataConfig
-from t0repro.data.cached import FEATURES
 from t0repro.data.eval_examples import described_with_metrics, eval_examples
+from t0repro.data.mixing import FEATURES
 from t0repro.errors import UserError
 from t0repro.evaluation.seqio_evaluator import FOLDER, TaskEvaluator, functions_of
 from t0repro.evaluation.task_output import judge_of_registered
 from t0repro.event_files import EventWriter, event_writer
 from t0repro.files import make_folder
+from t0repro.model.layer_stacks import by_layer, stacks_in
+from t0repro.model.t5 import T5
+from t0repro.progress import say
 from t0repro.tasks.task import DescribedTask, is_described
 
 if TYPE_CHECKING:
-    pass
+    from t0repro.training.loop import TrainingLoop
 
 Example = Mapping[str, Any]
 _SHOWN = 32  # SeqIO writes a larger array as a summary
@@ -45,6 +49,38 @@ def open_evaluator(
     """The evaluator of a task or mixture; see `TaskEvaluator` for the arguments."""
     described = is_described(data.mixture_or_task_name)
     return (DescribedEvaluator if described else TaskEvaluator)(data, evaluator, folder, decoding)
+
+
+def infer_eval(
+    config: RunConfig, folder: str | os.PathLike[str]
+) -> Callable[[TrainingLoop], Mapping[str, Mapping[str, float]]] | None:
+    """Makes what evaluates the tasks' own metrics in a training run; None if there is nothing.
+
+    Args:
+      config: The run.
+      folder: See `TaskEvaluator`.
+    """
+    data, evaluator, decoding = (
+        config.plan.infer_eval_data,
+        config.plan.evaluator,
+        config.plan.decoding,
+    )
+    if data is None or evaluator is None or decoding is None:
+        return None
+    # Every process evaluates, since they share the devices, but only the first keeps results.
+    evaluated = open_evaluator(data, evaluator, folder, decoding)
+    if not evaluated.tasks:
+        say(f"infer_eval: no task of {data.mixture_or_task_name} has {data.split} and a metric")
+        return None
+    model, users = T5(config.model, config.dtypes), "model" in config.plan.user_classes
+
+    def evaluate(loop: TrainingLoop) -> Mapping[str, Mapping[str, float]]:
+        params = loop.held_state.parameters_of(config.model)
+        # This project's own model generates by its network; a user's, by its methods.
+        trained = loop.trainer.model if users else model
+        return evaluated.evaluate(trained, by_layer(params, stacks_in(params)), loop.step)
+
+    return evaluate
 
 
 class DescribedEvaluator:

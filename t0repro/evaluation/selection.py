@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from t0repro.data.checks import check_readable, no_task_has
-from t0repro.data.eval_examples import is_evaluated_alone
+from t0repro.data.eval_examples import why_not_evaluated_task
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.task_output import ranks_choices
+from t0repro.tasks.at_hand import not_at_hand
 from t0repro.tasks.task import (
     SCORE_EVAL_SUFFIX,
     DescribedTask,
     find_task,
     find_tasks,
     metric_names,
-    not_at_hand,
     registered_mixtures,
     registered_tasks,
 )
@@ -100,13 +100,16 @@ def select_tasks(
     return Selection(tuple(names[0]), tuple(names[1]), left_out)
 
 
-def needs_seqio(mixture: str, split: str, modes: Sequence[str], *, use_cached: bool) -> bool:
-    """Whether SeqIO has to read some of the tasks to evaluate, or t5 has their metrics alone."""
-    return not all(
-        is_evaluated_alone(task, use_cached=use_cached)
+def why_not_alone(
+    mixture: str, split: str, modes: Sequence[str], *, use_cached: bool
+) -> str | None:
+    """What needs SeqIO to read the tasks to evaluate, or t5 for their metrics; None for nothing."""
+    reasons = (
+        why_not_evaluated_task(task, use_cached=use_cached)
         for task in _asked(mixture, modes)
         if split in task.splits
     )
+    return next((why for why in reasons if why), None)
 
 
 def _asked(mixture: str, modes: Sequence[str]) -> list[Any]:

@@ -9,25 +9,19 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import EvaluatorConfig, LoggerConfig, SeqioDataConfig
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.log_records import only_records
-from t0repro.model.layer_stacks import by_layer, stacks_in
 from t0repro.model.t5 import T5
 from t0repro.model.t5x_decoding import Decodes, generate
 from t0repro.partitioning.devices import across_devices_of, data_parts, fetched
-from t0repro.progress import say
-
-if TYPE_CHECKING:
-    from t0repro.training.loop import TrainingLoop
 
 Indexed = list[tuple[int, Any]]
 Aux = dict[str, list[Any]]
@@ -269,38 +263,6 @@ class TaskEvaluator:
                     " of choices, or None for all.",
                 ) from error
         return {task: _numbers(values) for task, values in metrics.result().items()}
-
-
-def infer_eval(
-    config: RunConfig, folder: str | os.PathLike[str]
-) -> Callable[[TrainingLoop], Mapping[str, Mapping[str, float]]] | None:
-    """Makes what evaluates the tasks' own metrics in a training run; None if there is nothing.
-
-    Args:
-      config: The run.
-      folder: See `TaskEvaluator`.
-    """
-    data, evaluator, decoding = (
-        config.plan.infer_eval_data,
-        config.plan.evaluator,
-        config.plan.decoding,
-    )
-    if data is None or evaluator is None or decoding is None:
-        return None
-    # Every process evaluates, since they share the devices, but only the first keeps results.
-    evaluated = TaskEvaluator(data, evaluator, folder, decoding)
-    if not evaluated.tasks:
-        say(f"infer_eval: no task of {data.mixture_or_task_name} has {data.split} and a metric")
-        return None
-    model, users = T5(config.model, config.dtypes), "model" in config.plan.user_classes
-
-    def evaluate(loop: TrainingLoop) -> Mapping[str, Mapping[str, float]]:
-        params = loop.held_state.parameters_of(config.model)
-        # This project's own model generates by its network; a user's, by its methods.
-        trained = loop.trainer.model if users else model
-        return evaluated.evaluate(trained, by_layer(params, stacks_in(params)), loop.step)
-
-    return evaluate
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:

@@ -237,7 +237,8 @@ class _TaskJob:
     def _examples(self, skip: int) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """Each example as a pair: the task's features, and the model's."""
         if isinstance(self._task, DescribedTask):
-            examples = itertools.islice(self._described(), skip, None)
+            own = self._described(self._plan.shard_id, self._plan.num_shards)
+            examples = itertools.islice(own, skip, None)
             return ((each, model_features(each, self._lengths())) for each in examples)
         import seqio
         import tensorflow as tf
@@ -249,9 +250,16 @@ class _TaskJob:
         pairs: Any = tf.data.Dataset.zip((dataset, converted)).skip(skip).as_numpy_iterator()
         return pairs
 
-    def _described(self) -> Iterator[Mapping[str, Any]]:
+    def _described(self, shard: int = 0, num_shards: int = 1) -> Iterator[Mapping[str, Any]]:
         data = self._plan.data
-        return eval_examples(self._task, data.split, self._lengths(), use_cached=data.use_cached)
+        return eval_examples(
+            self._task,
+            data.split,
+            self._lengths(),
+            use_cached=data.use_cached,
+            shard=shard,
+            num_shards=num_shards,
+        )
 
     def _check_has_examples(self) -> None:
         """Raises UserError if none of the shards has an example."""

@@ -24,7 +24,7 @@ from t0repro.converters import sources, storage
 from t0repro.converters.arithmetic import check_configured, open_configured, repeated_biases
 from t0repro.data.train_data import train_batches, train_eval
 from t0repro.errors import UserError
-from t0repro.evaluation.seqio_evaluator import infer_eval
+from t0repro.evaluation.evaluator import infer_eval
 from t0repro.event_files import event_writer
 from t0repro.parameters import naming
 from t0repro.parameters.assignment import assigned_names, names_in_mtf

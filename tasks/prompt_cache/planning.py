@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from t0repro.compat import installed_version
 from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.at_hand import missing_rows
 from t0repro.tasks.prompt_cache.folders import (
     MARKER,
     PROVENANCE,
@@ -33,7 +34,6 @@ from t0repro.tasks.prompt_cache.plan import (
     Request,
     RowsOfSplit,
 )
-from t0repro.tasks.task import missing_rows
 from t0repro.words import counted
 
 if TYPE_CHECKING:

@@ -98,7 +98,7 @@ def told(read) -> dict:
 def described(arguments: list) -> list[dict]:
     """Each configuration as stand-ins give it, in this process, which has no package after it."""
     results = [
-        told(lambda each=each: dialect.describe(inputs_of(*each), lambda run: True))
+        told(lambda each=each: dialect.describe(inputs_of(*each), lambda run: None))
         for each in arguments
     ]
     found = {"tensorflow", "mesh_tensorflow", "t5", "seqio", "clu"}.intersection(sys.modules)

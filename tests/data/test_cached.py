@@ -207,7 +207,7 @@ def test_with_a_seed_shuffled_and_mixed_batches_are_seqios(
     lengths, batches = {"inputs": 8, "targets": 4}, 150
     with pytest.MonkeyPatch.context() as patched, mixture_cached_in(folders, rates) as name:
         patched.setattr(dataset_providers, "_MAX_EXAMPLES_TO_MEM_CACHE", held)
-        patched.setattr(cached, "_HELD", held)
+        patched.setattr(cached, "HELD", held)
         data = SeqioDataConfig(name, lengths, "train", 4, True, None, use_cached=True, pack=pack)
         dataset = seqio_dataset(data, seed=seed, num_epochs=None).take(batches)
         theirs = [renamed(batch) for batch in dataset.as_numpy_iterator()]

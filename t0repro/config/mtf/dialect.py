@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
+from t0repro import compat
 from t0repro.config import gin_door, ranges
 from t0repro.config.configuration import (
     Configuration,
@@ -51,7 +52,7 @@ from t0repro.config.run_config import (
     ScheduleConfig,
 )
 from t0repro.config.training_plan import TrainDataConfig, TrainingPlan, mesh_transformer_plan
-from t0repro.errors import UserError
+from t0repro.errors import UserError, needs_reference_tier
 from t0repro.redaction import without_passwords
 from t0repro.tasks.vocabulary import VocabularyFile
 
@@ -74,17 +75,21 @@ def load(inputs: MeshInputs, *, float32_activations: bool = True) -> Configurati
 
 
 def describe(
-    inputs: MeshInputs, suffices: Callable[[RunConfig], bool], *, float32_activations: bool = True
+    inputs: MeshInputs,
+    why_not: Callable[[RunConfig], str | None],
+    *,
+    float32_activations: bool = True,
 ) -> Configuration | None:
     """As `load`, but without Mesh TensorFlow, t5, SeqIO and TensorFlow; None if it needs them.
 
     Args:
       inputs: As for `load`.
-      suffices: Tells whether a run, too, can do without the packages, with tasks only described.
+      why_not: Returns what in the run needs the packages, if anything; its tasks are only
+        described.
       float32_activations: As for `load`.
 
     Raises:
-      UserError: As from `load`.
+      UserError: As from `load`, or if the packages are needed and not installed.
     """
     if inputs.tfds_data_dir or not packages.can_be_described(inputs.module_imports):
         return None
@@ -92,20 +97,22 @@ def describe(
         with packages.described():
             bindings = _described_bindings(inputs)
             configuration = _described(inputs, bindings, float32_activations)
-    except packages.NeedsPackages:
-        return None
-    return configuration if suffices(configuration.run) else None
+        why = why_not(configuration.run)
+    except packages.NeedsPackages as needed:
+        why = str(needed)
+    if why is not None and not compat.is_installed():
+        raise needs_reference_tier(why)
+    return configuration if why is None else None
 
 
 def describe_or_load(inputs: MeshInputs, *, float32_activations: bool = True) -> Configuration:
     """As `load`, by `describe` if that can do it.
 
     Raises:
-      UserError: As from `load`.
-      ModuleNotFoundError: If the packages are needed and not installed.
+      UserError: As from `describe`.
     """
     activations = {"float32_activations": float32_activations}
-    return describe(inputs, lambda run: True, **activations) or load(inputs, **activations)
+    return describe(inputs, lambda run: None, **activations) or load(inputs, **activations)
 
 
 def _described_bindings(inputs: MeshInputs) -> Bindings:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gin
+from t0repro.config.gin_errors import not_described
 from t0repro.config.mtf.meshes import Dimension
 from t0repro.config.mtf.packages import NeedsPackages
 from t0repro.tasks.task import find_tasks, is_described
@@ -95,7 +96,7 @@ def _get_vocabulary(_: Any, mixture_or_task_name: str | None) -> Any:
         except ValueError as error:
             raise NeedsPackages("t5's default vocabulary") from error
     if not isinstance(name, str) or not is_described(name):
-        raise NeedsPackages(f"{name!r} is a task of SeqIO's")
+        raise NeedsPackages(not_described(str(name)))
     features = find_tasks(name)[0].output_features
     return tuple(features[each].vocabulary for each in ("inputs", "targets"))
 

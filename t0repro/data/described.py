@@ -1,0 +1,196 @@
+"""The batches of described tasks, made without SeqIO; and why a run may need SeqIO after all.
+
+Each `why_*` function returns None, or what in the run needs SeqIO, as a clause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t0repro import compat
+from t0repro.config.run_config import EvalDataConfig, RunConfig
+from t0repro.config.t5x import records
+from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig, TrainingPlan
+from t0repro.data.cached import CachedBatches, count_examples
+from t0repro.data.eval_examples import why_not_evaluated, why_not_read
+from t0repro.data.mixing import FEATURES, MixedBatches
+from t0repro.data.rendered import RenderedBatches
+from t0repro.data.resuming import Batch
+from t0repro.errors import UserError
+from t0repro.tasks.task import find_tasks, prompted_mixtures
+
+
+def described_batches(data: SeqioDataConfig, seed: int | None) -> MixedBatches:
+    """The batches of a described mixture or task, from its caches or from its rows."""
+    assert data.sequence_length is not None
+    mixture = prompted_mixtures().get(data.mixture_or_task_name)
+    rates = {
+        task: 1.0 if mixture is None else mixture.rate(task.name)
+        for task in find_tasks(data.mixture_or_task_name)
+        if data.split in task.splits
+    }
+    options: dict[str, Any] = {
+        "split": data.split,
+        "pack": data.pack,
+        "shuffle": data.shuffle,
+        "seed": seed,
+        "num_shards": data.num_shards,
+    }
+    of_lengths = data.sequence_length, data.batch_size
+    if data.use_cached:
+        folders = {task.cache_dir: rate for task, rate in rates.items() if task.cache_dir}
+        return CachedBatches(folders, *of_lengths, **options)
+    return RenderedBatches(
+        {task.name: rate for task, rate in rates.items()}, *of_lengths, **options
+    )
+
+
+def mesh_described_batches(data: SeqioDataConfig, seed: int, shard: int = 0) -> Iterator[Batch]:
+    """Mesh TensorFlow's batches of described tasks, without end."""
+    batches = described_batches(data, seed)._dataset(seed, shard)
+    return _with_eos(batches, data.mixture_or_task_name)
+
+
+def mesh_described_rows(
+    data: EvalDataConfig, lengths: Mapping[str, int]
+) -> list[tuple[str, Iterator[Batch]]]:
+    """The rows of an evaluation as mesh_eval_dataset_fn makes them, by task: int32 [1, length].
+
+    Args:
+      data: The evaluation's data; its tasks are described.
+      lengths: Tokens per row of each feature.
+    """
+    limit = data.num_eval_examples
+    if limit is not None and limit < 0:
+        limit = None
+    seed = secrets.randbits(31) if data.seed is None else data.seed
+    found = []
+    for task in find_tasks(data.mixture_or_task_name):
+        if data.split in task.splits:
+            of_task = SeqioDataConfig(
+                task.name,
+                lengths,
+                data.split,
+                1,
+                data.shuffle_eval_examples,
+                seed,
+                use_cached=data.use_cached,
+                pack=data.pack,
+            )
+            rows = described_batches(of_task, seed).epoch(seed)
+            found.append((task.name, itertools.islice(_with_eos(rows, task.name), limit)))
+    return found
+
+
+def _with_eos(batches: Iterator[Batch], name: str) -> Iterator[Batch]:
+    """In Mesh TensorFlow, EOS replaces a full row's last token, if the task adds EOS."""
+    features = find_tasks(name)[0].output_features
+    ends = [feature for feature in FEATURES if features[feature].add_eos]
+    for batch in batches:
+        for feature in ends:
+            np.minimum(batch[feature][:, -1], 1, out=batch[feature][:, -1])
+        yield batch
+
+
+# ---- What needs SeqIO ----------------------------------------------------------------------------
+
+
+def why_not_trained(plan: TrainingPlan, vocabularies: tuple[Any, Any]) -> str | None:
+    """Why a T5X run's data cannot be read without SeqIO.
+
+    Args:
+      plan: The run's plan; its tasks are described, and SeqIO is not imported.
+      vocabularies: The records of the model's vocabularies of inputs and targets.
+    """
+    train, evaluation, inferred = plan.train_data, plan.train_eval_data, plan.infer_eval_data
+    if "model" in plan.user_classes:
+        return "the model is a class of yours, which is given SeqIO's vocabularies"
+    if not all(isinstance(each, records.SentencePieceVocabulary) for each in vocabularies):
+        return "a vocabulary of the model is no SentencePieceVocabulary"
+    if not isinstance(train, SeqioDataConfig):
+        return "train's dataset function is not T5X's"
+    if why := _why_not_batched(train):
+        return why
+    if train.use_cached and plan.save is not None and plan.save.data and compat.is_installed():
+        return "checkpoints hold the state of SeqIO's pipeline"
+    if evaluation is not None:
+        if evaluation.seed is None or evaluation.shuffle:
+            return "train_eval's data has no seed or is shuffled"
+        if why := _why_not_batched(evaluation):
+            return f"of train_eval, {why}"
+    if inferred is not None and (
+        why := why_not_evaluated(
+            inferred.mixture_or_task_name, inferred.split, use_cached=inferred.use_cached
+        )
+    ):
+        return f"of infer_eval, {why}"
+    return None
+
+
+def why_not_run_by_mesh(config: RunConfig) -> str | None:
+    """The same for a run of Mesh TensorFlow's dialect, in any mode."""
+    data = config.eval_data
+    if config.mode in ("infer", "score_from_strings"):
+        return None  # lines of text, and the vocabularies of a described mixture
+    if config.mode == "train" or config.mode == "perplexity_eval" and data is None:
+        return _why_not_trained_by_mesh(config)
+    if data is None:
+        return f"mode {config.mode} has no mesh_eval_dataset_fn"
+    name, split, use_cached = data.mixture_or_task_name, data.split, data.use_cached
+    if config.mode in ("perplexity_eval", "score_from_dataset"):
+        return why_not_read(name, split, use_cached=use_cached)
+    if data.pack or data.shuffle_eval_examples:
+        return f"mode {config.mode} reads packed or shuffled examples"
+    return why_not_evaluated(name, split, use_cached=use_cached)
+
+
+def _why_not_trained_by_mesh(config: RunConfig) -> str | None:
+    data = config.plan.train_data
+    if not isinstance(data, TrainDataConfig):
+        return "run.train_dataset_fn is not mesh_train_dataset_fn"
+    if data.checkpoint_input_pipeline and data.use_cached and compat.is_installed():
+        return "checkpoints hold the state of tf.data's pipeline"
+    return _why_not_batched(as_seqio(data, config))
+
+
+def as_seqio(data: TrainDataConfig, config: RunConfig) -> SeqioDataConfig:
+    """Mesh TensorFlow's training data in the words of T5X's."""
+    return SeqioDataConfig(
+        data.mixture_or_task_name,
+        config.sequence_length,
+        data.split,
+        config.batch_size,
+        data.shuffle,
+        data.seed,
+        use_cached=data.use_cached,
+        pack=data.pack,
+        num_shards=data.num_shards,
+    )
+
+
+def _why_not_batched(data: SeqioDataConfig) -> str | None:
+    """Why the batches of a dataset are SeqIO's alone."""
+    lengths = data.sequence_length
+    if lengths is None or not {*FEATURES} <= {*lengths}:
+        return "the lengths of inputs and targets are not both given"
+    if not data.trim_output_features:
+        return "trim_output_features is False"
+    if why := why_not_read(data.mixture_or_task_name, data.split, use_cached=data.use_cached):
+        return why
+    if not data.use_cached:
+        return None
+    for task in find_tasks(data.mixture_or_task_name):
+        # The checks that follow refuse a task without a cache, or one with a damaged cache.
+        if data.split in task.splits and task.cache_dir is not None:
+            try:
+                if not count_examples(Path(task.cache_dir), data.split):
+                    return f"the cache of {task.name} has no example in {data.split!r}"
+            except UserError:
+                continue
+    return None
