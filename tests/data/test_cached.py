@@ -351,7 +351,7 @@ def test_targets_that_get_their_eos_after_the_cache_are_warned_of(cache, tmp_pat
         (-1.0, {}, "rates are"),
         (float("nan"), {}, "rates are .nan."),
         (float("inf"), {}, "rates are .inf."),
-        (1.0, {"batch_size": 0}, "batch of 0 rows"),
+        (1.0, {"batch_size": 0}, "cannot have 0 rows"),
         (1.0, {"sequence_length": {"inputs": 8}}, "lengths lack targets"),
     ],
 )
