@@ -102,6 +102,7 @@ def commands(folder) -> list[tuple[str, str, list[str]]]:
     of_rows = ["--gin_param=MIXTURE_NAME = 'demo_train'", "--gin_param=run.dataset_split = 'train'",
                "--gin_param=run.batch_size = 4"]  # fmt: skip
     scores = [f"--gin_param=scores_filename = '{folder}/scores'",
+              "--gin_param=run.eval_checkpoint_step = -1",
               "--gin_param=mesh_eval_dataset_fn.num_eval_examples = 3"]  # fmt: skip
     saved = f"--gin_file={folder}/mesh/operative_config.gin"
     perplexity = ["--gin_param=utils.run.perplexity_eval_steps = 2",
@@ -140,12 +141,11 @@ def refused(folder) -> list[tuple[str, str, list[str]]]:
     """The same of commands that need the reference tier, or name what there is not."""
     cli, t5 = "main", "t5_mesh_transformer"
     run = [f"MODEL_DIR = '{folder}/none'", "MIXTURE_OR_TASK_NAME = 'demo_train'", "TRAIN_STEPS = 2"]
-    model = "models.EncoderDecoderModel"
-    other = [*run, f"{model}.input_vocabulary = @seqio.ByteVocabulary()"]
+    other = [*run, "train_eval/utils.DatasetConfig.shuffle = True"]
     again = f"--gin_file={folder}/mesh/operative_config.gin"
     packed = "--gin_param=mesh_eval_dataset_fn.pack = True"
     return [
-        ("train on bytes", cli, ["train", *t5x("pretrain", *other)]),
+        ("train with shuffled train_eval", cli, ["train", *t5x("pretrain", *other)]),
         ("an unknown mixture", cli, ["train", *t5x("pretrain", *run,
                                                    "MIXTURE_OR_TASK_NAME = 'demo_trian'")]),
         ("mesh eval of packed rows", t5, mesh(folder, again, "--gin_file=eval.gin", packed,
@@ -200,8 +200,8 @@ def test_each_command_succeeds(results, name):
 
 
 def test_what_needs_the_reference_tier_is_named(results):
-    code, printed = results["train on bytes"]
-    assert code == 2 and "a vocabulary of the model is no SentencePieceVocabulary" in printed
+    code, printed = results["train with shuffled train_eval"]
+    assert code == 2 and "train_eval's data has no seed or is shuffled" in printed
     assert "TIER=reference bash scripts/setup.sh" in printed
     code, printed = results["an unknown mixture"]
     assert (

@@ -36,7 +36,7 @@ _REFERENCE = {
 _NOT_INSTALLED = {
     **dict.fromkeys(_REFERENCE, INSTALL_REFERENCE),
     **dict.fromkeys(
-        ("pandas", "promptsource", "sklearn", "tensorboard"),
+        ("pandas", "promptsource", "rouge_score", "sacrebleu", "sklearn", "tensorboard"),
         "TIER=core bash scripts/setup.sh, in a checkout.",
     ),
     **dict.fromkeys(("flax", "jax", "optax", "orbax"), "pip install 't0repro[jax]'"),
