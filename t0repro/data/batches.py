@@ -138,6 +138,7 @@ def _eval_rows(config: RunConfig) -> list[tuple[str, Iterator[Batch]]]:
     """Each task's padded or packed examples: int32 [length] by feature."""
     data, lengths = config.eval_data, config.sequence_length
     assert data is not None and lengths is not None
+    found: list[tuple[str, Iterator[Batch]]]
     if is_described(data.mixture_or_task_name):
         named = mesh_described_rows(data, lengths)
         found = [(name, map(_of_one_row, rows)) for name, rows in named]
