@@ -202,11 +202,13 @@ def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, RunConfig]:
 
 def _check_tasks(parsed: Parsed, config: RunConfig, options: T5xOptions) -> None:
     """Checks the tasks and vocabularies of a training run, as its dry run does."""
+    from t0repro.data.described import why_not_trained
     from t0repro.runs.preflight import check_training
 
     model = parsed.program.model
-    register(parsed, options)
-    check_training(config, (model.input_vocabulary, model.output_vocabulary), typer.echo)
+    vocabularies = (model.input_vocabulary, model.output_vocabulary)
+    register(parsed, options, lambda: why_not_trained(config, vocabularies))
+    check_training(config, vocabularies, typer.echo)
 
 
 def _devices(topology: str | None) -> tuple:

@@ -390,17 +390,10 @@ def train(
     _check_restored(config.plan.restore, parsed)
     with processes.joined(), contextlib.ExitStack() as beside:
         vocabularies = (model.input_vocabulary, model.output_vocabulary)
-        from t0repro.data.choices import reads_rows_alone
         from t0repro.data.described import why_not_trained
         from t0repro.runs.preflight import check_training
 
-        register(
-            parsed,
-            options,
-            lambda: (
-                None if reads_rows_alone(config) else why_not_trained(config.plan, vocabularies)
-            ),
-        )
+        register(parsed, options, lambda: why_not_trained(config, vocabularies))
 
         check_training(config, vocabularies, typer.echo if options.dry_run else None)
         if options.dry_run:

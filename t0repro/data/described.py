@@ -16,8 +16,9 @@ import numpy as np
 from t0repro import compat
 from t0repro.config.run_config import EvalDataConfig, RunConfig
 from t0repro.config.t5x import records
-from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig, TrainingPlan
+from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig
 from t0repro.data.cached import CachedBatches, count_examples
+from t0repro.data.choices import reads_rows_alone
 from t0repro.data.eval_examples import why_not_evaluated, why_not_read
 from t0repro.data.mixing import FEATURES, MixedBatches
 from t0repro.data.rendered import RenderedBatches
@@ -101,14 +102,17 @@ def _with_eos(batches: Iterator[Batch], name: str) -> Iterator[Batch]:
 # ---- What needs SeqIO ----------------------------------------------------------------------------
 
 
-def why_not_trained(plan: TrainingPlan, vocabularies: tuple[Any, Any]) -> str | None:
+def why_not_trained(config: RunConfig, vocabularies: tuple[Any, Any]) -> str | None:
     """Why a T5X run's data cannot be read without SeqIO.
 
     Args:
-      plan: The run's plan; its tasks are described, and SeqIO is not imported.
+      config: The run; its tasks are described, and SeqIO is not imported.
       vocabularies: The records of the model's vocabularies of inputs and targets.
     """
+    plan = config.plan
     train, evaluation, inferred = plan.train_data, plan.train_eval_data, plan.infer_eval_data
+    if reads_rows_alone(config):
+        return None
     if "model" in plan.user_classes:
         return "the model is a class of yours, which is given SeqIO's vocabularies"
     if not all(isinstance(each, records.SentencePieceVocabulary) for each in vocabularies):
