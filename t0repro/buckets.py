@@ -27,9 +27,15 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from t0repro.errors import UserError
 
+_CONNECT_SECONDS = 2.0  # a lost first packet is sent again after one
+_SILENT_SECONDS = 60  # without a byte, after which a request is sent again
+
 # Has epath, which Orbax uses, go through fsspec too, rather than through TensorFlow's own clients;
 # epath asks once.
 os.environ.setdefault("EPATH_USE_TF", "false")
+# TensorStore would wait for an answer for ever. It sends a request up to 32 more times.
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_SILENT_SECONDS))
 
 # memory:// lives as long as its process; tests use it.
 SCHEMES = ("gs", "s3", "memory")
@@ -42,7 +48,6 @@ _VENDOR = Path("/sys/class/dmi/id/sys_vendor")
 _LISTED_AS_FOLDERS = "directory"
 _PART_BYTES = 1 << 18  # as much as TensorFlow reads of a file at a time
 _PARTS_AT_A_TIME = 16  # requests
-_CONNECT_SECONDS = 2.0  # a lost first packet is sent again after one
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -132,16 +137,37 @@ def place(path: str | os.PathLike[str]) -> Path:
             f"{spelled(path)} cannot hold checkpoints.",
             fix="Give a local path or an address: gs://, s3://.",
         )
-    emulator = os.environ.get("STORAGE_EMULATOR_HOST")
-    if emulator:
-        # How TensorStore finds what the other libraries find by that variable.
+    use_emulator()
+    from etils import epath
+
+    _configure(spelled(path).partition(":")[0])
+    return cast(Path, epath.Path(spelled(path)))
+
+
+def use_emulator() -> None:
+    """Has TensorStore find the emulator that the other libraries find by STORAGE_EMULATOR_HOST."""
+    if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
         os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
         os.environ.setdefault("FSSPEC_GCS_TOKEN", "anon")
-    from etils import epath
 
-    return cast(Path, epath.Path(spelled(path)))
+
+def _configure(scheme: str) -> None:
+    """Sets how fsspec makes a scheme's file systems, ours and those that epath asks it for.
+
+    They keep no listings, which would hide what TensorStore or another process has written or
+    removed since. gcsfs too would wait for an answer for ever; it sends a request up to 5 more
+    times.
+    """
+    import fsspec.config
+
+    ours: dict[str, Any] = {"use_listings_cache": False}
+    if scheme == "gs":
+        import aiohttp
+
+        ours["requests_timeout"] = aiohttp.ClientTimeout(sock_read=_SILENT_SECONDS)
+    fsspec.config.conf[scheme] = {**ours, **fsspec.config.conf.get(scheme, {})}
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -239,11 +265,9 @@ def file_system(scheme: str) -> Any:
     if emulator:
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
-        # Without listings kept, what another process wrote a moment ago is seen; fsspec's own cache
-        # of file systems would outlive the variables that say where the store is.
-        system = fsspec.filesystem(
-            scheme, use_listings_cache=False, skip_instance_cache=True, **options
-        )
+        _configure(scheme)
+        # The cache of file systems would outlive the variables that say where the store is.
+        system = fsspec.filesystem(scheme, skip_instance_cache=True, **options)
     except (ImportError, ValueError) as error:
         raise UserError(
             f"Addresses that begin with {scheme}:// cannot be opened: {error}.",

@@ -1,9 +1,12 @@
 """Loopback servers of S3 and Google Cloud Storage, and a relay that makes them fail."""
 
+import functools
+import http.server
 import json
 import select
 import socket
 import threading
+import types
 import urllib.parse
 import urllib.request
 from http import HTTPStatus
@@ -142,24 +145,45 @@ def _with_exact_parts(read):
     return call
 
 
+def _in_turn(handle):
+    """Handles one request at a time, since what the emulator holds is not made for threads."""
+    lock = threading.Lock()
+
+    def call(router, method):
+        with lock:
+            handle(router, method)
+
+    return call
+
+
+@functools.cache
+def _emulator():
+    """The emulator's module, with what it lacks."""
+    from gcp_storage_emulator import server as emulator
+    from gcp_storage_emulator import storage
+    from gcp_storage_emulator.handlers import objects
+
+    # It would write down all that it has at each write, and keep what is removed.
+    storage.Storage._write_config_to_file = lambda self: None
+    storage.DEFAULT_SOFT_DELETE_RETENTION_SECONDS = 0
+    emulator._read_data = _with_exact_parts(emulator._read_data)
+    # A connection over which nothing comes would keep all others waiting.
+    emulator.server = types.SimpleNamespace(HTTPServer=http.server.ThreadingHTTPServer)
+    emulator.Router.handle = _in_turn(emulator.Router.handle)
+    for _, handlers in emulator.HANDLERS:
+        for method, handle in handlers.items():
+            if handle in (objects.get, objects.insert, objects.download):
+                handlers[method] = _with_generations(handle)
+    return emulator
+
+
 class GoogleStorage:
     """gcp-storage-emulator's server, and how gcsfs and TensorStore find it."""
 
     name, address = "Google Cloud Storage", "gs://bucket"
 
     def __init__(self):
-        from gcp_storage_emulator import server as emulator
-        from gcp_storage_emulator import storage
-        from gcp_storage_emulator.handlers import objects
-
-        # It would write down all that it has at each write, and keep what is removed.
-        storage.Storage._write_config_to_file = lambda self: None
-        storage.DEFAULT_SOFT_DELETE_RETENTION_SECONDS = 0
-        emulator._read_data = _with_exact_parts(emulator._read_data)
-        for _, handlers in emulator.HANDLERS:
-            for method, handle in handlers.items():
-                if handle in (objects.get, objects.insert, objects.download):
-                    handlers[method] = _with_generations(handle)
+        emulator = _emulator()
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self._server = emulator.create_server(

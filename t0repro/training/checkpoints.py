@@ -166,6 +166,7 @@ def _start_saving(
     """Copies a tree to the host and writes it in the background; see `start_checkpoint`."""
     # Orbax takes a second to import; commands that touch no checkpoint should not wait for it.
     import orbax.checkpoint as ocp
+    from orbax.checkpoint._src.metadata.checkpoint import metadata_store
 
     path = absolute(path)
     check_is_no_pattern(path, "Checkpoints")
@@ -189,6 +190,9 @@ def _start_saving(
             ocp.PyTreeCheckpointHandler(),
             timeout_secs=_NO_LIMIT_SECONDS,
             temporary_path_class=commit.path_class,
+            # Orbax's first file is there before the others, not some time later: without it, the
+            # others would pass for a complete checkpoint of an older Orbax.
+            checkpoint_metadata_store=metadata_store(enable_write=True, blocking_write=True),
         )
         checkpointer.save(commit.arrays, nested)
         unfinished = stack.pop_all()
@@ -257,8 +261,9 @@ def load_tree(path: PathLike) -> dict[str, np.ndarray]:
       UserError: if there is no checkpoint, or one of its files is missing or damaged.
     """
     path = absolute(path)
-    check_contents(path, _written(path))
-    return _restored(path, {})
+    with _reading(path):
+        check_contents(path, _written(path))
+        return _restored(path, {})
 
 
 def load_sharded_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray | jax.Array]:
@@ -277,15 +282,43 @@ def load_sharded_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray 
       UserError: if there is no checkpoint, or one of its files is missing or damaged.
     """
     path = absolute(path)
-    files = sorted(_written(path).items())
-    check_contents(path, dict(files[jax.process_index() :: jax.process_count()]))
-    wait_for_all()  # all processes wait for the checks of all others
     places = {
         name: leaf
         for name, leaf in flat_arrays(like).items()
         if isinstance(getattr(leaf, "sharding", None), NamedSharding)
     }
-    return _restored(path, places)
+    with _reading(path):
+        files = sorted(_written(path).items())
+        check_contents(path, dict(files[jax.process_index() :: jax.process_count()]))
+        wait_for_all()  # all processes wait for the checks of all others
+        return _restored(path, places)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Reports a checkpoint that is not there, cannot be read, or was removed meanwhile."""
+    if not is_orbax(os.fspath(path)):
+        raise UserError(
+            "There is no complete JAX checkpoint here.",
+            where=str(path),
+            fix="Name a checkpoint_<step> directory that a training run or a conversion wrote.",
+        )
+    try:
+        yield
+    except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged checkpoint.
+        # A removal begins with what makes it complete, so any file may have been missing.
+        if not is_orbax(os.fspath(path)):
+            raise UserError(
+                "The checkpoint was removed while it was being read.",
+                where=str(path),
+                fix="Choose a later step, or have the training keep more checkpoints.",
+            ) from error
+        if isinstance(error, UserError):
+            raise
+        message = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"The checkpoint cannot be read: {message[0]}", where=str(path), fix=_CHOOSE_ANOTHER
+        ) from error
 
 
 def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,23 +333,19 @@ def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
             return ocp.RestoreArgs(restore_type=np.ndarray)
         return ocp.ArrayRestoreArgs(sharding=like.sharding, dtype=like.dtype)
 
-    try:
-        with (
-            readable(path) as place,
-            # By name alone. In a bucket Orbax would ask for its marker, which a copy of a local
-            # checkpoint lacks, and one whose writer was killed once all but the marker was there.
-            ocp.Checkpointer(
-                ocp.PyTreeCheckpointHandler(), temporary_path_class=AtomicRenameTemporaryPath
-            ) as checkpointer,
-        ):
-            metadata = checkpointer.metadata(place).item_metadata.tree
-            wanted = jax.tree_util.tree_map_with_path(arguments, metadata)
-            nested = checkpointer.restore(place, restore_args=wanted)
-    except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged checkpoint.
-        message = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(
-            f"The checkpoint cannot be read: {message[0]}", where=str(path), fix=_CHOOSE_ANOTHER
-        ) from error
+    with (
+        readable(path) as place,
+        # By name alone. In a bucket Orbax would ask for its marker, which a copy of a local
+        # checkpoint lacks, and one whose writer was killed once all but the marker was there.
+        ocp.Checkpointer(
+            (handler := ocp.PyTreeCheckpointHandler()),
+            temporary_path_class=AtomicRenameTemporaryPath,
+        ) as checkpointer,
+    ):
+        # Of the handler, since the checkpointer answers None to many errors.
+        metadata = handler.metadata(place).tree
+        wanted = jax.tree_util.tree_map_with_path(arguments, metadata)
+        nested = checkpointer.restore(place, restore_args=wanted)
     flat = flax.traverse_util.flatten_dict(nested, sep="/")
     return {
         name: value if isinstance(value, jax.Array) else np.asarray(value)
@@ -326,13 +355,7 @@ def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(path: PathLike) -> dict[str, Written]:
-    """What was written to each of a checkpoint's files; a UserError if there is no checkpoint."""
-    if not is_orbax(os.fspath(path)):
-        raise UserError(
-            "There is no complete JAX checkpoint here.",
-            where=str(path),
-            fix="Name a checkpoint_<step> directory that a training run or a conversion wrote.",
-        )
+    """What was written to each of a checkpoint's files, as far as it is recorded."""
     files = read_integrity(os.fspath(path))
     if not files:
         # Orbax does not notice a missing chunk: it may restore zeros in its place.

@@ -16,9 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from t0repro import leases
-from t0repro.buckets import is_address, orbax_writes_to, place, remove_all, upload_tree
+from t0repro.buckets import (
+    exists,
+    is_address,
+    orbax_writes_to,
+    place,
+    remove_all,
+    upload_tree,
+)
 from t0repro.converters.jax_tree import jax_ref
-from t0repro.converters.orbax_dir import COMMITTED, is_orbax
+from t0repro.converters.orbax_dir import COMMITTED, METADATA, is_orbax
 from t0repro.converters.storage import LocalCopy, names
 from t0repro.converters.witnesses import INTEGRITY, describe_files, write_integrity
 from t0repro.errors import UserError
@@ -132,6 +139,10 @@ def _marked(path: Path) -> Iterator[Commit]:
                 # The log first: a checkpoint is never ahead of the metrics of its steps.
                 await asyncio.to_thread(upload, path.parent)
                 await asyncio.to_thread(upload_tree, files, address)
+                # Orbax removes it before it writes it. A removal that was sent twice, since its
+                # answer was late, may have come after the writing.
+                if not await asyncio.to_thread(exists, f"{address}/{METADATA}"):
+                    raise OSError(f"{METADATA} was written and is gone")
                 await super().finalize()
 
         yield Commit(files, path, lambda: write_integrity(path, describe_files(path)), Committed)

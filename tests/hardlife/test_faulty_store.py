@@ -6,7 +6,12 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
+import time
+import urllib.parse
+import urllib.request
 
 import numpy as np
 import pytest
@@ -347,16 +352,24 @@ def test_killed_at_each_kind_of_write_a_conversion_to_a_bucket_starts_over(
     )
 
 
+SMALL_TREE = {"state/step": np.int32(2), "target/a": np.arange(6, dtype=np.float32)}
+
+
+def save_through(store, monkeypatch):
+    """From now on, this process speaks with the proxy."""
+    for variable in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{store.port}")
+    buckets.file_system.cache_clear()
+
+
 # A checkpoint without the marker alone is complete.
 @pytest.mark.parametrize(("kind", "status", "left"), [("array", 403, []), ("marker", 503, [2])])
 def test_a_store_that_turns_away_during_a_save_is_named_and_nothing_half_written_is_listed(
     store, monkeypatch, kind, status, left
 ):
-    for variable in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
-        monkeypatch.setenv(variable, f"http://127.0.0.1:{store.port}")
-    buckets.file_system.cache_clear()
+    save_through(store, monkeypatch)
     path, away = checkpoint_path("gs://bucket/run", 2), threading.Event()
-    tree = {"state/step": np.int32(2), "target/a": np.arange(6, dtype=np.float32)}
+    tree = SMALL_TREE
 
     def refusal(request):
         if request.writes and re.search(WRITES[kind], f"/{request.name}"):
@@ -373,3 +386,74 @@ def test_a_store_that_turns_away_during_a_save_is_named_and_nothing_half_written
     if not left:
         save_tree(path, tree)
     assert load_tree(path).keys() == tree.keys()
+
+
+def test_the_file_without_which_a_beginning_would_pass_for_a_checkpoint_is_written_first(
+    store, monkeypatch
+):
+    save_through(store, monkeypatch)
+    written = []
+
+    def delay(request):
+        if request.writes and request.moment == "after":
+            written.append(request.name.rpartition("/")[2])
+        elif request.writes and request.name.endswith("_CHECKPOINT_METADATA") and not written:
+            time.sleep(3)
+
+    store.seen = delay
+    save_tree("gs://bucket/run/checkpoint_2", SMALL_TREE)
+    assert written[0] == "_CHECKPOINT_METADATA" and len(written) > 5
+
+
+def test_a_checkpoint_of_which_a_late_removal_took_a_file_is_not_completed(store, monkeypatch):
+    save_through(store, monkeypatch)
+    name = urllib.parse.quote("run/checkpoint_2/_METADATA", safe="")
+    address = f"http://127.0.0.1:{store.target}/storage/v1/b/bucket/o/{name}"
+
+    def remove_late(request):
+        written = request.writes and request.moment == "after"
+        if written and re.search(WRITES["index of arrays"], f"/{request.name}"):
+            urllib.request.urlopen(urllib.request.Request(address, method="DELETE")).close()
+
+    store.seen = remove_late
+    with pytest.raises(UserError, match="was written and is gone"):
+        save_tree("gs://bucket/run/checkpoint_2", SMALL_TREE)
+    assert list_checkpoints("gs://bucket/run") == []
+
+
+_SAVE = """
+import sys
+import numpy as np
+from t0repro import buckets
+buckets._SILENT_SECONDS = 3
+from t0repro.training.checkpoints import save_tree
+save_tree(sys.argv[1], {"state/step": np.int32(2), "target/a": np.arange(6, dtype=np.float32)})
+"""
+
+
+def test_a_request_that_the_store_never_answers_is_sent_again(store, outcome):
+    kinds = ["array", "index of arrays", "description", "marker", "checksums"]
+    unanswered, end = [], threading.Event()
+
+    def swallow(request):
+        for kind in kinds if request.writes else ():
+            if kind not in unanswered and re.search(WRITES[kind], f"/{request.name}"):
+                unanswered.append(kind)
+                end.wait()
+                return 503  # so that the store never has it
+        return None
+
+    store.seen = swallow
+    patience = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "3", "JAX_PLATFORMS": "cpu"}
+    try:
+        subprocess.run(
+            [sys.executable, "-P", "-c", _SAVE, "gs://bucket/run/checkpoint_2"],
+            env={**os.environ, **store.environment, **patience},
+            check=True,
+            timeout=300,
+        )
+    finally:
+        end.set()
+    assert len(unanswered) == len(kinds)
+    assert load_tree("gs://bucket/run/checkpoint_2").keys() == SMALL_TREE.keys()
+    outcome(f"a store that does not answer: {len(kinds)} requests were sent again")

@@ -11,6 +11,7 @@ import pytest
 
 from t0repro import buckets, working_copies
 from t0repro.errors import UserError
+from t0repro.training import checkpoints
 from t0repro.training.checkpoints import (
     checkpoint_path,
     list_checkpoints,
@@ -132,6 +133,22 @@ def test_a_checkpoint_whose_upload_or_removal_is_cut_is_listed_only_if_it_is_who
         remove_checkpoint(path)
         remove_interrupted_saves(f"{bucket}/cut")
     assert steps.count(2) > 2
+
+
+def assert_a_removal_while_reading_is_said(path, monkeypatch):
+    save_tree(path, {"target/a": np.arange(6, dtype=np.float32)})
+    monkeypatch.setattr(checkpoints, "check_contents", lambda *_: remove_checkpoint(path))
+    with pytest.raises(UserError, match="was removed while it was being read"):
+        load_tree(path)
+
+
+@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
+def test_a_checkpoint_of_a_bucket_that_is_removed_while_it_is_read_is_named_so(bucket, monkeypatch):
+    assert_a_removal_while_reading_is_said(checkpoint_path(bucket, 2), monkeypatch)
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_named_so(tmp_path, monkeypatch):
+    assert_a_removal_while_reading_is_said(checkpoint_path(tmp_path, 2), monkeypatch)
 
 
 @pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
