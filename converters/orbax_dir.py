@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from t0repro.buckets import store_error
 from t0repro.converters import storage, tensors, zarr
 from t0repro.converters.tensors import Output, bytes_of
 from t0repro.converters.witnesses import (
@@ -77,9 +78,8 @@ class OrbaxArrays:
     """The arrays of an Orbax directory by their paths in the tree ("target/a/kernel").
 
     Args:
-      path: The directory with the arrays. In a remote one, arrays in plain files, as this project
-        writes them, are read in place; other arrays are copied here as they are read, but an OCDBT
-        store is copied completely.
+      path: The directory with the arrays. A remote one is read in place; only arrays that this
+        project did not write are copied here, from a store that TensorStore does not know.
       has_metadata: Whether `_METADATA` describes the tree, as in all of Orbax's directories today.
 
     Raises:
@@ -93,10 +93,11 @@ class OrbaxArrays:
         tree = self._tree() if has_metadata else None
         self._has_every_chunk = tree is not None and tree.has_every_chunk
         self._ocdbt = storage.is_file(self._inside(_OCDBT))
-        self._copy = storage.LocalCopy(self._path) if self._ocdbt else None
-        if self._copy is not None:
+        self._base = _Base(self._path) if self._ocdbt else None
+        if self._base is not None:
             # In an OCDBT store, an array has no file of its own to check on reading.
-            check_contents(self._copy.path, self.integrity)
+            check_contents(self._base.path, self.integrity)
+        self._sizes = storage.sizes(self._path)
         self._chunks: dict[str, set[str]] = {}  # array -> its chunks, of an OCDBT store
         # Names of arrays have no dots; in the tree, a slash takes their place.
         self._arrays = {name.replace(".", "/"): found for name, found in self._list()}
@@ -131,8 +132,7 @@ class OrbaxArrays:
         for name in self._arrays:
             found = self._chunks.get(name)
             if found is None:
-                directory = self.place(name)
-                found = {_relative(file, directory) for file in storage.walk(directory)}
+                found = self._files(name)
             self._check_chunks(name, found)
 
     def read(self, name: str) -> np.ndarray:
@@ -147,10 +147,11 @@ class OrbaxArrays:
         chunk = self._inside(chunk_name)
         # Fast path for arrays written by this project: one uncompressed chunk, read straight into
         # memory.
-        if self._ocdbt or not description.is_plain or not storage.is_file(chunk):
+        if self._ocdbt or not description.is_plain or chunk_name not in self._sizes:
             return self._read_by_tensorstore(name)
         array = tensors.empty(info.shape, info.dtype)
-        if (size := storage.size(chunk)) != info.nbytes or not storage.read_into(chunk, 0, array):
+        size = self._sizes[chunk_name]
+        if size != info.nbytes or not storage.read_into(chunk, 0, array):
             raise damaged(chunk, f"it has {size:,} bytes, not {info.nbytes:,}")
         expected = self.integrity.get(chunk_name)
         if expected and _crc32(array) != expected["crc32"]:
@@ -197,58 +198,57 @@ class OrbaxArrays:
                 f" {list(description.chunks)} has no such chunk",
             )
 
+    def _files(self, name: str) -> set[str]:
+        """The files below an array's directory, by their names relative to it."""
+        directory = f"{name.replace('/', '.')}/"
+        return {file.removeprefix(directory) for file in self._sizes if file.startswith(directory)}
+
     def _read_by_tensorstore(self, name: str) -> np.ndarray:
         import tensorstore as ts
 
         array = name.replace("/", ".")
         directory = self._inside(array)
-        # TensorStore decodes all kinds of chunks and compression, but here it reads local files
-        # only.
-        if self._copy is not None:
-            store = self._ocdbt_store(self._copy.path, array)
+        # TensorStore decodes all kinds of chunks and compression.
+        if self._base is not None:
+            base = self._base
+            store = base.ocdbt(array)
             self._check_chunks(name, self._chunks.get(name, set()))
         else:
-            copy = storage.LocalCopy(directory)
-            store = {"driver": "file", "path": f"{copy.path}/"}
-            files = {_relative(file, copy.path) for file in storage.walk(copy.path)}
+            base = _Base(directory)
+            store = base.spec
+            files = self._files(name)
             self._check_chunks(name, files)
             written = {
                 file: self.integrity[f"{array}/{file}"]
                 for file in files
                 if f"{array}/{file}" in self.integrity
             }
-            check_contents(copy.path, written)
+            check_contents(base.path, written)
         spec = {"driver": self._arrays[name].driver, "kvstore": store}
         try:
-            values = np.asarray(ts.open(spec, read=True).result().read().result())
-        except Exception as error:  # TensorStore raises many kinds for a damaged file.
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise damaged(directory, reason) from error
+            opening = ts.open(spec, read=True, context=base.context)
+            values = np.asarray(opening.result().read().result())
+        except Exception as error:
+            raise base.failure(error, directory) from error
         info = self.tensors[name]
         if (values.shape, values.dtype) != (info.shape, info.dtype):
             raise damaged(directory, f"it holds {values.dtype} of shape {list(values.shape)}")
         return values
 
-    @staticmethod
-    def _ocdbt_store(path: str, array: str = "") -> dict[str, Any]:
-        # Not a URL, in which %, # and ? in a folder's name would have another meaning.
-        base = {"driver": "file", "path": f"{path}/"}
-        return {"driver": "ocdbt", "base": base, "path": array and f"{array}/"}
-
     def _list(self) -> Iterator[tuple[str, zarr.Description]]:
         """Name with dots and description of each array."""
-        if self._copy is None:
-            for name in storage.names(self._path):
-                for description in zarr.DESCRIPTIONS:
-                    file = f"{name}/{description}"
-                    if storage.is_file(self._inside(file)):
-                        content = read_checked(self._path, file, self.integrity)
-                        yield name, zarr.parse(self._inside(file), content)
+        if self._base is None:
+            files = [file for file in self._sizes if file.partition("/")[2] in zarr.DESCRIPTIONS]
+            contents = storage.at_once(
+                lambda file: read_checked(self._path, file, self.integrity), files
+            )
+            for file, content in zip(files, contents, strict=True):
+                yield file.partition("/")[0], zarr.parse(self._inside(file), content)
             return
         import tensorstore as ts
 
         try:
-            store = ts.KvStore.open(self._ocdbt_store(self._copy.path)).result()
+            store = ts.KvStore.open(self._base.ocdbt(), context=self._base.context).result()
             for key in store.list().result():
                 # No array's name has a slash, but a chunk's may.
                 array, _, name = key.decode().partition("/")
@@ -258,12 +258,56 @@ class OrbaxArrays:
                     yield array, zarr.parse(self._inside(f"{_OCDBT}, {array}"), content)
         except UserError:
             raise
-        except Exception as error:  # TensorStore raises many kinds for a damaged store.
-            raise damaged(self._path, str(error).splitlines()[0]) from error
+        except Exception as error:
+            raise self._base.failure(error, self._path) from error
 
 
-def _relative(file: str, directory: str) -> str:
-    return file.removeprefix(directory).lstrip("/")
+# With these, TensorStore says that a store did not do what it was asked.
+_REFUSALS = (
+    "UNAVAILABLE",
+    "DEADLINE",
+    "PERMISSION",
+    "UNAUTHENT",
+    "RESOURCE",
+    "ABORTED",
+    "INTERNAL",
+)
+
+
+class _Base:
+    """A directory that TensorStore reads, in place or as a copy on this machine.
+
+    Attributes:
+      path: The directory or its copy.
+      spec: TensorStore's name for it.
+      context: What TensorStore keeps from one call to the next: an OCDBT store's tree.
+    """
+
+    def __init__(self, directory: str):
+        import tensorstore as ts
+
+        self.context = ts.Context({"cache_pool#tree": {"total_bytes_limit": 1 << 24}})
+        self.path = directory
+        spec = storage.tensorstore_name(directory)
+        if spec is None:
+            self._copy = storage.LocalCopy(directory)  # until this object is deleted
+            self.path = self._copy.path
+            spec = storage.tensorstore_name(self.path)
+        assert spec is not None
+        self.spec: dict[str, Any] = spec
+
+    def ocdbt(self, array: str = "") -> dict[str, Any]:
+        """TensorStore's name for an OCDBT store in the directory, or for one array of it."""
+        # Not a URL, in which %, # and ? in a folder's name would have another meaning.
+        path = array and f"{array}/"
+        return {"driver": "ocdbt", "base": self.spec, "path": path, "cache_pool": "cache_pool#tree"}
+
+    def failure(self, error: Exception, where: str) -> UserError:
+        """The error for one of TensorStore's, which are of many kinds for a damaged file."""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if storage.is_remote(self.path) and reason.startswith(_REFUSALS):
+            return store_error(error, where)
+        return damaged(where, reason)
 
 
 def _fill(array: np.ndarray, file: Path) -> bool:

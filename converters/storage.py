@@ -9,9 +9,9 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 
@@ -23,9 +23,13 @@ from t0repro.progress import byte_progress
 from t0repro.words import sized
 from t0repro.working_copies import Scratch
 
+Result = TypeVar("Result")
+
 _CHUNK_BYTES = 1 << 26
 _PART_BYTES = 1 << 24  # what is sent of a large object at a time; stores take 10,000 such parts
 _READ_BYTES = 1 << 22  # what is read of a large object at a time
+_REQUESTS = 4  # at a time, for one array
+_FILES = 8  # at a time
 
 
 def is_remote(path: str) -> bool:
@@ -98,8 +102,12 @@ def names(path: str) -> list[str]:
     if not is_remote(path):
         return sorted(os.listdir(path))
     system, path = located(path)
+    try:
+        found = system.ls(path, detail=False)
+    except FileNotFoundError:  # removed since
+        return []
     # Some file systems end a directory's entry with a slash, or list it with its full address.
-    return sorted(entry.rstrip("/").rpartition("/")[2] for entry in system.ls(path, detail=False))
+    return sorted(entry.rstrip("/").rpartition("/")[2] for entry in found)
 
 
 def join(path: str, name: str) -> str:
@@ -141,6 +149,41 @@ def walk(path: str) -> Iterator[str]:
             yield from walk(entry)
         else:
             yield entry
+
+
+def sizes(path: str) -> dict[str, int]:
+    """Size in bytes of each file in a directory and below it, by its name relative to it."""
+    if is_remote(path):
+        return buckets.objects(path)
+    return {file.removeprefix(path).lstrip("/"): os.path.getsize(file) for file in walk(path)}
+
+
+def at_once(function: Callable[[str], Result], files: Iterable[str]) -> Iterator[Result]:
+    """Calls a function for several files at a time; yields the results in the files' order."""
+    with concurrent.futures.ThreadPoolExecutor(_FILES) as pool:
+        yield from pool.map(function, files)
+
+
+def tensorstore_name(path: str) -> dict[str, Any] | None:
+    """How TensorStore opens a directory itself; None for an address that it cannot open."""
+    if not is_remote(path):
+        return {"driver": "file", "path": f"{path}/"}
+    bucket, _, name = path.partition("://")[2].partition("/")
+    place = {"bucket": bucket, "path": f"{name}/"}
+    retries = {"max_retries": 6}  # as many as gcsfs; by default it would go on for a quarter hour
+    system = located(path)[0]
+    if scheme_of(path) == "gs":
+        buckets.use_emulator()
+        return {"driver": "gcs", **place, "gcs_request_retries": retries}
+    if scheme_of(path) != "s3" or system.key is not None:  # a key of fsspec's own settings
+        return None
+    server = system.s3.meta
+    spec = {"driver": "s3", **place, "s3_request_retries": retries}
+    if ".amazonaws.com" not in server.endpoint_url:
+        spec |= {"endpoint": server.endpoint_url, "aws_region": server.region_name or "us-east-1"}
+    if system.anon:
+        spec["aws_credentials"] = {"type": "anonymous"}
+    return spec
 
 
 def refresh(path: str) -> bool:
@@ -293,10 +336,13 @@ def blocks(path: str) -> Iterator[bytes]:
     Raises:
       OSError: If it cannot be read.
     """
-    system, path = located(path) if is_remote(path) else (None, path)
-    opened = system.open(path, "rb", block_size=1 << 24) if system else open(path, "rb")
-    with opened as file:
-        while block := file.read(1 << 22):
+    if is_remote(path):
+        # By ranges: a file of the library would hold its parts and one more copy of them.
+        for start in range(0, size(path), _READ_BYTES):
+            yield buckets.read_part(path, start, start + _READ_BYTES)
+        return
+    with open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
             yield block
 
 
@@ -309,14 +355,16 @@ def read_into(path: str, start: int, array: np.ndarray) -> bool:
     """
     room = array.reshape(-1).view(np.uint8).data
     if is_remote(path):
-        # By ranges: a file of the library would hold its parts and one more copy of them.
-        for begin in range(0, len(room), _READ_BYTES):
+
+        def fill(begin: int) -> bool:
             end = min(begin + _READ_BYTES, len(room))
             data = buckets.read_part(path, start + begin, start + end)
-            if len(data) != end - begin:
-                return False
-            room[begin:end] = data
-        return True
+            if len(data) == end - begin:
+                room[begin:end] = data
+            return len(data) == end - begin
+
+        with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
+            return all(pool.map(fill, range(0, len(room), _READ_BYTES)))
     # Unbuffered: bytes go straight into the array's memory.
     with open(path, "rb", 0) as file:
         file.seek(start)
@@ -344,8 +392,8 @@ class LocalCopy:
         scratch = Scratch()
         self.path = str(scratch.path)
         weakref.finalize(self, scratch.remove)
-        files = list(walk(path))
-        needed = sum(map(size, files))
+        files = sizes(path)
+        needed = sum(files.values())
         if (free := shutil.disk_usage(self.path).free) < needed:
             raise UserError(
                 f"{path} must be copied here to be read, which takes {sized(needed)}; only"
@@ -354,13 +402,15 @@ class LocalCopy:
                 fix="Free some space, or name another place for such files in TMPDIR.",
             )
         with byte_progress("Copying", needed) as done:
-            for file in files:
-                target = os.path.join(self.path, file.removeprefix(path).lstrip("/"))
-                make_folder(os.path.dirname(target))
-                with open(target, "wb") as copy:
-                    for start in range(0, size(file), _CHUNK_BYTES):
-                        copy.write(data := read_range(file, start, _CHUNK_BYTES))
-                        done(len(data))
+
+            def copy(name: str) -> int:
+                target = Path(self.path, name)
+                make_folder(target.parent)
+                buckets.download(join(path, name), target)
+                return files[name]
+
+            for count in at_once(copy, files):
+                done(count)
 
 
 @explained

@@ -85,9 +85,11 @@ def parameters_digest(names: Iterable[str], read: Callable[[str], np.ndarray]) -
 def describe_files(directory: Path) -> dict[str, Written]:
     """Returns length and CRC-32 of every file below a directory, by relative path."""
     root = os.fspath(directory)
+    sizes = dict(sorted(storage.sizes(root).items()))
+    sums = storage.at_once(lambda name: _crc32(storage.join(root, name)), sizes)
     return {
-        file.removeprefix(root).lstrip("/"): {"bytes": storage.size(file), "crc32": _crc32(file)}
-        for file in sorted(storage.walk(root))
+        name: {"bytes": size, "crc32": crc32}
+        for (name, size), crc32 in zip(sizes.items(), sums, strict=True)
     }
 
 
@@ -106,12 +108,12 @@ def read_integrity(directory: str) -> dict[str, Written]:
     listing = storage.join(directory, INTEGRITY)
     if not storage.is_file(listing):
         return {}
-    files = _parse(listing)
+    files, sizes = _parse(listing), storage.sizes(directory)
     for name, written in files.items():
         file = storage.join(directory, name)
-        if not storage.is_file(file):
+        if name not in sizes and not storage.is_file(file):  # a listing may lag behind
             raise missing_file(file)
-        if (size := storage.size(file)) != written["bytes"]:
+        if (size := sizes.get(name) or storage.size(file)) != written["bytes"]:
             raise damaged(file, f"it has {size:,} bytes, but {written['bytes']:,} were written")
     return files
 
@@ -134,10 +136,14 @@ def check_contents(directory: str | os.PathLike[str], files: dict[str, Written])
     Raises:
       UserError: Naming the file that differs.
     """
-    for name, written in files.items():
+
+    def check(name: str) -> None:
         file = storage.join(os.fspath(directory), name)
-        if _crc32(file) != written["crc32"]:
+        if _crc32(file) != files[name]["crc32"]:
             raise damaged(file, "its CRC-32 differs from what was written")
+
+    for _ in storage.at_once(check, files):
+        pass
 
 
 def _parse(listing: str) -> dict[str, Written]:
