@@ -170,7 +170,7 @@ def tensorstore_name(path: str) -> dict[str, Any] | None:
         return {"driver": "file", "path": f"{path}/"}
     bucket, _, name = path.partition("://")[2].partition("/")
     place = {"bucket": bucket, "path": f"{name}/"}
-    retries = {"max_retries": 6}  # as many as gcsfs; by default it would go on for a quarter hour
+    retries = {"max_retries": 6}  # about as many as gcsfs; its default of 32 takes a quarter hour
     system = located(path)[0]
     if scheme_of(path) == "gs":
         buckets.use_emulator()

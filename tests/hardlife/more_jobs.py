@@ -37,31 +37,36 @@ def evaluation_job(mode: str, trained: Path) -> Job:
             words = ("red", "blue", "a long way home")
             lines = [f"{number} : the {words[number % 3]} ?" for number in range(LINES)]
             (folder / "questions").write_text("\n".join(lines) + "\n")
-        params = [
-            f"MIXTURE_NAME = '{MIXTURE if mode == 'score_eval' else TASK}'",
-            "run.dataset_split = 'validation'",
-            f"run.eval_checkpoint_step = {LAST_STEP}",
-            "run.batch_size = ('sequences_per_batch', 8)",
-            "run.sequence_length = {'inputs': 64, 'targets': 16}",
-        ]
-        if mode != "infer":
-            params.append("mesh_eval_dataset_fn.use_cached = False")
-        else:
-            params += [
-                f"input_filename = '{folder}/questions'",
-                f"output_filename = '{folder}/answers'",
-                "Bitransformer.decode.max_decode_length = 24",
-            ]
-        return [
-            _COMMAND, "--backend=jax", f"--model_dir={folder}",
-            "--module_import=t0repro.tasks.demo", f"--gin_file={folder}/operative_config.gin",
-            f"--gin_file={mode}.gin", *(f"--gin_param={param}" for param in params),
-        ]  # fmt: skip
+        return evaluation_command(mode, str(folder))
 
     def dead_check(folder: Path, whole: Result) -> None:
         assert result(folder).items() <= whole.items()
 
     return Job(mode, command, result, dead_check, first=0.6)
+
+
+def evaluation_command(mode: str, model_dir: str) -> list[str]:
+    """t5_mesh_transformer --backend=jax in a mode."""
+    params = [
+        f"MIXTURE_NAME = '{MIXTURE if mode == 'score_eval' else TASK}'",
+        "run.dataset_split = 'validation'",
+        f"run.eval_checkpoint_step = {LAST_STEP}",
+        "run.batch_size = ('sequences_per_batch', 8)",
+        "run.sequence_length = {'inputs': 64, 'targets': 16}",
+    ]
+    if mode != "infer":
+        params.append("mesh_eval_dataset_fn.use_cached = False")
+    else:
+        params += [
+            f"input_filename = '{model_dir}/questions'",
+            f"output_filename = '{model_dir}/answers'",
+            "Bitransformer.decode.max_decode_length = 24",
+        ]
+    return [
+        _COMMAND, "--backend=jax", f"--model_dir={model_dir}",
+        "--module_import=t0repro.tasks.demo", f"--gin_file={model_dir}/operative_config.gin",
+        f"--gin_file={mode}.gin", *(f"--gin_param={param}" for param in params),
+    ]  # fmt: skip
 
 
 def _outputs(folder: Path) -> Result:
@@ -85,10 +90,11 @@ def _metrics(folder: Path) -> Result:
     return {row["task"]: json.dumps(row, sort_keys=True).encode() for row in rows}
 
 
-def t5x_infer_job(root: Path) -> Job:
-    """t0repro infer, T5X's run mode, a chunk every four examples; its checkpoint is made here."""
-    model = ["t5x/examples/t5/t5_1_1/tiny.gin", "t5x/configs/runs/infer.gin"]
-    checkpoint = root / "checkpoint_7"
+T5X_MODEL = "t5x/examples/t5/t5_1_1/tiny.gin"
+
+
+def t5x_command(mode: str, checkpoint: object, out: object) -> list[str]:
+    """t0repro infer or eval, T5X's run modes, with the tiny model."""
     bindings = [
         *SIZES,
         "DROPOUT_RATE = 0.0",
@@ -96,20 +102,36 @@ def t5x_infer_job(root: Path) -> Job:
         "MIXTURE_OR_TASK_SPLIT = 'validation'",
         "TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 8}",
         f"CHECKPOINT_PATH = '{checkpoint}'",
-        *("infer.mode = 'score'", "infer.checkpoint_period = 1"),
+        f"{mode.upper()}_OUTPUT_DIR = '{out}'",
         "utils.DatasetConfig.batch_size = 4",
     ]
+    if mode == "infer":  # in chunks of four examples
+        bindings += ["infer.mode = 'score'", "infer.checkpoint_period = 1"]
+    return [
+        *(*T0REPRO, mode, "--module_import=t0repro.tasks.demo"),
+        *(f"--gin_file={file}" for file in (T5X_MODEL, f"t5x/configs/runs/{mode}.gin")),
+        *(f"--gin.{binding.replace(' = ', '=', 1)}" for binding in bindings),
+    ]
+
+
+def write_t5x_checkpoint(folder: Path) -> Path:
+    """A checkpoint of the tiny model of `t5x_command`."""
+    files = [T5X_MODEL, "t5x/configs/runs/infer.gin"]
+    unused = [f"{name} = 'x'" for name in ("MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH")]
+    lengths = "TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 8}"
+    others = [*SIZES, "DROPOUT_RATE = 0.0", "INFER_OUTPUT_DIR = 'x'", lengths]
+    inputs = T5xInputs("infer", files, [*others, *unused])
+    return save_checkpoint(folder, infer_plan(parse(inputs)), 7)
+
+
+def t5x_infer_job(root: Path) -> Job:
+    """t0repro infer; its checkpoint is made here."""
+    checkpoint = root / "checkpoint_7"
     if not checkpoint.exists():
-        inputs = T5xInputs("infer", model, [*bindings, "INFER_OUTPUT_DIR = 'unused'"])
-        save_checkpoint(root, infer_plan(parse(inputs)), 7)
+        write_t5x_checkpoint(root)
 
     def command(folder: Path) -> list[str]:
-        given = [*bindings, f"INFER_OUTPUT_DIR = '{folder}'"]
-        return [
-            *(*T0REPRO, "infer", "--module_import=t0repro.tasks.demo"),
-            *(f"--gin_file={file}" for file in model),
-            *(f"--gin.{binding.replace(' = ', '=', 1)}" for binding in given),
-        ]
+        return t5x_command("infer", checkpoint, folder)
 
     def result(folder: Path) -> Result:
         found = folder.glob(f"{TASK}-*")
