@@ -126,7 +126,7 @@ def registered_tasks() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """What a described task's inputs or targets are encoded with, by the names of SeqIO's class."""
+    """How a described task's inputs or targets are encoded; attributes as in seqio.Feature."""
 
     vocabulary: VocabularyFile | seqio.Vocabulary
     add_eos: bool
@@ -138,7 +138,7 @@ class DescribedTask:
     Attributes:
       name: The task's name.
       prompt: The prompt that it renders.
-      description: What it is made of.
+      description: Its contents.
       source: Its rows.
       splits: Names of its splits.
       output_features: Its features by name.
@@ -162,7 +162,7 @@ class DescribedTask:
 
 
 def find_task(name: str) -> DescribedTask | seqio.Task:
-    """A registered task: SeqIO's own, or where SeqIO has not been given it, as it is described.
+    """A registered task: SeqIO's own or, if SeqIO does not have it, a `DescribedTask`.
 
     Raises:
       KeyError: If there is no such task.
@@ -174,7 +174,7 @@ def find_task(name: str) -> DescribedTask | seqio.Task:
 
 
 def find_tasks(name: str) -> Sequence[DescribedTask | seqio.Task]:
-    """The tasks of a registered mixture, or the task of that name; as `find_task` has them.
+    """The tasks of a registered mixture, or the task of that name, each as from `find_task`.
 
     Raises:
       KeyError: If there is neither.

@@ -1,6 +1,6 @@
 """T0's metrics of decoded texts without t5: the same numbers as t5.evaluation.metrics (0.9.4).
 
-Those of MultiRC, ReCoRD and SQuAD's spans are t5's alone: they do not compare texts.
+Only t5 computes those of MultiRC, ReCoRD and SQuAD's spans, which do not compare texts.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 VOCABULARY_VARIABLE = "T0REPRO_VOCAB"
 DEFAULT_ADDRESS = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
-# T5's own vocabulary, as t5's tasks and T5X's gin files name it; of the first, with 100 sentinels.
+# T5's own vocabulary, as t5's tasks and T5X's gin files name it; they add 100 sentinels to the
+# first.
 T5_ADDRESSES = ("gs://t5-data/vocabs/cc_all.32000/sentencepiece.model", DEFAULT_ADDRESS)
 EXTRA_IDS = 100
 _PUBLIC = "gs://t5-data/"
@@ -169,7 +170,7 @@ def _cache_folder() -> Path:
 
 def _advice(address: str) -> str:
     if address not in (*T5_ADDRESSES, os.environ.get(VOCABULARY_VARIABLE)):
-        # T5's vocabulary would not replace it: its tokens are other ones.
+        # T5's vocabulary cannot replace it, since its tokens differ.
         copied = f": gsutil cp {address} ." if address.startswith("gs://") else "."
         return f"Name a copy on this machine where the gin file or the task names this one{copied}"
     return (

@@ -258,7 +258,7 @@ def damage(folder: Path, split: str) -> str | None:
     try:
         declared = _declared(folder, split)
         if not declared and any(is_streamed(folder / name) for name in names):
-            return None  # to count their records would be to fetch them
+            return None  # counting records would fetch them
         records = 0
         for name in names:
             count = _records(folder / name, declared.get(name))

@@ -101,7 +101,7 @@ class RecordFile:
         try:
             self.bytes += self._file.write(framed)
         except OSError:
-            # Only then: entering a block for each of millions of records would take time.
+            # Only on an error: entering a context for each of millions of records takes time.
             with naming(self._path):
                 raise
         self.records += 1

@@ -1,4 +1,4 @@
-"""Lets SeqIO read caches in buckets of any kind: TensorFlow itself reads Google's alone.
+"""Lets SeqIO read caches in buckets of any kind: TensorFlow itself reads only Google's.
 
 SeqIO reads a cached split by tf.data.TFRecordDataset, one file after another or in turns. Here a
 shard that only a bucket holds is read by `t0repro.tasks.prompt_cache.records` in its place: the
@@ -16,7 +16,7 @@ from typing import Any
 from t0repro.tasks.prompt_cache.records import read_records
 from t0repro.working_copies import copy_with
 
-_RECORDS_AT_A_TIME = 64  # that Python passes to tf.data
+_RECORDS_AT_A_TIME = 64  # passed from Python to tf.data
 
 
 def stream_into_seqio() -> None:
@@ -38,7 +38,7 @@ def stream_into_seqio() -> None:
             read: Any = self._reader
 
             def read_from_bucket(file: tf.Tensor) -> tf.data.Dataset:
-                # SeqIO's own reader, which also parses the records, with the records from there.
+                # SeqIO's own reader parses the records too; only where they come from is replaced.
                 whole_files = dataset_providers.tf.data.TFRecordDataset
                 dataset_providers.tf.data.TFRecordDataset = _records
                 try:
