@@ -117,7 +117,7 @@ def auxiliary_jobs_during_training(
     controller = subprocess.Popen(
         [sys.executable, "-m", __name__, os.fspath(model_dir), asked],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is the training run's; the controller ends by the pipe
+        start_new_session=True,  # Ctrl-C is for training; the controller ends when the pipe closes
     )
     assert controller.stdin is not None
     try:

@@ -66,7 +66,7 @@ def _read(arguments: Arguments) -> Configured:
         return _t5x_training(arguments)
     if arguments.mode in (JobMode.EVAL, JobMode.INFER):
         return _t5x_inference(arguments)
-    # rank-eval and aux: their flags have all that concerns the job.
+    # rank-eval and aux: their flags say everything about the job.
     checkpoints = (arguments.checkpoint,) if arguments.checkpoint else ()
     return Configured(output=arguments.output, checkpoints=checkpoints, mixture=arguments.mixture)
 
@@ -138,7 +138,7 @@ def _mesh_transformer(arguments: Arguments) -> Configured:
     except NotOnJax:
         if arguments.backend == "jax":
             raise
-        run = None  # precompile compiles what the JAX stack can do
+        run = None  # only what the JAX stack supports can be compiled
     return Configured(
         text=configuration.gin_text,
         warnings=tuple(f"{error.where}: {error.what}" for error in configuration.misread),
@@ -297,7 +297,7 @@ def _memory(
 
 
 def _on_slice(run: RunConfig, topology: str, count: int, compiles: bool) -> Iterator[str]:
-    """What libtpu's compiler says of a run on a slice; an estimate where it is not asked."""
+    """What libtpu's compiler says of a run on a slice, or without `compiles` an estimate."""
     import importlib.util
 
     from t0repro.partitioning import topologies

@@ -78,7 +78,7 @@ class SlurmLauncher:
           UserError: if sbatch refuses it.
         """
         worker = shlex.join([sys.executable, "-m", "t0repro.jobs.worker", job.write()])
-        # Slurm's own lines, where all machines can write; the job's are in its log.
+        # The file for Slurm's own output; the job's output is in its log.
         log = os.devnull if job.address else str(job.folder / f"{job.name}.slurm.log")
         limits = options(job.name, log, job.limits)
         # sbatch hands its own environment to the job.

@@ -150,7 +150,7 @@ def _run(aiplatform: Any, tracking: Tracking) -> Any:
             tracking.run_name, experiment=experiment, tensorboard=tracking.tensorboard
         )
     except exceptions.AlreadyExists:
-        raise  # another's, made since `check`
+        raise  # another process made it after `check`
     except Exception:
         # Google's client takes back its ExperimentRun, but not what it made in the TensorBoard.
         board = tracking.tensorboard or experiment.backing_tensorboard_resource_name

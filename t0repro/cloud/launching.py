@@ -29,7 +29,7 @@ _RESTARTS = 3
 # letters, and a TPU's name may have 40.
 _LONGEST_NAME = 40
 _LONGEST_NAME_OF_GCLUSTER = 28
-# What gcluster itself takes for a TPU; it resolves v5p-4 to ct5p-hightpu-4t, for example.
+# Names that gcluster itself takes for a TPU's: it resolves v5p-4 to ct5p-hightpu-4t, for example.
 _TPU = re.compile(r"v[4-6][ep]?(-\d+)?|v5litepod.*|ct.*|.*tpu.*", re.IGNORECASE)
 # The processes save and end when they get this signal; Slurm sends it before the time is up.
 _SECONDS_TO_SAVE = 120
@@ -115,7 +115,7 @@ def job_set(launch: Launch, template: dict[str, Any]) -> dict[str, Any]:
     job, container = engines.completed(template, name, launch.limits)
     # Kubernetes also replaces $(NAME) in a command.
     container["command"] = [word.replace("$", "$$") for word in launch.command]
-    # What the image, or the user's manifest, says to do otherwise.
+    # The template's arguments belong to the command that is replaced here.
     container.pop("args", None)
     variables = {
         **dict(_environment(launch)),

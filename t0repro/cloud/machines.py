@@ -113,7 +113,7 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
 
 
 def _what_is_wrong(error: dacite.DaciteError, fields: Mapping[str, Any]) -> str:
-    # dacite shows a text in place of a list as the generator that it made of the text.
+    # For a string in place of a list, dacite would show the generator that it made of it.
     name = getattr(error, "field_path", None)
     if isinstance(error, dacite.WrongTypeError) and name == "options":
         return (

@@ -115,7 +115,7 @@ def _flat(found: Mapping[str, tuple[float, int]]) -> dict[str, float]:
 
 
 _LAST_TRIES = 5  # to upload after the job has ended, before giving up
-_PATIENCE = 1.0  # seconds after Ctrl-C until it is said what is waited for
+_PATIENCE = 1.0  # seconds after Ctrl-C until a message says what it waits for
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def uploading(
     *,
     every: float,
 ) -> Iterator[None]:
-    """Uploads from a thread within the block, and to the end when the block has ended.
+    """Uploads from a thread during the block, and whatever is left after it.
 
     A slow or failing upload delays nothing else; whatever failed is sent again. After Ctrl-C in the
     block, only the current upload is finished: the job continues, and the next command that follows

@@ -120,7 +120,7 @@ class JobSpec:
                 fields[name] = dict(value) if name == "labels" else value
 
         class Plain(yaml.SafeDumper):
-            """Writes a part that occurs twice out twice, as no reader expects YAML's anchors."""
+            """Writes repeated parts out in full, since no reader expects YAML's anchors."""
 
             def ignore_aliases(self, data: Any) -> bool:
                 return True
@@ -217,8 +217,8 @@ ACCELERATORS = {
     "NVIDIA_GB200": Accelerator(r"a4x-highgpu-(4)g", (4,)),
     "NVIDIA_RTX_PRO_6000": Accelerator(_G4, (), memory=96 * GIB, per_device=48),
 }
-# Machine types of TPU hosts, which end in the chips of each host: their beginning -> precompile's
-# name of the TPU, what that name counts for each chip, and the number of axes of its slices.
+# Machine type of a TPU host, without the number of its chips at the end -> precompile's name of the
+# TPU, by how much that name counts each chip, and the number of axes of its slices.
 TPU_HOSTS = {
     "ct5lp-hightpu-": ("v5e", 1, 2),
     "ct5p-hightpu-": ("v5p", 2, 3),

@@ -125,7 +125,7 @@ def _includes(path: Path) -> Iterator[str]:
     try:
         statements = list(config_parser.ConfigParser(path.read_text(), _Nothing()))
     except SyntaxError:
-        return  # the check of the configuration says it, with its place
+        return  # the configuration's check reports it, with its place
     for statement in statements:
         if isinstance(statement, config_parser.IncludeStatement):
             yield posixpath.normpath(statement.filename) if statement.filename else ""

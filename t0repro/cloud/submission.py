@@ -49,7 +49,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A job whose files have their places but are not copied yet."""
+    """A job whose files have destinations but are not copied yet."""
 
     spec: JobSpec
     staged: staging.Staged
@@ -118,8 +118,8 @@ def submit(
       request: the job.
       configured: the content of its gin files.
       place: where it is to run.
-      executor: makes it an experiment of XManager, and an experiment's number what is returned
-        of one on this machine.
+      executor: starts it as an experiment of XManager; on this machine, the experiment's number
+        is returned instead.
 
     Raises:
       UserError: If anything refuses it; then nothing of it remains.

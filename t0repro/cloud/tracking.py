@@ -32,8 +32,8 @@ _WRITING = threading.Lock()
 def tracked(names: Iterable[TrackerName], run: TrackedRun) -> Iterator[None]:
     """Sends what the block writes into the run's folder to trackers, and the files when it ends.
 
-    A tracker that fails does not stop the run: what it did not take is sent again at the next look,
-    and by the next start of the same run.
+    A tracker that fails does not stop the run: what it did not accept is sent again at the next
+    poll, and when the same run starts again.
 
     Args:
       names: the trackers; the run goes to each of them.
@@ -58,7 +58,7 @@ def _followed(name: TrackerName, run: TrackedRun) -> Iterator[None]:
     try:
         tracker = open_tracker(name, run, sent.run_id)
     except UserError:
-        if is_new:  # nothing is done, so nothing is left
+        if is_new:  # remove the folder made for it
             with contextlib.suppress(OSError):
                 run.folder.rmdir()
         raise
@@ -84,7 +84,7 @@ class _Follower:
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         self._ended.set()
-        # What follows uses the tracker and the position in the file, as the thread did.
+        # The thread uses the tracker and the position in the file, as the lines below do.
         self._thread.join()
         # The last metrics are in the file by now.
         with self._failures("ends incomplete"):
@@ -101,12 +101,12 @@ class _Follower:
                 self._send_new()
 
     def _send_new(self) -> None:
-        """Sends the lines since the last look, and notes that they were sent."""
+        """Sends the lines added since the last poll, and notes that they were sent."""
         for line in self._lines.read():
             series, step, values = _parts(line)
             if series != "train":
-                # Lines of one split and step may differ in what they name: a rank evaluation's are
-                # of a task each.
+                # A rank evaluation has a line for each task, so a split's step may have several.
+                # Their names tell them apart.
                 series += f" {zlib.crc32(' '.join(sorted(values)).encode()):08x}"
             if values and self._sent.add(series, step):
                 self._tracker.log(step, values)
@@ -126,7 +126,7 @@ class _Follower:
 
 
 class _NewLines:
-    """The whole lines that were added to a file since the last look.
+    """The complete lines that were added to a file since the last poll.
 
     A training run that resumes replaces the file by its lines up to the checkpoint; reading then
     starts again.

@@ -1,8 +1,8 @@
 """Jobs as experiments of XManager, on Vertex AI or in containers on this machine.
 
 XManager keeps its own record of experiments, in `~/.xmanager`. Its executors choose a machine by
-what a job requires, and take less of a specification than Vertex AI does; what they would drop or
-change is refused before anything is sent.
+what a job requires, and support fewer parts of a specification than Vertex AI; what they would drop
+or change is refused before anything is sent.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def launch(spec: JobSpec, executor: Executor, place: Place) -> str:
     """
     import asyncio
 
-    # What XManager logs as an error with its trace it raises too.
+    # XManager also raises the errors that it logs with a traceback.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     with _errors(spec.display_name):
         experiment, unit = asyncio.run(_launched(spec, executor, place))
     if executor is Executor.LOCAL:
         return f"XManager's experiment {experiment.experiment_id}"
-    # XManager's own name for the job; the service has one of that name alone.
+    # XManager's own name for the job, which no other job on the service has.
     found = custom_jobs.find(f"{spec.display_name}_{unit.experiment_unit_name}", place)
     assert found is not None
     return found.name
@@ -143,7 +143,7 @@ def _errors(display_name: str) -> Iterator[None]:
                 where=display_name,
                 fix="Have an administrator run XManager once, or submit without --xmanager.",
             ) from error
-        # By this XManager says that an image is neither here nor in its registry.
+        # XManager's message for an image that is neither here nor in its registry.
         except ValueError as error:
             raise UserError(f"XManager refuses: {error}.", where=display_name) from error
 
@@ -202,7 +202,7 @@ def _vertex_executors(machines: Machines) -> list[Any]:
 
 
 def _requirements(machines: Machines) -> dict[Any, float]:
-    """What a job has to require of XManager to be given such a machine.
+    """The requirements for which XManager chooses such a machine.
 
     Raises:
       UserError: If XManager does not know the accelerator.
@@ -225,7 +225,7 @@ def _resource(accelerator_type: str) -> Any:
     from xmanager.cloud import vertex  # pyright: ignore[reportMissingImports]
 
     for resource in (*xm.TpuType, *xm.GpuType):
-        # Of most it knows that Vertex AI does not have them.
+        # XManager raises ValueError for those that Vertex AI lacks, which are most.
         with contextlib.suppress(ValueError):
             tpu = resource in xm.TpuType
             named = resource.name if tpu else vertex.aip_v1_gpu_accelerator_type_str(resource)

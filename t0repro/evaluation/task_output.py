@@ -162,7 +162,7 @@ def judge_of_registered(task: Any) -> Judge:
     """The judge of the outputs of SeqIO's task, or of a described one.
 
     Raises:
-      KeyError: If a described task's metrics are t5's alone (`t0repro.tasks.text_metrics`).
+      KeyError: If only t5 has a described task's metrics (`t0repro.tasks.text_metrics`).
     """
     if not isinstance(task, DescribedTask):
         return Judge(task.name, task.postprocess_fn, task.metric_fns)
