@@ -62,7 +62,8 @@ _USELESS_LOG_LINES = (
     "AUC-pr and AUC-roc are not supported when num_classes > 2",  # from t5's rank classification
     # T0's lengths are given, as T0's README gives them.
     "Given sequence lengths are longer than necessary",
-    # Once for every task. t0repro.data.checks says what holds here, where a resumed run reads on.
+    # Printed for every task. t0repro.data.checks reports it once; a resumed run here continues
+    # after the examples that it has read.
     "Using an uncached FunctionDataset for training",
     # TensorBoard's reader, of the graphs in Mesh TensorFlow's training runs: scalars are read.
     "Found more than one graph event per run",
@@ -126,7 +127,7 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Whether SeqIO can be imported, with which the reference tier brings the rest."""
+    """Whether SeqIO can be imported; the reference tier installs it together with the rest."""
     return importlib.util.find_spec("seqio") is not None
 
 
@@ -331,8 +332,8 @@ def update_after_all_gradients() -> None:
     def apply_grads(self: Any, grads: Any, variables: Any) -> Any:
         # Parameters that the loss does not reach have no gradient; there is nothing to wait
         # for.
-        # The first `depend`, on nothing, adds up a sum over the mesh that is still to be added up,
-        # on which nothing can depend: a gradient where `run.mesh_shape` has dimensions.
+        # The first `depend`, on nothing, completes a gradient's pending sum over the mesh, if
+        # `run.mesh_shape` has dimensions; nothing can depend on a pending sum.
         whole = [grad if grad is None else mtf.depend(grad, []) for grad in grads]
         present = [grad for grad in whole if grad is not None]
         waiting = [grad if grad is None else mtf.depend(grad, present) for grad in whole]

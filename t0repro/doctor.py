@@ -167,7 +167,7 @@ def _jax() -> tuple[State, str, str]:
     import jax.numpy as jnp
 
     total = int(jnp.arange(4).sum())
-    # Devices are listed with the answer, since a GPU that is not seen is no error of JAX's.
+    # Lists the devices found, since JAX raises no error for a GPU that it does not find.
     devices = ", ".join(f"{device.platform}:{device.device_kind}" for device in jax.devices())
     return ("ok", devices, "") if total == 6 else ("broken", f"0+1+2+3 gave {total}", _SETUP)
 

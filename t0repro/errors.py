@@ -69,7 +69,7 @@ NONE_IS_SIMILAR = "none is similar"
 def nearest_names(name: str, known: Iterable[str], count: int = 5) -> str:
     """Up to `count` known names closest to a mistyped one, quoted.
 
-    If none is similar, this is said, with the first few names that there are.
+    If none is similar, says so and lists the first few known names.
     """
     names = list(known)
     matches = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
@@ -83,7 +83,7 @@ _in_t5x_command = False
 
 
 def of_command(mesh: str, t5x: str) -> str:
-    """A flag or a phrase as the running command has it: of t5_mesh_transformer's, or of T5X's."""
+    """A flag or a phrase as the running command spells it: t5_mesh_transformer's, or T5X's."""
     return t5x if _in_t5x_command else mesh
 
 
