@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import flax.traverse_util
 import jax
@@ -343,7 +343,7 @@ def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
         ) as checkpointer,
     ):
         # Of the handler, since the checkpointer answers None to many errors.
-        metadata = handler.metadata(place).tree
+        metadata = handler.metadata(cast(Any, place)).tree
         wanted = jax.tree_util.tree_map_with_path(arguments, metadata)
         nested = checkpointer.restore(place, restore_args=wanted)
     flat = flax.traverse_util.flatten_dict(nested, sep="/")
