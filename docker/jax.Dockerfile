@@ -28,7 +28,7 @@ RUN case "$ACCELERATOR" in \
       gpu | tpu) extras=$ACCELERATOR,gs$EXTRAS ;; \
       *) echo "ACCELERATOR is cpu, gpu or tpu, not '$ACCELERATOR'" >&2; exit 2 ;; \
     esac \
-    && TIER=reference EXTRAS=$extras bash scripts/setup.sh
+    && EXTRAS=$extras bash scripts/setup.sh
 ENV PATH=/opt/t0repro/.venv/bin:$PATH
 RUN t0repro --help >/dev/null && python -c "import jax, t0repro.train"
 

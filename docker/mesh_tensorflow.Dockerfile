@@ -20,7 +20,7 @@ COPY tasks tasks
 COPY converters converters
 COPY gin gin
 
-RUN TIER=reference EXTRAS=$EXTRAS bash scripts/setup.sh
+RUN EXTRAS=$EXTRAS bash scripts/setup.sh
 ENV PATH=/opt/t0repro/.venv/bin:$PATH
 RUN t5_mesh_transformer --help >/dev/null
 

@@ -13,7 +13,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PATH="$root/.venv/bin:$PATH"
 if ! command -v seqio_cache_tasks >/dev/null; then
-  echo "cache: seqio_cache_tasks is not installed: TIER=reference bash $root/scripts/setup.sh" >&2
+  echo "cache: seqio_cache_tasks is not installed: bash $root/scripts/setup.sh" >&2
   exit 2
 fi
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From prompts to a report on the embedded demo: cache, train on JAX, continue training, evaluate, convert there
-# and back, report. Under 2 minutes on two idle cores.
+# From prompts to a report on the embedded demo: cache, train on JAX, continue training on both stacks, evaluate
+# on both, convert there and back, report. Under 2 minutes on two idle cores.
 #
 #   bash scripts/quickstart.sh                                      # the embedded demo
 #   T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE bash scripts/quickstart.sh   # the same on real datasets
@@ -8,9 +8,8 @@
 # The demo's rows are generated from word lists in the form of real datasets. Its accuracies show that the
 # pipeline works; they say nothing about the real datasets.
 #
-# In the core tier (docs/tiers.md), JAX does all of it. In the reference tier, Mesh TensorFlow does it as well,
-# and what both stacks computed is compared:
-#   TIER=reference bash scripts/quickstart.sh
+# In the core tier (docs/tiers.md) JAX does all of it, and what compares with the other stack is left out:
+#   TIER=core bash scripts/quickstart.sh
 #
 # Writes everything into RUN_DIR (default runs/quickstart_demo). An interrupted run continues where it stopped;
 # remove the folder to start over. Further arguments go to both training commands, such as

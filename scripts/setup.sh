@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with exactly what the locks of a tier name, and this package. Run it again at no cost.
-#   bash scripts/setup.sh                       # the core: all that the quick start needs; Python 3.14 too
-#   TIER=reference bash scripts/setup.sh        # Mesh TensorFlow, t5 and SeqIO too, for both stacks
+#   bash scripts/setup.sh                       # both stacks: all that the quick start and T0's commands need
+#   TIER=core bash scripts/setup.sh             # without TensorFlow and SeqIO; Python 3.14 too
 #   TIER=tests bash scripts/setup.sh            # what tests and docs need as well; scripts/test.sh asks for it
 #   PYTHON=python3.12 bash scripts/setup.sh     # another interpreter
 #   EXTRAS=hf,s3 bash scripts/setup.sh          # the package's extras too
@@ -18,7 +18,7 @@ say() { echo "setup: $*"; }
 
 # ---- The tier, whose locks each name what they add ------------------------------------------------------
 if [[ -z ${TIER+given} && -f $kept_tier ]]; then TIER=$(<"$kept_tier"); fi
-TIER=${TIER:-core}
+TIER=${TIER:-reference}
 case $TIER in
   core) tiers=(core) ;;
   reference) tiers=(core reference) ;;
