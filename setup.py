@@ -91,7 +91,7 @@ setup(
         "mlflow": ["mlflow"],  # --tracker mlflow
         "wandb": ["wandb"],  # --tracker wandb
         "s3": ["s3fs"],  # s3:// addresses
-        "gs": ["gcsfs"],  # gs:// addresses
+        "gs": ["gcsfs", "aiohttp"],  # gs:// addresses; aiohttp has the types of gcsfs's timeouts
         "vertex": [
             "google-cloud-aiplatform==2.7.0",
             "google-cloud-storage==3.17.1",

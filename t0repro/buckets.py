@@ -163,7 +163,8 @@ def _configure(scheme: str) -> None:
     import fsspec.config
 
     ours: dict[str, Any] = {"use_listings_cache": False}
-    if scheme == "gs":
+    # Without gcsfs, fsspec's own message names what is missing.
+    if scheme == "gs" and importlib.util.find_spec("gcsfs"):
         import aiohttp
 
         ours["requests_timeout"] = aiohttp.ClientTimeout(sock_read=_SILENT_SECONDS)
