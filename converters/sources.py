@@ -302,7 +302,8 @@ def fingerprint(ref: CheckpointRef) -> dict[str, Any]:
     """Sizes and modification times of a checkpoint's files, to detect changes to it."""
     # Remote file systems cache listings, which would hide the change.
     storage.refresh(ref.path)
-    return {file: storage.stamp(file) for file in files_of(ref)}
+    files = files_of(ref)
+    return dict(zip(files, storage.at_once(storage.stamp, files), strict=True))
 
 
 def check_checkpoint(reader: CheckpointReader) -> ModelShape:

@@ -143,6 +143,9 @@ def size(path: str) -> int:
 
 def walk(path: str) -> Iterator[str]:
     """Yields the files in a directory and below it."""
+    if is_remote(path):
+        yield from (join(path, name) for name in buckets.objects(path))
+        return
     for name in names(path):
         entry = join(path, name)
         if is_directory(entry):
@@ -198,7 +201,7 @@ def stamp(path: str) -> list[Any]:
     """Returns values that change when a file is written: size and mtime, or a store's key."""
     if is_remote(path):
         system, place = located(path)
-        return [size(path), system.ukey(place)]
+        return [system.ukey(place)]
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns]
 

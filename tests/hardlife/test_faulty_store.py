@@ -197,30 +197,45 @@ def test_a_cache_is_written_to_a_store_that_fails_and_read_there(
     )
 
 
+def speak_with(store, monkeypatch):
+    """From now on, this process speaks with the proxy."""
+    address = f"http://127.0.0.1:{store.port}"
+    for name, value in {**store.environment, "TENSORSTORE_GCS_HTTP_URL": address}.items():
+        monkeypatch.setenv(name, value)
+    buckets.file_system.cache_clear()
+
+
+@in_each_store
 def test_a_conversion_between_addresses_of_a_store_that_fails_writes_the_same_bytes(
     store, monkeypatch, tmp_path, outcome
 ):
-    convert(write_checkpoint(tmp_path / "jax"), "gs://bucket/start", "mtf")
-    convert("gs://bucket/start", tmp_path / "here", "hf")
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{store.port}")
-    buckets.file_system.cache_clear()
+    # One that is in plain files, and one of which TensorStore reads a single store.
+    sources = [f"{store.bucket}/mtf", f"{store.bucket}/jax"]
+    buckets.upload_tree(write_checkpoint(tmp_path / "jax"), sources[1])
+    convert(sources[1], sources[0], "mtf")
+    for number, source in enumerate(sources):
+        convert(source, tmp_path / f"here{number}", "hf")
+    speak_with(store, monkeypatch)
     make_unreliable(store)
     # Until each kind of fault has happened; the requests of one conversion are few.
-    for number in range(1, 9):
-        out, ended = f"gs://bucket/out{number}", False
+    for number in range(8):
+        out, ended = f"{store.bucket}/out{number}", False
         while not ended:
             try:
-                convert("gs://bucket/start", out, "hf")
+                convert(sources[number % 2], out, "hf")
                 ended = True
             except UserError as error:
                 assert error.fix
                 assert not buckets.exists(f"{out}/config.json")
         # By name: listings lag.
-        for path in (tmp_path / "here").iterdir():
+        for path in (tmp_path / f"here{number % 2}").iterdir():
             assert buckets.read(f"{out}/{path.name}") == path.read_bytes(), path.name
-        if number > 2 and all(store.counts.values()):
+        if number > 1 and all(store.counts.values()):
             break
-    outcome(f"conversions in a store that fails: {faults_of(store)}: {number} the same files")
+    outcome(
+        f"conversions in a store that fails ({store.bucket}): {faults_of(store)}: {number + 1}"
+        " conversions, the same files"
+    )
 
 
 def killed_at(job, address, store, pattern, moment):
@@ -355,19 +370,12 @@ def test_killed_at_each_kind_of_write_a_conversion_to_a_bucket_starts_over(
 SMALL_TREE = {"state/step": np.int32(2), "target/a": np.arange(6, dtype=np.float32)}
 
 
-def save_through(store, monkeypatch):
-    """From now on, this process speaks with the proxy."""
-    for variable in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
-        monkeypatch.setenv(variable, f"http://127.0.0.1:{store.port}")
-    buckets.file_system.cache_clear()
-
-
 # A checkpoint without the marker alone is complete.
 @pytest.mark.parametrize(("kind", "status", "left"), [("array", 403, []), ("marker", 503, [2])])
 def test_a_store_that_turns_away_during_a_save_is_named_and_nothing_half_written_is_listed(
     store, monkeypatch, kind, status, left
 ):
-    save_through(store, monkeypatch)
+    speak_with(store, monkeypatch)
     path, away = checkpoint_path("gs://bucket/run", 2), threading.Event()
     tree = SMALL_TREE
 
@@ -391,7 +399,7 @@ def test_a_store_that_turns_away_during_a_save_is_named_and_nothing_half_written
 def test_the_file_without_which_a_beginning_would_pass_for_a_checkpoint_is_written_first(
     store, monkeypatch
 ):
-    save_through(store, monkeypatch)
+    speak_with(store, monkeypatch)
     written = []
 
     def delay(request):
@@ -406,7 +414,7 @@ def test_the_file_without_which_a_beginning_would_pass_for_a_checkpoint_is_writt
 
 
 def test_a_checkpoint_of_which_a_late_removal_took_a_file_is_not_completed(store, monkeypatch):
-    save_through(store, monkeypatch)
+    speak_with(store, monkeypatch)
     name = urllib.parse.quote("run/checkpoint_2/_METADATA", safe="")
     address = f"http://127.0.0.1:{store.target}/storage/v1/b/bucket/o/{name}"
 

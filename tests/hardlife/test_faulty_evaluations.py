@@ -1,0 +1,122 @@
+"""Evaluations in a bucket whose store fails now and then."""
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from t0repro import buckets, working_copies
+
+from . import more_jobs
+from .jobs import Job, Result, rank_eval_job, write_checkpoint
+from .test_faulty_store import faults_of, in_each_store, make_unreliable, runs_to_the_end
+from .test_faulty_store import store as store  # a fixture
+
+pytestmark = pytest.mark.hardlife
+
+TASK_FILES = {
+    "infer": f"out/{more_jobs.TASK}-*",
+    "eval": f"out/inference_eval/{more_jobs.TASK}-*",
+    "rank-eval": "out/scores.csv",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """An evaluation in a place, which has a folder's files at first.
+
+    Attributes:
+      mode: the command.
+      inputs: the folder.
+      command: its arguments, given the place: a folder or an address.
+    """
+
+    mode: str
+    inputs: Path
+    command: Callable[[str], list[str]]
+
+    def result(self, place: str) -> Result:
+        """The files that must not depend on any fault, by name."""
+        with working_copies.fetched(place) as folder:
+            found = [path for path in folder.glob(TASK_FILES[self.mode]) if _is_same(path.name)]
+            names = {str(path.relative_to(folder)): path.read_bytes() for path in found}
+        times = re.compile(rb'"[^"]*(time|second)[^"]*": [^,}]+')
+        return {name: times.sub(b"", x).replace(place.encode(), b"") for name, x in names.items()}
+
+    def job(self, environment: dict[str, str] | None = None) -> Job:
+        """The job that `killed_at` and others start."""
+        return Job(self.mode, self.command, self.result, None, 0.0, lambda place: environment or {})
+
+
+def _is_same(name: str) -> bool:
+    """Whether a file has no times or places in it that cannot be taken out."""
+    return "tfevents" not in name and not name.endswith("COMPLETED")
+
+
+@pytest.fixture(scope="module")
+def evaluation(whole, tmp_path_factory):
+    """A function from a mode to its evaluation and what it leaves in a folder."""
+    done = {}
+
+    def of(mode: str) -> tuple[Evaluation, Result]:
+        if mode not in done:
+            folder = tmp_path_factory.mktemp(mode)
+            made = _evaluation(mode, folder / "inputs", whole)
+            shutil.copytree(made.inputs, folder / "here")
+            done[mode] = made, made.job().finish(str(folder / "here"))
+            assert done[mode][1]
+        return done[mode]
+
+    return of
+
+
+def _evaluation(mode: str, folder: Path, whole) -> Evaluation:
+    folder.mkdir()
+    if mode == "rank-eval":
+        write_checkpoint(folder)
+
+        def command(place: str) -> list[str]:
+            line = rank_eval_job(Path("CHECKPOINT")).command(Path("OUT"))
+            places = {"CHECKPOINT": f"{place}/checkpoint_7", "OUT": f"{place}/out"}
+            return [places.get(part, part) for part in line]
+
+    else:
+        more_jobs.write_t5x_checkpoint(folder)
+
+        def command(place: str) -> list[str]:
+            return more_jobs.t5x_command(mode, f"{place}/checkpoint_7", f"{place}/out")
+
+    return Evaluation(mode, folder, command)
+
+
+def begin(made: Evaluation, address: str) -> None:
+    """Makes a place of a bucket what an evaluation begins with."""
+    buckets.remove_all(address)
+    buckets.upload_tree(made.inputs, address)
+
+
+MODES = ("rank-eval", "infer", "eval")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@in_each_store
+def test_an_evaluation_in_a_store_that_fails_now_and_then_gives_the_same(
+    store, evaluation, mode, outcome
+):
+    made, expected = evaluation(mode)
+    address, runs, number = f"{store.bucket}/place", 0, 0
+    make_unreliable(store)
+    # Until each kind of fault has happened.
+    while number < 2 or not all(store.counts.values()):
+        number += 1
+        begin(made, address)
+        runs += runs_to_the_end(made.job(store.environment), address, lambda address: None)
+        assert made.result(address) == expected
+        assert number < 9, store.counts
+    outcome(
+        f"{mode} in a store that fails ({store.bucket}): {faults_of(store)}: {runs} starts of"
+        f" {number} evaluations, the same {len(expected)} files each time"
+    )
