@@ -1,4 +1,4 @@
-"""Evaluations in a bucket whose store fails now and then."""
+"""Evaluations in a bucket whose store fails, and that are killed at each kind of write."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from t0repro import buckets, working_copies
 
 from . import more_jobs
 from .jobs import Job, Result, rank_eval_job, write_checkpoint
-from .test_faulty_store import faults_of, in_each_store, make_unreliable, runs_to_the_end
+from .test_faulty_store import faults_of, in_each_store, killed_at, make_unreliable, runs_to_the_end
 from .test_faulty_store import store as store  # a fixture
 
 pytestmark = pytest.mark.hardlife
@@ -120,3 +120,38 @@ def test_an_evaluation_in_a_store_that_fails_now_and_then_gives_the_same(
         f"{mode} in a store that fails ({store.bucket}): {faults_of(store)}: {runs} starts of"
         f" {number} evaluations, the same {len(expected)} files each time"
     )
+
+
+@pytest.mark.parametrize(
+    ("store", "mode"),
+    [("s3", "infer")],
+    indirect=["store"],
+)
+def test_killed_at_each_kind_of_write_an_evaluation_in_a_bucket_gives_the_same(
+    store, evaluation, mode, outcome
+):
+    made, expected = evaluation(mode)
+    job, kinds, address = made.job(store.environment), [], f"{store.bucket}/place"
+    begin(made, address)
+    store.seen = lambda request: kinds.append(_kind_of(request)) if request.writes else None
+    assert job.finish(address) == expected
+    begin(made, address)
+    kinds = list(dict.fromkeys(kinds))
+    for kind in kinds:
+        if not killed_at(job, address, store, kind, "before"):
+            begin(made, address)  # it had all been written before
+            assert killed_at(job, address, store, kind, "before"), kind
+        assert made.result(address).items() <= expected.items(), kind
+    assert job.finish(address) == expected
+    outcome(
+        f"kill -9 at each kind of write of {mode} ({store.bucket}): died {len(kinds)} times, and"
+        f" ended with the same {len(expected)} files"
+    )
+
+
+def _kind_of(request):
+    """A pattern of what a request writes or removes, whatever the task and its numbers are."""
+    name = request.name.rpartition("/")[2]
+    if name.startswith("demo_"):  # a task's file
+        return f"^{request.method} /.*/demo_[^/]*{re.split('[-_.]', name)[-1]}$"
+    return f"^{request.method} /.*" + re.sub(r"\d+", r"\\d+", re.escape(name)) + "$"
