@@ -124,7 +124,7 @@ def test_an_evaluation_in_a_store_that_fails_now_and_then_gives_the_same(
 
 @pytest.mark.parametrize(
     ("store", "mode"),
-    [("s3", "infer")],
+    [("gs", "rank-eval"), ("s3", "infer")],
     indirect=["store"],
 )
 def test_killed_at_each_kind_of_write_an_evaluation_in_a_bucket_gives_the_same(
