@@ -261,7 +261,7 @@ def test_an_adapter_for_another_size_is_refused(lora_folder, tmp_path):
     forget_hash(lora_folder)
     edit(lora_folder, base_model_name_or_path=str(other))
     with pytest.raises(
-        UserError, match=r"lora_b is of shape \[2, 8\] there, and of shape \[2, 4\]"
+        UserError, match=r"lora_b is of shape \[2, 8\] in the checkpoint and of shape \[2, 4\]"
     ):
         sources.open_any(lora_folder)
 
