@@ -120,7 +120,7 @@ def _check_family(config: Mapping[str, Any], where: str) -> None:
     if config.get("auto_map"):
         raise UserError(
             "The model computes with code of its own beside its weights, as MADLAD-400's language"
-            " model of 8 billion parameters does; which is not supported.",
+            " model of 8 billion parameters does. Such models are not supported.",
             where=f"{where}, auto_map",
             fix="Give a model that transformers loads with its own T5, mT5 or umT5.",
         )

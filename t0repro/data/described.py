@@ -164,7 +164,7 @@ def _why_not_trained_by_mesh(config: RunConfig) -> str | None:
 
 
 def as_seqio(data: TrainDataConfig, config: RunConfig) -> SeqioDataConfig:
-    """Mesh TensorFlow's training data in the words of T5X's."""
+    """Mesh TensorFlow's training data as T5X's configuration describes it."""
     return SeqioDataConfig(
         data.mixture_or_task_name,
         config.sequence_length,
