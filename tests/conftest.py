@@ -21,6 +21,7 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
 )
+os.environ.setdefault("GLIBC_TUNABLES", "")  # else each command measures huge pages and restarts
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it says of each server that it stopped

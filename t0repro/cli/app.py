@@ -27,6 +27,7 @@ from t0repro.cli import (
     vertex,
 )
 from t0repro.cli.gate import gate
+from t0repro.cli.huge_pages import use_where_faster
 from t0repro.cli.spelling import canonical, check_inputs, show_canonical, with_t5x_overrides
 from t0repro.errors import t5x_command
 
@@ -98,6 +99,10 @@ _LONG_WORK = frozenset(
     ("train", "run", "launch", "cache", "convert", "rank-eval", "eval", "infer", "aux", "parity")
 )
 
+# These compute for long, unless one of these options is given.
+_COMPUTE = frozenset(("train", "run", "rank-eval", "eval", "infer"))
+_ONLY_LOOK = frozenset(("--help", "--dry_run", "--dry-run"))
+
 # Those whose flags are T5X's.
 _T5X_MODES = frozenset(("train", "eval", "infer", "precompile", "run"))
 
@@ -138,6 +143,8 @@ def _global_options(
 
 def main() -> None:
     """Runs the command line in sys.argv and exits."""
+    if _COMPUTE.intersection(sys.argv[1:2]) and not _ONLY_LOOK.intersection(sys.argv):
+        use_where_faster(sys.argv[2:])
     with gate("t0repro") as settings:
         command = typer.main.get_command(app)
         # After Typer has built the commands: their help is shown with the names that t5's

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 def console_entry_point() -> None:
     """Runs the command with the arguments in sys.argv; the console script's entry point."""
+    if re.search(r"(^| )--?backend[= ]jax( |$)", " ".join(sys.argv[1:])):
+        use_where_faster(sys.argv[1:])
     # Keep the traceback of an unexpected error, which may come hours into a run.
     with gate("t5_mesh_transformer", show_unexpected=True) as settings:
         _check_places(sys.argv[1:])
