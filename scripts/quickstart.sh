@@ -99,7 +99,11 @@ continue_on() {
     TRAIN_STEPS=$((TRAIN_STEPS + 20)) train --backend="$1" "${@:2}" \
     --gin_param="mesh_train_dataset_fn.seed = 17"
 }
-if $both; then beside continued_on_mtf continue_on mtf "$@"; fi
+if $both; then
+  beside continued_on_mtf continue_on mtf "$@"
+  # Mesh TensorFlow's evaluation, of step 4, starts now: both stacks then end at about the same time.
+  MODEL_DIR=$run/model_mtf beside evaluated_on_mtf bash scripts/rank_eval.sh --backend=mtf
+fi
 continue_on jax "$@"
 if $both; then
   joined continued_on_mtf
@@ -108,7 +112,6 @@ fi
 
 # ---- 4: rank classification on both stacks ---------------------------------------------------------------
 say "4/6  rank classification on $stacks ($rows)"
-if $both; then MODEL_DIR=$run/model_mtf beside evaluated_on_mtf bash scripts/rank_eval.sh --backend=mtf; fi
 MODEL_DIR=$model bash scripts/rank_eval.sh --backend=jax
 if $both; then
   joined evaluated_on_mtf

@@ -24,6 +24,7 @@ from absl import app, flags, logging
 from t0repro.buckets import check_readable
 from t0repro.cli import help_pages, t5_flags
 from t0repro.cli.gate import USER_ERROR, gate
+from t0repro.cli.huge_pages import use_where_faster
 from t0repro.cli.options import (
     TRACKER_HELP,
     ProcessOptions,
