@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.adapters.adapter import NAMES
+from t0repro.adapters import NAMES
 from t0repro.converters import storage
 from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef

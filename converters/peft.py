@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.adapters.adapter import (
+from t0repro.adapters import (
     IA3_INPUT,
     IA3_OUTPUT,
     LORA_A,

@@ -18,7 +18,7 @@ import typer
 
 from t0repro.cli.spelling import canonical, source
 from t0repro.cloud.arguments import check_not_export
-from t0repro.cloud.tracker import TrackedRun, TrackerName
+from t0repro.cloud.tracker import TrackedRun, TrackerName, tracked
 from t0repro.errors import UserError
 from t0repro.redaction import without_passwords
 
@@ -302,7 +302,7 @@ def tracked_training(
     settings: dict[str, Any] = json.loads(without_passwords(config.to_json())) if config else {}
     # Leave out each value's origin: it is longer than the value, and the gin files have it.
     settings.pop("provenance", None)
-    return _tracked(names, TrackedRun(model_dir, settings, _OF_TRAINING))
+    return tracked(names or (), TrackedRun(model_dir, settings, _OF_TRAINING))
 
 
 def tracked_evaluation(
@@ -314,16 +314,7 @@ def tracked_evaluation(
         "mixture": mixture,
         **dataclasses.asdict(settings),
     }
-    return _tracked(names, TrackedRun(out, about, _OF_EVALUATION))
-
-
-def _tracked(
-    names: Sequence[TrackerName] | None, run: TrackedRun
-) -> contextlib.AbstractContextManager[None]:
-    # Imported here, because it imports numpy, which would slow down every --help.
-    from t0repro.cloud.tracking import tracked
-
-    return tracked(names or (), run)
+    return tracked(names or (), TrackedRun(out, about, _OF_EVALUATION))
 
 
 # ---- The head of an evaluation's report ----------------------------------------------------------

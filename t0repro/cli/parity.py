@@ -25,7 +25,7 @@ from t0repro.words import counted
 
 # Repeated here, because importing them would import JAX and slow down --help.
 class Injected(StrEnum):
-    """Errors that can be injected into the JAX side; see t0repro.parity.inject."""
+    """Errors that can be injected into the JAX side; see t0repro.parity.jax_run."""
 
     slot_swap = "slot-swap"
     bucket_eps = "bucket-eps"

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from t0repro.adapters.adapter import Adapter, adapted, is_even
+from t0repro.adapters import Adapter, adapted, is_even
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.ranges import Range
@@ -185,7 +185,7 @@ class ModelConfig:
           where: The place that named its targets.
 
         Raises:
-          UserError: If the adapter does not suit the model (t0repro.adapters.adapter.adapted).
+          UserError: If the adapter does not suit the model (t0repro.adapters.adapted).
         """
         if adapter is None:
             return self

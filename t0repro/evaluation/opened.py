@@ -150,7 +150,7 @@ def with_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:
     """
     import jax
 
-    from t0repro.adapters.adapter import joined
+    from t0repro.adapters import joined
     from t0repro.model.t5 import T5
     from t0repro.training.train_state import adapter_shapes, parameters_from_flat_tree
 

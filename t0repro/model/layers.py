@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from t0repro.adapters.adapter import IA3_INPUT, IA3_OUTPUT, LORA_A, LORA_B
+from t0repro.adapters import IA3_INPUT, IA3_OUTPUT, LORA_A, LORA_B
 from t0repro.config.run_config import ModelConfig
 from t0repro.model.attention import Visibility, attention
 from t0repro.model.dropout import Dropout, ScannedLayer
@@ -36,7 +36,7 @@ normal = functools.cache(nn.initializers.normal)
 class Dense(nn.Module):
     """A linear map of the last axis without bias; its only parameter is `kernel` [in, features].
 
-    Beside the kernel there may be an adapter's parameters (t0repro.adapters.adapter).
+    Beside the kernel there may be an adapter's parameters (t0repro.adapters).
 
     Attributes:
       features: size of the output's last axis.

@@ -19,9 +19,16 @@ from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
 from t0repro.evaluation.task_output import Judge, judge_of
 from t0repro.files import output_path
-from t0repro.parity import inject
 from t0repro.parity.findings import Finding, compare_results, metrics_finding
-from t0repro.parity.jax_run import StackResult, as_stack_result, run_jax
+from t0repro.parity.jax_run import (
+    Error,
+    StackResult,
+    as_stack_result,
+    injected,
+    run_jax,
+    with_error,
+    without_exchange,
+)
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
 
 PAIRS = 128  # maximum number of (input, choice) pairs to score from an evaluation task
@@ -245,7 +252,7 @@ def _rows(task: ScoredTask, config: RunConfig) -> list[dict[str, np.ndarray]]:
 
 
 def compare_sides(
-    job: Job, reference: StackResult, start_step: int, error: inject.Error | None = None
+    job: Job, reference: StackResult, start_step: int, error: Error | None = None
 ) -> Parity:
     """Runs the JAX stack, with an error injected if one is named, and compares.
 
@@ -253,14 +260,14 @@ def compare_sides(
       job: the job that Mesh TensorFlow ran.
       reference: Mesh TensorFlow's results.
       start_step: the global step at the start.
-      error: the error to inject, see `t0repro.parity.inject`.
+      error: the error to inject, see `t0repro.parity.jax_run`.
 
     Raises:
       UserError: if the error would change nothing.
     """
     examples = job.task.examples if job.task else ()
-    config, start = inject.with_error(error, job.config, job.batches, reference.trees[0])
-    with inject.injected(error):
+    config, start = with_error(error, job.config, job.batches, reference.trees[0])
+    with injected(error):
         ours = run_jax(
             config,
             job.batches,
@@ -272,7 +279,7 @@ def compare_sides(
         )
     # The error leaves slots unexchanged between the stacks, so on the way back too.
     if error == "slot-swap":
-        trees = {done: inject.without_exchange(tree) for done, tree in ours.trees.items()}
+        trees = {done: without_exchange(tree) for done, tree in ours.trees.items()}
         ours = dataclasses.replace(ours, trees=trees)
     tokens = np.array([np.count_nonzero(np.asarray(ex["targets"]) > 0) for ex in examples])
     findings = compare_results(reference, ours, float32=job.float32, tokens=tokens)

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from t0repro.adapters.adapter import shapes_of
+from t0repro.adapters import shapes_of
 from t0repro.config.run_config import (
     AdafactorConfig,
     AdamWeightDecayConfig,

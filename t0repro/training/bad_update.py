@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.adapters.adapter import joined
+from t0repro.adapters import joined
 from t0repro.config.run_config import RunConfig
 from t0repro.converters import sources
 from t0repro.converters.adapter_files import read_note

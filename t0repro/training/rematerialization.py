@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.adapters.adapter import joined
+from t0repro.adapters import joined
 from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
 from t0repro.model.blocks import is_scanned
 from t0repro.model.t5 import T5, parameter_shapes

@@ -34,7 +34,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from t0repro.adapters.adapter import LORA_A, LORA_B, joined, shapes_of
+from t0repro.adapters import LORA_A, LORA_B, joined, shapes_of
 from t0repro.config.run_config import ModelConfig
 from t0repro.converters.tensors import StoredTensor
 from t0repro.converters.witnesses import ParametersDigest

@@ -5,9 +5,8 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from t0repro.cloud import tracking
-from t0repro.cloud.tracker import TrackedRun, TrackerName
-from t0repro.cloud.tracking import TRACKING_FILE, tracked
+from t0repro.cloud import tracker as tracking
+from t0repro.cloud.tracker import TRACKING_FILE, TrackedRun, TrackerName, tracked
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.training.metrics import JsonLines, MetricLog

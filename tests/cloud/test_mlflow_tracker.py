@@ -9,8 +9,7 @@ import urllib.request
 
 import pytest
 
-from t0repro.cloud.tracker import TrackedRun, TrackerName
-from t0repro.cloud.tracking import tracked
+from t0repro.cloud.tracker import TrackedRun, TrackerName, tracked
 from t0repro.errors import UserError
 from t0repro.training.metrics import MetricLog
 

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from t0repro.cloud.tracker import TrackedRun, TrackerName
-from t0repro.cloud.tracking import tracked
+from t0repro.cloud.tracker import TrackedRun, TrackerName, tracked
 from t0repro.training.metrics import MetricLog
 
 wandb = pytest.importorskip("wandb", reason="needs the extra wandb")

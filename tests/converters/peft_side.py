@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from t0repro.adapters.adapter import Adapter, shapes_of
+from t0repro.adapters import Adapter, shapes_of
 from t0repro.config.run_config import ModelConfig
 from t0repro.converters.adapter_files import AdapterNote
 from t0repro.converters.convert import convert

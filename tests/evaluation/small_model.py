@@ -7,7 +7,7 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t0repro.adapters.adapter import Adapter, shapes_of
+from t0repro.adapters import Adapter, shapes_of
 from t0repro.converters.adapter_files import AdapterNote
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.model.t5 import T5, initial_parameters

@@ -7,8 +7,8 @@ import pytest
 
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
-from t0repro.parity import inject, report, run
-from t0repro.parity.jax_run import as_stack_result
+from t0repro.parity import report, run
+from t0repro.parity.jax_run import as_stack_result, injected, with_error
 from t0repro.parity.mesh_jobs import load_batches, read_result
 
 from .. import commands
@@ -108,7 +108,7 @@ def test_the_model_is_itself_again_after_an_injection(sides):
 
     before = layers.relative_position_bucket, t5.shift_right
     for error in ("bucket-eps", "no-shift"):
-        with inject.injected(error):
+        with injected(error):
             assert (layers.relative_position_bucket, t5.shift_right) != before
         assert (layers.relative_position_bucket, t5.shift_right) == before
 
@@ -117,7 +117,7 @@ def test_an_error_that_would_change_nothing_is_refused(sides):
     job, reference = sides
     tree = {name: x for name, x in reference.trees[0].items() if not name.endswith("/v_row")}
     with pytest.raises(UserError, match="no square matrix of this model has factored slots"):
-        inject.with_error("slot-swap", job.config, job.batches, tree)
+        with_error("slot-swap", job.config, job.batches, tree)
 
 
 def test_dropout_is_refused_with_what_to_bind(tmp_path):

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.adapters import ia3, lora
-from t0repro.adapters.adapter import joined
+from t0repro.adapters import ia3, joined, lora
 from t0repro.config.configuration import check_adapter
 from t0repro.config.run_config import AdamWeightDecayConfig, Layout
 from t0repro.config.training_plan import RestoreConfig, TerminateOnNanConfig

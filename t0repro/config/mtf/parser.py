@@ -11,7 +11,6 @@ from typing import Any, NoReturn, get_args
 
 import gin
 from t0repro import adapters
-from t0repro.adapters.adapter import Adapter
 from t0repro.config import cloud, gin_door
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import NotOnJax
@@ -248,7 +247,7 @@ def jax_model(
 def jax_training(
     weight_metrics_every: int = 0,
     data_shards: int = 1,
-    adapter: Adapter | None = None,
+    adapter: adapters.Adapter | None = None,
     init_adapter: str | None = None,
     choice_loss: ChoiceLoss | None = None,
 ) -> dict[str, Any]:

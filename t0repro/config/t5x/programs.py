@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from t0repro.adapters.adapter import Adapter
+from t0repro.adapters import Adapter
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.t5x.record import Record
 from t0repro.config.t5x.records import (

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from t0repro.adapters.adapter import Adapter
+from t0repro.adapters import Adapter
 from t0repro.config import ranges
 from t0repro.config.configuration import check_adapter, check_choice_loss
 from t0repro.config.decoding import GREEDY

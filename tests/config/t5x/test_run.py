@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.adapters.adapter import Adapter
+from t0repro.adapters import Adapter
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import render
 from t0repro.config.run_config import (
