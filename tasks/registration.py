@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalogue import modelled_on, rounds_of
-from t0repro.tasks.module_names import resolved
 from t0repro.tasks.rows import data_folder, dataset_folder, splits_on_disk
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.task import (
@@ -31,6 +30,7 @@ from t0repro.tasks.task import (
     record_task,
     registered_mixtures,
     registered_tasks,
+    resolved_modules,
     task_descriptions,
 )
 from t0repro.tasks.template_files import TemplateFile, read_template_file
@@ -232,7 +232,7 @@ def load_tasks(
     Raises:
       UserError: If a module cannot be found, or a file is broken.
     """
-    modules = resolved(modules)
+    modules = resolved_modules(modules)
     for path in templates:
         read_template_file(path)  # report a broken file before seconds of imports
     # A user's module may register plain SeqIO tasks in addition to prompted ones.

@@ -1,4 +1,4 @@
-"""Prompted tasks and mixtures: their contents, and which are registered.
+"""Prompted tasks and mixtures: their contents, which are registered, and by which modules.
 
 Does not import SeqIO.
 """
@@ -217,7 +217,7 @@ def add_cache_dirs(folders: Iterable[str | os.PathLike[str]], where: str | None 
     """
     paths = [str(input_path(folder, where)) for folder in folders]
     if "seqio" in sys.modules:
-        from t0repro.tasks.prompt_cache.streaming import stream_into_seqio
+        from t0repro.tasks.prompt_cache.records import stream_into_seqio
 
         stream_into_seqio()
         sys.modules["seqio"].add_global_cache_dirs(paths)
@@ -401,3 +401,21 @@ def select_tasks(mixture: str | None = None, dataset: str | None = None) -> list
 def _labels(task: PromptedTask) -> tuple[str, ...]:
     label = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
     return (task.dataset, label)
+
+
+# T0's own names for the module that registers its tasks.
+_ALIASES = {
+    "t0.seqio_tasks": "t0repro.tasks.t0",
+    "promptsource.seqio_tasks": "t0repro.tasks.t0",  # an earlier name; it downloads on import
+}
+
+
+def resolved_modules(modules: Iterable[str]) -> list[str]:
+    """The modules, with T0's names replaced by this project's; each change is noted on stderr."""
+    found = []
+    for module in modules:
+        name = _ALIASES.get(module, module)
+        if name != module:
+            print(f"--module_import={module}: {name} registers T0's tasks here.", file=sys.stderr)
+        found.append(name)
+    return found

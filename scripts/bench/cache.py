@@ -136,8 +136,7 @@ def compare(tasks: str, folder: Path) -> None:
 def renderer(tasks: str) -> None:
     """Prints how much one process renders, tokenizes and writes per second, without start-up."""
     from t0repro.tasks.prompt_cache import shards
-    from t0repro.tasks.prompt_cache.plan import Request
-    from t0repro.tasks.prompt_cache.planning import make_plan
+    from t0repro.tasks.prompt_cache.plan import Request, make_plan
 
     folder = Path(tempfile.mkdtemp())
     plan = make_plan(Request((LOCAL,), tuple(tasks.split(",")), (), str(folder / "none")))

@@ -314,11 +314,10 @@ def register(
       UserError: If a module cannot be found, or the packages are needed and not installed.
     """
     from t0repro import compat
-    from t0repro.tasks.module_names import resolved
     from t0repro.tasks.registration import load_tasks, needs_seqio
-    from t0repro.tasks.task import add_cache_dirs
+    from t0repro.tasks.task import add_cache_dirs, resolved_modules
 
-    modules = resolved([*parsed.imports, *(options.module_import or ())])
+    modules = resolved_modules([*parsed.imports, *(options.module_import or ())])
     cache_dirs = options.seqio_additional_cache_dirs or ()
     folders = [folder for value in cache_dirs for folder in value.split(",") if folder]
     flag = "--seqio_additional_cache_dirs"

@@ -42,7 +42,7 @@ from t0repro.errors import UserError
 from t0repro.files import input_path
 from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.log_records import SeqioOnce
-from t0repro.tasks.module_names import resolved
+from t0repro.tasks.task import resolved_modules
 from t0repro.words import printable
 
 if TYPE_CHECKING:
@@ -422,7 +422,7 @@ def gin_inputs(options: Any) -> MeshInputs:
         gin_files=options.gin_file or (),
         gin_params=options.gin_param or (),
         location_prefixes=options.gin_location_prefix,
-        module_imports=resolved(options.module_import or ()),
+        module_imports=resolved_modules(options.module_import or ()),
         cache_dirs=options.additional_task_cache_dirs,
         skip_unknown=options.skip_all_gin_unknowns or options.additional_deprecated_gin_references,
         tfds_data_dir=options.t5_tfds_data_dir,

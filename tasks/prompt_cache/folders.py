@@ -19,13 +19,14 @@ from t0repro.errors import UserError
 from t0repro.files import make_folder, sync_directory, write_atomically
 from t0repro.locks import folder_lock
 from t0repro.progress import say
-from t0repro.tasks.prompt_cache.plan import CachedTask, Prompt
 from t0repro.tasks.prompt_cache.records import count_records, features, is_damaged_at, read_records
 from t0repro.tasks.task import TaskDescription, task_descriptions
 from t0repro.working_copies import is_streamed
 
 if TYPE_CHECKING:
     import seqio
+
+    from t0repro.tasks.prompt_cache.plan import CachedTask, Prompt
 
 
 MARKER = "COMPLETED"

@@ -1,5 +1,7 @@
 """Writes and reads TFRecord files of tf.train.Example, so that workers need no TensorFlow.
 
+SeqIO can also read shards in any bucket through it.
+
 An Example is `features { feature { key: ... value { bytes_list | float_list | int64_list } } }`.
 Sources: tensorflow/core/example/{example,feature}.proto and tensorflow/core/lib/io/record_writer.h.
 """
@@ -20,7 +22,7 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.files import naming
-from t0repro.working_copies import is_streamed, opened
+from t0repro.working_copies import copy_with, is_streamed, opened
 
 _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3  # fields of Feature
 _BUFFER_BYTES = 1 << 18
@@ -295,3 +297,59 @@ def _example_message() -> Any:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("t0repro.Example"))
+
+
+# Streaming into SeqIO -----------------------------------------------------------------------------
+# TensorFlow itself reads only Google's buckets. SeqIO reads a cached split by
+# tf.data.TFRecordDataset, one file after another or in turns. A shard that only a bucket holds is
+# read by `read_records` in its place: the same records in the same order, so all that SeqIO does
+# with them stays.
+
+_RECORDS_AT_A_TIME = 64  # passed from Python to tf.data
+
+
+def stream_into_seqio() -> None:
+    """Makes SeqIO read shards of working copies from their buckets; once is enough."""
+    import tensorflow as tf
+    from seqio import dataset_providers
+
+    original: Any = dataset_providers._CachedDataSource
+    if original.__name__ == "_StreamedSource":
+        return
+
+    class _StreamedSource(original):
+        """A cached split, which may be in a bucket."""
+
+        def __init__(self, cache_dir: str, *args: Any, **kwargs: Any):
+            super().__init__(cache_dir, *args, **kwargs)
+            if copy_with(Path(cache_dir)) is None:
+                return
+            read: Any = self._reader
+
+            def read_from_bucket(file: tf.Tensor) -> tf.data.Dataset:
+                # SeqIO's own reader parses the records too; only where they come from is replaced.
+                whole_files = dataset_providers.tf.data.TFRecordDataset
+                dataset_providers.tf.data.TFRecordDataset = _records
+                try:
+                    return read(file)
+                finally:
+                    dataset_providers.tf.data.TFRecordDataset = whole_files
+
+            self._reader = read_from_bucket
+
+    dataset_providers._CachedDataSource = _StreamedSource
+
+
+def _records(file: Any) -> Any:
+    """A tf.data.Dataset of a file's records."""
+    import tensorflow as tf
+
+    signature = tf.TensorSpec([None], tf.string)
+    blocks = tf.data.Dataset.from_generator(_blocks, args=(file,), output_signature=signature)
+    return blocks.unbatch()
+
+
+def _blocks(file: bytes) -> Iterator[list[bytes]]:
+    records = read_records(Path(os.fsdecode(file)))
+    while block := list(itertools.islice(records, _RECORDS_AT_A_TIME)):
+        yield block

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from t0repro.locks import LOCK_FILE
 from t0repro.tasks.prompt_cache.cache import Summary, cache_tasks
-from t0repro.tasks.prompt_cache.plan import Request
-from t0repro.tasks.prompt_cache.planning import make_plan
+from t0repro.tasks.prompt_cache.plan import Request, make_plan
 
 
 def silent(total):

@@ -18,7 +18,7 @@ from t0repro.errors import UserError
 from t0repro.tasks.prompt_cache import shards
 from t0repro.tasks.prompt_cache.cache import cache_tasks
 from t0repro.tasks.prompt_cache.folders import MARKER, STAGING, locked, put_in_place
-from t0repro.tasks.prompt_cache.planning import make_plan
+from t0repro.tasks.prompt_cache.plan import make_plan
 from t0repro.tasks.registration import add_prompted_task
 
 from .prompt_caches import files, make, request, silent

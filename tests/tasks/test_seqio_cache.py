@@ -15,8 +15,7 @@ from t0repro.errors import UserError
 from t0repro.locks import folder_lock
 from t0repro.tasks.prompt_cache import seqio_plan
 from t0repro.tasks.prompt_cache.cache import cache_tasks
-from t0repro.tasks.prompt_cache.plan import Request
-from t0repro.tasks.prompt_cache.planning import make_plan
+from t0repro.tasks.prompt_cache.plan import Request, make_plan
 
 from .. import commands
 from ..own_lines import foreign_lines

@@ -185,7 +185,7 @@ folder = registration.__file__.rsplit("/", 1)[0]
 here = {folder + "/data/datasets.csv", folder + "/data/catalog.csv"}
 foreign = [path for path in opened if "site-packages" not in path and path not in here]
 assert not [path for path in foreign if not path.endswith((".py", ".pyc"))], foreign
-clients = {"datasets", "mesh_tensorflow", "t5.models", "t0repro.tasks.hub"} & set(sys.modules)
+clients = {"datasets", "mesh_tensorflow", "t5.models"} & set(sys.modules)
 assert not clients, clients
 print(len(seqio.get_mixture_or_task("t0++_train").tasks))
 """

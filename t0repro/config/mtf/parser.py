@@ -21,9 +21,8 @@ from t0repro.config.mtf import packages
 from t0repro.config.run_config import Recompute
 from t0repro.errors import UserError
 from t0repro.files import check_address
-from t0repro.tasks.module_names import resolved
 from t0repro.tasks.registration import hand_to_seqio, load_tasks
-from t0repro.tasks.task import add_cache_dirs
+from t0repro.tasks.task import add_cache_dirs, resolved_modules
 from t0repro.words import printable
 
 UTILS = "mesh_tensorflow.transformer.utils"
@@ -125,7 +124,7 @@ def _import_tasks(modules: Sequence[str]) -> None:
         load_tasks(modules, into_seqio=False)
         return
     hand_to_seqio()  # the tasks that an earlier attempt only described
-    for module in resolved(modules):
+    for module in resolved_modules(modules):
         importlib.import_module(module)
 
 

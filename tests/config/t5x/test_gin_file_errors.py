@@ -17,7 +17,7 @@ TEXT = """\
 from __gin__ import dynamic_registration
 
 import __main__ as train_script
-import t0repro.tasks.module_names
+import t0repro.tasks.task
 from t5x import utils
 from t5x import optimizers
 import optax
