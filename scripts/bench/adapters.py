@@ -32,7 +32,7 @@ from t0repro.evaluation.outputs import TaskScores
 from t0repro.evaluation.rank import RankResult, rank_classification
 from t0repro.files import write_atomically
 from t0repro.model.t5 import T5, count_parameters
-from t0repro.reports.render import markdown_table
+from t0repro.reports.page import markdown_table
 from t0repro.reports.statistics import (
     Bootstrap,
     DatasetMean,

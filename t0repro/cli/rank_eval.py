@@ -290,7 +290,7 @@ def _evaluate(
     track: Callable[..., contextlib.AbstractContextManager[None]],
 ) -> None:
     from t0repro.partitioning.processes import is_first
-    from t0repro.reports.render import print_page
+    from t0repro.reports.page import print_page
     from t0repro.reports.report_page import brief_page
     from t0repro.runs.rank_eval import rank_eval as evaluate
 

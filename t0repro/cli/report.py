@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -24,8 +24,9 @@ from t0repro.cli.results import echo, print_json, print_written, show_page
 from t0repro.cli.spelling import output, source
 
 if TYPE_CHECKING:
-    from t0repro.reports.make_report import ExtraContent
+    from t0repro.reports.make_report import ExtraContent, ReportOptions
     from t0repro.reports.page import Page
+    from t0repro.reports.prompts import PromptInfo
     from t0repro.reports.report import Report
 
 
@@ -137,12 +138,10 @@ def make(
     """
     echo(f"reading {eval_dir} ...", err=True)
     from t0repro.locks import folder_lock
-    from t0repro.reports.make_report import ReportOptions, make_report
-    from t0repro.reports.prompts import load_prompts, training_datasets, training_tasks
+    from t0repro.reports.make_report import make_report
+    from t0repro.reports.prompts import load_prompts
     from t0repro.reports.run import Run
-    from t0repro.reports.statistics import Bootstrap
     from t0repro.reports.write import write_report
-    from t0repro.tasks.overlap import read_overlap
 
     if source is not None:
         from t0repro.lm_eval.results import import_results
@@ -153,21 +152,7 @@ def make(
     # A mixture that was trained on is T0's unless another module is named.
     modules = modules_or_t0(module_import) if head.train_mixture else module_import or ()
     prompts = load_prompts(modules)
-    trained = training_tasks(head.train_mixture or ())
-    # Datasets may be named without a module that registers their tasks.
-    datasets = training_datasets(trained, prompts) | set(recorded.train_dataset or ())
-    options = ReportOptions(
-        title=head.title,
-        bootstrap=Bootstrap(replicates=head.resamples, seed=seed),
-        # None if nothing was named: then it is unknown which datasets are held out.
-        training_datasets=datasets or None,
-        training_tasks=trained,
-        checkpoint=recorded.checkpoint,
-        device=recorded.device,
-        duration_seconds=recorded.duration,
-        notes=tuple(shown.note or ()),
-        overlap=read_overlap(shown.overlap) if shown.overlap else None,
-    )
+    options = _report_options(head, shown, recorded, seed, prompts)
     run = Run(head.label, eval_dir, step)
     report = make_report(run, prompts, options, _extra_content(head.label, shown))
     # Two commands that write into one folder would mix their files.
@@ -265,6 +250,35 @@ def history(
     show_page("history", history_page(found), found.to_json(), out, as_json=as_json)
 
 
+def _report_options(
+    head: ReportHead,
+    shown: ContentOptions,
+    recorded: RecordOptions,
+    seed: int,
+    prompts: Mapping[str, PromptInfo],
+) -> ReportOptions:
+    from t0repro.reports.make_report import ReportOptions
+    from t0repro.reports.prompts import training_datasets, training_tasks
+    from t0repro.reports.statistics import Bootstrap
+    from t0repro.tasks.overlap import read_overlap
+
+    trained = training_tasks(head.train_mixture or ())
+    # Datasets may be named without a module that registers their tasks.
+    datasets = training_datasets(trained, prompts) | set(recorded.train_dataset or ())
+    return ReportOptions(
+        title=head.title,
+        bootstrap=Bootstrap(replicates=head.resamples, seed=seed),
+        # None if nothing was named: then it is unknown which datasets are held out.
+        training_datasets=datasets or None,
+        training_tasks=trained,
+        checkpoint=recorded.checkpoint,
+        device=recorded.device,
+        duration_seconds=recorded.duration,
+        notes=tuple(shown.note or ()),
+        overlap=read_overlap(shown.overlap) if shown.overlap else None,
+    )
+
+
 def _extra_content(label: str, shown: ContentOptions) -> ExtraContent:
     """What the report shows besides its run's scores; unlabelled losses get the runs' labels."""
     from t0repro.reports.make_report import ExtraContent
@@ -294,7 +308,7 @@ def _text(path: Path) -> str:
 
 def _print(report: Report) -> None:
     from t0repro.reports.comparison_page import losses_in_words, scores_in_words
-    from t0repro.reports.render import print_page
+    from t0repro.reports.page import print_page
     from t0repro.reports.report_page import brief_page
 
     print_page(brief_page(report))

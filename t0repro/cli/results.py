@@ -69,7 +69,7 @@ def show_page(
       lines: printed below the page.
     """
     from t0repro.locks import folder_lock
-    from t0repro.reports.render import print_page
+    from t0repro.reports.page import print_page
     from t0repro.reports.write import write_page
 
     if as_json:

@@ -19,9 +19,8 @@ from t0repro.errors import UserError
 from t0repro.evaluation.outputs import TaskScores, iterate_task_scores
 from t0repro.evaluation.rank import rank_classification
 from t0repro.files import make_folder, output_path, sync_directory, sync_tree, write_atomically
-from t0repro.reports.page import Page
+from t0repro.reports.page import Page, render_html, render_markdown
 from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes, template_name
-from t0repro.reports.render import render_html, render_markdown
 from t0repro.reports.report import Report
 from t0repro.reports.report_page import report_page
 

@@ -30,8 +30,8 @@ from t0repro.evaluation.outputs import read_line_of
 from t0repro.evaluation.records import digest_of_texts, read_records
 from t0repro.progress import say
 from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.page import render_html, render_markdown
 from t0repro.reports.prompts import PromptInfo
-from t0repro.reports.render import render_html, render_markdown
 from t0repro.reports.report import Report, load_report
 from t0repro.reports.report_page import report_page
 from t0repro.reports.run import Run, find_evaluation

@@ -12,7 +12,7 @@ from t0repro.cli.report import app
 from t0repro.errors import UserError
 from t0repro.reports.comparison import compare_runs, read_history
 from t0repro.reports.comparison_page import comparison_page, history_page
-from t0repro.reports.render import render_html
+from t0repro.reports.page import render_html
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap, mcnemar
 

@@ -12,8 +12,15 @@ import pytest
 from rich.console import Console
 
 from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
-from t0repro.reports.page import Column, Page, Section
-from t0repro.reports.render import markdown_table, print_page, render_html, render_markdown
+from t0repro.reports.page import (
+    Column,
+    Page,
+    Section,
+    markdown_table,
+    print_page,
+    render_html,
+    render_markdown,
+)
 from t0repro.reports.report import load_report
 from t0repro.reports.report_page import brief_page, report_page
 from t0repro.reports.run import Run
