@@ -13,22 +13,26 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
+import statistics
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from t0repro import buckets, working_copies
 from t0repro.buckets import absolute
 from t0repro.errors import UserError
-from t0repro.files import make_folder, output_path, write_atomically
-from t0repro.jobs import commands, pins, publishing
+from t0repro.event_files import MARK, read_scalars
+from t0repro.files import make_folder, output_path, put_file, write_atomically
+from t0repro.jobs import commands, pins
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.journal import FOLDER, JobJournal, Point, PointProgress
 from t0repro.jobs.launcher import Job, Launcher
 from t0repro.jobs.worker import Limits
-from t0repro.locks import folder_lock
+from t0repro.locks import LOCK_FILES, folder_lock
 from t0repro.progress import say
 from t0repro.words import counted
 from t0repro.working_copies import address_of
@@ -199,7 +203,7 @@ class Controller:
             return
         if ending is not None and not ending.reason:
             with self._finished_results(point) as results:
-                metric = publishing.main_metric(results, self._policy.metric)
+                metric = main_metric(results, self._policy.metric)
             self._journal.add("succeeded", point, seconds=ending.seconds, metric=metric)
             shown = f": {metric[0]} {metric[1]:.4g}" if metric else ""
             say(f"{who}: done in {ending.seconds:.0f} s{shown}")
@@ -313,10 +317,10 @@ class Controller:
                 if progress.state != "succeeded" or progress.published:
                     continue
                 if not self._settings.final_steps:
-                    publishing.publish_events(point, self._results_of(point), self._model_dir)
+                    publish_events(point, self._results_of(point), self._model_dir)
                 if self._settings.target != "train":
-                    results = self._folder_of(point).parent / publishing.RESULTS
-                    publishing.publish_files(self._results_of(point), results)
+                    results = self._folder_of(point).parent / RESULTS
+                    publish_files(self._results_of(point), results)
                 self._journal.add("published", point)
 
     def _is_done(self) -> bool:
@@ -346,3 +350,95 @@ def _end_of(log: Path) -> str:
     except FileNotFoundError:
         return "  (there is no log)"
     return "\n".join(f"  | {line}" for line in lines) or "  (the log is empty)"
+
+
+# Publishing results -------------------------------------------------------------------------------
+# Each job writes into its own folder, and only successful results leave it, in the order of steps.
+# TensorBoard's files go to the training run's folder, so that both runs' curves appear together.
+# Everything else is copied to the mixture's folder of results, which has the files of all steps.
+
+RESULTS = "results"
+
+
+def publish_events(point: Point, output: Path, model_dir: Path) -> None:
+    """Moves a job's event files into the training run's folder.
+
+    They are moved, not copied: TensorBoard reads every folder below the one it shows, and would
+    show each point twice. An interrupted call can be repeated.
+
+    Args:
+      point: the job's point.
+      output: the job's output folder. Event files keep their place below it; those at its top go to
+        inference_eval/<mixture>.
+      model_dir: the training run's folder, or its address.
+    """
+    mixture = urllib.parse.quote(point.mixture, safe="")
+    for path in [path for path in _files(output) if MARK in path.name]:
+        folder = path.parent.relative_to(output)
+        if not folder.parts:
+            folder = Path("inference_eval", mixture)
+        # TensorBoard reads a folder's files in the order of their names, and never goes back.
+        name = f"events.out.tfevents.{point.step:012d}.{mixture}.{path.name}"
+        put_file(path, model_dir / folder / name)
+        path.unlink()
+
+
+def publish_files(output: Path, results: Path) -> None:
+    """Copies a job's other files to the folder that collects all steps.
+
+    Files of one step have the step in their names; a later step's report replaces an earlier one.
+    """
+    for path in _files(output):
+        if MARK not in path.name:
+            put_file(path, results / path.relative_to(output))
+
+
+def main_metric(output: Path, wanted: str | None = None) -> tuple[str, float] | None:
+    """A job's main metric as (tag, value at its last step); None if it logged no scalar.
+
+    Args:
+      output: the job's output folder.
+      wanted: a tag; defaults to the accuracy of the evaluated tasks, or else the first tag in
+        alphabetical order. If several tasks have it, returns their mean.
+    """
+    found = _scalars(output)
+    accuracies = [one for one in found if one.tag.endswith("accuracy")]
+    chosen = (
+        [one for one in found if one.tag == wanted]
+        if wanted is not None
+        # A job that trains also logs its training run's accuracy.
+        else [one for one in accuracies if one.tag.startswith("eval/")] or accuracies or found[:1]
+    )
+    if not chosen:
+        return None
+    tags = {one.tag for one in chosen}
+    name = tags.pop() if len(tags) == 1 else "accuracy"
+    if len(chosen) > 1:
+        name = f"mean {name} of {len(chosen)} tasks"
+    return name, statistics.fmean(one.value for one in chosen)
+
+
+class _Scalar(NamedTuple):
+    tag: str
+    folder: str
+    value: float
+
+
+def _scalars(output: Path) -> list[_Scalar]:
+    """The last value of each tag in each folder of event files, by tag and folder.
+
+    SeqIO has a folder per task, and all have the same tags.
+    """
+    folders = {path.parent for path in _files(output) if MARK in path.name}
+    return sorted(
+        _Scalar(tag, str(folder), points[-1][1])
+        for folder in folders
+        for tag, points in read_scalars(folder).items()
+    )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if name not in LOCK_FILES:
+                yield Path(parent, name)

@@ -5,8 +5,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from t0repro.jobs.controller import main_metric, publish_events
 from t0repro.jobs.journal import Point
-from t0repro.jobs.publishing import main_metric, publish_events
 
 from .trainings import curve
 
