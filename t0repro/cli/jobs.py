@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import tempfile
 import time
@@ -180,17 +179,7 @@ def launch(
         submit = launching.gcluster_command(asked)
         echo(shlex.join(submit) if dry_run else engines.run_engine(*submit))
         return
-    if to == "slurm":
-        text, submit = launching.slurm_script(asked), ("sbatch", "--parsable")
-    elif to == "skypilot":
-        text = json.dumps(launching.sky_task(asked), indent=2) + "\n"
-        secrets = (f"--secret={variable}" for variable in asked.secrets)
-        submit = ("sky", "launch", "--yes", "--detach-run", *machine.options, *secrets)
-    else:
-        shown = asked.shown if dry_run else asked
-        manifest = launching.job_set(shown, engines.read_template(machine.template))
-        text = json.dumps(manifest, indent=2) + "\n"
-        submit = ("kubectl", "create", "--filename=-", *machine.options)
+    submit, text = launching.engine_input(to, asked, to_print=dry_run)
     if dry_run:
         echo(text.rstrip("\n"))
         return

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from t0repro.cloud.custom_jobs import Look
     from t0repro.cloud.experiments import Tracking
     from t0repro.cloud.google import Place
-    from t0repro.cloud.spec import JobSpec
     from t0repro.cloud.submission import Request
 
 app = typer.Typer(
@@ -133,6 +132,92 @@ def _not_export(run_mode: str | None) -> str | None:
     return run_mode
 
 
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """The run mode of a job and its gin files; with none of these, a command follows `--`."""
+
+    run_mode: Annotated[
+        str | None,
+        typer.Option(
+            # Eager, so that export is refused before the options that it would also need.
+            callback=_not_export,
+            is_eager=True,
+            help="train, eval, infer, precompile, rank-eval or aux.",
+        ),
+    ] = None
+    gin_file: GinFiles = None
+    gin_bindings: GinBindings = None
+    gin_search_paths: Annotated[
+        str | None,
+        typer.Option(help="Folders to look for gin files in, separated by commas."),
+    ] = None
+    tfds_data_dir: Annotated[
+        str | None,
+        typer.Option(help="The folder of TensorFlow Datasets' data, as the container sees it."),
+    ] = None
+    gin_files: Annotated[
+        str | None, typer.Option(help="As in T5X's run.py: gin files, separated by commas.")
+    ] = None
+    gin_overwrites: Annotated[
+        str | None,
+        typer.Option(help="As in T5X's run.py: NAME=VALUE, separated by commas."),
+    ] = None
+
+    def words(self, command: list[str]) -> tuple[str, ...]:
+        """The job's command line; `command` is what followed `--`.
+
+        Raises:
+          UserError: If there are gin files or bindings, but no run mode.
+        """
+        from t0repro.cloud.spec import override
+
+        files = [*_comma_separated(self.gin_files), *(self.gin_file or [])]
+        bindings = [*_comma_separated(self.gin_overwrites), *(self.gin_bindings or [])]
+        folders = {"gin_search_paths": self.gin_search_paths, "tfds_data_dir": self.tfds_data_dir}
+        flags = [
+            *(f"--gin_file={name}" for name in files),
+            *(override(binding) for binding in bindings),
+            *(f"--{name}={value}" for name, value in folders.items() if value is not None),
+        ]
+        if self.run_mode is not None:
+            return f"--run_mode={self.run_mode}", *flags, *command
+        if flags:
+            raise UserError(
+                "--gin_file, --gin, --gin_search_paths and --tfds_data_dir are for run modes.",
+                where="the command line",
+                fix="Add --run_mode, or give these flags after the command that follows `--`.",
+            )
+        return tuple(command)
+
+
+def _comma_separated(text: str | None) -> list[str]:
+    """A list as absl takes it: commas inside quotation marks, brackets or braces stay."""
+    # Splits at a comma only if the brackets and quotes after it are balanced.
+    outside = r"""("[^"]*"|'[^']*'|\([^)]*\)|\[[^\]]*\]|\{[^}]*\}|[^,])+"""
+    return [item[0].strip() for item in re.finditer(outside, text or "")]
+
+
+@dataclasses.dataclass(frozen=True)
+class SubmissionOptions:
+    """How a job is submitted, and whether this command then follows it."""
+
+    xmanager: Annotated[
+        Executor | None,
+        typer.Option(help="Submit as an experiment of XManager, to run there or on this machine."),
+    ] = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry_run", help="Check and print the specification; send nothing.")
+    ] = False
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit", help="With --dry_run: compile the steps for the TPU slice (minutes)."
+        ),
+    ] = False
+    wait: Wait = False
+    poll_seconds: PollSeconds = 15.0
+
+
 @app.command()
 @with_groups
 def submit(
@@ -146,6 +231,8 @@ def submit(
     display_name: Annotated[str, typer.Option(help="The job's name in the console.")],
     job: JobOptions,
     tracked: TrackingOptions,
+    run: RunOptions,
+    how: SubmissionOptions,
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -154,47 +241,6 @@ def submit(
             " command: t5_mesh_transformer ...",
         ),
     ] = None,
-    run_mode: Annotated[
-        str | None,
-        typer.Option(
-            # Eager, so that export is refused before the options that it would also need.
-            callback=_not_export,
-            is_eager=True,
-            help="train, eval, infer, precompile, rank-eval or aux.",
-        ),
-    ] = None,
-    gin_file: GinFiles = None,
-    gin_bindings: GinBindings = None,
-    gin_search_paths: Annotated[
-        str | None,
-        typer.Option(help="Folders to look for gin files in, separated by commas."),
-    ] = None,
-    tfds_data_dir: Annotated[
-        str | None,
-        typer.Option(help="The folder of TensorFlow Datasets' data, as the container sees it."),
-    ] = None,
-    gin_files: Annotated[
-        str | None, typer.Option(help="As in T5X's run.py: gin files, separated by commas.")
-    ] = None,
-    gin_overwrites: Annotated[
-        str | None,
-        typer.Option(help="As in T5X's run.py: NAME=VALUE, separated by commas."),
-    ] = None,
-    xmanager: Annotated[
-        Executor | None,
-        typer.Option(help="Submit as an experiment of XManager, to run there or on this machine."),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry_run", help="Check and print the specification; send nothing.")
-    ] = False,
-    fit: Annotated[
-        bool,
-        typer.Option(
-            "--fit", help="With --dry_run: compile the steps for the TPU slice (minutes)."
-        ),
-    ] = False,
-    wait: Wait = False,
-    poll_seconds: PollSeconds = 15.0,
 ) -> None:
     """Submit a run as a custom job: checked here first, and tracked in Vertex AI Experiments.
 
@@ -212,79 +258,34 @@ def submit(
         --gin_file=gs://B/t0/operative_config.gin
     """
     echo("checking the job ...", err=True)
+    from t0repro.cloud import submission
     from t0repro.cloud.checks import check_fit
     from t0repro.cloud.google import Place, check_login
 
     place = Place(project, location, staging_bucket)
-    gin = GinFlags(
-        files=[*_comma_separated(gin_files), *(gin_file or [])],
-        bindings=[*_comma_separated(gin_overwrites), *(gin_bindings or [])],
-        others={"gin_search_paths": gin_search_paths, "tfds_data_dir": tfds_data_dir},
-    )
-    words = _words(run_mode, gin, command or [])
-    request, tracking = job.request(display_name, image_uri, words), tracked.tracking()
-    if xmanager and (tracking or wait):
+    request = job.request(display_name, image_uri, run.words(command or []))
+    tracking = tracked.tracking()
+    if how.xmanager and (tracking or how.wait):
         raise UserError(
             "XManager keeps its own record of experiments, and waits for jobs itself.",
             where="--xmanager",
             fix="Leave out --experiment, --run_name and --wait, or --xmanager.",
         )
-    if fit:
-        check_fit(request.arguments, request.machines, dry_run=dry_run)
-    if not dry_run:
+    if how.fit:
+        check_fit(request.arguments, request.machines, dry_run=how.dry_run)
+    if not how.dry_run:
         # Before the checks, which read files and may compile for minutes.
         check_login()
     _check_options(context, request.arguments)
     # A dry run should be quick. A real job costs more than these minutes.
-    configured = _checked(request, place, compiles=fit or not dry_run)
-    if xmanager:
-        _submit_by_xmanager(request, configured, place, xmanager, dry_run=dry_run)
-        return
-    _submit(
-        request, configured, place, tracking, dry_run=dry_run, wait=wait, poll_seconds=poll_seconds
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class GinFlags:
-    """The gin files and bindings that the flags of a run mode give.
-
-    Attributes:
-      others: flag -> the value to pass on; None if it is not given.
-    """
-
-    files: list[str]
-    bindings: list[str]
-    others: dict[str, str | None]
-
-
-def _comma_separated(text: str | None) -> list[str]:
-    """A list as absl takes it: commas inside quotation marks, brackets or braces stay."""
-    # Splits at a comma only if the brackets and quotes after it are balanced.
-    outside = r"""("[^"]*"|'[^']*'|\([^)]*\)|\[[^\]]*\]|\{[^}]*\}|[^,])+"""
-    return [item[0].strip() for item in re.finditer(outside, text or "")]
-
-
-def _words(run_mode: str | None, gin: GinFlags, command: list[str]) -> tuple[str, ...]:
-    """The job's command line."""
-    from t0repro.cloud.spec import override
-
-    others = [f"--{name}={value}" for name, value in gin.others.items() if value is not None]
-    if run_mode is None:
-        if gin.files or gin.bindings or others:
-            raise UserError(
-                "--gin_file, --gin, --gin_search_paths and --tfds_data_dir are for run modes.",
-                where="the command line",
-                fix="Add --run_mode, or give these flags after the command that follows `--`.",
-            )
-        return tuple(command)
-    return (
-        f"--run_mode={run_mode}",
-        *(f"--gin_file={name}" for name in gin.files),
-        *(override(binding) for binding in gin.bindings),
-        *others,
-        *command,
-    )
+    configured = _checked(request, place, compiles=how.fit or not how.dry_run)
+    if how.dry_run:
+        _print_specification(request, configured, place, how.xmanager)
+    elif how.xmanager:
+        name = submission.submit(request, configured, place, how.xmanager)
+        typer.echo(f"{'ended' if how.xmanager is Executor.LOCAL else 'submitted'} {name}")
+    else:
+        _submit(request, configured, place, tracking, how)
 
 
 def _check_options(context: typer.Context, arguments: Arguments) -> None:
@@ -327,16 +328,10 @@ def _submit(
     configured: Configured,
     place: Place,
     tracking: Tracking | None,
-    *,
-    dry_run: bool,
-    wait: bool,
-    poll_seconds: float,
+    how: SubmissionOptions,
 ) -> None:
     from t0repro.cloud import submission
 
-    if dry_run:
-        _print_spec(submission.prepare(request, configured, place).spec)
-        return
     record = None
     if tracking is None:
         name = submission.submit(request, configured, place)
@@ -345,23 +340,22 @@ def _submit(
     # Before the wait, so that a user who loses the connection has the job's name.
     typer.echo(f"submitted {name}")
     echo(f"to follow it: {_command('status', name)} --wait", err=True)
-    if wait:
-        seen, metrics = submission.follow(name, record, place, poll_seconds=poll_seconds)
+    if how.wait:
+        seen, metrics = submission.follow(name, record, place, poll_seconds=how.poll_seconds)
         _print_end(seen, metrics)
 
 
-def _submit_by_xmanager(
-    request: Request, configured: Configured, place: Place, executor: Executor, *, dry_run: bool
+def _print_specification(
+    request: Request, configured: Configured, place: Place, executor: Executor | None
 ) -> None:
     from t0repro.cloud import submission, xmanager
 
-    if dry_run:
-        spec = submission.prepare(request, configured, place).spec
+    spec = submission.prepare(request, configured, place).spec
+    if executor:
         xmanager.check(spec, executor)
-        _print_spec(spec)
-        return
-    name = submission.submit(request, configured, place, executor)
-    typer.echo(f"{'ended' if executor is Executor.LOCAL else 'submitted'} {name}")
+    # Nothing else goes to standard output, so that this can be redirected to a file.
+    typer.echo(spec.to_yaml(), nl=False)
+    echo(f"The same container with Docker: {spec.shell_command()}", err=True)
 
 
 def _checked(request: Request, place: Place, *, compiles: bool) -> Configured:
@@ -374,12 +368,6 @@ def _checked(request: Request, place: Place, *, compiles: bool) -> Configured:
     for line in lines:
         echo(line, err=True)
     return configured
-
-
-def _print_spec(spec: JobSpec) -> None:
-    # Nothing else goes to standard output, so that this can be redirected to a file.
-    typer.echo(spec.to_yaml(), nl=False)
-    echo(f"The same container with Docker: {spec.shell_command()}", err=True)
 
 
 @app.command()

@@ -31,9 +31,6 @@ class JobMode(enum.StrEnum):
     AUX = "aux"
 
 
-GIN_MODES = (JobMode.TRAIN, JobMode.EVAL, JobMode.INFER, JobMode.PRECOMPILE)  # those of T5X
-
-
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     """The parts of a job's command line that matter outside its container.

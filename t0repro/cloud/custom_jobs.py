@@ -40,7 +40,6 @@ class Look:
     reason: str
     folder: str
     created: Any
-    ended_at: Any
 
     @property
     def ended(self) -> bool:
@@ -136,7 +135,6 @@ def _seen(job: Any) -> Look:
         reason=reason,
         folder=resource.job_spec.base_output_directory.output_uri_prefix,
         created=resource.create_time,
-        ended_at=resource.end_time,
     )
 
 

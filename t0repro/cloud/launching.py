@@ -8,13 +8,14 @@ environment (t0repro.partitioning.processes).
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from t0repro.cloud import engines
 from t0repro.cloud.machines import Machine
@@ -70,6 +71,31 @@ class Launch:
         return dataclasses.replace(
             self, machine=dataclasses.replace(self.machine, environment=hidden)
         )
+
+
+def engine_input(
+    engine: Literal["slurm", "k8s", "skypilot"], launch: Launch, *, to_print: bool
+) -> tuple[tuple[str, ...], str]:
+    """An engine's own command, and the text that it reads: a script, a task or a manifest.
+
+    Args:
+      engine: which engine.
+      launch: the command.
+      to_print: whether the text is shown, so that it must not hold a secret.
+
+    Raises:
+      UserError: like `slurm_script`, `sky_task` or `job_set`.
+    """
+    options = launch.machine.options
+    if engine == "slurm":
+        return ("sbatch", "--parsable"), slurm_script(launch)
+    if engine == "skypilot":
+        secrets = (f"--secret={variable}" for variable in launch.secrets)
+        command = ("sky", "launch", "--yes", "--detach-run", *options, *secrets)
+        return command, json.dumps(sky_task(launch), indent=2) + "\n"
+    template = engines.read_template(launch.machine.template)
+    manifest = job_set(launch.shown if to_print else launch, template)
+    return ("kubectl", "create", "--filename=-", *options), json.dumps(manifest, indent=2) + "\n"
 
 
 def slurm_script(launch: Launch) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import tempfile
 import threading
@@ -145,27 +146,9 @@ def uploading(
     ended, interrupted = threading.Event(), threading.Event()
 
     def work() -> None:
-        tries_left = _LAST_TRIES
         with tempfile.TemporaryDirectory(prefix="t0repro-vertex-") as folder:
             upload = _Upload(results, experiment, run_name, tensorboard, place, Path(folder))
-            while not interrupted.is_set():
-                was_last = ended.is_set()  # before the copy, so that the last one is whole
-                try:
-                    upload.once()
-                    if was_last:
-                        return
-                except Exception as error:  # whatever it is, the job is followed to its end
-                    say(f"TensorBoard: {' '.join(str(error).split())}")
-                    # Only tries after the job's end are counted.
-                    tries_left -= was_last
-                    if not tries_left:
-                        say("TensorBoard: not all is uploaded.")
-                        return
-                # `ended` is set by now, so waiting for it would not wait.
-                if was_last:
-                    time.sleep(every)
-                else:
-                    ended.wait(every)
+            upload.repeat(every, ended, interrupted)
 
     thread = threading.Thread(target=work, name="uploader", daemon=True)
     thread.start()
@@ -183,22 +166,39 @@ def uploading(
         thread.join()
 
 
+@dataclasses.dataclass
 class _Upload:
-    """The state between two polls of the bucket."""
+    """What is uploaded and where to, and the uploader between two polls of the bucket."""
 
-    def __init__(
-        self,
-        results: str,
-        experiment: str,
-        run_name: str,
-        tensorboard: str,
-        place: Place,
-        folder: Path,
-    ):
-        self._results, self._place, self._folder = results, place, folder
-        self._experiment, self._run_name = experiment, run_name
-        self._tensorboard = tensorboard
-        self._uploader: Any = None
+    results: str
+    experiment: str
+    run_name: str
+    tensorboard: str
+    place: Place
+    folder: Path
+    uploader: Any = None
+
+    def repeat(self, every: float, ended: threading.Event, interrupted: threading.Event) -> None:
+        """Uploads every so many seconds, and once more after `ended`, or until `interrupted`."""
+        tries_left = _LAST_TRIES
+        while not interrupted.is_set():
+            was_last = ended.is_set()  # before the copy, so that the last one is whole
+            try:
+                self.once()
+                if was_last:
+                    return
+            except Exception as error:  # whatever it is, the job is followed to its end
+                say(f"TensorBoard: {' '.join(str(error).split())}")
+                # Only tries after the job's end are counted.
+                tries_left -= was_last
+                if not tries_left:
+                    say("TensorBoard: not all is uploaded.")
+                    return
+            # `ended` is set by now, so waiting for it would not wait.
+            if was_last:
+                time.sleep(every)
+            else:
+                ended.wait(every)
 
     def once(self) -> None:
         """Copies new data and sends it.
@@ -207,20 +207,20 @@ class _Upload:
           UserError: If either fails; the next call sends everything again, since the uploader does
             not know what of a failed request arrived. A point that arrives twice is one point.
         """
-        copy_results(storage_client(self._place.project), self._results, self._folder)
+        copy_results(storage_client(self.place.project), self.results, self.folder)
         try:
-            with cloud_errors("upload to TensorBoard", where=self._tensorboard):
-                if self._uploader is None:
-                    self._uploader = self._made()
+            with cloud_errors("upload to TensorBoard", where=self.tensorboard):
+                if self.uploader is None:
+                    self.uploader = self._made()
                 # Google's public method runs until its thread gets a stop signal, and then leaves
                 # out what came since its last poll.
-                self._uploader._upload_once()
+                self.uploader._upload_once()
         except BaseException:
-            self._uploader = None
+            self.uploader = None
             raise
 
     def _made(self) -> Any:
-        connect(self._place)
+        connect(self.place)
         compat.quiet_logs()  # the uploader imports TensorFlow
         from google.cloud.aiplatform import initializer
         from google.cloud.aiplatform.tensorboard import uploader, uploader_constants, uploader_utils
@@ -228,18 +228,18 @@ class _Upload:
 
         client = initializer.global_config.create_client(TensorboardClientWithOverride)
         blobs: Any = uploader_utils.get_blob_storage_bucket_and_folder(
-            client, self._tensorboard, self._place.project
+            client, self.tensorboard, self.place.project
         )
         made = uploader.TensorBoardUploader(
-            experiment_name=self._experiment,
-            tensorboard_resource_name=self._tensorboard,
+            experiment_name=self.experiment,
+            tensorboard_resource_name=self.tensorboard,
             blob_storage_bucket=blobs[0],
             blob_storage_folder=blobs[1],
             writer_client=client,
-            logdir=str(self._folder),
+            logdir=str(self.folder),
             # Profiles are read from a bucket, not from a folder.
             allowed_plugins=uploader_constants.ALLOWED_PLUGINS - {"profile"},
-            run_name_prefix=f"{self._run_name}-",
+            run_name_prefix=f"{self.run_name}-",
             verbosity=0,
         )
         made.create_experiment()

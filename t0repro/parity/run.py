@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +34,6 @@ from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
 PAIRS = 128  # maximum number of (input, choice) pairs to score from an evaluation task
 ROWS = 16  # rows in a batch of pairs
 MESH_FOLDER = "mesh_tensorflow"
-
-Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
