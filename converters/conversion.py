@@ -347,29 +347,26 @@ def make_conversion(
             " pads, and the vocabulary says which id ends: give --vocab if you convert back to hf."
         )
     if target.format == "mtf":
+        # Its writer writes the gin file too.
         outputs = list(mtf.mtf_outputs(tensors, norm_names))
-        return Conversion(
+        found = Conversion(outputs, lambda path: mtf.MtfWriter(path, step, text), norm_names)
+    else:
+        # The `jax` format always has this project's own layout, whatever --layout is.
+        of_t5x = (options.layout or "legacy") if target.format == "t5x" else None
+        outputs = list(jax_tree.jax_outputs(tensors, family, options.scan))
+        small = {mtf.OPERATIVE_CONFIG: text.encode()} if text else {}
+        found = Conversion(
             outputs,
-            lambda path: mtf.MtfWriter(path, step, text),
+            lambda path: jax_tree.jax_writer(path, step, outputs, of_t5x),
             norm_names,
-            notes=tuple(notes),
+            small,
         )
-    outputs = list(jax_tree.jax_outputs(tensors, family, options.scan))
-    # The `jax` format always has this project's own layout, whatever --layout is.
-    of_t5x = (options.layout or "legacy") if target.format == "t5x" else None
-    small = {mtf.OPERATIVE_CONFIG: text.encode()} if text else {}
     if options.scan and (averaged := scanning.averaged_kernels(tensors)):
         notes.append(
             f"The slots v of {len(averaged)} kernels are averaged into v_row and v_col, as"
             " scalable_t5 keeps them; converting back cannot restore them."
         )
-    return Conversion(
-        outputs,
-        lambda path: jax_tree.jax_writer(path, step, outputs, of_t5x),
-        norm_names,
-        small,
-        tuple(notes),
-    )
+    return dataclasses.replace(found, notes=tuple(notes))
 
 
 def _to_hf(

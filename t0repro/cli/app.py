@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from t0repro.cli import (
-    adapters,
     checkpoint,
     doctor,
     explain,
@@ -73,7 +72,7 @@ checkpoints.command()(checkpoint.verify)
 checkpoints.command()(checkpoint.released)
 checkpoints.command()(checkpoint.fetch)
 checkpoints.command()(checkpoint.plan)
-app.add_typer(adapters.app)
+app.add_typer(checkpoint.adapters)
 app.add_typer(checkpoints)
 app.add_typer(jobs.app)
 app.add_typer(report.app)
