@@ -58,20 +58,31 @@ def sample_parameters(
     Args:
       model: a module that declares all its parameters by `parameter`.
       key: PRNG key.
-      batch: arrays of the shapes that the model takes.
+      batch: arrays of token ids, of the shapes that the model takes.
       shardings: the sharding of each parameter, as a tree; None for the default device. Each device
         initializes its own shard, so none needs to hold a whole parameter.
     """
-    asked = ["params", _COLLECTION]
-    variables: Any = jax.eval_shape(lambda: model.init(key, batch, mutable=asked))
-    noted = flax.traverse_util.flatten_dict(variables[_COLLECTION])
+    declared, noted = _declared(model, tuple((name, x.shape) for name, x in batch.items()))
     places: dict[Any, Any] = flax.traverse_util.flatten_dict(shardings or {})
     drawn = {}
-    for path, leaf in flax.traverse_util.flatten_dict(variables["params"]).items():
+    for path, leaf in declared.items():
         draw = _program(noted[path].init, leaf.shape, places.get(path))
         # This is its module's only key, and Flax counts keys from 1.
         drawn[path] = draw(key, np.uint32(flax_hash(*path[:-1], 1)))
     return flax.traverse_util.unflatten_dict(drawn)
+
+
+# A training start asks twice: for the shapes, then for the values. Each trace takes about a second.
+@functools.cache
+def _declared(
+    model: nn.Module, shapes: tuple[tuple[str, tuple[int, ...]], ...]
+) -> tuple[dict[Any, jax.ShapeDtypeStruct], dict[Any, _Noted]]:
+    """Shapes and initializers of a model's parameters, by path."""
+    batch = {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes}
+    asked = ["params", _COLLECTION]
+    variables: Any = jax.eval_shape(lambda: model.init(jax.random.key(0), batch, mutable=asked))
+    flatten = flax.traverse_util.flatten_dict
+    return flatten(variables["params"]), flatten(variables[_COLLECTION])
 
 
 @functools.cache
