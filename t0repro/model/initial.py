@@ -72,7 +72,7 @@ def sample_parameters(
     return flax.traverse_util.unflatten_dict(drawn)
 
 
-# A training start asks twice: for the shapes, then for the values. Each trace takes about a second.
+# A training run asks twice: for the shapes, then for the values. Each trace takes about a second.
 @functools.cache
 def _declared(
     model: nn.Module, shapes: tuple[tuple[str, tuple[int, ...]], ...]
