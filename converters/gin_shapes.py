@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.adapters import NAMES
+from t0repro.config.gin_imports import Macro, Unresolved
 from t0repro.converters import storage
 from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef
@@ -75,23 +76,6 @@ class Bound:
     place: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Macro:
-    name: str
-
-
-class _Delegate:
-    """Keeps gin's references unresolved."""
-
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
-        # `%name` is gin's shorthand for `@name/gin.macro()`; files have either.
-        name = scoped_configurable_name.removesuffix("/macro").removesuffix("/gin.macro")
-        return _Macro(name) if evaluate and name != scoped_configurable_name else None
-
-    def macro(self, macro_name: str) -> _Macro:
-        return _Macro(macro_name)
-
-
 def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str]:
     """Checks that every size bound in a gin file equals the checkpoint's.
 
@@ -124,14 +108,14 @@ def check_gin_text(text: str, path: Path, family: ModelShape) -> list[str]:
     # Add these first, so that the file's own bindings win: model files set macros and leave these
     # bindings to defaults.gin.
     bindings = {
-        ("", *argument): Bound(_Macro(name), f"{'.'.join(argument)} = %{name}", "defaults.gin")
+        ("", *argument): Bound(Macro(name), f"{'.'.join(argument)} = %{name}", "defaults.gin")
         for argument, name in _DEFAULTS.items()
     }
     unseen = list(_read_text(text, path, bindings, [path]))
     for (scope, configurable, argument), binding in bindings.items():
         field = _FIELDS.get((configurable, argument))
         resolved = _resolve(binding, bindings)
-        if field is None or isinstance(resolved.value, _Macro) or resolved.value is None:
+        if field is None or isinstance(resolved.value, Macro) or resolved.value is None:
             # A macro from a missing file cannot be compared.
             continue
         towers = [tower for tower in _TOWERS if tower in scope.split("/")]
@@ -184,7 +168,7 @@ def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
     for (scope, configurable, argument), binding in bindings.items():
         field = _ARITHMETIC.get((configurable, argument))
         resolved = _resolve(binding, bindings)
-        if field is None or scope or isinstance(resolved.value, _Macro):
+        if field is None or scope or isinstance(resolved.value, Macro):
             continue
         value = resolved.value
         if field == "activations":
@@ -210,7 +194,7 @@ def without_adapter(text: str) -> str:
     """Gin text without its bindings of an adapter, for a whole model: comments and macros stay."""
     from gin import config_parser
 
-    statements = list(config_parser.ConfigParser(text, _Delegate()))
+    statements = list(config_parser.ConfigParser(text, Unresolved()))
     lines = text.splitlines(keepends=True)
     starts = [each.location.line_num - 1 for each in statements] + [len(lines)]
     removed = set[int]()
@@ -248,7 +232,7 @@ def _family_fields(field: str, towers: Sequence[str], family: ModelShape) -> lis
 def _resolve(binding: Bound, bindings: dict[tuple[str, str, str], Bound]) -> Bound:
     """Follows a binding through macros to the one that holds the value."""
     for _ in range(10):  # a macro may refer to a macro; a circular one ends here
-        if not isinstance(binding.value, _Macro):
+        if not isinstance(binding.value, Macro):
             break
         name = binding.value.name
         found = bindings.get(("", name, "")) or bindings.get((name, "macro", "value"))
@@ -289,7 +273,7 @@ def _read_text(
 
     try:
         # Parse completely, since the parser raises only when it reaches the error.
-        statements = list(config_parser.ConfigParser(text, _Delegate()))
+        statements = list(config_parser.ConfigParser(text, Unresolved()))
     except (SyntaxError, ValueError) as error:
         raise UserError(
             f"The file is not a gin file: {error}", where=str(path), fix="Correct it there."

@@ -310,10 +310,6 @@ class _Base:
         return damaged(where, reason)
 
 
-def _fill(array: np.ndarray, file: Path) -> bool:
-    return storage.read_into(str(file), 0, array)
-
-
 def _crc32(array: np.ndarray) -> int:
     return zlib.crc32(bytes_of(array))
 
@@ -363,7 +359,7 @@ class OrbaxWriter:
         if chunk.stat().st_size != output.info.nbytes:
             return None
         array = tensors.empty(output.info.shape, output.info.dtype)
-        return array if _fill(array, chunk) else None
+        return array if storage.read_into(str(chunk), 0, array) else None
 
     def keep(self, output: Output, array: np.ndarray) -> None:
         """Adds an existing array to the lists of names and files."""

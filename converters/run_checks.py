@@ -63,8 +63,8 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
     Raises:
       UserError: If model_dir has no checkpoint, or its latest is unknown.
     """
-    if not _saved_steps(model_dir):
-        if jax and _has_jax_checkpoint(model_dir):
+    if not mtf.mtf_steps(model_dir):
+        if jax and any(ref.format != "mtf" for ref in sources.list_checkpoints(model_dir)):
             return []
         if steps is None and os.path.isdir(model_dir):
             return []
@@ -93,7 +93,7 @@ def _chosen(model_dir: str, steps: Any, jax: bool) -> list[str | None]:
     if steps == -1:
         named = storage.is_file(storage.join(model_dir, mtf.STATE_FILE))
         return [mtf.latest_mtf_prefix(model_dir)] if named or jax else []
-    saved = _saved_steps(model_dir)
+    saved = set(mtf.mtf_steps(model_dir))
     if steps != "all":
         asked = [steps] if isinstance(steps, int) else steps
         # A step that is missing stands for the nearest one.
@@ -137,14 +137,6 @@ def _of_another_stack(ref: CheckpointRef, what: str, master_dtype: str) -> UserE
         fix=f"t0repro convert {ref.path} OUT --to mtf --master_dtype {master_dtype}, then run"
         f" {then}; or --backend=jax.",
     )
-
-
-def _saved_steps(model_dir: str) -> set[int]:
-    return set(mtf.mtf_steps(model_dir))
-
-
-def _has_jax_checkpoint(model_dir: str) -> bool:
-    return any(ref.format != "mtf" for ref in sources.list_checkpoints(model_dir))
 
 
 def check_checkpoint(prefix: str) -> BundleReader:

@@ -369,11 +369,11 @@ def _load(
     except Exception as error:  # each layer below raises its own exceptions
         raise UserError(
             f"Split {split!r} of {place.repository} cannot be read from the hub: "
-            f"{type(error).__name__}: {_first_line(error)}",
+            f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
             where=_address(place),
             fix=(
                 "Check the network and the repository, or provide the rows yourself:"
-                f" {_by_hand(dataset, subset, split)}"
+                f" $T0REPRO_DATA_DIR/{dataset}/{subset or 'default'}/{split}.jsonl (or .parquet)."
             ),
         ) from error
     # Only after a complete download: whatever is remembered must be readable offline.
@@ -438,11 +438,3 @@ def _remember(place: HubPlace, split: str, commit: str, files: Sequence[str]) ->
 def _address(place: HubPlace) -> str:
     revision = place.revision.replace("/", "%2F")
     return f"https://huggingface.co/datasets/{place.repository}/tree/{revision}"
-
-
-def _by_hand(dataset: str, subset: str | None, split: str) -> str:
-    return f"$T0REPRO_DATA_DIR/{dataset}/{subset or 'default'}/{split}.jsonl (or .parquet)."
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -26,6 +26,7 @@ from typing import Any
 
 from t0repro.cloud.arguments import MOUNT, Arguments, gin_files_replaced
 from t0repro.cloud.google import cloud_errors
+from t0repro.config.gin_imports import Unresolved
 from t0repro.errors import UserError
 
 
@@ -123,22 +124,12 @@ def _includes(path: Path) -> Iterator[str]:
     from gin import config_parser
 
     try:
-        statements = list(config_parser.ConfigParser(path.read_text(), _Nothing()))
+        statements = list(config_parser.ConfigParser(path.read_text(), Unresolved()))
     except SyntaxError:
         return  # the configuration's check reports it, with its place
     for statement in statements:
         if isinstance(statement, config_parser.IncludeStatement):
             yield posixpath.normpath(statement.filename) if statement.filename else ""
-
-
-class _Nothing:
-    """Values do not matter when only `include` lines are read."""
-
-    def configurable_reference(self, name: str, evaluate: bool) -> None:
-        """Called by gin's parser for @name."""
-
-    def macro(self, name: str) -> None:
-        """Called by gin's parser for %name."""
 
 
 # ---- Copies -------------------------------------------------------------------------------------

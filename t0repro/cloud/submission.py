@@ -14,7 +14,7 @@ from t0repro.cloud import custom_jobs, experiments, staging, xmanager
 from t0repro.cloud.arguments import Arguments, address_of, read_arguments
 from t0repro.cloud.checks import Configured
 from t0repro.cloud.custom_jobs import Look, wait_until_ended
-from t0repro.cloud.experiments import ExperimentsRun, Facts, Record, Tracking
+from t0repro.cloud.experiments import Facts, Record, Tracking
 from t0repro.cloud.google import Place, cloud_errors, connect, storage_client
 from t0repro.cloud.results import best_metrics, copy_results, uploading
 from t0repro.cloud.spec import JobSpec, Machines
@@ -247,23 +247,15 @@ def follow(
       The job in its final state, and its summary metrics.
     """
     with contextlib.ExitStack() as beside:
-        if (
-            record is not None
-            and record.output
-            and record.tensorboard
-            and _is_running(record, place)
-        ):
+        if record is not None and record.output and record.tensorboard:
             where = (record.output, record.experiment, record.run_name, record.tensorboard)
-            beside.enter_context(uploading(*where, place, every=poll_seconds))
+            # If the end is recorded, everything has been uploaded.
+            if not experiments.reopened(record, place).ended:
+                beside.enter_context(uploading(*where, place, every=poll_seconds))
         seen = wait_until_ended(name, place, poll_seconds=poll_seconds)
     # After the upload: if this process dies before the end is recorded, the next command that
     # follows the job does both again.
     return seen, {} if record is None else record_end(seen, record, place)
-
-
-def _is_running(record: Record, place: Place) -> bool:
-    """Whether the end of a job is still to be recorded."""
-    return not experiments.reopened(record, place).ended
 
 
 def record_end(seen: Look, record: Record, place: Place) -> dict[str, float]:
@@ -282,15 +274,11 @@ def record_end(seen: Look, record: Record, place: Place) -> dict[str, float]:
             metrics = best_metrics(Path(folder))
     # Another follower may have recorded the end already.
     if not found.ended:
-        _record_end(found, seen, metrics)
+        found.metrics(metrics)
+        if seen.reason:
+            found.parameters({"failure": seen.reason})
+        found.end(seen.state)
     return metrics
-
-
-def _record_end(tracker: ExperimentsRun, seen: Look, metrics: dict[str, float]) -> None:
-    tracker.metrics(metrics)
-    if seen.reason:
-        tracker.parameters({"failure": seen.reason})
-    tracker.end(seen.state)
 
 
 def record_of(seen: Look, place: Place) -> Record | None:

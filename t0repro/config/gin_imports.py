@@ -113,7 +113,7 @@ def _dataset_modules(bindings: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     macros = {line.selector: line for line in bindings if not line.arg_name}
     for line in last.values():
         if line.arg_name == "module" and line.selector.endswith("DatasetConfig"):
-            if isinstance(line.value, _Macro):
+            if isinstance(line.value, Macro):
                 line = macros.get(line.value.name, line)
             if isinstance(line.value, str):
                 yield line.value, line.location
@@ -195,7 +195,7 @@ def _statements(text: Any, folders: Sequence[str], within: tuple[str, ...]) -> I
     """Yields the imports and bindings of an open file, or of overrides in one string."""
     from gin import config_parser
 
-    for statement in config_parser.ConfigParser(text, _Unresolved()):
+    for statement in config_parser.ConfigParser(text, Unresolved()):
         if isinstance(statement, config_parser.IncludeStatement):
             yield from _statements_of_file(statement.filename, folders, within)
         else:
@@ -203,20 +203,24 @@ def _statements(text: Any, folders: Sequence[str], within: tuple[str, ...]) -> I
 
 
 @dataclasses.dataclass(frozen=True)
-class _Macro:
+class Macro:
     """A reference to a macro, as in `module = %MIXTURE_OR_TASK_MODULE`."""
 
     name: str
 
 
-class _Unresolved:
-    """A parser delegate that resolves nothing: from a reference it keeps only a macro's name."""
+class Unresolved:
+    """A delegate of gin's parser that resolves nothing: of a reference it keeps a macro's name."""
 
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> None:
-        del scoped_configurable_name, evaluate
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Macro | None:
+        """Called by gin's parser for @name."""
+        # `%name` is gin's shorthand for `@name/gin.macro()`; files have either.
+        name = scoped_configurable_name.removesuffix("/macro").removesuffix("/gin.macro")
+        return Macro(name) if evaluate and name != scoped_configurable_name else None
 
-    def macro(self, macro_name: str) -> _Macro:
-        return _Macro(macro_name)
+    def macro(self, macro_name: str) -> Macro:
+        """Called by gin's parser for %name."""
+        return Macro(macro_name)
 
 
 def _place(location: Any) -> str:

@@ -136,7 +136,7 @@ class Controller:
         self._start_jobs()
         self._publish()
         self._release_pins()
-        return more_to_come or not self._is_done()
+        return more_to_come or not all(x.is_final for x in self._journal.progress.values())
 
     # ---- Checkpoints ---------------------------------------------------------------------------
 
@@ -322,9 +322,6 @@ class Controller:
                     results = self._folder_of(point).parent / RESULTS
                     publish_files(self._results_of(point), results)
                 self._journal.add("published", point)
-
-    def _is_done(self) -> bool:
-        return all(each.is_final for each in self._journal.progress.values())
 
     # ---- The folder ----------------------------------------------------------------------------
 

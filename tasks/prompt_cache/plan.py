@@ -295,15 +295,13 @@ class _Planner:
                 " --splits.",
             )
         # All requested splits lack rows, and no earlier run cached any of them.
-        if selected and not self._tasks and len(self.left_out) and not self._any_cached():
+        any_cached = any(self.folder.glob(f"*/{MARKER}"))
+        if selected and not self._tasks and self.left_out and not any_cached:
             raise UserError(
                 "None of the rows that these tasks need are available.",
                 where=self.left_out[0][2],
                 fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
             )
-
-    def _any_cached(self) -> bool:
-        return any(self.folder.glob(f"*/{MARKER}"))
 
     def _at_hand(self, task: TaskDescription, split: str) -> bool:
         error = missing_rows(task.rows, split)
