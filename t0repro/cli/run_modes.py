@@ -122,7 +122,7 @@ def evaluate(
 
             check_inference(plan, typer.echo)
             return
-        from t0repro.evaluation.seqio_evaluator import FOLDER
+        from t0repro.evaluation.evaluator import FOLDER
         from t0repro.locks import folder_lock
         from t0repro.partitioning.processes import held_by_first
         from t0repro.runs.description import describe_inference

@@ -53,8 +53,7 @@ def evaluate_checkpoints(
         not the model's, or nothing has a metric.
     """
     from t0repro.evaluation.evaluation_facts import print_results
-    from t0repro.evaluation.evaluator import open_evaluator
-    from t0repro.evaluation.seqio_evaluator import FOLDER
+    from t0repro.evaluation.evaluator import FOLDER, open_evaluator
 
     check_inference(plan, starts=True)
     folder, record = Path(plan.output_dir), EvaluatedCheckpoints(plan)

@@ -12,7 +12,7 @@ from t0repro.config.training_plan import EvaluatorConfig, LoggerConfig, SeqioDat
 from t0repro.data.batches import eval_tasks
 from t0repro.data.eval_examples import eval_examples
 from t0repro.errors import UserError
-from t0repro.evaluation import evaluator, seqio_evaluator
+from t0repro.evaluation import evaluator
 from t0repro.event_files import read_scalars
 from t0repro.tasks.task import DescribedTask, add_cache_dirs, task_descriptions
 
@@ -101,8 +101,7 @@ class Functions:
 @pytest.fixture
 def evaluate(monkeypatch, tmp_path):
     """Evaluates a task by either evaluator; returns its metrics and the contents of its files."""
-    for module in (evaluator, seqio_evaluator):
-        monkeypatch.setattr(module, "functions_of", Functions)
+    monkeypatch.setattr(evaluator, "functions_of", Functions)
     loggers = tuple(LoggerConfig(kind, None) for kind in ("py", "tensorboard", "json"))
 
     def evaluated(made, name, lengths, num_examples):
@@ -125,7 +124,7 @@ def evaluate(monkeypatch, tmp_path):
 def test_metrics_and_files_are_those_of_seqios_evaluator(monkeypatch, evaluate, name, lengths):
     monkeypatch.setattr(evaluator, "described_with_metrics", lambda *_: [described(name)])
     ours = evaluate(evaluator.DescribedEvaluator, name, lengths, 12)
-    theirs = evaluate(seqio_evaluator.TaskEvaluator, name, lengths, 12)
+    theirs = evaluate(evaluator.TaskEvaluator, name, lengths, 12)
     assert len(ours[1][f"{name}-000003.jsonl"]) == 12
     # As texts, in which NaN equals NaN.
     assert json.dumps(ours, sort_keys=True) == json.dumps(theirs, sort_keys=True)
