@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from t0repro.errors import UserError, nearest_names
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape, describe
-from t0repro.words import counted
+from t0repro.words import counted, some
 
 
 def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
@@ -118,7 +118,7 @@ def check_parameters(
     expected = family.parameters()
     if missing := [native_name(path) for path in expected if path not in shapes]:
         raise UserError(
-            f"{_count(missing, 'variable')} of a {family.name} missing: {_listing(missing)}.",
+            f"{counted(len(missing), 'variable')} of a {family.name} missing: {some(missing)}.",
             where=where,
             fix="The checkpoint is incomplete; get it again from where it came from.",
         )
@@ -139,23 +139,14 @@ def check_parameters(
 def unknown_variable(names: list[str], known: Iterable[str], where: str) -> UserError:
     """Returns the error for variables that belong to no T5, each with the nearest known names."""
     known = list(known)
-    nearest = "; ".join(
-        f"{name!r} (nearest: {nearest_names(name, known, 3)})" for name in names[:5]
-    )
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    # Finding the nearest of thousands takes time, and only five are shown.
+    shown = [f"{name!r} (nearest: {nearest_names(name, known, 3)})" for name in names[:5]]
+    nearest = some([*shown, *names[5:]], separator="; ")
     return UserError(
-        f"{_count(names, 'unknown variable')}: {nearest}{more}.",
+        f"{counted(len(names), 'unknown variable')}: {nearest}.",
         where=where,
         fix="Only T5s and their Adafactor or Adam slots can be converted.",
     )
-
-
-def _count(names: list[str], noun: str) -> str:
-    return counted(len(names), noun)
-
-
-def _listing(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _hint(path: str) -> str:

@@ -1,8 +1,9 @@
-"""Wording shared by everything that people read: counts with their nouns, names safe to print."""
+"""Wording of everything that people read: counts with their nouns, lists, names safe to print."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -16,6 +17,12 @@ def sized(number: int) -> str:
         if number >= 10**power:
             return f"{number / 10**power:.2f} {unit}"
     return counted(number, "byte")
+
+
+def some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """The first names and the number of others: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 def shortened(text: str, length: int) -> str:

@@ -17,6 +17,7 @@ import jinja2.meta
 from t0repro.errors import UserError
 from t0repro.tasks.catalogue import Alias, catalogue, features_of, modelled_on
 from t0repro.tasks.templates import is_own, load_template, promptsource_environment, template_names
+from t0repro.words import some
 
 HIDDEN = -1
 """The label of a row whose label is hidden."""
@@ -205,13 +206,15 @@ def _class_label(names: Sequence[str], data_names: Sequence[str] | None) -> Conv
     if data_names is not None and list(data_names) != list(names):
         translated = [number_of.get(name) for name in data_names]
 
+    listed = some([repr(name) for name in names])
+
     def convert(value: Any) -> int:
         if type(value) is bool:  # BoolQ's own files say true and false
             value = str(value)
         if type(value) is str:
             if value in number_of:
                 return number_of[value]
-            raise SchemaError("", f"it is {value!r}, which is none of its classes {_some(names)}")
+            raise SchemaError("", f"it is {value!r}, which is none of its classes {listed}")
         number = _integer(value)
         # HIDDEN is -1 in every dataset of the hub, so it is never translated.
         if number == HIDDEN:
@@ -222,7 +225,7 @@ def _class_label(names: Sequence[str], data_names: Sequence[str] | None) -> Conv
             if known is None:
                 raise SchemaError(
                     "",
-                    f"its class {data_names[number]!r} is none of T0's classes {_some(names)}",
+                    f"its class {data_names[number]!r} is none of T0's classes {listed}",
                 )
             return known
         if not 0 <= number < (count if translated is None else len(translated)):
@@ -256,11 +259,6 @@ def _renamed_label(alias: Alias, names: Sequence[str], data_names: Sequence[str]
         return by_name(value)
 
     return convert
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:5]))
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
 # Nested features -------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from t0repro.tasks.vocabulary import (
     VocabularyFile,
     default_vocabulary,
 )
-from t0repro.words import counted
+from t0repro.words import counted, some
 
 _NAMES_SHOWN = 5
 
@@ -200,7 +200,6 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
         return
     searched = list(cache_dirs())
     target = searched[0] if searched else "CACHE_DIR"
-    shown = ", ".join(missing[:_NAMES_SHOWN])
     # t0repro's own cache command covers prompted tasks only.
     if all(task in prompted_tasks() for task in missing):
         # Name the mixture if the command would otherwise list too many tasks.
@@ -209,11 +208,9 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
         command = f"t0repro cache {wanted} --output_cache_dir {target}"
     else:
         command = f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target}"
-    if len(missing) > _NAMES_SHOWN:
-        shown += f" and {len(missing) - _NAMES_SHOWN} more"
     raise UserError(
         f"use_cached = True, but tasks of {name!r} are not cached ({len(missing)} of {len(tasks)}):"
-        f" {shown}.",
+        f" {some(missing, _NAMES_SHOWN)}.",
         where="searched " + (", ".join(searched) or "nowhere: no folder of caches is named"),
         fix=f"{command}, with this run's --module_import. Name the folder with"
         f" {of_command('--additional_task_cache_dirs', '--seqio_additional_cache_dirs')}; or read"

@@ -20,6 +20,7 @@ from t0repro.tasks.task import (
     registered_mixtures,
     registered_tasks,
 )
+from t0repro.words import some
 
 MODES = ("rank", "generate")
 
@@ -127,20 +128,20 @@ def _check_modes(
     """Refuses tasks that cannot be evaluated in any of the modes."""
     if "generate" not in modes and others:
         raise UserError(
-            f"Tasks have no answer choices to rank: {_some(others)}.",
+            f"Tasks have no answer choices to rank: {some([task.name for task in others])}.",
             where=mixture,
             fix="Evaluate tasks whose name ends in _score_eval; decode the others with"
             " --modes rank,generate.",
         )
     if "rank" not in modes and ranked:
         raise UserError(
-            f"Tasks have answer choices to rank: {_some(ranked)}.",
+            f"Tasks have answer choices to rank: {some([task.name for task in ranked])}.",
             where=mixture,
             fix="Add the mode rank.",
         )
     if others and not ranked and not any(map(_has_metric, others)):
         raise UserError(
-            f"Tasks to decode have no metric: {_some(others)}.",
+            f"Tasks to decode have no metric: {some([task.name for task in others])}.",
             where=mixture,
             fix="Evaluate tasks that have metrics.",
         )
@@ -173,11 +174,6 @@ def _ranking_twin(task: Any) -> Any:
 def _has_metric(task: Any) -> bool:
     described = isinstance(task, DescribedTask)
     return bool(metric_names(task.prompt) if described else task.metric_fns)
-
-
-def _some(tasks: Sequence[Any]) -> str:
-    more = f" and {len(tasks) - 5} more" if len(tasks) > 5 else ""
-    return ", ".join(task.name for task in tasks[:5]) + more
 
 
 def _ranks(task: Any) -> bool:

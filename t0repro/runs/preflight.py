@@ -42,12 +42,11 @@ from t0repro.config.run_config import ModelConfig, RunConfig
 from t0repro.config.training_plan import RestoreConfig, SeqioDataConfig
 from t0repro.converters.tensors import CheckpointRef, TensorInfo
 from t0repro.errors import UserError
-from t0repro.words import counted
+from t0repro.words import counted, some
 
 Report = Callable[[str], None]
 NO_CHECKPOINT_YET = "T0REPRO_NO_CHECKPOINT_YET"
 """Set where auxiliary jobs are checked before their training has saved the first checkpoint."""
-_SHOWN = 5  # names of parameters that a line shows
 
 
 class Cost(enum.IntEnum):
@@ -391,7 +390,4 @@ def _tensors(ref: CheckpointRef, model: ModelConfig) -> Mapping[str, TensorInfo]
 
 
 def _listed(what: str, names: Sequence[str]) -> str:
-    if not names:
-        return f"{what}: none"
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{what}: {', '.join(names[:_SHOWN])}{more}"
+    return f"{what}: {some(names) or 'none'}"

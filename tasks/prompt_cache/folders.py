@@ -21,6 +21,7 @@ from t0repro.locks import folder_lock
 from t0repro.progress import say
 from t0repro.tasks.prompt_cache.records import count_records, features, is_damaged_at, read_records
 from t0repro.tasks.task import TaskDescription, task_descriptions
+from t0repro.words import some
 from t0repro.working_copies import is_streamed
 
 if TYPE_CHECKING:
@@ -229,12 +230,12 @@ def check_caches(tasks: Sequence[seqio.Task], split: str) -> None:
             changed.append(task.name)
     if changed:
         say(
-            f"warning: the rows of split {split!r} have changed since {_some(changed)} was cached;"
-            " the cache is read as it is. Cache to another folder to have the new rows."
+            f"warning: the rows of split {split!r} have changed since {some(changed, 3)} was"
+            " cached; the cache is read as it is. Cache to another folder to have the new rows."
         )
     if unknown:
         say(
-            f"warning: no provenance.json says which vocabulary {_some(unknown)} was cached with."
+            f"warning: no provenance.json says which vocabulary {some(unknown, 3)} was cached with."
             f" The tokens of up to {SAMPLES} examples of each were compared with their text and"
             " agree."
         )
@@ -417,8 +418,3 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
