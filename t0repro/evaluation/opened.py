@@ -95,15 +95,7 @@ def open_checkpoint(
         )
     check_run_files(ref, family)
     source = described(ref)
-    computed = arithmetic(source, family, gin_text(source))
-    if unknown := set(computed.activations) - set(get_args(Activation)):
-        raise UserError(
-            f"The JAX stack does not have the activation {unknown.pop()!r}.",
-            where=path,
-            fix="Evaluate it with --backend=mtf.",
-        )
-    config = _model_config(family, computed)
-    config.check_position_buckets(path)
+    config = _model_config(family, arithmetic(source, family, gin_text(source)), path)
     layout = Layout(model=model_parallelism)
     devices = choose(layout, config, where="--model_parallelism")
     if devices.mesh.size > 1:
@@ -188,9 +180,19 @@ def _on_every_device(shapes: Any, params: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
 
 
-def _model_config(family: ModelShape, computed: hf_config.Computation) -> ModelConfig:
-    """The model for scoring: without dropout and without the options of a loss."""
-    return ModelConfig(
+def _model_config(family: ModelShape, computed: hf_config.Computation, path: str) -> ModelConfig:
+    """The model for scoring: without dropout and without the options of a loss.
+
+    Raises:
+      UserError: if the JAX stack cannot compute it.
+    """
+    if unknown := set(computed.activations) - set(get_args(Activation)):
+        raise UserError(
+            f"The JAX stack does not have the activation {unknown.pop()!r}.",
+            where=path,
+            fix="Evaluate it with --backend=mtf.",
+        )
+    config = ModelConfig(
         num_encoder_layers=family.num_encoder_layers,
         num_decoder_layers=family.num_decoder_layers,
         d_model=family.d_model,
@@ -212,6 +214,8 @@ def _model_config(family: ModelShape, computed: hf_config.Computation) -> ModelC
         z_loss=0.0,
         loss_denominator=None,
     )
+    config.check_position_buckets(path)
+    return config
 
 
 def on_devices(tree: OpenTree, held: Any, model: Any, path: str) -> Checkpoint:

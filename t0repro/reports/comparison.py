@@ -21,7 +21,7 @@ import numpy as np
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import TaskScores, find_tasks, read_task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes
+from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes, tasks_by_dataset
 from t0repro.reports.results import rank_folder
 from t0repro.reports.run import Run, recorded_facts
 from t0repro.reports.statistics import (
@@ -244,9 +244,6 @@ def compare_runs(
     # The number of classes decides between t5's two definitions of the metric (see rank.py).
     classes = fixed_classes(prompts)
     ranked = {task: _ranked(scores_a[task], scores_b[task], classes.get(task)) for task in shared}
-    by_dataset: dict[str, list[str]] = {}
-    for task in shared:
-        by_dataset.setdefault(dataset_label(task, prompts), []).append(task)
     step_a, step_b = scores_a[shared[0]].step, scores_b[shared[0]].step
     flips = [flip for task in shared for flip in _flips(*ranked[task])]
     return RunComparison(
@@ -262,7 +259,7 @@ def compare_runs(
         flips=tuple(flips[:MAX_FLIPS]),
         datasets=tuple(
             _difference(dataset, [ranked[task] for task in tasks], bootstrap)
-            for dataset, tasks in sorted(by_dataset.items())
+            for dataset, tasks in tasks_by_dataset(shared, prompts).items()
         ),
         bootstrap=bootstrap,
         checkpoint_a=recorded_facts(a.eval_dir, step_a).get("checkpoint_hash") or None,

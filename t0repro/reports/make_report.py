@@ -16,7 +16,12 @@ from t0repro.reports.comparison import RunComparison, compare_runs
 from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
 from t0repro.reports.models import corrected as corrected_comparisons
-from t0repro.reports.prompts import PromptInfo, dataset_label, synthetic_datasets
+from t0repro.reports.prompts import (
+    PromptInfo,
+    dataset_label,
+    synthetic_datasets,
+    tasks_by_dataset,
+)
 from t0repro.reports.report import Report, published_figures, task_costs
 from t0repro.reports.results import (
     GROUP_TITLES,
@@ -121,15 +126,7 @@ def make_report(
     without = accuracies_without(results, options.overlap or {})
     for task, accuracy in without.items():
         extras.setdefault(task, {})["without_overlap"] = accuracy
-    groups, datasets = _summarize(
-        results,
-        prompts,
-        eval_dir=run.eval_dir,
-        training_datasets=options.training_datasets,
-        training_tasks=options.training_tasks,
-        bootstrap=options.bootstrap,
-        extras=extras,
-    )
+    groups, datasets = _summarize(results, prompts, run.eval_dir, options, extras)
     generation = generation_results(
         run.eval_dir, decoded, prompts, options.training_datasets, options.training_tasks
     )
@@ -247,10 +244,9 @@ def _overlap_notes(
         return
     if not any(np.isin(each.example, overlap.get(each.task, ())).any() for each in results):
         yield "No example that was evaluated shares text with the training rows that were read."
-    by_dataset: dict[str, list[RankResult]] = {}
-    for result in results:
-        by_dataset.setdefault(dataset_label(result.task, prompts), []).append(result)
-    for dataset, members in sorted(by_dataset.items()):
+    of_task = {result.task: result for result in results}
+    for dataset, tasks in tasks_by_dataset(of_task, prompts).items():
+        members = [of_task[task] for task in tasks]
         listed = max(int(np.isin(r.example, overlap.get(r.task, ())).sum()) for r in members)
         if not listed:
             continue
@@ -269,39 +265,27 @@ def _overlap_notes(
 def _summarize(
     results: Sequence[RankResult],
     prompts: Mapping[str, PromptInfo],
-    *,
-    eval_dir: str | os.PathLike[str],
-    training_datasets: Collection[str] | None,
-    training_tasks: Collection[str] = (),
-    bootstrap: Bootstrap,
-    extras: Mapping[str, Mapping[str, float]] | None = None,
+    eval_dir: _Path,
+    options: ReportOptions,
+    extras: Mapping[str, Mapping[str, float]],
 ) -> tuple[tuple[GroupResult, ...], tuple[DatasetResult, ...]]:
-    """Computes the report's groups and datasets.
+    """The report's groups and datasets; a task without a prompt is a dataset of its own.
 
-    Args:
-      results: from `rank_folder`.
-      prompts: task name -> its prompt; tasks without one are grouped by their own name.
-      eval_dir: where the rendered inputs are.
-      training_datasets: labels (`dataset_label`) of the datasets trained on; their other prompts
-        count as held out. None if unknown: all datasets then form one group.
-      training_tasks: names of the tasks trained on (without `_score_eval`), whose prompts do not
-        count as held out.
-      bootstrap: how to compute the intervals.
-      extras: task -> name of another definition -> accuracy under it, in percent.
+    `extras` has accuracies in percent: task -> name of another definition -> accuracy under it.
     """
     parts: dict[tuple[str, str], list[RankResult]] = {}
     for result in sorted(results, key=lambda result: result.task):
         label = dataset_label(result.task, prompts)
-        group = group_of(result.task, label, training_datasets, training_tasks)
+        group = group_of(result.task, label, options.training_datasets, options.training_tasks)
         parts.setdefault((label, group), []).append(result)
     datasets, means = [], {}
     for (label, group), members in sorted(parts.items()):
         dataset, means[label, group] = _summarize_dataset(
-            label, group, members, prompts, eval_dir, bootstrap, extras or {}
+            label, group, members, prompts, eval_dir, options.bootstrap, extras
         )
         datasets.append(dataset)
     datasets = corrected(datasets)
-    groups = [group_result(group, datasets, means, bootstrap) for group in GROUP_TITLES]
+    groups = [group_result(group, datasets, means, options.bootstrap) for group in GROUP_TITLES]
     return tuple(group for group in groups if group is not None), datasets
 
 

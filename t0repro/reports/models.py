@@ -17,7 +17,7 @@ import numpy as np
 from t0repro.errors import UserError
 from t0repro.evaluation.rank import RankResult
 from t0repro.reports.comparison import RunComparison
-from t0repro.reports.prompts import PromptInfo, dataset_label
+from t0repro.reports.prompts import PromptInfo, tasks_by_dataset
 from t0repro.reports.results import CLEAR, rank_folder
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import (
@@ -119,11 +119,8 @@ def compare_models(
             where=" and ".join(str(run.eval_dir) for run in runs),
             fix="Evaluate the same mixture in all.",
         )
-    by_dataset: dict[str, list[str]] = {}
-    for task in shared:
-        by_dataset.setdefault(dataset_label(task, prompts), []).append(task)
     datasets, p_below = [], []
-    for dataset, tasks in sorted(by_dataset.items()):
+    for dataset, tasks in tasks_by_dataset(shared, prompts).items():
         outcomes = common_outcomes([[each[task] for task in tasks] for each in found])
         of_label = {
             label: [o for run, o in zip(runs, outcomes, strict=True) if run.label == label]
@@ -135,20 +132,11 @@ def compare_models(
             for outcome, each in zip(outcomes, found, strict=True)
         ]
     below = iter(holm(p_below))
-    clear = [[next(below) <= CLEAR for _ in runs] for _ in datasets]
-    datasets = [
-        dataclasses.replace(
-            entry,
-            below_chance=tuple(
-                label
-                for label in labels
-                if all(
-                    is_below for run, is_below in zip(runs, own, strict=True) if run.label == label
-                )
-            ),
-        )
-        for entry, own in zip(datasets, clear, strict=True)
-    ]
+    for at, entry in enumerate(datasets):
+        # One p-value for each run, in the order of the datasets.
+        above = {run.label for run in runs if not next(below) <= CLEAR}
+        below_chance = tuple(label for label in labels if label not in above)
+        datasets[at] = dataclasses.replace(entry, below_chance=below_chance)
     return _separated(datasets, {label: len(of_label[label]) for label in labels}, bootstrap)
 
 

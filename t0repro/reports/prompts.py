@@ -6,7 +6,7 @@ Only this reporting module uses the task registry, and only if a module or mixtu
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 
@@ -52,6 +52,16 @@ def dataset_label(task: str, prompts: Mapping[str, PromptInfo]) -> str:
     # Parse the task's name, since the registered dataset is ANLI as a whole.
     round_of_anli = re.search(r"_(r[123])(_score_eval)?$", task)
     return f"anli/{round_of_anli[1]}" if info.dataset == "anli" and round_of_anli else label
+
+
+def tasks_by_dataset(
+    tasks: Iterable[str], prompts: Mapping[str, PromptInfo]
+) -> dict[str, list[str]]:
+    """Dataset label -> its tasks, in the order given; sorted by label."""
+    found: dict[str, list[str]] = {}
+    for task in tasks:
+        found.setdefault(dataset_label(task, prompts), []).append(task)
+    return dict(sorted(found.items()))
 
 
 def template_name(task: str, prompts: Mapping[str, PromptInfo]) -> str:

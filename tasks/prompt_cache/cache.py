@@ -224,6 +224,7 @@ class _Run:
         self.total = sum(rows.estimate * len(group) for rows, group in self._groups.items())
         self._splits_left = {task.name: set(task.splits) for task in plan.tasks()}
         self._described: dict[str, dict[str, Any]] = {task.name: {} for task in plan.tasks()}
+        self._in_use: dict[int, int] = {}  # a spool's id -> splits that need it
         self.done: list[str] = []
         self.examples = 0
         self.dropped: Counter[str] = Counter()
@@ -249,7 +250,6 @@ class _Run:
         writing: dict[Future[PieceResult], _Split] = {}
         queued: list[Iterator[tuple[_Split, Piece]]] = []
         waiting = iter(enumerate(self._groups))
-        in_use: dict[int, int] = {}  # a spool's id -> splits that need it
         while True:
             # At most two at a time: spool one dataset's rows while rendering another's.
             while (ahead is None or len(queued) + len(spooling) < 2) and (
@@ -272,7 +272,7 @@ class _Run:
                 if future in spooling:
                     rows = spooling.pop(future)
                     spooled = future.result()
-                    in_use[id(spooled.spool)] = len(self._groups[rows])
+                    self._in_use[id(spooled.spool)] = len(self._groups[rows])
                     queued.append(self._pieces(rows, spooled))
                 else:
                     split = writing.pop(future)
@@ -281,15 +281,11 @@ class _Run:
                     # A second pass over the same rows does not count as progress.
                     if not split.again:
                         advance(result.rows)
-                    # Complete, unless the twin must be rewritten.
-                    if split.left == 0 and not self._needs_ordinals(split):
-                        self._finish(split)
-                        in_use[id(split.rows.spool)] -= 1
-                        if not in_use[id(split.rows.spool)]:
-                            split.rows.spool.remove()
-                    elif split.left == 0:
+                    if split.left == 0 and self._needs_ordinals(split):
                         # Do this next, while the spool exists.
                         queued.insert(0, self._rewrite_twin(split))
+                    elif split.left == 0:
+                        self._finish(split)
 
     # Pieces ------------------------------------------------------------------------------------
 
@@ -329,6 +325,7 @@ class _Run:
             )
 
     def _needs_ordinals(self, split: _Split) -> bool:
+        """Whether the twin must be rewritten, since some of its rows were dropped."""
         return True in split.tasks() and bool(split.dropped) and not split.again
 
     def _rewrite_twin(self, split: _Split) -> Iterator[tuple[_Split, Piece]]:
@@ -371,6 +368,9 @@ class _Run:
             # Move a task into place as soon as its last split is written.
             if not self._splits_left[task.name]:
                 self._complete(split.prompt, task)
+        self._in_use[id(split.rows.spool)] -= 1
+        if not self._in_use[id(split.rows.spool)]:
+            split.rows.spool.remove()
 
     def _info(self, split: _Split, score_eval: bool) -> Mapping[str, Any]:
         return {
