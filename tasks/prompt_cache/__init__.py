@@ -3,9 +3,8 @@
 plan.py        which tasks and splits are left to cache, as plain data
 prompts.py     rows -> examples and tokens of a task and of its `_score_eval` twin
 records.py     examples -> TFRecord files, without TensorFlow; SeqIO reads them from buckets
-shards.py      a worker's part: spooling rows, and writing one piece of a split
+shards.py      a worker's part: spooling rows, writing one piece of a split; workers of Beam
 cache.py       a run: workers, progress, and finishing tasks
-beam.py        Beam's runners as workers
 folders.py     locking, staging, checks of caches, and where a cached task came from
 seqio_plan.py  the list of work for seqio_cache_tasks
 """

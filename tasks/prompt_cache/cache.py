@@ -23,7 +23,6 @@ from t0repro.errors import UserError
 from t0repro.files import check_is_no_pattern, make_folder, output_path, write_atomically
 from t0repro.progress import working
 from t0repro.tasks.prompt_cache import folders, shards
-from t0repro.tasks.prompt_cache.beam import BeamWorkers
 from t0repro.tasks.prompt_cache.plan import (
     CachedTask,
     CachePlan,
@@ -33,7 +32,13 @@ from t0repro.tasks.prompt_cache.plan import (
     make_plan,
 )
 from t0repro.tasks.prompt_cache.prompts import Statistics, features
-from t0repro.tasks.prompt_cache.shards import Piece, PieceResult, SpooledRows, save_array
+from t0repro.tasks.prompt_cache.shards import (
+    BeamWorkers,
+    Piece,
+    PieceResult,
+    SpooledRows,
+    save_array,
+)
 from t0repro.tasks.registration import needs_seqio
 from t0repro.words import counted
 
