@@ -114,39 +114,15 @@ def read_note(folder: str | os.PathLike[str]) -> AdapterNote:
         ) from error
 
 
-class AdapterCheckpoint(Protocol):
-    """An adapter's open checkpoint; its tensors are named as those of a model, `target/...`."""
+class AdapterCheckpoint(CheckpointReader, Protocol):
+    """An adapter's open checkpoint; its tensors are named as those of a model, `target/...`.
 
-    @property
-    def ref(self) -> CheckpointRef:
-        """The checkpoint being read."""
-        ...
+    It has no norms, so its `norm_names` are None.
+    """
 
     @property
     def note(self) -> AdapterNote:
         """The note of the adapter and its base."""
-        ...
-
-    @property
-    def norm_names(self) -> naming.NormNames | None:
-        """None: an adapter has no norms."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Flat key -> shape and type, those of the slots and the step included."""
-        ...
-
-    def read(self, key: str) -> np.ndarray:
-        """Reads one tensor.
-
-        Raises:
-          UserError: If its file is damaged.
-        """
-        ...
-
-    def native_name(self, key: str) -> str:
-        """The name of a tensor in its format."""
         ...
 
 
@@ -239,6 +215,7 @@ def check_continues(own: AdapterCheckpoint, adapter: Adapter, shape: ModelShape)
     """Raises a UserError unless an adapter's training can start from a checkpoint's adapter."""
     check_shape(own, adapter, shape)
     then, now = own.note.adapter.scale, adapter.scale
+    # The shapes do not show the scale, and the same parameters change the kernels by it.
     if not math.isclose(then, now, rel_tol=1e-6):
         raise UserError(
             f"The adapter was trained with alpha / rank = {then:g}, and here it is {now:g}.",

@@ -71,6 +71,7 @@ def arithmetic(
       UserError: If config.json and the gin text disagree, or name arithmetic that no T5 here has.
     """
     bound = {}
+    # T5X's file first: what a training run here wrote says more, and wins.
     if storage.is_file(config := _beside(ref, T5X_CONFIG)):
         bound = gin_shapes.bound_arithmetic(storage.read(config).decode(), Path(config))
     if text:
@@ -162,6 +163,7 @@ def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
     if ref.format != "hf":
         return
     found = hf.read_arithmetic(ref.path)
+    # Two names of one function: T5X's gin files say silu, `hf_config` says swish.
     swish = tuple("swish" if name == "silu" else name for name in model.activations)
     for field, configured, said in (
         ("feed_forward_proj", swish, found.activations),
@@ -211,6 +213,7 @@ def _query_scale(ref: CheckpointRef) -> tuple[bool, str] | None:
         bound = gin_shapes.bound_arithmetic(text, Path(file)).get("scale_queries")
         if bound is not None:
             return bool(bound.value), f"{bound.place}: {bound.line}"
+        # A file that describes the model and leaves this unbound says T5X's default.
         if gin_shapes.describes_model(text, Path(file)):
             unbound = False, f"{file}, which leaves scale_attn_logits at False"
     return unbound

@@ -107,6 +107,7 @@ class Folder:
 
     def _info(self, name: str) -> TensorInfo:
         shape = self._file.tensors[name].shape
+        # torch keeps a kernel as [out, in], and PEFT a vector of (IA)3 as a matrix.
         shape = (math.prod(shape),) if name.endswith("ia3_l") else shape[::-1]
         return TensorInfo(shape, np.dtype(np.float32))
 

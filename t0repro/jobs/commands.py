@@ -135,6 +135,7 @@ def check(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
             where="--final_auxiliary_job_steps",
             fix="Give 0 for continuous evaluation, or the number of steps.",
         )
+    # First, because `target` and `run_mode` split it too.
     _check_command(settings.build_target)
     if settings.target != "train":
         _check_evaluation(settings)
@@ -261,7 +262,9 @@ def check_by_dry_run(
         words = [*settings.command(values, macros), "--dry_run"]
         done = subprocess.run(
             [sys.executable if word == INTERPRETER else word for word in words],
+            # The checkpoint that the first job will read does not exist yet.
             env={**os.environ, **environment, NO_CHECKPOINT_YET: "1"},
+            # A user's module that asks something would wait for ever.
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -273,5 +276,6 @@ def check_by_dry_run(
 
 def _message(said: str) -> str:
     """A command's own error, with where and what to do, from all of its output."""
+    # What libraries print on import comes before it.
     _, mark, message = said.rpartition("\nt0repro: ")
     return (message if mark else said).strip()

@@ -72,6 +72,7 @@ class Links:
         if place.exists():
             return True
         try:
+            # Renamed when it is whole, so that a pin that exists can be used.
             with atomic_directory(place) as temporary:
                 _link(ref, temporary)
                 copy = str(temporary / os.path.basename(ref.path))
@@ -130,6 +131,7 @@ class Leases:
         for step in self._held.keys() - set(steps):
             lease, checkpoint = self._held.pop(step)
             lease.release()
+            # A lease only delays: the training run has marked what it wanted to remove meanwhile.
             if leases.is_unwanted(checkpoint):
                 remove_checkpoint(buckets.place(checkpoint))
 
@@ -149,6 +151,7 @@ def _link(ref: CheckpointRef, place: Path) -> None:
 def _link_or_copy(source: str, target: str) -> str:
     try:
         os.link(source, target)
+    # A file that is gone cannot be copied either; `pin` then asks whether the checkpoint is.
     except FileNotFoundError:
         raise
     except OSError:  # a file system without links

@@ -78,6 +78,7 @@ def models_sections(models: Models) -> list[Section]:
         )
         for entry in models.datasets
         for pair in entry.pairs
+        # Two models with one run each are compared below, run by run.
         if pair.interval is not None
     )
     if pairs:
@@ -193,6 +194,7 @@ def scores_in_words(compared: RunComparison) -> list[str]:
     """Sentences: where predictions differ, the largest differences, tasks in one run only."""
     worst = compared.worst
     lines = [checkpoints_in_words(compared)]
+    # Reports before schema 5 have no corrected p-values to tell runs apart by.
     if compared.alike is not None:
         alike, every = compared.alike, len(compared.alike) == len(compared.datasets)
         names = "any dataset" if every else ", ".join(alike)
