@@ -157,6 +157,7 @@ def _sources(
             continue
         source = description.rows
         name = _name(source, split)
+        # All tasks of a dataset read the same rows.
         if name in found or name in absent:
             continue
         if split not in source.files_of_splits:
@@ -271,6 +272,7 @@ class _Part:
                 match = self.matches.get((name, row))
                 if match is None:
                     continue
+                # With spaces around, so that only whole words match.
                 texts = [
                     f" {' '.join(words)} "
                     for field, words in _fields(content)

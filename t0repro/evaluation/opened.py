@@ -81,6 +81,7 @@ def open_checkpoint(
     from t0repro.training.train_state import checkpoint_shapes
 
     ref = sources.find_checkpoint(path, step)
+    # What an adapter alone shows does not describe the model.
     if is_adapter(ref):
         where = sources.base_of(ref).path
         base = open_checkpoint(where, None, activation, model_parallelism)

@@ -94,6 +94,7 @@ def select_tasks(
     others = [task for task in tasks if not _ranks(task)]
     _check_modes(mixture, modes, ranked, others)
     left_out = _left_out(mixture, tasks, split, only_at_hand=at_hand and not use_cached)
+    # Caches first: reading one that is damaged would fail hours later.
     if use_cached:
         held = [task for task in tasks if task.name not in left_out]
         check_readable(mixture, split, use_cached=True, tasks=held)
@@ -126,6 +127,7 @@ def _check_modes(
     mixture: str, modes: Sequence[str], ranked: Sequence[Any], others: Sequence[Any]
 ) -> None:
     """Refuses tasks that cannot be evaluated in any of the modes."""
+    # A task in no mode would be left out silently.
     if "generate" not in modes and others:
         raise UserError(
             f"Tasks have no answer choices to rank: {some([task.name for task in others])}.",
@@ -152,6 +154,7 @@ def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool
     if not any(split in task.splits for task in tasks):
         raise no_task_has(mixture, split, "--split")
     left_out = {task.name: f"no split {split}" for task in tasks if split not in task.splits}
+    # Nothing would be reported of such a task.
     left_out |= {task.name: "no metric" for task in tasks if not _has_metric(task)}
     if only_at_hand:
         left_out |= not_at_hand(tasks, split, use_cached=False)

@@ -68,6 +68,7 @@ def import_results(results: str | os.PathLike[str], folder: Path) -> tuple[Path,
     }
     if not ranked:
         raise UserError("No task in these results ranks choices.", where=str(path), fix=_RUN_AGAIN)
+    # The harness evaluates the test split of a task that has one.
     splits = {each.get("test_split") or each.get("validation_split") for each in ranked.values()}
     eval_dir = folder / f"{splits.pop() if len(splits) == 1 else 'all'}_eval"
     make_folder(eval_dir)
@@ -87,6 +88,7 @@ def import_results(results: str | os.PathLike[str], folder: Path) -> tuple[Path,
 
 
 def _latest(folder: Path) -> Path:
+    # A file's name ends with the date, so the last one is the latest.
     found = sorted(folder.rglob("results_*.json"), key=lambda path: path.name)
     if not found:
         raise UserError(
@@ -125,6 +127,7 @@ def _import_task(task: str, samples: Path, expected: int | None, eval_dir: Path)
             where=str(samples),
             fix="Copy the file again, or run lm_eval again.",
         )
+    # Only a task of ours has a twin that ranks the same choices.
     name = task + SCORE_EVAL_SUFFIX if ours else task
     columns = zip(*pairs, strict=True)
     endings = ("inputs", "targets", f"{STEP}_predictions")
@@ -136,6 +139,7 @@ def _import_task(task: str, samples: Path, expected: int | None, eval_dir: Path)
 def _pairs(sample: Mapping[str, Any]) -> Iterator[tuple[str, Any, float]]:
     """(input, target, log-likelihood) of each choice, as score_eval writes them."""
     doc, arguments = sample["doc"], sample["arguments"]
+    # Of each choice: its log-likelihood, and whether greedy decoding gives it.
     scores = [float(score[0]) for score in sample["filtered_resps"]]
     if not scores:
         raise ValueError("it has no scores")
@@ -278,6 +282,7 @@ def _samples(scores: TaskScores, task: TaskDescription, split: str) -> Iterator[
             "filtered_resps": responses,
             "filter": "none",
             "metrics": ["acc"],
+            # The harness hashes these texts in this form.
             "doc_hash": _digest(json.dumps(doc, indent=2, ensure_ascii=False)),
             "prompt_hash": _digest(doc["inputs"]),
             "target_hash": _digest(str(doc["label"])),

@@ -119,6 +119,7 @@ def compare_models(
             where=" and ".join(str(run.eval_dir) for run in runs),
             fix="Evaluate the same mixture in all.",
         )
+    # All p-values are corrected together, so they are collected first.
     datasets, p_below = [], []
     for dataset, tasks in tasks_by_dataset(shared, prompts).items():
         outcomes = common_outcomes([[each[task] for task in tasks] for each in found])
@@ -160,6 +161,7 @@ def common_outcomes(runs: Sequence[Sequence[RankResult]]) -> list[Outcomes]:
         for column, result in enumerate(results):
             rows = np.searchsorted(examples, result.example)
             right[at, rows, column], weight[at, rows, column] = result.correct, result.weight
+    # An outcome that one run lacks counts for none.
     weight = np.where((weight > 0).all(0), weight, 0.0)
     kept = (weight > 0).any((0, 2))
     return [Outcomes(r[kept], w[kept]) for r, w in zip(right, weight, strict=True)]
@@ -184,6 +186,7 @@ def _pair(
     a: str, b: str, first: Sequence[Outcomes], second: Sequence[Outcomes], bootstrap: Bootstrap
 ) -> ModelPair:
     if len(first) == len(second) == 1:
+        # McNemar's test reads how many more prompts the second run gets right on an example.
         gain = (second[0].right - first[0].right) * (second[0].weight > 0)
         difference = float(second[0].accuracy.mean() - first[0].accuracy.mean())
         return ModelPair(a, b, difference, mcnemar(gain.astype(np.int64).sum(-1)))
