@@ -266,6 +266,7 @@ def _left_behind(reader: CheckpointReader) -> list[str]:
     return [
         f"T5X's place in its training data ({storage.name(file)}) is left out: it is one of"
         " tf.data's iterators, which only the same SeqIO pipeline can take up again."
+        # Each host has a file of its own; one stands for all.
         for file in files[:1]
     ]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,6 +23,9 @@ from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import source
 from t0repro.errors import UserError
 from t0repro.jobs.options import AuxiliaryOptions
+
+if TYPE_CHECKING:
+    from t0repro.cloud.machines import Machine
 
 app = typer.Typer(name="aux", invoke_without_command=True)
 
@@ -114,30 +118,55 @@ def status(
 # ---- `t0repro launch`: a command as several processes on a cluster -------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class MachineOptions:
+    """Where the processes run, and the engine's own options."""
+
+    # With `=`, because Click would otherwise parse --partition as an option of this command.
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="An option for the engine's own command, as --option=--partition=gpu."),
+    ] = None
+    machines: Annotated[
+        Path | None, typer.Option(help="A YAML file that defines platforms and cells.")
+    ] = None
+    platform: Annotated[
+        str | None, typer.Option(help="An entry in the file given by --machines.")
+    ] = None
+    cell: Annotated[str | None, typer.Option(help="An entry in the file given by --machines.")] = (
+        None
+    )
+
+    def machine(self) -> Machine:
+        """The machine of the file's entries, with the options of the command line after its own.
+
+        Raises:
+          UserError: If an entry is named without a file, or the file lacks it.
+        """
+        from t0repro.cloud.machines import find_machine
+
+        if self.machines is None and (self.platform or self.cell):
+            raise UserError(
+                f"No file of machines defines {self.platform or self.cell}.",
+                where="--platform" if self.platform else "--cell",
+                fix="Name the file of machines: --machines FILE.",
+            )
+        found = find_machine(self.machines, self.platform, self.cell)
+        return dataclasses.replace(found, options=[*found.options, *(self.option or ())])
+
+
+@with_groups
 def launch(
     context: typer.Context,
     to: Annotated[
         Literal["slurm", "k8s", "skypilot", "gcluster", "tpu-vm"],
         typer.Option("--to", help="The engine that starts the command."),
     ],
+    where: MachineOptions,
     name: Annotated[str, typer.Option(help="The job's name on the engine.")] = "t0repro",
     processes: Annotated[
         int, typer.Option(min=1, help="Number of processes; a TPU slice sets its own.")
     ] = 1,
-    # With `=`, because Click would otherwise parse --partition as an option of this command.
-    option: Annotated[
-        list[str] | None,
-        typer.Option(help="An option for the engine's own command, as --option=--partition=gpu."),
-    ] = None,
-    machines: Annotated[
-        Path | None, typer.Option(help="A YAML file that defines platforms and cells.")
-    ] = None,
-    platform: Annotated[
-        str | None, typer.Option(help="An entry in the file given by --machines.")
-    ] = None,
-    cell: Annotated[
-        str | None, typer.Option(help="An entry in the file given by --machines.")
-    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry_run", help="Print what the engine would receive, then exit.")
     ] = False,
@@ -151,10 +180,7 @@ def launch(
       t0repro launch --to slurm --processes 4 --option=--gpus-per-task=1 --dry_run
         -- t0repro train --gin_file run.gin --gin.MODEL_DIR="'runs/a'"
     """
-    import dataclasses
-
     from t0repro.cloud import engines, launching
-    from t0repro.cloud.machines import find_machine
 
     if not context.args:
         raise UserError(
@@ -162,15 +188,7 @@ def launch(
             where="the command line",
             fix="Write it after two dashes: t0repro launch --to slurm -- t0repro train ...",
         )
-    if machines is None and (platform or cell):
-        raise UserError(
-            f"No file of machines defines {platform or cell}.",
-            where="--platform" if platform else "--cell",
-            fix="Name the file of machines: --machines FILE.",
-        )
-    machine = find_machine(machines, platform, cell)
-    machine = dataclasses.replace(machine, options=[*machine.options, *(option or ())])
-    asked = launching.Launch(name, tuple(context.args), processes, machine)
+    asked = launching.Launch(name, tuple(context.args), processes, where.machine())
     if to == "tpu-vm":
         for command in launching.tpu_vm_commands(asked):
             typer.echo(shlex.join(command))

@@ -217,6 +217,15 @@ class SubmissionOptions:
     wait: Wait = False
     poll_seconds: PollSeconds = 15.0
 
+    def check(self, tracking: Tracking | None) -> None:
+        """Raises UserError for what XManager does in place of this command."""
+        if self.xmanager and (tracking or self.wait):
+            raise UserError(
+                "XManager keeps its own record of experiments, and waits for jobs itself.",
+                where="--xmanager",
+                fix="Leave out --experiment, --run_name and --wait, or --xmanager.",
+            )
+
 
 @app.command()
 @with_groups
@@ -265,12 +274,7 @@ def submit(
     place = Place(project, location, staging_bucket)
     request = job.request(display_name, image_uri, run.words(command or []))
     tracking = tracked.tracking()
-    if how.xmanager and (tracking or how.wait):
-        raise UserError(
-            "XManager keeps its own record of experiments, and waits for jobs itself.",
-            where="--xmanager",
-            fix="Leave out --experiment, --run_name and --wait, or --xmanager.",
-        )
+    how.check(tracking)
     if how.fit:
         check_fit(request.arguments, request.machines, dry_run=how.dry_run)
     if not how.dry_run:
