@@ -113,6 +113,7 @@ class JobJournal:
             before,
             state=_STATES[event["event"]],
             attempt=event.get("attempt", before.attempt),
+            # A user who asks for another try has removed the cause of the earlier failures.
             failures=0
             if event["event"] == "again"
             else before.failures + (event["event"] == "failed"),

@@ -29,11 +29,10 @@ import tensorflow
 from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
 from t0repro.files import make_folder, naming, write_atomically
-from t0repro.training.metrics import drop_partial_line, step_line
+from t0repro.training.metrics import METRICS_FILE, drop_partial_line, step_line
 
 tf = tensorflow.compat.v1
 
-METRICS_FILE = "metrics.jsonl"
 _SECONDS_BETWEEN_LINES = 5.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -348,7 +349,7 @@ def _check_made_of(task: seqio.Task, provenance: Mapping[str, Any], folder: Path
     # A prompted task has one vocabulary.
     model = getattr(task.output_features["targets"].vocabulary, "sp_model", None)
     differing = []
-    if model is not None and _sha256(model) != provenance["vocabulary"]["sha256"]:
+    if model is not None and model_digest(model) != provenance["vocabulary"]["sha256"]:
         differing.append("vocabulary")
     description = task_descriptions().get(task.name)
     if description is not None and template_digest(description) != provenance["template"]["sha256"]:
@@ -408,7 +409,10 @@ def _all_records(folder: Path, split: str) -> Iterator[bytes]:
         yield from read_records(path)
 
 
-def _sha256(model: bytes) -> str:
+@functools.lru_cache(maxsize=4)
+# A digest of a megabyte, asked for once per task.
+def model_digest(model: bytes) -> str:
+    """SHA-256 of a vocabulary's serialized model, as in provenance files."""
     return hashlib.sha256(model).hexdigest()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from t0repro.tasks.prompt_cache.folders import (
     MARKER,
     PROVENANCE,
     damage,
+    model_digest,
     remove_interrupted,
     rows_changed,
     template_digest,
@@ -378,7 +378,7 @@ class _Planner:
 
     def _vocabulary(self, task: TaskDescription) -> str:
         model = _model_of(task)
-        digest = _digest(model)
+        digest = model_digest(model)
         self.vocabularies[digest] = model
         return digest
 
@@ -402,7 +402,7 @@ class _Planner:
             return
         now = {
             "template": template_digest(task),
-            "vocabulary": _digest(_model_of(task)),
+            "vocabulary": model_digest(_model_of(task)),
             "seed": self.request.seed,
         }
         then = {
@@ -427,12 +427,6 @@ def _cached_splits(folder: Path) -> Sequence[str] | None:
     if not (folder / MARKER).is_file():
         return None
     return [path.name[len("info.") : -len(".json")] for path in folder.glob("info.*.json")]
-
-
-@functools.lru_cache(maxsize=4)
-# A digest of a megabyte, asked for once per task.
-def _digest(model: bytes) -> str:
-    return hashlib.sha256(model).hexdigest()
 
 
 def _model_of(task: TaskDescription) -> bytes:
