@@ -27,7 +27,6 @@ from t0repro.converters.witnesses import (
     MANIFEST,
     Manifest,
     Mismatch,
-    manifest_path,
     read_manifest,
 )
 from t0repro.errors import UserError
@@ -262,7 +261,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
     family = check_checkpoint(reader)
     check_slots_step(reader)
     check_run_files(reader.ref, family)
-    manifest = read_manifest(os.path.dirname(manifest_path(reader.ref)))
+    manifest = read_manifest(reader.ref.folder)
     if manifest and not manifest.is_of(reader.ref):
         manifest = None  # it describes another checkpoint of this directory
     problems: list[str] = []

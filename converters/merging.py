@@ -88,7 +88,7 @@ def unmerge(
 
 def _merged_from(ref: CheckpointRef) -> tuple[CheckpointRef, str]:
     """The adapter that a checkpoint was merged from, its base named, and the base's hash."""
-    manifest = read_manifest(os.path.dirname(manifest_path(ref)))
+    manifest = read_manifest(ref.folder)
     is_own = manifest is not None and manifest.is_of(ref)
     source = json.loads(storage.read(manifest_path(ref)))["source"] if is_own else {}
     if "base" not in source:

@@ -221,7 +221,7 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
             where=ref.path,
             fix="Leave out --base.",
         )
-    manifest = read_manifest(os.path.dirname(manifest_path(ref)))
+    manifest = read_manifest(ref.folder)
     norm_names = manifest.norm_names if manifest else None
     if manifest and not manifest.is_of(ref):
         manifest = None  # it describes another checkpoint of this directory
