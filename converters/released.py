@@ -291,6 +291,7 @@ def _chosen(
     return {
         name: file
         for name, file in names.items()
+        # The gin file shows what the sizes do not, such as the activation.
         if name.startswith(prefix) or name == "operative_config.gin"
     }
 

@@ -71,6 +71,7 @@ class T0ReproLM(LM):
         where = "--model_args"
         if checkpoint is None:
             raise UserError("No checkpoint is named.", where=where, fix="Add checkpoint=PATH.")
+        # Python's own error would end the harness with a traceback.
         if unknown:
             name = next(iter(unknown))
             known = (
@@ -91,6 +92,7 @@ class T0ReproLM(LM):
         if adapter is not None:
             self._checkpoint = with_adapter(self._checkpoint, adapter_at(str(adapter)))
         check_vocabulary_fits(self._vocabulary, self._checkpoint)
+        # A continuation is never cut, since its score would be another text's.
         self._eos, self._lengths = eos, {"inputs": max_length, "targets": 1 << 30}
         self._max_gen_toks, self._tokens_per_batch = max_gen_toks, tokens_per_batch
 
@@ -195,6 +197,7 @@ class T0ReproLM(LM):
                 where=f"generation_kwargs: {dict(options)}",
                 fix="Leave the task out, or pass --gen_kwargs do_sample=False.",
             )
+        # The harness's own models take any of these names.
         for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"):
             if name in options:
                 return int(options[name])
