@@ -70,13 +70,13 @@ def find_checkpoint(
     return _find(path, step, source)
 
 
-def find_adapter(path: str | os.PathLike[str], step: int | None = None) -> CheckpointRef:
+def find_adapter(path: str | os.PathLike[str]) -> CheckpointRef:
     """Finds an adapter's checkpoint, or a folder of PEFT's; see `find_checkpoint`.
 
     Raises:
       UserError: If there is none, or it is a whole model's.
     """
-    ref = find_checkpoint(path, step)
+    ref = find_checkpoint(path)
     check_is_adapter(ref)
     return ref
 

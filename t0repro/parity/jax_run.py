@@ -75,7 +75,6 @@ def run_jax(
     tensors: bool = False,
     gradients: bool = False,
     scored: Sequence[Mapping[str, Any]] = (),
-    seed: int = 0,
 ) -> StackResult:
     """Trains on the batches, one step each, from a checkpoint's tree.
 
@@ -87,7 +86,6 @@ def run_jax(
       tensors: whether to return activations and token losses of the first batch.
       gradients: whether to return gradients of the first batch.
       scored: examples to score with the initial parameters.
-      seed: seed for dropout.
 
     Raises:
       UserError: if the checkpoint does not fit the model.
@@ -109,7 +107,7 @@ def run_jax(
         optimizer,
         make_schedule(config.schedule),
         num_microbatches=config.num_microbatches,
-        dropout_key=jax.random.key(seed),
+        dropout_key=jax.random.key(0),
     )
     # In the trainer's form, so that the comparison covers the code that trains.
     state = with_stacks(T5Model(model), state)

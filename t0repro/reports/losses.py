@@ -101,26 +101,26 @@ def metric_rows(metrics: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[int, float]:
-    """Reads the loss of each step from a metrics.jsonl, by ascending step.
+def read_losses(metrics: str | os.PathLike[str]) -> dict[int, float]:
+    """Reads the training loss of each step from a metrics.jsonl, by ascending step.
 
     If a step occurs twice, as after a restart from an earlier checkpoint, its last line counts.
-    Lines of another split or without a loss are skipped.
+    Lines of evaluations or without a loss are skipped.
 
     Raises:
-      UserError: if no line has a loss of the split, or as metric_rows does.
+      UserError: if no line has a training loss, or as metric_rows does.
     """
     rows = list(metric_rows(metrics))
     losses = {
         int(row["step"]): float(row["loss"])
         for row in rows
         # Keep NaN and infinity here: each caller decides what such a loss means.
-        if row.get("split") == split and row.get("loss") is not None
+        if row.get("split") == "train" and row.get("loss") is not None
     }
     if not losses:
         lines = f"none of its {counted(len(rows), 'line')} has one" if rows else "it is empty"
         raise UserError(
-            f"This file has no loss of the split {split!r}: {lines}.",
+            f"This file has no loss of the split 'train': {lines}.",
             where=str(metrics),
             fix="Name the metrics.jsonl of a run that has made a step.",
         )
@@ -176,9 +176,9 @@ def loss_curve(metrics: str | os.PathLike[str], label: str) -> LossCurve | None:
     return LossCurve(label, steps, losses, len(found))
 
 
-def thinned_losses(compared: LossComparison, count: int = MAX_ROWS) -> list[LossRow]:
+def thinned_losses(compared: LossComparison) -> list[LossRow]:
     """The rows to show: evenly spaced if there are many, and always including the worst."""
-    rows = thinned(compared.rows, count)
+    rows = thinned(compared.rows, MAX_ROWS)
     # Compare by identity: an equal row at another step is not the worst.
     if not any(row is compared.worst for row in rows):
         rows = sorted([*rows, compared.worst], key=lambda row: row.step)

@@ -33,6 +33,7 @@ from t0repro.evaluation.rank import RankResult
 
 _EXACT_EXAMPLES = 100  # up to this many differing examples, McNemar's test is exact
 _FEW_PROMPTS = 5
+_POWER = 0.8  # of a difference that counts as detectable
 _WEIGHTS_AT_ONCE = 2_000_000  # weights in memory at once, 16 MB
 
 
@@ -362,22 +363,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def detectable_difference(
-    standard_error: float, bootstrap: Bootstrap, power: float = 0.8
-) -> float | None:
-    """The smallest difference that a comparison finds with the given power.
+def detectable_difference(standard_error: float, bootstrap: Bootstrap) -> float | None:
+    """The smallest difference that a comparison finds with a power of 80%.
 
     None if nothing varies: the sample then does not show how much another would.
 
     Args:
       standard_error: That of the difference.
       bootstrap: The confidence at which a difference counts as found.
-      power: The probability of finding it.
     """
     if not standard_error:
         return None
     quantile = NormalDist().inv_cdf
-    return (quantile((1 + bootstrap.confidence) / 2) + quantile(power)) * standard_error
+    return (quantile((1 + bootstrap.confidence) / 2) + quantile(_POWER)) * standard_error
 
 
 def reweighted(outcomes: Outcomes, dataset: str, bootstrap: Bootstrap) -> Reweighted:
