@@ -2,6 +2,7 @@
 
     full      matmuls over the full matrix of weights: the reference, and the choice for small ones
     blocks    a block of queries at a time, in JAX (t0repro.model.blockwise_attention): anywhere
+    tpu       a Pallas kernel (t0repro.model.tpu_attention): on TPUs from v4 on
     cpu       a kernel in C++ (t0repro.model.cpu_attention): float32, on one CPU
 
 The position bias depends only on the offset of a key from its query, so it is passed as [heads,
@@ -16,12 +17,12 @@ so each weight is 1 rather than 1 over that number. All implementations do the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from t0repro.model import cpu_attention
+from t0repro.model import cpu_attention, tpu_attention
 from t0repro.model.shapes import Array, Bool, Float, Int
 from t0repro.partitioning import memory
 from t0repro.partitioning.rules import parts_of
@@ -31,9 +32,12 @@ from t0repro.partitioning.rules import parts_of
 INVISIBLE = -1e9
 
 KERNEL_FROM = 1 << 23
-"""Bytes of attention logits from which a layer uses a kernel; XLA keeps fewer in cache."""
+"""Bytes of attention logits on a device from which a layer uses a kernel.
 
-Implementation = Literal["full", "blocks", "cpu"]
+A CPU keeps fewer in its cache.
+"""
+
+Implementation = Literal["full", "blocks", "cpu", "tpu"]
 
 
 class Visibility(NamedTuple):
@@ -106,6 +110,8 @@ def attention(
     # Scaling a key's value has the same effect as scaling its weights.
     scale = dropped(jnp.ones((batch, heads, 1, keys), value.dtype))
     value = value * scale.swapaxes(2, 3)
+    if way == "tpu":
+        return tpu_attention.attention(query, key, value, position_bias, visibility)
     visibility = visibility.for_all(batch, length, keys)
     if way == "cpu":
         return cpu_attention.attention(query, key, value, position_bias, visibility)
@@ -127,21 +133,26 @@ def implementation(
       keys: keys of a row.
       float32: whether queries, keys and values all are.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    large = 4 * batch * heads * length * keys >= KERNEL_FROM
-    # XLA cannot shard a kernel across devices.
-    alone = mesh.empty or mesh.size == 1
+    device = _device()
+    size = 4 * batch * heads * length * keys // parts_of("batch", "heads")
     # A single query, as in decoding, has no block of queries to share the reads.
-    fits = large and alone and length > 1
-    if fits and float32 and _platform() == "cpu" and cpu_attention.available():
-        return "cpu"
+    if size >= KERNEL_FROM and length > 1:
+        # XLA cannot shard a kernel across devices. The TPU's shards itself, evenly.
+        mesh = jax.sharding.get_abstract_mesh()
+        alone = mesh.empty or mesh.size == 1
+        rows, others = divmod(batch, parts_of("batch"))
+        even = others == heads % parts_of("heads") == 0
+        fits = tpu_attention.fits(rows, length, keys)
+        if device.platform == "cpu" and alone and float32 and cpu_attention.available():
+            return "cpu"
+        if tpu_attention.supports(device.device_kind) and even and fits:
+            return "tpu"
     return "blocks" if number_of_blocks(batch, heads, length, keys) > 1 else "full"
 
 
-def _platform() -> str:
-    """The platform on which the code being traced will run."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else str(device.platform)
+def _device() -> Any:
+    """A device like those on which the code being traced will run."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def number_of_blocks(batch: int, heads: int, length: int, keys: int) -> int:

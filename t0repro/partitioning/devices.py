@@ -52,8 +52,12 @@ class Partitioning:
         )
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which traced code is sharded across the devices, if there are several."""
-        return contextlib.nullcontext() if self.mesh.size == 1 else jax.set_mesh(self.mesh)
+        """A context in which traced code is sharded across the devices, if there are several.
+
+        It also tells traced code of a single device that is only described, to compile for.
+        """
+        alone = self.mesh.size == 1 and self.mesh.devices.flat[0] in jax.devices()
+        return contextlib.nullcontext() if alone else jax.set_mesh(self.mesh)
 
     def shardings(self, tree: Any) -> Any:
         """The sharding of every array of a tree of parameters, or of a train state.

@@ -38,11 +38,23 @@ def count_flops(jaxpr: Any) -> int:
             total += _dot(equation)
         elif matmuls := KERNEL_MATMULS.get(equation.params.get("target_name")):
             total += matmuls * _kernel(equation)
+        elif equation.primitive.name == "pallas_call":
+            # Its jaxpr has one block's matmuls.
+            total += equation.params["cost_estimate"].flops
         else:
-            # A scan's body is one jaxpr that runs `length` times.
-            times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-            total += times * sum(count_flops(inner) for inner in _inner(equation.params))
+            inner = sum(count_flops(inner) for inner in _inner(equation.params))
+            total += _times(equation) * inner
     return total
+
+
+def _times(equation: Any) -> int:
+    """How often the jaxpr of an equation runs, on all devices together."""
+    if equation.primitive.name == "scan":
+        return equation.params["length"]
+    if equation.primitive.name == "shard_map":
+        mesh = equation.params["mesh"]
+        return math.prod(mesh.shape[axis] for axis in equation.params["manual_axes"])
+    return 1
 
 
 def _dot(equation: Any) -> int:

@@ -91,6 +91,17 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*divided))
 
 
+def activation_spec(*axes: str) -> PartitionSpec:
+    """The sharding of an activation with these axes, all of which divide evenly."""
+    return PartitionSpec(*map(_rules_in_scope().get, axes))
+
+
+def sum_over_shards(x: jax.Array, axis: str) -> jax.Array:
+    """The sum of x over the shards of a logical axis, in a `shard_map`; elsewhere x itself."""
+    mesh, name = jax.sharding.get_abstract_mesh(), _rules_in_scope().get(axis)
+    return jax.lax.psum(x, name) if name in mesh.manual_axes else x
+
+
 def parts_of(*axes: str) -> int:
     """Number of shards of an activation with these axes on the device mesh in scope."""
     mesh, rules = jax.sharding.get_abstract_mesh(), _rules_in_scope()
