@@ -4,7 +4,7 @@ As in FlashAttention (Dao et al., 2022), a block of weights exists only on the c
 backward pass recomputes it from two numbers per query. T5 adds to this:
 
     the position bias    is read by offset, and so is its gradient written
-    blocks of no use     that no query of theirs sees are neither read nor computed
+    blocks of no use     whose keys none of their queries sees are neither read nor computed
     blind queries        that see nothing get weights of 1, as with Mesh TensorFlow
 
 Arrays have positions last, [batch, heads, d_kv, length]. A TPU pads the last axis to 128, so that
@@ -99,7 +99,7 @@ def attention(
     query, key = query.astype(value.dtype), key.astype(value.dtype)
     given = (jnp.pad(x.swapaxes(2, 3), padding) for x in (query, key, value))
     sizes = _Sizes.of(length, key.shape[2])
-    attended = _attend(sizes, interpret, *given, position_bias, of_queries, of_keys)
+    attended: Any = _attend(sizes, interpret, *given, position_bias, of_queries, of_keys)
     return attended[:, :, :depth].swapaxes(2, 3)
 
 
@@ -391,7 +391,7 @@ def _call(
         out_shape=shapes,
         # A chip with two cores divides the heads between them.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", *["arbitrary"] * 3),
+            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
         ),
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
         interpret=interpret,
@@ -402,11 +402,12 @@ def _call(
 # ---- The kernels, on one block of queries and one of keys ----------------------------------------
 
 
-def _forward_kernel(sizes: _Sizes, biased: bool, read: Any, *refs: Any) -> None:
-    query, key, value, seen, keys_seen, *refs = refs
-    bias, slanted = (refs.pop(0), refs.pop()) if biased else (None, None)
-    y, sums, result, maximum, total = refs
-    _, b, i, j = map(pl.program_id, range(4))
+def _forward_kernel(sizes: _Sizes, biased: bool, read: Any, *given: Any) -> None:
+    query, key, value, seen, keys_seen, *others = given
+    bias: Any = others.pop(0) if biased else None
+    slanted: Any = others.pop() if biased else None
+    y, sums, result, maximum, total = others
+    b, i, j = map(pl.program_id, (1, 2, 3))
 
     if biased:
         pl.when((b == 0) & (i == 0) & (j == 0))(lambda: _slant(bias[0], slanted))
@@ -436,13 +437,13 @@ def _forward_kernel(sizes: _Sizes, biased: bool, read: Any, *refs: Any) -> None:
         sums[0, 0, 1:2] = total[...] * scale
 
 
-def _backward_kernel(sizes: _Sizes, biased: bool, read: Any, *refs: Any) -> None:
-    query, key, value, seen, keys_seen, *refs = refs
-    bias, slanted, d_slanted = None, None, None
-    if biased:
-        bias, *refs, slanted, d_slanted = refs
-    d_y, of_rows, d_query, d_key, d_value, *d_bias, query_sum, key_sum, value_sum = refs
-    _, b, j, i = map(pl.program_id, range(4))
+def _backward_kernel(sizes: _Sizes, biased: bool, read: Any, *given: Any) -> None:
+    query, key, value, seen, keys_seen, *others = given
+    bias: Any = others.pop(0) if biased else None
+    d_slanted: Any = others.pop() if biased else None
+    slanted: Any = others.pop() if biased else None
+    d_y, of_rows, d_query, d_key, d_value, *d_bias, query_sum, key_sum, value_sum = others
+    b, j, i = map(pl.program_id, (1, 2, 3))
     first, last = (i == 0) & (j == 0), (i == sizes.blocks - 1) & (j == sizes.key_blocks - 1)
 
     if biased:
