@@ -3,6 +3,7 @@
 import jax
 
 from t0repro.model.t5 import initial_parameters
+from t0repro.partitioning.devices import put
 from t0repro.training.models import T5Model
 from t0repro.training.train_state import new_train_state
 from t0repro.training.train_step import jitted_train_step, make_train_step, with_stacks
@@ -17,7 +18,7 @@ def run_steps(model, optimizer, schedule, batches, partitioning, *, microbatches
     state = new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
     state = with_stacks(T5Model(model), state) if stacks else state
     if several:
-        state = jax.device_put(state, several.shardings(state))
+        state = jax.tree.map(put, state, several.shardings(state))
     step = make_train_step(
         model,
         optimizer,
@@ -26,11 +27,13 @@ def run_steps(model, optimizer, schedule, batches, partitioning, *, microbatches
         dropout_key=jax.random.key(1),
         partitioning=several,
     )
-    put = several.put_batch if several else jax.device_put
+    put_batch = several.put_batch if several else jax.device_put
     with partitioning.active():
-        compiled = jitted_train_step(step, state, several).lower(state, put(batches[0])).compile()
+        compiled = (
+            jitted_train_step(step, state, several).lower(state, put_batch(batches[0])).compile()
+        )
     losses = []
     for batch in batches:
-        state, values = compiled(state, put(batch))
+        state, values = compiled(state, put_batch(batch))
         losses.append(float(values["loss"]))
     return losses, state, compiled

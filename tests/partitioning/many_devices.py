@@ -2,8 +2,10 @@
 
     XLA_FLAGS=--xla_force_host_platform_device_count=512 python -P many_devices.py
 
-trains a tiny T5 1.1 on all devices of the process, model 8 and the others along data: with 512
-devices that is T0's layout on a v3-512. Prints JSON.
+trains a tiny T5 1.1 on all devices, model 8 and the others along data. Prints JSON.
+
+XLA computes on at most 256 threads, and each device's waits for the others, so T0's layout on a
+v3-512 takes two processes, each with 256 devices, which are told COORDINATOR COUNT INDEX.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ from tiny_models import batches, model_config, run_config
 
 from t0repro.config.run_config import Layout, MomentumConfig
 from t0repro.model.t5 import T5
-from t0repro.partitioning.devices import choose
+from t0repro.partitioning.devices import choose, fetched
 from t0repro.partitioning.program_costs import collectives, counts
 from t0repro.runs.precompile import train_programs
 from t0repro.training.optimizers import make_optimizer
@@ -51,7 +53,8 @@ def trained(config, devices, steps):
         partitioning,
         microbatches=config.num_microbatches,
     )
-    return losses, jax.device_get(single_layers(state)), compiled, partitioning
+    state = single_layers(jax.tree.map(fetched, state))
+    return losses, state, compiled, partitioning
 
 
 def largest(one, other):
@@ -68,7 +71,7 @@ def compared(config, steps):
     """How a run on all devices differs from one on the first, and its program."""
     losses, state, compiled, partitioning = trained(config, jax.devices(), steps)
     alone = dataclasses.replace(config, layout=Layout())
-    expected, wanted, *_ = trained(alone, jax.devices()[:1], steps)
+    expected, wanted, *_ = trained(alone, jax.local_devices()[:1], steps)
     found = {
         "losses": max(abs(one / other - 1) for one, other in zip(losses, expected, strict=True)),
         "parameters": largest(state.params, wanted.params),
@@ -79,6 +82,9 @@ def compared(config, steps):
 
 def main():
     started = time.monotonic()
+    if len(sys.argv) > 1:
+        coordinator, count, index = sys.argv[1:]
+        jax.distributed.initialize(coordinator, int(count), int(index))
     devices = jax.device_count()
     layout = Layout(devices // MODEL_PARALLELISM, MODEL_PARALLELISM)
     config = run_config("unused", 1, model=MODEL, layout=layout)
