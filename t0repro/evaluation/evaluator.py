@@ -31,7 +31,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.task_output import judge_of_registered
 from t0repro.event_files import EventWriter, event_writer
-from t0repro.files import make_folder
+from t0repro.files import write_atomically
 from t0repro.log_records import only_records
 from t0repro.model.layer_stacks import by_layer, stacks_in
 from t0repro.model.t5 import T5
@@ -223,6 +223,14 @@ def functions_of(
     return UserModelFunctions(model, params, batch_size, seed)
 
 
+def _drop_repeated_rows(path: Path) -> None:
+    """Drops the rows of an evaluation that was killed after it had written them, and repeated."""
+    rows = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    different = list(dict.fromkeys(rows))
+    if len(different) < len(rows):
+        write_atomically(path, "".join(different))
+
+
 def _batches(
     dataset: Any, params: Any, batch_size: int, seed: int
 ) -> Iterator[tuple[list[int], dict[str, np.ndarray], jax.Array]]:
@@ -278,7 +286,7 @@ class TaskEvaluator:
         compat.install()
         import seqio
 
-        self._data, self._decoding = data, decoding
+        self._data, self._decoding, self._folder = data, decoding, Path(folder) / FOLDER
         self._num_examples = evaluator.num_examples
         self._evaluator = seqio.Evaluator(
             data.mixture_or_task_name,
@@ -289,7 +297,7 @@ class TaskEvaluator:
             sequence_length=None if data.sequence_length is None else dict(data.sequence_length),
             num_examples=evaluator.num_examples,
             logger_cls=[_logger_class(logger) for logger in evaluator.loggers],
-            log_dir=os.path.join(os.fspath(folder), FOLDER),
+            log_dir=os.fspath(self._folder),
             use_memory_cache=data.use_memory_cache and evaluator.use_memory_cache,
             async_compute_metrics=False,  # an error in a metric must stop the run where it occurs
         )
@@ -324,6 +332,8 @@ class TaskEvaluator:
                 if self._num_examples is None:
                     raise
                 raise _odd_number(f"{error}.", self._num_examples) from error
+        for task in self.tasks:
+            _drop_repeated_rows(self._folder / f"{task}-metrics.jsonl")
         return {task: _numbers(values) for task, values in metrics.result().items()}
 
 
@@ -459,9 +469,10 @@ class DescribedEvaluator:
             values = {f"eval/{name}": value for name, value in metrics.items()}
             self._writers[task].write_scalars(step, values)
         else:
-            make_folder(self._folder)
-            with open(self._folder / f"{task}-metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
+            path = self._folder / f"{task}-metrics.jsonl"
+            rows = path.read_text(encoding="utf-8") if path.exists() else ""
+            write_atomically(path, rows + json.dumps({"step": step, **metrics}) + "\n")
+            _drop_repeated_rows(path)
             if logger.write_n_results != 0:
                 lines = itertools.islice(self._lines(task, columns), logger.write_n_results)
                 path = self._folder / f"{task}-{step:06}.jsonl"

@@ -130,6 +130,14 @@ def test_metrics_and_files_are_those_of_seqios_evaluator(monkeypatch, evaluate, 
     assert json.dumps(ours, sort_keys=True) == json.dumps(theirs, sort_keys=True)
 
 
+@pytest.mark.parametrize("made", [evaluator.DescribedEvaluator, evaluator.TaskEvaluator])
+def test_a_repeated_evaluation_leaves_each_row_once(monkeypatch, evaluate, made):
+    monkeypatch.setattr(evaluator, "described_with_metrics", lambda *_: [described(RANKED)])
+    _, first, _ = evaluate(made, RANKED, None, 12)
+    _, again, _ = evaluate(made, RANKED, None, 12)
+    assert again == first and len(first[f"{RANKED}-metrics.jsonl"]) == 1
+
+
 def test_too_few_pairs_to_rank_are_refused(monkeypatch, evaluate):
     monkeypatch.setattr(evaluator, "described_with_metrics", lambda *_: [described(RANKED)])
     with pytest.raises(UserError, match="num_examples = 11"):

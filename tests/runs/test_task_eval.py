@@ -275,6 +275,23 @@ def test_a_damaged_record_of_evaluations_is_not_believed(model_dir, tmp_path, co
     assert list(evaluate_checkpoints(made)) == [3]
 
 
+def test_an_evaluation_that_died_before_its_record_leaves_each_row_once(model_dir, tmp_path):
+    made = plan(model_dir / "checkpoint_3", tmp_path, name=RANKED)
+    evaluate_checkpoints(made)
+    (metrics,) = tmp_path.rglob("*-metrics.jsonl")
+    first = metrics.read_bytes()
+    assert first.count(b"\n") == 1
+    (record,) = tmp_path.rglob("evaluated.json")
+    record.unlink()
+    assert list(evaluate_checkpoints(made)) == [3]
+    assert metrics.read_bytes() == first
+    # Other metrics of the same step are added.
+    metrics.write_bytes(b'{"step": 3, "accuracy": 77.0}\n')
+    record.unlink()
+    evaluate_checkpoints(made)
+    assert metrics.read_bytes() == b'{"step": 3, "accuracy": 77.0}\n' + first
+
+
 def test_names_are_mapped_as_the_file_says(model_dir, tmp_path):
     rules = r"[('target/decoder/(.*)', 'target/decoder/\\1')]"  # gin reads escapes
     mapped = plan(
