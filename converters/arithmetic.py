@@ -105,7 +105,7 @@ def arithmetic(
 
 
 def open_configured(
-    ref: CheckpointRef, model: ModelConfig, *, slots: bool = True
+    ref: CheckpointRef, model: ModelConfig, *, slots: bool = True, keep_shared: bool = False
 ) -> dict[str, StoredTensor]:
     """Opens a checkpoint in the form that a run's model needs; reads each tensor when it is used.
 
@@ -115,6 +115,7 @@ def open_configured(
       ref: The checkpoint.
       model: The run's model.
       slots: False omits the optimizer slots.
+      keep_shared: Whether the shared bias stays in the result too, for rules that name it.
 
     Raises:
       UserError: Like `check_configured` and `sources.open_any`.
@@ -122,7 +123,7 @@ def open_configured(
     check_configured(ref, model)
     tree = sources.open_tree(ref, slots=slots)
     repeated = repeated_biases(tree, model)
-    shared = {name: tree.pop(name) for name in set(repeated.values())}
+    shared = {name: tree[name] if keep_shared else tree.pop(name) for name in {*repeated.values()}}
     return tree | {name: shared[source] for name, source in repeated.items()}
 
 

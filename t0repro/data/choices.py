@@ -35,7 +35,7 @@ class Choices:
 
 
 class ChoiceBatches(ResumableBatches):
-    """Endless unpacked batches of a prompted mixture or task; implements `start.BatchSource`.
+    """Endless unpacked batches of a prompted mixture or task; implements `feed.BatchSource`.
 
     The task of each row is sampled by the tasks' rates. Each task's examples are reshuffled for
     every pass over them.

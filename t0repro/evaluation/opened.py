@@ -144,8 +144,8 @@ def with_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:
     import jax
 
     from t0repro.adapters import joined
-    from t0repro.model.t5 import T5
-    from t0repro.training.train_state import adapter_shapes, parameters_from_flat_tree
+    from t0repro.model.t5 import T5, adapter_shapes
+    from t0repro.training.train_state import parameters_from_flat_tree
 
     check_adapter_fits(base, own)
     adapter = own.note.adapter

@@ -56,6 +56,18 @@ def stacked(tree: Any, towers: Towers, stack: Stack = jnp.stack) -> dict[str, An
     return found
 
 
+def is_alike(tree: Any, towers: Towers) -> bool:
+    """Whether all layers of each tower are the same kind of tree, so that they can be stacked."""
+
+    def kinds(layers: Sequence[Any]) -> set[Any]:
+        return {jax.tree.structure(layer) for layer in layers}
+
+    return isinstance(tree, dict) and all(
+        len(kinds([tree[tower][layer_name(index)] for index in range(count)])) == 1
+        for tower, count in towers.items()
+    )
+
+
 def rows(stack: Any) -> Sequence[Any]:
     """The arrays of all layers of a stack; for a numpy array, views of it."""
     return [stack[index] for index in range(stack.shape[0])]

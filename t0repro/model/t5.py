@@ -19,18 +19,21 @@ loss; the decoder reads its absolute value.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t0repro.adapters import LORA_A, LORA_B, shapes_of
 from t0repro.config.run_config import DTypePolicy, ModelConfig
 from t0repro.model.attention import Visibility
 from t0repro.model.blocks import Memory, Tower, vocabulary
-from t0repro.model.initial import sample_parameters
+from t0repro.model.initial import flax_hash, sample_parameters
 from t0repro.model.layers import Embedding, keys_and_values, logits_dtype
 from t0repro.model.shapes import Array, Bool, Float, Int
 
@@ -369,12 +372,50 @@ def initial_parameters(model: T5, key: jax.Array, shardings: Any = None) -> dict
     # No parameter's shape depends on the batch, so one token per row is enough.
     names = ("targets",) if model.config.decoder_only else ("inputs", "targets")
     batch = {name: jnp.zeros((1, 1), jnp.int32) for name in names}
-    return sample_parameters(model, key, batch, shardings)
+    # Rematerialization changes no parameter, so one trace serves every policy.
+    declaring = model.clone(config=dataclasses.replace(model.config, recompute=None))
+    return sample_parameters(declaring, key, batch, shardings)
 
 
 def parameter_shapes(model: T5) -> Any:
     """The shapes of a model's parameters; nothing is allocated."""
     return jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+
+
+def adapter_shapes(model: T5) -> Any:
+    """The shapes of the parameters of a model's adapter, a nested dictionary."""
+    config = model.config
+    assert config.adapter is not None
+    flat = {
+        path: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for path, shape in shapes_of(config.adapter, config.shape).items()
+    }
+    return flax.traverse_util.unflatten_dict(flat, sep="/")
+
+
+def frozen_shapes(model: T5) -> Any:
+    """The shapes of the base's parameters in the type that they are held in."""
+    assert model.config.adapter is not None
+    dtype = jnp.dtype(model.config.adapter.base_dtype)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), parameter_shapes(model))
+
+
+def initial_adapter(model: T5, key: jax.Array) -> Any:
+    """Initial parameters of a model's adapter, with which it computes what its base computes.
+
+    LoRA's first factor is uniform within 1/sqrt(in), as in PEFT, and its second zero; (IA)3's
+    vectors are one.
+    """
+
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        name = path[-1].key
+        if name == LORA_A:
+            bound = leaf.shape[0] ** -0.5
+            own = jax.random.fold_in(key, np.uint32(flax_hash(*(part.key for part in path))))
+            return jax.random.uniform(own, leaf.shape, jnp.float32, -bound, bound)
+        return jnp.zeros(leaf.shape) if name == LORA_B else jnp.ones(leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(draw, adapter_shapes(model))
 
 
 def held_for_evaluation(model: T5, shapes: Any) -> Any:

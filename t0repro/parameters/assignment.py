@@ -1,13 +1,11 @@
-"""Names of checkpoint entries for a model: T5X's assignment_map, and Mesh TensorFlow's names."""
+"""T5X's assignment_map: which entry of a checkpoint fills which entry of a model."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.parameters import naming
 
 WHERE = "utils.RestoreCheckpointConfig.assignment_map"
 Rules = Sequence[tuple[str, str | None]]
@@ -63,30 +61,3 @@ def assigned_names(
         if name not in found and name in stored and name not in given_away:
             found[name] = name
     return found
-
-
-def names_in_mtf(tree: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
-    """Mesh TensorFlow's names of a flat tree's entries; "" for entries that the model lacks.
-
-    Args:
-      tree: A flat tree, or its shapes.
-      variables: Mesh TensorFlow's name of each parameter, by path.
-    """
-
-    def named(key: str) -> str:
-        if key == naming.STEP:
-            return naming.MTF_STEP
-        try:
-            path, slot = naming.split_key(key)
-        except ValueError:
-            return ""
-        parameter = tree.get(naming.PARAMETERS + path)
-        if path not in variables or parameter is None:
-            return ""
-        if slot is None:
-            return variables[path]
-        if len(parameter.shape) < 2 and slot in ("v_row", "v_col"):
-            return ""  # an unused slot
-        return naming.join_mtf_slot(variables[path], naming.slot_to_mtf(slot, parameter.shape))
-
-    return {key: named(key) for key in tree}

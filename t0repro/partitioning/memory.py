@@ -3,7 +3,7 @@
 It has three sources, each more exact than the one before:
 
     estimate            the configuration alone; needs no JAX
-    runs/recomputation  activations counted from the shapes of the traced step
+    rematerialization   activations counted from the shapes of the traced step (training)
     compiled            the compiler's own figure for a program (runs/precompile)
 """
 
@@ -153,6 +153,24 @@ def _slot_entries(path: str, shape: tuple[int, ...], optimizer: OptimizerConfig 
 def assumed_length(run: RunConfig, feature: str) -> int:
     """Tokens per row of a feature; a guess if no length is bound."""
     return (run.sequence_length or {}).get(feature, _LENGTH)
+
+
+def batch_shapes(run: RunConfig) -> dict[str, tuple[int, int]]:
+    """The shapes [rows, length] of the features that a training run's model reads from a batch.
+
+    Exact if the lengths of inputs and targets are bound; see `assumed_length`.
+    """
+    data, rows = run.plan.train_data, run.batch_size
+    inputs, targets = assumed_length(run, "inputs"), assumed_length(run, "targets")
+    if (loss := run.model.choice_loss) is not None:
+        shapes = dict.fromkeys(("targets", "targets_segmentation"), (rows, loss.choices * targets))
+        return {"inputs": (rows, inputs), **shapes}
+    shapes = {"targets": (rows, targets)}
+    if not run.model.decoder_only:
+        shapes = {"inputs": (rows, inputs), **shapes}
+    if data is not None and data.pack:
+        shapes |= {f"{name}_segmentation": shape for name, shape in shapes.items()}
+    return shapes
 
 
 def _activations(

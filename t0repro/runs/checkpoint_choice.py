@@ -21,8 +21,8 @@ from t0repro.config.inference_plan import InferencePlan
 from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.converters import jax_tree, sources, storage
-from t0repro.converters.arithmetic import check_configured, open_configured, repeated_biases
-from t0repro.converters.tensors import CheckpointRef, StoredTensor
+from t0repro.converters.arithmetic import open_configured
+from t0repro.converters.tensors import CheckpointRef
 from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError
 from t0repro.evaluation.generation import generate_tokens, texts_of
@@ -356,16 +356,9 @@ def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any
 
     from t0repro.parameters.assignment import assigned_names
 
-    check_configured(ref, plan.model)
-    reader = sources.open_checkpoint(ref)
+    stored = open_configured(ref, plan.model, slots=False, keep_shared=True)
     wanted = [f"target/{name}" for name in flax.traverse_util.flatten_dict(shapes, sep="/")]
-    repeated = repeated_biases(reader.tensors, plan.model)
-    stored = {*reader.tensors, *repeated}
     names = assigned_names(wanted, stored, plan.restore.assignment_map)
-    tree = {
-        name: StoredTensor.of(reader, repeated.get(source, source))
-        for name, source in names.items()
-        if source is not None
-    }
+    tree = {name: stored[source] for name, source in names.items() if source is not None}
     # The map renames parameters only; the step has one name everywhere.
-    return tree | {naming.STEP: StoredTensor.of(reader, naming.STEP)}
+    return tree | {naming.STEP: stored[naming.STEP]}

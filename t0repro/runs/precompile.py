@@ -25,7 +25,7 @@ from t0repro.files import write_atomically
 from t0repro.model.decoding import generate
 from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
 from t0repro.partitioning.devices import Partitioning, choose, line_of
-from t0repro.partitioning.memory import Memory, assumed_length
+from t0repro.partitioning.memory import Memory, assumed_length, batch_shapes
 from t0repro.partitioning.program_costs import (
     Collective,
     bytes_per_device,
@@ -35,9 +35,10 @@ from t0repro.partitioning.program_costs import (
 from t0repro.partitioning.topologies import GIB, Chip, memory_of
 from t0repro.progress import working
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.rematerialization import decided, step_memory, train_shapes
+from t0repro.training.rematerialization import decided, step_memory
 from t0repro.training.schedules import make_schedule
-from t0repro.training.train_step import held_shapes, jitted_train_step, make_train_step
+from t0repro.training.train_state import held_shapes
+from t0repro.training.train_step import jitted_train_step, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +158,11 @@ def arranged(config: RunConfig, devices: Sequence[Any]) -> tuple[RunConfig, Part
       UserError: if the devices cannot be arranged as the layout asks.
     """
     partitioning = _partitioning(config, devices)
-    run, why = decided(config, partitioning, memory_of(devices[0]))
+    if config.mode != "train" or config.optimizer is None:
+        return config, partitioning, ""
+    held = held_shapes(T5(config.model, config.dtypes), make_optimizer(config.optimizer))
+    features, memory = batch_shapes(config), memory_of(devices[0])
+    run, why = decided(config, held, features, partitioning, memory)
     return run, partitioning, why
 
 
@@ -198,12 +203,12 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
         dropout_key=jax.random.key(0),
         partitioning=several,
     )
-    shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
-    batch = {name: _tokens(partitioning, *shape) for name, shape in shapes.items()}
+    features = batch_shapes(config)
+    batch = {name: _tokens(partitioning, *shape) for name, shape in features.items()}
     # Give the sharding even for one device, which need not be the default one.
     state = partitioning.divided(held_shapes(model, optimizer))
     jitted = jitted_train_step(step, state, several or partitioning)
-    by_shapes = step_memory(config, partitioning)
+    by_shapes = step_memory(config, state, features, partitioning)
     yield _compiled("train", jitted, (state, batch), partitioning, by_shapes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,25 +13,45 @@ from typing import Any
 import jax
 
 from t0repro.config.run_config import RunConfig
-from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig
+from t0repro.config.training_plan import TrainingPlan
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, count_parameters
 from t0repro.partitioning.devices import Partitioning, choose, line_of
-from t0repro.partitioning.processes import is_first
+from t0repro.partitioning.memory import batch_shapes
+from t0repro.partitioning.processes import is_first, output_folder
 from t0repro.partitioning.topologies import memory_of
 from t0repro.progress import say
+from t0repro.training.bad_update import ReportBadUpdate
 from t0repro.training.checkpoints import checkpoint_path, latest_step
-from t0repro.training.hooks import Hook, StopOnSignal, StoppedBySignal
-from t0repro.training.loop import TrainingLoop
-from t0repro.training.metrics import OpenWriter, Writer
+from t0repro.training.feed import Batches, Feed
+from t0repro.training.hooks import (
+    Hook,
+    SaveCheckpoints,
+    ShowProgress,
+    StopOnSignal,
+    StoppedBySignal,
+)
+from t0repro.training.loop import TrainingLoop, compiled_in_background
+from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, Writer
 from t0repro.training.models import model_of
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.planned import Evaluations, loop_of, still_evaluates
-from t0repro.training.rematerialization import compiled_in_background, decided
+from t0repro.training.partitioner import Partitioner
+from t0repro.training.planned import (
+    CollectGarbage,
+    Evaluate,
+    Evaluations,
+    RunProgress,
+    Summarise,
+    last_evaluated,
+    passes_nan,
+    shortest_period,
+    still_evaluates,
+    stops_on_nan,
+)
+from t0repro.training.rematerialization import decided
+from t0repro.training.run_state import RecordRunState
 from t0repro.training.schedules import make_schedule
 from t0repro.training.start import (
-    Batches,
-    Feed,
     RestoreFrom,
     chosen_seed,
     keys,
@@ -38,8 +59,11 @@ from t0repro.training.start import (
     new_state,
     started,
 )
-from t0repro.training.train_state import TrainState, frozen_shapes
-from t0repro.training.trainer import PreemptionError
+from t0repro.training.stopping import make_actions
+from t0repro.training.train_state import TrainState, stacked_layers, state_shapes
+from t0repro.training.trainer import BaseTrainer, PreemptionError, Trainer
+from t0repro.training.user_classes import made_or
+from t0repro.training.weight_metrics import WeightMetricsComputer
 from t0repro.words import counted
 
 # Writes the files in which a run describes itself.
@@ -106,18 +130,25 @@ def train(
             fix="Bind utils.run.optimizer and utils.run.learning_rate_schedule.",
         )
     optimizer, schedule = make_optimizer(config.optimizer), make_schedule(config.schedule)
-    config, why = decided(config, partitioning, memory)
-    module = T5(config.model, config.dtypes)
-    model = model_of(config, module, optimizer, vocabularies=vocabularies, decoding=plan.decoding)
+    # Shapes only: a restored run never allocates the parameters that it would throw away.
+    shapes = state_shapes(T5(config.model, config.dtypes), optimizer)
+    held, features = stacked_layers(config.model, shapes), batch_shapes(config)
+    config, why = decided(config, held, features, partitioning, memory)
+    user_class = plan.user_classes.get("model")
+    model = model_of(
+        T5(config.model, config.dtypes),
+        optimizer,
+        user_class,
+        where=config.provenance.get("plan.user_classes.model"),
+        vocabularies=vocabularies,
+        decoding=plan.decoding,
+    )
     seed = chosen_seed(plan) if seed is None else seed
     initial_key, dropout_key = keys(seed, plan.keys)
     fresh = functools.partial(new_state, model, initial_key)
-    # Shapes only: a restored run never allocates the parameters that it would throw away.
-    shapes = jax.eval_shape(fresh)
-    adapter = config.model.adapter
-    if adapter is not None:
-        shapes = shapes.replace(frozen=frozen_shapes(module))
-    shapes = partitioning.placed(shapes)
+    if user_class is not None:  # it may have other parameters, and variables that are not trained
+        shapes = jax.eval_shape(fresh).replace(frozen=shapes.frozen)
+    shapes, adapter = partitioning.placed(shapes), config.model.adapter
     count = counted(count_parameters(shapes.params), "parameter")
     beside = ""
     if adapter is not None:
@@ -128,6 +159,9 @@ def train(
     if why:
         say(why)
 
+    # ---- Data -----------------------------------------------------------------------------------
+    feed = Feed(batches, config.batch_size, model, partitioning)
+
     # ---- Restore --------------------------------------------------------------------------------
     if check is not None:
         check(shapes)
@@ -136,38 +170,99 @@ def train(
     seconds = time.perf_counter() - restoring
     if start.is_new:
         say(f"start: parameters initialized from seed {seed}")
-    end_step = last_step(config, start.step)
+    end_step = last_step(plan, config.train_steps, start.step, config.provenance)
     if describe is not None and is_first():
         describe(shapes, partitioning)
+    written = output_folder(config.model_dir)
+    evaluated = last_evaluated(written)
     nothing = f"nothing to train: step {start.step:,}, train_steps {end_step:,}"
-    if start.step >= end_step and not still_evaluates(config, start, evaluations):
+    if start.step >= end_step and not still_evaluates(plan, evaluations, start, evaluated):
         say(nothing)
         return fresh(start.state) if start.is_new else start.state
 
-    # ---- Data -----------------------------------------------------------------------------------
     microbatches = counted(config.num_microbatches, "microbatch", "microbatches")
     parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
     say(f"train: steps {start.step:,} to {end_step:,}, a batch is {parts}")
-    feed = Feed(batches, config, model, partitioning)
 
-    # ---- Loop -----------------------------------------------------------------------------------
+    # ---- Updates --------------------------------------------------------------------------------
+    # Only a held update preserves the state that explains it, and no step may follow it.
+    holds, may_be_nan = stops_on_nan(plan), passes_nan(plan, config.optimizer)
+    log = files = None
+    if plan.log == "steps":
+        log = MetricLog(written, start.step, writers)
+    else:
+        opener = open_writers and open_writers(start.step)
+        files = SplitMetrics(written, start.step, opener, evaluated)
+    weights, every = None, {"every": config.weight_metrics_every}
+    if config.weight_metrics_every:
+        weights = made_or(WeightMetricsComputer, config, "weight_metrics_computer", every)
+    arguments = {
+        "model": model,
+        "train_state": start.state,
+        "partitioner": made_or(Partitioner, config, "partitioner", {"partitioning": partitioning}),
+        "eval_names": list(evaluations.train_eval),
+        "summary_dir": None,
+        "train_state_axes": None,
+        "rng": dropout_key,
+        "learning_rate_fn": schedule,
+        "num_microbatches": config.num_microbatches,
+        "weight_metrics_computer": weights,
+    }
+    trainer: BaseTrainer = made_or(Trainer, config, "trainer", arguments)
+    # Set after construction: T5X's constructors do not take these arguments, so a user's class
+    # cannot pass them on.
+    if files is not None:
+        trainer.write_to(files)
+    if isinstance(trainer, Trainer):
+        trainer.hold_if_not_finite = holds
+
+    # ---- Between steps, in the order in which T5X does it ---------------------------------------
+    on_metrics = {mode: make_actions(items) for mode, items in plan.actions.items()}
+    actions = {mode: run.actions for mode, run in on_metrics.items()}
+    between: list[Hook] = [ShowProgress(), RecordRunState(written)]
+    progress = RunProgress(config.model_dir, start.step, actions, start.checkpoint)
+    if plan.log == "summaries":
+        period = plan.stats_period or shortest_period(plan, end_step - start.step)
+        between.append(Summarise(period, progress, on_metrics.get("TRAIN")))
+    if plan.gc_period:
+        between.append(CollectGarbage(plan.gc_period))
+    if plan.save is None:
+        say("no checkpoint will be saved: utils.CheckpointConfig.save is None")
+    else:
+        between.append(
+            SaveCheckpoints(
+                config.model_dir, plan.save, feed.save, progress=progress, note=start.note
+            )
+        )
+    if holds:
+        between.append(ReportBadUpdate(config, start.note))
+    # After the save, as in T5X, so that a metric that fails loses no step.
+    if evaluations.train_eval or evaluations.infer_eval:
+        assert files is not None, "a run that evaluates writes summaries"
+        between.append(
+            Evaluate(
+                plan.eval_period,
+                files,
+                train_eval=evaluations.train_eval,
+                infer_eval=evaluations.infer_eval,
+                run_actions=on_metrics,
+                progress=progress,
+                before_training=plan.run_eval_before_training,
+            )
+        )
     # The last of the hooks: it reports how long the others took to save.
     signals = StopOnSignal(plan.save is not None)
-    loop = loop_of(
-        config,
-        model,
-        start,
-        partitioning,
-        end_step=end_step,
-        rng=dropout_key,
-        schedule=schedule,
-        evaluations=evaluations,
-        save_data=feed.save,
-        hooks=[*hooks, signals],
-        writers=writers,
-        open_writers=open_writers,
+
+    # ---- Train and save -------------------------------------------------------------------------
+    loop = TrainingLoop(
+        trainer,
+        log=log,
+        files=files,
+        hooks=[*between, *hooks, signals],
+        may_be_nan=may_be_nan,
+        start_step=start.step,
+        synchronous=holds,
     )
-    trainer = loop.trainer
 
     def open_batches() -> Iterable[Any]:
         # Runs while the step is being compiled. Open the data first: it builds its first batch
@@ -183,36 +278,33 @@ def train(
         )
         return opened
 
-    # ---- Train and save -------------------------------------------------------------------------
     # Only this project's own data has shapes that are known before reading it.
-    compiles_in_background = feed.is_source and start.step < end_step
-    beside = (
-        compiled_in_background(trainer, config)
-        if compiles_in_background
-        else contextlib.nullcontext()
-    )
+    known = feed.is_source and {"inputs", "targets"} <= (config.sequence_length or {}).keys()
+    compiling = contextlib.nullcontext()
+    if known and not config.model.decoder_only and start.step < end_step:
+        compiling = compiled_in_background(trainer, features)
     try:
-        with loop, beside:
+        with loop, compiling:
             done = loop.run(open_batches(), end_step - start.step)
     except PreemptionError as error:
         raise StoppedBySignal(signal.SIGTERM, plan.save is not None) from error
     except KeyboardInterrupt:  # the second Ctrl-C
-        say(f"stopped at once, without saving: {_how_to_continue(config)}")
+        say(f"stopped at once, without saving: {_how_to_continue(config.model_dir)}")
         raise
     if start.step >= end_step:
         say(nothing)
     else:
-        _report_end(loop, end_step, done, signals, config)
+        _report_end(loop, end_step, done, signals, plan, config.model_dir)
     return trainer.release()
 
 
 # ---- How it ended -------------------------------------------------------------------------------
 
 
-def _how_to_continue(config: RunConfig) -> str:
+def _how_to_continue(model_dir: str | os.PathLike[str]) -> str:
     """The checkpoint from which the same command would continue: the latest."""
-    saved = latest_step(config.model_dir)
-    place = "the start" if saved is None else str(checkpoint_path(config.model_dir, saved))
+    saved = latest_step(model_dir)
+    place = "the start" if saved is None else str(checkpoint_path(model_dir, saved))
     return f"the same command continues from {place}"
 
 
@@ -221,7 +313,8 @@ def _report_end(
     end_step: int,
     done: int,
     signals: StopOnSignal,
-    config: RunConfig,
+    plan: TrainingPlan,
+    model_dir: str | os.PathLike[str],
 ) -> None:
     """Reports where training ended and why.
 
@@ -229,20 +322,21 @@ def _report_end(
       StoppedBySignal: If a signal ended it.
       UserError: If there was nothing to train on.
     """
-    saved = checkpoint_path(config.model_dir, loop.step)
+    saved = checkpoint_path(model_dir, loop.step)
     if signals.received is not None and loop.step < end_step:
-        if config.plan.save is not None:
+        if plan.save is not None:
             say(f"stopped by a signal: the same command continues from {saved}")
         else:
-            say(f"stopped by a signal, without saving: {_how_to_continue(config)}")
-        raise StoppedBySignal(signals.received, config.plan.save is not None)
+            say(f"stopped by a signal, without saving: {_how_to_continue(model_dir)}")
+        raise StoppedBySignal(signals.received, plan.save is not None)
     if not done and loop.stop_reason is None:
-        data = config.plan.train_data
+        data = plan.train_data
+        of = data and f"{data.mixture_or_task_name}, split {data.split!r}"
         # T5X's dialect saves the state before the first step.
         kept = f"; {saved} holds the state that it started from." if saved.is_dir() else None
         raise UserError(
             f"There are no batches to train on{kept or ', and nothing was saved.'}",
-            where="the training data" if data is None else _data_of(data),
+            where=of or "the training data",
             fix="Check that the task has rows in this split, and that they are not filtered out.",
         )
     if loop.step < end_step:
@@ -250,7 +344,3 @@ def _report_end(
         say(f"{why} after {counted(done, 'step')}, at step {loop.step:,}")
     if saved.is_dir():
         say(f"checkpoint: {saved}")
-
-
-def _data_of(data: SeqioDataConfig | TrainDataConfig) -> str:
-    return f"{data.mixture_or_task_name}, split {data.split!r}"

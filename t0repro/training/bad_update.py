@@ -27,7 +27,7 @@ from t0repro.converters.adapter_files import read_note
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory, output_path
 from t0repro.model.layer_stacks import by_layer, rows, stacks_in
-from t0repro.model.t5 import T5, parameter_shapes
+from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
 from t0repro.partitioning.devices import fetched
 from t0repro.partitioning.processes import from_first, is_first
 from t0repro.progress import say
@@ -37,12 +37,7 @@ from t0repro.training.hooks import Hook
 from t0repro.training.metrics import StepMetrics
 from t0repro.training.models import T5Model, model_of
 from t0repro.training.t5_model import own_features
-from t0repro.training.train_state import (
-    adapter_shapes,
-    base_parameters,
-    frozen_shapes,
-    parameters_from_flat_tree,
-)
+from t0repro.training.train_state import base_parameters, parameters_from_flat_tree
 from t0repro.training.train_step import microbatch_keys, parameters_of, split_into_microbatches
 
 if TYPE_CHECKING:
@@ -172,7 +167,8 @@ def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
         base.check_base(digest, base.base)
         params = joined(frozen, params, config.model.adapter.scale)
     key = jnp.asarray(notes["key"], jnp.uint32)
-    return first_bad_tensor(model_of(config, module), params, batch, key, config.num_microbatches)
+    model = model_of(module, user_class=config.plan.user_classes.get("model"))
+    return first_bad_tensor(model, params, batch, key, config.num_microbatches)
 
 
 def first_bad_tensor(

@@ -8,15 +8,18 @@ import dataclasses
 import itertools
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.partitioning.devices import is_sharded
+from t0repro.partitioning.processes import is_alone
 from t0repro.training.hooks import Hook
 from t0repro.training.loss import count_examples, count_inputs, count_targets
 from t0repro.training.metric_classes import computed, with_steps_and_time
@@ -303,3 +306,35 @@ def _timed(batches: Iterator[NumpyBatch]) -> Iterator[tuple[NumpyBatch, float]]:
         if batch is None:
             return
         yield batch, time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def compiled_in_background(
+    trainer: BaseTrainer, shapes: Mapping[str, tuple[int, int]]
+) -> Iterator[None]:
+    """Compiles the train step in a thread, for batches of these shapes.
+
+    A batch of another shape gets its own step compiled when it comes, as it would without this.
+    Leaving the block waits for the compilation.
+
+    Args:
+      trainer: does the updates.
+      shapes: [rows, length] of each feature of a batch.
+    """
+    # Several processes must run their collective work in one order, so they compile no step here.
+    if not is_alone():
+        yield
+        return
+    example = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
+
+    def compile_step() -> None:
+        # The first update with such a batch repeats the error, where it can be reported.
+        with contextlib.suppress(Exception):
+            trainer.prepare_train(example)
+
+    thread = threading.Thread(target=compile_step, name="compile")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()

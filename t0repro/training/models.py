@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import UserClass
 from t0repro.model.blocks import scanned_towers
 from t0repro.model.t5 import T5, Batch
@@ -34,7 +33,7 @@ from t0repro.training.losses import (
 from t0repro.training.metric_classes import Metric
 from t0repro.training.optimizers import Optimizer
 from t0repro.training.t5_model import BaseModel, LossFn, T5Model, own_features, t5x_features
-from t0repro.training.user_classes import made, replaced
+from t0repro.training.user_classes import made
 
 __all__ = [
     "BaseModel",
@@ -360,23 +359,24 @@ def own_model(module: T5, optimizer_def: Optimizer | None = None) -> T5Model:
 
 
 def model_of(
-    config: RunConfig,
     module: T5,
     optimizer: Optimizer | None = None,
+    user_class: UserClass | None = None,
     *,
+    where: str | None = None,
     vocabularies: tuple[Any, Any] = (None, None),
     decoding: DecodingPlan | None = None,
 ) -> T5Model:
     """The model of a training run: the user's, or T5 with its own loss.
 
     Args:
-      config: the run.
       module: the network.
       optimizer: the optimizer.
+      user_class: the user's class, if there is one.
+      where: where it was bound, for messages.
       vocabularies: SeqIO's of inputs and targets, which a user's model may read.
       decoding: how a user's model generates unless it says otherwise.
     """
-    user_class, where = replaced(config, "model")
     if user_class is None:
         return own_model(module, optimizer)
     return user_model(user_class, module, optimizer, vocabularies, decoding, where)

@@ -1,4 +1,4 @@
-"""A run's trainer and loop, and what its plan does between steps: saving, metrics, evaluations."""
+"""What a run's plan does between steps: summaries, evaluations, and what they remember."""
 
 from __future__ import annotations
 
@@ -11,28 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from t0repro.config.run_config import AdafactorConfig, MultiOptimizerConfig, RunConfig
+from t0repro.config.run_config import AdafactorConfig, MultiOptimizerConfig, OptimizerConfig
 from t0repro.config.training_plan import TerminateOnNanConfig, TrainingPlan
 from t0repro.files import output_path, write_atomically
-from t0repro.partitioning.devices import Partitioning
-from t0repro.partitioning.processes import from_first, is_first, output_folder
-from t0repro.progress import say
-from t0repro.training.bad_update import ReportBadUpdate
-from t0repro.training.hooks import Hook, SaveCheckpoints, ShowProgress
+from t0repro.partitioning.processes import from_first, is_first
+from t0repro.training.hooks import Hook
 from t0repro.training.loop import TrainingLoop
-from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, StepMetrics, Writer
-from t0repro.training.models import T5Model
-from t0repro.training.partitioner import Partitioner
-from t0repro.training.run_state import RecordRunState
-from t0repro.training.schedules import Schedule
+from t0repro.training.metrics import SplitMetrics, StepMetrics
 from t0repro.training.start import Start
-from t0repro.training.stopping import BaseAction, RunActions, make_actions
-from t0repro.training.train_state import TrainState
-from t0repro.training.trainer import BaseTrainer, LearningRateCallable, NumpyBatch, Trainer
-from t0repro.training.user_classes import made_or
-from t0repro.training.weight_metrics import WeightMetricsComputer
+from t0repro.training.stopping import BaseAction, RunActions
+from t0repro.training.trainer import NumpyBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,195 +49,33 @@ def shortest_period(plan: TrainingPlan, steps: int) -> int:
     return min((period for period in periods if period), default=max(1, steps))
 
 
-def loop_of(
-    config: RunConfig,
-    model: T5Model,
-    start: Start,
-    partitioning: Partitioning,
-    *,
-    end_step: int,
-    rng: jax.Array,
-    schedule: Schedule,
-    evaluations: Evaluations,
-    save_data: Callable[[Path], None] | None,
-    hooks: Sequence[Hook],
-    writers: Sequence[Writer],
-    open_writers: Callable[[int], OpenWriter] | None,
-) -> TrainingLoop:
-    """The loop of a run: its metrics log, its trainer, and what the plan does between steps.
+def still_evaluates(
+    plan: TrainingPlan, evaluations: Evaluations, start: Start, evaluated: int
+) -> bool:
+    """Whether the last step's evaluation is still due, although every step is done.
 
     Args:
-      config: The run.
-      model: What is trained.
-      start: Where training starts.
-      partitioning: The devices.
-      end_step: The step at which training ends.
-      rng: PRNG key of dropout.
-      schedule: The learning rates.
-      evaluations: What the plan's evaluations read.
-      save_data: Writes the position in the data into a checkpoint's folder.
-      hooks: What runs after the plan's hooks.
-      writers: Receive the lines of steps in addition to metrics.jsonl.
-      open_writers: Given the step that training starts from, opens the writers of summaries.
+      plan: The run's plan.
+      evaluations: What its evaluations read.
+      start: Where it starts.
+      evaluated: The step of its latest finished evaluation; see `last_evaluated`.
     """
-    plan = config.plan
-    # Only a held update preserves the state that explains it, and no step may follow it.
-    holds, may_be_nan = stops_on_nan(plan), passes_nan(config)
-    evaluated = None if plan.log == "steps" else last_evaluated(config.model_dir)
-    written, log, files = output_folder(config.model_dir), None, None
-    if plan.log == "steps":
-        log = MetricLog(written, start.step, writers)
-    else:
-        opener = open_writers and open_writers(start.step)
-        files = SplitMetrics(written, start.step, opener, evaluated)
-    trainer = _trainer(
-        config,
-        model,
-        start.state,
-        partitioning,
-        rng,
-        schedule,
-        eval_names=list(evaluations.train_eval),
-        files=files,
-        hold_if_not_finite=holds,
-    )
-    if plan.save is None:
-        say("no checkpoint will be saved: utils.CheckpointConfig.save is None")
-    planned = planned_hooks(config, evaluations, files, start, end_step, save_data, holds)
-    return TrainingLoop(
-        trainer,
-        log=log,
-        files=files,
-        hooks=[ShowProgress(), RecordRunState(written), *planned, *hooks],
-        may_be_nan=may_be_nan,
-        start_step=start.step,
-        synchronous=holds,
-    )
-
-
-def _trainer(
-    config: RunConfig,
-    model: T5Model,
-    state: TrainState,
-    partitioning: Partitioning,
-    rng: jax.Array,
-    schedule: LearningRateCallable,
-    *,
-    eval_names: Sequence[str],
-    files: SplitMetrics | None,
-    hold_if_not_finite: bool,
-) -> BaseTrainer:
-    """The user's trainer, or this project's; for arguments see `Trainer`."""
-    every = config.weight_metrics_every
-    partitioner = made_or(Partitioner, config, "partitioner", {"partitioning": partitioning})
-    weights = (
-        made_or(WeightMetricsComputer, config, "weight_metrics_computer", {"every": every})
-        if every
-        else None
-    )
-    arguments = {
-        "model": model,
-        "train_state": state,
-        "partitioner": partitioner,
-        "eval_names": eval_names,
-        "summary_dir": None,
-        "train_state_axes": None,
-        "rng": rng,
-        "learning_rate_fn": schedule,
-        "num_microbatches": config.num_microbatches,
-        "weight_metrics_computer": weights,
-    }
-    trainer: BaseTrainer = made_or(Trainer, config, "trainer", arguments)
-    # Set after construction: T5X's constructors do not take these arguments, so a user's class
-    # cannot pass them on.
-    if files is not None:
-        trainer.write_to(files)
-    if isinstance(trainer, Trainer):
-        trainer.hold_if_not_finite = hold_if_not_finite
-    return trainer
-
-
-def planned_hooks(
-    config: RunConfig,
-    inputs: Evaluations,
-    files: SplitMetrics | None,
-    start: Start,
-    end_step: int,
-    save_data: Callable[[Path], None] | None,
-    holds: bool,
-) -> Sequence[Hook]:
-    """What happens between steps, in the order in which T5X does it.
-
-    Args:
-      config: The run.
-      inputs: What evaluations read.
-      files: Where summaries are written; None if each step has a line instead.
-      start: Where training starts.
-      end_step: The step at which it ends.
-      save_data: Writes the position in the data into a checkpoint's folder.
-      holds: Whether an update that is NaN or Inf is held back, and reported.
-    """
-    plan = config.plan
-    period = plan.stats_period or shortest_period(plan, end_step - start.step)
-    on_metrics = {mode: make_actions(items) for mode, items in plan.actions.items()}
-    progress = RunProgress(
-        config.model_dir,
-        start.step,
-        {mode: run.actions for mode, run in on_metrics.items()},
-        start.checkpoint,
-    )
-    hooks: list[Hook] = []
-    if plan.log == "summaries":
-        hooks.append(Summarise(period, progress, on_metrics.get("TRAIN")))
-    if plan.gc_period:
-        hooks.append(CollectGarbage(plan.gc_period))
-    if plan.save is not None:
-        hooks.append(
-            SaveCheckpoints(
-                config.model_dir, plan.save, save_data, progress=progress, note=start.note
-            )
-        )
-    if holds:
-        hooks.append(ReportBadUpdate(config, start.note))
-    # After the save, as in T5X, so that a metric that fails loses no step.
-    if inputs.train_eval or inputs.infer_eval:
-        assert files is not None, "a run that evaluates writes summaries"
-        hooks.append(
-            Evaluate(
-                plan.eval_period,
-                files,
-                train_eval=inputs.train_eval,
-                infer_eval=inputs.infer_eval,
-                run_actions=on_metrics,
-                progress=progress,
-                before_training=plan.run_eval_before_training,
-            )
-        )
-    return hooks
-
-
-def still_evaluates(config: RunConfig, start: Start, evaluations: Evaluations) -> bool:
-    """Whether the last step's evaluation is still due, although every step is done."""
-    plan = config.plan
     if not (evaluations.train_eval or evaluations.infer_eval):
         return False
     # The run died while it evaluated its last step.
     was_interrupted = (
-        start.checkpoint is not None
-        and bool(plan.eval_period)
-        and last_evaluated(config.model_dir) < start.step
+        start.checkpoint is not None and bool(plan.eval_period) and evaluated < start.step
     )
     return plan.run_eval_before_training or was_interrupted
 
 
-def passes_nan(config: RunConfig) -> bool:
+def passes_nan(plan: TrainingPlan, optimizer: OptimizerConfig | None) -> bool:
     """Whether something other than the trainer handles a loss that is NaN or Inf."""
-    optimizer = config.optimizer
     # Either the optimizer skips NaN entries, or an action stops the run.
     several = isinstance(optimizer, MultiOptimizerConfig)
     each = [part.optimizer for part in optimizer.parts] if several else [optimizer]
     skips = any(isinstance(one, AdafactorConfig) and one.skip_nan_updates for one in each)
-    return skips or stops_on_nan(config.plan)
+    return skips or stops_on_nan(plan)
 
 
 def stops_on_nan(plan: TrainingPlan) -> bool:
@@ -350,10 +176,13 @@ class RunProgress:
             write_atomically(self.path, json.dumps(notes))
 
 
-def last_evaluated(model_dir: str | os.PathLike[str]) -> int:
-    """The step of the latest finished evaluation of a run; -1 if there is none."""
-    path = output_path(model_dir) / EVALUATED_FILE
-    return from_first(lambda: int(_read(path).get("step", -1)))
+def last_evaluated(folder: Path) -> int:
+    """The step of the latest finished evaluation of a run; -1 if there is none.
+
+    Args:
+      folder: the run's folder, which only the first process reads.
+    """
+    return from_first(lambda: int(_read(folder / EVALUATED_FILE).get("step", -1)))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -7,31 +7,25 @@ v3-512 that it names, although its gin files set no rematerialization.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from t0repro.adapters import joined
 from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
 from t0repro.model.blocks import is_scanned
-from t0repro.model.t5 import T5, parameter_shapes
+from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
 from t0repro.parameters.naming import LAYERS, layer_name
 from t0repro.partitioning.devices import Partitioning
-from t0repro.partitioning.memory import Memory, assumed_length
-from t0repro.partitioning.processes import from_first, is_alone
+from t0repro.partitioning.memory import Memory
+from t0repro.partitioning.processes import from_first
 from t0repro.partitioning.program_costs import bytes_per_device, residual_bytes
 from t0repro.partitioning.topologies import GIB
-from t0repro.training.models import T5Model
-from t0repro.training.optimizers import make_optimizer
-from t0repro.training.train_state import adapter_shapes, frozen_shapes
-from t0repro.training.train_step import held_shapes
-from t0repro.training.trainer import BaseTrainer
+from t0repro.training.t5_model import T5Model
+from t0repro.training.train_state import TrainState
 
 # Compilers need up to a tenth more than this estimate (docs/scaling.md), and recomputing a little
 # needlessly costs less than a step that does not fit.
@@ -40,12 +34,18 @@ _FROM_LEAST: tuple[Recompute, ...] = ("none", "minimal")
 
 
 def decided(
-    config: RunConfig, partitioning: Partitioning, memory: int | None
+    config: RunConfig,
+    held: TrainState,
+    features: Mapping[str, tuple[int, int]],
+    partitioning: Partitioning,
+    memory: int | None,
 ) -> tuple[RunConfig, str]:
     """The run with a rematerialization policy, and a line that says why; "" if nothing was chosen.
 
     Args:
       config: a run; returned as it is unless it trains and `model.recompute` is None.
+      held: shapes of the state as its trainer holds it (`stacked_layers`).
+      features: shapes of a batch (`batch_shapes`).
       partitioning: its devices.
       memory: bytes that programs may take on a device; None if that is not known.
     """
@@ -56,10 +56,10 @@ def decided(
         """The first policy with which a step fits, and why it is not `none`."""
         if memory is None:
             return None, ""
-        needed: dict[Recompute, int] = {}
+        state, needed = partitioning.divided(held), dict[Recompute, int]()
         way: Recompute = "full"
         for tried in _FROM_LEAST:
-            needed[tried] = step_bytes(_recomputing(config, tried), partitioning)
+            needed[tried] = step_bytes(_recomputing(config, tried), state, features, partitioning)
             if IN_ALL * needed[tried] <= memory:
                 way = tried
                 break
@@ -74,39 +74,54 @@ def decided(
     return _recomputing(config, way), why
 
 
-def step_bytes(config: RunConfig, partitioning: Partitioning) -> int:
-    """Approximate bytes a train step needs on a device; docs/scaling.md compares with compilers."""
-    memory = step_memory(config, partitioning)
+def step_bytes(
+    config: RunConfig,
+    state: TrainState,
+    features: Mapping[str, tuple[int, int]],
+    partitioning: Partitioning,
+) -> int:
+    """Approximate bytes a train step needs on a device; docs/scaling.md compares with compilers.
+
+    For arguments see `step_memory`.
+    """
+    memory = step_memory(config, state, features, partitioning)
     if config.num_microbatches > 1:
         return memory.total
     # With one microbatch, gradients reuse the memory of activations that are no longer needed.
     return memory.total - min(memory.gradients, memory.activations)
 
 
-def step_memory(config: RunConfig, partitioning: Partitioning) -> Memory:
+def step_memory(
+    config: RunConfig,
+    state: TrainState,
+    features: Mapping[str, tuple[int, int]],
+    partitioning: Partitioning,
+) -> Memory:
     """A train step's memory on a device, computed from shapes; nothing is compiled.
 
     Temporaries are the copies of kernels that scanned layers read.
+
+    Args:
+      config: a training run.
+      state: shapes of the state as its trainer holds it, with their shardings.
+      features: shapes of a batch (`batch_shapes`).
+      partitioning: its devices.
     """
-    assert config.optimizer is not None, "a training run has an optimizer"
-    model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
-    state = partitioning.divided(held_shapes(model, optimizer))
-    shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
-    activations = _saved_activations(config, partitioning, shapes)
+    copied = _copied(config, state.params if state.frozen is None else state.frozen)
     trained, slots = bytes_per_device(state.params), bytes_per_device(state.slots)
     parameters = trained + bytes_per_device(state.frozen)
     return Memory(
         parameters=parameters,
         slots=slots,
         gradients=trained,  # float32, like the parameters
-        activations=activations,
-        temporaries=_copied(config, state.params if state.frozen is None else state.frozen),
+        activations=_saved_activations(config, features, partitioning),
+        temporaries=copied,
         other=bytes_per_device(state) - parameters - slots,
     )
 
 
 def _saved_activations(
-    config: RunConfig, partitioning: Partitioning, features: Mapping[str, tuple[int, int]]
+    config: RunConfig, features: Mapping[str, tuple[int, int]], partitioning: Partitioning
 ) -> int:
     """Bytes that one device keeps from a microbatch's forward pass for the backward pass.
 
@@ -117,8 +132,8 @@ def _saved_activations(
 
     Args:
       config: A training run.
-      partitioning: Its devices.
       features: Shapes [rows, length] of the features of a full batch.
+      partitioning: Its devices.
     """
     model = T5(_share(config.model, partitioning.model), config.dtypes)
     adapter = model.config.adapter
@@ -186,53 +201,3 @@ def _copied(config: RunConfig, parameters: Any) -> int:
 
 def _recomputing(config: RunConfig, way: Recompute | None) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, recompute=way))
-
-
-# ---- Compiling while the first batch is made -----------------------------------------------------
-
-
-def train_shapes(config: RunConfig, length: Callable[[str], int]) -> dict[str, tuple[int, int]]:
-    """The shapes of the features that the model reads from a training batch.
-
-    Args:
-      config: a configuration of mode "train".
-      length: gives the length of `inputs` and of `targets`.
-    """
-    data = config.plan.train_data
-    names = ["targets"] if config.model.decoder_only else ["inputs", "targets"]
-    if (loss := config.model.choice_loss) is not None:
-        rows, targets = config.batch_size, loss.choices * length("targets")
-        shapes = dict.fromkeys(("targets", "targets_segmentation"), (rows, targets))
-        return {"inputs": (rows, length("inputs")), **shapes}
-    if data is not None and data.pack:
-        names += [f"{name}_segmentation" for name in names]
-    return {name: (config.batch_size, length(name.split("_")[0])) for name in names}
-
-
-@contextlib.contextmanager
-def compiled_in_background(trainer: BaseTrainer, config: RunConfig) -> Iterator[None]:
-    """Compiles the train step in a thread, for the shapes that the configuration implies.
-
-    A batch of another shape gets its own step compiled when it comes, as it would without this.
-    Leaving the block waits for the compilation.
-    """
-    lengths = config.sequence_length or {}
-    known = {"inputs", "targets"} <= lengths.keys() and not config.model.decoder_only
-    # Several processes must run their collective work in one order, so they compile no step here.
-    if not known or not is_alone():
-        yield
-        return
-    shapes = train_shapes(config, lambda feature: lengths[feature])
-    example = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
-
-    def compile_step() -> None:
-        # The first update with such a batch repeats the error, where it can be reported.
-        with contextlib.suppress(Exception):
-            trainer.prepare_train(example)
-
-    thread = threading.Thread(target=compile_step, name="compile")
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()

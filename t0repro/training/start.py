@@ -1,4 +1,4 @@
-"""Where a training run starts: its state and step, what follows from its seed, and its batches."""
+"""Where a training run starts: its state and step, and what follows from its seed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import jax
 from jax.sharding import NamedSharding
@@ -24,10 +24,10 @@ from t0repro.converters.adapter_files import (
 )
 from t0repro.errors import UserError, of_command
 from t0repro.files import check_is_no_pattern
-from t0repro.model.t5 import initial_parameters
+from t0repro.model.t5 import initial_adapter, initial_parameters
 from t0repro.parameters import naming
-from t0repro.partitioning.devices import Partitioning, put
-from t0repro.partitioning.processes import from_first, is_alone
+from t0repro.partitioning.devices import put
+from t0repro.partitioning.processes import from_first
 from t0repro.progress import say
 from t0repro.training.checkpoints import (
     checkpoint_path,
@@ -43,11 +43,11 @@ from t0repro.training.train_state import (
     TrainState,
     base_parameters,
     from_flat_tree,
-    initial_adapter,
     new_train_state,
 )
-from t0repro.training.trainer import NumpyBatch
 
+# A tree; the path of a JAX checkpoint; or a function that returns a tree or None, given one that
+# makes a new state.
 RestoreFrom = OpenTree | str | Path | Callable[[Callable[[], TrainState]], OpenTree | None] | None
 
 
@@ -79,58 +79,47 @@ def started(
     fresh: Callable[[], TrainState],
     restore_from: RestoreFrom,
 ) -> Start:
-    """The state of the latest checkpoint, of `restore_from`, or a new one.
+    """The state of model_dir's latest checkpoint, or that of another checkpoint, or a new one.
 
-    In a run that trains an adapter, `restore_from` gives the base. The state is then that of the
-    run's latest checkpoint, of another run's adapter, or of a new adapter.
+    A run that trains an adapter reads its base in any case. Its state is that of its latest
+    checkpoint, of another run's adapter, or of a new adapter.
+
+    Args:
+      config: The run.
+      shapes: The state's shapes, with their shardings if there are several devices.
+      fresh: Makes a newly initialized state, for whatever is not restored.
+      restore_from: The other checkpoint; see `t0repro.runs.train.train`.
+
+    Raises:
+      UserError: If a checkpoint is damaged, or does not fit the run.
     """
-    if config.model.adapter is None:
-        return _started(config, shapes, fresh, restore_from)
-    base, digest, where = _base(config, shapes, fresh, restore_from)
-    note = AdapterNote(config.model.adapter, where, digest)
-    start = _started(config, shapes, fresh, functools.partial(_other_adapter, config, note))
-    if start.checkpoint is not None:
-        read_note(start.checkpoint).check_base(digest, where)
-    say(f"base: {where}, frozen, in {config.model.adapter.base_dtype}, of hash {digest}")
-    state = start.state
-    if start.is_new:
-        # Small, so it is made at once rather than while the step is compiled.
-        state = fresh()
-        say("start: a new adapter")
-        if isinstance(shapes.step.sharding, NamedSharding):
-            places = jax.tree.map(lambda leaf: leaf.sharding, shapes.replace(frozen=None))
-            state = jax.tree.map(put, state, places)
-    return dataclasses.replace(
-        start, state=state.replace(frozen=base), is_new=False, note=note.write
-    )
-
-
-def _started(
-    config: RunConfig,
-    shapes: TrainState,
-    fresh: Callable[[], TrainState],
-    restore_from: RestoreFrom,
-) -> Start:
     model_dir = os.fspath(config.model_dir)
     # Check now rather than at the first save.
     check_is_no_pattern(model_dir, "Checkpoints")
     # The process that trains holds model_dir's lock, so these are leftovers of killed saves.
     remove_interrupted_saves(model_dir)
-    found = from_first(lambda: latest_step(model_dir))
-    checkpoint = data = None
+    found, start = from_first(lambda: latest_step(model_dir)), None
     if found is not None:
-        restore_from = checkpoint = checkpoint_path(model_dir, found)
-        data = data_folder(checkpoint)
-    elif callable(restore_from):
-        restore_from = restore_from(fresh)
-    if restore_from is None:
-        return Start(shapes, 0, is_new=True)
-    where = "init_checkpoint" if config.model.adapter is None else "the restored adapter"
-    if isinstance(restore_from, str | os.PathLike):
-        where, restore_from = str(restore_from), load_sharded_tree(restore_from, shapes)
-    state = from_flat_tree(restore_from, shapes, where=where)
+        path = checkpoint_path(model_dir, found)
+        start = _restored(path, shapes)
+        start = dataclasses.replace(start, checkpoint=path, data=data_folder(path))
+    if start is None and config.model.adapter is None:
+        tree = restore_from(fresh) if callable(restore_from) else restore_from
+        return Start(shapes, 0, is_new=True) if tree is None else _restored(tree, shapes)
+    if config.model.adapter is not None:
+        return _beside_base(config, shapes, fresh, restore_from, start)
+    assert start is not None
+    return start
+
+
+def _restored(
+    tree: OpenTree | str | Path, shapes: TrainState, where: str = "init_checkpoint"
+) -> Start:
+    if isinstance(tree, str | os.PathLike):
+        where, tree = str(tree), load_sharded_tree(tree, shapes)
+    state = from_flat_tree(tree, shapes, where=where)
     say(f"start: step {int(state.step):,} of {where}")
-    return Start(state, int(state.step), checkpoint, data)
+    return Start(state, int(state.step))
 
 
 def new_state(model: T5Model, key: jax.Array, like: TrainState | None = None) -> TrainState:
@@ -147,62 +136,6 @@ def new_state(model: T5Model, key: jax.Array, like: TrainState | None = None) ->
     # Under jit each device makes its own part of the slots.
     make = functools.partial(new_train_state, optimizer=model.optimizer_def)
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
-
-
-def _base(
-    config: RunConfig,
-    shapes: TrainState,
-    fresh: Callable[[], TrainState],
-    restore_from: RestoreFrom,
-) -> tuple[dict, str, str]:
-    """The frozen parameters of an adapter's run, their hash, and where they were read from.
-
-    Raises:
-      UserError: If nothing names the base, or it is not the configured model's.
-    """
-    tree = restore_from(fresh) if callable(restore_from) else restore_from
-    if tree is None:
-        raise UserError(
-            "An adapter is trained on a base, and nothing names one.",
-            where=config.provenance.get("model.adapter"),
-            fix=of_command(
-                "Bind utils.run.init_checkpoint to a checkpoint in any format.",
-                "Bind utils.RestoreCheckpointConfig.path to a checkpoint in any format.",
-            ),
-        )
-    where = "init_checkpoint"
-    if isinstance(tree, str | os.PathLike):
-        where, tree = os.fspath(tree), load_tree(tree)
-    elif config.plan.restore is not None:
-        # The checkpoint itself: another may become the latest of its folder.
-        where = sources.find_checkpoint(str(config.plan.restore.path)).path
-    where = storage.absolute(where)
-    return *base_parameters(tree, shapes.frozen, where), where
-
-
-def _other_adapter(
-    config: RunConfig, note: AdapterNote, fresh: Callable[[], TrainState]
-) -> OpenTree | None:
-    """Parameters of the adapter that a run starts from, without slots and step; None for a new one.
-
-    Args:
-      config: The run.
-      note: What its own checkpoints will say.
-      fresh: Not used: an adapter is restored as a whole.
-
-    Raises:
-      UserError: If it is another kind of adapter, on other kernels, or was trained on another base.
-    """
-    del fresh
-    model, restore = config.model, config.plan.restore
-    if restore is None or restore.adapter is None:
-        return None
-    own = open_adapter(sources.find_adapter(restore.adapter))
-    assert model.adapter is not None and note.digest is not None
-    check_continues(own, model.adapter, model.shape)
-    sources.check_base(own.note, note.digest, note.base)
-    say(f"restore: {own.ref.path}")
-    return {key: own.read(key) for key in own.tensors if key.startswith(naming.PARAMETERS)}
 
 
 def chosen_seed(plan: TrainingPlan) -> int:
@@ -225,124 +158,85 @@ def keys(seed: int, how: Literal["split", "folded"]) -> tuple[jax.Array, jax.Arr
     return initial, training
 
 
-def last_step(config: RunConfig, start_step: int) -> int:
-    """The step at which a training run that starts at a step ends.
+def last_step(
+    plan: TrainingPlan, train_steps: int, start_step: int, places: Mapping[str, str]
+) -> int:
+    """The step at which a training run ends.
+
+    Args:
+      plan: The run's plan.
+      train_steps: The global step at which it ends, unless the plan counts from the start.
+      start_step: The global step that it starts from.
+      places: Where each setting was set, for messages.
 
     Raises:
       UserError: If that start is already past it, and the plan does not allow this.
     """
-    plan = config.plan
     if plan.relative_steps is not None:
         return start_step + plan.relative_steps
-    if config.train_steps < start_step and not plan.may_start_past_end:
+    if train_steps < start_step and not plan.may_start_past_end:
         raise UserError(
-            f"total_steps is {config.train_steps:,}, but the checkpoint is of step {start_step:,}.",
-            where=config.provenance.get("train_steps"),
+            f"total_steps is {train_steps:,}, but the checkpoint is of step {start_step:,}.",
+            where=places.get("train_steps"),
             fix="TRAIN_STEPS counts the checkpoint's steps too; or set relative_steps.",
         )
-    return config.train_steps
+    return train_steps
 
 
-# ---- The batches of a training run ---------------------------------------------------------------
+# ---- An adapter beside its base ------------------------------------------------------------------
 
 
-_TOKENS = {"inputs", "targets"}
+def _beside_base(
+    config: RunConfig,
+    shapes: TrainState,
+    fresh: Callable[[], TrainState],
+    restore_from: RestoreFrom,
+    start: Start | None,
+) -> Start:
+    """Where the training of an adapter starts; `start` is its latest checkpoint, if there is one.
 
-
-@runtime_checkable
-class BatchSource(Protocol):
-    """Batches whose position is saved in checkpoints, so that a resumed run continues from it."""
-
-    def open(self, step: int, saved: Path | None) -> Iterable[NumpyBatch]:
-        """Batches for the updates after a global step.
-
-        Args:
-          step: The global step that training starts from.
-          saved: The folder that `save` wrote, in the checkpoint that training resumes from; None if
-            there is no such folder, or if training begins in this model_dir.
-        """
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Writes into a checkpoint's folder how many batches have been used."""
-        ...
-
-
-@runtime_checkable
-class ShardedBatchSource(BatchSource, Protocol):
-    """Batches whose rows come in `num_shards` equal shards, each of which can be left out."""
-
-    num_shards: int
-
-    def make_only(self, shards: Sequence[int]) -> None:
-        """Leaves the rows of all other shards zeros; called before `open`."""
-        ...
-
-
-Batches = Iterable[NumpyBatch] | Callable[[], Iterable[NumpyBatch]] | BatchSource
-
-
-class Feed:
-    """Opens batches for a run's updates.
-
-    With several processes, each builds only the shards of a source that have rows on its devices.
-    For any other kind of batches, every process builds the full batch.
-
-    Args:
-      batches: The batches to train on.
-      config: The run, for the rows of a batch and the number of tokens that the model knows.
-      model: Names the features that it reads.
-      partitioning: The devices.
-
-    Attributes:
-      is_source: Whether the batches know their position, and their shapes before they are read.
-      save: Writes that position into a checkpoint's folder; None for other batches.
+    Raises:
+      UserError: If nothing names the base, it is not the configured model's, or the adapter was
+        trained on another.
     """
-
-    def __init__(
-        self,
-        batches: Batches,
-        config: RunConfig,
-        model: T5Model,
-        partitioning: Partitioning,
-    ):
-        self._batches, self._model = batches, model
-        self._vocab_size, rows = config.model.vocab_size, config.batch_size
-        self._put, self._is_sharded = partitioning.put_batch, False
-        self.is_source = isinstance(batches, BatchSource)
-        self.save = batches.save if isinstance(batches, BatchSource) else None
-        if is_alone() or not isinstance(batches, ShardedBatchSource) or batches.num_shards == 1:
-            return
-        count = batches.num_shards
-        here = {row // (rows // count) for row in partitioning.rows_here(rows)}
-        batches.make_only(sorted(here))
-        self._is_sharded = True
-        say(f"data: {count} shards, of which this process reads {len(here)}")
-
-    def open(self, start: Start) -> Iterable[Any]:
-        """The batches from where training continues, each checked before use."""
-        batches = self._batches
-        if isinstance(batches, BatchSource):
-            batches = batches.open(start.step, start.data)
-        elif callable(batches):
-            batches = batches()
-        checked = self._checked(batches)
-        if not self._is_sharded:
-            return checked
-        # From here on a batch holds the rows of every process.
-        return (self._put(self._model.features(batch)) for batch in checked)
-
-    def _checked(self, batches: Iterable[NumpyBatch]) -> Iterator[NumpyBatch]:
-        """Checks token ids: devices would read the last embedding for an id out of range."""
-        vocab_size = self._vocab_size
-        for batch in batches:
-            for name in _TOKENS & batch.keys():
-                if (largest := batch[name].max(initial=0)) >= vocab_size:
-                    raise UserError(
-                        f"A batch has the token {largest:,}, but the model's vocabulary is"
-                        f" {vocab_size:,}.",
-                        where=name,
-                        fix="Give the model the vocabulary of the tasks, padded to a multiple of"
-                        " 128.",
-                    )
-            yield batch
+    adapter, restore = config.model.adapter, config.plan.restore
+    assert adapter is not None
+    tree = restore_from(fresh) if callable(restore_from) else restore_from
+    if tree is None:
+        raise UserError(
+            "An adapter is trained on a base, and nothing names one.",
+            where=config.provenance.get("model.adapter"),
+            fix=of_command(
+                "Bind utils.run.init_checkpoint to a checkpoint in any format.",
+                "Bind utils.RestoreCheckpointConfig.path to a checkpoint in any format.",
+            ),
+        )
+    where = "init_checkpoint"
+    if isinstance(tree, str | os.PathLike):
+        where, tree = os.fspath(tree), load_tree(tree)
+    elif restore is not None:
+        # The checkpoint itself: another may become the latest of its folder.
+        where = sources.find_checkpoint(str(restore.path)).path
+    where = storage.absolute(where)
+    base, digest = base_parameters(tree, shapes.frozen, where)
+    note = AdapterNote(adapter, where, digest)
+    if start is not None:
+        assert start.checkpoint is not None
+        read_note(start.checkpoint).check_base(digest, where)
+    elif restore is not None and restore.adapter is not None:
+        own = open_adapter(sources.find_adapter(restore.adapter))
+        check_continues(own, adapter, config.model.shape)
+        sources.check_base(own.note, digest, where)
+        say(f"restore: {own.ref.path}")
+        # Without its slots and step.
+        tree = {key: own.read(key) for key in own.tensors if key.startswith(naming.PARAMETERS)}
+        start = _restored(tree, shapes, "the restored adapter")
+    say(f"base: {where}, frozen, in {adapter.base_dtype}, of hash {digest}")
+    if start is None:
+        # Small, so it is made at once rather than while the step is compiled.
+        start = Start(fresh(), 0)
+        say("start: a new adapter")
+        if isinstance(shapes.step.sharding, NamedSharding):
+            places = jax.tree.map(lambda leaf: leaf.sharding, shapes.replace(frozen=None))
+            start = dataclasses.replace(start, state=jax.tree.map(put, start.state, places))
+    return dataclasses.replace(start, state=start.state.replace(frozen=base), note=note.write)

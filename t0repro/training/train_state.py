@@ -34,19 +34,20 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from t0repro.adapters import LORA_A, LORA_B, joined, shapes_of
+from t0repro.adapters import joined
 from t0repro.config.run_config import ModelConfig
 from t0repro.converters.tensors import StoredTensor
 from t0repro.converters.witnesses import ParametersDigest
 from t0repro.errors import UserError
-from t0repro.model.initial import flax_hash
-from t0repro.model.layer_stacks import Split, by_layer, rows, stacks_in
-from t0repro.model.t5 import T5, parameter_shapes
+from t0repro.model.blocks import scanned_towers
+from t0repro.model.layer_stacks import Split, by_layer, is_alike, rows, stacked, stacks_in
+from t0repro.model.layer_stacks import joined as joined_layers
+from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
 from t0repro.parameters import naming
 from t0repro.partitioning.devices import put
 from t0repro.partitioning.processes import is_first
 from t0repro.training.adafactor import Slots
-from t0repro.training.optimizers import Optimizer
+from t0repro.training.optimizers import Optimizer, StackingOptimizer
 from t0repro.training.state_axes import axis_names, logical_axes
 from t0repro.words import counted, printable
 
@@ -191,7 +192,7 @@ def single_layers(state: TrainState, split: Split = rows) -> TrainState:
     """The state with each layer unstacked; a state without stacks is returned as it is.
 
     Args:
-      state: by layer or stacked (t0repro.training.train_step).
+      state: by layer or stacked.
       split: turns a stack into the arrays of its layers.
     """
     towers, of_base = stacks_in(state.params), stacks_in(state.frozen)
@@ -204,33 +205,45 @@ def single_layers(state: TrainState, split: Split = rows) -> TrainState:
     )
 
 
+def stacked_layers(model: ModelConfig, state: TrainState) -> TrainState:
+    """The inverse of `single_layers`: each scanned tower's layers stacked, where that is possible.
+
+    Leaves alone a user's own optimizer, which may read parameters by name, and an optimizer whose
+    slots differ between layers, as they do if one is frozen.
+
+    Args:
+      model: the model's configuration.
+      state: by layer, with its values or their shapes; arrays that get stacked are deleted.
+    """
+    towers = scanned_towers(model)
+    if not towers or not isinstance(state.optimizer, StackingOptimizer):
+        return state
+    if stacks_in(state.params) or stacks_in(state.frozen):
+        return state
+    # An adapter may leave a tower as it is.
+    own = {tower: count for tower, count in towers.items() if tower in state.params}
+    if not is_alike(state.slots, own):
+        return state
+    frozen = None if state.frozen is None else stacked(state.frozen, towers, joined_layers)
+    return state.replace(
+        params=stacked(state.params, own, joined_layers),
+        slots=stacked(state.slots, own, joined_layers),
+        frozen=frozen,
+    )
+
+
 def state_shapes(model: T5, optimizer: Optimizer) -> TrainState:
     """The shapes of a new state; nothing is allocated."""
-    trained = model.config.adapter is None
-    own = parameter_shapes(model) if trained else adapter_shapes(model)
+    has_adapter = model.config.adapter is not None
+    frozen = frozen_shapes(model) if has_adapter else None
+    own = adapter_shapes(model) if has_adapter else parameter_shapes(model)
     state = jax.eval_shape(lambda p: new_train_state(p, optimizer), own)
-    return state if trained else state.replace(frozen=frozen_shapes(model))
+    return state.replace(frozen=frozen)
 
 
-# ---- Adapters: parameters that are trained beside frozen ones ------------------------------------
-
-
-def adapter_shapes(model: T5) -> Any:
-    """The shapes of the parameters of a model's adapter, a nested dictionary."""
-    config = model.config
-    assert config.adapter is not None
-    flat = {
-        path: jax.ShapeDtypeStruct(shape, jnp.float32)
-        for path, shape in shapes_of(config.adapter, config.shape).items()
-    }
-    return flax.traverse_util.unflatten_dict(flat, sep="/")
-
-
-def frozen_shapes(model: T5) -> Any:
-    """The shapes of the base's parameters in the type that they are held in."""
-    assert model.config.adapter is not None
-    dtype = jnp.dtype(model.config.adapter.base_dtype)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), parameter_shapes(model))
+def held_shapes(model: T5, optimizer: Optimizer) -> TrainState:
+    """The shapes of a new state as a trainer stores it; nothing is allocated."""
+    return stacked_layers(model.config, state_shapes(model, optimizer))
 
 
 def base_parameters(tree: OpenTree, like: Any, where: str) -> tuple[dict, str]:
@@ -247,24 +260,6 @@ def base_parameters(tree: OpenTree, like: Any, where: str) -> tuple[dict, str]:
     digest = ParametersDigest()
     params = parameters_from_flat_tree(tree, like, where=where, seen=digest.add)
     return params, digest.hexdigest()
-
-
-def initial_adapter(model: T5, key: jax.Array) -> Any:
-    """Initial parameters of a model's adapter, with which it computes what its base computes.
-
-    LoRA's first factor is uniform within 1/sqrt(in), as in PEFT, and its second zero; (IA)3's
-    vectors are one.
-    """
-
-    def draw(path: Any, leaf: Any) -> jax.Array:
-        name = path[-1].key
-        if name == LORA_A:
-            bound = leaf.shape[0] ** -0.5
-            own = jax.random.fold_in(key, np.uint32(flax_hash(*(part.key for part in path))))
-            return jax.random.uniform(own, leaf.shape, jnp.float32, -bound, bound)
-        return jnp.zeros(leaf.shape) if name == LORA_B else jnp.ones(leaf.shape)
-
-    return jax.tree_util.tree_map_with_path(draw, adapter_shapes(model))
 
 
 def flat_slots(slots: Any) -> dict[str, Slots]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,18 +11,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from t0repro.errors import UserError
 from t0repro.model import layer_stacks
-from t0repro.model.blocks import scanned_towers
-from t0repro.model.layer_stacks import Towers, joined, stacked, stacks_in
+from t0repro.model.layer_stacks import Towers
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
-from t0repro.parameters.naming import layer_name
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.rules import DATA, constrain, sums_over_groups
 from t0repro.training.metric_classes import Average, LastValue, merge_metrics
 from t0repro.training.models import BaseModel, T5Model, is_own, summed_towers
-from t0repro.training.optimizers import Optimizer, StackingOptimizer
+from t0repro.training.optimizers import Optimizer
 from t0repro.training.schedules import Schedule
-from t0repro.training.train_state import TrainState, state_shapes
+from t0repro.training.train_state import TrainState, stacked_layers
 from t0repro.training.weight_metrics import WeightMetricsComputer
 from t0repro.words import counted
 
@@ -391,10 +389,9 @@ def jitted_train_step(
 
 
 def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
-    """The state with the layers of each scanned tower stacked, where that is possible.
+    """The state with stacked layers (`stacked_layers`), unless the model is a user's own.
 
-    Leaves a user's own model or optimizer alone, which may read parameters by name, and an
-    optimizer whose slots differ between layers, as they do if one is frozen.
+    Such a model may read parameters by name.
 
     Args:
       model: what the state is for.
@@ -402,35 +399,4 @@ def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
     """
     if not is_own(model) or type(model.module) is not T5:
         return state
-    if not isinstance(state.optimizer, StackingOptimizer):
-        return state
-    if stacks_in(state.params) or stacks_in(state.frozen):
-        return state
-    towers = scanned_towers(model.module.config)
-    # An adapter may leave a tower as it is.
-    own = {tower: count for tower, count in towers.items() if tower in state.params}
-    if not towers or not _alike(state.slots, own):
-        return state
-    frozen = None if state.frozen is None else stacked(state.frozen, towers, joined)
-    return state.replace(
-        params=stacked(state.params, own, joined),
-        slots=stacked(state.slots, own, joined),
-        frozen=frozen,
-    )
-
-
-def held_shapes(model: T5, optimizer: Optimizer) -> TrainState:
-    """The shapes of a new state as a trainer stores it; nothing is allocated."""
-    return with_stacks(T5Model(model), state_shapes(model, optimizer))
-
-
-def _alike(slots: Any, towers: Towers) -> bool:
-    """Whether all layers of a tower have the same slots."""
-
-    def kinds(layers: Sequence[Any]) -> set[Any]:
-        return {jax.tree.structure(layer) for layer in layers}
-
-    return isinstance(slots, dict) and all(
-        len(kinds([slots[tower][layer_name(index)] for index in range(count)])) == 1
-        for tower, count in towers.items()
-    )
+    return stacked_layers(model.module.config, state)

@@ -24,7 +24,8 @@ def made_or(
       part: the part that the user's class replaces.
       supplied: the arguments of `own`, of which the user's class gets those that it takes.
     """
-    user_class, where = replaced(config, part)
+    user_class = config.plan.user_classes.get(part)
+    where = config.provenance.get(f"plan.user_classes.{part}")
     return own(**supplied) if user_class is None else made(user_class, supplied, where)
 
 
@@ -57,9 +58,3 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
     )
-
-
-def replaced(config: RunConfig, part: Replaced) -> tuple[UserClass | None, str | None]:
-    """The user's class for a part of a run, or None, and where it was bound."""
-    classes = config.plan.user_classes
-    return classes.get(part), config.provenance.get(f"plan.user_classes.{part}")

@@ -27,14 +27,14 @@ from t0repro.converters.convert import convert
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
 from t0repro.model.layers import Dense
-from t0repro.model.t5 import T5, initial_parameters
+from t0repro.model.t5 import T5, initial_adapter, initial_parameters
 from t0repro.partitioning import memory
 from t0repro.runs.start import starting_tree
 from t0repro.runs.train import train
 from t0repro.training.bad_update import replay
 from t0repro.training.checkpoints import checkpoint_path, save_tree
 from t0repro.training.model_dir import locked_for_training
-from t0repro.training.train_state import initial_adapter, to_flat_tree
+from t0repro.training.train_state import to_flat_tree
 
 from .. import tiny_models as tiny
 
@@ -482,13 +482,16 @@ def test_the_account_of_memory_is_that_of_the_arrays(base, adapter, tmp_path):
     from t0repro.partitioning.devices import choose
     from t0repro.training.rematerialization import step_memory
 
+    from .test_step_memory import held
+
     config = config_of(tmp_path, base, adapter)
-    counted = step_memory(config, choose(config.layout, config.model, rows=2))
+    counted = step_memory(config, *held(config, choose(config.layout, config.model, rows=2)))
     estimated = memory.estimate(config)
     of_base = sum(np.prod(s) for s in DEEP.shape.parameters().values())
     of_base *= 2 if adapter.base_dtype == "bfloat16" else 4
     assert counted.parameters == estimated.parameters == of_base + counted.gradients
     assert counted.gradients == estimated.gradients and 0 < counted.gradients < of_base / 2
     assert counted.slots == estimated.slots
-    whole = step_memory(config_of(tmp_path, base, None), choose(Layout(), DEEP, rows=2))
+    config = config_of(tmp_path, base, None)
+    whole = step_memory(config, *held(config, choose(Layout(), DEEP, rows=2)))
     assert counted.total < whole.total

@@ -20,9 +20,9 @@ from t0repro.config.training_plan import TrainDataConfig
 from t0repro.data.choices import Choices, to_batch
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.partitioning.memory import batch_shapes
 from t0repro.runs.train import train
 from t0repro.training.models import EncoderDecoderModel, T5Model
-from t0repro.training.rematerialization import train_shapes
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched
 
@@ -197,9 +197,9 @@ def test_scanned_layers_dropout_and_bfloat16_train(tmp_path):
 
 
 def test_the_compiled_step_has_the_shapes_of_the_batches():
-    config = tiny.run_config("", 1, model=with_loss(), batch_size=8)
+    config = tiny.run_config("", 1, model=with_loss(), batch_size=8, sequence_length=LENGTHS)
     expected = {n: x.shape for n, x in to_batch(examples(), LENGTHS, CHOICES).items()}
-    assert train_shapes(config, lambda feature: LENGTHS[feature]) == expected
+    assert batch_shapes(config) == expected
 
 
 # ---- Refusals ------------------------------------------------------------------------------------

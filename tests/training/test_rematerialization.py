@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
+from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning
+from t0repro.partitioning.memory import batch_shapes
 from t0repro.partitioning.topologies import GIB, chip_of
 from t0repro.progress import heard_by
 from t0repro.runs import train as training
 from t0repro.training import rematerialization
+from t0repro.training.optimizers import make_optimizer
 from t0repro.training.rematerialization import decided, step_bytes
+from t0repro.training.train_state import held_shapes
 
 from ..tiny_models import BFLOAT16, model_config, run_config
 
@@ -41,15 +45,26 @@ def devices(data=1, model=1):
     return Partitioning(mesh, False, mesh.size)
 
 
+def step_in(run, around):
+    """What decides: the run's state as its trainer holds it, its batch, and the devices."""
+    held = held_shapes(T5(run.model, run.dtypes), make_optimizer(run.optimizer))
+    return held, batch_shapes(run), around
+
+
+def bytes_of(run, around):
+    held, features, _ = step_in(run, around)
+    return step_bytes(run, around.divided(held), features, around)
+
+
 def recomputing(way, run=RUN):
     return dataclasses.replace(run, model=dataclasses.replace(run.model, recompute=way))
 
 
 def test_the_first_policy_that_fits_is_taken():
-    kinds = {way: step_bytes(recomputing(way), devices()) for way in ("none", "minimal", "full")}
+    kinds = {way: bytes_of(recomputing(way), devices()) for way in ("none", "minimal", "full")}
     assert kinds["none"] > kinds["minimal"] > kinds["full"]
     roomy = int(1.12 * kinds["none"])
-    assert decided(RUN, devices(), roomy) == (recomputing("none"), "")
+    assert decided(RUN, *step_in(RUN, devices()), roomy) == (recomputing("none"), "")
     for memory, way in (
         # What is not counted needs room, too.
         (kinds["none"], "minimal"),
@@ -57,24 +72,24 @@ def test_the_first_policy_that_fits_is_taken():
         # The compiler says of the smallest step there is whether it fits.
         (1, "full"),
     ):
-        run, why = decided(RUN, devices(), memory)
+        run, why = decided(RUN, *step_in(RUN, devices()), memory)
         assert run == recomputing(way)
         assert why.startswith(f"recompute: {way!r}, since a step that keeps all activations")
 
 
 def test_who_says_what_is_recomputed_gets_that_and_a_machine_of_unknown_memory_keeps_everything():
     for way in ("none", "minimal", "full", "offload"):
-        assert decided(recomputing(way), devices(), 1) == (recomputing(way), "")
-    assert decided(RUN, devices(), None) == (RUN, "")
+        assert decided(recomputing(way), *step_in(RUN, devices()), 1) == (recomputing(way), "")
+    assert decided(RUN, *step_in(RUN, devices()), None) == (RUN, "")
     evaluation = dataclasses.replace(RUN, mode="eval")
-    assert decided(evaluation, devices(), 1) == (evaluation, "")
+    assert decided(evaluation, *step_in(RUN, devices()), 1) == (evaluation, "")
 
 
 def test_the_first_process_decides_for_all(monkeypatch):
     # What it decided is handed to one that knows nothing of its device, as JAX tells no process of
     # others' devices.
     monkeypatch.setattr(rematerialization, "from_first", lambda value: ["minimal", "a line"])
-    assert decided(RUN, devices(), None) == (recomputing("minimal"), "a line")
+    assert decided(RUN, *step_in(RUN, devices()), None) == (recomputing("minimal"), "a line")
 
 
 @pytest.mark.parametrize(("size", "way"), [("3B", "none"), ("11B", "minimal")])
@@ -87,11 +102,11 @@ def test_t0s_commands_fit_the_slice_that_they_name(size, way):
     )  # fmt: skip
     run = dataclasses.replace(T0, model=model, num_microbatches=microbatches)
     memory = chip_of("v3-512").memory
-    found, why = decided(run, devices(64, 8), memory)
+    found, why = decided(run, *step_in(run, devices(64, 8)), memory)
     assert found.model.recompute == way
     assert ("15.48 GiB" in why) == (way != "none")
     by_compiler = {"3B": 5.28, "11B": 13.93}[size] * GIB
-    assert step_bytes(found, devices(64, 8)) == pytest.approx(by_compiler, rel=0.05)
+    assert bytes_of(found, devices(64, 8)) == pytest.approx(by_compiler, rel=0.05)
 
 
 def test_a_training_on_a_small_device_recomputes_says_so_and_has_the_same_losses(

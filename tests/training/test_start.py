@@ -24,7 +24,7 @@ def checkpoint():
 
 def test_without_a_pattern_everything_is_taken(tmp_path):
     tree = checkpoint()
-    kept = keep_matching(tree, "", tiny.MODEL, tiny.new_state)
+    kept = keep_matching(tree, "", tiny.MODEL.mesh_variables(), tiny.new_state)
     assert kept == tree or all(np.array_equal(kept[key], x) for key, x in tree.items())
 
 
@@ -33,7 +33,7 @@ def test_what_the_pattern_leaves_out_begins_anew(tmp_path):
     pattern = "^shared/|^encoder/.*SelfAttention"
     said = []
     with heard_by(said.append):
-        kept = keep_matching(tree, pattern, tiny.MODEL, tiny.new_state)
+        kept = keep_matching(tree, pattern, tiny.MODEL.mesh_variables(), tiny.new_state)
     fresh = to_flat_tree(tiny.new_state(seed=0))
     query = "target/encoder/layers_0/attention/query/kernel"
     out = "target/decoder/layers_0/mlp/wo/kernel"
@@ -50,7 +50,7 @@ def test_what_the_pattern_leaves_out_begins_anew(tmp_path):
 
 def test_a_pattern_that_matches_nothing_is_an_error_with_examples(tmp_path):
     with pytest.raises(UserError, match="matches no variable") as error:
-        keep_matching(checkpoint(), "^bert/", tiny.MODEL, tiny.new_state)
+        keep_matching(checkpoint(), "^bert/", tiny.MODEL.mesh_variables(), tiny.new_state)
     assert "shared/embedding" in str(error.value.fix)
 
 

@@ -7,9 +7,13 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from t0repro.config.run_config import Layout
+from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning, choose
+from t0repro.partitioning.memory import batch_shapes
 from t0repro.runs.precompile import train_programs
+from t0repro.training.optimizers import make_optimizer
 from t0repro.training.rematerialization import step_memory
+from t0repro.training.train_state import held_shapes
 
 from ..tiny_models import BFLOAT16, model_config, run_config
 
@@ -33,11 +37,17 @@ def training(**changes):
     return dataclasses.replace(TRAINING, model=model, **changes)
 
 
+def held(run, devices):
+    """A run's state as its trainer holds it and its batch, by their shapes, and the devices."""
+    shapes = held_shapes(T5(run.model, run.dtypes), make_optimizer(run.optimizer))
+    return devices.divided(shapes), batch_shapes(run), devices
+
+
 def counted(data=1, shared_by=1, fully_sharded=False, **changes):
     """The memory of a training step on so many devices, none of which is there."""
     mesh = AbstractMesh((data, shared_by), ("data", "model"))
     run, devices = training(**changes), Partitioning(mesh, fully_sharded, mesh.size)
-    return step_memory(run, devices)
+    return step_memory(run, *held(run, devices))
 
 
 @pytest.fixture(scope="module")
