@@ -81,7 +81,7 @@ def _declared(
     batch = {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes}
     asked = ["params", _COLLECTION]
     variables: Any = jax.eval_shape(lambda: model.init(jax.random.key(0), batch, mutable=asked))
-    flatten = flax.traverse_util.flatten_dict
+    flatten: Any = flax.traverse_util.flatten_dict
     return flatten(variables["params"]), flatten(variables[_COLLECTION])
 
 
