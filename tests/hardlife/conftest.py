@@ -25,9 +25,26 @@ def deaths() -> int:
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory):
+def whole_folder(tmp_path_factory) -> Path:
+    """The folder in which jobs run that nothing disturbs."""
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture(scope="session")
+def trained(whole, whole_folder):
+    """A function that gives the folder of a training run that never died."""
+
+    def run() -> Path:
+        whole("train")
+        return whole_folder / "train"
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def whole(whole_folder):
     """A function from a job's name to the job, its result and the seconds that it takes."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = whole_folder
     checkpoint = jobs.write_checkpoint(folder / "checkpoint")
     done: dict[str, tuple[Job, Result, float]] = {}
 

@@ -33,16 +33,21 @@ def evaluation_job(mode: str, trained: Path) -> Job:
     def command(folder: Path) -> list[str]:
         if not (folder / "questions").exists():
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("metrics.jsonl", "ev*"))
-            words = ("red", "blue", "a long way home")
-            lines = [f"{number} : the {words[number % 3]} ?" for number in range(LINES)]
-            (folder / "questions").write_text("\n".join(lines) + "\n")
+            begin_evaluation(trained, folder)
         return evaluation_command(mode, str(folder))
 
     def dead_check(folder: Path, whole: Result) -> None:
         assert result(folder).items() <= whole.items()
 
     return Job(mode, command, result, dead_check, first=0.6)
+
+
+def begin_evaluation(trained: Path, folder: Path) -> None:
+    """Makes a folder what an evaluation of a trained run begins with."""
+    shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("metrics.jsonl", "ev*"))
+    words = ("red", "blue", "a long way home")
+    lines = [f"{number} : the {words[number % 3]} ?" for number in range(LINES)]
+    (folder / "questions").write_text("\n".join(lines) + "\n")
 
 
 def evaluation_command(mode: str, model_dir: str) -> list[str]:

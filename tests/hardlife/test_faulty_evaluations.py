@@ -17,10 +17,15 @@ from .test_faulty_store import store as store  # a fixture
 
 pytestmark = pytest.mark.hardlife
 
-TASK_FILES = {
+# A command's name -> the files that it writes and that must not depend on any fault.
+RESULTS = {
     "infer": f"out/{more_jobs.TASK}-*",
     "eval": f"out/inference_eval/{more_jobs.TASK}-*",
     "rank-eval": "out/scores.csv",
+    # Modes of t5_mesh_transformer --backend=jax, which write into the model's folder.
+    "mesh infer": "answers-*",
+    "mesh eval": "validation_eval/demo_*",
+    "mesh score_eval": "validation_eval/demo_*",
 }
 
 
@@ -41,7 +46,7 @@ class Evaluation:
     def result(self, place: str) -> Result:
         """The files that must not depend on any fault, by name."""
         with working_copies.fetched(place) as folder:
-            found = [path for path in folder.glob(TASK_FILES[self.mode]) if _is_same(path.name)]
+            found = [path for path in folder.glob(RESULTS[self.mode]) if _is_same(path.name)]
             names = {str(path.relative_to(folder)): path.read_bytes() for path in found}
         times = re.compile(rb'"[^"]*(time|second)[^"]*": [^,}]+')
         return {name: times.sub(b"", x).replace(place.encode(), b"") for name, x in names.items()}
@@ -57,14 +62,14 @@ def _is_same(name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def evaluation(whole, tmp_path_factory):
+def evaluation(trained, tmp_path_factory):
     """A function from a mode to its evaluation and what it leaves in a folder."""
     done = {}
 
     def of(mode: str) -> tuple[Evaluation, Result]:
         if mode not in done:
-            folder = tmp_path_factory.mktemp(mode)
-            made = _evaluation(mode, folder / "inputs", whole)
+            folder = tmp_path_factory.mktemp(mode.replace(" ", "_"))
+            made = _evaluation(mode, folder / "inputs", trained)
             shutil.copytree(made.inputs, folder / "here")
             done[mode] = made, made.job().finish(str(folder / "here"))
             assert done[mode][1]
@@ -73,9 +78,9 @@ def evaluation(whole, tmp_path_factory):
     return of
 
 
-def _evaluation(mode: str, folder: Path, whole) -> Evaluation:
-    folder.mkdir()
+def _evaluation(mode: str, folder: Path, trained: Callable[[], Path]) -> Evaluation:
     if mode == "rank-eval":
+        folder.mkdir()
         write_checkpoint(folder)
 
         def command(place: str) -> list[str]:
@@ -83,7 +88,14 @@ def _evaluation(mode: str, folder: Path, whole) -> Evaluation:
             places = {"CHECKPOINT": f"{place}/checkpoint_7", "OUT": f"{place}/out"}
             return [places.get(part, part) for part in line]
 
+    elif mode.startswith("mesh "):
+        more_jobs.begin_evaluation(trained(), folder)
+
+        def command(place: str) -> list[str]:
+            return more_jobs.evaluation_command(mode.removeprefix("mesh "), place)
+
     else:
+        folder.mkdir()
         more_jobs.write_t5x_checkpoint(folder)
 
         def command(place: str) -> list[str]:
@@ -98,10 +110,7 @@ def begin(made: Evaluation, address: str) -> None:
     buckets.upload_tree(made.inputs, address)
 
 
-MODES = ("rank-eval", "infer", "eval")
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RESULTS)
 @in_each_store
 def test_an_evaluation_in_a_store_that_fails_now_and_then_gives_the_same(
     store, evaluation, mode, outcome
@@ -124,7 +133,10 @@ def test_an_evaluation_in_a_store_that_fails_now_and_then_gives_the_same(
 
 @pytest.mark.parametrize(
     ("store", "mode"),
-    [("gs", "rank-eval"), ("s3", "infer")],
+    [
+        *(("gs", "rank-eval"), ("gs", "infer"), ("gs", "mesh score_eval")),
+        *(("s3", "rank-eval"), ("s3", "eval"), ("s3", "mesh infer"), ("s3", "mesh eval")),
+    ],
     indirect=["store"],
 )
 def test_killed_at_each_kind_of_write_an_evaluation_in_a_bucket_gives_the_same(
