@@ -63,6 +63,14 @@ def prompted_examples(
                 yield _of_target(example, encoded, tokens)
 
 
+def shard_of(shard: int, num_shards: int) -> Callable[[Numbered], Numbered]:
+    """The `choose` that keeps one shard of a split.
+
+    SeqIO shards the rendered rows, before a twin makes an example of each choice.
+    """
+    return lambda rendered: itertools.islice(rendered, shard, None, num_shards)
+
+
 def _of_target(example: Example, inputs: Example, tokens: _Tokens) -> Example:
     found = {**inputs, **tokens.of_target(example["targets"])}
     if "answer_choices" in example:

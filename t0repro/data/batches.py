@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -191,8 +190,7 @@ def _train_rows(config: RunConfig) -> Iterator[Batch]:
         )
     if is_described(data.mixture_or_task_name):
         alone = dataclasses.replace(as_seqio(data, config), batch_size=1, num_shards=1)
-        seed = secrets.randbits(31) if data.seed is None else data.seed
-        return map(_of_one_row, mesh_described_batches(alone, seed))
+        return map(_of_one_row, mesh_described_batches(alone, data.seed))
     from t0repro import compat
 
     compat.install()

@@ -68,7 +68,8 @@ class ChoiceBatches(ResumableBatches):
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
         return dict(element)
 
-    def _dataset(self, seed: int, shard: int = 0) -> Iterator[Batch]:
+    def dataset(self, seed: int, shard: int = 0) -> Iterator[Batch]:
+        """Endless batches for a seed; see `ResumableBatches`."""
         del shard  # there is only one
         tasks = [
             list(examples_of(task_descriptions()[name], self._split, self._lengths, self._choices))

@@ -1,4 +1,4 @@
-"""The batches of described tasks, made without SeqIO; and why a run may need SeqIO after all.
+"""The batches of described tasks, from caches or rows; and why a run may need SeqIO after all.
 
 Each `why_*` function returns None, or what in the run needs SeqIO, as a clause.
 """
@@ -20,11 +20,63 @@ from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig
 from t0repro.data.cached import CachedBatches, count_examples
 from t0repro.data.choices import reads_rows_alone
 from t0repro.data.eval_examples import why_not_evaluated, why_not_read
-from t0repro.data.mixing import FEATURES, MixedBatches
-from t0repro.data.rendered import RenderedBatches
+from t0repro.data.mixing import FEATURES, HELD, Example, MixedBatches
 from t0repro.data.resuming import Batch
 from t0repro.errors import UserError
-from t0repro.tasks.task import find_tasks, prompted_mixtures
+from t0repro.tasks.prompted_examples import UNCUT, prompted_examples, shard_of
+from t0repro.tasks.task import find_tasks, prompted_mixtures, task_descriptions
+
+
+class RenderedBatches(MixedBatches):
+    """Endless training batches of described tasks; implements `training.feed.BatchSource`.
+
+    They equal SeqIO's (t0repro.data.mixing) of the same tasks with `use_cached = False`. A task of
+    fewer than 10,000 rows for each shard stays in memory; a larger one is rendered again in each
+    epoch, with the same random choices.
+
+    Args:
+      rates: Name of each task -> its rate in the mixture.
+      sequence_length: Tokens per row of `inputs` and of `targets`; longer examples are truncated.
+      batch_size: Rows in a batch.
+      **options: As for `MixedBatches`.
+    """
+
+    def __init__(
+        self,
+        rates: Mapping[str, float],
+        sequence_length: Mapping[str, int],
+        batch_size: int,
+        **options: Any,
+    ):
+        self._tasks = {name: task_descriptions()[name] for name in sorted(rates)}
+        in_order = {name: rates[name] for name in self._tasks}
+        super().__init__(in_order, sequence_length, batch_size, **options)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"rendered": self._rates, **super()._arguments()}
+
+    def _epochs(self, task: str, seed: int, shard: int) -> Iterator[Iterator[Example]]:
+        del seed  # which decides nothing before examples are shuffled
+        # Counting also checks all rows: an error in them comes before the first step.
+        held = self._tasks[task].rows.num_input_examples(self._split) < HELD * self.num_shards
+        return self._held(task, shard) if held else self._read_again(task, shard)
+
+    def _read_again(self, task: str, shard: int) -> Iterator[Iterator[Example]]:
+        while True:
+            yield self._read(task, shard)
+
+    def _held(self, task: str, shard: int) -> Iterator[Iterator[Example]]:
+        """The same, rendered during the first epoch."""
+        first, again = itertools.tee(self._read(task, shard))
+        yield first
+        examples = list(again)
+        while True:
+            yield iter(examples)
+
+    def _read(self, task: str, shard: int) -> Iterator[Example]:
+        own = shard_of(shard, self.num_shards)
+        for example in prompted_examples(self._tasks[task], self._split, UNCUT, own):
+            yield {name: example[name][: self._lengths[name]] for name in FEATURES}
 
 
 def described_batches(data: SeqioDataConfig, seed: int | None) -> MixedBatches:
@@ -52,9 +104,12 @@ def described_batches(data: SeqioDataConfig, seed: int | None) -> MixedBatches:
     )
 
 
-def mesh_described_batches(data: SeqioDataConfig, seed: int, shard: int = 0) -> Iterator[Batch]:
-    """Mesh TensorFlow's batches of described tasks, without end."""
-    batches = described_batches(data, seed)._dataset(seed, shard)
+def mesh_described_batches(
+    data: SeqioDataConfig, seed: int | None, shard: int = 0
+) -> Iterator[Batch]:
+    """Mesh TensorFlow's batches of described tasks, without end; None draws a seed."""
+    seed = _drawn(seed)
+    batches = described_batches(data, seed).dataset(seed, shard)
     return _with_eos(batches, data.mixture_or_task_name)
 
 
@@ -70,7 +125,7 @@ def mesh_described_rows(
     limit = data.num_eval_examples
     if limit is not None and limit < 0:
         limit = None
-    seed = secrets.randbits(31) if data.seed is None else data.seed
+    seed = _drawn(data.seed)
     found = []
     for task in find_tasks(data.mixture_or_task_name):
         if data.split in task.splits:
@@ -87,6 +142,10 @@ def mesh_described_rows(
             rows = described_batches(of_task, seed).epoch(seed)
             found.append((task.name, itertools.islice(_with_eos(rows, task.name), limit)))
     return found
+
+
+def _drawn(seed: int | None) -> int:
+    return secrets.randbits(31) if seed is None else seed
 
 
 def _with_eos(batches: Iterator[Batch], name: str) -> Iterator[Batch]:

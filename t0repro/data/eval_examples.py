@@ -20,7 +20,7 @@ from t0repro.data.cached import by_turns, of_shard
 from t0repro.data.mixing import FEATURES
 from t0repro.tasks.prompt_cache.folders import PROVENANCE
 from t0repro.tasks.prompt_cache.records import features
-from t0repro.tasks.prompted_examples import UNCUT, prompted_examples
+from t0repro.tasks.prompted_examples import UNCUT, prompted_examples, shard_of
 from t0repro.tasks.task import DescribedTask, find_tasks, is_described, metric_names
 from t0repro.tasks.text_metrics import uncomputable
 
@@ -126,13 +126,8 @@ def eval_examples(
         assert task.cache_dir is not None, task.name
         examples = cached_examples(Path(task.cache_dir), split, shard, num_shards)
     else:
-        # SeqIO shards the rendered rows, before a twin makes an example of each choice.
-        examples = prompted_examples(
-            task.description,
-            split,
-            UNCUT,
-            lambda rendered: itertools.islice(rendered, shard, None, num_shards),
-        )
+        own = shard_of(shard, num_shards)
+        examples = prompted_examples(task.description, split, UNCUT, own)
     ends = [name for name, feature in task.output_features.items() if mesh and feature.add_eos]
     return examples if lengths is None else (_cut(each, lengths, ends) for each in examples)
 

@@ -106,7 +106,8 @@ class MixedBatches(ResumableBatches):
 
     # ---- From examples to batches ---------------------------------------------------------------
 
-    def _dataset(self, seed: int, shard: int = 0) -> Iterator[Batch]:
+    def dataset(self, seed: int, shard: int = 0) -> Iterator[Batch]:
+        """Endless batches of a shard for a seed; see `ResumableBatches`."""
         return self._batches(self._rows(seed, shard), self._batch_size // self.num_shards)
 
     def first(self, count: int) -> Iterator[Batch]:

@@ -78,7 +78,7 @@ class ResumableBatches(abc.ABC):
             # The picked seed is never 0, which `or` would treat as not recorded.
             self._seed = from_first(lambda: position.get("seed") or secrets.randbits(31) + 1)
         self._taken = self._first(step, position)
-        datasets = {index: self._dataset(self._seed, index) for index in self._here}
+        datasets = {index: self.dataset(self._seed, index) for index in self._here}
         # Only a single pipeline's state can be saved; several shards are rebuilt and skipped.
         self._saves_iterator = self.num_shards == 1 and self._can_save_iterator(datasets[0])
         self._iterators = {index: iter(dataset) for index, dataset in datasets.items()}
@@ -101,7 +101,7 @@ class ResumableBatches(abc.ABC):
     # ---- What a subclass provides ---------------------------------------------------------------
 
     @abc.abstractmethod
-    def _dataset(self, seed: int, shard: int = 0) -> Any:
+    def dataset(self, seed: int, shard: int = 0) -> Any:
         """An iterable over the endless batches for a seed, usually a tf.data.Dataset.
 
         With several shards, over the batches of one: `batch_size / num_shards` rows each.

@@ -92,9 +92,10 @@ class SeqioTrainBatches(ResumableBatches):
             if name not in ("seed", "use_memory_cache")  # neither decides a batch's contents
         }
 
-    def _dataset(self, seed: int, shard: int = 0) -> Any:
+    def dataset(self, seed: int, shard: int = 0) -> Any:
+        """Endless batches of a shard for a seed; see `ResumableBatches`."""
         if self._described:
-            return described_batches(self._data, seed)._dataset(seed, shard)
+            return described_batches(self._data, seed).dataset(seed, shard)
         return seqio_dataset(self._data, seed=seed, num_epochs=None, shard=shard).prefetch(2)
 
 
@@ -312,7 +313,7 @@ class TrainBatches(ResumableBatches):
             "num_shards": data.num_shards,
         }
 
-    def _dataset(self, seed: int, shard: int = 0) -> Any:
+    def dataset(self, seed: int, shard: int = 0) -> Any:
         """Endless batches as `train_model` makes them: a tf.data.Dataset of int tensors by feature.
 
         Source: mesh_tensorflow.transformer.utils.train_model, which repeats the dataset and drops

@@ -12,9 +12,9 @@ from seqio import dataset_providers
 from t0repro import compat
 from t0repro.config.run_config import EvalDataConfig
 from t0repro.config.training_plan import SeqioDataConfig
-from t0repro.data import batches, cached, described, rendered
+from t0repro.data import batches, cached, described
 from t0repro.data.cached import CachedBatches
-from t0repro.data.rendered import RenderedBatches
+from t0repro.data.described import RenderedBatches
 from t0repro.data.train_data import EvalBatches, SeqioTrainBatches
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
@@ -91,7 +91,7 @@ def test_batches_of_rows_are_seqios(pack, shuffle, num_shards):
 def test_a_task_too_large_for_memory_is_rendered_alike_in_each_epoch(monkeypatch):
     config = data(pack=False)
     held = first(rendered_batches(config), 150)
-    monkeypatch.setattr(rendered, "HELD", 0)
+    monkeypatch.setattr(described, "HELD", 0)
     monkeypatch.setattr(dataset_providers, "_MAX_EXAMPLES_TO_MEM_CACHE", 0)
     assert_equal(first(rendered_batches(config), 150), held)
     assert_equal(seqios(config, 150), held)

@@ -151,15 +151,15 @@ def parallel_maps(dataset) -> int:
 
 def test_only_packing_has_threads_of_its_own(mixture):
     assert parallel_maps(mesh_dataset()) > 10
-    assert parallel_maps(source()._dataset(5)) == 1
+    assert parallel_maps(source().dataset(5)) == 1
 
 
 def test_a_pipeline_whose_state_is_saved_stays_as_it_was(mixture):
-    saved = source(checkpoint_input_pipeline=True)._dataset(5)
+    saved = source(checkpoint_input_pipeline=True).dataset(5)
     assert parallel_maps(saved) == parallel_maps(mesh_dataset())
 
 
 def test_outside_a_training_datasets_are_built_as_ever(mixture):
     before = parallel_maps(mesh_dataset())
-    source()._dataset(5)
+    source().dataset(5)
     assert parallel_maps(mesh_dataset()) == before

@@ -120,7 +120,7 @@ def test_batches_are_those_that_seqio_and_mesh_tensorflow_made(cache, recorded, 
         {str(folder): rates[task] for task, folder in cache.items()},
         cases.LENGTHS, cases.ROWS, pack=case.pack, shuffle=case.shuffle, seed=cases.SEED,
     )  # fmt: skip
-    for number, batch in enumerate(itertools.islice(batches._dataset(cases.SEED), cases.BATCHES)):
+    for number, batch in enumerate(itertools.islice(batches.dataset(cases.SEED), cases.BATCHES)):
         if case.mesh:  # in which EOS replaces the last token of a row that is full
             np.minimum(batch["targets"][:, -1], 1, out=batch["targets"][:, -1])
         place = f"batches/{name}/{number}/"

@@ -71,7 +71,7 @@ class BatchesInShards(ResumableBatches):
     def __init__(self):
         super().__init__(seed=1, num_shards=4)
 
-    def _dataset(self, seed, shard=0):
+    def dataset(self, seed, shard=0):
         self.made.append(shard)
         rows = slice(2 * shard, 2 * shard + 2)
         return [{name: x[rows] for name, x in batch.items()} for batch in batches(20, rows=8)]
