@@ -71,8 +71,8 @@ def test_bfloat16_differs_from_float32_by_its_rounding(kind):
     def compare(found, expected, exact):
         assert found.dtype == expected.dtype
         errors = [np.abs(np.asarray(x, np.float32) - exact).max() for x in (found, expected)]
-        # The kernel's matmuls take bfloat16, as XLA's do on a TPU. Those of the full matrix on a CPU
-        # take float32 for the logits and their gradients.
+        # The kernel's matmuls take bfloat16, as XLA's do on a TPU. On a CPU, those of the full
+        # matrix take float32 for the logits and their gradients.
         assert errors[0] <= max(2 * errors[1], 2**-7 * np.abs(exact).max())
 
     jax.tree.map(compare, found, expected, exact)
