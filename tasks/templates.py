@@ -267,10 +267,12 @@ def _promptsource() -> Any:
 
     `promptsource.utils` is never imported: it requests a list of datasets from the network.
     """
-    with warnings.catch_warnings():
-        # promptsource finds its folder with pkg_resources, which warns about itself on import.
-        warnings.simplefilter("ignore")
-        import promptsource.templates as module
+    # promptsource finds its folder with pkg_resources, which warns about itself on import. These
+    # filters stay: a thread that restored the earlier ones would drop what another has set.
+    for message in ("pkg_resources is deprecated", "Deprecated call to .pkg_resources[.]"):
+        warnings.filterwarnings("ignore", message=message)
+    import promptsource.templates as module
+
     sandboxed = PromptEnvironment(loader=jinja2.BaseLoader())
     sandboxed.take({**sandboxed.filters, **module.env.filters}, module.env.globals)
     module.env = sandboxed
