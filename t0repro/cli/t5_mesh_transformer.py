@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 def console_entry_point() -> None:
     """Runs the command with the arguments in sys.argv; the console script's entry point."""
-    if re.search(r"(^| )--?backend[= ]jax( |$)", " ".join(sys.argv[1:])):
-        use_where_faster(sys.argv[1:])
     # Keep the traceback of an unexpected error, which may come hours into a run.
     with gate("t5_mesh_transformer", show_unexpected=True) as settings:
+        if _is_on_jax(sys.argv[1:]):
+            use_where_faster(sys.argv[1:])
         _check_places(sys.argv[1:])
         if not _define_flags_alone(sys.argv[1:]):
             if package_folder("t5"):
@@ -97,6 +97,13 @@ def _say_importing() -> None:
     echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
 
 
+def _is_on_jax(arguments: Sequence[str]) -> bool:
+    """Whether the command line asks for the JAX stack, before any flag is defined."""
+    words = [*canonical_arguments(arguments), ""]
+    pairs = [pair for word in itertools.pairwise(words) for pair in ["=".join(word), word[0]]]
+    return not {"--backend=jax", "-backend=jax"}.isdisjoint(pairs)
+
+
 def _define_flags_alone(arguments: Sequence[str]) -> bool:
     """Defines the flags without importing t5 if the command line does not need it; else none.
 
@@ -104,10 +111,9 @@ def _define_flags_alone(arguments: Sequence[str]) -> bool:
       arguments: The command line. It needs t5 for Mesh TensorFlow, for a flag of another of its
         packages, and for the help texts of t5's flags.
     """
-    words = [*canonical_arguments(arguments), ""]
-    pairs = [pair for word in itertools.pairwise(words) for pair in ["=".join(word), word[0]]]
-    if not {"--backend=jax", "-backend=jax"}.intersection(pairs):
+    if not _is_on_jax(arguments):
         return False
+    words = canonical_arguments(arguments)
     names = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("-")}
     # A process that has imported t5's command has its flags already.
     if names & _NEED_T5 or _T5_COMMAND in sys.modules:

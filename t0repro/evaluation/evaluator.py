@@ -223,9 +223,13 @@ def functions_of(
     return UserModelFunctions(model, params, batch_size, seed)
 
 
+def _rows(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+
+
 def _drop_repeated_rows(path: Path) -> None:
     """Drops the rows of an evaluation that was killed after it had written them, and repeated."""
-    rows = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    rows = _rows(path)
     different = list(dict.fromkeys(rows))
     if len(different) < len(rows):
         write_atomically(path, "".join(different))
@@ -470,9 +474,11 @@ class DescribedEvaluator:
             self._writers[task].write_scalars(step, values)
         else:
             path = self._folder / f"{task}-metrics.jsonl"
-            rows = path.read_text(encoding="utf-8") if path.exists() else ""
-            write_atomically(path, rows + json.dumps({"step": step, **metrics}) + "\n")
-            _drop_repeated_rows(path)
+            rows = _rows(path)
+            row = json.dumps({"step": step, **metrics}) + "\n"
+            # It is there if an evaluation was killed after it had written it, and is repeated.
+            if row not in rows:
+                write_atomically(path, "".join([*rows, row]))
             if logger.write_n_results != 0:
                 lines = itertools.islice(self._lines(task, columns), logger.write_n_results)
                 path = self._folder / f"{task}-{step:06}.jsonl"

@@ -1,11 +1,12 @@
 """Runs the layout of T0's command on virtual CPU devices and compares it with one device.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=512 python -P many_devices.py
+    XLA_FLAGS=--xla_force_host_platform_device_count=64 python -P many_devices.py
 
 trains a tiny T5 1.1 on all devices, model 8 and the others along data. Prints JSON.
 
-XLA computes on at most 256 threads, and each device's waits for the others, so T0's layout on a
-v3-512 takes two processes, each with 256 devices, which are told COORDINATOR COUNT INDEX.
+XLA computes on at most 256 threads, and the thread of each device waits for the others. T0's layout
+on a v3-512 therefore needs two processes with 256 devices each. Each process takes the arguments
+COORDINATOR COUNT INDEX: host:port of the first one, the number of processes, and its own number.
 """
 
 import dataclasses
