@@ -93,7 +93,8 @@ class MetricLog:
     Args:
       model_dir: the directory; created if it does not exist.
       start_step: the step that training starts from. Training lines of later steps, left over from
-        an interrupted run, are dropped. None keeps every line.
+        an interrupted run, are dropped. None keeps every line, and writes no evaluation's line
+        again.
       writers: clu.metric_writers, or objects with the same methods.
     """
 
@@ -254,13 +255,17 @@ class SplitMetrics:
             writer.close()
 
 
+_OF_TRAINING = '{"split": "train"'
+
+
 class JsonLines:
     """Appends JSON objects to a file, one whole line per write.
 
     Args:
       path: the file.
       start_step: training lines of later steps are dropped, since a run that was interrupted after
-        its last checkpoint repeats those steps. None keeps every line.
+        its last checkpoint repeats those steps. None keeps every line, and writes no evaluation's
+        line again: one that was killed starts over.
       evaluated: the step whose evaluation was the last to be finished, if the run evaluates by a
         plan: lines of evaluations that will be done again are dropped too.
     """
@@ -273,8 +278,11 @@ class JsonLines:
     ):
         path = Path(path)
         make_folder(path.parent)
-        if path.exists() and start_step is not None:
-            lines = path.read_text().splitlines(keepends=True)
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        self._evaluations: set[str] = set()
+        if start_step is None:
+            self._evaluations = {line for line in lines if not line.startswith(_OF_TRAINING)}
+        else:
             kept = [line for line in lines if _is_until(line, start_step, evaluated)]
             if kept != lines:
                 # Replace the file rather than truncate it: readers that follow it then notice.
@@ -290,7 +298,9 @@ class JsonLines:
         Raises:
           UserError: if the disk is full; no part of the line is left in the file.
         """
-        append_or_undo(self._file, (json.dumps(row) + "\n").encode(), self._path)
+        line = json.dumps(row) + "\n"
+        if line not in self._evaluations:
+            append_or_undo(self._file, line.encode(), self._path)
 
     def sync(self) -> None:
         """Waits until every line is on disk."""

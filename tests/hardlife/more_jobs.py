@@ -86,13 +86,13 @@ def _answers(folder: Path) -> Result:
 
 
 def _metrics(folder: Path) -> Result:
-    """The metrics of each task; a run that died and started over may have written them before."""
+    """The rows of each task: one, whether or not a dead run had written it before."""
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     rows = [json.loads(line) for line in lines]
-    for row in rows:
-        row.pop("time", None)
-    return {row["task"]: json.dumps(row, sort_keys=True).encode() for row in rows}
+    tasks = {row["task"] for row in rows}
+    of_task = {task: [row for row in rows if row["task"] == task] for task in tasks}
+    return {task: json.dumps(found).encode() for task, found in of_task.items()}
 
 
 T5X_MODEL = "t5x/examples/t5/t5_1_1/tiny.gin"

@@ -45,6 +45,19 @@ def test_a_line_is_never_appended_to_half_a_line(tmp_path):
         assert path.read_text() == kept + '{"split": "eval", "step": 2}\n', torn
 
 
+def test_an_evaluation_that_starts_over_writes_its_line_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"split": "eval", "step": 2, "task": task, "accuracy": 0.5} for task in ("a", "b")]
+    train = {"split": "train", "step": 1}
+    for count in (1, 2):  # killed after its first task, then repeated
+        lines = JsonLines(path)
+        for row in (train, *rows[:count]):
+            lines.write(row)
+        lines.close()
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert written == [train, rows[0], train, rows[1]]
+
+
 def test_training_lines_of_later_steps_and_torn_lines_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"split": "train", "step": step}) for step in (1, 2, 3)]
