@@ -118,9 +118,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="layers of each tower instead of all 24")
     parser.add_argument("--topology", help="a slice other than the command's")
     parser.add_argument("--recompute", help="none, minimal or full, whatever the memory")
+    parser.add_argument("--blocks", action="store_true", help="attention without a TPU's kernel")
     parser.add_argument("--unrolled", action="store_true", help="a body for each layer")
     parser.add_argument("--param", nargs="*", default=[], help="more gin overrides")
     options = parser.parse_args()
+    if options.blocks:
+        from t0repro.model import tpu_attention
+
+        tpu_attention.supports = lambda device_kind: False
     for size in options.sizes:
         for name in options.commands:
             config = configured(SIZES[size], name, options.layers, options.param)

@@ -53,7 +53,7 @@ def _times(equation: Any) -> int:
         return equation.params["length"]
     if equation.primitive.name == "shard_map":
         mesh = equation.params["mesh"]
-        return math.prod(mesh.shape[axis] for axis in equation.params["manual_axes"])
+        return math.prod(mesh.shape[axis] for axis in equation.params["newly_manual_axes"])
     return 1
 
 
