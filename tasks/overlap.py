@@ -295,6 +295,7 @@ def _parts(
         rows.setdefault(name, 0)
         for number, row in source.rows(split):
             fields = list(_fields(row))
+            # A field of n words has n - ngram + 1 runs, and counts once more as a whole.
             runs = sum(max(1, len(words) - ngram + 2) for _, words in fields)
             if held and held + runs > room:
                 yield _part(ngram, owners, words_of, rows)
@@ -331,13 +332,17 @@ def _runs(
     begins = ends - lengths
     number = len(words) - ngram + 1
     if number > 0:
+        # uint64 wraps around, so a run's hash is a polynomial of its words modulo 2**64.
         powers = np.cumprod(np.full(ngram, _FACTOR, np.uint64))
         runs = np.zeros(number, np.uint64)
         for offset, power in enumerate(powers):
             runs += words[offset : offset + number] * power
         of = np.searchsorted(ends, np.arange(number), side="right")
+        # The words of all fields are in one array, and a run must not cross from one field into
+        # another.
         inside = np.arange(number) + ngram <= ends[of]
         yield runs[inside], of[inside], (np.arange(number) - begins[of])[inside], False
+    # A longer field need not be compared as a whole: if it is equal, its runs are too.
     whole = np.flatnonzero((lengths >= SHORTEST) & (lengths < ngram))
     keys = np.zeros(len(whole), np.uint64)
     for at, field in enumerate(whole):

@@ -47,6 +47,7 @@ def check_bound_addresses(bindings: Bindings) -> None:
     Raises:
       UserError: With the place of the binding.
     """
+    # Imported here, because runs started from Python check addresses too and must not import gin.
     from t0repro.config import gin_door
 
     for (scope, selector), arguments in gin_door.bound().items():

@@ -35,6 +35,7 @@ def function_of(selector: str) -> Any:
 
 def argument_names(selector: str) -> list[str]:
     """The arguments of a configurable, given its full or partial name; [] if it is unknown."""
+    # gin raises if a partial name fits several configurables, and some builtins have no signature.
     with contextlib.suppress(Exception):
         configurable: Any = gin.config._REGISTRY.get_match(selector)
         return list(inspect.signature(configurable.wrapped).parameters)
@@ -64,6 +65,8 @@ def left_empty(unregistered: Callable[[str], bool]) -> Iterator[None]:
         yield
     finally:
         gin.clear_config()
+        # gin.clear_config leaves the registry as it is, so these have to be removed from it by
+        # hand.
         for function in [*gin.config._INVERSE_REGISTRY]:
             if unregistered(function.__module__):
                 gin.config._REGISTRY.pop(gin.config._INVERSE_REGISTRY.pop(function).selector)

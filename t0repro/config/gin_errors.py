@@ -109,6 +109,7 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
 def _importer(error: ModuleNotFoundError) -> str:
     """Which line of an importable module imports the missing one; "" if a gin file does."""
     frames = traceback.extract_tb(error.__traceback__)
+    # Frames of importlib lie between the `import` statement and the error.
     frame = next(each for each in reversed(frames) if "importlib" not in each.filename)
     if frame.line is None or "import " not in frame.line:
         return ""

@@ -64,6 +64,7 @@ def _fits_one(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     if origin is typing.Literal:
+        # Python holds True equal to 1 and 1 to 1.0, so the types must be equal too.
         return any(type(value) is type(word) and value == word for word in arguments)
     if origin in _MAPPINGS:
         return isinstance(value, Mapping) and all(fits(x, arguments[1]) for x in value.values())
@@ -179,6 +180,7 @@ class Range:
         if value in self.also:
             return True
         return (
+            # Without a bound above, Inf would pass every comparison; NaN passes none.
             math.isfinite(value)
             and (self.at_least is None or value >= self.at_least)
             and (self.at_most is None or value <= self.at_most)

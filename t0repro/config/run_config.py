@@ -402,6 +402,7 @@ OptimizerConfig = (
 )
 
 
+# Those that must be above 0 are divisors in the schedules' formulas.
 _SCHEDULE_RANGES = {
     "value": Range(at_least=0),
     "learning_rate": Range(at_least=0),
@@ -522,6 +523,7 @@ class RunConfig:
     scores_filename: str | None
     save_example_text: bool
     vocabulary: str | None
+    # Not compared: where a value was set does not change the run.
     provenance: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     vocabulary_extra_ids: Annotated[int, Range(at_least=0)] = 0
     layout: Layout = Layout()

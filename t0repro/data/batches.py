@@ -189,6 +189,7 @@ def _train_rows(config: RunConfig) -> Iterator[Batch]:
             fix="Add --gin_file=perplexity_eval.gin.",
         )
     if is_described(data.mixture_or_task_name):
+        # One row a batch: `_batches` puts rows together itself and pads the last batch.
         alone = dataclasses.replace(as_seqio(data, config), batch_size=1, num_shards=1)
         return map(_of_one_row, mesh_described_batches(alone, data.seed))
     from t0repro import compat

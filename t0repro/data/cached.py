@@ -102,6 +102,8 @@ class CachedBatches(MixedBatches):
         files, own = of_shard(self._paths[task], self._split, shard, self.num_shards)
         order, seeds = files, ShuffleSeeds(seed)
         for epoch in itertools.count():
+            # SeqIO keeps a small task in memory from its first epoch on, so its files are shuffled
+            # only once.
             if self._shuffle and (epoch == 0 or self._counts[task] >= HELD * self.num_shards):
                 order = [*shuffled(iter(files), len(files), seeds)]
             yield (integers(record, FEATURES) for record in own(by_turns(order)))

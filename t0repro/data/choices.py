@@ -144,6 +144,7 @@ def examples_of(
     Raises:
       UserError: If there is no such example, or one has more choices.
     """
+    # Only the `_score_eval` twin has an example for each answer choice.
     twin = task if task.prompt.score_eval else task.twin()
     found = False
     of_input = itertools.groupby(

@@ -123,6 +123,7 @@ def mesh_described_rows(
       lengths: Tokens per row of each feature.
     """
     limit = data.num_eval_examples
+    # In t5, num_eval_examples = -1 takes all.
     if limit is not None and limit < 0:
         limit = None
     seed = _drawn(data.seed)
@@ -154,6 +155,7 @@ def _with_eos(batches: Iterator[Batch], name: str) -> Iterator[Batch]:
     ends = [feature for feature in FEATURES if features[feature].add_eos]
     for batch in batches:
         for feature in ends:
+            # Padding is 0 and EOS is 1, so this turns the last token of a full row alone into EOS.
             np.minimum(batch[feature][:, -1], 1, out=batch[feature][:, -1])
         yield batch
 

@@ -34,6 +34,8 @@ def _philox(counters: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """
     a, b, c, d = counters.T
     k, m = keys.T
+    # The constants are Philox4x32's own (Salmon et al. 2011): two factors, and two steps of the
+    # key.
     for _ in range(_ROUNDS):
         one, two = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
         a, b, c, d = (two >> _SHIFT) ^ b ^ k, two & _MASK, (one >> _SHIFT) ^ d ^ m, one & _MASK
@@ -116,11 +118,13 @@ def draws(weights: Sequence[float], seed: int) -> Iterator[int]:
     while True:
         # One stateless sample per pair of words, which form a 64-bit seed.
         pairs = np.array([[next(words), next(words)] for _ in range(_BLOCKS)], np.uint64)
+        # The key by which TensorFlow scrambles the seed of a stateless operation.
         nothing = np.zeros(_BLOCKS, np.uint64)
         scramble = np.tile(np.array([0x3EC8F720, 0x02461E29], np.uint64), (_BLOCKS, 1))
         mix = _philox(np.stack([pairs[:, 0], nothing, pairs[:, 1], nothing], axis=1), scramble)
         counters = np.stack([nothing, nothing, mix[:, 2], mix[:, 3]], axis=1)
         random_words = _philox(counters, mix[:, :2])
+        # TensorFlow fills a double's 52 bits with 20 bits of one word and all 32 of the next.
         mantissas = ((random_words[:, 0] & np.uint64(0xFFFFF)) << _SHIFT) | random_words[:, 1]
         uniform = mantissas.astype(np.float64) * 2.0**-52
         yield from np.searchsorted(totals, uniform * totals[-1], side="right").tolist()

@@ -147,6 +147,7 @@ def harness_task(task: TaskDescription, split: str, rows: str) -> dict[str, Any]
     """A task's configuration in the harness, with the path of its rows."""
     return {
         "task": task.prompt.name,
+        # A reader of the library `datasets`, which the harness loads all rows with.
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {split: rows}},
         "test_split": split,
@@ -154,6 +155,7 @@ def harness_task(task: TaskDescription, split: str, rows: str) -> dict[str, Any]
         "doc_to_text": "inputs",
         "doc_to_choice": "choices",
         "doc_to_target": "label",
+        # The harness puts it before each choice; `lm_eval.model` removes it again.
         "target_delimiter": " ",
         "num_fewshot": 0,
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],

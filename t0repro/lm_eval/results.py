@@ -228,11 +228,13 @@ def export_results(eval_dir: Path, step: int, split: str, folder: Path) -> Path:
             for sample in _samples(scores, task, split):
                 right.append(sample["acc"])
                 file.write([json.dumps(sample, ensure_ascii=False)])
+        # The harness's formula, and its word where a single example has no standard error.
         error = float(np.std(right, ddof=1) / len(right) ** 0.5) if len(right) > 1 else "N/A"
         results[name] = {
             "name": name,
             "alias": name,
             "sample_len": len(right),
+            # The harness names a figure by metric and filter.
             "acc,none": float(np.mean(right)),
             "acc_stderr,none": error,
         }

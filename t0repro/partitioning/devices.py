@@ -168,6 +168,7 @@ def fetched(x: np.ndarray | jax.Array) -> np.ndarray:
         return np.asarray(x)
     from jax.experimental import multihost_utils
 
+    # JAX gathers an array that spans several processes only with tiled=True.
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 

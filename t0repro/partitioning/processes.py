@@ -41,6 +41,7 @@ ADDRESS, COUNT, INDEX = (
 )
 # `Watch` notices a dead process at once; this is for a dead machine or network.
 _HEARTBEAT_SECONDS = 30
+# JAX's own default; seconds until all processes have to have started.
 _INITIALIZATION_SECONDS = 300
 _FOR_EVER = 7 * 24 * 3600 * 1000  # milliseconds; a process's death ends the waiting
 _numbers = itertools.count()  # equal in every process, since all make the same calls

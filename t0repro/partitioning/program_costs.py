@@ -52,6 +52,7 @@ def _times(equation: Any) -> int:
     if equation.primitive.name == "scan":
         return equation.params["length"]
     if equation.primitive.name == "shard_map":
+        # Its jaxpr is what a single device computes.
         mesh = equation.params["mesh"]
         return math.prod(mesh.shape[axis] for axis in equation.params["newly_manual_axes"])
     return 1

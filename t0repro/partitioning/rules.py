@@ -183,6 +183,7 @@ def _of_all_groups(size: int, batched: Any, whole: jax.Array, group: jax.Array) 
 def _groups() -> int:
     """Number of groups if traced inside `sums_over_groups`, else 1."""
     try:
+        # JAX raises a NameError for an axis that no vmap around this code has.
         return jax.lax.axis_size(_GROUP)
     except NameError:
         return 1

@@ -62,11 +62,13 @@ class Watch:
         if server is not None:
             self._peers = _accepted(server, count, bytes.fromhex(token))
             for at, peer in self._peers.items():
+                # A socket for both protocols shows an IPv4 address in IPv6's form.
                 self._names[at] = peer.getpeername()[0].removeprefix("::ffff:")
         else:
             peer = socket.create_connection((host, port))
             peer.sendall(bytes.fromhex(token) + index.to_bytes(4, "big"))
             self._peers = {0: peer}
+        # A machine that loses its power closes no connection, but it stops answering keepalives.
         for peer in self._peers.values():
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         _delay_aborts()
@@ -117,11 +119,14 @@ class Watch:
             f"Process {lost} of {self._count}{name} has ended, so process {self._index} ends too.\n"
             "  to do: Look at its own messages; then start all processes again with the same"
             " command, which continues where it stopped.",
+            # Not sys.stderr, which `joined` has redirected to nowhere in all processes but the
+            # first.
             file=sys.__stderr__,
             flush=True,
         )
         if self._index == 0:
             time.sleep(_SECONDS_FOR_NEWS)
+        # An ordinary exit would wait for the process that has ended: JAX meets all others first.
         os._exit(_FAILURE)
 
 
@@ -152,6 +157,7 @@ def _accepted(server: socket.socket, count: int, token: bytes) -> dict[int, sock
         while len(peers) < count - 1:
             peer, _ = server.accept()
             head = b""
+            # A stranger who connects and sends nothing must not hold up the start for ever.
             peer.settimeout(10)
             while len(head) < _HEAD and (more := _receive(peer, _HEAD - len(head))):
                 head += more

@@ -104,6 +104,8 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
     if not folder.exists():
         write_atomically(staged / MARKER, "tfrecord")  # as seqio_cache_tasks
         make_folder(folder.parent)
+        # The staged files must be in their folder on the disk before the folder gets its final
+        # name.
         sync_directory(staged)
         os.rename(staged, folder)
         sync_directory(folder.parent)

@@ -44,6 +44,7 @@ class PlainTemplate:
 
     def digest(self) -> str:
         """SHA-256 of the Jinja of prompt and answer choices."""
+        # A NUL in between: text that moves from one to the other has to change the digest.
         return hashlib.sha256(f"{self.jinja}\0{self.answer_choices}".encode()).hexdigest()
 
 

@@ -204,6 +204,8 @@ def _heads(
     end = path.stat().st_size
     with contextlib.nullcontext(held) if held else opened(path) as file:
         file.seek(place)
+        # TFRecord puts 16 bytes around a record: its length (8), the length's checksum (4), its own
+        # (4).
         while head := file.read(12):
             _check(head, 8, path, place)
             length = int.from_bytes(head[:8], "little")

@@ -152,6 +152,8 @@ class DecodingReader:
         self._check_postprocess(_STRINGS)
         function = self._utils.score_from_strings
         values = {
+            # With inputs = None, Mesh TensorFlow scores the targets alone; only targets must be
+            # given.
             name: self._required(_STRINGS, function, name, none_is_missing=name == "targets")
             for name in ("inputs", "targets")
         }

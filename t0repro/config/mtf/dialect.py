@@ -291,6 +291,7 @@ class _ConfigReader:
         run = self._gin.run
         train_steps = self._train_steps(inputs.batch_size, inputs.sequence_length)
         model = self._model()
+        # Evaluations find an adapter through the checkpoint's adapter.json, not through gin.
         if inputs.mode == "train":
             model = self._with_choice_loss(self._with_adapter(model))
         training = mtf_optimizer.OptimizerReader(self._gin.bindings, run, self._gin.provenance)

@@ -105,10 +105,12 @@ def compute_batch_size(
             raise NeedsPackages(f"{method_and_value} is no whole number of sequences")
     if method.endswith("per_batch"):
         return value
+    # A layout rule goes by a dimension's name alone, so a size of 0 does no harm.
     replicas = (mesh_dim_size(layout, mesh, Dimension(name, 0)) for name in _BATCH)
     return value * math.prod(replicas)
 
 
+# Mesh TensorFlow counts replicas along both of these dimensions.
 _BATCH = ("batch", "outer_batch")
 
 
@@ -125,6 +127,7 @@ def _tpu_mesh_shape(
         "batch": int(cores) // model_parallelism // ensemble,
         "model": model_parallelism,
     }
+    # Mesh TensorFlow leaves dimensions of size 1 out of the mesh.
     return Shape(tuple(Dimension(name, size) for name, size in sizes.items() if size > 1))
 
 
@@ -142,6 +145,8 @@ def _serialize_num_microbatches(
     rows, rest = divmod(batch_dim.size, mesh_dim_size(layout_rules, mesh_shape, batch_dim))
     if rest:
         raise NeedsPackages(f"{batch_dim} is not divided by {mesh_shape}")
+    # As in Mesh TensorFlow, a microbatch has at least one sequence, however long, and its size
+    # divides the replica's rows.
     most = max(1, tokens_per_microbatch_per_replica // max(sequence_length.values()))
     size = next(size for size in range(most, 0, -1) if rows % size == 0)
     return int(rows // size)

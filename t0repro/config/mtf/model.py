@@ -163,6 +163,7 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
     exact_gelu = own.pop("exact_gelu")
     return ModelConfig(
         num_encoder_layers=layers.pop("encoder", 0),
+        # Arguments are evaluated in order: once `encoder` has been popped, one tower is left.
         num_decoder_layers=layers.popitem()[1],
         d_model=decoder.model_dim.size,
         d_ff=feed_forward.hidden_size,
@@ -429,6 +430,7 @@ class _ModelReader:
 
     def norm_epsilon(self) -> float:
         """What every layer norm adds to the mean square; `misread` has refused scoped bindings."""
+        # Nothing bound means 1e-6, the default of Mesh TensorFlow's sublayer_rms_norm.
         return float(gin_door.resolved("", _RMS_NORM).get("epsilon", 1e-6))
 
     def dropout_rate(self, towers: Mapping[str, Any]) -> float:
@@ -464,4 +466,5 @@ class _ModelReader:
         )
 
     def _sublayers_rate(self) -> float:
+        # Nothing bound means 0, the default of Mesh TensorFlow's sublayer_dropout.
         return gin_door.resolved("", _DROPOUT).get("dropout_rate", 0.0)

@@ -129,6 +129,7 @@ class OptimizerReader:
             self._refuse(reference, "decay_rate", f"decay_rate = {rate!r}")
         for name in (*_ADAFACTOR_FIELDS, "decay_rate", "exclude_from_parameter_scale"):
             self._note(f"optimizer.{name}", reference, name)
+        # Adafactor's constructor calls this function, so gin calls it in the optimizer's scope.
         power = Reference(reference.scope, _DECAY)
         decay = self._arguments(power)
         self._note("optimizer.decay_exponent", power, "exponent")

@@ -62,6 +62,7 @@ def parse(inputs: MeshInputs, *, warn: bool = True) -> Bindings:
       UserError: for any error of gin's parser, a module that cannot be imported, or a macro on the
         command line that nothing reads.
     """
+    # Mesh TensorFlow and t5 do not import on a current TensorFlow unless they are patched first.
     if not packages.is_described():
         from t0repro import compat
 
@@ -96,6 +97,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
             [default_bindings(), *inputs.gin_files],
             list(inputs.gin_params),
             skip_unknown=skip,
+            # Finalizing would lock the configuration before the vocabulary is bound.
             finalize_config=False,
         )
     cloud.check_bound_addresses(bindings)

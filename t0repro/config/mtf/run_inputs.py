@@ -213,6 +213,7 @@ def dtype_name(arguments: RunArguments, argument: str) -> str:
       UserError: if TensorFlow has no such type.
     """
     value = arguments.arguments(DTYPES, arguments.utils.get_variable_dtype)[argument]
+    # These two are answered without importing TensorFlow.
     if isinstance(value, str) and value in get_args(DType):
         return value
     if packages.is_described():

@@ -46,6 +46,7 @@ def registered() -> dict[str, SimpleNamespace]:
         module, _, name = selector.rpartition(".")
         setattr(modules.setdefault(module, SimpleNamespace()), name, makers.of(selector))
     transformer = modules["mesh_tensorflow.transformer.transformer"]
+    # gin calls methods such as Bitransformer.decode by their class, as if it were their module.
     for tower in ("Bitransformer", "Unitransformer"):
         for name, method in vars(modules.pop(tower)).items():
             setattr(getattr(transformer, tower), name, method)
@@ -88,6 +89,7 @@ class _StandIns:
             made = _class(name, base, signature, towers.FINISHED.get(selector))
         else:
             made = _function(name, signature, functools.partial(self._call, selector))
+        # By this name, `packages.described` makes gin forget the stand-ins again.
         made.__module__ = __name__
         lists = {key: record[key] for key in ("allowlist", "denylist") if key in record}
         register: Any = gin.configurable(name, module=module, **lists)
@@ -126,6 +128,7 @@ def signature_of(text: str, default: Callable[[ast.expr], Any]) -> inspect.Signa
                zip(given.kwonlyargs, given.kw_defaults, strict=True)]  # fmt: skip
     if given.kwarg:
         listed.append((kinds.VAR_KEYWORD, given.kwarg, None))
+    # Only truth values are recorded with an annotation, since `misread` checks those alone.
     annotations = {"bool": bool, "bool | None": bool | None}
     return inspect.Signature([
         kinds(

@@ -47,6 +47,7 @@ _VOCABULARIES = (
     records.ByteVocabulary,
     records.PassThroughVocabulary,
 )
+# T5X's None is the plain sum; here None, as in Mesh TensorFlow, divides by all targets of a batch.
 _DENOMINATORS: dict[Any, float | LossDenominator | None] = {
     None: 1.0,
     "NUM_TOTAL_TARGET_TOKENS": None,
@@ -100,6 +101,7 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
         scan_layers=None if getattr(shape, "scan_layers", True) else False,
         arithmetic=Arithmetic(
             float32_attention_logits=shape.float32_attention_logits,
+            # T5X differs from Mesh TensorFlow in all of these; only the first can be bound in gin.
             float32_vocabulary_logits=True,
             cast_before_norm_scale=True,
             epsilon_in_position_bucket=True,
@@ -175,6 +177,7 @@ def _denominator(
     # bool is a subclass of int, and True is no divisor.
     if isinstance(factor, int | float) and not isinstance(factor, bool):
         return float(factor)
+    # T5X accepts these words in lower case too.
     word = factor.upper() if isinstance(factor, str) else factor
     if word not in _DENOMINATORS:
         raise places.refused(

@@ -204,6 +204,7 @@ def served() -> Iterator[Imports]:
         root = name.partition(".")[0]
         # Only these roots are served here; anything else is a user's module.
         if root not in ("t5x", "seqio", "optax", "__main__"):
+            # Only the root is looked for: to find a submodule, Python would import its package.
             if importlib.util.find_spec(root) is None:
                 raise UserError(
                     f"No module named {root!r}, which a gin file imports ({name}).",

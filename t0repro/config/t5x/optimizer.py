@@ -140,6 +140,7 @@ def _adafactor(
         name = f"{ADAFACTOR}.multiply_by_parameter_scale"
         unscaled = tuple(path for path in trained if not _mapped(scales, path, name, places))
     config = _options(record, unscaled, _factor_map(record, trained, places))
+    # Applied here only to find a rule that fits no parameter before the run begins.
     for path, shape in trained.items():
         try:
             factoring(path, shape, config)

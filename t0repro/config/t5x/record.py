@@ -24,6 +24,7 @@ class WrongArgument(UserError):
         import gin
 
         self.record, self.argument = record, argument
+        # gin knows its scopes only during the call, and the error is placed after it.
         self.scopes = tuple(gin.current_scope())
         self.hint, self.wanted = hint, in_words(hint)
         super().__init__(f"{record.__name__}.{argument} is {value!r}; it must be {self.wanted}.")

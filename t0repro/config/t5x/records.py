@@ -186,6 +186,7 @@ class EncoderDecoderModel(Record):
         # Both methods are called here, so that gin supplies its bindings for them.
         for name, value in self.loss_fn().items():
             object.__setattr__(self, name, value)
+        # After loss_fn, so that the types of what gin binds for it are checked too.
         super().__post_init__()
         object.__setattr__(self, "decoding", self.predict_batch_with_aux())
 
