@@ -48,6 +48,7 @@ def model_config(
         "num_heads": family.num_heads,
         "relative_attention_num_buckets": family.relative_attention_num_buckets,
         "relative_attention_max_distance": arithmetic.max_distance,
+        # transformers' default: no checkpoint shows the rate that it was trained with.
         "dropout_rate": 0.1,
         "layer_norm_epsilon": arithmetic.epsilon,
         "initializer_factor": 1.0,

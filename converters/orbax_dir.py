@@ -286,6 +286,7 @@ class _Base:
     def __init__(self, directory: str):
         import tensorstore as ts
 
+        # Without this cache, TensorStore would read an OCDBT store's tree again for every array.
         self.context = ts.Context({"cache_pool#tree": {"total_bytes_limit": 1 << 24}})
         self.path = directory
         spec = storage.tensorstore_name(directory)
@@ -411,6 +412,7 @@ def _tree_metadata(names: list[str]) -> bytes:
         "tree_metadata": entries,
         "use_ocdbt": False,
         "use_zarr3": False,
+        # True: no chunk is ever left out, so that a missing one is known to be lost.
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }

@@ -318,6 +318,7 @@ def _publish(partial: Path, to: Path, chosen: dict[str, HubFile]) -> None:
     last = ("config.json", ".index", "/checkpoint", "/.zmetadata", "/_METADATA")
     # False sorts before True: the files in `last` come after all others.
     for name in sorted(chosen, key=lambda name: (name.endswith(last), name)):
+        # After a power failure, a file renamed before its contents were synced may be empty.
         with naming(to / name), open(partial / name, "rb") as file:
             os.fsync(file.fileno())
         make_folder((to / name).parent)

@@ -200,6 +200,7 @@ class SafetensorsWriter:
             file.seek(place)
         with naming(file.name):
             file.write(bytes_of(array))
+            # Flushed: once the log names a tensor as written, a killed process must not lose it.
             file.flush()
 
     def close(self) -> None:

@@ -156,6 +156,7 @@ class InBucket:
                     buckets.remove(f"{self.path}/{name}")
             buckets.write(mark, text)
             yield Staged(self.path, {}, None)
+            # Removed last: while it is there, what is at the address counts as unfinished.
             buckets.remove(mark)
 
     def publish(
@@ -271,6 +272,7 @@ class OnDisk:
         if not directory.exists():
             write_atomically(files / MANIFEST, manifest)
             make_folder(directory.parent)
+            # A power failure must not leave the final name without its contents.
             sync_tree(files)
             os.rename(files, directory)
             sync_directory(directory.parent)

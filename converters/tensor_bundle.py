@@ -325,6 +325,7 @@ def _entry(array: np.ndarray, offset: int) -> Entry:
 def _format_entry(entry: Entry) -> bytes:
     assert entry.dtype is not None
     shape = b"".join(_field(2, _field(1, size)) for size in entry.shape)
+    # The checksum is field 6, a fixed32 (wire type 5), unlike the others.
     checksum = _encode_varint(6 << 3 | 5) + struct.pack("<I", entry.masked_crc32c)
     return (
         _field(1, _DTYPE_NUMBERS[entry.dtype])

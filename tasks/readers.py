@@ -289,6 +289,7 @@ class HubReader:
     place_on_hub: HubPlace
     split: str
     commit: str
+    # Not compared: the commit already decides the rows.
     data: Any = dataclasses.field(compare=False, repr=False)
 
     def count(self) -> int:
@@ -363,6 +364,7 @@ def _load(
             )
             for name in files
         ]
+        # By files and not by name: `datasets` refuses a repository that still has a loading script.
         data = datasets.load_dataset("parquet", data_files={split: paths}, split=split)
     except UserError:
         raise

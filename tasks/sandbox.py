@@ -367,6 +367,7 @@ def _serve() -> None:
     _environment()  # imports promptsource before memory and files are limited
     with open("/proc/self/statm") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()
+    # RLIMIT_AS counts what is mapped already, so the template's memory comes on top of that.
     resource.setrlimit(resource.RLIMIT_AS, (held + BYTES, held + BYTES))
     # No file can grow, so nothing can be written, /tmp included.
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -376,6 +377,7 @@ def _serve() -> None:
     # One line is one request: row_codec encodes without line breaks.
     for line in sys.stdin.buffer:
         operation, arguments = row_codec.decode(line)
+        # ITIMER_PROF counts processor time, so that a busy machine ends no ordinary template.
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         answer = json.dumps(_answer(operation, arguments))
         # The time to write the answer does not count as the template's.

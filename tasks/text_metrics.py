@@ -135,6 +135,7 @@ def _coqa_f1(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, fl
 def _bleu(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
     import sacrebleu
 
+    # t5's arguments; sacrebleu's own defaults give other scores.
     found = sacrebleu.corpus_bleu(predictions, [targets], smooth_value=0.0, tokenize="intl")
     return {"bleu": found.score}
 

@@ -77,6 +77,7 @@ class VocabularyFile:
         """The text of tokens up to the first EOS, as SeqIO's vocabulary has it."""
         processor = self.processor()
         size, unknown, eos = processor.get_piece_size(), processor.unk_id(), processor.eos_id()
+        # A padded embedding has more rows than there are pieces, so a model may generate these ids.
         known = [token if token < size else unknown for token in map(int, tokens)]
         return processor.decode(list(itertools.takewhile(lambda token: token != eos, known)))
 
@@ -156,6 +157,7 @@ def _fetch(address: str) -> bytes | UserError:
                 return response.read()
         return buckets.read(buckets.checked(address, "the vocabulary"))
     except UserError as error:
+        # Returned, not raised: lru_cache keeps results but no exceptions.
         return error
     except OSError as error:  # urllib's errors too
         return UserError(

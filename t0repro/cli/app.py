@@ -142,6 +142,7 @@ def _global_options(
 
 def main() -> None:
     """Runs the command line in sys.argv and exits."""
+    # First of all, since it may start this process again.
     if _COMPUTE.intersection(sys.argv[1:2]) and not _ONLY_LOOK.intersection(sys.argv):
         use_where_faster(sys.argv[2:])
     with gate("t0repro") as settings:

@@ -61,6 +61,7 @@ def diff(
 
     Example: t0repro checkpoint diff runs/t0 runs/t0_jax
     """
+    # Printed before the imports, which take seconds.
     echo(f"reading {a} and {b} ...", err=True)
     from t0repro.converters.inspection import compare
 

@@ -36,6 +36,7 @@ def use_where_faster(arguments: Sequence[str]) -> None:
         program that calls the command as a function is never replaced.
     """
     count = len(arguments)
+    # A command line that did not start this process, as in a test, cannot start it again.
     if count == 0 or sys.orig_argv[-count:] != list(arguments):
         return
     if _VARIABLE in os.environ or not _are_offered():
@@ -60,6 +61,7 @@ def _are_offered() -> bool:
         name, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").split()
         return (
             name == "glibc"
+            # glibc can ask for huge pages since 2.35.
             and tuple(map(int, version.split(".")[:2])) >= (2, 35)
             and "[madvise]" in _MODE.read_text()
         )

@@ -352,6 +352,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
     import tensorflow
 
     tf = tensorflow.compat.v1
+    # As in t5's own entry point: Mesh TensorFlow builds graphs as in TensorFlow 1.
     tf.disable_v2_behavior()
     tf.logging.set_verbosity(tf.logging.INFO if options.debug else tf.logging.WARN)
     # Otherwise absl's handler repeats every line of TensorFlow's handler.

@@ -251,6 +251,7 @@ def shard_order(count: int, shard: int, num_shards: int, seed: str) -> np.ndarra
     """
     # The same rows for any number of workers.
     places = np.arange(shard, count, num_shards)
+    # PCG64 by name: numpy may give default_rng another generator, and a cache's bytes must stay.
     digest = hashlib.sha256(f"{seed}/{shard}".encode()).digest()
     np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little"))).shuffle(places)
     return places
