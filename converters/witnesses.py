@@ -142,6 +142,7 @@ def check_contents(directory: str | os.PathLike[str], files: dict[str, Written])
         if _crc32(file) != files[name]["crc32"]:
             raise damaged(file, "its CRC-32 differs from what was written")
 
+    # `at_once` is a generator: without the loop, it would check nothing.
     for _ in storage.at_once(check, files):
         pass
 

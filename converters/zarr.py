@@ -130,6 +130,7 @@ def _third(path: str, content: Mapping[str, Any]) -> Description:
         chunks = content["chunk_grid"]["configuration"]["chunk_shape"]
         encoding = content["chunk_key_encoding"]
         by_default = encoding["name"] == "default"
+        # Zarr 3's defaults, which a description may leave out.
         separator = encoding.get("configuration", {}).get("separator", "/" if by_default else ".")
     except (KeyError, TypeError, AttributeError):
         raise damaged(path, "it does not describe a Zarr 3 array") from None

@@ -272,6 +272,7 @@ def provide_tpu_only_modules() -> None:
         stand_in.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
         sys.modules[name] = stand_in
         parent, _, child = name.rpartition(".")
+        # An import that finds a module in sys.modules does not set it in its parent.
         setattr(importlib.import_module(parent), child, stand_in)
 
 
@@ -325,6 +326,7 @@ def update_after_all_gradients() -> None:
     import mesh_tensorflow as mtf
 
     original = mtf.optimize.Optimizer.apply_grads
+    # Called again, it would wrap its own wrapper.
     if getattr(original, "_t0repro_patch", False):
         return
 

@@ -45,6 +45,7 @@ class EventWriter:
         make_folder(directory)
         # TensorFlow's name, by which TensorBoard reads a directory's files in order.
         name = f"events.out.{MARK}.{int(time.time()):010}.{socket.gethostname()}"
+        # The number tells apart this process's writers that begin within the same second.
         self._path = directory / f"{name}.{os.getpid()}.{next(_files)}.v2"
         with naming(self._path):
             # Unbuffered: what a full disk refused must not be written later, when it is closed.

@@ -205,10 +205,12 @@ def put_file(source: Path, target: Path) -> None:
         return
     make_folder(target.parent)
     temporary = target.with_name(f".{target.name}.tmp")
+    # os.link fails if the name exists, as one that a killed process left does.
     temporary.unlink(missing_ok=True)
     try:
         os.link(source, temporary)
     except OSError:
+        # The folders may be on two file systems, or on one without hard links.
         shutil.copy2(source, temporary)
     os.replace(temporary, target)
     # Renaming one name of a file to another name of the same file leaves both.
@@ -259,6 +261,7 @@ def sync_directory(folder: str | os.PathLike[str]) -> None:
 
 def sync(path: str | os.PathLike[str]) -> None:
     """Syncs a file's content, or a folder's entries, to disk."""
+    # fsync needs no writable descriptor, and a folder can be opened for nothing but reading.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):

@@ -166,6 +166,7 @@ class RemoteFiles(abc.ABC):
             try:
                 answer = self._session.get(url, timeout=TIMEOUT_SECONDS, **options)
                 self._reached = True
+            # Both derive from RequestException, whose retries further down cannot help here.
             except (requests.exceptions.InvalidSchema, requests.TooManyRedirects) as error:
                 raise UserError(
                     f"The server redirects to an address that is not followed: {error}.",
@@ -181,6 +182,8 @@ class RemoteFiles(abc.ABC):
                 # Callers handle 404 and 416.
                 if answer.status_code < 400 or answer.status_code in (404, 416):
                     return answer
+                # With stream=True, requests keeps the connection of an unread answer until it is
+                # closed.
                 answer.close()
                 if delay is None or answer.status_code not in (408, 429, 500, 502, 503, 504):
                     raise UserError(
@@ -193,6 +196,7 @@ class RemoteFiles(abc.ABC):
 
     def _resume(self, file: HubFile, to: Path, advance: Callable[[int], None]) -> None:
         """Appends to `to` until it has the listed size; progress resets the retries."""
+        # Later requests open the file with "r+b", which creates none.
         to.touch()
         have = to.stat().st_size
         # Longer than the file: left over from another version of it.
@@ -338,6 +342,7 @@ class HubRepository(RemoteFiles):
         return urllib.parse.quote(self.revision, safe="")  # refs/pr/1 has slashes
 
     def _url(self, file: HubFile) -> str:
+        # The hub's addresses of models have no prefix.
         prefix = "datasets/" if self._kind == "datasets" else ""
         return f"{self.base_url}/{prefix}{self.name}/resolve/{self._revision}/{file.path}"
 
@@ -375,6 +380,7 @@ class Bucket(RemoteFiles):
           UserError: If the server cannot be reached or answers with an error.
         """
         url = f"{self.base_url}/storage/v1/b/{self.name}/o"
+        # Without the slash, a folder whose name begins with this one's would match, too.
         query = {"prefix": f"{folder.rstrip('/')}/"}
         found, pages = [], set()
         while True:
@@ -404,6 +410,7 @@ class Bucket(RemoteFiles):
                 )
 
     def _url(self, file: HubFile) -> str:
+        # In this API's paths, a slash within an object's name has to be encoded.
         name = urllib.parse.quote(file.path, safe="")
         return f"{self.base_url}/storage/v1/b/{self.name}/o/{name}?alt=media"
 
@@ -412,6 +419,7 @@ def _bucket_file(item: dict[str, Any]) -> HubFile:
     md5 = item.get("md5Hash")
     # Objects composed of parts have no MD5.
     crc32c = None if md5 else base64.b64decode(item["crc32c"]).hex()
+    # The JSON API writes 64-bit numbers as strings.
     size = int(item["size"])
     return HubFile(item["name"], size, md5=md5 and base64.b64decode(md5).hex(), crc32c=crc32c)
 

@@ -112,6 +112,7 @@ class WorkingCopy:
             try:
                 yield
             finally:
+                # While the lease is held, since its next owner begins with what the bucket holds.
                 self.upload()
                 self._leases.remove(lease)
 
@@ -130,6 +131,7 @@ class WorkingCopy:
             if not found and prefix and buckets.is_object(self.address):
                 names = {self.path.name: -1}  # one file
             with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
+                # An error of a download is raised only where its result is asked for.
                 list(pool.map(lambda name: self._fetch(name, names[name]), names))
             self._sent = {name: stamp for name, stamp in self._files()}
             for name in filter(_APPENDED.search, self._sent):
@@ -192,6 +194,7 @@ class WorkingCopy:
         content = content[: content.rfind(b"\n") + 1]  # a line may be half written
         length, crc = self._appended.get(name, (0, 0))
         whole = content
+        # A file that does not begin with what was sent was rewritten, and replaces the object.
         if zlib.crc32(content[:length]) == crc and buckets.is_object(address):
             there, new = buckets.read(address), content[length:]
             # An upload whose answer was lost may have added them.
@@ -210,6 +213,7 @@ class WorkingCopy:
 
     def _files(self) -> Iterator[tuple[str, _Stamp]]:
         for parent, folders, names in os.walk(self._root):
+            # os.walk goes only into the folders that are left in its list.
             folders[:] = [name for name in folders if not name.startswith(".")]
             for each in names:
                 path = Path(parent, each)

@@ -34,6 +34,7 @@ class Bounded:
             if node is not None:
                 _check(node)
         except RecursionError as error:
+            # PyYAML composes nested lists by recursion.
             raise yaml.YAMLError(_TOO_DEEP) from error
         return node
 
@@ -67,6 +68,7 @@ def read(file: str | os.PathLike[str], what: str) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         cause, reason = error, getattr(error, "strerror", None) or str(error)
     except yaml.YAMLError as error:
+        # Only some of PyYAML's errors know their place in the text.
         mark = getattr(error, "problem_mark", None)
         cause, reason = error, getattr(error, "problem", None) or " ".join(str(error).split())
         where, fix = f"{where}:{mark.line + 1}" if mark else where, "Correct the file there."
@@ -94,6 +96,7 @@ def _count(node: yaml.Node, parts: dict[int, int], above: set[int]) -> int:
         raise yaml.composer.ComposerError(None, None, what, node.start_mark)
     if len(above) == _DEEPEST:
         raise yaml.composer.ComposerError(None, None, _TOO_DEEP, node.start_mark)
+    # Each part once: counting repeated parts again would take as long as walking through them.
     if id(node) not in parts:
         above.add(id(node))
         parts[id(node)] = 1 + sum(_count(each, parts, above) for each in _children(node))

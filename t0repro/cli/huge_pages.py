@@ -36,7 +36,6 @@ def use_where_faster(arguments: Sequence[str]) -> None:
         program that calls the command as a function is never replaced.
     """
     count = len(arguments)
-    # A command line that did not start this process, as in a test, cannot start it again.
     if count == 0 or sys.orig_argv[-count:] != list(arguments):
         return
     if _VARIABLE in os.environ or not _are_offered():

@@ -427,6 +427,7 @@ def _print_end(seen: Look, metrics: dict[str, float]) -> None:
 
 def _command(verb: str, name: str) -> str:
     """The command that asks about a job, given by its resource name."""
+    # The name is projects/<project>/locations/<location>/customJobs/<number>.
     _, project, _, location, _, number = name.split("/")
     return f"t0repro vertex {verb} {number} --project {project} --location {location}"
 

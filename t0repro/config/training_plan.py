@@ -321,6 +321,7 @@ def mesh_transformer_plan(
         run_eval_before_training=False,
         save=SaveConfig(
             save_checkpoints_steps,
+            # 0 keeps all, as in TensorFlow's Saver, which Mesh TensorFlow writes with.
             keep=keep_checkpoint_max or None,
             data=True,
             from_first_step=False,
@@ -330,5 +331,6 @@ def mesh_transformer_plan(
         gc_period=0,
         log="steps",
         keys="folded",
+        # An Estimator whose checkpoint is past max_steps trains nothing and raises nothing.
         may_start_past_end=True,
     )

@@ -147,6 +147,7 @@ def examples_of(
     # Only the `_score_eval` twin has an example for each answer choice.
     twin = task if task.prompt.score_eval else task.twin()
     found = False
+    # The twin's examples for the choices of one input follow each other.
     of_input = itertools.groupby(
         prompted_examples(twin, split, lengths), key=lambda example: int(example["idx"][0])
     )

@@ -67,6 +67,7 @@ class RenderedBatches(MixedBatches):
 
     def _held(self, task: str, shard: int) -> Iterator[Iterator[Example]]:
         """The same, rendered during the first epoch."""
+        # tee keeps what `first` yields until `again` is read, so that no row is rendered twice.
         first, again = itertools.tee(self._read(task, shard))
         yield first
         examples = list(again)

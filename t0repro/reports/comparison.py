@@ -389,6 +389,7 @@ def _flips(a: RankResult, b: RankResult) -> list[Flip]:
 
 
 def _finite_or_none(value: float) -> float | None:
+    # JSON has no infinities.
     return float(value) if math.isfinite(value) else None
 
 

@@ -84,6 +84,7 @@ def metric_rows(metrics: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             where=str(path),
             fix="Training writes metrics.jsonl into its model_dir; name that file.",
         )
+    # splitlines would hide whether the last line ends in a line feed.
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():

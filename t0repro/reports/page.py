@@ -142,6 +142,7 @@ def render_html(page: Page) -> str:
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         # Names come from tasks and files, so escape everything except our own HTML.
         autoescape=True,
+        # By default Jinja renders a name that it does not know as nothing.
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
         finalize=_shown,

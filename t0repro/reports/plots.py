@@ -89,6 +89,7 @@ class Drawing:
         from matplotlib.figure import Figure
 
         self.figure = Figure(figsize=(self.inches, height))
+        # A canvas attaches itself to its figure, which savefig then draws with.
         FigureCanvasSVG(self.figure)
         # Transparent, so that the page's background shows.
         self.figure.patch.set_alpha(0)
@@ -126,6 +127,7 @@ def integer_steps(axes, count: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(count, integer=True))
+    # Otherwise Matplotlib writes large steps as powers of ten, or relative to an offset.
     axes.ticklabel_format(axis="x", style="plain", useOffset=False)
 
 
@@ -149,6 +151,7 @@ def _inline_svg(drawing: Drawing, label: str, prefix: str) -> str:
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     drawing.figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     root = ElementTree.fromstring(buffer.getvalue())
+    # As lists, because removing elements during the iteration would skip others.
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag.endswith(("}metadata", "}style")) or child.tag in ("metadata", "style"):
@@ -160,6 +163,7 @@ def _inline_svg(drawing: Drawing, label: str, prefix: str) -> str:
         root.attrib.pop(name, None)
     root.set("role", "group")
     root.set("aria-label", label)
+    # Otherwise ElementTree writes tags such as ns0:svg, which HTML does not show as SVG.
     ElementTree.register_namespace("", _SVG)
     text = ElementTree.tostring(root, encoding="unicode")
     # Matplotlib writes colors in lower case, as in ROLES.
@@ -230,6 +234,7 @@ def calibration_plot(datasets: Sequence[DatasetResult], label: str) -> str:
                     f"{dataset.dataset}: {found.accuracy:.1f}% right at a confidence of"
                     f" {found.confidence:.1f}%, {counted(found.examples, 'prediction')}"
                 )
+        # Room for complete dots at 0 and 100 percent.
         axes.set_xlim(-2, 102)
         axes.set_ylim(-4, 104)
         axes.set_xlabel("confidence, percent")
@@ -505,6 +510,7 @@ def _draw_box(axes, y: float, dataset: DatasetResult) -> None:
         medianprops={"color": ROLES["ink"], "linewidth": 2},
         whiskerprops=line,
         capprops=line,
+        # Otherwise bxp would put ticks of its own at the boxes' positions.
         manage_ticks=False,
     )
 

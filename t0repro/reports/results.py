@@ -285,6 +285,7 @@ def dataset_result(
         standard_error=standard_error,
         chance=chance,
         majority=majority,
+        # Provisional: `corrected` decides by the p-values of all datasets.
         above_chance=mean_interval.low > chance,
         prompts=tuple(prompts),
         p_above_chance=mean.p_above(chance),

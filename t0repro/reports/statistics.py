@@ -113,6 +113,7 @@ class Reweighted:
 
         If the interval begins above the value, the p-value is at most half of 1 - confidence.
         """
+        # Plus one, because no number of random weightings shows that a p-value is 0.
         return float((1 + (self.lower <= value).sum()) / (1 + self.lower.size))
 
     def p_below(self, value: float) -> float:
@@ -214,6 +215,7 @@ class Outcomes:
         of_prompts = self.accuracy.var(-1, ddof=1) / prompts
         total = of_examples + of_prompts
         terms = of_examples**2 / max(self.examples - 1, 1) + of_prompts**2 / (prompts - 1)
+        # If neither examples nor prompts vary, this is zero over zero.
         freedom = total**2 / np.maximum(terms, np.finfo(float).tiny)
         if prompts < _FEW_PROMPTS:
             freedom = np.full_like(freedom, prompts - 1)
@@ -243,9 +245,11 @@ def random_prompts_interval(
         return None
     error, freedom = outcomes.random_prompts_error()
     mean = outcomes.accuracy.mean() / 100
+    # The logit of 0 or 1 is infinite.
     if not (error > 0 and 0 < mean < 1):
         return fixed
     reach = t_quantile(float(freedom), bootstrap.confidence) * error / 100
+    # The slope of the logit is 1 / (mean * (1 - mean)).
     logit, reach = math.log(mean / (1 - mean)), reach / (mean * (1 - mean))
     low, high = (100 / (1 + math.exp(-(logit + side * reach))) for side in (-1, 1))
     return Interval(float(low), float(high))
@@ -325,6 +329,7 @@ def difference_over_seeds(
     seeds = sum(len(each) - 1 for each in means)
     if not seeds:
         raise ValueError("Neither model was trained with two seeds.")
+    # np.var divides by the number of runs, so this adds up sums of squares.
     pooled = sum(len(each) * float(np.var(each)) for each in means) / seeds
     terms.append((pooled * sum(1 / len(each) for each in means), seeds))
     total = sum(variance for variance, _ in terms)
@@ -436,6 +441,7 @@ def mean_over_datasets(datasets: Sequence[DatasetMean], bootstrap: Bootstrap) ->
     plain = np.mean(spread, axis=0)
     largest = np.max([entry.largest_share for entry in datasets], axis=0) / len(datasets)
     generator = np.random.default_rng([bootstrap.seed, len(datasets)])
+    # The share of one exponential weight among n + 1 is distributed as Beta(1, n).
     further = generator.beta(1, 1 / largest[..., None], plain.shape)
     lower = np.clip(plain * (1 - further), 0, 100)
     return Reweighted(plain, lower, np.clip(plain * (1 - further) + 100 * further, 0, 100))

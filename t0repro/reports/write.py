@@ -135,6 +135,7 @@ def write_tables(
             columns = _columns(scores, prompts)
             rows.writerows(_cells(columns))
             table = pyarrow.table(columns)
+            # The writer needs the columns' types, which the first task shows.
             if parquet is None:
                 parquet = stack.enter_context(
                     pyarrow.parquet.ParquetWriter(

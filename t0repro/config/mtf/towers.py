@@ -79,6 +79,7 @@ def _make_layer_stack(
             name = next((part for part in reversed(parts) if isinstance(part, str)), None)
             given = next((part for part in reversed(parts) if isinstance(part, dict)), {})
             (made,) = (part for part in parts if not isinstance(part, str | dict))
+            # The names become parts of the variables' names in a checkpoint.
             position = number if block_scope else len(stack)
             name = name or f"layer_{position:03d}"
             layer = made(**given)
@@ -94,6 +95,7 @@ def _get_vocabulary(_: Any, mixture_or_task_name: str | None) -> Any:
         try:
             name = gin.query_parameter("%MIXTURE_NAME")
         except ValueError as error:
+            # Nothing binds the macro: t5 then takes a vocabulary of its own choice.
             raise NeedsPackages("t5's default vocabulary") from error
     if not isinstance(name, str) or not is_described(name):
         raise NeedsPackages(not_described(str(name)))

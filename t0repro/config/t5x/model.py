@@ -101,7 +101,7 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
         scan_layers=None if getattr(shape, "scan_layers", True) else False,
         arithmetic=Arithmetic(
             float32_attention_logits=shape.float32_attention_logits,
-            # T5X differs from Mesh TensorFlow in all of these; only the first can be bound in gin.
+            # T5X differs from Mesh TensorFlow in these too, and gin can bind none of them.
             float32_vocabulary_logits=True,
             cast_before_norm_scale=True,
             epsilon_in_position_bucket=True,
