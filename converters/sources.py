@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from t0repro.adapters import Adapter
 from t0repro.converters import hf, jax_tree, mtf, peft, storage
 from t0repro.converters.adapter_files import (
     AdapterNote,
     MergedReader,
+    check_continues,
     check_is_adapter,
     is_adapter,
     note_of,
@@ -23,19 +25,16 @@ from t0repro.converters.recognition import check_parameters
 from t0repro.converters.tensors import (
     CheckpointReader,
     CheckpointRef,
+    FlatTree,
     Format,
     StoredTensor,
     TensorInfo,
 )
-from t0repro.converters.witnesses import (
-    MANIFEST,
-    manifest_path,
-    parameters_digest,
-    read_manifest,
-)
+from t0repro.converters.witnesses import MANIFEST, manifest_path, parameters_digest, read_manifest
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
+from t0repro.progress import say
 
 
 def find_checkpoint(
@@ -262,6 +261,28 @@ def check_base(note: AdapterNote, digest: str, path: str) -> None:
             found = parameters_digest(named.tensors, named.read)
             note = dataclasses.replace(note, digest=found)
     note.check_base(digest, path)
+
+
+def restored_adapter(
+    path: str, adapter: Adapter, shape: ModelShape, digest: str, base: str
+) -> FlatTree:
+    """The parameters of another run's adapter, without its slots and step, to train on.
+
+    Args:
+      path: See `find_adapter`.
+      adapter: The adapter that is about to be trained.
+      shape: The shape of the base.
+      digest: The hash of the base's parameters.
+      base: Where the base is.
+
+    Raises:
+      UserError: If it has other sizes or another scale, or was trained on another base.
+    """
+    own = open_adapter(find_adapter(path))
+    check_continues(own, adapter, shape)
+    check_base(own.note, digest, base)
+    say(f"restore: {own.ref.path}")
+    return {key: own.read(key) for key in own.tensors if key.startswith(naming.PARAMETERS)}
 
 
 def base_of(ref: CheckpointRef) -> CheckpointRef:

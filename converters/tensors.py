@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, get_args
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy: np.dtype("bfloat16"))
 import numpy as np
 
-from t0repro.parameters.naming import NormNames
+from t0repro.parameters.naming import PARAMETERS, NormNames
 
 Format = Literal["mtf", "t5x", "jax", "hf", "peft"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -123,6 +123,19 @@ class StoredTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.read(), dtype, copy=copy)
+
+
+FlatTree = Mapping[str, np.ndarray]
+# Tensors in memory, or still in their checkpoint until each is used.
+StoredTree = Mapping[str, np.ndarray | StoredTensor]
+
+
+def with_parameters_in(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A flat tree with its parameters in another type; slots and the step stay as they are."""
+    return {
+        name: value.astype(np.dtype(dtype)) if name.startswith(PARAMETERS) else value
+        for name, value in tree.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ import numpy as np
 from t0repro.config.run_config import RunConfig
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
+from t0repro.converters.restoring import starting_tree
 from t0repro.data.choices import Choices, examples_of, to_batch
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.outputs import TaskScores
@@ -40,7 +41,6 @@ from t0repro.reports.statistics import (
     mean_over_datasets,
     reweighted,
 )
-from t0repro.runs.start import starting_tree
 from t0repro.runs.train import train
 from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
 from t0repro.tasks.prompted_examples import prompted_examples

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from t0repro.converters.tensors import FlatTree
 from t0repro.parity.jax_run import StackResult
-from t0repro.training.train_state import FlatTree
 
 FIRST_LOSS, LOSSES, TENSOR, PER_TOKEN = 1e-5, 1e-4, 1e-5, 1e-4
 STEPS_JUDGED = 20  # losses of later steps are only reported

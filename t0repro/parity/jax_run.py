@@ -16,6 +16,7 @@ import numpy as np
 
 from t0repro.config.run_config import RunConfig
 from t0repro.converters.sources import load_any
+from t0repro.converters.tensors import FlatTree
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.model.t5 import T5, nonpadding, segments_of, text_to_self
@@ -26,7 +27,6 @@ from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import (
-    FlatTree,
     TrainState,
     from_flat_tree,
     state_shapes,

@@ -22,7 +22,7 @@ from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.converters import jax_tree, sources, storage
 from t0repro.converters.arithmetic import open_configured
-from t0repro.converters.tensors import CheckpointRef
+from t0repro.converters.tensors import CheckpointRef, with_parameters_in
 from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError
 from t0repro.evaluation.generation import generate_tokens, texts_of
@@ -318,7 +318,6 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     """
     from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
     from t0repro.partitioning.devices import choose, line_of
-    from t0repro.training.train_state import with_parameters_in
 
     model = T5(plan.model, plan.dtypes)
     # Shapes alone: nothing is initialized.

@@ -35,6 +35,7 @@ from t0repro.buckets import absolute, place
 from t0repro.config.training_plan import SaveConfig
 from t0repro.converters.jax_tree import jax_refs
 from t0repro.converters.orbax_dir import OrbaxArrays, is_orbax
+from t0repro.converters.tensors import with_parameters_in
 from t0repro.converters.witnesses import (
     Written,
     check_contents,
@@ -56,7 +57,7 @@ from t0repro.partitioning.processes import (
 )
 from t0repro.training.commits import committing, readable, remove_checkpoint
 from t0repro.training.metrics import METRICS_FILE
-from t0repro.training.train_state import TrainState, flat_arrays, to_flat_tree, with_parameters_in
+from t0repro.training.train_state import TrainState, flat_arrays, to_flat_tree
 
 DATA = "data"  # the checkpoint's folder for the position in the data
 # A slow disk may need longer than the ten minutes after which Orbax gives up by default.

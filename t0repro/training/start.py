@@ -16,16 +16,11 @@ from jax.sharding import NamedSharding
 from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import TrainingPlan
 from t0repro.converters import sources, storage
-from t0repro.converters.adapter_files import (
-    AdapterNote,
-    check_continues,
-    open_adapter,
-    read_note,
-)
+from t0repro.converters.adapter_files import AdapterNote, read_note
+from t0repro.converters.tensors import FlatTree
 from t0repro.errors import UserError, of_command
 from t0repro.files import check_is_no_pattern
 from t0repro.model.t5 import initial_adapter, initial_parameters
-from t0repro.parameters import naming
 from t0repro.partitioning.devices import put
 from t0repro.partitioning.processes import from_first
 from t0repro.progress import say
@@ -44,11 +39,12 @@ from t0repro.training.train_state import (
     base_parameters,
     from_flat_tree,
     new_train_state,
+    to_flat_tree,
 )
 
 # A tree; the path of a JAX checkpoint; or a function that returns a tree or None, given one that
-# makes a new state.
-RestoreFrom = OpenTree | str | Path | Callable[[Callable[[], TrainState]], OpenTree | None] | None
+# makes the tree of a new state.
+RestoreFrom = OpenTree | str | Path | Callable[[Callable[[], FlatTree]], OpenTree | None] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +99,14 @@ def started(
         path = checkpoint_path(model_dir, found)
         start = _restored(path, shapes)
         start = dataclasses.replace(start, checkpoint=path, data=data_folder(path))
-    if start is None and config.model.adapter is None:
-        tree = restore_from(fresh) if callable(restore_from) else restore_from
-        return Start(shapes, 0, is_new=True) if tree is None else _restored(tree, shapes)
+    if start is not None and config.model.adapter is None:
+        return start
+    tree = restore_from
+    if callable(tree):
+        tree = tree(lambda: to_flat_tree(fresh()))
     if config.model.adapter is not None:
-        return _beside_base(config, shapes, fresh, restore_from, start)
-    assert start is not None
-    return start
+        return _beside_base(config, shapes, fresh, tree, start)
+    return Start(shapes, 0, is_new=True) if tree is None else _restored(tree, shapes)
 
 
 def _restored(
@@ -190,10 +187,17 @@ def _beside_base(
     config: RunConfig,
     shapes: TrainState,
     fresh: Callable[[], TrainState],
-    restore_from: RestoreFrom,
+    tree: OpenTree | str | Path | None,
     start: Start | None,
 ) -> Start:
-    """Where the training of an adapter starts; `start` is its latest checkpoint, if there is one.
+    """Where the training of an adapter starts.
+
+    Args:
+      config: The run.
+      shapes: See `started`.
+      fresh: See `started`.
+      tree: The base, or the path of its JAX checkpoint.
+      start: The adapter's latest checkpoint in model_dir, if there is one.
 
     Raises:
       UserError: If nothing names the base, it is not the configured model's, or the adapter was
@@ -201,7 +205,6 @@ def _beside_base(
     """
     adapter, restore = config.model.adapter, config.plan.restore
     assert adapter is not None
-    tree = restore_from(fresh) if callable(restore_from) else restore_from
     if tree is None:
         raise UserError(
             "An adapter is trained on a base, and nothing names one.",
@@ -224,13 +227,8 @@ def _beside_base(
         assert start.checkpoint is not None
         read_note(start.checkpoint).check_base(digest, where)
     elif restore is not None and restore.adapter is not None:
-        own = open_adapter(sources.find_adapter(restore.adapter))
-        check_continues(own, adapter, config.model.shape)
-        sources.check_base(own.note, digest, where)
-        say(f"restore: {own.ref.path}")
-        # Without its slots and step.
-        tree = {key: own.read(key) for key in own.tensors if key.startswith(naming.PARAMETERS)}
-        start = _restored(tree, shapes, "the restored adapter")
+        own = sources.restored_adapter(restore.adapter, adapter, config.model.shape, digest, where)
+        start = _restored(own, shapes, "the restored adapter")
     say(f"base: {where}, frozen, in {adapter.base_dtype}, of hash {digest}")
     if start is None:
         # Small, so it is made at once rather than while the step is compiled.

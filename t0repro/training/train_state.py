@@ -51,7 +51,6 @@ from t0repro.training.optimizers import Optimizer, StackingOptimizer
 from t0repro.training.state_axes import axis_names, logical_axes
 from t0repro.words import counted, printable
 
-FlatTree = Mapping[str, np.ndarray]
 # Tensors in memory or on devices, or still in their checkpoint until each is used.
 OpenTree = Mapping[str, np.ndarray | jax.Array | StoredTensor]
 
@@ -268,14 +267,6 @@ def flat_slots(slots: Any) -> dict[str, Slots]:
         slots, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
     )
     return flat
-
-
-def with_parameters_in(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A flat tree with its parameters in another type; slots and the step stay as they are."""
-    return {
-        name: value.astype(jnp.dtype(dtype)) if name.startswith(naming.PARAMETERS) else value
-        for name, value in tree.items()
-    }
 
 
 def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:

@@ -13,14 +13,15 @@ from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.t5x.inference import eval_plan, infer_plan
 from t0repro.config.t5x.run import train_config
 from t0repro.converters import convert
+from t0repro.converters.restoring import starting_tree
 from t0repro.converters.sources import load_any
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.runs.batch_infer import infer
 from t0repro.runs.checkpoint_choice import chosen, opened
-from t0repro.runs.start import start_training, starting_tree
+from t0repro.runs.start import start_training
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.train_state import new_train_state
+from t0repro.training.train_state import new_train_state, to_flat_tree
 
 from ..converters.checkpoint_files import assert_same_bits
 from ..converters.test_t5x_layouts import T5X_FILES, written_by_t5x
@@ -145,8 +146,10 @@ def start_of(config):
     model = T5(config.model, config.dtypes)
 
     def fresh():
-        return new_train_state(
-            initial_parameters(model, jax.random.key(0)), make_optimizer(config.optimizer)
+        return to_flat_tree(
+            new_train_state(
+                initial_parameters(model, jax.random.key(0)), make_optimizer(config.optimizer)
+            )
         )
 
     return starting_tree(config, fresh)

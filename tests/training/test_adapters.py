@@ -24,12 +24,12 @@ from t0repro.converters.adapter_files import (
     read_note,
 )
 from t0repro.converters.convert import convert
+from t0repro.converters.restoring import starting_tree
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
 from t0repro.model.layers import Dense
 from t0repro.model.t5 import T5, initial_adapter, initial_parameters
 from t0repro.partitioning import memory
-from t0repro.runs.start import starting_tree
 from t0repro.runs.train import train
 from t0repro.training.bad_update import replay
 from t0repro.training.checkpoints import checkpoint_path, save_tree

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from t0repro.config.training_plan import RestoreConfig
+from t0repro.converters.restoring import restored
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
-from t0repro.runs.start import restored
 
 FRESH = {
     "target/a/kernel": np.zeros((2, 2), np.float32),

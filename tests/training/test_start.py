@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 
 from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
+from t0repro.converters.restoring import keep_matching
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
-from t0repro.runs.start import keep_matching
 from t0repro.runs.train import train
 from t0repro.training.train_state import to_flat_tree
 
 from .. import tiny_models as tiny
+
+
+def new_tree():
+    return to_flat_tree(tiny.new_state())
 
 
 def checkpoint():
@@ -24,7 +28,7 @@ def checkpoint():
 
 def test_without_a_pattern_everything_is_taken(tmp_path):
     tree = checkpoint()
-    kept = keep_matching(tree, "", tiny.MODEL.mesh_variables(), tiny.new_state)
+    kept = keep_matching(tree, "", tiny.MODEL.mesh_variables(), new_tree)
     assert kept == tree or all(np.array_equal(kept[key], x) for key, x in tree.items())
 
 
@@ -33,7 +37,7 @@ def test_what_the_pattern_leaves_out_begins_anew(tmp_path):
     pattern = "^shared/|^encoder/.*SelfAttention"
     said = []
     with heard_by(said.append):
-        kept = keep_matching(tree, pattern, tiny.MODEL.mesh_variables(), tiny.new_state)
+        kept = keep_matching(tree, pattern, tiny.MODEL.mesh_variables(), new_tree)
     fresh = to_flat_tree(tiny.new_state(seed=0))
     query = "target/encoder/layers_0/attention/query/kernel"
     out = "target/decoder/layers_0/mlp/wo/kernel"
@@ -50,7 +54,7 @@ def test_what_the_pattern_leaves_out_begins_anew(tmp_path):
 
 def test_a_pattern_that_matches_nothing_is_an_error_with_examples(tmp_path):
     with pytest.raises(UserError, match="matches no variable") as error:
-        keep_matching(checkpoint(), "^bert/", tiny.MODEL.mesh_variables(), tiny.new_state)
+        keep_matching(checkpoint(), "^bert/", tiny.MODEL.mesh_variables(), new_tree)
     assert "shared/embedding" in str(error.value.fix)
 
 
