@@ -32,7 +32,7 @@ from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.outputs import TaskScores
 from t0repro.evaluation.rank import RankResult, rank_classification
 from t0repro.files import write_atomically
-from t0repro.model.t5 import T5, count_parameters
+from t0repro.model.t5 import T5
 from t0repro.reports.page import markdown_table
 from t0repro.reports.statistics import (
     Bootstrap,
@@ -208,7 +208,7 @@ def tuned_with(
         saved = model_dir / f"checkpoint_{steps}"
         found.append(
             Tuned(
-                count_parameters(state.params),
+                sum(leaf.size for leaf in jax.tree.leaves(state.params)),
                 sum(path.stat().st_size for path in saved.rglob("*") if path.is_file()),
                 statistics.median(np.diff(times)),
                 [answers(state, config, each) for each in held_out],

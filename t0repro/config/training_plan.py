@@ -8,11 +8,15 @@ are clear and their meaning is the same.
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
+import operator
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from t0repro.config.decoding import DecodingPlan
 from t0repro.config.ranges import Range, check_field
+from t0repro.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +209,29 @@ class UserClass:
     module: str
     name: str
     arguments: Mapping[str, Any]
+
+    def made(self, supplied: Mapping[str, Any], where: str | None = None) -> Any:
+        """Imports and instantiates the class.
+
+        Args:
+          supplied: Arguments from the run; the class gets those that it takes.
+          where: Where the class was bound, for messages.
+
+        Raises:
+          UserError: If the class cannot be imported or called.
+        """
+        try:
+            cls = operator.attrgetter(self.name)(importlib.import_module(self.module))
+            parameters = inspect.signature(cls).parameters
+            takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+            taken = {k: v for k, v in supplied.items() if takes_all or k in parameters}
+            return cls(**taken, **self.arguments)
+        except (ImportError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"{self.module}.{self.name} cannot be made: {error}",
+                where=where,
+                fix="Give it the arguments of the class that it derives from, and pass them on.",
+            ) from error
 
 
 ActionConfig = EarlyStoppingConfig | TerminateOnNanConfig | UserClass

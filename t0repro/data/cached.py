@@ -28,7 +28,7 @@ _EOS = 1  # in every T5's vocabulary
 
 
 class CachedBatches(MixedBatches):
-    """Endless training batches of cached tasks; implements `training.feed.BatchSource`.
+    """Endless training batches of cached tasks; implements `training.start.BatchSource`.
 
     A resumed run continues after its last batch: with the checkpoint's seed, the batches before it
     are rebuilt and skipped.
@@ -83,7 +83,7 @@ class CachedBatches(MixedBatches):
         )
 
     def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
-        """Batches from where the run continues; see `training.feed.BatchSource`."""
+        """Batches from where the run continues; see `training.start.BatchSource`."""
         paths = [self._paths[name] for name in self._rates]
         if unfinished := [path for path in paths if not _ends_in_eos(path, self._split)]:
             say(

@@ -35,10 +35,10 @@ class Choices:
 
 
 class ChoiceBatches(ResumableBatches):
-    """Endless unpacked batches of a prompted mixture or task; implements `feed.BatchSource`.
+    """Endless unpacked batches of a prompted mixture or task.
 
     The task of each row is sampled by the tasks' rates. Each task's examples are reshuffled for
-    every pass over them.
+    every pass over them. Implements `training.start.BatchSource`.
 
     Args:
       config: A configuration of mode "train" with a `choice_loss`.

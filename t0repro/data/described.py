@@ -28,7 +28,7 @@ from t0repro.tasks.task import find_tasks, prompted_mixtures, task_descriptions
 
 
 class RenderedBatches(MixedBatches):
-    """Endless training batches of described tasks; implements `training.feed.BatchSource`.
+    """Endless training batches of described tasks; implements `training.start.BatchSource`.
 
     They equal SeqIO's (t0repro.data.mixing) of the same tasks with `use_cached = False`. A task of
     fewer than 10,000 rows for each shard stays in memory; a larger one is rendered again in each

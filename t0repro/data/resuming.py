@@ -48,7 +48,7 @@ Batch = dict[str, np.ndarray]
 
 
 class ResumableBatches(abc.ABC):
-    """Endless batches of a pipeline, usually tf.data's; implements `training.feed.BatchSource`.
+    """Endless batches of a pipeline, usually tf.data's; implements `training.start.BatchSource`.
 
     A subclass defines the pipeline (`_dataset`), what decides its batches (`_arguments`), and how
     an element becomes a numpy batch (`_to_numpy`).
@@ -71,7 +71,7 @@ class ResumableBatches(abc.ABC):
         self._here = shards
 
     def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
-        """Batches from where the run continues; see `training.feed.BatchSource`."""
+        """Batches from where the run continues; see `training.start.BatchSource`."""
         position = self._position(saved)
         if self._seed is None:
             # Pick a seed now and save it: without one, a resumed run could not rebuild its batches.

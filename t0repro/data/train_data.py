@@ -33,7 +33,7 @@ FEATURE_NAMES = {
 
 
 class SeqioTrainBatches(ResumableBatches):
-    """The endless training batches of a dataset; implements `training.feed.BatchSource`.
+    """The endless training batches of a dataset; implements `training.start.BatchSource`.
 
     Without `save_dataset`, a resumed run reads its data from the beginning again, as in T5X. With
     it, checkpoints contain the state of SeqIO's input pipeline. A pipeline that runs Python
@@ -51,7 +51,7 @@ class SeqioTrainBatches(ResumableBatches):
         self._data, self._save_dataset, self._resumed = data, save_dataset, resumed
 
     def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
-        """Batches from where the run continues; see `training.feed.BatchSource`."""
+        """Batches from where the run continues; see `training.start.BatchSource`."""
         if self._data.seed is not None and not self._save_dataset:
             say(
                 "warning: the data have a seed but are not saved in checkpoints: after each restart"
@@ -243,7 +243,7 @@ def runs_python(dataset: Any) -> bool:
 
 
 class TrainBatches(ResumableBatches):
-    """The batches of a RunConfig's training data; implements `training.feed.BatchSource`.
+    """The batches of a RunConfig's training data; implements `training.start.BatchSource`.
 
     Args:
       config: A configuration of mode "train".

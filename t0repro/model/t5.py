@@ -440,8 +440,3 @@ def held_for_evaluation(model: T5, shapes: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
     return jax.tree_util.tree_map_with_path(held, shapes)
-
-
-def count_parameters(parameters: dict) -> int:
-    """The number of scalars in a tree of parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(parameters))

@@ -16,6 +16,7 @@ from t0repro.config.run_config import Layout, ModelConfig
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.partitioning.rules import DATA, MODEL, parameter_spec, slot_spec
+from t0repro.partitioning.topologies import memory_of
 from t0repro.words import counted
 
 
@@ -42,6 +43,11 @@ class Partitioning:
     def model(self) -> int:
         """Number of devices that share each layer."""
         return self.mesh.shape[MODEL]
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that programs may use on a device; None if unknown, as on a CPU."""
+        return memory_of(self.mesh.devices.flat[0])
 
     def __str__(self) -> str:
         kind = self.mesh.devices.flat[0].device_kind

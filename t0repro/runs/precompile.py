@@ -32,7 +32,7 @@ from t0repro.partitioning.program_costs import (
     collectives,
     count_flops,
 )
-from t0repro.partitioning.topologies import GIB, Chip, memory_of
+from t0repro.partitioning.topologies import GIB, Chip
 from t0repro.progress import working
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.rematerialization import decided, step_memory
@@ -161,8 +161,7 @@ def arranged(config: RunConfig, devices: Sequence[Any]) -> tuple[RunConfig, Part
     if config.mode != "train" or config.optimizer is None:
         return config, partitioning, ""
     held = held_shapes(T5(config.model, config.dtypes), make_optimizer(config.optimizer))
-    features, memory = batch_shapes(config), memory_of(devices[0])
-    run, why = decided(config, held, features, partitioning, memory)
+    run, why = decided(config, held, batch_shapes(config), partitioning, partitioning.memory)
     return run, partitioning, why
 
 

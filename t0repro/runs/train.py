@@ -7,23 +7,21 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from t0repro.config.run_config import RunConfig
-from t0repro.config.training_plan import TrainingPlan
+from t0repro.config.training_plan import Replaced
 from t0repro.errors import UserError
-from t0repro.model.t5 import T5, count_parameters
+from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.memory import batch_shapes
 from t0repro.partitioning.processes import is_first, output_folder
-from t0repro.partitioning.topologies import memory_of
 from t0repro.progress import say
 from t0repro.training.bad_update import ReportBadUpdate
 from t0repro.training.checkpoints import checkpoint_path, latest_step
-from t0repro.training.feed import Batches, Feed
 from t0repro.training.hooks import (
     Hook,
     SaveCheckpoints,
@@ -52,17 +50,17 @@ from t0repro.training.rematerialization import decided
 from t0repro.training.run_state import RecordRunState
 from t0repro.training.schedules import make_schedule
 from t0repro.training.start import (
+    Batches,
+    Feed,
     RestoreFrom,
     chosen_seed,
     keys,
-    last_step,
     new_state,
     started,
 )
 from t0repro.training.stopping import make_actions
 from t0repro.training.train_state import TrainState, stacked_layers, state_shapes
 from t0repro.training.trainer import BaseTrainer, PreemptionError, Trainer
-from t0repro.training.user_classes import made_or
 from t0repro.training.weight_metrics import WeightMetricsComputer
 from t0repro.words import counted
 
@@ -114,13 +112,19 @@ def train(
         or Inf.
       StoppedBySignal: After SIGTERM or SIGINT, once the state has been saved.
     """
-    plan, evaluations = config.plan, evaluations or Evaluations()
+    plan, model_dir = config.plan, os.fspath(config.model_dir)
+    evaluations = evaluations or Evaluations()
 
-    # ---- Devices --------------------------------------------------------------------------------
+    def part(name: Replaced, own: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """An object of the user's class for a part of the run, or else of this project's."""
+        user_class = plan.user_classes.get(name)
+        where = config.provenance.get(f"plan.user_classes.{name}")
+        return user_class.made(arguments, where) if user_class else own(**arguments)
+
+    # ---- Devices, and what they get of a batch --------------------------------------------------
     rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
     partitioning = choose(config.layout, config.model, rows=rows, where=where)
-    devices = line_of(partitioning, config.layout)
-    memory = memory_of(partitioning.mesh.devices.flat[0])
+    devices, features = line_of(partitioning, config.layout), batch_shapes(config)
 
     # ---- Model, optimizer, schedule -------------------------------------------------------------
     if config.optimizer is None or config.schedule is None:
@@ -132,8 +136,8 @@ def train(
     optimizer, schedule = make_optimizer(config.optimizer), make_schedule(config.schedule)
     # Shapes only: a restored run never allocates the parameters that it would throw away.
     shapes = state_shapes(T5(config.model, config.dtypes), optimizer)
-    held, features = stacked_layers(config.model, shapes), batch_shapes(config)
-    config, why = decided(config, held, features, partitioning, memory)
+    held = stacked_layers(config.model, shapes)
+    config, why = decided(config, held, features, partitioning, partitioning.memory)
     user_class = plan.user_classes.get("model")
     model = model_of(
         T5(config.model, config.dtypes),
@@ -149,12 +153,14 @@ def train(
     if user_class is not None:  # it may have other parameters, and variables that are not trained
         shapes = jax.eval_shape(fresh).replace(frozen=shapes.frozen)
     shapes, adapter = partitioning.placed(shapes), config.model.adapter
-    count = counted(count_parameters(shapes.params), "parameter")
+    count, frozen = (
+        sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (shapes.params, shapes.frozen)
+    )
     beside = ""
     if adapter is not None:
-        frozen = counted(count_parameters(shapes.frozen), "frozen parameter")
-        beside = f" of an adapter beside {frozen} in {adapter.base_dtype}"
-    say(f"model: {count}{beside}, activations {config.dtypes.activation}")
+        of_base = counted(frozen, "frozen parameter")
+        beside = f" of an adapter beside {of_base} in {adapter.base_dtype}"
+    say(f"model: {counted(count, 'parameter')}{beside}, activations {config.dtypes.activation}")
     say(devices)
     if why:
         say(why)
@@ -170,10 +176,18 @@ def train(
     seconds = time.perf_counter() - restoring
     if start.is_new:
         say(f"start: parameters initialized from seed {seed}")
-    end_step = last_step(plan, config.train_steps, start.step, config.provenance)
+    end_step = config.train_steps
+    if plan.relative_steps is not None:
+        end_step = start.step + plan.relative_steps
+    elif end_step < start.step and not plan.may_start_past_end:
+        raise UserError(
+            f"total_steps is {end_step:,}, but the checkpoint is of step {start.step:,}.",
+            where=config.provenance.get("train_steps"),
+            fix="TRAIN_STEPS counts the checkpoint's steps too; or set relative_steps.",
+        )
     if describe is not None and is_first():
         describe(shapes, partitioning)
-    written = output_folder(config.model_dir)
+    written = output_folder(model_dir)
     evaluated = last_evaluated(written)
     nothing = f"nothing to train: step {start.step:,}, train_steps {end_step:,}"
     if start.step >= end_step and not still_evaluates(plan, evaluations, start, evaluated):
@@ -195,11 +209,11 @@ def train(
         files = SplitMetrics(written, start.step, opener, evaluated)
     weights, every = None, {"every": config.weight_metrics_every}
     if config.weight_metrics_every:
-        weights = made_or(WeightMetricsComputer, config, "weight_metrics_computer", every)
+        weights = part("weight_metrics_computer", WeightMetricsComputer, every)
     arguments = {
         "model": model,
         "train_state": start.state,
-        "partitioner": made_or(Partitioner, config, "partitioner", {"partitioning": partitioning}),
+        "partitioner": part("partitioner", Partitioner, {"partitioning": partitioning}),
         "eval_names": list(evaluations.train_eval),
         "summary_dir": None,
         "train_state_axes": None,
@@ -208,7 +222,7 @@ def train(
         "num_microbatches": config.num_microbatches,
         "weight_metrics_computer": weights,
     }
-    trainer: BaseTrainer = made_or(Trainer, config, "trainer", arguments)
+    trainer: BaseTrainer = part("trainer", Trainer, arguments)
     # Set after construction: T5X's constructors do not take these arguments, so a user's class
     # cannot pass them on.
     if files is not None:
@@ -220,7 +234,7 @@ def train(
     on_metrics = {mode: make_actions(items) for mode, items in plan.actions.items()}
     actions = {mode: run.actions for mode, run in on_metrics.items()}
     between: list[Hook] = [ShowProgress(), RecordRunState(written)]
-    progress = RunProgress(config.model_dir, start.step, actions, start.checkpoint)
+    progress = RunProgress(model_dir, start.step, actions, start.checkpoint)
     if plan.log == "summaries":
         period = plan.stats_period or shortest_period(plan, end_step - start.step)
         between.append(Summarise(period, progress, on_metrics.get("TRAIN")))
@@ -230,9 +244,7 @@ def train(
         say("no checkpoint will be saved: utils.CheckpointConfig.save is None")
     else:
         between.append(
-            SaveCheckpoints(
-                config.model_dir, plan.save, feed.save, progress=progress, note=start.note
-            )
+            SaveCheckpoints(model_dir, plan.save, feed.save, progress=progress, note=start.note)
         )
     if holds:
         between.append(ReportBadUpdate(config, start.note))
@@ -289,39 +301,13 @@ def train(
     except PreemptionError as error:
         raise StoppedBySignal(signal.SIGTERM, plan.save is not None) from error
     except KeyboardInterrupt:  # the second Ctrl-C
-        say(f"stopped at once, without saving: {_how_to_continue(config.model_dir)}")
+        say(f"stopped at once, without saving: {_how_to_continue(model_dir)}")
         raise
+
+    # ---- How it ended ---------------------------------------------------------------------------
     if start.step >= end_step:
         say(nothing)
-    else:
-        _report_end(loop, end_step, done, signals, plan, config.model_dir)
-    return trainer.release()
-
-
-# ---- How it ended -------------------------------------------------------------------------------
-
-
-def _how_to_continue(model_dir: str | os.PathLike[str]) -> str:
-    """The checkpoint from which the same command would continue: the latest."""
-    saved = latest_step(model_dir)
-    place = "the start" if saved is None else str(checkpoint_path(model_dir, saved))
-    return f"the same command continues from {place}"
-
-
-def _report_end(
-    loop: TrainingLoop,
-    end_step: int,
-    done: int,
-    signals: StopOnSignal,
-    plan: TrainingPlan,
-    model_dir: str | os.PathLike[str],
-) -> None:
-    """Reports where training ended and why.
-
-    Raises:
-      StoppedBySignal: If a signal ended it.
-      UserError: If there was nothing to train on.
-    """
+        return trainer.release()
     saved = checkpoint_path(model_dir, loop.step)
     if signals.received is not None and loop.step < end_step:
         if plan.save is not None:
@@ -344,3 +330,11 @@ def _report_end(
         say(f"{why} after {counted(done, 'step')}, at step {loop.step:,}")
     if saved.is_dir():
         say(f"checkpoint: {saved}")
+    return trainer.release()
+
+
+def _how_to_continue(model_dir: str) -> str:
+    """The checkpoint from which the same command would continue: the latest."""
+    saved = latest_step(model_dir)
+    place = "the start" if saved is None else str(checkpoint_path(model_dir, saved))
+    return f"the same command continues from {place}"

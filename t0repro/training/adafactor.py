@@ -138,19 +138,6 @@ def update(gradient: Gradient, config: AdafactorConfig) -> tuple[jax.Array, Slot
     return -change, slots
 
 
-def clipped(gradients: list[jax.Array], config: AdafactorConfig) -> list[jax.Array]:
-    """Gradients of all parameters, scaled down together if their norm is above the limit.
-
-    The factor is limit * min(1 / limit, 1 / norm), which rounds as in T5X.
-    """
-    limit = config.global_norm_clip
-    if limit is None:
-        return gradients
-    norm = jnp.sqrt(jnp.sum(jnp.stack([jnp.sum(jnp.square(g)) for g in gradients])))
-    scale = limit * jnp.minimum(1.0 / limit, 1.0 / norm)
-    return [gradient * scale for gradient in gradients]
-
-
 def _has_momentum(config: AdafactorConfig) -> bool:
     return bool(config.beta1) or config.momentum_slot
 

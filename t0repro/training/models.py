@@ -33,7 +33,6 @@ from t0repro.training.losses import (
 from t0repro.training.metric_classes import Metric
 from t0repro.training.optimizers import Optimizer
 from t0repro.training.t5_model import BaseModel, LossFn, T5Model, own_features, t5x_features
-from t0repro.training.user_classes import made
 
 __all__ = [
     "BaseModel",
@@ -409,7 +408,7 @@ def user_model(
             plan.return_all_decodes, plan.num_decodes, plan.prompt_with_targets
         ),
     }
-    return made(user_class, supplied, where)
+    return user_class.made(supplied, where)
 
 
 def is_own(model: BaseModel) -> TypeGuard[T5Model]:

@@ -126,7 +126,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
         slots, values = tree.flatten_up_to(state), tree.flatten_up_to(gradients)
         # Clip by the norm of all gradients together, before any of them is used.
         if isinstance(config, AdafactorConfig):
-            values = adafactor.clipped(values, config)
+            values = _clipped(values, config)
         updates, new_slots = [], []
         for (path, parameter), slot, gradient in zip(leaves, slots, values, strict=True):
             one = Gradient(
@@ -141,6 +141,19 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     by_path = getattr(config, "factor_map", ()) not in ((), ALL_HEURISTIC)
     # optax declares the constructor for transformations without extra arguments.
     return (Optimizer if by_path else StackingOptimizer)(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _clipped(gradients: list[jax.Array], config: AdafactorConfig) -> list[jax.Array]:
+    """Gradients of all parameters, scaled down together if their norm is above the limit.
+
+    The factor is limit * min(1 / limit, 1 / norm), which rounds as in T5X.
+    """
+    limit = config.global_norm_clip
+    if limit is None:
+        return gradients
+    norm = jnp.sqrt(jnp.sum(jnp.stack([jnp.sum(jnp.square(g)) for g in gradients])))
+    scale = limit * jnp.minimum(1.0 / limit, 1.0 / norm)
+    return [gradient * scale for gradient in gradients]
 
 
 def _among(paths: Collection[str]) -> Choice:

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t0repro.adapters import joined
 from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
 from t0repro.model.blocks import is_scanned
 from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
@@ -136,7 +135,6 @@ def _saved_activations(
       partitioning: Its devices.
     """
     model = T5(_share(config.model, partitioning.model), config.dtypes)
-    adapter = model.config.adapter
     parts = config.num_microbatches * partitioning.data
     batch = {
         name: jax.ShapeDtypeStruct((-(-rows // parts), length), jnp.int32)
@@ -144,20 +142,19 @@ def _saved_activations(
     }
 
     def loss(parameters: Any, drawn: Any) -> Any:
-        if adapter is not None:
-            # The base has no gradients, so nothing is saved for them.
-            own, frozen = parameters
-            parameters = joined(jax.lax.stop_gradient(frozen), own, adapter.scale)
+        own, frozen = parameters
+        # The base has no gradients, so nothing is saved for them.
+        state = TrainState(jnp.int32(0), own, None, frozen=jax.lax.stop_gradient(frozen))
         whole, of_batch = T5Model(model, measured=False).whole_batch(drawn[0])
-        return of_batch(parameters, whole, drawn[1])
+        return of_batch(state.parameters_of(model.config), whole, drawn[1])
 
     # Dropout masks are as large as the batch, so count them with it, though they depend on the key
     # only.
     drawn = (batch, jax.eval_shape(lambda: jax.random.key(0)))
-    parameters = parameter_shapes(model)
-    if adapter is not None:
-        parameters = adapter_shapes(model), frozen_shapes(model)
-    return residual_bytes(loss, parameters, drawn)
+    trained = parameter_shapes(model), None
+    if model.config.adapter is not None:
+        trained = adapter_shapes(model), frozen_shapes(model)
+    return residual_bytes(loss, trained, drawn)
 
 
 def _share(model: ModelConfig, parts: int) -> ModelConfig:

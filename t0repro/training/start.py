@@ -1,4 +1,4 @@
-"""Where a training run starts: its state and step, and what follows from its seed."""
+"""Where a training run starts: its state, step and batches, and what follows from its seed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import NamedSharding
@@ -21,8 +21,8 @@ from t0repro.converters.tensors import FlatTree
 from t0repro.errors import UserError, of_command
 from t0repro.files import check_is_no_pattern
 from t0repro.model.t5 import initial_adapter, initial_parameters
-from t0repro.partitioning.devices import put
-from t0repro.partitioning.processes import from_first
+from t0repro.partitioning.devices import Partitioning, put
+from t0repro.partitioning.processes import from_first, is_alone
 from t0repro.progress import say
 from t0repro.training.checkpoints import (
     checkpoint_path,
@@ -41,6 +41,7 @@ from t0repro.training.train_state import (
     new_train_state,
     to_flat_tree,
 )
+from t0repro.training.trainer import NumpyBatch
 
 # A tree; the path of a JAX checkpoint; or a function that returns a tree or None, given one that
 # makes the tree of a new state.
@@ -155,31 +156,6 @@ def keys(seed: int, how: Literal["split", "folded"]) -> tuple[jax.Array, jax.Arr
     return initial, training
 
 
-def last_step(
-    plan: TrainingPlan, train_steps: int, start_step: int, places: Mapping[str, str]
-) -> int:
-    """The step at which a training run ends.
-
-    Args:
-      plan: The run's plan.
-      train_steps: The global step at which it ends, unless the plan counts from the start.
-      start_step: The global step that it starts from.
-      places: Where each setting was set, for messages.
-
-    Raises:
-      UserError: If that start is already past it, and the plan does not allow this.
-    """
-    if plan.relative_steps is not None:
-        return start_step + plan.relative_steps
-    if train_steps < start_step and not plan.may_start_past_end:
-        raise UserError(
-            f"total_steps is {train_steps:,}, but the checkpoint is of step {start_step:,}.",
-            where=places.get("train_steps"),
-            fix="TRAIN_STEPS counts the checkpoint's steps too; or set relative_steps.",
-        )
-    return train_steps
-
-
 # ---- An adapter beside its base ------------------------------------------------------------------
 
 
@@ -238,3 +214,108 @@ def _beside_base(
             places = jax.tree.map(lambda leaf: leaf.sharding, shapes.replace(frozen=None))
             start = dataclasses.replace(start, state=jax.tree.map(put, start.state, places))
     return dataclasses.replace(start, state=start.state.replace(frozen=base), note=note.write)
+
+
+# ---- Its batches ---------------------------------------------------------------------------------
+
+
+_TOKENS = {"inputs", "targets"}
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """Batches whose position is saved in checkpoints, so that a resumed run continues from it."""
+
+    def open(self, step: int, saved: Path | None) -> Iterable[NumpyBatch]:
+        """Batches for the updates after a global step.
+
+        Args:
+          step: The global step that training starts from.
+          saved: The folder that `save` wrote, in the checkpoint that training resumes from; None if
+            there is no such folder, or if training begins in this model_dir.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes into a checkpoint's folder how many batches have been used."""
+        ...
+
+
+@runtime_checkable
+class ShardedBatchSource(BatchSource, Protocol):
+    """Batches whose rows come in `num_shards` equal shards, each of which can be left out."""
+
+    num_shards: int
+
+    def make_only(self, shards: Sequence[int]) -> None:
+        """Leaves the rows of all other shards zeros; called before `open`."""
+        ...
+
+
+Batches = Iterable[NumpyBatch] | Callable[[], Iterable[NumpyBatch]] | BatchSource
+
+
+class Feed:
+    """Opens batches for a run's updates.
+
+    With several processes, each builds only the shards of a source that have rows on its devices.
+    For any other kind of batches, every process builds the full batch.
+
+    Args:
+      batches: The batches to train on.
+      rows: Rows of a batch.
+      model: Names the features that it reads, and knows so many tokens.
+      partitioning: The devices.
+
+    Attributes:
+      is_source: Whether the batches know their position, and their shapes before they are read.
+      save: Writes that position into a checkpoint's folder; None for other batches.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        rows: int,
+        model: T5Model,
+        partitioning: Partitioning,
+    ):
+        self._batches, self._model = batches, model
+        self._vocab_size = model.module.config.vocab_size
+        self._put, self._is_sharded = partitioning.put_batch, False
+        self.is_source = isinstance(batches, BatchSource)
+        self.save = batches.save if isinstance(batches, BatchSource) else None
+        if is_alone() or not isinstance(batches, ShardedBatchSource) or batches.num_shards == 1:
+            return
+        count = batches.num_shards
+        here = {row // (rows // count) for row in partitioning.rows_here(rows)}
+        batches.make_only(sorted(here))
+        self._is_sharded = True
+        say(f"data: {count} shards, of which this process reads {len(here)}")
+
+    def open(self, start: Start) -> Iterable[Any]:
+        """The batches from where training continues, each checked before use."""
+        batches = self._batches
+        if isinstance(batches, BatchSource):
+            batches = batches.open(start.step, start.data)
+        elif callable(batches):
+            batches = batches()
+        checked = self._checked(batches)
+        if not self._is_sharded:
+            return checked
+        # From here on a batch holds the rows of every process.
+        return (self._put(self._model.features(batch)) for batch in checked)
+
+    def _checked(self, batches: Iterable[NumpyBatch]) -> Iterator[NumpyBatch]:
+        """Checks token ids: devices would read the last embedding for an id out of range."""
+        vocab_size = self._vocab_size
+        for batch in batches:
+            for name in _TOKENS & batch.keys():
+                if (largest := batch[name].max(initial=0)) >= vocab_size:
+                    raise UserError(
+                        f"A batch has the token {largest:,}, but the model's vocabulary is"
+                        f" {vocab_size:,}.",
+                        where=name,
+                        fix="Give the model the vocabulary of the tasks, padded to a multiple of"
+                        " 128.",
+                    )
+            yield batch

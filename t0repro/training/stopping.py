@@ -13,7 +13,6 @@ import numpy as np
 from t0repro.config.training_plan import ActionConfig, TerminateOnNanConfig, UserClass
 from t0repro.progress import say
 from t0repro.training.train_state import single_layers
-from t0repro.training.user_classes import made
 
 Results = Mapping[str, Mapping[str, Any]]  # task -> metric -> value
 
@@ -203,7 +202,7 @@ def make_actions(configs: Sequence[ActionConfig]) -> RunActions:
 
 def _made(config: ActionConfig) -> BaseAction:
     if isinstance(config, UserClass):
-        return made(config, {}, "train.actions")
+        return config.made({}, "train.actions")
     if isinstance(config, TerminateOnNanConfig):
         return TerminateOnNanAction(config.task, config.metric)
     return EarlyStoppingAction(

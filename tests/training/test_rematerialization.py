@@ -113,7 +113,7 @@ def test_a_training_on_a_small_device_recomputes_says_so_and_has_the_same_losses
     tmp_path, monkeypatch
 ):
     def trained(name, memory):
-        monkeypatch.setattr(training, "memory_of", lambda device: memory)
+        monkeypatch.setattr(Partitioning, "memory", memory)
         run, lines = dataclasses.replace(RUN, model_dir=str(tmp_path / name)), []
         draw = np.random.default_rng(0)
         tokens = {

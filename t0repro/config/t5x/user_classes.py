@@ -3,7 +3,7 @@
 gin sees a subclass of one of this project's extension points (`EXTENSIONS`) as a record of the same
 kind, with the arguments of T5X's class and the subclass's own. The rest of a run is thus read as if
 it named T5X's class. The user's class itself is instantiated when the run begins
-(t0repro.training.user_classes).
+(`UserClass.made`).
 """
 
 from __future__ import annotations
