@@ -15,8 +15,13 @@ import numpy as np
 
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, Batch, text_to_self
-from t0repro.training.choice_loss import PARTS, choice_losses, weighted
-from t0repro.training.loss import cross_entropy, of_each_target, token_weights
+from t0repro.training.loss import (
+    CHOICE_LOSSES,
+    losses_of,
+    of_each_target,
+    token_weights,
+    with_choice_losses,
+)
 from t0repro.training.metric_classes import (
     Average,
     AveragePerStep,
@@ -62,19 +67,10 @@ def loss_and_sums(
     coefficient = config.z_loss if z_loss else 0.0
 
     def values(logits: Array, targets: Array) -> Sums:
-        loss = cross_entropy(
-            logits,
-            targets,
-            label_smoothing=config.label_smoothing,
-            spares_target=config.arithmetic.smoothing_spares_target,
-            z_loss=coefficient,
-        )
+        found = losses_of(config, logits, targets, coefficient)
         # Only reported: it must not add to the gradient.
         log_z = jax.nn.logsumexp(jax.lax.stop_gradient(logits), axis=-1)
-        found = {"loss": loss, "log_z": log_z, "correct": jnp.argmax(logits, axis=-1) == targets}
-        if config.choice_loss is not None:
-            found["log_p"] = -cross_entropy(logits, targets)
-        return found
+        return found | {"log_z": log_z, "correct": jnp.argmax(logits, axis=-1) == targets}
 
     of = of_each_target(model, parameters, hidden, targets, values)
     loss = jnp.sum(of["loss"] * weights) / denominator
@@ -85,9 +81,8 @@ def loss_and_sums(
         "correct": _count(correct),
         "real_losses": _count(weights > 0),
     }
-    if config.choice_loss is not None:
-        parts = choice_losses(config.choice_loss, of["log_p"], batch)
-        loss += weighted(config.choice_loss, parts)
+    loss, parts = with_choice_losses(config, loss, of, batch)
+    if parts:
         sums |= {**parts, "total_loss": loss}
     return loss, sums | counts
 
@@ -126,7 +121,7 @@ def metrics_of(sums: Sums, *, packed: bool) -> dict[str, Metric]:
         "cross_ent_loss_per_all_target_tokens": Average(plain, all_targets),
         "non_padding_fraction/loss_weights": Average(real, all_targets),
     }
-    metrics |= {name: AveragePerStep(sums[name]) for name in PARTS if name in sums}
+    metrics |= {name: AveragePerStep(sums[name]) for name in CHOICE_LOSSES if name in sums}
     names = {"inputs": "encoder", "targets": "decoder"}
     if not packed:
         names = {"inputs": "encoder_input_tokens", "targets": "decoder_target_tokens"}
