@@ -9,12 +9,7 @@ from typing import Annotated, Any, Literal
 from t0repro.config.decoding import DecodingPlan
 from t0repro.config.ranges import Range
 from t0repro.config.run_config import DTypePolicy, Layout, ModelConfig
-from t0repro.config.training_plan import (
-    EvaluatorConfig,
-    RestoreConfig,
-    SeqioDataConfig,
-    UserClass,
-)
+from t0repro.config.training_plan import EvaluatorConfig, RestoreConfig, SeqioDataConfig, UserClass
 
 InferMode = Literal["predict", "score", "predict_with_aux"]
 

@@ -1,7 +1,7 @@
 """Training batches whose rows hold an example's answer choices, as ChoiceLoss needs them.
 
 Examples are rendered from their rows, tokenized and kept in memory; neither a cache nor SeqIO is
-read. t0repro.training.choice_loss has a picture of a row.
+read. t0repro.training.loss has a picture of a row.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class ChoiceBatches(ResumableBatches):
             for name in self._rates
         ]
         rates = np.array([*self._rates.values()]) / sum(self._rates.values())
+        # A generator for each task: its order must not depend on how often the others are sampled.
         drawn, *orders = np.random.default_rng(seed).spawn(1 + len(tasks))
         streams = [self._passes(each, order) for each, order in zip(tasks, orders, strict=True)]
         while True:
@@ -181,6 +182,7 @@ def to_batch(rows: Sequence[Choices], lengths: Mapping[str, int], choices: int) 
         inputs[at, : len(row.inputs)] = row.inputs
         for number, choice in enumerate(row.choices):
             targets[at, number, : len(choice)] = choice
+    # 0 at padding, which belongs to no choice.
     segments = (targets > 0) * np.arange(1, choices + 1, dtype=np.int32)[:, None]
     flat = (len(rows), -1)
     return {

@@ -48,6 +48,7 @@ class RenderedBatches(MixedBatches):
         batch_size: int,
         **options: Any,
     ):
+        # By name, as SeqIO orders a mixture's tasks; their order decides what is sampled.
         self._tasks = {name: task_descriptions()[name] for name in sorted(rates)}
         in_order = {name: rates[name] for name in self._tasks}
         super().__init__(in_order, sequence_length, batch_size, **options)

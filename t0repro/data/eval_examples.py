@@ -92,6 +92,7 @@ def described_tasks(
       data: The evaluation's data; its tasks are described.
       lengths: Tokens per feature; None cuts nothing.
     """
+    # Mesh TensorFlow takes all examples if the number is None or negative.
     limit = data.num_eval_examples
     for task in described_with_metrics(data.mixture_or_task_name, data.split):
         examples = eval_examples(task, data.split, lengths, use_cached=data.use_cached, mesh=True)
@@ -134,6 +135,7 @@ def eval_examples(
 
 def _cut(example: Example, lengths: Mapping[str, int], ends: Sequence[str]) -> Example:
     cut = {name: example[name][: lengths[name]] for name in FEATURES}
+    # Mesh TensorFlow puts EOS in place of the last token that is left.
     for name in ends:
         if len(example[name]) > lengths[name]:
             cut[name] = np.append(cut[name][:-1], example[name][-1:])

@@ -90,6 +90,7 @@ def _of_each(
             where="score",
             fix="Give lists of strings.",
         )
+    # A sequence of texts serves every input; a sequence of sequences has one for each.
     shared = [choice for choice in choices if isinstance(choice, str)]
     of_each = [shared] * len(inputs) if shared else [list(each) for each in choices]
     if len(of_each) != len(inputs) or not all(of_each) or 0 < len(shared) < len(choices):

@@ -49,15 +49,7 @@ from t0repro.training.planned import (
 from t0repro.training.rematerialization import decided
 from t0repro.training.run_state import RecordRunState
 from t0repro.training.schedules import make_schedule
-from t0repro.training.start import (
-    Batches,
-    Feed,
-    RestoreFrom,
-    chosen_seed,
-    keys,
-    new_state,
-    started,
-)
+from t0repro.training.start import Batches, Feed, RestoreFrom, chosen_seed, keys, new_state, started
 from t0repro.training.stopping import make_actions
 from t0repro.training.train_state import TrainState, stacked_layers, state_shapes
 from t0repro.training.trainer import BaseTrainer, PreemptionError, Trainer

@@ -272,6 +272,7 @@ def chosen_cells(
     records: Mapping[str, Mapping[str, Any]], sample: int, seed: int | None
 ) -> dict[str, list[int]]:
     """A random sample without repetition of all tasks' inputs: task -> numbers of its inputs."""
+    # Sorted, so that a seed chooses the same cells in whatever order tasks were evaluated.
     names = sorted(records)
     ends = np.cumsum([int(records[name]["inputs"]) for name in names])
     sampled = np.random.default_rng(seed).choice(ends[-1], min(sample, ends[-1]), replace=False)
@@ -343,6 +344,7 @@ def _scores(
     own = {int(pairs.index[row]) for row, number in enumerate(numbers) if number in inside}
     needed = tuple(batch for batch in plan.batches if own & set(batch.pairs.tolist()))
     scores = np.full(len(pairs), np.nan)
+    # No batch has an empty target, whose log-likelihood is that of nothing.
     scores[[not len(target) for target in pairs.targets]] = 0.0
     engine = Engine(checkpoint.params, checkpoint.model)
     for found in engine.run(pairs, dataclasses.replace(plan, batches=needed)):
@@ -381,6 +383,7 @@ def _compared(
             continue
         length = max(np.count_nonzero(example["targets"]), 1)
         difference = abs(float(recorded or "nan") - float(score)) / length
+        # Not `>`, which is false for the NaN of a missing line.
         if exact or not difference <= PER_TOKEN:
             return Finding(what, False, f"its score is {recorded}, recomputed {score}", True)
         worst = max(worst, difference)

@@ -16,14 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro import leases
-from t0repro.buckets import (
-    exists,
-    is_address,
-    orbax_writes_to,
-    place,
-    remove_all,
-    upload_tree,
-)
+from t0repro.buckets import exists, is_address, orbax_writes_to, place, remove_all, upload_tree
 from t0repro.converters.jax_tree import jax_ref
 from t0repro.converters.orbax_dir import COMMITTED, METADATA, is_orbax
 from t0repro.converters.storage import LocalCopy, names

@@ -89,9 +89,11 @@ def compute_weighted_cross_entropy(
     """
     if logits.shape[:-1] != targets.shape:
         raise ValueError(f"Logits {logits.shape} do not fit targets {targets.shape}.")
+    # T5X's smoothing: the mass goes to the other tokens only, and the least loss is 0.
     loss = cross_entropy(
         logits, targets, label_smoothing=label_smoothing, spares_target=True, z_loss=z_loss
     )
+    # Once more by itself: T5X reports it, and `cross_entropy` returns only the sum.
     z = z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
     total: Any = math.prod(targets.shape)
     if weights is not None:
@@ -111,6 +113,7 @@ def get_loss_normalizing_factor_and_weights(
       batch: a batch with T5X's feature names.
     """
     weights, factor = batch.get("decoder_loss_weights"), loss_normalizing_factor
+    # gin files give the name, and T5X's own code the member.
     if isinstance(factor, str):
         factor = convert_special_loss_normalizing_factor_to_enum(factor)
     if not isinstance(factor, SpecialLossNormalizingFactor):
@@ -121,5 +124,6 @@ def get_loss_normalizing_factor_and_weights(
     if factor is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
         return float(targets.size), weights
     if factor is SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE:
+        # So that the sum of the weights below is the number of examples.
         weights = weights_per_example(weights, batch.get("decoder_segment_ids"))
     return jnp.sum(weights), weights

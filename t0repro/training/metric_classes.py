@@ -57,6 +57,7 @@ class Metric(abc.ABC):
 
     def compute_value(self) -> Any:
         """The number as a Scalar; an array if it is more than one number."""
+        # A model's own metric may compute an array, which becomes a histogram.
         value = np.asarray(self.compute())
         return Scalar(value) if value.ndim == 0 else value
 
@@ -186,6 +187,7 @@ class AveragePerStep(_Additive, Step, Metric):
     """The total over the number of steps, however many microbatches or batches were merged."""
 
     total: Any
+    # None until a summary fills it in: microbatches are added too, and must not count as steps.
     steps: Any = None
 
     @classmethod

@@ -48,10 +48,12 @@ def logical_axes(state: Any) -> Any:
         kind, _, rest = name.partition("/")
         if kind == "params":
             return axes_of(rest)
+        # slots/encoder/encoder_norm/scale/v: the last part names the slot.
         parameter, _, slot = rest.rpartition("/")
         if kind != "slots" or parameter not in shapes:
             return PartitionSpec()
         spec = slot_spec(axes_of(parameter), slot, shapes[parameter])
+        # A slot that is not used has one entry, and no axes of its parameter.
         return spec if len(spec) == len(array.shape) else PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(of_array, state).replace(params_axes=None)

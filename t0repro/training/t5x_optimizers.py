@@ -136,6 +136,7 @@ class Adafactor(Optimizer):
 
         def of_run(params: Any) -> Optimizer:
             """The optimizer for these parameters, with its exceptions by path."""
+            # Read at each call, since `TrainState.create` calls `set_param_axes` later.
             config = self.config
             if isinstance(scales, HParamMap):
                 paths = flax.traverse_util.flatten_dict(params, sep="/")
@@ -174,12 +175,14 @@ class Adafactor(Optimizer):
             epsilon1=epsilon1,
             epsilon2=epsilon2,
             min_dim_size_to_factor=min_dim_size_to_factor,
+            # T5X keeps the momentum's slot for beta1 = 0 too.
             momentum_slot=beta1 is not None,
             weight_decay_rate=weight_decay_rate,
             weight_decay_rate_lr_exponent=weight_decay_rate_lr_exponent or None,
             global_norm_clip=global_norm_clip_threshold or None,
             max_parameter_scale=max_parameter_scale,
             skip_nan_updates=bool(skip_nan_updates),
+            # Without rules T5X falls back to its heuristic, which refuses more than two axes.
             factor_map=_plain(factor_map.rules) if factor_map else ALL_HEURISTIC,
         )
         return self
@@ -198,6 +201,7 @@ class Adafactor(Optimizer):
             return
         axes: Any = flax.traverse_util.flatten_dict(param_logical_axes, sep="/")
         rules = {path: self._rule(tuple(names)) for path, names in axes.items()}
+        # Anchored, since rules are searched for anywhere in a path.
         factor_map = _plain((f"^{re.escape(path)}$", rule) for path, rule in rules.items())
         self.config = dataclasses.replace(self.config, factor_map=factor_map)
 
@@ -255,6 +259,7 @@ class MultiOptimizer(Optimizer):
 
         def choice(traversal: Traversal) -> Any:
             def chosen(paths: Sequence[str]) -> set[str]:
+                # Each leaf is its own path, so what the traversal yields are the paths chosen.
                 tree = flax.traverse_util.unflatten_dict({path: path for path in paths}, sep="/")
                 return set(traversal.iterate(tree))
 

@@ -84,6 +84,7 @@ class _StandIns:
     def _make(self, selector: str, record: Mapping[str, Any]) -> Any:
         module, _, name = selector.rpartition(".")
         signature = signature_of(record["signature"], self._default)
+        # Classes have a base, which may be none of the configurables; functions have no such entry.
         if "base" in record:
             base = self.of(record["base"]) if record["base"] else object
             made = _class(name, base, signature, towers.FINISHED.get(selector))
@@ -177,6 +178,7 @@ def _class(
 
 
 def _with(function: Any, signature: inspect.Signature) -> Any:
+    # gin asks for the signature to fill in what is bound and to refuse unknown arguments.
     function.__signature__ = signature
     function.__annotations__ = {
         name: each.annotation

@@ -52,6 +52,7 @@ def _make_bitransformer(
         ("decoder", decoder_name, output_vocab_size, output_vocab_size, True),
     ]
     made = []
+    # The scopes in which gin files bind each tower's layers: `encoder/make_layer_stack.layers`.
     for scope, name, inputs, outputs, autoregressive in towers:
         with gin.config_scope(scope):
             made.append(
@@ -76,6 +77,7 @@ def _make_layer_stack(
     for block in range(num_layers):
         for number, item in enumerate(layers):
             parts = item if isinstance(item, list | tuple) else [item]
+            # Mesh TensorFlow goes through an item in order, so the last name and arguments win.
             name = next((part for part in reversed(parts) if isinstance(part, str)), None)
             given = next((part for part in reversed(parts) if isinstance(part, dict)), {})
             (made,) = (part for part in parts if not isinstance(part, str | dict))
@@ -115,6 +117,7 @@ CALLED: Mapping[str, Callable[..., Any]] = {
 
 
 def _finish_unitransformer(model: Any) -> None:
+    # Rows of the embedding are padded so that any mesh can divide them.
     def padded(size: int | None) -> Dimension | None:
         divisor = model.vocab_divisor
         return Dimension("vocab", -(-size // divisor) * divisor) if size else None
@@ -136,6 +139,7 @@ def _finish_stack(stack: Any) -> None:
     rate, epsilon = vars(stack).pop("dropout_rate"), vars(stack).pop("norm_epsilon")
     if (rate is None) != (epsilon is None):
         raise NeedsPackages("one of LayerStack.dropout_rate and norm_epsilon")
+    # The legacy mode of T5 1.0's gin files, in which the stack ignores its lists of sublayers.
     if rate is not None:
         stack.dropout_rate, stack.norm_epsilon = rate, epsilon
         for name, functions in _SUBLAYERS.items():
