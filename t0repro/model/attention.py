@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from t0repro.model import cpu_attention, tpu_attention
+from t0repro.model import cpu_attention
 from t0repro.model.shapes import Array, Bool, Float, Int
 from t0repro.partitioning import memory
 from t0repro.partitioning.rules import parts_of
@@ -111,6 +111,8 @@ def attention(
     scale = dropped(jnp.ones((batch, heads, 1, keys), value.dtype))
     value = value * scale.swapaxes(2, 3)
     if way == "tpu":
+        from t0repro.model import tpu_attention
+
         return tpu_attention.attention(query, key, value, position_bias, visibility)
     visibility = visibility.for_all(batch, length, keys)
     if way == "cpu":
@@ -140,11 +142,13 @@ def implementation(
         # XLA cannot shard a kernel across devices. The TPU's shards itself, evenly.
         mesh = jax.sharding.get_abstract_mesh()
         alone = mesh.empty or mesh.size == 1
+        if device.platform == "cpu" and alone and float32 and cpu_attention.available():
+            return "cpu"
+        from t0repro.model import tpu_attention  # after the CPU's: it imports Pallas
+
         rows, others = divmod(batch, parts_of("batch"))
         even = others == heads % parts_of("heads") == 0
         fits = tpu_attention.fits(rows, length, keys)
-        if device.platform == "cpu" and alone and float32 and cpu_attention.available():
-            return "cpu"
         if tpu_attention.supports(device.device_kind) and even and fits:
             return "tpu"
     return "blocks" if number_of_blocks(batch, heads, length, keys) > 1 else "full"

@@ -177,13 +177,20 @@ class Tower(nn.Module):
             arrays = (visibility, shared, present, encoded, encoded_visibility)
             x = self._all_layers(x, arrays, deterministic)
         else:
+            block = functools.partial(Block, config, self.dtype, self.encoder)
+            shares = self._shares_trace(x, deterministic)
+            alike = traced_once(block(parent=None)) if shares else None
             for index in range(self._layers):
-                block = Block(config, self.dtype, self.encoder, name=layer_name(index))
                 # In decoding, each layer has its own precomputed keys and values; otherwise all
                 # layers read one array.
                 memory = encoded[index] if isinstance(encoded, tuple) else encoded
-                layer = recomputed(block, deterministic)
-                x = layer(x, visibility, shared, present, memory, encoded_visibility, position)
+                arrays = (x, visibility, shared, present, memory, encoded_visibility, position)
+                name = layer_name(index)
+                if alike is None:
+                    x = recomputed(block(name=name), deterministic)(*arrays)
+                else:
+                    with jax.named_scope(name):
+                        x = alike(self.variables["params"][name], *arrays)
         norm = "encoder_norm" if self.encoder else "decoder_norm"
         x = RMSNorm(config, self.dtype, name=norm)(x)
         per_position = self.encoder and config.arithmetic.encoder_output_dropout_per_position
@@ -205,6 +212,16 @@ class Tower(nn.Module):
     def _scanned(self) -> bool:
         """Whether the layers are scanned; parameters are initialized layer by layer."""
         return is_scanned(self.config, self._layers) and not self.is_initializing()
+
+    def _shares_trace(self, x: Array, deterministic: bool) -> bool:
+        """Whether layers differ in their arrays alone, so that tracing one of them is enough.
+
+        With dropout, each layer has a key of its own. Where nothing is traced, or a caller has
+        asked for variables such as intermediate values, each layer is called by itself.
+        """
+        is_traced = isinstance(x, jax.core.Tracer)
+        asks = self.scope is None or self.scope.mutable is not False
+        return is_traced and deterministic and not asks and not self.config.recomputes
 
     def _all_layers(self, x: Array, arrays: tuple[Any, ...], deterministic: bool) -> Array:
         """The residual stream after all layers, computed by scanning one body.
@@ -299,6 +316,22 @@ def vocabulary(config: ModelConfig, dtype: jnp.dtype) -> Dense:
     init, axes = kernel_initializer(config), ("embed", "vocab")
     factors, result = logits_dtype(config, dtype), jnp.dtype("float32")
     return Dense(config.vocab_size, factors, init, result, axes, name="logits_dense")
+
+
+def traced_once(block: Block) -> Callable[..., jax.Array]:
+    """The call of layers without dropout, on a layer's parameters and arrays, traced only once.
+
+    The program is that of separate calls, to the letter, because JAX copies the trace into it.
+
+    Args:
+      block: the block, without a parent.
+    """
+
+    @functools.partial(jax.jit, inline=True)
+    def call(parameters: Any, *arrays: Any) -> Any:
+        return block.apply({"params": parameters}, *arrays, deterministic=True)
+
+    return call
 
 
 def recomputed(block: Block, deterministic: bool) -> Callable[..., jax.Array]:

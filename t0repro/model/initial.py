@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from t0repro.parameters.naming import layer_name
+
 Initializer = Callable[..., jax.Array]
 _COLLECTION = "initializers"
 
@@ -51,9 +53,16 @@ def parameter(module: nn.Module, name: str, init: Initializer, shape: tuple[int,
 
 
 def sample_parameters(
-    model: nn.Module, key: jax.Array, batch: Mapping[str, Any], shardings: Any = None
+    model: nn.Module,
+    key: jax.Array,
+    batch: Mapping[str, Any],
+    shardings: Any = None,
+    towers: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The parameters that `model.init(key, batch)` would give, as a nested dictionary.
+
+    All layers of a tower declare the same parameters, so a model with one layer can stand for a
+    deeper one: tracing takes a time that grows with the number of layers.
 
     Args:
       model: a module that declares all its parameters by `parameter`.
@@ -61,8 +70,11 @@ def sample_parameters(
       batch: arrays of token ids, of the shapes that the model takes.
       shardings: the sharding of each parameter, as a tree; None for the default device. Each device
         initializes its own shard, so none needs to hold a whole parameter.
+      towers: the number of layers of each tower, of which `model` has at most one; None for those
+        that it has.
     """
-    declared, noted = _declared(model, tuple((name, x.shape) for name, x in batch.items()))
+    of_model = _declared(model, tuple((name, x.shape) for name, x in batch.items()))
+    declared, noted = (_of_all_layers(flat, towers or {}) for flat in of_model)
     places: dict[Any, Any] = flax.traverse_util.flatten_dict(shardings or {})
     drawn = {}
     for path, leaf in declared.items():
@@ -72,7 +84,17 @@ def sample_parameters(
     return flax.traverse_util.unflatten_dict(drawn)
 
 
-# A training run asks twice: for the shapes, then for the values. Each trace takes about a second.
+def _of_all_layers(flat: Mapping[Any, Any], towers: Mapping[str, int]) -> dict[Any, Any]:
+    """A flat tree with as many layers as `towers` says, each like the first, sorted by path."""
+    found = {}
+    for path, leaf in flat.items():
+        count = towers.get(path[0], 1) if layer_name(0) in path[1:2] else 0
+        copies = [(path[0], layer_name(index), *path[2:]) for index in range(count)] or [path]
+        found |= dict.fromkeys(copies, leaf)
+    return dict(sorted(found.items()))
+
+
+# A training run asks twice: for the shapes, then for the values.
 @functools.cache
 def _declared(
     model: nn.Module, shapes: tuple[tuple[str, tuple[int, ...]], ...]

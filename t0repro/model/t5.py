@@ -371,10 +371,14 @@ def initial_parameters(model: T5, key: jax.Array, shardings: Any = None) -> dict
     """Initializes float32 parameters as a nested dictionary, sharded by `shardings` if given."""
     # No parameter's shape depends on the batch, so one token per row is enough.
     names = ("targets",) if model.config.decoder_only else ("inputs", "targets")
-    batch = {name: jnp.zeros((1, 1), jnp.int32) for name in names}
-    # Rematerialization changes no parameter, so one trace serves every policy.
-    declaring = model.clone(config=dataclasses.replace(model.config, recompute=None))
-    return sample_parameters(declaring, key, batch, shardings)
+    batch = {name: np.zeros((1, 1), np.int32) for name in names}
+    config = model.config
+    towers = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
+    # Neither rematerialization nor the number of layers changes a layer's parameters, so one trace
+    # serves every policy and depth.
+    shallow = {f"num_{tower}_layers": min(1, count) for tower, count in towers.items()}
+    declaring = model.clone(config=dataclasses.replace(config, recompute=None, **shallow))
+    return sample_parameters(declaring, key, batch, shardings, towers)
 
 
 def parameter_shapes(model: T5) -> Any:

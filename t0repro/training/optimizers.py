@@ -76,6 +76,8 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     if isinstance(config, MultiOptimizerConfig):
         return by_parts([(_among(x.paths), make_optimizer(x.optimizer)) for x in config.parts])
     formula, exceptions = _FORMULAS[type(config)], _exceptions(config)
+    # Rules by path may treat the layers of a stack, or any two parameters, differently.
+    by_path = getattr(config, "factor_map", ()) not in ((), ALL_HEURISTIC)
 
     def new_slots(path: Any, parameter: jax.Array) -> Slots:
         name = _name(path)
@@ -89,7 +91,19 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     def of_one(gradient: Gradient) -> tuple[jax.Array, Slots]:
         if gradient.path in config.frozen:
             return jnp.zeros_like(gradient.parameter), gradient.slots
-        return formula.update(gradient, config)
+        value, parameter, slots, path, step, learning_rate = gradient
+        if by_path or path in exceptions or not isinstance(value, jax.core.Tracer):
+            return formula.update(gradient, config)
+        return of_any(value, parameter, slots, step, learning_rate)
+
+    # A model has hundreds of parameters of a few shapes: the formula is traced once for each shape.
+    # Without `inline`, the program has calls, and XLA compiles their sums in another order.
+    @functools.partial(jax.jit, inline=True)
+    def of_any(
+        value: jax.Array, parameter: jax.Array, slots: Slots, step: Any, learning_rate: Any
+    ) -> tuple[jax.Array, Slots]:
+        """The change to a parameter that no option names."""
+        return formula.update(Gradient(value, parameter, slots, "", step, learning_rate), config)
 
     def of_all_layers(gradient: Gradient) -> tuple[jax.Array, Slots]:
         """The change to stacked layers, each updated as a parameter by itself."""
@@ -137,8 +151,6 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
             new_slots.append(slot)
         return tree.unflatten(updates), tree.unflatten(new_slots)
 
-    # Rules by path may treat the layers of a stack differently.
-    by_path = getattr(config, "factor_map", ()) not in ((), ALL_HEURISTIC)
     # optax declares the constructor for transformations without extra arguments.
     return (Optimizer if by_path else StackingOptimizer)(init, update)  # pyright: ignore[reportArgumentType]
 

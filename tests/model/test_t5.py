@@ -1,6 +1,8 @@
 import dataclasses
 import functools
+import re
 
+import flax.linen as nn
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from t0repro.model.blocks import Block, Tower
 from t0repro.model.t5 import (
     T5,
     held_for_evaluation,
@@ -320,3 +323,46 @@ def test_parameters_held_in_bfloat16_compute_the_same_bits(config, wider, float3
     assert {path for path in wide if path[-1] in ("kernel", "embedding")} == {
         path for path in flat if wider in path and float32_logits
     }
+
+
+@pytest.mark.parametrize("config", [T5_1_1, UMT5], ids=["1.1", "a bias in each layer"])
+def test_layers_without_dropout_are_traced_once_for_the_same_program(config, monkeypatch):
+    deep = dataclasses.replace(config, num_encoder_layers=3, num_decoder_layers=3, dropout_rate=0.0)
+    model, calls = T5(deep, FLOAT32), []
+    params = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    batch = batch_of([[5, 8, 1, 0]], [[6, 4, 1, 0]])
+
+    def note(function, args, kwargs, context):
+        if isinstance(context.module, Block) and context.method_name == "__call__":
+            calls.append(context.module.encoder)
+        return function(*args, **kwargs)
+
+    def program():
+        calls.clear()
+        total = lambda p, b: model.apply({"params": p}, b).sum()  # noqa: E731
+        with nn.intercept_methods(note):
+            text = jax.jit(jax.grad(total)).lower(params, batch).as_text()
+        # Not their names, nor constants: equal ones of several layers may be one.
+        return [name for name in re.findall("stablehlo[.]([a-z_]+)", text) if name != "constant"]
+
+    once, seen = program(), list(calls)
+    monkeypatch.setattr(Tower, "_shares_trace", lambda *_: False)
+    each = program()
+    assert seen == [True, False]
+    assert calls == [True] * 3 + [False] * 3
+    assert once == each
+
+
+def test_a_caller_gets_the_intermediate_values_of_every_layer():
+    deep = dataclasses.replace(T5_1_1, num_encoder_layers=2, num_decoder_layers=2, dropout_rate=0.0)
+    model = T5(deep, FLOAT32)
+    params = initial_parameters(model, jax.random.key(0))
+    batch = batch_of([[5, 8, 1, 0]], [[6, 4, 1, 0]])
+
+    @jax.jit
+    def values(params, batch):
+        return model.apply(
+            {"params": params}, batch, capture_intermediates=True, mutable=["intermediates"]
+        )[1]["intermediates"]
+
+    assert {"layers_0", "layers_1"} <= values(params, batch)["decoder"].keys()

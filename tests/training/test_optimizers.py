@@ -21,6 +21,7 @@ from t0repro.config.run_config import (
     SgdConfig,
 )
 from t0repro.parameters import naming
+from t0repro.training import optimizers
 from t0repro.training.adafactor import Slots
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
@@ -353,3 +354,32 @@ def test_a_model_trains_with_every_optimizer():
             state, metrics = step(state, tiny.batches(1)[0])
             losses.append(float(metrics["loss"]))
         assert losses[-1] < losses[0], config
+
+
+def test_a_formula_is_traced_once_for_all_parameters_of_a_shape(monkeypatch):
+    formula, traced = optimizers._FORMULAS[AdafactorConfig], []
+
+    def update(gradient, config):
+        traced.append(gradient.parameter.shape)
+        return formula.update(gradient, config)
+
+    noted = formula._replace(update=update)
+    monkeypatch.setitem(optimizers._FORMULAS, AdafactorConfig, noted)
+    named = "b/kernel"
+    config = dataclasses.replace(tiny.ADAFACTOR, exclude_from_parameter_scale=(named,))
+    optimizer = make_optimizer(config)
+    params = {
+        layer: {"kernel": jnp.ones((4, 6)), "scale": jnp.ones(4)} for layer in ("a", "b", "c")
+    }
+
+    def step(params):
+        slots = optimizer.init(params)
+        return optimizer.update(params, slots, params, step=jnp.int32(0), learning_rate=0.1)
+
+    together = jax.jit(step)(params)
+    # The one that an option names has a trace of its own.
+    assert traced == [(4, 6), (4,), (4, 6)]
+    each = step(params)
+    assert len(traced) == 3 + 6
+    for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(each), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
