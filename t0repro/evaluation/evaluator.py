@@ -6,6 +6,7 @@ Both write the same files: TensorBoard's events in `<task>/`, and for each task
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -35,7 +36,7 @@ from t0repro.files import write_atomically
 from t0repro.log_records import only_records
 from t0repro.model.layer_stacks import by_layer, stacks_in
 from t0repro.model.t5 import T5
-from t0repro.model.t5x_decoding import Decodes, generate
+from t0repro.model.t5x_decoding import generate
 from t0repro.partitioning.devices import across_devices_of, data_parts, fetched
 from t0repro.progress import say
 from t0repro.tasks.task import DescribedTask, is_described
@@ -53,10 +54,10 @@ def open_evaluator(
     evaluator: EvaluatorConfig,
     folder: str | os.PathLike[str],
     decoding: DecodingPlan,
-) -> TaskEvaluator | DescribedEvaluator:
+) -> TaskEvaluator:
     """The evaluator of a task or mixture; see `TaskEvaluator` for the arguments."""
     described = is_described(data.mixture_or_task_name)
-    return (DescribedEvaluator if described else TaskEvaluator)(data, evaluator, folder, decoding)
+    return (DescribedEvaluator if described else SeqioEvaluator)(data, evaluator, folder, decoding)
 
 
 def infer_eval(
@@ -124,13 +125,11 @@ class ModelFunctions:
         """Token ids of each example's output, and its score under "scores"."""
         outputs: Indexed = []
         scores: list[Any] = []
-        for indices, decodes in self._decoded(dataset):
-            for index, tokens, score in zip(indices, *map(fetched, decodes), strict=False):
-                # Decodes ascend by score, so the best one is the last.
-                if not self.plan.return_all_decodes:
-                    tokens, score = tokens[-1], score[-1]
-                outputs.append((index, tokens.tolist()))
-                scores.append(score.tolist())
+        for (index, tokens), aux in _computed(self, dataset, self._decoded):
+            # Decodes ascend by score, so the best one is the last.
+            every = self.plan.return_all_decodes
+            outputs.append((index, tokens if every else tokens[-1]))
+            scores.append(aux["scores"] if every else aux["scores"][-1])
         return outputs, {"scores": scores}
 
     def score(self, dataset: Any) -> Indexed:
@@ -152,16 +151,12 @@ class ModelFunctions:
         )
         return [(index, float(score)) for index, score in zip(indices, scores, strict=True)]
 
-    def _decoded(self, dataset: Any) -> Iterator[tuple[list[int], Decodes]]:
-        """Each batch's example indices and decodes; padding rows come after the indexed ones."""
-        batches = _batches(dataset, self.params, self.batch_size, self.seed)
-        for indices, batch, key in batches:
-            own = _tokens(batch)
-            with across_devices_of(self.params):
-                decodes = generate(
-                    self.model, self.params, own["inputs"], own["targets"], self.plan, key
-                )
-            yield indices, decodes
+    def _decoded(self, batch: Any, key: jax.Array) -> tuple[Any, dict[str, Any]]:
+        own = _tokens(batch)
+        tokens, scores = generate(
+            self.model, self.params, own["inputs"], own["targets"], self.plan, key
+        )
+        return tokens, {"scores": scores}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,35 +178,41 @@ class UserModelFunctions:
     def predict(self, dataset: Any) -> Indexed:
         """Token ids of each example's output."""
         predict = jax.jit(self.model.predict_batch)
-        return [
-            pair for pair, _ in self._done(dataset, lambda b, k: (predict(self.params, b, k), {}))
-        ]
+        return self._outputs(dataset, lambda batch, key: predict(self.params, batch, key))
 
     def predict_with_aux(self, dataset: Any) -> tuple[Indexed, Aux]:
         """Token ids of each example's output, and the model's other results by name."""
         predict = jax.jit(self.model.predict_batch_with_aux)
-        rows = list(self._done(dataset, lambda b, k: predict(self.params, b, k)))
+        rows = list(_computed(self, dataset, lambda b, key: predict(self.params, b, key)))
         names = rows[0][1] if rows else ()
         return [pair for pair, _ in rows], {name: [aux[name] for _, aux in rows] for name in names}
 
     def score(self, dataset: Any) -> Indexed:
         """The model's `score_batch` of each example's targets."""
         score = jax.jit(self.model.score_batch)
-        return [pair for pair, _ in self._done(dataset, lambda b, _: (score(self.params, b), {}))]
+        return self._outputs(dataset, lambda batch, _: score(self.params, batch))
 
-    def _done(
-        self, dataset: Any, function: Callable[[Any, jax.Array], tuple[Any, Mapping[str, Any]]]
-    ) -> Iterator[tuple[tuple[int, Any], dict[str, Any]]]:
-        """((index, output), {name: value}) of each example."""
-        for indices, batch, key in _batches(dataset, self.params, self.batch_size, self.seed):
-            with across_devices_of(self.params):
-                outputs, aux = function(batch, key)
-            outputs, aux = fetched(outputs), {name: fetched(x) for name, x in aux.items()}
-            for row, index in enumerate(indices):
-                yield (
-                    (index, outputs[row].tolist()),
-                    {name: x[row].tolist() for name, x in aux.items()},
-                )
+    def _outputs(self, dataset: Any, function: Callable[[Any, jax.Array], Any]) -> Indexed:
+        computed = _computed(self, dataset, lambda batch, key: (function(batch, key), {}))
+        return [pair for pair, _ in computed]
+
+
+def _computed(
+    functions: ModelFunctions | UserModelFunctions,
+    dataset: Any,
+    function: Callable[[Any, jax.Array], tuple[Any, Mapping[str, Any]]],
+) -> Iterator[tuple[tuple[int, Any], dict[str, Any]]]:
+    """((index, output), {name: value}) of each example, by a function of a batch and a key."""
+    params = functions.params
+    for indices, batch, key in _batches(dataset, params, functions.batch_size, functions.seed):
+        with across_devices_of(params):
+            outputs, aux = function(batch, key)
+        outputs, aux = fetched(outputs), {name: fetched(x) for name, x in aux.items()}
+        for row, index in enumerate(indices):
+            yield (
+                (index, outputs[row].tolist()),
+                {name: x[row].tolist() for name, x in aux.items()},
+            )
 
 
 def functions_of(
@@ -221,18 +222,6 @@ def functions_of(
     if isinstance(model, T5):
         return ModelFunctions(model, params, plan, batch_size, seed)
     return UserModelFunctions(model, params, batch_size, seed)
-
-
-def _rows(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-
-
-def _drop_repeated_rows(path: Path) -> None:
-    """Drops the rows of an evaluation that was killed after it had written them, and repeated."""
-    rows = _rows(path)
-    different = list(dict.fromkeys(rows))
-    if len(different) < len(rows):
-        write_atomically(path, "".join(different))
 
 
 def _batches(
@@ -264,10 +253,10 @@ def _pairs(dataset: Any) -> Iterator[tuple[Any, Any]]:
     return dataset.as_numpy_iterator() if hasattr(dataset, "as_numpy_iterator") else iter(dataset)
 
 
-# ---- SeqIO's Evaluator ---------------------------------------------------------------------------
+# ---- The evaluators ------------------------------------------------------------------------------
 
 
-class TaskEvaluator:
+class TaskEvaluator(abc.ABC):
     """The tasks of an evaluation, whose examples are read once for all steps.
 
     Args:
@@ -284,14 +273,69 @@ class TaskEvaluator:
         folder: str | os.PathLike[str],
         decoding: DecodingPlan,
     ):
+        self._data, self._config, self._decoding = data, evaluator, decoding
+        self._folder = Path(folder) / FOLDER
+        self._open()
+
+    def evaluate(self, model: Any, params: Any, step: int) -> dict[str, dict[str, float]]:
+        """Evaluates a model, lets the loggers write, and returns each task's metrics by name.
+
+        Args:
+          model: the network, or a user's model with methods that generate and score.
+          params: its parameters.
+          step: their step, for the loggers.
+        """
+        functions = functions_of(model, params, self._decoding, self._data.batch_size)
+        return self._evaluate(functions, step)
+
+    @property
+    @abc.abstractmethod
+    def tasks(self) -> list[str]:
+        """Names of the tasks that are evaluated."""
+
+    @abc.abstractmethod
+    def _open(self) -> None:
+        """Finds the tasks and reads their examples."""
+
+    @abc.abstractmethod
+    def _evaluate(self, functions: Any, step: int) -> dict[str, dict[str, float]]:
+        """Each task's metrics, by the functions of a model; also adds them to its files."""
+
+    @contextlib.contextmanager
+    def _limit_explained(self, kind: type[Exception]) -> Iterator[None]:
+        """Explains a metric's error under a limit; without one it is not about their number."""
+        try:
+            yield
+        except kind as error:
+            if (count := self._config.num_examples) is None:
+                raise
+            raise UserError(
+                error.what if isinstance(error, UserError) else f"{error}.",
+                where=f"seqio.Evaluator.num_examples = {count}",
+                fix="It counts pairs of an input and a choice: take a multiple of the numbers of"
+                " choices, or None for all.",
+            ) from error
+
+
+def _write_each_once(path: Path, *added: str) -> None:
+    """Adds rows to a file; an evaluation killed after it wrote its row has it there already."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    each_once = "".join(dict.fromkeys([*text.splitlines(keepends=True), *added]))
+    if each_once != text:
+        write_atomically(path, each_once)
+
+
+class SeqioEvaluator(TaskEvaluator):
+    """Evaluates tasks of SeqIO's registry, by SeqIO's own Evaluator."""
+
+    def _open(self) -> None:
         # compat has to be installed before anything imports t5 or seqio.
         from t0repro import compat
 
         compat.install()
         import seqio
 
-        self._data, self._decoding, self._folder = data, decoding, Path(folder) / FOLDER
-        self._num_examples = evaluator.num_examples
+        data, evaluator = self._data, self._config
         self._evaluator = seqio.Evaluator(
             data.mixture_or_task_name,
             seqio.EncDecFeatureConverter(pack=False),
@@ -311,33 +355,23 @@ class TaskEvaluator:
         """Names of the tasks that are evaluated."""
         return [task.name for task in self._evaluator.eval_tasks]
 
-    def evaluate(self, model: Any, params: Any, step: int) -> dict[str, dict[str, float]]:
-        """Evaluates a model, lets the loggers write, and returns each task's metrics by name.
-
-        Args:
-          model: the network, or a user's model with methods that generate and score.
-          params: its parameters.
-          step: their step, for the loggers.
-        """
-        # SeqIO's types declare a second argument, which it never passes.
-        functions: Any = functions_of(model, params, self._decoding, self._data.batch_size)
-        with warnings.catch_warnings(), only_records("absl", _is_worth_logging):
+    def _evaluate(self, functions: Any, step: int) -> dict[str, dict[str, float]]:
+        with (
+            warnings.catch_warnings(),
+            only_records("absl", _is_worth_logging),
+            self._limit_explained(ValueError),
+        ):
             # sklearn warns about metrics that are undefined for few examples.
             warnings.filterwarnings("ignore", module=r"sklearn\.")
-            try:
-                metrics, _ = self._evaluator.evaluate(
-                    compute_metrics=True,
-                    step=step,
-                    predict_fn=functions.predict,
-                    predict_with_aux_fn=functions.predict_with_aux,
-                    score_fn=functions.score,
-                )
-            except ValueError as error:
-                if self._num_examples is None:
-                    raise
-                raise _odd_number(f"{error}.", self._num_examples) from error
+            metrics, _ = self._evaluator.evaluate(
+                compute_metrics=True,
+                step=step,
+                predict_fn=functions.predict,
+                predict_with_aux_fn=functions.predict_with_aux,
+                score_fn=functions.score,
+            )
         for task in self.tasks:
-            _drop_repeated_rows(self._folder / f"{task}-metrics.jsonl")
+            _write_each_once(self._folder / f"{task}-metrics.jsonl")
         return {task: _numbers(values) for task, values in metrics.result().items()}
 
 
@@ -372,21 +406,11 @@ def _logger_class(logger: LoggerConfig) -> Any:
     return functools.partial(seqio.JSONLogger, write_n_results=logger.write_n_results)
 
 
-# ---- Described tasks -----------------------------------------------------------------------------
+class DescribedEvaluator(TaskEvaluator):
+    """Evaluates described tasks, without SeqIO."""
 
-
-class DescribedEvaluator:
-    """The described tasks of an evaluation; takes what `TaskEvaluator` takes, and does the same."""
-
-    def __init__(
-        self,
-        data: SeqioDataConfig,
-        evaluator: EvaluatorConfig,
-        folder: str | os.PathLike[str],
-        decoding: DecodingPlan,
-    ):
-        self._data, self._evaluator, self._decoding = data, evaluator, decoding
-        self._folder = Path(folder) / FOLDER
+    def _open(self) -> None:
+        data = self._data
         self._tasks = described_with_metrics(data.mixture_or_task_name, data.split)
         self._examples = {task.name: self._read(task) for task in self._tasks}
         self._lengths = data.sequence_length or self._longest()
@@ -399,21 +423,13 @@ class DescribedEvaluator:
         """Names of the tasks that are evaluated."""
         return [task.name for task in self._tasks]
 
-    def evaluate(self, model: Any, params: Any, step: int) -> dict[str, dict[str, float]]:
-        """Evaluates a model and writes the files; returns each task's metrics by name.
-
-        Args:
-          model: The network, or a user's model with methods that generate and score.
-          params: Its parameters.
-          step: Their step, for the files.
-        """
-        functions = functions_of(model, params, self._decoding, self._data.batch_size)
-        return {task.name: self._evaluate(task, functions, step) for task in self._tasks}
+    def _evaluate(self, functions: Any, step: int) -> dict[str, dict[str, float]]:
+        return {task.name: self._evaluate_task(task, functions, step) for task in self._tasks}
 
     def _read(self, task: DescribedTask) -> Sequence[Example]:
         data = self._data
         read = eval_examples(task, data.split, data.sequence_length, use_cached=data.use_cached)
-        examples = list(itertools.islice(read, self._evaluator.num_examples))
+        examples = list(itertools.islice(read, self._config.num_examples))
         if not examples:
             raise UserError(
                 f"{task.name!r} has no example to evaluate.",
@@ -426,7 +442,7 @@ class DescribedEvaluator:
         examples = list(itertools.chain.from_iterable(self._examples.values()))
         return {name: max(len(example[name]) for example in examples) for name in FEATURES}
 
-    def _evaluate(self, task: DescribedTask, functions: Any, step: int) -> dict[str, float]:
+    def _evaluate_task(self, task: DescribedTask, functions: Any, step: int) -> dict[str, float]:
         examples, judge = self._examples[task.name], judge_of_registered(task)
         pairs = enumerate(model_features(example, self._lengths) for example in examples)
         inferred: dict[str, Sequence[Any]]
@@ -442,18 +458,11 @@ class DescribedEvaluator:
             ]
             inferred = {"output": texts, "prediction": outputs}
         targets = [judge.target(example) for example in examples]
-        metrics = self._metrics(judge, targets, outputs)
-        for logger in self._evaluator.loggers:
+        with self._limit_explained(UserError):
+            metrics = judge.metrics(targets, outputs)
+        for logger in self._config.loggers:
             self._log(logger, task.name, step, metrics, {"target": targets, **inferred})
         return metrics
-
-    def _metrics(self, judge: Any, targets: Sequence[Any], outputs: Sequence[Any]) -> dict:
-        try:
-            return judge.metrics(targets, outputs)
-        except UserError as error:
-            if (count := self._evaluator.num_examples) is None:
-                raise
-            raise _odd_number(error.what, count) from error
 
     def _log(
         self,
@@ -473,12 +482,8 @@ class DescribedEvaluator:
             values = {f"eval/{name}": value for name, value in metrics.items()}
             self._writers[task].write_scalars(step, values)
         else:
-            path = self._folder / f"{task}-metrics.jsonl"
-            rows = _rows(path)
             row = json.dumps({"step": step, **metrics}) + "\n"
-            # It is there if an evaluation was killed after it had written it, and is repeated.
-            if row not in rows:
-                write_atomically(path, "".join([*rows, row]))
+            _write_each_once(self._folder / f"{task}-metrics.jsonl", row)
             if logger.write_n_results != 0:
                 lines = itertools.islice(self._lines(task, columns), logger.write_n_results)
                 path = self._folder / f"{task}-{step:06}.jsonl"
@@ -516,13 +521,3 @@ def _plain(value: Any) -> Any:
     first, last = (str(part.tolist())[1:-1] for part in (value[:5], value[-5:]))
     described = f"{type(value).__name__}(shape={value.shape}, dtype={value.dtype})"
     return f"{described}; summary: {first} ... {last}"
-
-
-def _odd_number(what: str, num_examples: int) -> UserError:
-    """The error of a metric under a limit; without one it is not about the number of examples."""
-    return UserError(
-        what,
-        where=f"seqio.Evaluator.num_examples = {num_examples}",
-        fix="It counts pairs of an input and a choice: take a multiple of the numbers of choices,"
-        " or None for all.",
-    )

@@ -124,13 +124,13 @@ def evaluate(monkeypatch, tmp_path):
 def test_metrics_and_files_are_those_of_seqios_evaluator(monkeypatch, evaluate, name, lengths):
     monkeypatch.setattr(evaluator, "described_with_metrics", lambda *_: [described(name)])
     ours = evaluate(evaluator.DescribedEvaluator, name, lengths, 12)
-    theirs = evaluate(evaluator.TaskEvaluator, name, lengths, 12)
+    theirs = evaluate(evaluator.SeqioEvaluator, name, lengths, 12)
     assert len(ours[1][f"{name}-000003.jsonl"]) == 12
     # As texts, in which NaN equals NaN.
     assert json.dumps(ours, sort_keys=True) == json.dumps(theirs, sort_keys=True)
 
 
-@pytest.mark.parametrize("made", [evaluator.DescribedEvaluator, evaluator.TaskEvaluator])
+@pytest.mark.parametrize("made", [evaluator.DescribedEvaluator, evaluator.SeqioEvaluator])
 def test_a_repeated_evaluation_leaves_each_row_once(monkeypatch, evaluate, made):
     monkeypatch.setattr(evaluator, "described_with_metrics", lambda *_: [described(RANKED)])
     _, first, _ = evaluate(made, RANKED, None, 12)
