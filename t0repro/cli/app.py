@@ -13,7 +13,6 @@ import typer
 
 from t0repro.cli import (
     checkpoint,
-    doctor,
     explain,
     jobs,
     parity,
@@ -27,8 +26,11 @@ from t0repro.cli import (
 )
 from t0repro.cli.gate import gate
 from t0repro.cli.huge_pages import use_where_faster
+from t0repro.cli.options import AsJson
+from t0repro.cli.results import print_json
 from t0repro.cli.spelling import canonical, check_inputs, show_canonical, with_t5x_overrides
 from t0repro.errors import t5x_command
+from t0repro.progress import working
 
 app = typer.Typer(
     name="t0repro",
@@ -40,7 +42,26 @@ app = typer.Typer(
     epilog="Example: t0repro doctor",
 )
 
-app.command()(doctor.doctor)
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check versions, devices, Mesh TensorFlow, extras and data; exit 1 if something is broken.
+
+    Example: t0repro doctor --json
+    """
+    from t0repro import doctor as checks
+
+    with working("checking JAX, and Mesh TensorFlow by a training step"):
+        diagnosis = checks.diagnose()
+    if as_json:
+        print_json(diagnosis.to_json())
+    else:
+        typer.echo(diagnosis.to_text())
+    if diagnosis.broken or not diagnosis.works:
+        raise typer.Exit(1)
+
+
+# In the order in which `--help` lists them.
 app.command()(explain.explain)
 app.command()(run_modes.train)
 # It passes on options that it does not define to the command that --run_mode names.

@@ -104,10 +104,10 @@ class CommandServer:
 
 
 def _serve() -> None:
-    from t0repro.cli import t5_mesh_transformer as main
+    from t0repro.cli import t5_flags
 
     sys.argv[0] = "t5_mesh_transformer"
-    main.define_flags()
+    t5_flags.define()
     serve(lambda job: _run(**job))
 
 
