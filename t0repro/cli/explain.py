@@ -29,6 +29,7 @@ from t0repro.errors import UserError, t5x_command
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
+    from t0repro.config.t5x.gin_files import T5xInputs
 
 
 class Dialects(enum.StrEnum):
@@ -84,9 +85,9 @@ def explain(
         _list_imports(run_mode, gin_file or (), overrides, folders, allowlist, as_json)
         return
     if run_mode:
-        t5x_inputs = (gin_file or (), gin_bindings or (), gin_search_paths, allowlist)
+        inputs = t5x_inputs(run_mode, gin_file, gin_bindings, gin_search_paths, allowlist)
         with t5x_command():
-            _explain_t5x(run_mode, *t5x_inputs, as_json=as_json, dialect=dialect)
+            _explain_t5x(inputs, as_json=as_json, dialect=dialect)
         return
     if gin_bindings:
         raise UserError(
@@ -152,28 +153,20 @@ def _list_imports(
         echo("These files import nothing.")
 
 
-def _explain_t5x(
-    run_mode: str,
-    files: Sequence[str],
-    bindings: Sequence[str],
-    search_paths: str,
-    allowlist: tuple[str, ...] | None,
-    *,
-    as_json: bool,
-    dialect: Dialects | None,
-) -> None:
+def _explain_t5x(inputs: T5xInputs, *, as_json: bool, dialect: Dialects | None) -> None:
     from t0repro.config.configuration import in_columns
     from t0repro.config.t5x.gin_files import parse
     from t0repro.config.t5x.layout import differences
     from t0repro.config.t5x.run import converted
 
-    if dialect and run_mode != "train":
+    if dialect and inputs.run_mode != "train":
         raise UserError(
-            f"Only a training run can be translated to another dialect, not a run of {run_mode}.",
+            "Only a training run can be translated to another dialect, not a run of"
+            f" {inputs.run_mode}.",
             where="--as",
             fix="Leave out --as, or give --run_mode=train.",
         )
-    parsed = parse(t5x_inputs(run_mode, files, bindings, search_paths, allowlist))
+    parsed = parse(inputs)
     if dialect:
         from t0repro.config.t5x.run import train_config
 

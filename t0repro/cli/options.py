@@ -256,27 +256,6 @@ class ProcessOptions:
         )
 
 
-def define_process_flags() -> None:
-    """Defines the same flags for t5_mesh_transformer."""
-    # t5's command parses with absl, all others with Click.
-    from absl import flags
-
-    flags.DEFINE_boolean(
-        "multiprocess_gpu", False, "Join a multi-process run; JAX detects what you omit."
-    )
-    flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0.")
-    flags.DEFINE_integer("process_count", None, "Number of processes.")
-    flags.DEFINE_integer("process_index", None, "This process's number, from 0.")
-    flags.DEFINE_integer("initialization_timeout", None, "Seconds to wait for the others.")
-
-
-def process_options_of(options: Any) -> ProcessOptions:
-    """What parsed flags say."""
-    # absl's flags have the names of the fields.
-    names = [field.name for field in dataclasses.fields(ProcessOptions)]
-    return ProcessOptions(**{name: options[name].value for name in names})
-
-
 # ---- `--tracker` of the commands that train or evaluate: what a tracker receives about each ------
 
 

@@ -8,19 +8,21 @@ import re
 import sys
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import app, flags
 
 from t0repro.cli import help_pages
 from t0repro.cli.gate import USER_ERROR
-from t0repro.cli.options import TRACKER_HELP, ProcessOptions, define_process_flags
+from t0repro.cli.options import TRACKER_HELP, ProcessOptions
 from t0repro.cli.results import echo
 from t0repro.cli.spelling import canonical_arguments
 from t0repro.cloud.tracker import TrackerName
 from t0repro.config.gin_imports import package_folder
 from t0repro.config.mtf.stand_ins import recorded
 from t0repro.jobs.options import AuxiliaryOptions
+
+Group = TypeVar("Group", ProcessOptions, AuxiliaryOptions)
 
 _T5_COMMAND = "t5.models.mesh_transformer_main"
 _NEED_T5 = {"help", "helpshort", "helpfull", "helpxml", "h", "?", "use_model_api"}
@@ -60,7 +62,7 @@ def define() -> None:
     theirs = _import_t5s_flags() if package_folder("t5") else (_define_recorded(),)
     _define_own()
     by_module = flags.FLAGS.flags_by_module_dict()
-    for module in (*theirs, define_process_flags.__module__, __name__):
+    for module in (*theirs, __name__):
         for flag in by_module.get(module, []):
             # --help lists only the key flags of the main module, which is the console script.
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
@@ -109,8 +111,8 @@ def _define_own() -> None:
             " name changed.",
         )
         flags.DEFINE_multi_enum("tracker", None, list(TrackerName), TRACKER_HELP)
-        define_job_flags()
-        define_process_flags()
+        define_group(AuxiliaryOptions)
+        define_group(ProcessOptions)
 
 
 def _define_recorded() -> str:
@@ -143,20 +145,27 @@ def exchange() -> None:
 _TAKEN_FOR_GRANTED = "replace_gin_file"
 
 
-def define_job_flags() -> None:
-    """Defines the flags; without any of them there are no jobs."""
-    types = typing.get_type_hints(AuxiliaryOptions, include_extras=True)
-    for name, default in dataclasses.asdict(AuxiliaryOptions()).items():
+def define_group(group: type[Group]) -> None:
+    """Defines a flag for each field of a dataclass of options, which Click's commands have too."""
+    types = typing.get_type_hints(group, include_extras=True)
+    for name, default in dataclasses.asdict(group()).items():
         type_, option = typing.get_args(types[name])
         kinds = typing.get_args(type_) or (type_,)  # str | None
         if name == _TAKEN_FOR_GRANTED:
             flags.DEFINE_boolean(name, True, "Always on here: a job reads only its own file.")
+        elif bool in kinds:
+            flags.DEFINE_boolean(name, default, option.help)
         elif int in kinds:
             flags.DEFINE_integer(name, default, option.help, lower_bound=option.min)
         elif float in kinds:
             flags.DEFINE_float(name, default, option.help, lower_bound=option.min)
         else:
             flags.DEFINE_string(name, default, option.help)
+
+
+def group_of(group: type[Group], options: Any) -> Group:
+    """A dataclass of options, filled from parsed flags."""
+    return group(**{field.name: options[field.name].value for field in dataclasses.fields(group)})
 
 
 # ---- The page of --help --------------------------------------------------------------------------
@@ -190,7 +199,7 @@ _HEADINGS = {
     "Auxiliary jobs": tuple(field.name for field in dataclasses.fields(AuxiliaryOptions)),
     "TPUs": ("tpu", "gcp_project", "tpu_zone", "tpu_job_name"),
 }  # fmt: skip
-# Replaces t5's terse help for common flags.
+# Replaces t5's terse help for common flags, and what Click shows beside a kind of value.
 _WORDS = {
     "gin_file": "A gin file of t5, of this project or of --gin_location_prefix; repeatable.",
     "gin_param": "A binding that overrides the files'; repeatable.",
@@ -201,6 +210,8 @@ _WORDS = {
     "additional_task_cache_dirs": "Folders that hold cached tasks.",
     "t5_tfds_data_dir": "The folder of TensorFlow Datasets' data, for all tasks.",
     "model_dir": "The folder of the run's checkpoints and metrics.",
+    "coordinator_address": "HOST:PORT of process 0.",
+    "initialization_timeout": "Seconds to wait for the others.",
 }
 
 

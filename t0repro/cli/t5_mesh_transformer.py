@@ -23,7 +23,7 @@ from t0repro.buckets import check_readable
 from t0repro.cli import t5_flags
 from t0repro.cli.gate import gate
 from t0repro.cli.huge_pages import use_where_faster
-from t0repro.cli.options import allowlist_of, process_options_of, tracked_training
+from t0repro.cli.options import ProcessOptions, allowlist_of, tracked_training
 from t0repro.cli.results import echo
 from t0repro.cli.spelling import canonical
 from t0repro.config.configuration import Configuration, NotOnJax
@@ -141,7 +141,7 @@ def _run_jax(options: Any) -> None:
     from t0repro.runs.preflight import check_mesh_transformer
     from t0repro.runs.run import run
 
-    with process_options_of(options).joined():
+    with t5_flags.group_of(ProcessOptions, options).joined():
         # As t5's main does on every run without --tpu.
         float32 = jax.default_backend() == "cpu"
         configuration = _described(options, float32_activations=float32)
@@ -271,7 +271,7 @@ def jobs_during_training(options: Any) -> Iterator[None]:
     from t0repro.cloud.auxiliary import auxiliary_jobs_during_training
     from t0repro.config.t5x.gin_files import T5xInputs
 
-    jobs = AuxiliaryOptions(**{name: getattr(options, name) for name in names})
+    jobs = t5_flags.group_of(AuxiliaryOptions, options)
     machines = input_path(options.machines, "--machines") if options.machines else None
     jobs = dataclasses.replace(jobs, machines=machines, replace_gin_file=True)
     with auxiliary_jobs_during_training(options.model_dir, jobs, T5xInputs("train")):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,33 +75,14 @@ def _rapl_counters(powercap: Path) -> list[Callable[[], float]]:
     """A counter for each CPU package."""
     # Zones named intel-rapl:0:1 are parts of package 0 and already in its figure.
     return [
-        _rapl_counter(folder)
+        _counter(
+            functools.partial(_microjoules, folder / "energy_uj"),
+            1e6,
+            _microjoules(folder / "max_energy_range_uj") or 0,
+        )
         for folder in sorted(powercap.glob("intel-rapl:*"))
         if folder.name.count(":") == 1 and _microjoules(folder / "energy_uj") is not None
     ]
-
-
-def _rapl_counter(folder: Path) -> Callable[[], float]:
-    last = _microjoules(folder / "energy_uj") or 0
-    around = _microjoules(folder / "max_energy_range_uj") or 0
-
-    def joules() -> float:
-        nonlocal last
-        now = _microjoules(folder / "energy_uj")
-        if now is None:
-            return 0.0
-        since = now - last if now >= last else now + around - last  # the counter wraps around
-        last = now
-        return since / 1e6
-
-    return joules
-
-
-def _microjoules(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _nvml_counters() -> list[Callable[[], float]]:
@@ -111,22 +93,39 @@ def _nvml_counters() -> list[Callable[[], float]]:
         for index in range(pynvml.nvmlDeviceGetCount()):
             device = pynvml.nvmlDeviceGetHandleByIndex(index)
             if _millijoules(device) is not None:
-                found.append(_nvml_counter(device))
+                found.append(_counter(functools.partial(_millijoules, device), 1e3))
     return found
 
 
-def _nvml_counter(device: Any) -> Callable[[], float]:
-    last = _millijoules(device) or 0
+def _counter(
+    read: Callable[[], int | None], per_joule: float, most: int = 0
+) -> Callable[[], float]:
+    """A function that returns the joules since its last call, or since this one.
+
+    Args:
+      read: Reads the hardware's counter, which only grows; None if it cannot be read.
+      per_joule: The counter's units in a joule.
+      most: What it grows to before it starts at 0 again; 0 if it never does.
+    """
+    last = read() or 0
 
     def joules() -> float:
         nonlocal last
-        now = _millijoules(device)
+        now = read()
         if now is None:
             return 0.0
-        since, last = now - last, now
-        return since / 1e3
+        since = now - last if now >= last else now + most - last
+        last = now
+        return since / per_joule
 
     return joules
+
+
+def _microjoules(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _millijoules(device: Any) -> int | None:

@@ -38,7 +38,7 @@ import dataclasses
 from absl import flags
 from t0repro.cli import t5_flags
 from t0repro.jobs.options import AuxiliaryOptions
-t5_flags.define_job_flags()
+t5_flags.define_group(AuxiliaryOptions)
 flags.FLAGS(["t5", "--max_failures=2", "--time_limit=1.5", "--main_metric=accuracy"])
 for field in dataclasses.fields(AuxiliaryOptions):
     if getattr(flags.FLAGS, field.name) != field.default:
