@@ -250,6 +250,7 @@ class MergedReader:
         check_shape(own, note.adapter, shape)
         self.ref, self.note, self.shape = own.ref, note, shape
         self.norm_names: naming.NormNames | None = base.norm_names
+        # The base's slots are left out: they are statistics of the base's own updates.
         self.base, self.own = base, own
         parameters = {
             key: TensorInfo(info.shape, np.dtype(np.float32))

@@ -242,6 +242,7 @@ def publish_mtf(staged: Path, directory: Path, step: int) -> None:
     moved last.
     """
     (directory / f"model.ckpt-{step}.index").unlink(missing_ok=True)
+    # Its data may be in more shards than the new one's, and the rest would stay.
     for stale in directory.glob(f"model.ckpt-{step}.*"):
         stale.unlink()
     for name in (
@@ -331,5 +332,6 @@ def _named_by_state_file(directory: str) -> str | None:
     if not storage.is_file(state_file):
         return None
     state = storage.read(state_file).decode(errors="replace")
+    # A CheckpointState as protobuf's text; the paths of older checkpoints follow the first line.
     match = re.search(r'^model_checkpoint_path:\s*"(.+)"', state, re.MULTILINE)
     return match and match[1]

@@ -150,6 +150,7 @@ def _exact(path: str) -> CheckpointRef | None:
     """The checkpoint that the path names directly; None if it names none."""
     prefix = path.removesuffix(".index")
     if storage.is_file(f"{prefix}.index"):
+        # A prefix may have any name; tf.train.Saver adds the step only if it is given one.
         match = re.search(r"-(\d+)$", prefix)
         return CheckpointRef("mtf", prefix, int(match[1]) if match else None)
     directory = storage.normal(path)
@@ -183,6 +184,8 @@ def _latest(path: str, refs: list[CheckpointRef], source: Format | None) -> Chec
 def _unfinished(path: str) -> str:
     """A sentence about a checkpoint that is still being written, or ""."""
     names = storage.names(path)
+    # As tf.train.Saver names what it has not merged yet, and T5X and Orbax a folder that they
+    # have yet to rename.
     partial = [
         name
         for name in names
@@ -483,6 +486,7 @@ def load_any(
       UserError: If there is no checkpoint, or it is damaged, incomplete or not a T5.
     """
     tree = {key: np.asarray(tensor) for key, tensor in open_any(path, step, slots=slots).items()}
+    # Mesh TensorFlow's step is an int64, T5X's an int32.
     tree[naming.STEP] = tree[naming.STEP].astype(np.int32)
     return jax_tree.with_dummies(tree)
 

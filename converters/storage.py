@@ -144,6 +144,7 @@ def size(path: str) -> int:
 def walk(path: str) -> Iterator[str]:
     """Yields the files in a directory and below it."""
     if is_remote(path):
+        # A store lists everything below an address at once; level by level takes many requests.
         yield from (join(path, name) for name in buckets.objects(path))
         return
     for name in names(path):
@@ -182,6 +183,7 @@ def tensorstore_name(path: str) -> dict[str, Any] | None:
         return None
     server = system.s3.meta
     spec = {"driver": "s3", **place, "s3_request_retries": retries}
+    # Given an endpoint, TensorStore does not look up the region, which it needs to sign requests.
     if ".amazonaws.com" not in server.endpoint_url:
         spec |= {"endpoint": server.endpoint_url, "aws_region": server.region_name or "us-east-1"}
     if system.anon:
@@ -250,6 +252,7 @@ def finish(file: BinaryIO) -> None:
 def write_large(path: str, content: memoryview) -> None:
     """Writes a whole file of any size; an object appears complete, a local file as it grows."""
     if not is_remote(path):
+        # Not synced here: `sync_all` syncs the files of a checkpoint together.
         with naming(path), open(path, "wb") as file:
             file.write(content)
     elif len(content) <= _PART_BYTES:

@@ -161,6 +161,7 @@ def adapted(adapter: Adapter, shape: ModelShape, where: str | None = None) -> li
     if not found:
         raise UserError("The adapter has no target.", where=where, fix="Name at least one.")
     for path in known:
+        # A product of a higher rank has more parameters, but no updates that this one lacks.
         if path in found and adapter.rank > min(known[path]):
             raise UserError(
                 f"rank = {adapter.rank} is above that of {path}, which is {known[path][0]} x"
@@ -219,5 +220,6 @@ def joined(base: Mapping[str, Any], own: Mapping[str, Any], scale: float = 1.0) 
         if isinstance(value, Mapping):
             found[name] = joined(base.get(name, {}), value, scale)
         else:
+            # Scaled once here, so that no layer has to multiply by it in each step.
             found[name] = value * scale if name == LORA_B and scale != 1.0 else value
     return found

@@ -267,6 +267,7 @@ class _Part:
     ) -> dict[tuple[str, int], Match]:
         """The matches whose words the held-out row actually has."""
         found = {}
+        # Different words may have equal hashes, so the texts decide.
         for name in dict.fromkeys(name for name, _ in self.matches):
             for row, content in sources[name].rows(split):
                 match = self.matches.get((name, row))

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from t0repro import yaml_files
 from t0repro.cloud import custom_jobs
@@ -66,10 +66,8 @@ _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"}
 _PREEMPTED = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED"}
 
 
-class SlurmLauncher:
+class SlurmLauncher(Launcher):
     """Submits each job as a batch script that runs the worker; jobs are found by their names."""
-
-    on_this_machine: ClassVar[bool] = False
 
     def submit(self, job: Job) -> None:
         """Queues a job.
@@ -99,7 +97,7 @@ class SlurmLauncher:
             # Of several with one name, the latest.
             states = accounts.split("\n")[-1:] if accounts else []
         if not states:
-            return "ended" if job.ending is not None else "unknown"
+            return job.unlisted_state
         state = states[-1].split()[0]  # "CANCELLED by 0" names who did it
         if state in _WAITING:
             return "waiting"
@@ -110,9 +108,6 @@ class SlurmLauncher:
     def cancel(self, job: Job) -> None:
         """Cancels a job by its name."""
         run_engine("scancel", f"--name={job.name}")
-
-    def close(self) -> None:
-        """Leaves the jobs to the engine; the next controller finds them by their names."""
 
 
 def options(name: str, log: str, limits: Limits) -> list[str]:
@@ -176,7 +171,7 @@ _TELL_DISRUPTIONS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class KubernetesLauncher:
+class KubernetesLauncher(Launcher):
     """Creates a Job for each job, with a pod that runs the worker.
 
     The pod sees the training run's folder at the same path as this machine: `template` mounts it.
@@ -185,8 +180,6 @@ class KubernetesLauncher:
       template: a Job manifest of the user's, whose first container is completed with the command;
         it gives the image, the volumes, the accelerator and whatever else the cluster requires.
     """
-
-    on_this_machine: ClassVar[bool] = False
 
     template: dict[str, Any]
 
@@ -215,7 +208,7 @@ class KubernetesLauncher:
             "kubectl", "get", "job", allowed_name(job.name), "--ignore-not-found", "--output=json"
         )
         if not found:
-            return "ended" if job.ending is not None else "unknown"
+            return job.unlisted_state
         status = json.loads(found).get("status", {})
         if status.get("active"):
             return "running"
@@ -231,9 +224,6 @@ class KubernetesLauncher:
     def cancel(self, job: Job) -> None:
         """Deletes a job's Job, and its pods with it."""
         run_engine("kubectl", "delete", "job", allowed_name(job.name), "--ignore-not-found")
-
-    def close(self) -> None:
-        """Leaves the jobs to the engine; the next controller finds them by their names."""
 
 
 def read_template(file: str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -309,7 +299,7 @@ def allowed_name(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class VertexLauncher:
+class VertexLauncher(Launcher):
     """Submits a custom job for each job, whose container runs the worker.
 
     Containers open addresses, and see buckets as folders below /gcs, by Cloud Storage FUSE. If the
@@ -319,8 +309,6 @@ class VertexLauncher:
     Attributes:
       mount: where this machine has buckets mounted; what is in a job's file is not translated.
     """
-
-    on_this_machine: ClassVar[bool] = False
 
     machine: VertexMachine
     mount: str = MOUNT
@@ -373,9 +361,8 @@ class VertexLauncher:
     def state(self, job: Job) -> EngineState:
         """A job's state; found by its display name."""
         found = custom_jobs.find(job.name, self._place)
-        # If the service does not list a job, its exit file decides.
         if found is None:
-            return "ended" if job.ending is not None else "unknown"
+            return job.unlisted_state
         if found.state == "waiting" or found.state == "running":
             return found.state
         return "ended"
@@ -385,6 +372,3 @@ class VertexLauncher:
         found = custom_jobs.find(job.name, self._place)
         if found is not None and not found.ended:
             custom_jobs.cancel(found.name, self._place)
-
-    def close(self) -> None:
-        """Leaves the jobs to the service; the next controller finds them by their names."""

@@ -89,6 +89,7 @@ def _nvml_counters() -> list[Callable[[], float]]:
     """A counter for each GPU that has one (Volta and later); none without NVIDIA's driver."""
     found = []
     with contextlib.suppress(pynvml.NVMLError):
+        # Never shut down: the counters are read as long as the process lives.
         pynvml.nvmlInit()
         for index in range(pynvml.nvmlDeviceGetCount()):
             device = pynvml.nvmlDeviceGetHandleByIndex(index)

@@ -30,7 +30,7 @@ from t0repro.data.eval_examples import described_with_metrics, eval_examples
 from t0repro.data.mixing import FEATURES
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
-from t0repro.evaluation.task_output import judge_of_registered
+from t0repro.evaluation.task_output import judge_of_registered, numbers
 from t0repro.event_files import EventWriter, event_writer
 from t0repro.files import write_atomically
 from t0repro.log_records import only_records
@@ -338,6 +338,7 @@ class SeqioEvaluator(TaskEvaluator):
         data, evaluator = self._data, self._config
         self._evaluator = seqio.Evaluator(
             data.mixture_or_task_name,
+            # A packed row would have the outputs of several examples.
             seqio.EncDecFeatureConverter(pack=False),
             eval_split=data.split,
             use_cached=data.use_cached,
@@ -372,27 +373,16 @@ class SeqioEvaluator(TaskEvaluator):
             )
         for task in self.tasks:
             _write_each_once(self._folder / f"{task}-metrics.jsonl")
-        return {task: _numbers(values) for task, values in metrics.result().items()}
+        # SeqIO wraps metrics in objects with a `value`; others are plain.
+        return {
+            task: dict(numbers((name, getattr(x, "value", x)) for name, x in values.items()))
+            for task, values in metrics.result().items()
+        }
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
     # SeqIO both logs a metric's failure and raises it.
     return not str(record.msg).startswith("Failed to evaluate task")
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are single numbers."""
-    # SeqIO wraps metrics in objects with a `value`; others are plain.
-    plain = {name: getattr(value, "value", value) for name, value in values.items()}
-    return {name: float(value) for name, value in plain.items() if _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _logger_class(logger: LoggerConfig) -> Any:
@@ -415,6 +405,7 @@ class DescribedEvaluator(TaskEvaluator):
         self._examples = {task.name: self._read(task) for task in self._tasks}
         self._lengths = data.sequence_length or self._longest()
         self._writers: dict[str, EventWriter] = {}
+        # Nothing else closes them: a training run keeps its evaluator until it ends.
         closing = contextlib.ExitStack()
         self._close_later, _ = closing.callback, weakref.finalize(self, closing.close)
 
@@ -479,12 +470,14 @@ class DescribedEvaluator(TaskEvaluator):
             if task not in self._writers:
                 self._writers[task] = writer = event_writer(self._folder / task)
                 self._close_later(writer.close)
+            # SeqIO's logger prefixes the tags so.
             values = {f"eval/{name}": value for name, value in metrics.items()}
             self._writers[task].write_scalars(step, values)
         else:
             row = json.dumps({"step": step, **metrics}) + "\n"
             _write_each_once(self._folder / f"{task}-metrics.jsonl", row)
             if logger.write_n_results != 0:
+                # None takes all lines, as in SeqIO's JSONLogger.
                 lines = itertools.islice(self._lines(task, columns), logger.write_n_results)
                 path = self._folder / f"{task}-{step:06}.jsonl"
                 path.write_text("".join(lines), encoding="utf-8")

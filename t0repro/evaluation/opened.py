@@ -43,6 +43,7 @@ class Checkpoint:
 
     def training_config(self) -> str | None:
         """The training run's operative_config.gin, from the checkpoint's folder or its parent."""
+        # A folder that transformers loads has its own; a run has one for all of its checkpoints.
         for folder in (Path(self.path), Path(self.path).parent):
             path = folder / _CONFIG
             if path.is_file():

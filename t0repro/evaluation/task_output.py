@@ -210,6 +210,15 @@ def _keywords(metric: Any) -> Mapping[str, Any]:
     return metric.keywords if isinstance(metric, functools.partial) else {}
 
 
+def numbers(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, float]]:
+    """The (name, value) pairs whose value converts to a float; others are left out."""
+    for name, value in items:
+        try:
+            yield name, float(value)
+        except (TypeError, ValueError):
+            continue
+
+
 @dataclasses.dataclass(frozen=True)
 class TaskResult:
     """One task evaluated at one step.

@@ -65,6 +65,11 @@ class Job:
         return ending
 
     @property
+    def unlisted_state(self) -> EngineState:
+        """The state of a job that its engine does not list: its exit file decides."""
+        return "ended" if self.ending is not None else "unknown"
+
+    @property
     def secrets(self) -> dict[str, str]:
         """The variables that an engine passes to the job directly, not in the job's file."""
         given = self.environment.items()
@@ -102,7 +107,7 @@ class Launcher(Protocol):
       on_this_machine: whether jobs see this machine's disk, temporary folders included.
     """
 
-    on_this_machine: ClassVar[bool]
+    on_this_machine: ClassVar[bool] = False
 
     def submit(self, job: Job) -> None:
         """Starts a job or queues it.
@@ -125,15 +130,17 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Called when the controller ends early; jobs on an engine's own machines continue."""
-        ...
+        """Called when the controller ends early.
+
+        Jobs on an engine's own machines continue; the next controller finds them by their names.
+        """
 
 
 # ---- Runs jobs on this machine, each in a process group of its own that ends with the
 # controller
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Starts a worker (t0repro.jobs.worker) for each job."""
 
     on_this_machine: ClassVar[bool] = True
@@ -178,7 +185,7 @@ class LocalLauncher:
         # The worker may be gone or belong to a dead controller, while the job's processes live on.
         if _is_alive(job):
             return "running"
-        return "ended" if worker is not None or job.ending is not None else "unknown"
+        return "ended" if worker is not None else job.unlisted_state
 
     def cancel(self, job: Job) -> None:
         """Asks a job to end, and after a while kills it with everything it started."""

@@ -26,10 +26,11 @@ from t0repro.evaluation.task_output import (
     TruncationCounter,
     check_choices_have_tokens,
     explaining_incomplete_inputs,
+    numbers,
     ranks_choices,
     without_padding,
 )
-from t0repro.mtf.hooks import MetricsFile, is_on_this_disk, numbers
+from t0repro.mtf.hooks import MetricsFile, is_on_this_disk
 
 
 def record_evaluation(utils: Any, metrics: MetricsFile) -> None:

@@ -20,7 +20,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import tensorflow
 
 from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
+from t0repro.evaluation.task_output import numbers
 from t0repro.files import make_folder, naming, write_atomically
 from t0repro.training.metrics import METRICS_FILE, drop_partial_line, step_line
 
@@ -342,12 +343,3 @@ def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
         return result
 
     estimator_class.evaluate = evaluate
-
-
-def numbers(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, float]]:
-    """The (name, value) pairs whose value converts to a float; others are left out."""
-    for name, value in items:
-        try:
-            yield name, float(value)
-        except (TypeError, ValueError):
-            continue
