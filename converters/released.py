@@ -17,12 +17,18 @@ from typing import Any, Literal
 from t0repro.config.recipe import ADAFACTOR
 from t0repro.errors import UserError, nearest_names
 from t0repro.files import make_folder, naming, write_atomically
-from t0repro.hub_files import DELAYS_SECONDS, Bucket, HubFile, HubRepository, RemoteFiles
+from t0repro.hub_files import (
+    DELAYS_SECONDS,
+    Bucket,
+    HubFile,
+    HubRepository,
+    RemoteFiles,
+    check_room,
+)
 from t0repro.locks import folder_lock
 from t0repro.parameters.shape import ModelShape
 from t0repro.partitioning.memory import slot_bytes
 from t0repro.progress import byte_progress
-from t0repro.words import sized
 
 OPT_IN = "T0REPRO_CHECKPOINT_HUB"
 HUB, STORAGE = "https://huggingface.co", "https://storage.googleapis.com"
@@ -221,9 +227,10 @@ def fetch(
                 fix="Check --revision and --base_url.",
             )
         chosen = _chosen(released, listed, folder, step)
-        _check_space(to, chosen)
         total = sum(file.size for file in chosen.values())
         partial = to / UNFINISHED
+        fix = "Choose another folder, or free some space."
+        check_room(to, total, [partial / name for name in chosen], fix)
         with byte_progress(f"fetching {released.name}", total) as advance:
             # The lock excludes a second fetch; existing files are resumed or skipped.
             for name, file in chosen.items():
@@ -294,23 +301,6 @@ def _chosen(
         # The gin file shows what the sizes do not, such as the activation.
         if name.startswith(prefix) or name == "operative_config.gin"
     }
-
-
-def _check_space(to: Path, chosen: dict[str, HubFile]) -> None:
-    # Files of an interrupted fetch need not be downloaded again.
-    held = sum(
-        (to / UNFINISHED / name).stat().st_size
-        for name in chosen
-        if (to / UNFINISHED / name).exists()
-    )
-    needed = sum(file.size for file in chosen.values()) - held
-    free = shutil.disk_usage(to).free
-    if needed > free:
-        raise UserError(
-            f"{sized(needed)} would be downloaded, but only {sized(free)} are free.",
-            where=str(to),
-            fix="Choose another folder, or free some space.",
-        )
 
 
 def _publish(partial: Path, to: Path, chosen: dict[str, HubFile]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from t0repro.compat import installed_version
-from t0repro.words import counted
+from t0repro.words import columns, counted
 
 State = Literal["ok", "missing", "broken"]
 
@@ -99,12 +99,12 @@ class Diagnosis:
         """The findings as a page for a terminal."""
         blocks = [
             "Versions",
-            _align([[name, found or "-"] for name, found in self.versions.items()]),
+            *_indented([[name, found or "-"] for name, found in self.versions.items()]),
         ]
         tier = f"{self.tier.capitalize()} tier"
         for title, findings in ((tier, self.core), ("Extras", self.extras), ("Data", self.data)):
             rows = [[item.state, item.name, item.detail] for item in findings]
-            blocks += ["", title, _align(rows)]
+            blocks += ["", title, *_indented(rows)]
             blocks += [f"  to fix {item.name}: {item.fix}" for item in findings if item.fix]
         missing = [finding.name for finding in self.core if finding.state == "missing"]
         without = f", without {' and '.join(missing)}" if missing else ""
@@ -115,14 +115,8 @@ class Diagnosis:
         return "\n".join([*blocks, "", verdict])
 
 
-def _align(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as left-aligned columns, indented and two spaces apart; the last one is not padded."""
-    widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)
+def _indented(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"  {line}" for line in columns(rows)]
 
 
 def diagnose() -> Diagnosis:

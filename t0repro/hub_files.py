@@ -17,14 +17,16 @@ import abc
 import base64
 import dataclasses
 import hashlib
+import shutil
 import time
 import urllib.parse
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from t0repro.errors import UserError
 from t0repro.files import naming
+from t0repro.words import sized
 
 TIMEOUT_SECONDS = (5.0, 30.0)
 """Timeout in seconds, to connect and between two packets."""
@@ -83,6 +85,28 @@ class HubFile:
     def checksum(self) -> str:
         """The checksum that the server lists."""
         return self.sha256 or self.blob or self.md5 or self.crc32c or ""
+
+
+def check_room(to: Path, total: int, held: Iterable[Path], fix: str) -> None:
+    """Checks a folder's disk before a download.
+
+    Args:
+      to: The folder.
+      total: Bytes of all files.
+      held: The files of an interrupted download, which need not arrive again.
+      fix: What to do if there is too little room.
+
+    Raises:
+      UserError: If the rest does not fit.
+    """
+    needed = total - sum(path.stat().st_size for path in held if path.is_file())
+    free = shutil.disk_usage(to).free
+    if needed > free:
+        raise UserError(
+            f"{sized(needed)} would be downloaded, but only {sized(free)} are free.",
+            where=str(to),
+            fix=fix,
+        )
 
 
 class RemoteFiles(abc.ABC):

@@ -30,6 +30,13 @@ def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1].rstrip() + "\u2026"
 
 
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table: left-aligned columns, two spaces apart, none shortened."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join(line).rstrip() for line in cells]
+
+
 def printable(text: str, *, keep: str = "") -> str:
     r"""Escapes everything in a text that a terminal would interpret instead of displaying.
 

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from t0repro.errors import UserError
-from t0repro.tasks.catalogue import p3_sizes
+from t0repro.tasks.catalogue import label, p3_sizes
 from t0repro.tasks.showing import VARIABLE_LENGTH, CheckedTask, ShownExample, ShownTask, Verdict
 from t0repro.tasks.task import (
     PromptedTask,
@@ -189,7 +189,7 @@ def _cells(task: ListedTask) -> list[str | Text]:
     times = task.oversampled or 0.0
     return [
         task.task,
-        task.dataset if task.subset is None else f"{task.dataset}/{task.subset}",
+        label(task.dataset, task.subset),
         printable(task.template),
         printable(_choices_in_words(task.choices)),
         ", ".join(task.metrics),
@@ -231,7 +231,7 @@ def list_in_words(tasks: Sequence[ListedTask], caches: Sequence[Path]) -> list[s
 def print_task(shown: ShownTask) -> None:
     """Prints a task's examples: input, target, choices, tokens, and truncated text."""
     console, task = terminal(TEXT_WIDTH), shown.task
-    dataset = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
+    dataset = label(task.dataset, task.subset)
     console.print(Text(task.name, style="bold"), f"split {shown.split}")
     console.print(printable(f"{dataset}, template {task.template_name!r} ({task.template_id})"))
     if shown.vocabulary_error:

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import fnmatch
 import functools
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import make_folder, sync, write_atomically
-from t0repro.hub_files import HubFile, HubRepository
+from t0repro.files import make_folder, sync, write_atomically, writing
+from t0repro.hub_files import HubFile, HubRepository, check_room
 from t0repro.locks import folder_lock
 from t0repro.progress import byte_progress, count_progress
 from t0repro.tasks.catalogue import p3_sizes, rounds_of, t0_datasets
@@ -32,7 +30,6 @@ from t0repro.tasks.prompt_cache.folders import P3_SOURCE
 from t0repro.tasks.prompt_cache.records import read_records
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.templates import load_template, task_name, template_datasets, template_names
-from t0repro.words import sized
 
 HUB = "https://huggingface.co"
 REPOSITORY = "bigscience/P3"
@@ -133,8 +130,9 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
             )
         sizes = {name: _checked_listing(name, files) for name, files in listed.items() if files}
         total = sum(file.size for files in sizes.values() for file in files)
-        _check_space(to, sizes, total)
-        with byte_progress("fetching P3", total) as advance, _disk_errors(to):
+        held = [path for name in sizes for path in (to / UNFINISHED / name).glob("*")]
+        check_room(to, total, held, "Choose fewer tasks, or another folder.")
+        with byte_progress("fetching P3", total) as advance, writing(to):
             for name, files in sizes.items():
                 _fetch_task(name, files, to, repository, advance)
     return Fetched(list(sizes), present, absent, total)
@@ -225,36 +223,3 @@ def _fetch_task(
     os.rename(folder, to / name)
     with contextlib.suppress(OSError):  # not empty: other tasks are still incomplete
         (to / UNFINISHED).rmdir()
-
-
-# The folder ----------------------------------------------------------------------------------
-
-
-def _check_space(to: Path, sizes: dict[str, list[HubFile]], total: int) -> None:
-    held = sum(
-        path.stat().st_size
-        for name in sizes
-        for path in (to / UNFINISHED / name).glob("*")
-        if path.is_file()
-    )
-    free = shutil.disk_usage(to).free
-    if total - held > free:
-        raise UserError(
-            f"{sized(total - held)} would be downloaded, but only {sized(free)} are free.",
-            where=str(to),
-            fix="Choose fewer tasks, or another folder.",
-        )
-
-
-@contextlib.contextmanager
-def _disk_errors(to: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                "The disk is full.",
-                where=str(to),
-                fix="Free some space and start the command again: it continues where it stopped.",
-            ) from error
-        raise

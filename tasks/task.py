@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.files import input_path
-from t0repro.tasks.catalogue import is_synthetic, modelled_on
+from t0repro.tasks.catalogue import is_synthetic, label, modelled_on
 
 if TYPE_CHECKING:
     import seqio
@@ -388,7 +388,7 @@ def select_tasks(mixture: str | None = None, dataset: str | None = None) -> list
     if dataset is not None:
         names = [name for name in names if dataset in _labels(known[name])]
         if not names:
-            everywhere = sorted({label for task in known.values() for label in _labels(task)})
+            everywhere = sorted({name for task in known.values() for name in _labels(task)})
             inside = f" in {mixture}" if mixture else ""
             raise UserError(
                 f"There is no task of dataset {dataset!r}{inside}.",
@@ -399,8 +399,7 @@ def select_tasks(mixture: str | None = None, dataset: str | None = None) -> list
 
 
 def _labels(task: PromptedTask) -> tuple[str, ...]:
-    label = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
-    return (task.dataset, label)
+    return (task.dataset, label(task.dataset, task.subset))
 
 
 # T0's own names for the module that registers its tasks.

@@ -23,7 +23,7 @@ import yaml
 
 from t0repro import yaml_files
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.catalogue import modelled_on
+from t0repro.tasks.catalogue import label, modelled_on
 
 SEPARATOR = "|||"
 """Separates a template's input from its target, and answer choices from each other."""
@@ -91,7 +91,7 @@ def load_template(dataset: str, subset: str | None, name: str) -> Any:
     templates = _read_templates(dataset, subset)
     if name not in templates:
         raise UserError(
-            f"{_label(dataset, subset)} has no template {name!r}.",
+            f"{label(dataset, subset)} has no template {name!r}.",
             fix=f"Use one of its {len(templates)} templates; nearest: "
             f"{nearest_names(name, templates)}.",
         )
@@ -305,18 +305,14 @@ def _loader() -> type:
 def _read_templates(dataset: str, subset: str | None) -> dict[str, Any]:
     path = _templates_folder() / modelled_on(dataset) / (subset or "") / "templates.yaml"
     if not path.is_file():
-        known = [_label(*pair) for pair in template_datasets()]
+        known = [label(*pair) for pair in template_datasets()]
         raise UserError(
-            f"promptsource 0.1.0 has no templates for {_label(dataset, subset)}.",
+            f"promptsource 0.1.0 has no templates for {label(dataset, subset)}.",
             fix=f"Use a dataset that has some; nearest: "
-            f"{nearest_names(_label(dataset, subset), known)}.",
+            f"{nearest_names(label(dataset, subset), known)}.",
         )
     content = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
     return {template.name: template for template in content["templates"].values()}
-
-
-def _label(dataset: str, subset: str | None) -> str:
-    return dataset if subset is None else f"{dataset}/{subset}"
 
 
 # Renderings that repeat ------------------------------------------------------------------------

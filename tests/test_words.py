@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from t0repro.words import counted, sized
+from t0repro.words import columns, counted, sized
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,9 @@ def test_counts_agree_with_their_nouns():
         "2,000 examples",
     ]
     assert counted(2, "entry", "entries") == "2 entries"
+
+
+def test_a_tables_columns_are_as_wide_as_their_longest_cell():
+    rows = [("name", "shape"), ("embedding", "32128x512"), ("step", "")]
+    assert columns(rows) == ["name       shape", "embedding  32128x512", "step"]
+    assert columns([]) == []

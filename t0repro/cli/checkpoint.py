@@ -10,7 +10,7 @@ import typer
 from t0repro.cli.options import AsJson, DType
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import output, source, target
-from t0repro.words import counted, sized
+from t0repro.words import columns, counted, sized
 
 if TYPE_CHECKING:
     from t0repro.converters.convert import ConversionReport
@@ -253,10 +253,8 @@ def _print_comparison(comparison: Comparison) -> None:
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
     """Prints rows in columns without truncation, so that names can be searched for and copied."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        echo("  ".join(cells).rstrip())
+    for line in columns(rows):
+        echo(line)
 
 
 # ---- `t0repro convert`: converts a checkpoint from one format to another -------------------------

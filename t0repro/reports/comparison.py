@@ -281,11 +281,7 @@ def to_json(comparisons: Sequence[RunComparison], models: Models | None = None) 
 
 def _check_same_pairs(a: TaskScores, b: TaskScores) -> None:
     """Refuses a task unless both runs scored the same choices of the same examples."""
-    same = len(a) == len(b) and all(
-        np.array_equal(getattr(a, name), getattr(b, name))
-        for name in ("input_index", "choice_index", "is_correct", "target_length")
-    )
-    if not same:
+    if not _equal(a, b, "input_index", "choice_index", "is_correct", "target_length"):
         raise UserError(
             f"Task {a.task!r}: the two evaluations scored different pairs ({len(a)} and {len(b)}"
             " pairs, or other answers or target lengths).",
@@ -342,7 +338,7 @@ def _ranked(a: TaskScores, b: TaskScores, num_classes: int | None) -> tuple[Rank
             fix="Evaluate both on all examples, or on the same ones: `rank-eval --limit` samples"
             " them, and the harness's `--limit` takes the first.",
         )
-    if not _same_answers(kept_a, kept_b):
+    if not _equal(kept_a, kept_b, "input_index", "choice_index", "is_correct"):
         raise UserError(
             f"Task {a.task!r}: an example that both runs scored has other answers in one of them.",
             fix="Compare evaluations of the same rendered data.",
@@ -365,11 +361,8 @@ def _on_examples(scores: TaskScores, examples: np.ndarray) -> TaskScores:
     return dataclasses.replace(scores, inputs=None, **kept)
 
 
-def _same_answers(a: TaskScores, b: TaskScores) -> bool:
-    return len(a) == len(b) and all(
-        np.array_equal(getattr(a, name), getattr(b, name))
-        for name in ("input_index", "choice_index", "is_correct")
-    )
+def _equal(a: TaskScores, b: TaskScores, *names: str) -> bool:
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
 def _flips(a: RankResult, b: RankResult) -> list[Flip]:
