@@ -30,7 +30,7 @@ _UNMOVED = (
     "Choose an output folder that is not a mount point and that no other program holds open.",
 )
 FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system calls a full disk."""
+"""What the system calls a full disk; EFBIG where a limit (ulimit -f) ends a file before that."""
 _BY_NUMBER = {
     **dict.fromkeys(FULL_NUMBERS, _FULL),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _CLOSED),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import errno
 import json
 import multiprocessing
 import os
@@ -20,7 +19,13 @@ from typing import Any
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.files import check_is_no_pattern, make_folder, output_path, write_atomically
+from t0repro.files import (
+    FULL_NUMBERS,
+    check_is_no_pattern,
+    make_folder,
+    output_path,
+    write_atomically,
+)
 from t0repro.progress import working
 from t0repro.tasks.prompt_cache import folders, shards
 from t0repro.tasks.prompt_cache.plan import (
@@ -44,8 +49,6 @@ from t0repro.words import counted
 
 # Rows that a worker renders per call, to report progress and to limit memory.
 _ROWS_PER_PIECE = 1 << 12
-# EFBIG too: a file may hit a limit (ulimit -f) before the disk is full.
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclasses.dataclass
@@ -113,7 +116,7 @@ def cache_tasks(
             with progress(run.total) as advance:
                 run.work(pool, wait, ahead, advance)
     except OSError as error:
-        if error.errno in _DISK_FULL:
+        if error.errno in FULL_NUMBERS:
             raise _no_space(folder, error) from error
         raise
     except BrokenProcessPool as error:
