@@ -98,6 +98,7 @@ def precompile(
         elif options.dry_run:
             typer.echo(compiling.devices_line(config, devices))
         else:
+            # T5X's precompile leaves its modules in MODEL_DIR; other modes only report.
             left = output_folder(config.model_dir) if mode is RunMode.PRECOMPILE else None
             hlo = hlo and output_folder(hlo)
             for line in compiling.precompile(config, devices, chip, hlo, left):

@@ -186,6 +186,7 @@ def check(
     Raises:
       UserError: For the first thing that is wrong.
     """
+    # Read by the first check that needs it, so that impossible machines are refused at once.
     configured = functools.cache(lambda: read(arguments))
     lines: list[str] = []
     run_checks(
@@ -202,6 +203,7 @@ def check(
             ),
         ),
         lambda name, line: lines.append(line),
+        # Nothing compiles for minutes for a job that is refused anyway.
         all_at_once=False,
     )
     return configured(), tuple(lines)

@@ -219,6 +219,7 @@ def sets_alike(labels: Sequence[str], apart: set[frozenset[str]]) -> tuple[tuple
 
     A label may be in several sets: A and B may be alike, and B and C, but not A and C.
     """
+    # Label by label: a set stays as it is, or those of it that are like the label join it.
     sets: list[frozenset[str]] = [frozenset()]
     for label in labels:
         friends = frozenset(other for other in labels if frozenset((label, other)) not in apart)

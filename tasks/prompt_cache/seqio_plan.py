@@ -57,6 +57,7 @@ def selected_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seq
 
 def uncached(tasks: Sequence[seqio.Task], cache_dir: Path) -> list[seqio.Task]:
     """The tasks without a complete cache in the folder."""
+    # SeqIO writes this marker last.
     return [task for task in tasks if not (_folder(task, cache_dir) / "COMPLETED").is_file()]
 
 
