@@ -220,6 +220,6 @@ def joined(base: Mapping[str, Any], own: Mapping[str, Any], scale: float = 1.0) 
         if isinstance(value, Mapping):
             found[name] = joined(base.get(name, {}), value, scale)
         else:
-            # Scaled once here, so that no layer has to multiply by it in each step.
+            # Scaled here, so that layers need neither alpha nor rank.
             found[name] = value * scale if name == LORA_B and scale != 1.0 else value
     return found
