@@ -55,7 +55,7 @@ class Lease:
             "process": os.getpid(),
             "machine": _machine(),
         }
-        self._released = threading.Event()
+        self._released, self._writing = threading.Event(), threading.Lock()
 
     def acquire(self, fix: str) -> None:
         """Takes the lease.
@@ -118,7 +118,8 @@ class Lease:
     def release(self) -> None:
         """Gives the lease back, unless another run has taken it over."""
         self._released.set()
-        with contextlib.suppress(UserError):  # it then expires
+        # A renewal on its way must not arrive after this, or the lease would look held.
+        with self._writing, contextlib.suppress(UserError):  # it then expires
             buckets.write(_object(self._address, self._number), self._content(released=True))
 
     def _content(self, *, released: bool = False) -> bytes:
@@ -127,8 +128,9 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._released.wait(_SECONDS_BETWEEN_RENEWALS):
-            with contextlib.suppress(UserError):  # the next renewal may succeed
-                buckets.write(_object(self._address, self._number), self._content())
+            with self._writing, contextlib.suppress(UserError):  # the next renewal may succeed
+                if not self._released.is_set():
+                    buckets.write(_object(self._address, self._number), self._content())
 
 
 # ---- Pins ---------------------------------------------------------------------------------------

@@ -183,6 +183,29 @@ def test_a_live_owner_keeps_its_lease_and_a_released_one_is_free(bucket):
         pass
 
 
+def test_a_renewal_on_its_way_does_not_take_a_released_lease_back(bucket, monkeypatch):
+    monkeypatch.setattr(leases, "_SECONDS_BETWEEN_RENEWALS", 0.01)
+    on_its_way, arrives, write = threading.Event(), threading.Event(), buckets.write
+
+    def slow_write(name, content):
+        if threading.current_thread() is not releasing:
+            on_its_way.set()
+            arrives.wait()
+        write(name, content)
+
+    with held(bucket) as lease:
+        releasing = threading.Thread(target=lease.release)
+        monkeypatch.setattr(buckets, "write", slow_write)
+        assert on_its_way.wait(10)
+        releasing.start()
+        releasing.join(0.2)
+        arrives.set()
+        releasing.join()
+        monkeypatch.setattr(buckets, "write", write)
+        time.sleep(0.1)
+        assert json.loads(buckets.read(owner_of(bucket)))["released"]
+
+
 def test_a_dead_owner_of_this_machine_is_followed_at_once(bucket):
     with held(bucket):
         ended = subprocess.Popen([sys.executable, "-c", ""])
