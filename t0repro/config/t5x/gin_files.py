@@ -152,7 +152,7 @@ def _is_served(module: str) -> bool:
     Some have names that Mesh TensorFlow's files also use, such as SentencePieceVocabulary, and must
     not be found there. What a user's module registers stays: the module registers it only once.
     """
-    kinds = (records, programs, programs)
+    kinds = (records, programs)
     return module in [kind.__name__ for kind in kinds] or module.startswith("optax.")
 
 
