@@ -6,8 +6,8 @@
 Training is as in T0's README: 1,024 packed rows of 1,024 and 256 tokens, Adafactor, dropout 0.1,
 bfloat16 activations, v3-512 with model_parallelism 8, as much rematerialization as the memory
 requires; and the same fully sharded. Evaluation is score_eval, 262,144 tokens per batch on v3-128
-with model_parallelism 4. On v5p-128 and on eight H200, the same training is fully sharded, without
-model parallelism, with `minimal` rematerialization.
+with model_parallelism 4. On v5p-128, v6e-256 and eight H200, both are fully sharded, without model
+parallelism; training has `minimal` rematerialization.
 
 XLA cannot compile for GPUs without a GPU. The figures for eight H200 come from a program for eight
 virtual CPU devices with the same layout. Its memory is an estimate, because XLA computes bfloat16
@@ -48,10 +48,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 STEPS = 12_200  # of T0's training, from T5 1.1's LM-adapted checkpoint at 1,100,000
-# Dollars for an hour of a chip, on demand, by SkyPilot's catalogue of clouds (read 2026-11-22): v5p
-# in us-central1, eight H200 at Nebius for 28 an hour. Google lists no price of large v3 slices; the
-# catalogue assumes 512 an hour for a v3-512.
-PRICES = {"v3": 2.00, "v5p": 4.20, "8 x NVIDIA H200": 3.50}
+# Dollars for an hour of a chip, on demand, by SkyPilot's catalogue of clouds (read 2026-11-22 and,
+# for v6e, 2026-11-27): v5p and v6e in us-central1, eight H200 at Nebius for 28 an hour. Google
+# lists no price of large v3 slices; the catalogue assumes 512 an hour for a v3-512.
+PRICES = {"v3": 2.00, "v5p": 4.20, "v6e": 2.70, "8 x NVIDIA H200": 3.50}
 # T0's name of each size of T5 1.1 that T0 has; the other sizes keep T5 1.1's.
 SIZES = {"3B": "xl", "11B": "xxl", "small": "small", "base": "base", "large": "large"}
 COMMON = (
@@ -89,6 +89,12 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "changes": {**ALONE, "num_microbatches": 4},
         "recompute": "minimal",
     },
+    "train on v6e-256": {
+        **TRAINING,
+        "topology": "v6e-256",
+        "changes": {**ALONE, "num_microbatches": 1},
+        "recompute": "minimal",
+    },
     "train on 8 H200": {
         **TRAINING,
         "topology": "8 x NVIDIA H200",
@@ -103,6 +109,14 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "changes": {"model_parallelism": 1, "num_microbatches": 64},
     },
     "evaluate": EVALUATION,
+    **{
+        f"evaluate on {machine}": {**EVALUATION, "topology": topology, "changes": ALONE}
+        for machine, topology in (
+            ("v5p-128", "v5p-128"),
+            ("v6e-256", "v6e-256"),
+            ("8 H200", "8 x NVIDIA H200"),
+        )
+    },
     "evaluate on v3-8": {**EVALUATION, "topology": "v3-8", "changes": {"model_parallelism": 1}},
 }
 # The default: T0's sizes on suitable machines.
