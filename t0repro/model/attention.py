@@ -3,6 +3,7 @@
     full      matmuls over the full matrix of weights: the reference, and the choice for small ones
     blocks    a block of queries at a time, in JAX (t0repro.model.blockwise_attention): anywhere
     tpu       a Pallas kernel (t0repro.model.tpu_attention): on TPUs from v4 on
+    gpu       Pallas kernels (t0repro.model.gpu_attention): on NVIDIA GPUs from A100 on
     cpu       a kernel in C++ (t0repro.model.cpu_attention): float32, on one CPU
 
 The position bias depends only on the offset of a key from its query, so it is passed as [heads,
@@ -37,7 +38,7 @@ KERNEL_FROM = 1 << 23
 A CPU keeps fewer in its cache.
 """
 
-Implementation = Literal["full", "blocks", "cpu", "tpu"]
+Implementation = Literal["full", "blocks", "cpu", "tpu", "gpu"]
 
 
 class Visibility(NamedTuple):
@@ -114,6 +115,10 @@ def attention(
         from t0repro.model import tpu_attention
 
         return tpu_attention.attention(query, key, value, position_bias, visibility)
+    if way == "gpu":
+        from t0repro.model import gpu_attention
+
+        return gpu_attention.attention(query, key, value, position_bias, visibility)
     visibility = visibility.for_all(batch, length, keys)
     if way == "cpu":
         return cpu_attention.attention(query, key, value, position_bias, visibility)
@@ -139,18 +144,21 @@ def implementation(
     size = 4 * batch * heads * length * keys // parts_of("batch", "heads")
     # A single query, as in decoding, has no block of queries to share the reads.
     if size >= KERNEL_FROM and length > 1:
-        # XLA cannot shard a kernel across devices. The TPU's shards itself, evenly.
+        # XLA cannot shard a kernel across devices. Those of TPUs and GPUs shard themselves, evenly.
         mesh = jax.sharding.get_abstract_mesh()
         alone = mesh.empty or mesh.size == 1
         if device.platform == "cpu" and alone and float32 and cpu_attention.available():
             return "cpu"
-        from t0repro.model import tpu_attention  # after the CPU's: it imports Pallas
+        # After the CPU's, because they import Pallas.
+        from t0repro.model import gpu_attention, tpu_attention
 
         rows, others = divmod(batch, parts_of("batch"))
         even = others == heads % parts_of("heads") == 0
         fits = tpu_attention.fits(rows, length, keys)
         if tpu_attention.supports(device.device_kind) and even and fits:
             return "tpu"
+        if gpu_attention.supports(device) and even:
+            return "gpu"
     return "blocks" if number_of_blocks(batch, heads, length, keys) > 1 else "full"
 
 

@@ -26,7 +26,6 @@ the head.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -34,17 +33,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from t0repro.model.pallas_attention import (
+    ABSENT,
+    INVISIBLE,
+    Kernels,
+    Sizes,
+    attend,
+    needed,
+    seen_by,
+)
 from t0repro.model.shapes import Array, Float
-from t0repro.partitioning.program_costs import ATTENDED, KERNEL_MATMULS
-from t0repro.partitioning.rules import activation_spec, sum_over_shards
+from t0repro.partitioning.program_costs import KERNEL_MATMULS
 
 _FORWARD, _BACKWARD = KERNEL_MATMULS
-_INVISIBLE = -1e9  # t0repro.model.attention.INVISIBLE; that module imports this one
-_ABSENT = -3e38  # the logit of a key that only pads a block; its weight is 0 for blind queries too
 _LANES = 128  # columns of a TPU's registers; shifting by a multiple of this is free
 _SUBLANES = 8  # their rows
 _OFFSETS = 6144  # padded queries and keys together for which the slanted rows fit on all chips
@@ -63,7 +67,7 @@ def supports(device_kind: str) -> bool:
 
 def fits(batch: int, length: int, keys: int) -> bool:
     """Whether a device's rows of this many queries and keys fit into its on-chip memory."""
-    sizes = _Sizes.of(length, keys)
+    sizes = _sizes(length, keys)
     steps = batch * sizes.blocks * sizes.key_blocks
     return sizes.offsets <= _OFFSETS and steps <= _STEPS
 
@@ -85,57 +89,20 @@ def attention(
     Batch and heads must divide evenly across the device mesh. `interpret` runs without a TPU.
     """
     batch, _, length, depth = query.shape
-
-    def seen(*arrays: Array | None) -> Array:
-        rows = [jnp.broadcast_to(x, (batch, x.shape[1])) for x in arrays if x is not None]
-        return jnp.stack(rows, axis=1).astype(jnp.int32)
-
-    query_segments, key_segments, query_order, key_order = visibility
-    if query_order is None or key_order is None:
-        query_order = key_order = None
-    of_queries, of_keys = seen(query_segments, query_order), seen(key_segments, key_order)
     # bfloat16 has two rows in each row of a register, and so 16 of them.
     padding = ((0, 0), (0, 0), (0, -depth % (2 * _SUBLANES)), (0, 0))
     query, key = query.astype(value.dtype), key.astype(value.dtype)
     given = (jnp.pad(x.swapaxes(2, 3), padding) for x in (query, key, value))
-    sizes = _Sizes.of(length, key.shape[2])
-    attended: Any = _attend(sizes, interpret, *given, position_bias, of_queries, of_keys)
+    sizes = _sizes(length, key.shape[2])
+    forward = functools.partial(_run_forward, sizes, interpret)
+    backward = functools.partial(_run_backward, sizes, interpret)
+    kernels = Kernels(forward, backward, ("batch", "heads"))
+    attended: Any = attend(kernels, *given, position_bias, *seen_by(visibility, batch))
     return attended[:, :, :depth].swapaxes(2, 3)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """Numbers of positions: of a row's queries and keys, and of those of a block."""
-
-    length: int
-    keys: int
-    block: int
-    key_block: int
-
-    @classmethod
-    def of(cls, length: int, keys: int) -> _Sizes:
-        return cls(length, keys, _block(length), _block(keys))
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.length // self.block)
-
-    @property
-    def key_blocks(self) -> int:
-        return -(-self.keys // self.key_block)
-
-    @property
-    def offsets(self) -> int:
-        """Columns of the slanted rows; that of query - key is its number plus padded keys."""
-        return self.blocks * self.block + self.key_blocks * self.key_block
-
-    def queries(self, x: Array) -> Array:
-        """Pads an array of queries, [..., length], to full blocks."""
-        return _padded(x, self.blocks * self.block)
-
-    def all_keys(self, x: Array) -> Array:
-        """Pads an array of keys, [..., keys], to full blocks."""
-        return _padded(x, self.key_blocks * self.key_block)
+def _sizes(length: int, keys: int) -> Sizes:
+    return Sizes(length, keys, _block(length), _block(keys))
 
 
 def _block(size: int) -> int:
@@ -145,69 +112,10 @@ def _block(size: int) -> int:
     return _LANES * min(range(4, 0, -1), key=lambda n: -(-registers // n) * (n + 0.5))
 
 
-def _padded(x: Array, size: int) -> Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+# ---- The passes on one device -------------------------------------------------------------------
 
 
-# ---- Across devices, and the gradient ------------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
-    sizes: _Sizes,
-    interpret: bool,
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-    of_queries: Array,
-    of_keys: Array,
-) -> Array:
-    return _forward(sizes, interpret, query, key, value, bias, of_queries, of_keys)[0]
-
-
-def _forward(sizes: _Sizes, interpret: bool, *given: Any) -> tuple[Array, Any]:
-    y, sums = _on_each_device(
-        lambda *arrays: _run_forward(sizes, interpret, *arrays), (*_ALL, *_SEEN), (_ROW, _ROW)
-    )(*given)
-    y, sums = checkpoint_name(y, ATTENDED), checkpoint_name(sums, ATTENDED)
-    return y, (*given, y, sums)
-
-
-def _backward(sizes: _Sizes, interpret: bool, kept: Any, d_y: Array) -> tuple[Any, ...]:
-    def run(*arrays: Any) -> tuple[Any, ...]:
-        *learned, d_bias = _run_backward(sizes, interpret, *arrays)
-        if d_bias is not None:
-            d_bias = sum_over_shards(d_bias, "batch")
-        return *learned, d_bias
-
-    given = (*_ALL, *_SEEN, _ROW, _ROW, _ROW)
-    return (*_on_each_device(run, given, _ALL)(*kept, d_y), None, None)
-
-
-_attend.defvjp(_forward, _backward)
-
-_ROW = ("batch", "heads")
-_ALL = (_ROW, _ROW, _ROW, ("heads",))
-_SEEN = (("batch",), ("batch",))
-
-
-def _on_each_device(function: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
-    """Runs a function on each device's rows and heads: XLA cannot shard a kernel.
-
-    Args:
-      function: of arrays.
-      given: the logical axes of each argument, the first ones of its shape.
-      results: likewise of each result.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return function
-    specs = [tuple(activation_spec(*axes) for axes in several) for several in (given, results)]
-    return jax.shard_map(function, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-
-
-def _run_forward(sizes: _Sizes, interpret: bool, *given: Any) -> tuple[Array, Array]:
+def _run_forward(sizes: Sizes, interpret: bool, *given: Any) -> tuple[Array, Array]:
     """The result, and log_z and the total of weights of all queries: [batch, heads, 2, queries]."""
     query, key, value, bias, of_queries, of_keys = given
     batch, heads, depth, _ = query.shape
@@ -231,7 +139,7 @@ def _run_forward(sizes: _Sizes, interpret: bool, *given: Any) -> tuple[Array, Ar
         functools.partial(_forward_kernel, sizes, bias is not None),
         _FORWARD,
         (heads, batch, sizes.blocks, sizes.key_blocks),
-        _blocks_to_read(_needed(of_queries, of_keys, sizes)),
+        _blocks_to_read(needed(of_queries, of_keys, sizes)),
         _operands(given, sizes, of_step, keys_of_step),
         results,
         scratch if bias is None else [*scratch, (_LANES, sizes.offsets)],
@@ -240,7 +148,7 @@ def _run_forward(sizes: _Sizes, interpret: bool, *given: Any) -> tuple[Array, Ar
     return y[..., : sizes.length], sums
 
 
-def _run_backward(sizes: _Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]:
+def _run_backward(sizes: Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]:
     """The gradients of query, key, value and position bias."""
     *given, y, sums, d_y = kept
     query, key, value, bias, of_queries, of_keys = given
@@ -276,7 +184,7 @@ def _run_backward(sizes: _Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]
         functools.partial(_backward_kernel, sizes, bias is not None),
         _BACKWARD,
         (heads, batch, sizes.key_blocks, sizes.blocks),
-        _blocks_to_read(_needed(of_queries, of_keys, sizes).swapaxes(1, 2)),
+        _blocks_to_read(needed(of_queries, of_keys, sizes).swapaxes(1, 2)),
         operands,
         results,
         scratch,
@@ -291,24 +199,6 @@ def _run_backward(sizes: _Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]
 # ---- What the kernels read -----------------------------------------------------------------------
 
 
-def _needed(of_queries: Array, of_keys: Array, sizes: _Sizes) -> Array:
-    """Whether a block's weights are not all 0: bool [batch, blocks, key blocks].
-
-    An invisible key's weight is exactly 0, unless its query is blind.
-    """
-    of_queries, of_keys = sizes.queries(of_queries), sizes.all_keys(of_keys)
-    visible = of_queries[:, 0, :, None] == of_keys[:, 0, None]
-    if of_queries.shape[1] > 1:
-        visible &= of_queries[:, 1, :, None] >= of_keys[:, 1, None]
-    is_query = jnp.arange(of_queries.shape[2])[:, None] < sizes.length
-    is_key = jnp.arange(of_keys.shape[2]) < sizes.keys
-    visible &= is_query & is_key
-    # [batch, queries, key blocks]: XLA fuses all before it into this reduction.
-    seen = jnp.any(visible.reshape(*visible.shape[:2], sizes.key_blocks, sizes.key_block), axis=3)
-    blind = is_query & ~jnp.any(seen, axis=2, keepdims=True)
-    return jnp.any((seen | blind).reshape(-1, sizes.blocks, sizes.block, sizes.key_blocks), axis=2)
-
-
 def _blocks_to_read(needed: Array) -> Array:
     """Which block to have in memory at each step of the last axis of [batch, steps, blocks], flat.
 
@@ -321,20 +211,20 @@ def _blocks_to_read(needed: Array) -> Array:
     return jnp.where(last < 0, first, last).reshape(-1)
 
 
-def _by_distance(bias: Array, sizes: _Sizes) -> Array:
+def _by_distance(bias: Array, sizes: Sizes) -> Array:
     """The position bias [heads, sizes.offsets] by query - key instead of key - query."""
     before = sizes.key_blocks * sizes.key_block - sizes.keys + 1
     after = sizes.offsets - before - bias.shape[1]
     return jnp.pad(bias[:, ::-1].astype(jnp.float32), ((0, 0), (before, after)))
 
 
-def _by_offset(x: Array, sizes: _Sizes) -> Array:
+def _by_offset(x: Array, sizes: Sizes) -> Array:
     """The inverse of `_by_distance`."""
     before = sizes.key_blocks * sizes.key_block - sizes.keys + 1
     return x[:, before : before + sizes.length + sizes.keys - 1][:, ::-1]
 
 
-def _operands(given: Sequence[Any], sizes: _Sizes, of_step: Any, of_keys: Any) -> list[Any]:
+def _operands(given: Sequence[Any], sizes: Sizes, of_step: Any, of_keys: Any) -> list[Any]:
     """What both kernels read, in full blocks: (its blocks, the array) of each.
 
     The functions give the indices of a step's queries and keys in [batch, heads, 1, blocks].
@@ -359,7 +249,7 @@ def _operands(given: Sequence[Any], sizes: _Sizes, of_step: Any, of_keys: Any) -
     return operands
 
 
-def _bias_spec(sizes: _Sizes) -> Any:
+def _bias_spec(sizes: Sizes) -> Any:
     return pl.BlockSpec((1, 1, sizes.offsets), lambda h, *_: (h, 0, 0))
 
 
@@ -402,7 +292,7 @@ def _call(
 # ---- The kernels, on one block of queries and one of keys ----------------------------------------
 
 
-def _forward_kernel(sizes: _Sizes, biased: bool, read: Any, *given: Any) -> None:
+def _forward_kernel(sizes: Sizes, biased: bool, read: Any, *given: Any) -> None:
     query, key, value, seen, keys_seen, *others = given
     bias: Any = others.pop(0) if biased else None
     slanted: Any = others.pop() if biased else None
@@ -414,7 +304,7 @@ def _forward_kernel(sizes: _Sizes, biased: bool, read: Any, *given: Any) -> None
 
     @pl.when(j == 0)
     def _() -> None:
-        maximum[...] = jnp.full(maximum.shape, _ABSENT)
+        maximum[...] = jnp.full(maximum.shape, ABSENT)
         total[...] = jnp.zeros(total.shape)
         result[...] = jnp.zeros(result.shape)
 
@@ -437,7 +327,7 @@ def _forward_kernel(sizes: _Sizes, biased: bool, read: Any, *given: Any) -> None
         sums[0, 0, 1:2] = total[...] * scale
 
 
-def _backward_kernel(sizes: _Sizes, biased: bool, read: Any, *given: Any) -> None:
+def _backward_kernel(sizes: Sizes, biased: bool, read: Any, *given: Any) -> None:
     query, key, value, seen, keys_seen, *others = given
     bias: Any = others.pop(0) if biased else None
     d_slanted: Any = others.pop() if biased else None
@@ -507,7 +397,7 @@ def _logits(
     slanted: Any,
     i: Array,
     j: Array,
-    sizes: _Sizes,
+    sizes: Sizes,
 ) -> Array:
     """The logits of query block i and key block j, [keys, queries], float32."""
     # The keys' rows [1, keys] as columns; a transposed register then serves 128 queries.
@@ -517,7 +407,7 @@ def _logits(
     visible = segments == down[0]
     if order:
         visible &= order[0] >= down[1]
-    bias = jnp.where(visible, 0.0, _INVISIBLE)
+    bias = jnp.where(visible, 0.0, INVISIBLE)
     if slanted is not None:
         rows = [slanted[:, columns] for columns in _columns(i, j, sizes)]
         bias = jnp.concatenate(rows, axis=0) + bias
@@ -525,14 +415,14 @@ def _logits(
     if sizes.keys % sizes.key_block == 0:
         return logits
     at = j * sizes.key_block + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-    return jnp.where(at < sizes.keys, logits, _ABSENT)
+    return jnp.where(at < sizes.keys, logits, ABSENT)
 
 
 def _rows(x: Array) -> list[Array]:
     return [x[row : row + 1] for row in range(x.shape[0])]
 
 
-def _columns(i: Array, j: Array, sizes: _Sizes) -> list[Any]:
+def _columns(i: Array, j: Array, sizes: Sizes) -> list[Any]:
     """The slanted columns of query block i, for each 128 keys of key block j."""
     zero = (sizes.key_blocks - j) * sizes.key_block + i * sizes.block
     starts = range(0, sizes.key_block, _LANES)

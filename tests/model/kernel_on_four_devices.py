@@ -1,6 +1,6 @@
-"""Trains with the interpreted TPU kernel and without, on virtual CPU devices; prints the losses.
+"""Trains with an interpreted kernel and without, on virtual CPU devices; prints the losses.
 
-Run with XLA_FLAGS=--xla_force_host_platform_device_count=4.
+The argument is tpu or gpu. Run with XLA_FLAGS=--xla_force_host_platform_device_count=4.
 """
 
 import json
@@ -14,7 +14,7 @@ from partitioning.device_steps import run_steps
 from tiny_models import ADAFACTOR, FLOAT32, SCHEDULE, batches, model_config
 
 from t0repro.config.run_config import Layout
-from t0repro.model import attention, tpu_attention
+from t0repro.model import attention, gpu_attention, tpu_attention
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import choose
 from t0repro.training.optimizers import make_optimizer
@@ -38,7 +38,8 @@ def losses(microbatches):
 
 without = [losses(count) for count in (1, 2)]
 attention.KERNEL_FROM = 0
-tpu_attention.supports = lambda kind: True
+kernel = {"tpu": tpu_attention, "gpu": gpu_attention}[sys.argv[1]]
+kernel.supports = lambda device: True
 calls = []
 
 
@@ -47,7 +48,7 @@ def interpreted(*arguments):
     return attention_of_kernel(*arguments, interpret=True)
 
 
-attention_of_kernel, tpu_attention.attention = tpu_attention.attention, interpreted
+attention_of_kernel, kernel.attention = kernel.attention, interpreted
 attention.cpu_attention.available = lambda: False
 within = [losses(count) for count in (1, 2)]
 print(json.dumps({"without": without, "within": within, "calls": len(calls)}))

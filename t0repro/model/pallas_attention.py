@@ -1,0 +1,177 @@
+"""What the Pallas kernels of attention have in common, for TPUs and for GPUs.
+
+Each has a forward and a backward pass on one device's rows and heads (`Kernels`). Here are the
+shards of all devices, the gradient, and the blocks that a pass can leave out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from t0repro.model.shapes import Array
+from t0repro.partitioning.program_costs import ATTENDED
+from t0repro.partitioning.rules import activation_spec, sum_over_shards
+
+INVISIBLE = -1e9  # t0repro.model.attention.INVISIBLE; that module imports the kernels' modules
+ABSENT = -3e38  # the logit of a key that only pads a block; its weight is 0 for blind queries too
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Numbers of positions: of a row's queries and keys, and of those of a block."""
+
+    length: int
+    keys: int
+    block: int
+    key_block: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of queries, the last of which may be padded."""
+        return -(-self.length // self.block)
+
+    @property
+    def key_blocks(self) -> int:
+        """Blocks of keys, likewise."""
+        return -(-self.keys // self.key_block)
+
+    @property
+    def offsets(self) -> int:
+        """One more than the offsets of all keys from all queries, in full blocks."""
+        return self.blocks * self.block + self.key_blocks * self.key_block
+
+    def queries(self, x: Array, axis: int = -1) -> Array:
+        """Pads an axis of queries to full blocks."""
+        return _padded(x, axis, self.blocks * self.block)
+
+    def all_keys(self, x: Array, axis: int = -1) -> Array:
+        """Pads an axis of keys to full blocks."""
+        return _padded(x, axis, self.key_blocks * self.key_block)
+
+
+def _padded(x: Array, axis: int, size: int) -> Array:
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, padding)
+
+
+# ---- Across devices, and the gradient ------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Both passes of attention on one device.
+
+    Attributes:
+      forward: of query, key, value, position bias and what `seen_by` gives; the result, and for
+        each query log_z and the total of its weights, [batch, heads, 2, queries].
+      backward: of all these and the result's gradient; the gradients of the first four arguments.
+      axes: logical axes of query, key, value and result, up to that of heads.
+    """
+
+    forward: Callable[..., tuple[Array, Array]]
+    backward: Callable[..., tuple[Any, ...]]
+    axes: tuple[str, ...]
+
+
+def seen_by(visibility: Any, batch: int) -> tuple[Array, Array]:
+    """Segments, and order if it matters, of queries and of keys: int32 [batch, 1 or 2, positions].
+
+    Args:
+      visibility: a t0repro.model.attention.Visibility.
+      batch: rows.
+    """
+    query_segments, key_segments, query_order, key_order = visibility
+    if query_order is None or key_order is None:
+        query_order = key_order = None
+
+    def joined(*arrays: Array | None) -> Array:
+        rows = [jnp.broadcast_to(x, (batch, x.shape[1])) for x in arrays if x is not None]
+        return jnp.stack(rows, axis=1).astype(jnp.int32)
+
+    return joined(query_segments, query_order), joined(key_segments, key_order)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(
+    kernels: Kernels,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    of_queries: Array,
+    of_keys: Array,
+) -> Array:
+    """Attention by these kernels, on each device's rows and heads, which must divide evenly."""
+    return _forward(kernels, query, key, value, bias, of_queries, of_keys)[0]
+
+
+def _forward(kernels: Kernels, *given: Any) -> tuple[Array, Any]:
+    learned, seen, sums = _axes(kernels)
+    run = _on_each_device(kernels.forward, (*learned, *seen), (learned[0], sums))
+    y, totals = run(*given)
+    y, totals = checkpoint_name(y, ATTENDED), checkpoint_name(totals, ATTENDED)
+    return y, (*given, y, totals)
+
+
+def _backward(kernels: Kernels, kept: Any, d_y: Array) -> tuple[Any, ...]:
+    def run(*arrays: Any) -> tuple[Any, ...]:
+        *gradients, d_bias = kernels.backward(*arrays)
+        if d_bias is not None:
+            d_bias = sum_over_shards(d_bias, "batch")
+        return *gradients, d_bias
+
+    learned, seen, sums = _axes(kernels)
+    given = (*learned, *seen, learned[0], sums, learned[0])
+    return (*_on_each_device(run, given, learned)(*kept, d_y), None, None)
+
+
+attend.defvjp(_forward, _backward)
+
+
+def _axes(kernels: Kernels) -> tuple[Any, Any, Any]:
+    """Logical axes of query, key, value and bias; of what they see; of log_z and total."""
+    return (*[kernels.axes] * 3, ("heads",)), (("batch",), ("batch",)), ("batch", "heads")
+
+
+def _on_each_device(function: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
+    """Runs a function on each device's rows and heads: XLA cannot shard a kernel.
+
+    Args:
+      function: of arrays.
+      given: the logical axes of each argument, the first ones of its shape.
+      results: likewise of each result.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function
+    specs = [tuple(activation_spec(*axes) for axes in several) for several in (given, results)]
+    return jax.shard_map(function, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+
+
+# ---- Blocks of no use ----------------------------------------------------------------------------
+
+
+def needed(of_queries: Array, of_keys: Array, sizes: Sizes) -> Array:
+    """Whether a block's weights are not all 0: bool [batch, blocks, key blocks].
+
+    An invisible key's weight is exactly 0, unless its query is blind.
+    """
+    of_queries, of_keys = sizes.queries(of_queries), sizes.all_keys(of_keys)
+    visible = of_queries[:, 0, :, None] == of_keys[:, 0, None]
+    if of_queries.shape[1] > 1:
+        visible &= of_queries[:, 1, :, None] >= of_keys[:, 1, None]
+    is_query = jnp.arange(of_queries.shape[2])[:, None] < sizes.length
+    is_key = jnp.arange(of_keys.shape[2]) < sizes.keys
+    visible &= is_query & is_key
+    # [batch, queries, key blocks]: XLA fuses all before it into this reduction.
+    seen = jnp.any(visible.reshape(*visible.shape[:2], sizes.key_blocks, sizes.key_block), axis=3)
+    blind = is_query & ~jnp.any(seen, axis=2, keepdims=True)
+    return jnp.any((seen | blind).reshape(-1, sizes.blocks, sizes.block, sizes.key_blocks), axis=2)
