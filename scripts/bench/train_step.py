@@ -1,6 +1,7 @@
 """Times the train step on this machine's devices, from a run's JSON and batches in an .npz file.
 
     python scripts/bench/train_step.py RUN.json BATCHES.npz --steps 20
+    python scripts/bench/train_step.py RUN.json BATCHES.npz --attention blocks   # no kernel
 
 Needs jax, flax, optax and orbax alone, so it runs on an accelerator machine as it is; no file is
 written. RUN.json is RunConfig.to_json's (scripts/bench/train.py writes both files). The arrays of
@@ -22,6 +23,7 @@ import dataclasses
 import json
 import resource
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,9 @@ from t0repro.config.run_config import (  # noqa: E402
     ModelConfig,
     ScheduleConfig,
 )
+from t0repro.model import attention  # noqa: E402
 from t0repro.model.t5 import T5, initial_parameters  # noqa: E402
+from t0repro.partitioning import memory as device_memory  # noqa: E402
 from t0repro.partitioning.devices import choose  # noqa: E402
 from t0repro.partitioning.program_costs import count_flops  # noqa: E402
 from t0repro.partitioning.topologies import published  # noqa: E402
@@ -63,7 +67,12 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("batches", type=Path)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--attention", choices=("full", "blocks"), help="instead of a kernel")
     options = parser.parse_args()
+    if options.attention:
+        attention.KERNEL_FROM = sys.maxsize
+    if options.attention == "full":
+        device_memory.ATTENTION_BLOCK_BYTES = sys.maxsize
     values = json.loads(options.run.read_text())
     arrays = dict(np.load(options.batches))
     count = len(arrays["targets"])
