@@ -76,6 +76,7 @@ class AdapterNote:
 
 def is_adapter(ref: CheckpointRef) -> bool:
     """Whether a checkpoint is an adapter's."""
+    # A run saves an adapter in a model's format; only the note in its folder tells them apart.
     return ref.format == "peft" or storage.is_file(storage.join(ref.path, ADAPTER))
 
 
@@ -104,6 +105,7 @@ def read_note(folder: str | os.PathLike[str]) -> AdapterNote:
         )
     try:
         found = json.loads(storage.read(path))
+        # JSON gives a list, which would not equal the tuple of a run's own Adapter.
         adapter = {**found["adapter"], "targets": tuple(found["adapter"]["targets"])}
         return AdapterNote(Adapter(**adapter), found["base"], found["digest"])
     except (ValueError, TypeError, KeyError) as error:
@@ -181,6 +183,7 @@ class _PeftReader:
         self.note = AdapterNote(found.adapter, found.base, found.digest)
         self.tensors: Mapping[str, TensorInfo] = {
             **{naming.PARAMETERS + path: info for path, info in found.tensors.items()},
+            # PEFT has no step: `Folder.step` is 0 unless a conversion noted one in the file.
             naming.STEP: TensorInfo((), np.dtype(np.int32)),
         }
 

@@ -302,6 +302,7 @@ class Conversion:
     @property
     def identity(self) -> list[Any]:
         """Whatever decides the content besides the tensors' names and shapes, as JSON."""
+        # Only the small files' names: a resumed conversion writes all of them again.
         return [self.norm_names, sorted(self.small_files), list(self.notes)]
 
 
@@ -330,6 +331,7 @@ def make_conversion(
     step, source = target.step or 0, described(reader.ref)
     text = gin_text(source, options.gin_file)
     if text is not None:
+        # The output is a whole model; with these bindings, a run would train an adapter on it.
         text = gin_shapes.without_adapter(text)
     computed = arithmetic(source, family, text, options.gin_file)
     from_config = source.format == "hf"

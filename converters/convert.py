@@ -163,6 +163,7 @@ def _planned(
     check_step(reader, ref)
     check_slots_step(reader)
     step = int(reader.read(naming.STEP))
+    # Mesh TensorFlow's global step is an int64.
     if not 0 <= step <= np.iinfo(np.int32).max:
         raise UserError(f"The global step {step} does not fit T5X's int32.", where=ref.path)
     nbytes = total_bytes(reader.tensors)
@@ -175,6 +176,7 @@ def _planned(
         family=family,
         tensors=len(reader.tensors),
         bytes=nbytes,
+        # Asked of the original: `prepare` may have wrapped the reader in WithoutSlots.
         slots="none" if not has_slots(original) else "kept" if options.slots else "dropped",
         notes=(*notes, *_left_behind(original), *conversion.notes),
         resumed=0,
@@ -200,6 +202,7 @@ def _planned_adapter(
         family=merged.shape,
         tensors=len(own.tensors),
         bytes=total_bytes(own.tensors),
+        # PEFT's file has no place for slots.
         slots="none" if not has_slots(own) else "kept" if to == "adapter" else "dropped",
         notes=conversion.notes,
         resumed=0,
@@ -272,10 +275,12 @@ def _left_behind(reader: CheckpointReader) -> list[str]:
 
 
 def _target(directory: str, to: Target, step: int) -> CheckpointRef:
+    # A run saves its adapter in the layout and under the folder name of a model's checkpoint.
     if to == "adapter":
         to = "jax"
     if to in ("hf", "peft"):
         return CheckpointRef(to, directory, step)
+    # tf.train.Saver and T5X find a directory's checkpoints by these names.
     name = f"model.ckpt-{step}" if to == "mtf" else f"checkpoint_{step}"
     return CheckpointRef(to, storage.join(directory, name), step)
 
@@ -391,6 +396,7 @@ def _explaining_full_disk(directory: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # EDQUOT: the user's quota is used up, though the disk may have space left.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(

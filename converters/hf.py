@@ -85,6 +85,7 @@ class HfReader:
         self.norm_names: naming.NormNames | None = norm_names
         self.ref = ref
         self.config = _config(ref.path)
+        # For its errors: settings that no stack here computes are refused before weights are read.
         hf_config.arithmetic_of(self.config, storage.join(ref.path, CONFIG))
         self._files: dict[str, _File] = {}
         self._places: dict[str, tuple[_File, str]] = {}
@@ -135,6 +136,7 @@ class HfReader:
         if logits == "embedding" and "shared.weight" in files:
             # T5 1.0's tied logits are scaled and these are not: Mesh TensorFlow and T5X need a
             # kernel for that.
+            # The table's first row is the embedding.
             embedding = self.tensors[naming.PARAMETERS + naming.TABLE[0].t5x]
             self.tensors[_LOGITS] = TensorInfo(embedding.shape[::-1], embedding.dtype)
             self._places[_LOGITS] = files["shared.weight"], "shared.weight"
@@ -287,6 +289,7 @@ def _check_index(index: str, names: Mapping[str, str], files: Mapping[str, _File
             index,
             lambda _, file=file: storage.join(os.path.dirname(index), file),
         )
+    # Each shard's name says how many there are (-00001-of-00003), so a cut index shows.
     counts = {match[1] for match in map(_SHARD.fullmatch, files) if match}
     if counts and counts != {f"{len(files):05d}"}:
         raise UserError(

@@ -156,6 +156,8 @@ class Comparison:
         return tuple(item for item in self.differences if not self._passes(item))
 
     def _passes(self, item: TensorDifference) -> bool:
+        # NaN, for tensors that cannot be compared, passes no tolerance. Tolerance 0 asks for equal
+        # types too, whose difference of values may be 0.
         return self.tolerance > 0 and item.max <= self.tolerance
 
 
@@ -208,6 +210,7 @@ def _compare_tensor(key: str, a: CheckpointReader, b: CheckpointReader) -> Tenso
         # Mesh TensorFlow stores an int64, T5X an int32; compare the numbers only.
         left, right = left.astype(np.int64), right.astype(np.int64)
     same_type = left.dtype == right.dtype
+    # Bits, not values: NaN does not equal itself, and -0.0 equals 0.0.
     if same_type and left.tobytes() == right.tobytes():
         return None
     # Compute in float64, so that the differences themselves are not rounded.
@@ -274,6 +277,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
         for key, info in reader.tensors.items():
             name = reader.native_name(key)
             if manifest and name in manifest.tensors:
+                # Entered before the read: a tensor whose hash differs was compared too.
                 compared.add(name)
             try:
                 array = reader.read(key)  # hf's reader compares with the manifest itself
@@ -297,6 +301,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
         len(reader.tensors),
         tuple(checks),
         ()
+        # A SHA-256 of every stored tensor leaves no damage undetected.
         if manifest and compared >= manifest.tensors.keys()
         else tuple(_unchecked(reader, compared)),
         tuple(problems),
@@ -328,6 +333,7 @@ def _checksums(reader: CheckpointReader) -> list[str]:
     if isinstance(reader, JaxReader):
         if reader.has_integrity:
             return [f"CRC-32 of every file that {INTEGRITY} lists"]
+        # TensorStore reads a missing chunk as the fill value, so an array with one hides the loss.
         return ["that no chunk is missing"] if not reader.unchecked else []
     return []
 

@@ -222,6 +222,7 @@ def _named_by_optax(output: Output) -> Output:
 
 def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
     """Yields the slots that T5X's Adafactor expects but the tree lacks; none without slots."""
+    # Dummies come from T5X's own Adafactor; optax's optimizers have none.
     adafactor = any(
         key.startswith(naming.SLOTS)
         and not key.endswith((*naming.ADAM_SLOTS, naming.MOMENTUM_SLOT))
@@ -273,6 +274,7 @@ def jax_refs(directory: str) -> list[CheckpointRef]:
     """Lists a directory's complete checkpoints by ascending step."""
     refs = []
     for name in storage.names(directory):
+        # The whole name: T5X and Orbax put a suffix behind it until the checkpoint is complete.
         match = re.fullmatch(r"checkpoint_(\d+)", name)
         if match and (found := jax_ref(storage.join(directory, name), int(match[1]))):
             refs.append(found)
@@ -305,5 +307,6 @@ def _tree_directory(path: str) -> str:
 
 def dataset_state(path: str) -> list[str]:
     """Lists the files in which T5X saved its position in the training data, sorted by name."""
+    # T5X's own checkpointer writes a file `train_ds-...` per host, its Orbax one `dataset/`.
     own = [storage.join(path, name) for name in storage.names(path) if name.startswith("train_ds-")]
     return sorted(own + list(storage.walk(storage.join(path, "dataset"))))

@@ -44,6 +44,7 @@ def merge(
       UserError: If the checkpoint is not an adapter's, or its base is gone or was replaced; see
         `convert`.
     """
+    # Refuses a whole model, which `convert` would take and merge nothing into.
     find_adapter(adapter)
     return convert(adapter, dst, to, base=base, force=force)
 
@@ -89,6 +90,7 @@ def unmerge(
 def _merged_from(ref: CheckpointRef) -> tuple[CheckpointRef, str]:
     """The adapter that a checkpoint was merged from, its base named, and the base's hash."""
     manifest = read_manifest(ref.folder)
+    # A directory has one manifest, which may describe another of its checkpoints.
     is_own = manifest is not None and manifest.is_of(ref)
     source = json.loads(storage.read(manifest_path(ref)))["source"] if is_own else {}
     if "base" not in source:

@@ -182,6 +182,7 @@ def mtf_outputs(
     for key, info in tensors.items():
         name = mtf_name(key, tensors, norm_names)
         if key == naming.STEP:
+            # TensorFlow's global step is an int64, and a Saver restores no other type into it.
             step = TensorInfo((), np.dtype(np.int64))
             yield Output(name, step, (key,), lambda arrays: next(arrays).astype(np.int64))
         else:

@@ -52,6 +52,7 @@ def is_orbax(path: str) -> bool:
     """Returns whether a directory is a complete Orbax checkpoint, or one of this project's."""
     if storage.is_remote(path):
         return _is_committed(path)
+    # On a disk, a checkpoint gets its folder's name by a rename once it is complete.
     names = (INTEGRITY, METADATA, _CHECKPOINT_METADATA)
     return any(storage.is_file(storage.join(path, name)) for name in names)
 
@@ -256,6 +257,7 @@ class OrbaxArrays:
                 if name in zarr.DESCRIPTIONS:
                     content = store.read(key).result().value
                     yield array, zarr.parse(self._inside(f"{_OCDBT}, {array}"), content)
+        # `zarr.parse` has already named the array whose description is damaged.
         except UserError:
             raise
         except Exception as error:

@@ -181,12 +181,14 @@ def _adapter(config: Mapping[str, Any], paths: Iterable[str], where: str) -> Ada
         "init_lora_weights": _HARMLESS_STARTS,
     }
     for name, value in config.items():
+        # PEFT writes these for options that are off, those of newer versions included.
         accepted = neutral.get(name, (None, False, [], {}))
         if name not in _READ | _WITHOUT_EFFECT and value not in accepted:
             raise _refused(name, value, "it has no meaning for an adapter here", where)
     targets = _targets(paths)
     if kind == "IA3":
         return Adapter("ia3", targets)
+    # PEFT's own defaults, for a file that leaves them out.
     rank = _number(config, "r", 8, int, where)
     alpha = _number(config, "lora_alpha", 8, (int, float), where)
     if config.get("use_rslora"):
@@ -206,6 +208,7 @@ def _refused(name: str, value: Any, why: str, where: str) -> UserError:
 
 def _number(config: Mapping[str, Any], name: str, default: float, kind: Any, where: str) -> float:
     value = config.get(name, default)
+    # In Python, a bool is an int: `true` would pass for 1.
     if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
         raise UserError(
             f"{name} is {value!r}, not a {'whole ' if kind is int else ''}number above 0.",
@@ -305,6 +308,7 @@ def config_text(adapter: Adapter, shape: ModelShape, base: str) -> str:
         {
             **config,
             "r": adapter.rank,
+            # PEFT declares an int; a run's alpha may be a fraction.
             "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
             "lora_dropout": adapter.dropout,
             "bias": "none",

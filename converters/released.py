@@ -132,11 +132,13 @@ def _released(row: dict[str, str]) -> Released:
         num_heads=int(row["num_heads"]),
         d_kv=int(row["d_kv"]),
         vocab_size=int(row["vocab_size"]),
+        # The same in every released T5, so the table has no column for it.
         relative_attention_num_buckets=32,
         wi_kernels=("wi_0", "wi_1") if yes[row["gated"]] else ("wi",),
         tied=yes[row["tied"]],
         position_bias_per_layer=yes[row["position_bias_per_layer"]],
     )
+    # For the type checker, which does not narrow a str to these three.
     formats: dict[str, Literal["mtf", "t5x", "hf"]] = {"mtf": "mtf", "t5x": "t5x", "hf": "hf"}
     return Released(
         name=row["name"],
@@ -260,6 +262,7 @@ def _server(
 ) -> tuple[RemoteFiles, str]:
     kind, _, place = released.address.partition("://")
     if kind == "hf":
+        # Hugging Face's own clients take a mirror from HF_ENDPOINT.
         address = base_url or os.environ.get("HF_ENDPOINT") or HUB
         return HubRepository(address, place, revision, delays, kind="models"), ""
     bucket, _, folder = place.partition("/")
@@ -273,6 +276,7 @@ def _chosen(
     if released.format == "hf":
         chosen = {file.path: file for file in listed if _HUB_FILES.fullmatch(file.path)}
         if not any(name.endswith(".safetensors") for name in chosen):
+            # transformers 5 does not load Flax's weights, so they only stand in for safetensors.
             chosen |= {file.path: file for file in listed if _FLAX_FILES.fullmatch(file.path)}
         if not any(name.endswith((".safetensors", ".msgpack")) for name in chosen):
             raise UserError(
@@ -336,6 +340,7 @@ def _done(to: Path, wanted: dict[str, str | None], step: int | None) -> Fetched 
             fix="Choose another folder.",
         )
     for name, size in files.items():
+        # Sizes only: checksums were checked on arrival, and mean reading the whole model.
         if not (to / name).is_file() or (to / name).stat().st_size != size:
             return None  # fetch everything again
     return Fetched(_checkpoint_path(to, files), len(files), sum(files.values()), present=True)
@@ -419,6 +424,7 @@ def this_machine(folder: Path) -> Machine:
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return Machine(
         disk=shutil.disk_usage(there).free,
+        # Not `free`: Linux gives up its page cache when a process needs the memory.
         memory=psutil.virtual_memory().available,
         accelerators=tuple(_accelerators()),
     )

@@ -259,6 +259,7 @@ def check_base(note: AdapterNote, digest: str, path: str) -> None:
       UserError: With both hashes, if it is another.
     """
     if note.digest is None and storage.absolute(note.base) != storage.absolute(path):
+        # The name is often the hub's (google/t5-v1_1-xl), with nothing here to compare with.
         with contextlib.suppress(CheckpointNotFound):
             named = open_checkpoint(find_checkpoint(note.base))
             found = parameters_digest(named.tensors, named.read)
@@ -399,6 +400,7 @@ def check_slots_step(reader: CheckpointReader) -> None:
 def _check_types(reader: CheckpointReader) -> None:
     """Checks that the step is an integer and everything else is floating-point."""
     for key, info in reader.tensors.items():
+        # Not `kind == "f"`: NumPy gives bfloat16, which is ml_dtypes' type, the kind V.
         is_integer = info.dtype.kind in "iu"
         if (
             is_integer != (key == naming.STEP)

@@ -112,6 +112,7 @@ def names(path: str) -> list[str]:
 
 def join(path: str, name: str) -> str:
     """Joins a directory and a name; an absolute name is returned as it is."""
+    # tf.train.Saver's state file may name a checkpoint by its address.
     if is_remote(name):
         return name
     return f"{path.rstrip('/')}/{name}" if is_remote(path) else os.path.join(path, name)
@@ -124,6 +125,7 @@ def name(path: str) -> str:
 
 def is_inside(name: str) -> bool:
     """Returns whether a name from a file, once joined, stays inside that file's directory."""
+    # `join` would return an absolute name as it is, and `..` leads out of the directory.
     parts = name.split("/")
     return bool(name) and "://" not in name and not os.path.isabs(name) and ".." not in parts
 
@@ -171,6 +173,7 @@ def at_once(function: Callable[[str], Result], files: Iterable[str]) -> Iterator
 def tensorstore_name(path: str) -> dict[str, Any] | None:
     """How TensorStore opens a directory itself; None for an address that it cannot open."""
     if not is_remote(path):
+        # To TensorStore, the path is a mere prefix of its keys, hence the slash.
         return {"driver": "file", "path": f"{path}/"}
     bucket, _, name = path.partition("://")[2].partition("/")
     place = {"bucket": bucket, "path": f"{name}/"}
@@ -194,6 +197,7 @@ def tensorstore_name(path: str) -> dict[str, Any] | None:
 def refresh(path: str) -> bool:
     """Drops the cached listings of a remote path's file system; False for a local path."""
     if is_remote(path):
+        # fsspec caches listings, so a file written by another process since would stay unseen.
         located(path)[0].invalidate_cache()
     return is_remote(path)
 
@@ -359,6 +363,7 @@ def read_into(path: str, start: int, array: np.ndarray) -> bool:
     Raises:
       OSError: If the file cannot be read.
     """
+    # As bytes: NumPy gives no buffer of an array of bfloat16, which is ml_dtypes' type.
     room = array.reshape(-1).view(np.uint8).data
     if is_remote(path):
 
@@ -397,6 +402,7 @@ class LocalCopy:
             return
         scratch = Scratch()
         self.path = str(scratch.path)
+        # Not `__del__`, which Python need not call for objects that are alive when it exits.
         weakref.finalize(self, scratch.remove)
         files = sizes(path)
         needed = sum(files.values())
