@@ -15,6 +15,7 @@ from typing import Any
 
 import pynvml
 
+# The Linux kernel's interface to RAPL, in which AMD's processors appear as intel-rapl too.
 POWERCAP = Path("/sys/class/powercap")
 
 

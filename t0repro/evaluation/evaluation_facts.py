@@ -117,6 +117,7 @@ def scores_sha256(folder: Path, records: Mapping[str, Mapping[str, Any]]) -> str
         digest.update(f"{name}\n".encode())
         path = folder / f"{name}_{records[name]['key']['step']}_predictions"
         with naming(path), open(path, "rb") as file:
+            # In blocks: an evaluation's memory must not grow with its tasks' files.
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
@@ -138,6 +139,7 @@ def _origins(used: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 def _energy(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Total joules and what measured them; empty unless every task has both."""
+    # A sum over some of the tasks would pass for the evaluation's total.
     if not records or not all("joules" in record for record in records):
         return {}
     sources = sorted({record["energy_source"] for record in records})

@@ -318,8 +318,9 @@ class TaskEvaluator(abc.ABC):
 
 
 def _write_each_once(path: Path, *added: str) -> None:
-    """Adds rows to a file; an evaluation killed after it wrote its row has it there already."""
+    """Adds rows to a file, and removes repeated ones."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
+    # An evaluation that was killed after it wrote its row writes an equal one again.
     each_once = "".join(dict.fromkeys([*text.splitlines(keepends=True), *added]))
     if each_once != text:
         write_atomically(path, each_once)
@@ -372,6 +373,7 @@ class SeqioEvaluator(TaskEvaluator):
                 score_fn=functions.score,
             )
         for task in self.tasks:
+            # SeqIO's JSONLogger keeps earlier rows, also that of a step which is evaluated again.
             _write_each_once(self._folder / f"{task}-metrics.jsonl")
         # SeqIO wraps metrics in objects with a `value`; others are plain.
         return {

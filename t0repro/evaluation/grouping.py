@@ -42,6 +42,7 @@ _MORE = (1, 1.15, 1.3, 1.5, 1.75, 2.0)  # multiples of the estimated target toke
 _SAMPLE = 1500  # about how many inputs to try them on
 
 
+# eq=False: a generated __eq__ fails, since comparing arrays gives an array, not a bool.
 @dataclasses.dataclass(frozen=True, eq=False)
 class DecoderRows:
     """The decoder's rows of a batch: one row of choices for each row of inputs.
@@ -236,6 +237,7 @@ def side_by_side(batches: Iterable[PlannedBatch], parts: int) -> Iterator[Planne
 
 
 def _cost(batch: PlannedBatch) -> int:
+    # A target counts as four inputs, as in the limits of `make_batching`.
     return batch.size * (batch.inputs_length + 4 * batch.targets_length)
 
 

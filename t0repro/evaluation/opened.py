@@ -236,5 +236,6 @@ def on_devices(tree: OpenTree, held: Any, model: Any, path: str) -> Checkpoint:
 
     digest = ParametersDigest()
     params = parameters_from_flat_tree(tree, held, where=path, seen=digest.add)
+    # A checkpoint that transformers wrote has no step.
     step = int(np.asarray(tree.get("state/step", 0)))
     return Checkpoint(path, step, digest.hexdigest(), params, model)

@@ -55,6 +55,7 @@ class Pairs:
 
 def concatenated(parts: Sequence[Pairs]) -> Pairs:
     """Concatenates parts' pairs with continued numbering; equal pairs of two parts stay two."""
+    # Where each part starts; the last entry, the end, is why `zip` is not strict below.
     inputs = np.cumsum([0, *(len(part.inputs) for part in parts)])
     pairs = np.cumsum([0, *map(len, parts)])
     return Pairs(

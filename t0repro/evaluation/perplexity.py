@@ -47,6 +47,7 @@ def evaluate_perplexity(
             with across_devices_of(params):
                 sums = jax.device_get(_sums(model, params, parts, denominator))
             for name, value in sums.items():
+                # In float64: a float32 sum stops counting tokens one by one at 2**24.
                 totals[name] = totals.get(name, 0.0) + float(value)
             longest = max(longest, int((batch["targets"] > 0).sum(axis=-1).max(initial=0)))
             advance(1)

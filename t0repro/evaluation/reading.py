@@ -190,11 +190,9 @@ def by_input(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
 def _gathered(
     inputs: Iterable[tuple[int, list[dict[str, Any]]]],
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """The inputs by number, each once with all of its rows, which are held until the last is read.
-
-    SeqIO reads 16 rows of each of a cache's files in turn, and Beam writes them in any order, so
-    that an input's choices come apart.
-    """
+    """The inputs by number, each once with all of its rows; they are held until all are read."""
+    # SeqIO reads 16 rows of each of a cache's files in turn, and Beam writes them in any order, so
+    # that an input's choices come apart.
     whole: dict[int, list[dict[str, Any]]] = {}
     for number, rows in inputs:
         whole.setdefault(number, []).extend(rows)

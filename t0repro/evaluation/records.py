@@ -77,6 +77,7 @@ def check_files(folder: Path, task: str, step: int) -> None:
     path = _path(folder, task, step)
     record = read_with_checksum(path)
     if record is None:
+        # No record is no fault: Mesh TensorFlow alone writes none. An unreadable one is damaged.
         changed = [f"{RESULTS}/{path.name}"] if path.exists() else []
     else:
         changed = changed_files(folder, record)

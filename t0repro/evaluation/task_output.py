@@ -116,6 +116,7 @@ class Judge:
 
     def target(self, example: Example) -> Any:
         """An example's target, postprocessed for the metrics."""
+        # Mesh TensorFlow evaluates against the text, whatever truncation left of its tokens.
         text = example["targets_pretokenized"]
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         example = without_padding(example) if self.ranks else example

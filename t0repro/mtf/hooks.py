@@ -338,6 +338,7 @@ def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
         # <task>_<split>_<examples>: the split is between the task's name and the next underscore.
         split = name.removeprefix(f"{task}_").split("_")[0] or "eval"
         values = dict(numbers(result.items()))
+        # The Estimator adds the step to the metrics that it returns.
         step = int(values.pop("global_step"))
         metrics.append({"split": split, "step": step, "task": task, **values})
         return result

@@ -212,6 +212,7 @@ def _train(
     with _capturing() as captured, _noting_learning_rate() as rates:
         spec = model_fn()(dict(placeholders), None, tf.estimator.ModeKeys.TRAIN, params={})
     lowering = captured.lowerings[-1]
+    # The model function's own, so that the comparison reads what t5 would save.
     (saver,) = tf.get_collection(tf.GraphKeys.SAVERS)
     to_slices, to_masters = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
     gradients = (
@@ -275,6 +276,7 @@ def _forward(model_fn: Callable[..., Any], batch: Mapping[str, np.ndarray], star
     wanted[f"activations/{len(captured.layers):03d}/logits"] = _as_float32(
         lowering, captured.logits
     )
+    # The first argument of its metric function is the cross entropy of each token.
     wanted["token_losses"] = spec.eval_metrics[1][0]
     (found,) = _restored(lowering, start, wanted, [_feed(placeholders, batch)])
     rows = batch["targets"].shape[0]

@@ -104,11 +104,9 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
 
 
 def _chosen(plan: InferPlan) -> CheckpointRef:
-    """The checkpoint: an inference takes exactly one, unlike an evaluation.
-
-    It is checked before the run writes a config.gin, which may replace the checkpoint's own.
-    """
+    """The checkpoint: an inference takes exactly one, unlike an evaluation."""
     (ref,) = chosen(plan.restore)
+    # Before the run writes a config.gin, which may replace the checkpoint's own.
     check_configured(ref, plan.model)
     return ref
 
@@ -166,11 +164,8 @@ class _TaskJob:
         return False
 
     def _made_of(self) -> list[str]:
-        """Digest of the checkpoint's path and all settings that matter; the checkpoint's identity.
-
-        The parameters' digest is not used, because a run with nothing to do should not have to read
-        them.
-        """
+        """A digest of the checkpoint's path and the settings that matter; its identity."""
+        # Not the parameters' digest: a run with nothing left to do should not have to read them.
         settings = {"checkpoint": self._checkpoint, **self._settings()}
         digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
         return [digest, self._identity or ""]
@@ -210,6 +205,7 @@ class _TaskJob:
         # Identify the checkpoint by its contents: its path may hold another one by now.
         settings = {
             "checkpoint": checkpoint.digest,
+            # With another period, a chunk's number would stand for other examples.
             "checkpoint_period": self._plan.checkpoint_period,
             **self._settings(),
         }
@@ -307,6 +303,7 @@ class _TaskJob:
             lines.append(json.dumps(_line(plan, example, output, values, vocabulary)) + "\n")
         path = self._chunk(number)
         write_atomically(path, "".join(lines))
+        # Marked last: a chunk without its marker counts as missing, and is written again.
         _mark(path, file_digest(path) or "")
 
     def _merge(self, count: int) -> None:
@@ -336,6 +333,7 @@ def _lines_of(path: Path) -> list[str]:
     marker = Path(f"{path}{COMPLETED}")
     if not marker.is_file():
         return []
+    # A damaged marker must not raise: its lines match no digest, and the work is done again.
     return marker.read_text(encoding="utf-8", errors="replace").splitlines()
 
 

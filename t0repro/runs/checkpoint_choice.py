@@ -35,6 +35,7 @@ from t0repro.progress import say
 from t0repro.redaction import without_passwords
 from t0repro.runs.description import record_command
 
+# As in tf.train.checkpoints_iterator.
 SECONDS_BETWEEN_POLLS = 1.0
 
 
@@ -57,6 +58,7 @@ def chosen_checkpoints(config: RunConfig) -> Iterator[Any]:
     """
     if config.eval_checkpoint_step is None:
         return _coming(config)
+    # Not a generator, so that a missing checkpoint is an error before any data is read.
     return iter(_present(config))
 
 
@@ -355,6 +357,7 @@ def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any
 
     from t0repro.parameters.assignment import assigned_names
 
+    # The user's patterns may name a shared position bias that the model itself no longer has.
     stored = open_configured(ref, plan.model, slots=False, keep_shared=True)
     wanted = [f"target/{name}" for name in flax.traverse_util.flatten_dict(shapes, sep="/")]
     names = assigned_names(wanted, stored, plan.restore.assignment_map)

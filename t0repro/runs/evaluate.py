@@ -277,6 +277,7 @@ class TaskWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # Only tasks that lack parts are still open here, because a failure ended the evaluation.
         for output, _ in self._open.values():
             output.discard()
 

@@ -254,6 +254,7 @@ def _compiled(
             lowered = traced.lower()
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
+            # The lines after libtpu's first one list the largest allocations.
             refused = str(error).splitlines()[0]
             # Only a program that does not fit is a result; any other error is one.
             if "RESOURCE_EXHAUSTED" not in refused:
@@ -284,17 +285,14 @@ def _compiled(
 
 
 def _most_at_once(memory: Any, partitioning: Partitioning) -> int:
-    """Bytes that a compiled program needs in addition to arguments and results.
-
-    libtpu's `temp_size_in_bytes` is too high: 11.04 GiB for a step whose allocations, by libtpu's
-    own report (`xla_dump_to`), take 8.15. Its peak, which includes the arguments, agrees with that
-    report but also counts arrays in on-chip memory, which matters in small programs. So take the
-    smaller of the two. XLA's peak on CPU leaves temporaries out.
-    """
+    """Bytes that a compiled program needs in addition to arguments and results."""
+    # XLA's peak on CPU leaves temporaries out.
     if partitioning.mesh.devices.flat[0].platform != "tpu":
         return memory.temp_size_in_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     beside = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results
+    # libtpu's temp_size_in_bytes may be too high: 11.04 GiB where its own report (xla_dump_to) has
+    # 8.15. Its peak agrees with that, but counts on-chip memory, much in small programs.
     return min(memory.temp_size_in_bytes, max(0, beside))
 
 
@@ -306,14 +304,13 @@ def _tokens(partitioning: Partitioning, rows: int, length: int) -> jax.ShapeDtyp
 def _temporaries(refused: str, held: int) -> int:
     """Bytes that a program would need, from libtpu's "required for HLO temporaries (37.71G)".
 
-    Despite its name, that number includes the arguments.
-
     Args:
       refused: libtpu's message.
       held: bytes of the parameters and slots.
     """
     match = re.search(r"temporaries \(([\d.]+)([KMGT])\)", refused)
     needed = float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1) if match else 0
+    # Despite its name, libtpu's number includes the arguments.
     return max(0, int(needed) - held)
 
 
@@ -460,12 +457,7 @@ def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[s
 
 
 def variants(config: RunConfig, partitioning: Partitioning) -> Iterator[tuple[str, RunConfig]]:
-    """The variants to try, each on top of the one before: what costs least time comes first.
-
-    Microbatches cost some utilization; `minimal` rematerialization about 1% more FLOPs; full
-    sharding communication that partly overlaps with computation; `full` rematerialization up to a
-    third more FLOPs; and model parallelism communication that does not overlap.
-    """
+    """The variants to try, each on top of the one before: what costs least time comes first."""
     changes: dict[str, str] = {}
 
     def with_change(kind: str, text: str) -> tuple[str, RunConfig]:
@@ -477,6 +469,7 @@ def variants(config: RunConfig, partitioning: Partitioning) -> Iterator[tuple[st
     while rows % 2 == 0 and rows // 2 >= data:
         rows //= 2
         config = dataclasses.replace(config, num_microbatches=2 * config.num_microbatches)
+        # Costs some utilization: smaller matmuls.
         yield with_change("parts", f"{config.num_microbatches} microbatches")
     ways = more_recomputation(config.model)
 
@@ -486,14 +479,18 @@ def variants(config: RunConfig, partitioning: Partitioning) -> Iterator[tuple[st
         config = dataclasses.replace(config, model=model)
         return with_change("recompute", f"recompute = {way!r}")
 
+    # Costs about 1% more FLOPs.
     if "minimal" in ways:
         yield recomputing("minimal")
+    # Costs communication that partly overlaps with computation.
     if not config.layout.fully_sharded and data > 1:
         layout = dataclasses.replace(config.layout, fully_sharded=True)
         config = dataclasses.replace(config, layout=layout)
         yield with_change("sharding", "full sharding")
+    # Costs up to a third more FLOPs: the forward pass runs twice.
     if "full" in ways:
         yield recomputing("full")
+    # Costs communication that does not overlap, since a layer needs its result to go on.
     parts = config.layout.model
     while data % 2 == 0 and config.model.num_heads % (2 * parts) == 0:
         parts, data = 2 * parts, data // 2

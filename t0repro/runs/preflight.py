@@ -88,6 +88,7 @@ def run_checks(
     Raises:
       UserError: If a check finds a fault.
     """
+    # A misspelled name must not be reported only after minutes of compiling.
     assert [check.cost for check in checks] == sorted(check.cost for check in checks)
     # By their texts: the three datasets of a training run may lack one vocabulary.
     errors: dict[str, UserError] = {}
@@ -156,6 +157,7 @@ def check_inference(
     if isinstance(plan, InferPlan) and plan.files is not None:
         # First, because it registers the task whose examples the next check looks for.
         listed.insert(0, Check("files", Cost.TASKS, lambda: _files(plan)))
+    # A run that starts opens each checkpoint when its turn comes, which checks it.
     if not starts:
         listed.append(
             Check("checkpoints", Cost.INDEX, lambda: _checkpoints(plan.restore, plan.model))

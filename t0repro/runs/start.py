@@ -53,6 +53,7 @@ def start_training(
             check=check,
             evaluations=Evaluations(train_eval(plan), infer_eval(config, written)),
             restore_from=lambda fresh: starting_tree(config, fresh),
+            # Mesh TensorFlow keeps a run's events in model_dir, T5X in a folder for each split.
             writers=[event_writer(written)] if plan.log == "steps" else (),
             open_writers=lambda step: _opener_of_writers(written, config_text, step),
             describe=describe,

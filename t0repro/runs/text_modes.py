@@ -114,6 +114,7 @@ class ScoreFiles:
 
     def add(self, scores: Iterable[Any], targets: Iterable[np.ndarray]) -> None:
         """Adds one line per example."""
+        # Mesh TensorFlow's format, six significant digits (save_scores).
         self._files[0].write(f"{score:g}" for score in scores)
         if self._texts:
             tokens = [_until_eos(ids) for ids in targets]
@@ -175,6 +176,7 @@ def encode_lines(
     lines: Iterable[str], vocabulary: Any, eos_id: int, length: int
 ) -> list[Int[np.ndarray, " length"]]:
     """Token ids of each line followed by EOS, cut to `length` (which may cut off the EOS)."""
+    # Mesh TensorFlow's order (encode_inputs): EOS first, then the cut.
     return [
         np.array([*vocabulary.encode(line.strip()), eos_id][:length], np.int32) for line in lines
     ]

@@ -182,6 +182,7 @@ def train(
     written = output_folder(model_dir)
     evaluated = last_evaluated(written)
     nothing = f"nothing to train: step {start.step:,}, train_steps {end_step:,}"
+    # As in T5X, a run with no step left may still evaluate before training, and nothing else.
     if start.step >= end_step and not still_evaluates(plan, evaluations, start, evaluated):
         say(nothing)
         return fresh(start.state) if start.is_new else start.state
@@ -228,6 +229,7 @@ def train(
     between: list[Hook] = [ShowProgress(), RecordRunState(written)]
     progress = RunProgress(model_dir, start.step, actions, start.checkpoint)
     if plan.log == "summaries":
+        # T5X's default: the shortest of the run's periods.
         period = plan.stats_period or shortest_period(plan, end_step - start.step)
         between.append(Summarise(period, progress, on_metrics.get("TRAIN")))
     if plan.gc_period:
@@ -288,6 +290,7 @@ def train(
     if known and not config.model.decoder_only and start.step < end_step:
         compiling = compiled_in_background(trainer, features)
     try:
+        # The compiling thread uses the trainer, so it ends before the loop closes that.
         with loop, compiling:
             done = loop.run(open_batches(), end_step - start.step)
     except PreemptionError as error:

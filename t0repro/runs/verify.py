@@ -108,6 +108,7 @@ def verify(
         yield Finding("checkpoint", False, f"its hash is {opened.digest}")
         return
     yield Finding("checkpoint", True, f"hash {opened.digest}")
+    # A record determines its batches, so the same device and packages give the same bits.
     exact = (
         report.provenance.device == jax_device()
         and report.provenance.versions == package_versions()
@@ -248,6 +249,7 @@ def _hashes(
                 where=str(eval_dir),
                 fix="Name the cache: --cache_dir DIR.",
             )
+        # Through JSON like the record, which turned tuples into lists.
         if json.loads(json.dumps(origin)) != key["data"]:
             changed.append(name)
     yield Finding(f"rows of {len(records)} tasks", not changed, ", ".join(changed[:5]))
@@ -262,6 +264,7 @@ def _opened(
     if path is None:
         raise UserError("The report names no checkpoint.", fix="Give it with --checkpoint.")
     activation = next(iter(records.values()))["key"]["activation"]
+    # Step 0 stands for a checkpoint that has none and is found by its path alone.
     return open_checkpoint(path, report.provenance.step or None, activation)
 
 
@@ -375,6 +378,7 @@ def _compared(
         }
         for file, computed in again.items():
             recorded = read_line_of(eval_dir / file, line)
+            # The files hold one line per example, with newlines replaced.
             if recorded != computed.replace("\n", " "):
                 return Finding(what, False, f"{file} has another line than the rows give", True)
         score = reader.judge.postprocess(scores[row], example=example)
