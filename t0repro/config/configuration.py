@@ -62,7 +62,7 @@ class Configuration:
     Attributes:
       inputs: The part that is checked first.
       run_or_refusal: The RunConfig; or, if only Mesh TensorFlow supports the configuration, the
-        error. The error is kept rather than raised because the run may be for that stack.
+        error.
       misread: Bindings that Mesh TensorFlow interprets otherwise than they read; a run on it warns
         of them, and `run_or_refusal` is the first.
       gin_text: The complete configuration as gin writes it, for operative_config.gin.
@@ -71,6 +71,7 @@ class Configuration:
     """
 
     inputs: RunInputs
+    # The error is kept rather than raised because the run may be for Mesh TensorFlow.
     run_or_refusal: RunConfig | NotOnJax
     gin_text: str
     misread: tuple[NotOnJax, ...] = ()
@@ -157,6 +158,7 @@ def check_adapter(config: RunConfig) -> None:
         _check_starts_from_no_adapter(config)
         return
     refused = {
+        # Both choose parameters by name, which an adapter's targets do already.
         "optimizer": isinstance(config.optimizer, MultiOptimizerConfig)
         or bool(getattr(config.optimizer, "frozen", ())),
         "plan.user_classes.model": "model" in config.plan.user_classes,
@@ -164,6 +166,7 @@ def check_adapter(config: RunConfig) -> None:
         "plan.restore.variable_filter": bool(restore and restore.variable_filter),
         "plan.restore.assignment_map": bool(restore and restore.assignment_map),
         "plan.restore.fallback_to_scratch": bool(restore and restore.fallback_to_scratch),
+        # T5X's finetune.gin binds float32, which rounds nothing.
         "plan.restore.dtype": bool(restore and restore.dtype not in (None, "float32")),
     }
     for field, is_refused in refused.items():
@@ -194,6 +197,7 @@ def check_choice_loss(config: RunConfig) -> None:
         return
     data, places = config.plan.train_data, config.provenance
     refused = {
+        # A row's choices are segments of the decoder that all read the row's one input.
         "model.model_type": config.model.decoder_only and "the model needs an encoder.",
         "plan.user_classes.model": "model" in config.plan.user_classes
         and "it is for this project's own T5.",

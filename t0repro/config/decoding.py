@@ -33,7 +33,9 @@ class DecodingConfig:
     length_multiplier: Annotated[float, Range(at_least=0)]
     length_constant: Annotated[float, Range(at_least=0)]
     max_length: Annotated[int | None, Range(at_least=1)]
+    # Mesh TensorFlow's way around a slow top-k on TPUs; in theory it can lose a candidate.
     prefilter: Annotated[int, Range(at_least=0)]
+    # Outputs may depend on it: each shard contributes `prefilter` candidates of its own.
     vocab_parts: Annotated[int, Range(at_least=1)]
 
 
@@ -83,8 +85,7 @@ class DecodingPlan:
     """The arguments of EncoderDecoderModel.predict_batch_with_aux and of its decode_fn.
 
     Attributes:
-      method: Beam search or sampling. A beam search with one beam is not always greedy: a longer
-        output may score better than one that ends at once.
+      method: Beam search or sampling.
       num_decodes: Beams, or samples.
       return_all_decodes: Whether to return all of them, or only the best.
       prompt_with_targets: Whether each output begins with its example's targets.
@@ -101,6 +102,8 @@ class DecodingPlan:
       rescale_log_probs: Whether a sample's score counts the temperature, topk and topp.
     """
 
+    # A beam search with one beam is not always greedy: a longer output may score better than one
+    # that ends at once.
     method: Literal["beam_search", "temperature_sample"] = "beam_search"
     num_decodes: Annotated[int, Range(at_least=1)] = 1
     return_all_decodes: bool = False

@@ -135,6 +135,7 @@ def is_unknown_reference(value: Any) -> bool:
 def is_required(macro: str) -> bool:
     """Whether a macro still has the value %gin.REQUIRED."""
     value = bound()[macro, MACRO]["value"]
+    # gin's parser turns %gin.REQUIRED into a call of its configurable `constant`.
     is_constant = selector_of(value) == "gin.constant"
     return is_constant and value.scoped_configurable_fn() is gin.REQUIRED
 
@@ -273,14 +274,13 @@ class Bindings:
 def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
     """Records where each binding parsed inside the block was set.
 
-    gin 0.5.0 forgets the line after parsing it, so this wraps the two functions that see it:
-    `try_with_location` (the statement's place) and `bind_parameter` (its effect).
-
     Args:
       flag: The command-line option that gives overrides, as it appears in their places.
     """
     bindings = Bindings({})
     location: list[Any] = []
+    # gin 0.5.0 forgets a line after parsing it, so both functions that see it are wrapped: one has
+    # the statement's place, the other its effect.
     try_with_location, bind_parameter = (
         gin.config.utils.try_with_location,
         gin.config.bind_parameter,
@@ -302,6 +302,7 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
         bindings.places[(key.scope, key.complete_selector, key.arg_name)] = _describe(
             location, flag
         )
+        # Also of bindings that are overridden later: what they refer to is not misspelt.
         for part in parts_of(value):
             macro = macro_name(part)
             if macro is not None:
@@ -345,19 +346,17 @@ def file_readers() -> list[tuple[Callable[[str], Any], Callable[[str], bool]]]:
 
 @contextlib.contextmanager
 def looking_in(*folders: str) -> Iterator[None]:
-    """Lets gin find files by their path, then in these folders, and nowhere else.
-
-    gin would also look inside installed packages and find the files of an installed T5X. It also
-    logs an error for each folder that lacks a file, although another one has it.
-    """
+    """Lets gin find files by their path, then in these folders, and nowhere else."""
     from gin import resource_reader
 
     prefixes, readers = gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS
     gin.config._LOCATION_PREFIXES = ["", *folders]
+    # gin's reader of installed packages would find the files of an installed T5X.
     gin.config._FILE_READERS = [
         pair for pair in readers if pair[0] is not resource_reader.system_path_reader
     ]
     try:
+        # gin logs an error for each folder that lacks a file, although another one has it.
         with only_records(None, _is_worth_logging):
             yield
     finally:

@@ -54,10 +54,8 @@ def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
 
 
 def _unwrapped(kind: type[UserError]) -> type[UserError]:
-    """The class of a UserError before gin appended a place to its message.
-
-    gin then raises an object of its own subclass, whose __init__ takes no arguments.
-    """
+    """The class of a UserError before gin appended a place to its message."""
+    # gin raises an object of a subclass that it makes for it, whose __init__ takes no arguments.
     return next(base for base in kind.__mro__ if base is UserError or "__init__" not in vars(base))
 
 
@@ -87,6 +85,7 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
         )
     if re.match(r"'[\w.]+' was not provided by an import statement", text):
         return _without_import(text, _place_in(text) or file or _ANYWHERE)
+    # gin does not say which file it could not decode, so no place is in the message.
     if isinstance(error, UnicodeDecodeError):
         return UserError(
             f"The gin file is not UTF-8 text: {error.reason} at byte {error.start}.",
@@ -96,6 +95,7 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
     if isinstance(error, RecursionError):
         return UserError(
             "Gin files include each other, or values are nested, without end.",
+            # A file that is open twice includes itself; without one, a value refers to itself.
             where=next((name for name in files if files.count(name) > 1), file)
             or _places_of_loops(bindings)
             or _ANYWHERE,
@@ -192,6 +192,7 @@ def _place_in(text: str) -> str | None:
 
 def _place_of(error: Exception, file: str | None) -> str | None:
     """The file and line that an exception of the parser refers to."""
+    # gin appends no place to this one, because Python's own attributes have file and line.
     if isinstance(error, SyntaxError):
         line = f"{error.lineno}" if error.lineno else "?"
         text = _short(error.text or "")
@@ -388,6 +389,7 @@ def check_macros_are_read(
 
 def _checked_reference(value: Any, macros: set[str], place: str) -> set[str]:
     """The macro that a value refers to, if any; raises UserError for a missing target."""
+    # With skip_unknown, gin keeps such a reference and fails only when something reads it.
     if gin_door.is_unknown_reference(value):
         raise UserError(
             f"No configurable matching '@{value.selector}'.",

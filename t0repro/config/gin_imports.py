@@ -47,6 +47,7 @@ def is_allowed(module: str, allowlist: Allowlist) -> bool:
     """Whether gin files may import a module: the allowlist has it or a package that contains it."""
     if allowlist is None:
         return True
+    # With the dot, so that `tasks` does not allow `tasks_of_a_stranger` too.
     return any(module == name or module.startswith(f"{name}.") for name in (*_OWN, *allowlist))
 
 
@@ -164,6 +165,7 @@ def _statements_of_file(
     file: str, folders: Sequence[str], within: tuple[str, ...]
 ) -> Iterator[Any]:
     """Yields a file's imports and bindings, includes read; `within` are the including files."""
+    # gin would recurse until Python stops it.
     if file in within:
         raise UserError(
             "Gin files include each other without end.",

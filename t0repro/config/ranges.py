@@ -20,6 +20,7 @@ _LISTS = (tuple, list, Sequence)
 _MAPPINGS = (dict, Mapping)
 
 
+# Python evaluates each annotation's text, and every value of a run asks for its own.
 @functools.cache
 def hints_of(kind: Any) -> Mapping[str, Any]:
     """The annotations of a class or function by name, `Annotated` included."""
@@ -136,6 +137,7 @@ def declared_arguments(function: Any) -> dict[str, Any]:
     An argument without an annotation but with a bool default is declared as bool.
     """
     try:
+        # Of a class, typing would read the attributes rather than the constructor's arguments.
         source = function.__init__ if inspect.isclass(function) else function
         hints = hints_of(function if dataclasses.is_dataclass(function) else source)
         parameters = inspect.signature(function).parameters
@@ -146,6 +148,7 @@ def declared_arguments(function: Any) -> dict[str, Any]:
     for name, parameter in parameters.items():
         if name in hints:
             found[name] = hints[name]
+        # Mesh TensorFlow annotates few arguments; a default shows which are truth values.
         elif isinstance(parameter.default, bool):
             found[name] = bool
     return found
@@ -272,6 +275,7 @@ def _check_one(name: str, value: Any, hint: Any, limits: Range | None, where: st
         return
     wanted = in_words(hint, limits)
     raise UserError(
+        # A text from a file may contain a terminal's escape sequences.
         f"{name} is {printable(repr(value))}; it must be {wanted}.",
         where=where,
         fix=f"Bind {wanted}.",

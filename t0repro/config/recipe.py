@@ -128,6 +128,7 @@ def training_config(
     }
     config = RunConfig(**{**_UNUSED_IN_TRAINING, **fields, **changes})
     ranges.check(config, {})
+    # The ranges look at one number at a time, and these two must fit together.
     config.model.check_position_buckets("model")
     return config
 

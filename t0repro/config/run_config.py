@@ -59,23 +59,27 @@ class Arithmetic:
       epsilon_in_position_bucket: Whether float32's epsilon is added to the argument of the bucket's
         logarithm.
       encoder_output_dropout_per_position: Whether dropout on the encoder's outputs samples a new
-        mask for every position, unlike all other dropout in the model.
+        mask for every position.
       smoothing_spares_target: Whether label smoothing spreads its mass over the other entries only,
-        s / (V - 1) each, and subtracts the entropy of that distribution, so that the least loss is
-        0.
+        s / (V - 1) each, and subtracts the entropy of that distribution.
       z_loss_in_evaluation: Whether an evaluation's loss includes the z_loss.
       rescaled_truncated_normal: Whether initial kernels of the feed-forward layers and the logits
-        are rescaled to the intended standard deviation; truncating a normal at two standard
-        deviations leaves 0.88 of it.
+        are rescaled to the intended standard deviation.
     """
 
+    # Mesh TensorFlow's default; T5X's network does it only if gin binds the argument of this name.
     float32_attention_logits: bool = True
+    # In bfloat16, this and the next can flip close calls of rank classification between the stacks.
     float32_vocabulary_logits: bool = False
     cast_before_norm_scale: bool = False
+    # It changes no bucket up to a distance of 2,048 (tests/model/test_arithmetic.py).
     epsilon_in_position_bucket: bool = False
+    # All other dropout in the model has one mask for all positions.
     encoder_output_dropout_per_position: bool = False
+    # T5X subtracts the entropy so that the least loss is 0.
     smoothing_spares_target: bool = False
     z_loss_in_evaluation: bool = False
+    # Truncating a normal at two standard deviations leaves 0.88 of its standard deviation.
     rescaled_truncated_normal: bool = False
 
 
@@ -106,7 +110,7 @@ class ModelConfig:
         all but the outputs of matmuls with parameters; `full`, all but the layer's input;
         `offload`, like minimal, with the saved activations in host memory. None decides by the
         devices' memory (t0repro.training.rematerialization).
-      norm_names: The name of Mesh TensorFlow's norm variables; `layer_norm` in T5 1.0's releases.
+      norm_names: The name of Mesh TensorFlow's norm variables.
       relative_attention_max_distance: Distances from this one on share one bucket of the position
         bias.
       position_bias_per_layer: Whether each layer has its own position bias, as in umT5; otherwise
@@ -114,8 +118,7 @@ class ModelConfig:
       rms_norm_epsilon: Added to the mean square in every layer norm.
       scan_layers: Whether to scan one compiled body over all layers of a tower; None decides by
         depth.
-      scale_tied_logits: Whether logits from the embedding are scaled by d_model**-0.5. False for
-        the tied mT5 and umT5 of transformers, which do not scale them.
+      scale_tied_logits: Whether logits from the embedding are scaled by d_model**-0.5.
       scale_queries: Whether attention divides its queries' inputs by d_kv**0.5, in addition to that
         factor in the queries' initial values; an option of T5X's contrib/gpu network.
       arithmetic: The choices where Mesh TensorFlow and T5X compute differently.
@@ -132,7 +135,10 @@ class ModelConfig:
     vocab_size: Annotated[int, Range(at_least=1)]
     activations: tuple[Activation, ...]
     logits_from_embedding: bool
+    # The encoder halves them by direction and halves each part again; Mesh TensorFlow divides by
+    # what is left.
     relative_attention_num_buckets: Annotated[int, Range(at_least=4)]
+    # Not 1: values that dropout keeps are divided by 1 - rate.
     dropout_rate: Annotated[float, Range(at_least=0, below=1)]
     label_smoothing: Annotated[float, Range(at_least=0, below=1)]
     z_loss: Annotated[float, Range(at_least=0)]
@@ -143,10 +149,13 @@ class ModelConfig:
     shared_towers: bool = False
     recompute: Recompute | None = None
     scan_layers: bool | None = None
+    # T5 1.0's released checkpoints have `layer_norm`; the computation is the same.
     norm_names: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    # Mesh TensorFlow's and T5X's networks fix it at 128; only transformers' T5 can have another.
     relative_attention_max_distance: Annotated[int, Range(at_least=2)] = 128
     position_bias_per_layer: bool = False
     rms_norm_epsilon: Annotated[float, Range(at_least=0)] = 1e-6
+    # The tied mT5 and umT5 of transformers do not scale them.
     scale_tied_logits: bool = True
     scale_queries: bool = False
     arithmetic: Arithmetic = Arithmetic()
@@ -237,8 +246,7 @@ class ModelConfig:
         """Checks that the position bias has buckets for several distances each.
 
         Half of the buckets hold one distance each, and the others the distances from there to
-        relative_attention_max_distance. If there are none, Mesh TensorFlow divides by zero or makes
-        negative buckets.
+        relative_attention_max_distance.
 
         Args:
           where: The place that set one of the two, for the message.
@@ -250,6 +258,7 @@ class ModelConfig:
             self.relative_attention_num_buckets,
             self.relative_attention_max_distance,
         )
+        # Mesh TensorFlow would divide by zero, or make negative buckets.
         if furthest <= buckets // 2:
             raise UserError(
                 f"Half of the {buckets} buckets of the position bias hold one distance each. The"
@@ -320,8 +329,11 @@ class AdafactorConfig:
     epsilon2: Annotated[float, Range(at_least=0)]
     min_dim_size_to_factor: Annotated[int, Range(at_least=0)]
     decay_rate: Annotated[float | None, Range(at_least=0, below=1)] = None
+    # Paths, not Mesh TensorFlow's patterns, so that the JAX core needs none of its names.
     exclude_from_parameter_scale: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    # From here on, options that only T5X's Adafactor has. It allocates a slot for beta1 = 0.0 too,
+    # since None is how T5X says that there is no momentum.
     momentum_slot: bool = False
     weight_decay_rate: Annotated[float | None, Range(at_least=0)] = None
     weight_decay_rate_lr_exponent: Annotated[float | None, Range()] = None
@@ -371,6 +383,7 @@ class OptaxConfig:
         may be such a call itself.
     """
 
+    # Plain data instead of optax's objects, because a RunConfig is written as JSON and read back.
     transformations: tuple[Mapping[str, Any], ...]
 
 
@@ -378,7 +391,9 @@ class OptaxConfig:
 class OptimizerPart:
     """Parameters, by path, and the optimizer that trains them."""
 
+    # T5X chooses them by a user's functions, which are available only while gin files are read.
     paths: tuple[str, ...]
+    # T5X's MultiOptimizer cannot hold the state of a chain of optax either.
     optimizer: AdafactorConfig
 
 
@@ -437,6 +452,7 @@ class ScheduleConfig:
 
     name: str
     arguments: Annotated[Mapping[str, Any], _SCHEDULE_RANGES]
+    # Training may take several runs, so this need not be where this one ends.
     total_train_steps: Annotated[int, Range(at_least=0)]
 
 

@@ -38,9 +38,13 @@ class TrainDataConfig:
     pack: bool
     shuffle: bool
     seed: Annotated[int | None, Range(at_least=0)]
+    # Unbound is None, not Mesh TensorFlow's False, with which a resumed run reads its data again.
     skip_seen_data: bool | None
     seen_data_init_step: Annotated[int, Range(at_least=0)]
+    # Only on request: TensorFlow saves the state of a Python generator without an error, but
+    # restores it to another position.
     checkpoint_input_pipeline: bool
+    # T5X makes one per host; with a bound number, batches are the same on any number of hosts.
     num_shards: Annotated[int, Range(at_least=1)] = 1
 
 
@@ -97,13 +101,11 @@ class SaveConfig:
       keep: How many of the latest to keep (of the best, with `best`); None keeps all.
       dtype: Dtype of the parameters in a checkpoint; None keeps float32. Slots stay float32.
       data: Whether to save the position in the data, so that a run can resume exactly there.
-      keep_data: How many of the latest checkpoints keep that position. Read for translation only;
-        ignored, as in T5X.
+      keep_data: How many of the latest checkpoints keep that position; it has no effect.
       keep_period: Checkpoints of steps divisible by this are always kept.
       from_first_step: True, as in T5X: periods count from the step at which the run first began,
-        and that state is saved too, so that a resumed run saves at the same steps as an
-        uninterrupted one. False, as in Mesh TensorFlow: periods count from the step at which
-        training starts or resumes.
+        and that state is saved too. False, as in Mesh TensorFlow: periods count from the step at
+        which training starts or resumes.
     """
 
     period: Annotated[int | None, Range(at_least=1)]
@@ -111,9 +113,11 @@ class SaveConfig:
     keep: Annotated[int | None, Range(at_least=1)] = None
     dtype: Literal["float32", "bfloat16"] | None = None
     data: bool = False
+    # T5X's default checkpoint manager ignores it too; `explain --as t5x` writes it out again.
     keep_data: Annotated[int | None, Range(at_least=1)] = None
     best: BestCheckpoints | None = None
     keep_period: Annotated[int | None, Range(at_least=1)] = None
+    # With T5X's rule a resumed run saves at the same steps as an uninterrupted one.
     from_first_step: bool = True
 
 
@@ -185,6 +189,8 @@ class EarlyStoppingConfig:
     patience: Annotated[int, Range(at_least=1)]
     atol: Annotated[float, Range(at_least=0)]
     rtol: Annotated[float, Range(at_least=0)]
+    # T5X's rule is the default because a gin file must mean what it means there, although it may
+    # never stop on a plateau with one lucky dip.
     reference: Literal["best", "previous"] = "previous"
 
 
@@ -221,6 +227,8 @@ class UserClass:
           UserError: If the class cannot be imported or called.
         """
         try:
+            # Only when the run begins: a dry run must not build networks, and while gin is parsed
+            # the arguments are records.
             cls = operator.attrgetter(self.name)(importlib.import_module(self.module))
             parameters = inspect.signature(cls).parameters
             takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -294,6 +302,7 @@ def mesh_transformer_plan(
     train_data: TrainDataConfig | None = None,
     *,
     save_checkpoints_steps: Annotated[int, Range(at_least=1)] = 5000,
+    # With -1, TensorFlow's Saver deletes each checkpoint right after saving it.
     keep_checkpoint_max: Annotated[int | None, Range(at_least=0)] = None,
     init_checkpoint: str | None = None,
     init_variable_filter: str = "",
@@ -351,6 +360,7 @@ def mesh_transformer_plan(
             # 0 keeps all, as in TensorFlow's Saver, which Mesh TensorFlow writes with.
             keep=keep_checkpoint_max or None,
             data=True,
+            # TensorFlow's own timer of checkpoints starts from zero in each process.
             from_first_step=False,
         ),
         restore=start,

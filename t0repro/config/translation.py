@@ -68,11 +68,13 @@ _MODEL: dict[Dialect, dict[str, str]] = {
         "vocab_size": "network.T5Config.vocab_size",
         "activations": "network.T5Config.mlp_activations",
         "logits_from_embedding": "network.T5Config.logits_via_embedding",
+        # T5X's model files leave this macro required.
         "dropout_rate": "DROPOUT_RATE",
         "label_smoothing": "models.EncoderDecoderModel.label_smoothing",
         "z_loss": "models.EncoderDecoderModel.z_loss",
     },
     "mtf": {
+        # No vocab_size: Mesh TensorFlow takes it from the mixture's vocabulary.
         "d_model": "d_model",
         "d_ff": "d_ff",
         "num_heads": "num_heads",
@@ -199,8 +201,10 @@ def _optimizer(config: RunConfig, dialect: Dialect) -> _Items:
         # In T5X None means no momentum; 0.0 would add a slot for it.
         has_slot = optimizer.beta1 or optimizer.momentum_slot
         yield "adafactor.Adafactor.beta1", optimizer.beta1 if has_slot else None
+        # A constant decay of second moments; T5X's is a power of the step.
         ours = ("decay_rate",)
     else:
+        # Mesh TensorFlow's Adafactor has none of these.
         ours = ("weight_decay_rate", "weight_decay_rate_lr_exponent", "global_norm_clip")
         ours += ("max_parameter_scale", "skip_nan_updates", "momentum_slot")
     if optimizer.factor_map not in ((), ALL_HEURISTIC):
@@ -225,6 +229,7 @@ def _schedule(config: RunConfig, dialect: Dialect) -> _Items:
     # A constant rate is the only schedule that both dialects can express.
     if dialect == "t5x" and name in ("constant_learning_rate", "constant"):
         yield f"{factors}.factors", "constant"
+        # Mesh TensorFlow's two functions name it differently.
         (rate,) = arguments.values()
         yield f"{factors}.base_learning_rate", rate
         return
@@ -309,6 +314,7 @@ def _run_of_mesh(config: RunConfig) -> _Items:
     # Write None explicitly: t5's own files set 2,048 tokens, which may split the batch.
     yield name, tokens if config.num_microbatches > 1 else None
     layout = config.layout
+    # [] is one device; defaults.gin would ask for a TPU's topology.
     parts = {"batch": layout.data or 1, "model": layout.model}
     yield "utils.run.mesh_shape", ",".join(f"{k}:{v}" for k, v in parts.items() if v > 1) or []
     if layout.fully_sharded:

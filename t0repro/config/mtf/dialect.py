@@ -91,6 +91,7 @@ def describe(
     Raises:
       UserError: As from `load`, or if the packages are needed and not installed.
     """
+    # TensorFlow Datasets' folder is a setting of SeqIO's.
     if inputs.tfds_data_dir or not packages.can_be_described(inputs.module_imports):
         return None
     try:
@@ -167,8 +168,6 @@ def load_model_api(
 def layout_of(arguments: RunArguments, tpu_mesh: str | None) -> Layout:
     """The Layout that mesh_shape and layout_rules define; without a mesh, all devices along data.
 
-    Mesh TensorFlow may shard only some of heads, d_ff and vocabulary; here, all three are sharded.
-
     Args:
       arguments: of `utils.run`.
       tpu_mesh: see `RunInputs.tpu_mesh`.
@@ -201,6 +200,7 @@ def layout_of(arguments: RunArguments, tpu_mesh: str | None) -> Layout:
         # Only a mesh computed for a TPU adapts to the devices of this machine.
         bound = arguments.arguments(selector, arguments.utils.tpu_mesh_shape)
         topology = bound["tpu_topology"]
+    # Mesh TensorFlow may shard only some of these three; here, all of them are sharded.
     return Layout(parts("batch"), parts("d_ff", "heads", "vocab"), topology=topology)
 
 
@@ -486,6 +486,7 @@ class _ConfigReader:
         for field in ("master", "slice", "activation"):
             names[field] = dtype_name(self._gin, f"{field}_dtype")
             self._gin.note(f"dtypes.{field}", DTYPES, f"{field}_dtype")
+        # As t5's main does without --tpu, whatever gin binds.
         if self._float32:
             for field in ("slice", "activation"):
                 names[field] = "float32"

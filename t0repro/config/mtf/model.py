@@ -354,11 +354,9 @@ class _ModelReader:
             self._check_activation(layer.activation, scope)
 
     def recompute(self, towers: Mapping[str, Any]) -> Recompute | None:
-        """`full` if LayerStack.recompute_grads is True; otherwise None, which decides by memory.
-
-        False cannot mean `none`: T0's commands have this default and must fit their TPU slices.
-        """
+        """`full` if LayerStack.recompute_grads is True; otherwise None, which decides by memory."""
         asked = any(tower.layer_stack._recompute_grads for tower in towers.values())
+        # False cannot mean `none`: T0's commands have this default and must fit their TPU slices.
         return "full" if asked else None
 
     def activations(self, feed_forward: Any, exact_gelu: bool) -> tuple[Activation, ...]:
@@ -434,11 +432,7 @@ class _ModelReader:
         return float(gin_door.resolved("", _RMS_NORM).get("epsilon", 1e-6))
 
     def dropout_rate(self, towers: Mapping[str, Any]) -> float:
-        """The one rate of all dropouts.
-
-        Layers are built in their tower's scope. Sublayers are called outside of it, so binding
-        sublayer_dropout in a scope has no effect; `misread` has refused that.
-        """
+        """The one rate of all dropouts."""
         rates = {
             layer.dropout_rate for tower in towers.values() for layer in tower.layer_stack._layers
         }
@@ -466,5 +460,7 @@ class _ModelReader:
         )
 
     def _sublayers_rate(self) -> float:
+        # Layers are built in their tower's scope, but sublayers are called outside of it, where a
+        # scoped binding would have no effect; `misread` has refused those.
         # Nothing bound means 0, the default of Mesh TensorFlow's sublayer_dropout.
         return gin_door.resolved("", _DROPOUT).get("dropout_rate", 0.0)

@@ -94,6 +94,7 @@ def parse(inputs: MeshInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bi
         # No file has these bindings.
         places |= dict.fromkeys(bound.places, _FLAGS)
         mesh_transformer = importlib.import_module("t5.models.mesh_transformer")
+        # predict and score read texts: MtfModel then takes the vocabulary that gin binds.
         name = flags.mixture_or_task if flags.mode in ("train", "finetune", "eval") else None
         gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary(name))
     return Bindings(places, scopes=parsed.scopes | read.scopes | bound.scopes)

@@ -107,6 +107,7 @@ class OptimizerReader:
         if not isinstance(pattern, str):
             self._refuse_run("variable_filter", "a function as variable_filter")
         self._note("optimizer.frozen", Reference("", _RUN), "variable_filter")
+        # Mesh TensorFlow searches, so a pattern may match anywhere in a variable's name.
         frozen = tuple(path for path, name in names.items() if not re.search(pattern, name))
         if len(frozen) == len(names):
             raise UserError(

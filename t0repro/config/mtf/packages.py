@@ -14,11 +14,9 @@ from t0repro.config.gin_imports import has_module
 _PACKAGES = ("tensorflow", "mesh_tensorflow", "t5", "seqio")
 
 
+# Not an Exception, since gin and `configuration_errors` would turn that into a user's error.
 class NeedsPackages(BaseException):
-    """A configuration asks for something that only the real packages can do.
-
-    Not an Exception, since gin and `configuration_errors` would turn that into a user's error.
-    """
+    """A configuration asks for something that only the real packages can do."""
 
 
 _stand_ins: Mapping[str, Any] | None = None

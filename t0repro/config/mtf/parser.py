@@ -114,6 +114,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     # This locks gin's configuration; later changes must unlock it explicitly.
     gin.finalize()
     flag = "--additional_task_cache_dirs"
+    # After gin's files, as in t5's main, so that nothing that they import overrides it.
     add_cache_dirs(inputs.cache_dirs, flag)
     if inputs.tfds_data_dir:
         importlib.import_module("seqio").set_tfds_data_dir_override(inputs.tfds_data_dir)

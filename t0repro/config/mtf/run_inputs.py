@@ -236,6 +236,7 @@ def dtype_name(arguments: RunArguments, argument: str) -> str:
 
 
 def _hashable(value: Any) -> Any:
+    # gin reads lists, and a RunConfig is frozen.
     return tuple(value) if isinstance(value, list) else value
 
 

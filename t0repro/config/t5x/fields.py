@@ -78,20 +78,18 @@ def decoding_fields(prefix: str, model: records.EncoderDecoderModel) -> dict[str
 
 
 def decoding_options(model: records.EncoderDecoderModel) -> Mapping[str, tuple[Any, str]]:
-    """The options of a model's decoding function, each with the argument that decides it.
-
-    decoder_params override what gin binds for the function, as T5X passes them as arguments. T5X
-    also passes its own number of decodes, whatever gin binds for the function.
-    """
+    """The options of a model's decoding function, each with the argument that decides it."""
     # T5X's default is beam_search.
     function = model.decode_fn if model.decode_fn is not None else records.BeamSearch()
     if type(function) not in METHODS:
         return {}
     name = f"decoding.{METHODS[type(function)]}"
     found = {key: (value, f"{name}.{key}") for key, value in vars(function).items()}
+    # T5X passes these as arguments, so they override what gin binds for the function.
     for given, argument in (
         (model.default_decoder_params, "models.EncoderDecoderModel.default_decoder_params"),
         (model.decoding.decoder_params, f"{DECODE}.decoder_params"),
     ):
         found |= {key: (value, argument) for key, value in (given or {}).items()}
+    # T5X passes its own number of decodes too, whatever gin binds.
     return found | {"num_decodes": (model.decoding.num_decodes, f"{DECODE}.num_decodes")}

@@ -351,6 +351,7 @@ def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
         # Files of this package bind more than any single run reads.
         if place.startswith(str(shipped_files())):
             continue
+        # A file may serve several runs, but an override was written for this one.
         if not place.startswith("--gin"):
             warnings.append(f"{place}: this run does not read {name}")
             continue
@@ -400,6 +401,7 @@ def _short(selector: str) -> str:
 def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
     for call in reached:
         scope = "/".join(call.scopes)
+        # Their values are shown where arguments take them.
         if call.selector == MACRO or call.selector == "gin.constant":
             continue
         wrapped = gin_door.function_of(call.selector)

@@ -221,6 +221,7 @@ def decoding_plan(model: records.EncoderDecoderModel, places: Places) -> Decodin
                 f"decoding.{method} has no argument {key} here.",
                 f"Known: {', '.join(sorted(known))}.",
             )
+    # T5X raises for this too, but only once it decodes.
     if method == "temperature_sample" and options["topk"] and options["topp"]:
         raise places.refused(
             found["topp"][1],
@@ -237,6 +238,7 @@ def decoding_plan(model: records.EncoderDecoderModel, places: Places) -> Decodin
 
 
 def _apply_hard_limit(options: dict[str, Any]) -> None:
+    # T5X takes the lower of the two, so one number is enough.
     limit = options.pop("max_decode_steps_hard_limit", None)
     steps = options.get("max_decode_steps")
     if limit and steps is not None:

@@ -65,8 +65,7 @@ def partitioner_differences(partitioner: PjitPartitioner, places: Places) -> Ite
 def _sizes(partitioner: PjitPartitioner) -> dict[str, int]:
     """The number of devices that share a model, by argument; the first argument counts.
 
-    T5X reads both mesh shapes or neither, then the submesh, then the number of partitions. Here, a
-    single mesh shape counts if nothing else is given.
+    T5X reads both mesh shapes or neither, then the submesh, then the number of partitions.
     """
     ici, dcn = partitioner.ici_mesh_shape, partitioner.dcn_mesh_shape
     submesh = partitioner.model_parallel_submesh
@@ -81,6 +80,7 @@ def _sizes(partitioner: PjitPartitioner) -> dict[str, int]:
     others = {name: size for name, size in sizes.items() if size is not None}
     if len(shapes) == 2:
         return {"ici_mesh_shape": along, **others}
+    # T5X reads no single mesh shape, so one counts only if nothing else is given.
     return {**others, **shapes}
 
 

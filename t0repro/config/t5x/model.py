@@ -165,8 +165,9 @@ def _activations(shape: records.T5Config, places: Places) -> tuple[Activation, .
 
 
 def _recompute(shape: records.T5Config) -> Recompute:
-    """scalable_t5's policy; there, a policy of any other name keeps only a layer's input."""
+    """The policy that scalable_t5 has; `none` for the other networks."""
     policy = getattr(shape, "remat_policy", None) or "none"
+    # In scalable_t5, a policy of any other name keeps only a layer's input.
     return policy if policy in ("none", "minimal") else "full"
 
 

@@ -152,9 +152,11 @@ class _Optax:
         return _described(name)
 
 
+# gin refuses another object under a name that it has registered.
 @functools.cache
 def _described(name: str) -> Any:
     """A function with the signature of optax's that returns its arguments as an OptaxCall."""
+    # Here, because it imports JAX, and errors in files that need no optax should not wait for it.
     import optax
 
     function = getattr(optax, name, None)
@@ -163,6 +165,7 @@ def _described(name: str) -> Any:
             f"optax has no {name}.", fix=f"Its names: {nearest_names(name, dir(optax), count=3)}."
         )
 
+    # gin reads the signature, which this copies, to refuse unknown arguments.
     @functools.wraps(function)
     def describe(*args: Any, **kwargs: Any) -> records.OptaxCall:
         bound = inspect.signature(function).bind(*args, **kwargs)

@@ -154,10 +154,7 @@ def _adafactor(
 def _factor_map(
     record: records.Adafactor, trained: Collection[str], places: Places
 ) -> tuple[tuple[str, str], ...]:
-    """T5X's factor rules; for a T5's matrices and vectors, only None changes anything.
-
-    With `logical_factor_rules`, T5X replaces the map by the model's logical axes.
-    """
+    """T5X's factor rules; for a T5's matrices and vectors, only None changes anything."""
     name = f"{ADAFACTOR}.factor_map"
     if record.factor_map is None:
         return ALL_HEURISTIC
@@ -165,6 +162,7 @@ def _factor_map(
         raise places.refused(
             name, record.factor_map, "with factored = False there is nothing to map.", "Bind None."
         )
+    # T5X then replaces the map by the model's logical axes, which leave matrices to their size.
     if record.logical_factor_rules is not None:
         return ALL_HEURISTIC
     for path in trained:

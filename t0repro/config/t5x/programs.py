@@ -49,6 +49,7 @@ class TrainProgram(Record):
     eval_steps: int
     eval_period: int
     random_seed: int | None
+    # config.gin is written in any case, so nothing but T5X's own function is accepted.
     summarize_config_fn: Any = None
     relative_steps: int | None = None
     stats_period: int | None = None

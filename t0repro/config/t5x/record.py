@@ -33,9 +33,6 @@ class WrongArgument(UserError):
 class Record:
     """A dataclass that instantiates arguments that are record classes.
 
-    T5X instantiates classes that a gin file names (`trainer_cls = @trainer.Trainer`) later, but
-    gin's values for them are available only while gin has the configuration.
-
     Raises:
       WrongArgument: if an argument does not have its declared type.
     """
@@ -44,6 +41,8 @@ class Record:
         hints = hints_of(type(self))
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             if field.init:
+                # T5X instantiates a class such as `trainer_cls = @trainer.Trainer` later, but gin's
+                # values for it are available only while gin has the configuration.
                 value = _called(getattr(self, field.name))
                 if not fits(value, hints[field.name]):
                     raise WrongArgument(type(self), field.name, value, hints[field.name])

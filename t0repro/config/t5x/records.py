@@ -27,8 +27,7 @@ class DatasetConfig(Record):
       task_feature_lengths: tokens per feature; None stands for the longest example.
       batch_size: examples over all devices; rows, when they are packed.
       seed: None picks another order at each start.
-      num_shards: shards of a training run's examples. T5X has no such argument; it makes as many
-        shards as hosts have different rows.
+      num_shards: shards of a training run's examples.
     """
 
     mixture_or_task_name: Any
@@ -40,9 +39,11 @@ class DatasetConfig(Record):
     use_cached: bool = False
     pack: bool = False
     use_custom_packing_ops: bool = False
+    # T5X's old way to name the module that registers the tasks; its run files still bind it.
     module: str | None = None
     use_memory_cache: bool = True
     trim_output_features: bool = True
+    # Not in T5X, which makes as many shards as hosts have different rows.
     num_shards: int = 1
 
 
@@ -140,6 +141,7 @@ class Decoding(Record):
 class BeamSearch(Record):
     """`decoding.beam_search`; `alpha` is the exponent of the length penalty ((5 + length) / 6)."""
 
+    # T5X's default, which nothing reads: its model passes a number of its own.
     num_decodes: int = 4
     alpha: float = 0.6
     max_decode_len: int | None = None
@@ -166,8 +168,6 @@ class EncoderDecoderModel(Record):
 
     Attributes:
       decoding: the values that gin binds for `predict_batch_with_aux`.
-
-    T5X's files of 2021 bind the three arguments of the loss for `loss_fn` instead of the model.
     """
 
     module: Transformer
@@ -184,6 +184,7 @@ class EncoderDecoderModel(Record):
 
     def __post_init__(self) -> None:
         # Both methods are called here, so that gin supplies its bindings for them.
+        # T5X's files of 2021 bind the loss's arguments for `loss_fn` instead of the model.
         for name, value in self.loss_fn().items():
             object.__setattr__(self, name, value)
         # After loss_fn, so that the types of what gin binds for it are checked too.
@@ -258,6 +259,7 @@ class ScannedT5Config(T5Config):
     """The shape of `t5x.examples.scalable_t5.network.Transformer`, whose layers are scanned."""
 
     scan_layers: bool = True
+    # Ignored: it only orders the axes in T5X's own checkpoints.
     param_scan_axis: int = 1
     remat_policy: str = "none"
 
@@ -267,10 +269,10 @@ class GpuT5Config(T5Config):
     """The shape of `t5x.contrib.gpu.t5.network.Transformer`.
 
     Attributes:
-      scale_attn_logits: divides queries by the square root of head_dim; for optimizers that do not
-        scale updates by the parameters' size.
+      scale_attn_logits: divides queries by the square root of head_dim.
     """
 
+    # For optimizers that do not scale updates by the parameters' size.
     scale_attn_logits: bool = False
 
 
@@ -302,6 +304,7 @@ class HParamMap(Record):
 class Adafactor(Record):
     """T5X's Adafactor; `beta1` None means no momentum, for which Mesh TensorFlow uses 0.0."""
 
+    # Ignored: the Trainer's schedule sets the rate of each step.
     learning_rate: float | None = None
     factored: bool = True
     multiply_by_parameter_scale: bool | HParamMap = True
@@ -315,6 +318,7 @@ class Adafactor(Record):
     epsilon2: float = 1e-3
     dtype_momentum: Any = "float32"
     factor_map: HParamMap | None = None
+    # T5X reads these for scanned layers only; a plain matrix is factored by its size.
     logical_factor_rules: Any = None
     weight_decay_rate_lr_exponent: float | None = None
     global_norm_clip_threshold: float | None = None

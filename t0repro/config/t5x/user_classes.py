@@ -85,6 +85,7 @@ def _kind_of(record: Any) -> type[records.Record]:
     return next(base for base in type(record).__mro__ if base in EXTENSIONS.values())
 
 
+# gin refuses another object under a name that it has registered.
 @functools.cache
 def _record_class(cls: type, record: type[records.Record]) -> type[records.Record]:
     """A record with the arguments of a user's class."""
