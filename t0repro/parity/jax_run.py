@@ -107,6 +107,7 @@ def run_jax(
         optimizer,
         make_schedule(config.schedule),
         num_microbatches=config.num_microbatches,
+        # Not used: a job with dropout is refused, because the stacks cannot share their noise.
         dropout_key=jax.random.key(0),
     )
     # In the trainer's form, so that the comparison covers the code that trains.
@@ -173,6 +174,7 @@ def _forward(model: T5, params: dict, batch: Arrays) -> tuple[Arrays, np.ndarray
         feature = "inputs" if tower == "encoder" else "targets"
         activations |= _residual_stream(tower, modules, x)
         x = modules[f"{tower}_norm"]["__call__"][0]
+        # Towers multiply by it after the norm, whose own result is what flax captured.
         activations[f"{tower}/output"] = x * _present(model, batch, feature)
     activations["logits"] = logits
     return {name: x.astype(np.float32) for name, x in activations.items()}, losses

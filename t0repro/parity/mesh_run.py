@@ -231,6 +231,7 @@ def _train(
         start_step = int(session.run(step))
 
         def save() -> str:
+            # The Saver writes the masters, while updates change the slices.
             session.run(to_masters)
             return saver.save(session, str(out / "model.ckpt"), global_step=step)
 

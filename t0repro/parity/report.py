@@ -194,6 +194,7 @@ def error_plot(findings: Sequence[Finding], label: str) -> str:
             style = {"linewidth": 1.6, "linestyle": (0, (3, 2))}
             axes.axvline(tolerance, color=ROLES["chance"], **style)
         axes.set_xscale("log")
+        # Bars end at 1e3, where NaN and infinity are drawn too.
         axes.set_xlim(_SMALLEST, max(1e-4, *(min(f.error * 2, 2e3) for f in shown if f.error > 0)))
         if drawing.narrow:
             axes.set_yticks([])

@@ -166,6 +166,7 @@ def _task(name: str, config: RunConfig) -> ScoredTask:
             where="--eval_task",
             fix="Name a task that rank classification evaluates, e.g. one in ..._score_eval.",
         )
+    # One more than are scored, which shows whether the last input has all of its choices.
     examples = list(itertools.islice(task.examples, PAIRS + 1))
     count = min(PAIRS, len(examples))
     if count < len(examples):

@@ -165,6 +165,7 @@ def _normalised(
     axes: Factoring,
 ) -> tuple[jax.Array, Slots]:
     """The gradient over the root of its second moment, and the new second moment."""
+    # Mesh TensorFlow adds epsilon1 to the square, before the means, and not to the root.
     squared = jnp.square(gradient) + config.epsilon1
     mixing = 1.0 - decay
     if axes.dropped is None:

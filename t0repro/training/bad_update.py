@@ -103,6 +103,7 @@ class ReportBadUpdate(Hook):
     def finish(self, loop: TrainingLoop) -> None:
         """Saves the state for the replay unless a checkpoint of this step exists already."""
         path = checkpoint_path(self._config.model_dir, loop.step)
+        # One process decides, because a save needs all of them.
         if self._is_reported and not from_first(path.exists):
             start_checkpoint(
                 self._config.model_dir, loop.held_state, save_notes=self._note

@@ -159,6 +159,7 @@ def _start_saving(
     check_is_no_pattern(path, "Checkpoints")
     arrays = {name: np.asarray(value) if is_alone() else value for name, value in tree.items()}
     nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
+    # Here and not in `finish`: processes number their meetings in the main thread's order.
     whole = meeting_point()
     with contextlib.ExitStack() as stack:
         stack.enter_context(writing(path))
@@ -202,13 +203,11 @@ def _start_saving(
 
 @contextlib.contextmanager
 def _without_leftovers(temporary: Path) -> Iterator[None]:
-    """After a failure, removes what Orbax wrote, which takes up a full disk.
-
-    Writes still under way would put files back, so it keeps checking for a while.
-    """
+    """After a failure, removes what Orbax wrote, which takes up a full disk."""
     try:
         yield
     except BaseException:
+        # For a second, because writes still under way put files back.
         for _ in range(20):
             shutil.rmtree(temporary, ignore_errors=True)
             time.sleep(0.05)
@@ -217,11 +216,7 @@ def _without_leftovers(temporary: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_after_failure() -> Iterator[None]:
-    """Keeps Orbax and TensorStore from printing tracebacks of a failure that is raised anyway.
-
-    Orbax logs the failure in each of its threads. It then closes its event loop; writes that are
-    still under way find it closed, which Python reports as an exception that nobody can catch.
-    """
+    """Keeps Orbax and TensorStore from printing tracebacks of a failure that is raised anyway."""
     hook = sys.unraisablehook
 
     def report(unraisable: Any) -> None:
@@ -235,7 +230,10 @@ def _quiet_after_failure() -> Iterator[None]:
             for part in ("futures", "checkpointers/async")
         )
 
+    # Orbax closes its event loop after a failure. Writes still under way then find it closed, which
+    # Python reports as an exception that nobody can catch.
     sys.unraisablehook = report
+    # Orbax logs the failure in each of its threads.
     with only_records("absl", is_worth_logging):
         yield
     sys.unraisablehook = hook  # after a failure `report` stays: the writes end later

@@ -99,6 +99,8 @@ def of_each_target(
         padding = [(0, 0), (0, parts * positions - length)] + [(0, 0)] * (x.ndim - 2)
         return jnp.pad(x, padding).reshape(rows, parts, positions, *x.shape[2:]).swapaxes(0, 1)
 
+    # prevent_cse=False: in a loop, XLA does not merge the recomputation with the forward pass, and
+    # JAX's guard against that is slow.
     found = jax.lax.map(
         jax.checkpoint(of_part, prevent_cse=False), (split(hidden), split(jnp.asarray(targets)))
     )
@@ -241,6 +243,7 @@ def token_weights(config: ModelConfig, batch: Batch) -> Array:
 
 def _with_loss(config: ModelConfig, targets: Int[Array, "batch length"]) -> Array:
     """Which targets count in the loss."""
+    # 0 is padding, and Mesh TensorFlow negates the ids of tokens that it reads but does not score.
     counted = targets > 0
     return counted & ~of_inputs(targets) if config.loss_on_targets_only else counted
 
@@ -382,6 +385,7 @@ def choice_losses(
     sums = jnp.sum(jnp.where(real, log_p.reshape(real.shape), 0.0), axis=-1)
     scores = jnp.where(lengths > 0, sums / jnp.maximum(lengths, 1), _NEVER)
     chosen = jax.nn.logsumexp(scores, axis=-1) - scores[:, 0]
+    # -expm1(log p) is 1 - p, without the rounding of a p close to 1.
     unlikelihood = -jnp.log(_SPARED - jnp.expm1(log_p))
     values = (chosen * batch["example_weights"], unlikelihood * batch["unlikelihood_weights"])
     return {name: jnp.sum(value) for name, value in zip(CHOICE_LOSSES, values, strict=True)}

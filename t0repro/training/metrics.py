@@ -176,6 +176,7 @@ def write_value(writer: Any, step: int, name: str, value: Any) -> None:
         options = {"sample_rate": value.sample_rate}
     if kind == "Summary":
         options = {"metadata": value.metadata}
+    # A writer need not have all of clu's methods; the line lists what it leaves out.
     if hasattr(writer, method):
         getattr(writer, method)(step, {name: getattr(value, "value", value)}, **options)
 

@@ -128,6 +128,7 @@ class MetricsManager:
         def note() -> None:
             _wait_for(block_on)
             now = time.perf_counter() if jax.tree.leaves(block_on) else called_at
+            # Work that was queued before this call may have ended after it.
             self._ended_at = max(self._ended_at, now)
 
         self._submit(note)
@@ -150,6 +151,7 @@ class MetricsManager:
             waited = max(0.0, min(input_wait or 0.0, called_at - (before or called_at)))
             fetched = on_host(metrics)
             if input_wait is not None:
+                # Seconds waited per second make a fraction.
                 fetched["timing/input_wait_fraction"] = TimeRate(waited)
             seconds = now - (before or now)
             self._steps, self._seconds = self._steps + 1, self._seconds + seconds

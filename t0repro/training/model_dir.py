@@ -81,6 +81,7 @@ def locked_for_training(
             return
         if reader is not None and shapes is not None and not allow_changed:
             check_slots(reader, shapes)
+        # Only now: a refused run must leave the record of what trained the checkpoints.
         with writing(output_path(model_dir) / RECORD):
             settings = json.dumps(_settings(config), indent=1)
             write_atomically(output_path(model_dir) / RECORD, settings + "\n")

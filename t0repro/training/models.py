@@ -214,6 +214,7 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
             "output_vocabulary": None,
             "label_smoothing": config.label_smoothing,
             "z_loss": config.z_loss,
+            # In a configuration, None divides by all targets; in T5X, None divides by nothing.
             "loss_normalizing_factor": config.loss_denominator or "NUM_TOTAL_TARGET_TOKENS",
         }
         return cls(module=module, optimizer_def=optimizer_def, **(options | arguments))
@@ -307,6 +308,7 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         prompts = (
             defaults.prompt_with_targets if prompt_with_targets is None else prompt_with_targets
         )
+        # Without EOS, as in T5X: decoding would end where the prompt does.
         prompt = jnp.where(prompts & (prompt != options["eos_id"]), prompt, 0)
         assert self._decode_fn is not None
         cache, tokens_to_logits = t5_functions(self.module, params, inputs, count, targets.shape[1])

@@ -156,14 +156,12 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
 
 
 def _clipped(gradients: list[jax.Array], config: AdafactorConfig) -> list[jax.Array]:
-    """Gradients of all parameters, scaled down together if their norm is above the limit.
-
-    The factor is limit * min(1 / limit, 1 / norm), which rounds as in T5X.
-    """
+    """Gradients of all parameters, scaled down together if their norm is above the limit."""
     limit = config.global_norm_clip
     if limit is None:
         return gradients
     norm = jnp.sqrt(jnp.sum(jnp.stack([jnp.sum(jnp.square(g)) for g in gradients])))
+    # Not min(1, limit / norm), which rounds differently than T5X does.
     scale = limit * jnp.minimum(1.0 / limit, 1.0 / norm)
     return [gradient * scale for gradient in gradients]
 
@@ -207,14 +205,12 @@ def _momentum_slots(path: str, shape: tuple[int, ...], config: MomentumConfig) -
 
 
 def _momentum(gradient: Gradient, config: MomentumConfig) -> tuple[jax.Array, Slots]:
-    """Momentum, subtracting the velocity from before this step's gradient.
-
-    Mesh TensorFlow assigns the new velocity and subtracts the variable's value, which in its graph
-    is the old one. On CPU the two are not ordered, so by chance a parameter moves by either.
-    """
+    """Momentum, subtracting the velocity from before this step's gradient."""
     before = gradient.slots.momentum_v
     assert before is not None
     velocity = gradient.value * gradient.learning_rate + before * config.momentum
+    # Mesh TensorFlow assigns the new velocity and subtracts the variable's value, in its graph the
+    # old one. On CPU the two are not ordered, so by chance a parameter moves by either.
     return -before, Slots(momentum_v=velocity)
 
 

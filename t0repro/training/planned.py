@@ -93,6 +93,7 @@ class CollectGarbage(Hook):
     def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Switches off Python's automatic collection."""
         self._first = loop.step
+        # Otherwise each process collects after another step, and all of them wait every time.
         gc.disable()
 
     def after_step(self, loop: TrainingLoop) -> None:

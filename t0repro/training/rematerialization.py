@@ -56,6 +56,7 @@ def decided(
         if memory is None:
             return None, ""
         state, needed = partitioning.divided(held), dict[Recompute, int]()
+        # Nothing keeps less, so it is chosen without asking whether the step fits.
         way: Recompute = "full"
         for tried in _FROM_LEAST:
             needed[tried] = step_bytes(_recomputing(config, tried), state, features, partitioning)
@@ -124,16 +125,13 @@ def _saved_activations(
 ) -> int:
     """Bytes that one device keeps from a microbatch's forward pass for the backward pass.
 
-    Traced for one device's rows and its share of the model, outside of any device mesh. Decisions
-    that the model bases on the size of a device's arrays (attention in blocks, logits in slices)
-    are therefore those of the real step, in which arrays are larger by the mesh's size and then
-    sharded.
-
     Args:
       config: A training run.
       features: Shapes [rows, length] of the features of a full batch.
       partitioning: Its devices.
     """
+    # One device's share, outside of any mesh: what the model decides by the size of a device's
+    # arrays (attention in blocks, logits in slices) is then as in the real step.
     model = T5(_share(config.model, partitioning.model), config.dtypes)
     parts = config.num_microbatches * partitioning.data
     batch = {
@@ -158,15 +156,13 @@ def _saved_activations(
 
 
 def _share(model: ModelConfig, parts: int) -> ModelConfig:
-    """The model with the heads, d_ff and vocabulary of which one device holds a shard.
-
-    Each is divisible, or the devices would not have been arranged so (`devices.check_divides`).
-    """
+    """The model with the heads, d_ff and vocabulary of which one device holds a shard."""
     adapter = model.adapter
     if adapter is not None:
         # A shard may have a smaller side than its kernel.
         sides = (model.num_heads * model.d_kv // parts, model.d_ff // parts)
         adapter = dataclasses.replace(adapter, rank=min(adapter.rank, *sides))
+    # All of these divide evenly, or `devices.check_divides` would have refused the layout.
     return dataclasses.replace(
         model,
         adapter=adapter,

@@ -167,6 +167,7 @@ def adafactor_default(
 ) -> jax.Array:
     """The rate that Mesh TensorFlow's Adafactor uses in a run without a schedule."""
     del total
+    # Both numbers are those of AdafactorOptimizer._learning_rate_default.
     rate = jnp.minimum(jax.lax.rsqrt(step + 1.0), 0.01)
     return rate if multiply_by_parameter_scale else rate * 0.05
 

@@ -129,6 +129,7 @@ def new_state(model: T5Model, key: jax.Array, like: TrainState | None = None) ->
         return TrainState.create(model.optimizer_def, model.get_initial_variables(key, {}))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
     if not is_own(model):
+        # Under jit, so that no device has to hold a user's model alone.
         return jax.jit(lambda key: new_state(model, key), out_shardings=shardings)(key)
     params = initial_parameters(model.module, key, shardings.params)
     # Under jit each device makes its own part of the slots.
@@ -306,10 +307,11 @@ class Feed:
         return (self._put(self._model.features(batch)) for batch in checked)
 
     def _checked(self, batches: Iterable[NumpyBatch]) -> Iterator[NumpyBatch]:
-        """Checks token ids: devices would read the last embedding for an id out of range."""
+        """The batches, each checked for token ids out of range."""
         vocab_size = self._vocab_size
         for batch in batches:
             for name in _TOKENS & batch.keys():
+                # XLA clamps an index out of range: the run would train on the last embedding.
                 if (largest := batch[name].max(initial=0)) >= vocab_size:
                     raise UserError(
                         f"A batch has the token {largest:,}, but the model's vocabulary is"

@@ -121,6 +121,7 @@ class T5Model(BaseModel):
     def __init__(
         self, module: T5, optimizer_def: Optimizer | None = None, *, measured: bool = True
     ):
+        # Not super(), which for EncoderDecoderModel is BaseTransformerModel with its arguments.
         BaseModel.__init__(self, optimizer_def)
         self.module, self._measured = module, measured
         self._denominator: float | jax.Array | None = None  # of the batch that a copy is for
@@ -266,6 +267,7 @@ def t5x_features(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         name: np.asarray(batch[ours], np.int32) for name, ours in _OURS.items() if ours in batch
     }
     targets = named["decoder_target_tokens"]
+    # Negative ids are tokens without loss, which the decoder reads like any other.
     read = np.abs(_delayed(targets))
     named["decoder_loss_weights"] = (targets > 0).astype(np.int32)
     for side in ("encoder", "decoder"):

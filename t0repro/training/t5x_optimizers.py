@@ -100,6 +100,7 @@ class Adafactor(Optimizer):
 
     config: AdafactorConfig
 
+    # optax's class is a NamedTuple, whose fields only __new__ can set.
     def __new__(
         cls,
         learning_rate: float | None = None,
@@ -179,6 +180,7 @@ class Adafactor(Optimizer):
             momentum_slot=beta1 is not None,
             weight_decay_rate=weight_decay_rate,
             weight_decay_rate_lr_exponent=weight_decay_rate_lr_exponent or None,
+            # T5X only tests whether it is true, so 0 does not clip either.
             global_norm_clip=global_norm_clip_threshold or None,
             max_parameter_scale=max_parameter_scale,
             skip_nan_updates=bool(skip_nan_updates),

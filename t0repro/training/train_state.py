@@ -511,11 +511,9 @@ def check_parameters(
 
 
 def _report_unused(tree: OpenTree, shapes: Container[str], where: str) -> None:
-    """Warns of parameters that the model lacks, such as the upper layers of a deeper model.
-
-    Mesh TensorFlow and T5X ignore them silently, so they are no error here either.
-    """
+    """Warns of parameters that the model lacks, such as the upper layers of a deeper model."""
     extra = _unused(tree, shapes)
+    # No error: Mesh TensorFlow and T5X ignore such parameters, and say nothing.
     if extra and is_first():
         warning = (
             f"warning: {where} has {counted(len(extra), 'parameter')} that the model lacks, for"

@@ -357,6 +357,7 @@ def make_train_step(
             partitioning=partitioning,
         )
         values = {"loss": metrics["loss"].total, "learning_rate": metrics["learning_rate"].total}
+        # Part of the tree's structure: with another one, jit would compile the next step again.
         return new_state.replace(optimizer=state.optimizer), values
 
     return train_step

@@ -379,6 +379,7 @@ class BaseTrainer(abc.ABC):
     ) -> CompiledStep:
         """The step for batches of these shapes, cached in `made`."""
         key = shapes_of(features)
+        # An update waits here for a compilation in the background instead of starting its own.
         with self._compiling:
             if key not in made:
                 started = time.perf_counter()
