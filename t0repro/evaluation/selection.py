@@ -169,6 +169,7 @@ def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool
 def _ranking_twin(task: Any) -> Any:
     """The task that ranks the same prompt's answers, or the task itself if there is none."""
     try:
+        # T0 registers a prompt with answer choices a second time, under this suffix.
         return find_task(task.name + SCORE_EVAL_SUFFIX)
     except KeyError:
         return task

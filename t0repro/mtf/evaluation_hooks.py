@@ -121,6 +121,7 @@ class _Evaluation:
         functions = list(dataset.metric_fns or ())
         if not functions:
             return dataset
+        # eval_model calls a task's metrics in their order, so the last one completes its record.
         return dataset._replace(
             postprocess_fn=self._noting_targets(
                 dataset.name, dataset.postprocess_fn, ranks_choices(functions)

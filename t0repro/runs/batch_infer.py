@@ -240,6 +240,7 @@ class _TaskJob:
 
         shard = seqio.ShardInfo(self._plan.shard_id, self._plan.num_shards)
         dataset, lengths = self._dataset(shard), self._lengths()
+        # Not packed, because each example gets a line of its own.
         converted = seqio.EncDecFeatureConverter(pack=False)(dataset, lengths)
         # The seed makes every pass and every process see the same examples, so skipping is exact.
         pairs: Any = tf.data.Dataset.zip((dataset, converted)).skip(skip).as_numpy_iterator()

@@ -292,7 +292,7 @@ def _most_at_once(memory: Any, partitioning: Partitioning) -> int:
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     beside = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results
     # libtpu's temp_size_in_bytes may be too high: 11.04 GiB where its own report (xla_dump_to) has
-    # 8.15. Its peak agrees with that, but counts on-chip memory, much in small programs.
+    # 8.15. Its peak agrees, but counts on-chip memory, which matters in small programs.
     return min(memory.temp_size_in_bytes, max(0, beside))
 
 

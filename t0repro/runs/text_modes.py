@@ -56,6 +56,7 @@ def score_from_strings(configuration: Configuration) -> None:
     """
     strings, lengths = configuration.run.score_strings, configuration.run.sequence_length
     assert strings is not None and lengths is not None
+    # Mesh TensorFlow's encode_inputs encodes the targets too, by this vocabulary.
     vocabulary = configuration.vocabularies[0]
     inputs, targets = strings_to_score(strings)
     # 0 is padding, which is not scored.

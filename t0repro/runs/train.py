@@ -172,6 +172,7 @@ def train(
     if plan.relative_steps is not None:
         end_step = start.step + plan.relative_steps
     elif end_step < start.step and not plan.may_start_past_end:
+        # T5X refuses this too; Mesh TensorFlow's Estimator just ends without training.
         raise UserError(
             f"total_steps is {end_step:,}, but the checkpoint is of step {start.step:,}.",
             where=config.provenance.get("train_steps"),
@@ -182,7 +183,7 @@ def train(
     written = output_folder(model_dir)
     evaluated = last_evaluated(written)
     nothing = f"nothing to train: step {start.step:,}, train_steps {end_step:,}"
-    # As in T5X, a run with no step left may still evaluate before training, and nothing else.
+    # As in T5X, a run with no step left to train may still evaluate.
     if start.step >= end_step and not still_evaluates(plan, evaluations, start, evaluated):
         say(nothing)
         return fresh(start.state) if start.is_new else start.state

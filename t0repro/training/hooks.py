@@ -120,6 +120,7 @@ class SaveCheckpoints(Hook):
 
     def after_step(self, loop: TrainingLoop) -> None:
         """Saves if a checkpoint is due, after writing the metrics of all steps so far."""
+        # Raises the error of a save that failed, such as a full disk, now and not at the next save.
         if self._writing is not None and self._writing.done():
             self.wait()
         if self._is_due(loop.step):
