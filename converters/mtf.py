@@ -237,11 +237,9 @@ class MtfWriter:
 
 
 def publish_mtf(staged: Path, directory: Path, step: int) -> None:
-    """Moves a checkpoint by `MtfWriter` into a directory that others read.
-
-    Data without an index is not a checkpoint, so the old index is removed first and the new one
-    moved last.
-    """
+    """Moves a checkpoint by `MtfWriter` into a directory that others read."""
+    # Data without an index is not a checkpoint, so the old index is removed first and the new one
+    # moved last.
     (directory / f"model.ckpt-{step}.index").unlink(missing_ok=True)
     # Its data may be in more shards than the new one's, and the rest would stay.
     for stale in directory.glob(f"model.ckpt-{step}.*"):
@@ -273,10 +271,6 @@ def _state_text(steps: list[int]) -> str:
 def latest_mtf_prefix(directory: str | Path) -> str | None:
     """Returns the prefix that the state file names, else the highest step's, else None.
 
-    If the run's model_dir was an absolute path, the state file names its checkpoints by absolute
-    paths. In a copied or moved directory these lead elsewhere; the state file then means the
-    checkpoint of the same name beside it.
-
     Raises:
       UserError: If the checkpoint that the state file names is missing, or if it names none.
     """
@@ -292,6 +286,8 @@ def latest_mtf_prefix(directory: str | Path) -> str | None:
                 " latest is then the one of the highest step.",
             )
         return storage.join(directory, f"model.ckpt-{steps[-1]}") if steps else None
+    # Of a run whose model_dir was an absolute path, the state file names absolute paths. In a
+    # copied or moved directory they lead elsewhere, and mean the checkpoint of that name here.
     prefix = storage.join(directory, storage.name(named))
     if not storage.is_file(f"{prefix}.index"):
         raise UserError(

@@ -58,16 +58,14 @@ def is_orbax(path: str) -> bool:
 
 
 def _is_committed(path: str) -> bool:
-    """Whether an Orbax directory in a bucket, which appears file by file, is complete.
-
-    Orbax writes COMMITTED last. Before that it writes the time into `_CHECKPOINT_METADATA`, which a
-    copy of a local directory also has.
-    """
+    """Whether an Orbax directory in a bucket, which appears file by file, is complete."""
     names = set(storage.names(path))
+    # Orbax writes COMMITTED last, this project INTEGRITY.
     if not names.isdisjoint((INTEGRITY, COMMITTED)):
         return True
     if _CHECKPOINT_METADATA not in names:
         return METADATA in names
+    # A copy of a local directory has no COMMITTED, but this time, which Orbax writes late too.
     try:
         described = json.loads(storage.read(storage.join(path, _CHECKPOINT_METADATA)))
         return described["commit_timestamp_nsecs"] is not None
@@ -112,12 +110,7 @@ class OrbaxArrays:
         return bool(self.integrity)
 
     def unchecked(self) -> list[str]:
-        """Lists the arrays whose missing chunks nothing would reveal: those with a fill value.
-
-        TensorStore omits chunks that contain only the fill value, and reads a lost chunk as if it
-        did. Without a fill value it writes every chunk, so a loss is noticed. `_METADATA` may say
-        that it wrote every chunk anyway.
-        """
+        """Lists the arrays whose missing chunks nothing would reveal: those with a fill value."""
         return [
             name
             for name, description in self._arrays.items()
@@ -178,6 +171,8 @@ class OrbaxArrays:
 
     def _is_complete(self, description: zarr.Description) -> bool:
         """Whether all chunks of an array were written."""
+        # TensorStore omits chunks that contain only the fill value, and reads a lost chunk as if it
+        # did. Without a fill value it writes every chunk. `_METADATA` may say that it did anyway.
         return self._has_every_chunk or not description.has_fill_value
 
     def _check_chunks(self, name: str, found: Collection[str]) -> None:

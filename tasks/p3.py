@@ -4,8 +4,7 @@
     t5_mesh_transformer --module_import=t0repro.tasks.t0 --additional_task_cache_dirs=p3 ...
 
 The branch `main` has contained Parquet since 2024. Before, `data/<task>/` was SeqIO's cache itself:
-COMPLETED, info.<split>.json, stats.<split>.json and <split>.tfrecord-00000-of-00001. REVISION is
-the last commit of that form (25 January 2023).
+COMPLETED, info.<split>.json, stats.<split>.json and <split>.tfrecord-00000-of-00001.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from t0repro.tasks.templates import load_template, task_name, template_datasets,
 
 HUB = "https://huggingface.co"
 REPOSITORY = "bigscience/P3"
+# The last commit in the form of SeqIO's cache, of 25 January 2023.
 REVISION = "eebf82105ad8b692635572bcb5ba58e1b6d3c473"
 UNFINISHED = ".p3_unfinished"
 """Folder, inside the destination, for incomplete tasks."""

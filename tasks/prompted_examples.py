@@ -64,10 +64,8 @@ def prompted_examples(
 
 
 def shard_of(shard: int, num_shards: int) -> Callable[[Numbered], Numbered]:
-    """The `choose` that keeps one shard of a split.
-
-    SeqIO shards the rendered rows, before a twin makes an example of each choice.
-    """
+    """The `choose` that keeps one shard of a split."""
+    # SeqIO shards the rendered rows, before a twin makes an example of each choice.
     return lambda rendered: itertools.islice(rendered, shard, None, num_shards)
 
 

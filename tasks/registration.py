@@ -171,11 +171,7 @@ def _prompt(rows: PromptedRows) -> PromptedTask:
 
 
 def _with_most_splits(description: TaskDescription) -> TaskDescription:
-    """The task, or its earlier registration if that one already has all of its splits.
-
-    t0repro.tasks.local registers the splits on disk, t0repro.tasks.t0 all of them. Whichever is
-    imported first, the task ends up with all splits.
-    """
+    """The task, or its earlier registration if that one already has all of its splits."""
     known = task_descriptions().get(description.prompt.name)
     if known is None:
         return description
@@ -187,6 +183,8 @@ def _with_most_splits(description: TaskDescription) -> TaskDescription:
         or not _agree(theirs.files_of_splits, ours.files_of_splits)
     ):
         raise name_is_taken(description.prompt.name)
+    # t0repro.tasks.local registers the splits on disk, t0repro.tasks.t0 all of them. Whichever is
+    # imported first, the task ends up with all splits.
     return known if ours.files_of_splits.keys() <= theirs.files_of_splits.keys() else description
 
 
@@ -238,6 +236,7 @@ def load_tasks(
     # A user's module may register plain SeqIO tasks in addition to prompted ones.
     with_seqio = into_seqio or needs_seqio(modules)
     if with_seqio and modules:
+        # First: on a current TensorFlow, SeqIO and t5 cannot be imported without it.
         from t0repro import compat
 
         compat.quiet_logs()
@@ -266,6 +265,7 @@ def hand_to_seqio() -> None:
     for name, description in task_descriptions().items():
         if name not in names:
             seqio_tasks.add_task(description)
+    # After the tasks: SeqIO makes no mixture of tasks that it does not have.
     for mixture in prompted_mixtures().values():
         rates = mixture.rates or mixture.tasks
         seqio_tasks.add_mixture(mixture.name, rates, mixture.default_rate)

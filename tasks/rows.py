@@ -97,6 +97,7 @@ def read_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[d
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (line number from 1, line) of each line that is not blank, that is, of each row."""
+    # In bytes: each line is decoded by itself, so that an error names its line.
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.isspace():
@@ -240,12 +241,12 @@ def _sha256(path: Path, modified: int, size: int) -> str:
 def kept_rows(count: int, max_rows: int | None, seed: int | None = None) -> Collection[int]:
     """Which of `count` rows are kept, at most `max_rows`: evenly spaced, or drawn by a seed.
 
-    A seed draws the rows that T-Few draws from the same rows (r-three/t-few, dataset_readers.py):
-    numpy's old generator shuffles all of them, and the first are taken.
+    A seed draws the rows that T-Few draws from the same rows.
     """
     if max_rows is None or count <= max_rows:
         return range(count)
     if seed is not None:
+        # As in r-three/t-few, dataset_readers.py: NumPy's old generator shuffles all rows.
         order = list(range(count))
         np.random.RandomState(seed).shuffle(order)
         return frozenset(order[:max_rows])

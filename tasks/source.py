@@ -225,6 +225,7 @@ class PromptedRows:
             return compiled(self.template).render(row, f"{self.name}/{split}/{index}")
         except UserError:  # the template itself is broken
             raise
+        # A template calls filters and methods of the row's values, which may raise anything.
         except Exception as error:
             raise cannot_render(
                 self.template.name, error, row, self.reader(split).place(index)

@@ -217,6 +217,7 @@ def add_cache_dirs(folders: Iterable[str | os.PathLike[str]], where: str | None 
     """
     paths = [str(input_path(folder, where)) for folder in folders]
     if "seqio" in sys.modules:
+        # Of a cache in a bucket, this disk holds sparse files in place of the shards.
         from t0repro.tasks.prompt_cache.records import stream_into_seqio
 
         stream_into_seqio()
@@ -250,6 +251,7 @@ OF_T5 = ("glue", "super_glue")
 
 # Tasks with other metrics than accuracy. Source: t5.data.glue_utils.
 _T5S: dict[tuple[str, str | None], tuple[str, ...]] = {
+    # ax, axb and axg are test sets alone.
     ("glue", "ax"): (),
     ("glue", "cola"): ("matthews_corrcoef",),
     ("glue", "mrpc"): ("f1_score_with_invalid", "accuracy"),
@@ -319,8 +321,6 @@ def record_mixture(mixture: PromptedMixture) -> None:
 def check_rates(mixture: str, rates: Mapping[str, float]) -> None:
     """Checks that a mixture's rates are finite, not negative, and not all 0.
 
-    SeqIO never samples a task with rate 0. If all rates are 0, the mixture is silently empty.
-
     Raises:
       UserError: If they are not; names the task.
     """
@@ -330,6 +330,7 @@ def check_rates(mixture: str, rates: Mapping[str, float]) -> None:
                 f"The rate of {task} in mixture {mixture!r} is {rate}.",
                 fix="Give a number of examples, 0 or more.",
             )
+    # SeqIO never samples a task with rate 0, so such a mixture would be silently empty.
     if rates and not any(rates.values()):
         raise UserError(
             f"No task of mixture {mixture!r} has a rate above 0, so it has no examples.",

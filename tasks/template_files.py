@@ -90,6 +90,7 @@ def read_template_file(path: str | Path) -> TemplateFile:
 def _folder_name(content: _Mapping, key: str, path: Path) -> str:
     """A dataset or subset, which is also a path: refused if it leaves T0REPRO_DATA_DIR."""
     value = _text(content, key, str(path))
+    # Python refuses a path with a NUL by a ValueError, wherever it is first used.
     if value.startswith("/") or ".." in value.split("/") or "\0" in value:
         raise UserError(
             f"{key} is {value!r}, which leads out of the folder of datasets.",

@@ -45,8 +45,6 @@ def postprocess(
 ) -> str | int:
     """The stripped text or, if the answer choices are fixed, the index of its class, -1 if none.
 
-    Cached targets of P3 begin with a space, which is why both outputs and targets are stripped.
-
     Args:
       output_or_target: The text to compare.
       example: Ignored; SeqIO passes it.
@@ -54,6 +52,7 @@ def postprocess(
       label_classes: The answer choices that every example has, or None.
     """
     del example, is_target
+    # Cached targets of P3 begin with a space, so both outputs and targets are stripped.
     text = output_or_target.strip()
     if not label_classes:
         return text
@@ -145,6 +144,7 @@ def _rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, floa
     from rouge_score import rouge_scorer, scoring
 
     names = ("rouge1", "rouge2", "rougeLsum")
+    # As in t5, it resamples with NumPy's global generator, so the last digits vary.
     scorer, means = rouge_scorer.RougeScorer(names), scoring.BootstrapAggregator()
     for texts in zip(targets, predictions, strict=True):
         # ROUGE-L reads a sentence a line.
@@ -156,6 +156,7 @@ def _rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, floa
 def _edit_distance(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
     """Numbers of words to insert, remove or replace."""
     found = [
+        # t5's words: between two separators it has an empty one, which counts.
         _distance(*(re.split(r"[^\w]", text.lower()) for text in pair))
         for pair in zip(targets, predictions, strict=True)
     ]
@@ -179,6 +180,7 @@ def _distance(one: Sequence[str], other: Sequence[str]) -> int:
 def _auc(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
     """Areas below the curves of true and false positives, and of precision and recall."""
     return {
+        # From 0 to 1, as in t5, where other metrics are in percent.
         "auc-roc": _sklearn("roc_auc_score")(targets, predictions),
         "auc-pr": _sklearn("average_precision_score")(targets, predictions),
     }

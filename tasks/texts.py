@@ -77,6 +77,7 @@ def add_text_task(
         name,
         _source(found, (field,) if isinstance(field, str) else tuple(field)),
         preprocessors=[
+            # No inputs yet: the objective makes them out of the targets.
             functools.partial(
                 seqio.preprocessors.rekey, key_map={"inputs": None, "targets": "text"}
             ),
@@ -84,6 +85,7 @@ def add_text_task(
             # Cached before the objective, which samples new noise in every epoch.
             seqio.CacheDatasetPlaceholder(),
             _denoising(objective, merge_examples),
+            # Trims first: SeqIO's own trim at the end would cut EOS off a long example.
             seqio.preprocessors.append_eos_after_trim,
         ],
         output_features=dict.fromkeys(("inputs", "targets"), _feature(vocabulary)),
@@ -146,6 +148,7 @@ def add_described(description: str) -> list[str]:
 
 def _matching(name: str, patterns: str | Sequence[str]) -> list[str]:
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    # Sorted: glob lists files in the file system's order, which is not that of another machine.
     found = sorted({path for pattern in patterns for path in glob.glob(pattern)})
     if not found:
         raise UserError(

@@ -110,6 +110,7 @@ def check_not_export(run_mode: str | None) -> None:
 def _read(words: tuple[str, ...], mode: JobMode | None) -> Arguments:
     single = ("--backend", "--model_dir", "--out", "--checkpoint", "--mixture")
     parser = _parser(*single, "--auxiliary_job_mixtures", "--gin_search_paths")
+    # The commands take these several times; of the others, the last one counts.
     repeated = ("--gin_file", "--gin_param", "--gin_bindings", "--gin_location_prefix")
     for name in (*repeated, _AUXILIARY, "--module_import"):
         parser.add_argument(name, action="append", default=[])
@@ -166,6 +167,7 @@ def gin_files_replaced(
         words.append(word)
     if folder is None:
         return tuple(words)
+    # t5_mesh_transformer adds its prefixes up; the run modes have one option for all folders.
     if arguments.mode is None:
         return (*words, f"--gin_location_prefix={folder}")
     folders = ",".join((folder, *arguments.search_paths))

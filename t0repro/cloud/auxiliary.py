@@ -83,9 +83,6 @@ def make_controller(
 def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
     """Checks everything about the jobs that is known before the first checkpoint.
 
-    Jobs that run elsewhere may find their rows and caches only there, so for those only the gin
-    files are checked.
-
     Raises:
       UserError: See `commands.check` and `preflight.check_by_dry_run`.
     """
@@ -94,6 +91,8 @@ def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
     machine = find_machine(
         options.machines, options.auxiliary_job_platform, options.auxiliary_job_cell
     )
+    # Jobs that run elsewhere may find their rows and caches only there, so of those only the gin
+    # files are checked.
     if (options.launcher or machine.launcher) == "local":
         check_by_dry_run(settings, macros, machine.environment)
 
@@ -104,8 +103,7 @@ def auxiliary_jobs_during_training(
 ) -> Iterator[None]:
     """Runs a controller in a separate process while the block trains in `model_dir`.
 
-    When the block ends, the controller finishes what is left, and the block waits for it. The
-    controller notices the end by its standard input, which the system closes however training ends.
+    When the block ends, the controller finishes what is left, and the block waits for it.
 
     Raises:
       UserError: at once, if a job could not work; at the end, if not every job succeeded.
@@ -116,6 +114,7 @@ def auxiliary_jobs_during_training(
     asked = json.dumps([dataclasses.asdict(options), dataclasses.asdict(gin)], default=str)
     controller = subprocess.Popen(
         [sys.executable, "-m", __name__, os.fspath(model_dir), asked],
+        # Shows the controller the end of training: the system closes it however training ends.
         stdin=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for training; the controller ends when the pipe closes
     )
@@ -157,6 +156,7 @@ def _main(model_dir: str, asked: str) -> None:
     try:
         with heard_by(prefixed):
             done = make_controller(model_dir, options, gin).run(training_continues)
+            # A model_dir in a bucket is a working copy here; this uploads the rest of it.
             working_copies.close_all()
     except UserError as error:
         prefixed(str(error))

@@ -106,6 +106,7 @@ def wait_until_ended(
         except (exceptions.ServerError, exceptions.RetryError, ConnectionError) as error:
             silent_since = silent_since or time.monotonic()
             if time.monotonic() - silent_since > _MOST_SECONDS_WITHOUT_ANSWER:
+                # Raised again inside the block, which turns it into a UserError.
                 with cloud_errors("look at the job, which continues", where=name):
                     raise
             say(f"the service does not answer, trying again: {' '.join(str(error).split())}")
@@ -153,11 +154,13 @@ def logs(name: str, place: Place, *, last: int | None = None) -> list[str]:
 
     seen = look(name, place)
     endpoint = overridden(LOGGING)
+    # Custom jobs still log under the resource type of Cloud ML Engine, Vertex AI's ancestor.
     query = f'resource.type="ml_job" AND resource.labels.job_id="{seen.name.rpartition("/")[2]}"'
     with cloud_errors("read the job's log", where=name):
         client = logging.Client(
             project=place.project, client_options={"api_endpoint": endpoint} if endpoint else None
         )
+        # 1,000 is the most that Cloud Logging sends for a request; its default is 50.
         found = client.list_entries(
             filter_=query, order_by="timestamp desc", max_results=last, page_size=1000
         )

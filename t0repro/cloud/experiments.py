@@ -338,6 +338,7 @@ def read_runs(experiment: str, names: Sequence[str], place: Place) -> list[Compa
     """
     aiplatform = connect(place)
     with cloud_errors("read the experiment", where=experiment):
+        # Curves, which are not compared, would cost the client more calls, and calls have a quota.
         rows = aiplatform.Experiment(experiment).get_data_frame(include_time_series=False)
     # The uploader makes runs for TensorBoard's folders beside those of the jobs. A run without a
     # value has NaN in its column.
@@ -363,6 +364,7 @@ def _compared(row: dict[str, Any]) -> ComparedRun:
         state=row["state"],
         facts={fact: row[f"param.{fact}"] for fact in _FACTS if row.get(f"param.{fact}")},
         metrics={
+            # `results` records each metric as a pair, NAME and NAME/step.
             name: (value, int(values[f"{name}/step"]))
             for name, value in values.items()
             if f"{name}/step" in values

@@ -90,6 +90,7 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
     for kind, label in (("platforms", platform), ("cells", cell)):
         fields |= _entry(known, kind, label, file)
     try:
+        # strict: dacite would ignore a misspelled field.
         machine = dacite.from_dict(Machine, fields, dacite.Config(strict=True))
     except dacite.DaciteError as error:
         raise UserError(

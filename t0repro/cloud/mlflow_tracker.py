@@ -52,15 +52,13 @@ def open_run(run: TrackedRun, run_id: str | None) -> MlflowRun:
 
 @contextlib.contextmanager
 def _few_retries() -> Iterator[None]:
-    """Limits the retries of an unreachable server to three, unless the user sets a number.
-
-    With MLflow's 7, a command with a wrong address would wait silently for four minutes. Once the
-    run has begun, 7 are right, because an outage must not lose metrics.
-    """
+    """Limits the retries of an unreachable server to three, unless the user sets a number."""
     name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
     if name in os.environ:
         yield
         return
+    # With MLflow's 7, a command with a wrong address would wait silently for four minutes. Once the
+    # run has begun, 7 are right, because an outage must not lose metrics.
     os.environ[name] = "3"
     try:
         yield

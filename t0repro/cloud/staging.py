@@ -129,6 +129,7 @@ def _includes(path: Path) -> Iterator[str]:
         return  # the configuration's check reports it, with its place
     for statement in statements:
         if isinstance(statement, config_parser.IncludeStatement):
+            # `a/../x.gin` is x.gin: only a path that leads out of the folder is refused.
             yield posixpath.normpath(statement.filename) if statement.filename else ""
 
 

@@ -415,6 +415,7 @@ def _difference(
 
 def _standard_error(first: Outcomes, second: Outcomes) -> float:
     """Standard error of the difference of two runs' means over prompts, in percentage points."""
+    # A prompt's shares add up to 1, so the difference is the sum of these over examples.
     gain = (second.share * second.right - first.share * first.right).mean(-1)
     moves = 100 * (gain - gain.mean())
     examples = len(moves)

@@ -72,6 +72,7 @@ def models_sections(models: Models) -> list[Section]:
             entry.dataset,
             f"{pair.a} and {pair.b}",
             f"{pair.difference:+.1f}",
+            # HTML sorts by the number: as texts, +10.0 would come before +2.0.
             Cell(f"{pair.interval.low:+.1f} to {pair.interval.high:+.1f}", pair.interval.low),
             f"{pair.p_value:.3g}",
             f"{pair.p_adjusted:.3g}",
@@ -155,6 +156,7 @@ def accuracy_section(compared: RunComparison) -> Section:
             f"{entry.difference:+.1f}",
             Cell(f"{entry.interval.low:+.1f} to {entry.interval.high:+.1f}", entry.interval.low),
             f"{entry.p_value:.3g}",
+            # Reports before schema 5 have neither of these two.
             "" if entry.p_adjusted is None else f"{entry.p_adjusted:.3g}",
             "" if entry.detectable is None else f"{entry.detectable:.1f}",
             str(entry.only_a),
@@ -254,6 +256,7 @@ def flips_section(compared: RunComparison) -> list[Section]:
             str(flip.example),
             str(flip.predicted_a),
             str(flip.predicted_b),
+            # None: a single choice has no second best.
             "" if flip.margin_a is None else Cell(f"{flip.margin_a:.2e}", flip.margin_a),
             "" if flip.margin_b is None else Cell(f"{flip.margin_b:.2e}", flip.margin_b),
             _right(flip.right_a, flip.right_b, a, b),
@@ -267,6 +270,7 @@ def flips_section(compared: RunComparison) -> list[Section]:
 
 
 def _right(right_a: bool | None, right_b: bool | None, a: str, b: str) -> str:
+    # Reports before schema 4 do not record it.
     if right_a is None or right_b is None:
         return ""
     return "both" if right_a and right_b else a if right_a else b if right_b else "neither"

@@ -78,6 +78,7 @@ def confusion(
       results: of one dataset's prompts.
       choices: task -> its fixed choices, None where they vary.
     """
+    # Choices that vary between examples have no labels in common.
     fixed = [result for result in results if choices.get(result.task)]
     if not fixed:
         return None

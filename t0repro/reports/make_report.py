@@ -247,6 +247,7 @@ def _overlap_notes(
     of_task = {result.task: result for result in results}
     for dataset, tasks in tasks_by_dataset(of_task, prompts).items():
         members = [of_task[task] for task in tasks]
+        # The prompts read the same rows, of which some may drop a few: the largest number counts.
         listed = max(int(np.isin(r.example, overlap.get(r.task, ())).sum()) for r in members)
         if not listed:
             continue
@@ -273,6 +274,7 @@ def _summarize(
 
     `extras` has accuracies in percent: task -> name of another definition -> accuracy under it.
     """
+    # A dataset may be in two groups: under prompts trained on and under held-out ones.
     parts: dict[tuple[str, str], list[RankResult]] = {}
     for result in sorted(results, key=lambda result: result.task):
         label = dataset_label(result.task, prompts)
@@ -284,6 +286,7 @@ def _summarize(
             label, group, members, prompts, eval_dir, options.bootstrap, extras
         )
         datasets.append(dataset)
+    # After the loop, since Holm's correction needs the p-values of all datasets.
     datasets = corrected(datasets)
     groups = [group_result(group, datasets, means, options.bootstrap) for group in GROUP_TITLES]
     return tuple(group for group in groups if group is not None), datasets

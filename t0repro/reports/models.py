@@ -174,6 +174,7 @@ def _dataset(
     return DatasetModels(
         dataset,
         {label: float(np.mean(each)) for label, each in means.items()},
+        # The runs are a sample of all seeds, hence n - 1.
         {label: float(np.std(each, ddof=1)) for label, each in means.items() if len(each) > 1},
         tuple(
             _pair(a, b, of_label[a], of_label[b], bootstrap)
@@ -197,6 +198,7 @@ def _pair(
 def _separated(
     datasets: Sequence[DatasetModels], seeds: Mapping[str, int], bootstrap: Bootstrap
 ) -> Models:
+    # In the order in which the loop below takes them back.
     adjusted = iter(holm([pair.p_value for dataset in datasets for pair in dataset.pairs]))
     ever: set[frozenset[str]] = set()
     found = []
@@ -239,6 +241,7 @@ def corrected_by(models: Models, comparisons: Sequence[RunComparison]) -> list[R
     return _with_p_values(
         comparisons,
         (
+            # None for two seeds of one model, which are no pair of models.
             values.get((compared.label_a, compared.label_b, entry.dataset))
             for compared in comparisons
             for entry in compared.datasets

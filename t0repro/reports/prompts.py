@@ -116,13 +116,11 @@ def training_datasets(tasks: Collection[str], prompts: Mapping[str, PromptInfo])
 
 
 def synthetic_datasets(labels: Collection[str]) -> tuple[str, ...]:
-    """Labels of datasets with generated rows, recognized by name.
-
-    Matches anywhere in the label: without the tasks' module the label is a task's name, which need
-    not start with the dataset's.
-    """
+    """Labels of datasets with generated rows, recognized by name."""
     from t0repro.tasks.catalogue import SYNTHETIC
 
+    # Anywhere in the label: without the tasks' module it is a task's name, which need not start
+    # with the dataset's.
     return tuple(sorted(label for label in labels if SYNTHETIC in label))
 
 

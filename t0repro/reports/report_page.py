@@ -128,6 +128,7 @@ def _ties_warning(prompts: Sequence[tuple[str, int, int]]) -> str:
     Args:
       prompts: (name, ties, examples) of every prompt.
     """
+    # At least one: of a few examples, that share is less than one.
     tied = [entry for entry in prompts if entry[1] >= max(1, _NOTICEABLE_TIES * entry[2])]
     if not tied:
         return ""

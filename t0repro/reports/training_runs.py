@@ -25,6 +25,7 @@ HEADER = ("run", "state", "step", "loss", "tokens", "tokens/s", "left")
 # Far longer than a step: each step rewrites the record once it is 5 seconds old.
 _SILENT = datetime.timedelta(minutes=10)
 _MESH_CHECKPOINT = re.compile(r"model\.ckpt-\d+\.index")
+# Unfinished checkpoints too, which Orbax and T5X name checkpoint_N.<something>.
 _NO_RUNS_INSIDE = re.compile(r"checkpoint_\d+.*|\..*")
 
 

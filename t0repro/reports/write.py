@@ -82,6 +82,7 @@ def all_or_none(out: str | os.PathLike[str]) -> Iterator[Path]:
             os.replace(path, out / path.name)
         sync_directory(out)
     except OSError as error:
+        # Named as in the user's folder: the temporary one is gone when the message is read.
         at_fault = Path(error.filename or staging)
         path = out / at_fault.name if at_fault.parent == staging else out
         raise UserError(
@@ -126,6 +127,7 @@ def write_tables(
 
     csv_name, parquet_name = "scores.csv", "scores.parquet"
     with all_or_none(out) as staging, contextlib.ExitStack() as stack:
+        # newline="": the csv module ends lines itself, and a cell may contain line breaks.
         file = stack.enter_context(open(staging / csv_name, "w", encoding="utf-8", newline=""))
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(COLUMNS)

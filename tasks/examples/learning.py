@@ -3,8 +3,7 @@
 scripts/small_texts.sh trains on prompts of four datasets. It evaluates other prompts of these, a
 held-out dataset of a task type that it trains on (imdb: film reviews, like rotten_tomatoes), and
 datasets of T0's held-out task types. Rows come from T0REPRO_DATA_DIR. Larger sets are evaluated on
-evenly spaced rows, so that many checkpoints can be evaluated. ag_news and trec have no validation
-split, so their test splits are evaluated; for imdb it is the larger split, which nothing trains on.
+evenly spaced rows, so that many checkpoints can be evaluated.
 """
 
 from t0repro.tasks.source import Split
@@ -38,6 +37,7 @@ TRAINED = (
             "which_section_choices",
         ),
         evaluate=("classify_question_first", "which_section"),
+        # ag_news and trec have no validation split.
         validation=Split("test", 250),
     ),
     PromptedDataset(
@@ -61,6 +61,7 @@ HELD_OUT_DATASETS = (
         None,
         # Its question comes first, so truncating a long review keeps it.
         evaluate=("Movie Expressed Sentiment 2",),
+        # The larger of imdb's splits; nothing trains on it.
         validation=Split("train", 400),
     ),
 )

@@ -2,8 +2,7 @@
 
 Rows come from T0REPRO_DATA_DIR, and the vocabulary is T5's. No evaluation prompt is trained on;
 RTE, CB, COPA and ANLI's first round are held-out datasets. Evaluations use evenly spaced rows of
-the larger sets, so that Mesh TensorFlow scores them all in minutes on a CPU. ag_news and trec have
-no validation split, so their test splits are evaluated.
+the larger sets, so that Mesh TensorFlow scores them all in minutes on a CPU.
 """
 
 from t0repro.tasks.source import Split
@@ -31,6 +30,7 @@ DATASETS = (
         None,
         train=("classify", "classify_with_choices", "recommend", "which_section_choices"),
         evaluate=("classify_question_first", "which_section"),
+        # ag_news and trec have no validation split.
         validation=Split("test", ROWS),
     ),
     PromptedDataset(

@@ -2,8 +2,7 @@
 
 Mixtures: `questions_train`, `news_train`, and both together as `topics_train`; for ranking,
 `questions_eval_score_eval` and `news_eval_score_eval`, two prompts each, none of them trained on.
-Rows come from T0REPRO_DATA_DIR. Neither set has a validation split, so evenly spaced rows of the
-test splits are ranked.
+Rows come from T0REPRO_DATA_DIR; evenly spaced rows of the test splits are ranked.
 """
 
 from t0repro.tasks.registration import add_mixture
@@ -19,6 +18,7 @@ QUESTIONS = PromptedDataset(
     None,
     train=("pick_the_best_descriptor", "trec1", "what_category_best_describe"),
     evaluate=("trec2", "which_category_best_describes"),
+    # Neither set has a validation split.
     validation=Split("test", ROWS),
 )
 NEWS = PromptedDataset(

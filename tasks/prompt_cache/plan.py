@@ -214,6 +214,7 @@ def _selected(request: Request) -> list[str]:
     for pattern in request.patterns:
         matching = fnmatch.filter(tasks, pattern)
         if not matching:
+            # seqio_cache_tasks takes regular expressions, so users may bring theirs.
             regex = "Write * for anything, not .*. " if ".*" in pattern else ""
             raise UserError(
                 f"No task matches {pattern!r}.",
@@ -384,10 +385,7 @@ class _Planner:
         return digest
 
     def _check_same(self, task: TaskDescription, folder: Path, splits: Sequence[str]) -> None:
-        """Raises UserError if a cache is damaged, or differs from what this run would write.
-
-        Complete caches are never rebuilt, so a difference would otherwise go unnoticed.
-        """
+        """Raises UserError if a cache is damaged, or differs from what this run would write."""
         for split in splits:
             found = damage(folder, split)
             if found:
@@ -401,6 +399,7 @@ class _Planner:
             made = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
         except FileNotFoundError:  # seqio_cache_tasks made it
             return
+        # Complete caches are never rebuilt, so a difference would otherwise go unnoticed.
         now = {
             "template": template_digest(task),
             "vocabulary": model_digest(_model_of(task)),
