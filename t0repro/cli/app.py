@@ -38,6 +38,7 @@ app = typer.Typer(
     " comparisons. To run T0's own training and evaluation commands, use t5_mesh_transformer.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # `gate` prints errors instead
+    # Options may have dashes, as Typer makes them, or underscores, as t5's flags have them.
     context_settings={"token_normalize_func": canonical},
     epilog="Example: t0repro doctor",
 )
@@ -155,9 +156,11 @@ def _global_options(
     settings.how_to_continue = _HOW_TO_CONTINUE.get(
         context.invoked_subcommand or "", settings.how_to_continue
     )
+    # Messages then name T5X's flags instead of t5_mesh_transformer's.
     if context.invoked_subcommand in _T5X_MODES:
         context.with_resource(t5x_command())
     works = context.invoked_subcommand in _LONG_WORK
+    # A pipe that `train --help | head` closes interrupts no work.
     settings.long_work = works and "--help" not in sys.argv
 
 

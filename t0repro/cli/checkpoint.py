@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from t0repro.converters.inspection import Comparison, Inspection
 
 
+# Two models may differ in every tensor; --json prints them all.
 _ROWS_SHOWN = 20
 
 

@@ -112,13 +112,10 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
 
 
 def _search_working_folder() -> None:
-    """Lets a command import the user's modules from the working folder, as `python -m` does.
-
-    The folder comes last in the path. If it came first, a checkout's folder gin/ would shadow the
-    library.
-    """
+    """Lets a command import the user's modules from the working folder, as `python -m` does."""
     folder = os.getcwd()
     if folder not in sys.path:
+        # If it came first, a checkout's folder gin/ would shadow the library.
         sys.path.append(folder)
 
 
@@ -176,6 +173,7 @@ def _end_interrupted(command: str, how_to_continue: str) -> None:
 def _end_unread(command: str, settings: ErrorHandling) -> None:
     # Discard what is still buffered; otherwise Python complains about it at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    # People look at the beginning of a list with `| head`, so this is no failure.
     if not settings.long_work:
         sys.exit(0)
     print(
@@ -219,6 +217,7 @@ def find_user_error(error: BaseException | None) -> str | None:
             from t0repro.tasks.prompt_cache.folders import explain_damaged_record
 
             return str(explain_damaged_record(str(cause)))
+    # Only after all causes, because a UserError above the system's error says more.
     for cause in _causes(error):
         of_disk = storage_error(cause)
         if of_disk:

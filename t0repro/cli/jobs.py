@@ -60,6 +60,7 @@ def aux(
         --auxiliary_job_build_target_path "rank-eval --module_import t0repro.tasks.demo" --once
       t0repro aux status runs/demo/model --watch
     """
+    # Typer calls a group's callback before each of its commands, such as `status`.
     if context.invoked_subcommand is not None:
         return
     if model_dir is None:

@@ -221,6 +221,7 @@ class ProcessOptions:
     ] = None
     process_count: Annotated[int | None, typer.Option(help="Number of processes.")] = None
     process_index: Annotated[int | None, typer.Option(help="This process's number, from 0.")] = None
+    # JAX's own default, 300 s, applies if it is not given.
     initialization_timeout: Annotated[
         int | None,
         typer.Option(min=1, help="Seconds to wait for the other processes.", show_default="300"),
@@ -356,6 +357,7 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
 def _options(group: Any) -> Iterator[inspect.Parameter]:
     types = typing.get_type_hints(group, include_extras=True)
     for field in dataclasses.fields(group):
+        # The heading is that of the class that declares the field, not of one that inherits it.
         (owner,) = [
             each for each in group.__mro__ if field.name in vars(each).get("__annotations__", ())
         ]

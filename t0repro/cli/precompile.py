@@ -160,6 +160,7 @@ def _import_t5x(options: T5xOptions) -> bool:
 
     folders = [*options.gin_search_paths.split(","), str(shipped_files())]
     try:
+        # Listed and not parsed, because parsing would fail in the wrong dialect.
         lines = list_imports(options.gin_file or (), (), folders, None)
     except UserError:  # one of Mesh TensorFlow's is not found there
         return False
@@ -233,4 +234,5 @@ def _devices(topology: str | None) -> tuple:
         # Before JAX first uses a device, which fixes their number.
         jax.config.update("jax_num_cpu_devices", int(count))
     devices = jax.devices()
+    # Both stacks compute in float32 on a CPU, whatever gin binds.
     return devices, topologies.published(devices[0].device_kind), devices[0].platform == "cpu"

@@ -107,6 +107,7 @@ class TaskOptions:
         bool,
         typer.Option("--at_hand", help="Leave out tasks whose rows are missing, and list them."),
     ] = False
+    # By a hash of the input's number, so that prompts over the same rows get the same inputs.
     limit: Annotated[
         int | None,
         typer.Option(min=1, help="Evaluate a random sample of this many inputs per task."),
@@ -124,6 +125,7 @@ class ComputationOptions:
 
     HEADING: ClassVar = "Computation"
 
+    # Counted per device, so that no batch depends on the number of devices.
     tokens_per_batch: Annotated[
         int | None,
         typer.Option(
@@ -346,6 +348,7 @@ def _prompts(
     prompts = load_prompts(modules)
     add_cache_dirs(folders, "--cache_dir")
     cached = settings.use_cached
+    # Only if it must be, because importing TensorFlow and SeqIO takes seconds.
     if why := why_not_alone(mixture, settings.split, settings.modes, use_cached=cached):
         if not compat.is_installed():
             raise needs_reference_tier(why)

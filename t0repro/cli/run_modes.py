@@ -427,7 +427,9 @@ def start(
         describe=lambda state, devices: describe_training(
             config.model_dir, gin_text, state, devices
         ),
+        # TensorBoard shows a text as Markdown, where gin's comments would be headings.
         config_text=gin.markdown(gin_text),
+        # Only a user's model calls them, and making them imports SeqIO.
         vocabularies=(seqio_vocabulary(vocabularies[0]), seqio_vocabulary(vocabularies[1]))
         if "model" in config.plan.user_classes
         else (None, None),

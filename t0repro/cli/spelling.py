@@ -178,12 +178,11 @@ def output(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
 def target(parameter: typer.CallbackParam, value: str | None) -> str | None:
     """The callback of each argument that names where a converted checkpoint goes.
 
-    An address stays one, since conversions write to it without a copy on this machine's disk.
-
     Raises:
       UserError: For an address that cannot be opened.
     """
     if value is not None:
+        # An address stays one: conversions write to it without a copy on this machine's disk.
         check_address(value, _name(parameter))
     return value
 
@@ -203,6 +202,7 @@ def source(parameter: typer.CallbackParam, value: str | list[str] | None) -> str
 def check_inputs(command: Any) -> None:
     """Makes a Typer command and its subcommands read addresses where they read a `Path`."""
     for parameter in command.params:
+        # A path with a callback, such as `output`, is checked by that.
         if parameter.callback is None and "Path" in str(parameter.type_descriptor.annotation):
             parameter.callback = _input
     for child in getattr(command, "commands", {}).values():

@@ -32,6 +32,7 @@ def is_on_jax(arguments: Sequence[str]) -> bool:
     """Whether the command line asks for the JAX stack, before any flag is defined."""
     words = [*canonical_arguments(arguments), ""]
     pairs = [pair for word in itertools.pairwise(words) for pair in ["=".join(word), word[0]]]
+    # absl takes a flag with one dash too.
     return not {"--backend=jax", "-backend=jax"}.isdisjoint(pairs)
 
 
@@ -51,6 +52,7 @@ def define_alone(arguments: Sequence[str]) -> bool:
         return False
     _define_recorded()
     _define_own()
+    # absl turns a boolean flag off by --noNAME.
     if all(name in flags.FLAGS or name.removeprefix("no") in flags.FLAGS for name in names):
         return True
     exchange()
@@ -120,6 +122,7 @@ def _define_recorded() -> str:
     for flag in recorded()["flags"]:
         more = {"enum_values": flag["choices"]} if "choices" in flag else {}
         make = getattr(flags, f"DEFINE_{flag['kind']}")
+        # --help imports t5 where it is installed, so its help texts need no record.
         make(name=flag["name"], default=flag["default"], help="", **more)
     return __name__
 

@@ -209,6 +209,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
 
 def _described(options: Any, *, float32_activations: bool) -> Configuration | None:
     """The configuration of a run that needs neither TensorFlow nor t5; None for any other."""
+    # t5's real configurables are registered then, under the names that stand-ins would take.
     if "t5" in sys.modules:
         return None
     from t0repro.config.mtf import dialect

@@ -171,6 +171,7 @@ def export_tasks(
     tasks = select_tasks(mixture, dataset)
     if at_hand:
         tasks = rows_at_hand(tasks, split)
+    # The harness ranks choices itself, so it gets the prompts and not their `_score_eval` twins.
     suite = name or mixture.removesuffix("_score_eval")
     with count_progress(len(tasks), "rendering", "task", "rendered") as advance:
         done = export_tasks(tasks, split, folder, suite, advance)

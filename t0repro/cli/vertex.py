@@ -54,6 +54,7 @@ class JobOptions:
 
     HEADING: ClassVar = "Machines"
 
+    # T5X's script for Vertex AI always asks for this one.
     machine_type: Annotated[str, typer.Option(help="cloud-tpu, a2-highgpu-1g, ...")] = "cloud-tpu"
     accelerator_type: Annotated[
         str | None, typer.Option(help="TPU_V2, TPU_V3, NVIDIA_TESLA_A100, ...")
@@ -215,6 +216,7 @@ class SubmissionOptions:
         ),
     ] = False
     wait: Wait = False
+    # T5X's script asks as often.
     poll_seconds: PollSeconds = 15.0
 
     def check(self, tracking: Tracking | None) -> None:

@@ -17,12 +17,14 @@ def main() -> None:
         from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
         from lm_eval.api.registry import model_registry  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
+        # The harness is installed, but not what it imports; Python's own error names that.
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
         fix = "EXTRAS=lm-eval bash scripts/setup.sh"
         print(UserError("lm-evaluation-harness is not installed.", fix=fix), file=sys.stderr)
         sys.exit(2)
     model_registry.register("t0repro", target="t0repro.lm_eval.model:T0ReproLM")
+    # The harness lets the model's errors through, which would end it with a traceback.
     try:
         cli_evaluate()
     except UserError as error:

@@ -158,6 +158,7 @@ def harness_task(task: TaskDescription, split: str, rows: str) -> dict[str, Any]
         # The harness puts it before each choice; `lm_eval.model` removes it again.
         "target_delimiter": " ",
         "num_fewshot": 0,
+        # Not acc_norm too, which divides scores by the choices' lengths: T0 does not.
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
         "metadata": {
             "version": 1.0,

@@ -190,6 +190,7 @@ class T0ReproLM(LM):
         return np.array(tokens, np.int32)
 
     def _limit(self, options: Mapping[str, Any]) -> int:
+        # With temperature 0 a task asks for the greedy output, whatever do_sample says.
         sampled = options.get("do_sample") and options.get("temperature", 1.0) > 0
         if sampled or options.get("num_beams", 1) > 1:
             raise UserError(
@@ -210,6 +211,7 @@ class T0ReproLM(LM):
         # The embedding has more rows than the vocabulary has pieces.
         text = self._processor.decode([token for token in tokens if token < size])
         for stop in [until] if isinstance(until, str) else until:
+            # Python refuses to split a text at "".
             if stop:
                 text = text.split(stop)[0]
         return text
