@@ -452,7 +452,7 @@ class ScheduleConfig:
 
     name: str
     arguments: Annotated[Mapping[str, Any], _SCHEDULE_RANGES]
-    # Training may take several runs, so this need not be where this one ends.
+    # A schedule may cover several runs, so this need not be where this one ends.
     total_train_steps: Annotated[int, Range(at_least=0)]
 
 

@@ -360,7 +360,7 @@ def mesh_transformer_plan(
             # 0 keeps all, as in TensorFlow's Saver, which Mesh TensorFlow writes with.
             keep=keep_checkpoint_max or None,
             data=True,
-            # TensorFlow's own timer of checkpoints starts from zero in each process.
+            # TensorFlow's own timer of checkpoints remembers nothing of earlier processes.
             from_first_step=False,
         ),
         restore=start,

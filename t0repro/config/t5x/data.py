@@ -131,7 +131,7 @@ def restore_config(
     """
     if record is None:
         return None
-    # T5X's pretrain.gin binds [].
+    # T5X's pretrain.gin binds [] to start from initialized parameters.
     if not record.path:
         if record.adapter is not None:
             raise places.refused(
