@@ -6,12 +6,13 @@
 Training is as in T0's README: 1,024 packed rows of 1,024 and 256 tokens, Adafactor, dropout 0.1,
 bfloat16 activations, v3-512 with model_parallelism 8, as much rematerialization as the memory
 requires; and the same fully sharded. Evaluation is score_eval, 262,144 tokens per batch on v3-128
-with model_parallelism 4. On v5p-128, v6e-256 and eight H200, both are fully sharded, without model
-parallelism; training has `minimal` rematerialization.
+with model_parallelism 4. On v5p-128, v6e-256 and eight H200, neither has model parallelism, and
+training is fully sharded, with `minimal` rematerialization.
 
-XLA cannot compile for GPUs without a GPU. The figures for eight H200 come from a program for eight
-virtual CPU devices with the same layout. Its memory is an estimate, because XLA computes bfloat16
-in float32 on CPU. Operations, bytes sent and the predicted step follow from the layout.
+XLA compiles for GPUs only with CUDA's plugin, which is not used here. The figures for eight H200
+come from a program for eight virtual CPU devices with the same layout. Its memory is an estimate,
+because XLA computes bfloat16 in float32 on CPU. Operations, bytes sent and the predicted step
+follow from the layout.
 
     seconds of a step  = operations of a device / peak + bytes that it sends / link
     chip-hours         = 12,200 steps x seconds x chips / 3600
@@ -110,7 +111,11 @@ COMMANDS: dict[str, dict[str, Any]] = {
     },
     "evaluate": EVALUATION,
     **{
-        f"evaluate on {machine}": {**EVALUATION, "topology": topology, "changes": ALONE}
+        f"evaluate on {machine}": {
+            **EVALUATION,
+            "topology": topology,
+            "changes": {"model_parallelism": 1},
+        }
         for machine, topology in (
             ("v5p-128", "v5p-128"),
             ("v6e-256", "v6e-256"),
