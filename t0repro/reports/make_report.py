@@ -252,11 +252,17 @@ def _overlap_notes(
         if not listed:
             continue
         whole = float(np.mean([result.accuracy for result in members]))
-        rest = float(np.mean([without.get(r.task, r.accuracy) for r in members]))
+        # A prompt all of whose examples are listed has no accuracy without them.
+        rest = [
+            without.get(r.task, r.accuracy)
+            for r in members
+            if r.task in without or not np.isin(r.example, overlap.get(r.task, ())).any()
+        ]
         examples = max(len(result.example) for result in members)
+        others = f"{float(np.mean(rest)):.1f} without" if rest else "and no prompt has others"
         yield (
             f"{dataset}: {listed} of {examples} examples share text with training rows. Mean over"
-            f" prompts {whole:.1f} with them, {rest:.1f} without."
+            f" prompts {whole:.1f} with them, {others}."
         )
 
 

@@ -80,6 +80,19 @@ def test_accuracies_without_rows_shared_with_training_stand_beside_the_others(tm
     assert note.startswith("ag_news: 30 of 60 examples share text with training rows.")
     assert note.endswith(f"{np.mean(without):.1f} without.")
     assert "without rows shared with training" in render_html(report_page(report))
+    # A prompt of which nothing is left is not in the mean without them.
+    left, *gone = tasks
+    overlap = {left: list(range(30)), **{task: list(range(60)) for task in gone}}
+    report = report_of(evaluation, overlap=overlap)
+    (alone,) = [
+        p.extras["without_overlap"]
+        for d in report.datasets
+        for p in d.prompts
+        if "without_overlap" in p.extras
+    ]
+    assert report.notes[0].endswith(f"{alone:.1f} without.")
+    (note,) = report_of(evaluation, overlap={task: list(range(60)) for task in tasks}).notes
+    assert note.endswith("with them, and no prompt has others.")
     (note,) = report_of(evaluation, overlap={task: [] for task in tasks}).notes
     assert note.startswith("No example that was evaluated shares text")
     assert not report_of(evaluation).notes
