@@ -19,6 +19,7 @@ from t0repro.cli.options import (
     Modules,
     RunModes,
     allowlist_of,
+    gin_folders,
     mesh_inputs,
     t5x_inputs,
     with_groups,
@@ -81,7 +82,7 @@ def explain(
     if dry_run:
         # The listing must not run anyone's code, so it returns before anything is imported.
         overrides = [*(gin_param or ()), *(gin_bindings or ())]
-        folders = gin_search_paths.split(",") if run_mode else (gin_location_prefix or ())
+        folders = gin_search_paths.split(",") if run_mode else gin_folders(gin_location_prefix)
         _list_imports(run_mode, gin_file or (), overrides, folders, allowlist, as_json)
         return
     if run_mode:

@@ -83,13 +83,15 @@ GinParams = Annotated[
         "--gin_param", rich_help_panel=GIN, help="An override of a gin file's value; repeatable."
     ),
 ]
+
+
 GinFolders = Annotated[
     list[str] | None,
     typer.Option(
         "--gin_location_prefix",
         callback=source,
         rich_help_panel=GIN,
-        help="A folder to look for gin files in; repeatable.",
+        help="Folders to look for gin files in, separated by commas; repeatable.",
     ),
 ]
 GinImportAllowlist = Annotated[
@@ -111,6 +113,11 @@ def allowlist_of(values: Sequence[str] | None) -> tuple[str, ...] | None:
     return tuple(name for name in names if name)
 
 
+def gin_folders(words: Sequence[str] | None) -> list[str]:
+    """The folders of `GinFolders`: t5's flag has them all in one word."""
+    return [folder for word in words or () for folder in word.split(",")]
+
+
 def mesh_inputs(
     files: Sequence[str] | None,
     params: Sequence[str] | None,
@@ -127,7 +134,7 @@ def mesh_inputs(
         model_dir=model_dir,
         gin_files=files or (),
         gin_params=params or (),
-        location_prefixes=folders or (),
+        location_prefixes=gin_folders(folders),
         module_imports=modules or (),
         import_allowlist=allowlist,
     )

@@ -109,15 +109,16 @@ def check_not_export(run_mode: str | None) -> None:
 
 def _read(words: tuple[str, ...], mode: JobMode | None) -> Arguments:
     single = ("--backend", "--model_dir", "--out", "--checkpoint", "--mixture")
-    parser = _parser(*single, "--auxiliary_job_mixtures", "--gin_search_paths")
+    folders = ("--gin_search_paths", "--gin_location_prefix")
+    parser = _parser(*single, "--auxiliary_job_mixtures", *folders)
     # The commands take these several times; of the others, the last one counts.
-    repeated = ("--gin_file", "--gin_param", "--gin_bindings", "--gin_location_prefix")
+    repeated = ("--gin_file", "--gin_param", "--gin_bindings")
     for name in (*repeated, _AUXILIARY, "--module_import"):
         parser.add_argument(name, action="append", default=[])
     found, rest = _parsed(parser, words)
     # argparse cannot declare --gin.NAME: they are among the words that it does not know.
     overrides = [word.removeprefix("--gin.") for word in rest if word.startswith("--gin.")]
-    folders = found.gin_search_paths.split(",") if found.gin_search_paths else []
+    folders = found.gin_search_paths or found.gin_location_prefix
     return Arguments(
         words=words,
         mode=mode,
@@ -125,7 +126,7 @@ def _read(words: tuple[str, ...], mode: JobMode | None) -> Arguments:
         backend=found.backend or ("mtf" if mode is None else "jax"),
         gin_files=tuple(map(_readable, found.gin_file)),
         auxiliary_gin_files=tuple(map(_readable, found.auxiliary_job_gin_file)),
-        search_paths=(*folders, *found.gin_location_prefix),
+        search_paths=tuple(folders.split(",")) if folders else (),
         bindings=(*overrides, *found.gin_bindings, *found.gin_param),
         module_imports=tuple(found.module_import),
         output=found.out or found.model_dir,
@@ -167,11 +168,9 @@ def gin_files_replaced(
         words.append(word)
     if folder is None:
         return tuple(words)
-    # t5_mesh_transformer adds its prefixes up; the run modes have one option for all folders.
-    if arguments.mode is None:
-        return (*words, f"--gin_location_prefix={folder}")
+    option = "--gin_location_prefix" if arguments.mode is None else "--gin_search_paths"
     folders = ",".join((folder, *arguments.search_paths))
-    return (*words, f"--gin_search_paths={folders}")  # of two, the commands take the last
+    return (*words, f"{option}={folders}")  # of two, the commands take the last
 
 
 def _parser(*single: str) -> argparse.ArgumentParser:

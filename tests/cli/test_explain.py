@@ -98,6 +98,15 @@ def test_a_dry_run_lists_imports_and_needs_no_macro(tmp_path):
     ]  # fmt: skip
 
 
+def test_folders_of_mesh_tensorflows_gin_files_may_be_in_one_word(tmp_path):
+    (tmp_path / "mine.gin").write_text("import no_such_module\n")
+    folders = f"--gin_location_prefix=nowhere,{tmp_path}"
+    done = commands.run("t0repro", "explain", "--gin_file=mine.gin", folders, "--dry_run")
+    assert f"{tmp_path}/mine.gin:1" in done.stdout
+    done = commands.run("t0repro", "explain", "--gin_file=mine.gin", folders)
+    assert "There is no gin file" not in done.stderr
+
+
 def test_escape_sequences_in_a_value_are_shown_and_not_sent():
     done = explain(*MACROS[1:], "--gin.MODEL_DIR='\x1b]0;title\x07 \x9b2J'")
     assert done.returncode == 0 and not set("\x1b\x07\x9b") & set(done.stdout + done.stderr)

@@ -62,11 +62,15 @@ def test_the_commands_of_t0_take_their_own_flag_for_included_files(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.gin", "include 'b.gin'")
     write(tmp_path / "b.gin")
-    found = staged("t5_mesh_transformer", "--backend=mtf", "--gin_file=a.gin")
-    assert found.arguments == (
-        "--backend=mtf",
+    write(tmp_path / "more/c.gin")
+    words = ("--backend=mtf", "--gin_file=a.gin", "--gin_file=c.gin")
+    found = staged("t5_mesh_transformer", *words, "--gin_location_prefix=/gcs/b/other,more")
+    # Of two flags with folders, t5's command reads the last.
+    assert found.arguments[1:] == (
         "--gin_file=/gcs/b/t0repro/job/gin/0-a.gin",
-        "--gin_location_prefix=/gcs/b/t0repro/job/include",
+        "--gin_file=/gcs/b/t0repro/job/gin/1-c.gin",
+        "--gin_location_prefix=/gcs/b/other,more",
+        "--gin_location_prefix=/gcs/b/t0repro/job/include,/gcs/b/other,more",
     )
 
 
