@@ -351,7 +351,8 @@ def evaluation_folder(config: RunConfig) -> Path:
     """The folder of the evaluation's files, with Mesh TensorFlow's default and suffix."""
     split = config.eval_data.split if config.eval_data else "validation"
     folder = config.eval_summary_dir or f"{config.model_dir}/{split}_eval"
-    return output_path(folder + (f"_{config.eval_dir_suffix}" if config.eval_dir_suffix else ""))
+    suffix = config.eval_dir_suffix
+    return output_path(folder if suffix is None else f"{folder}_{suffix}")
 
 
 # ---- Mode perplexity_eval ------------------------------------------------------------------------

@@ -114,3 +114,9 @@ def test_only_t5s_error_about_cut_off_choices_is_explained():
     for limit, error in ((None, AssertionError("5 % 2 != 0")), (5, AssertionError("another"))):
         with pytest.raises(AssertionError), explaining_incomplete_inputs(limit):
             raise error
+
+
+@pytest.mark.parametrize(("suffix", "name"), [(None, "e"), ("", "e_"), ("a", "e_a")])
+def test_files_are_in_mesh_tensorflows_folder(tmp_path, suffix, name):
+    config = run_config(tmp_path, 1, eval_summary_dir=str(tmp_path / "e"), eval_dir_suffix=suffix)
+    assert score_eval.evaluation_folder(config) == tmp_path / name
