@@ -202,7 +202,9 @@ _cache_dirs: list[str] = []
 def cache_dirs() -> Sequence[str]:
     """The folders in which the caches of registered tasks are looked for."""
     seqio = sys.modules.get("seqio")
-    return _cache_dirs if seqio is None else seqio.get_global_cache_dirs()
+    known = () if seqio is None else seqio.get_global_cache_dirs()
+    # Those of before SeqIO was imported stay: a task that was described then has its cache there.
+    return [*known, *(folder for folder in _cache_dirs if folder not in known)]
 
 
 def add_cache_dirs(folders: Iterable[str | os.PathLike[str]], where: str | None = None) -> None:

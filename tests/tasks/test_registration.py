@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -201,3 +203,19 @@ def test_a_task_of_rate_zero_is_in_the_mixture_and_never_sampled():
         both.as_numpy_iterator(), alone.as_numpy_iterator(), fillvalue={}
     ):
         assert one["inputs"].tolist() == other["inputs"].tolist()
+
+
+def test_folders_of_caches_stay_known_once_seqio_is_imported(tmp_path):
+    program = f"""
+import sys
+from t0repro.tasks.task import add_cache_dirs, cache_dirs
+add_cache_dirs([{str(tmp_path)!r}])
+assert "seqio" not in sys.modules
+from t0repro import compat
+compat.install()
+import seqio
+seqio.add_global_cache_dirs(["/another"])
+print(cache_dirs())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == str(["/another", str(tmp_path)]), done.stderr[-2000:]
