@@ -482,7 +482,7 @@ class DescribedEvaluator(TaskEvaluator):
                 # None takes all lines, as in SeqIO's JSONLogger.
                 lines = itertools.islice(self._lines(task, columns), logger.write_n_results)
                 path = self._folder / f"{task}-{step:06}.jsonl"
-                path.write_text("".join(lines), encoding="utf-8")
+                write_atomically(path, "".join(lines))
 
     def _lines(self, task: str, columns: Mapping[str, Sequence[Any]]) -> Iterator[str]:
         for example, *values in zip(self._examples[task], *columns.values(), strict=True):

@@ -365,7 +365,7 @@ class _RankedTask:
 def _with_progress(
     readers: Mapping[str, TaskReader],
 ) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
-    """Yields each task's name and examples; reports every few seconds how many have been read."""
+    """Yields each task's name and examples; reports every ten tasks how many have been read."""
     for count, (name, reader) in enumerate(readers.items(), 1):
         yield name, reader.examples()
         if count % 10 == 0 or count == len(readers):

@@ -45,7 +45,7 @@ def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormal
     """
     if x.upper() not in SpecialLossNormalizingFactor.__members__:
         known = ", ".join(SpecialLossNormalizingFactor.__members__)
-        raise ValueError(f"{x!r}does not name a way to normalize a loss. Known: {known}.")
+        raise ValueError(f"{x!r} does not name a way to normalize a loss. Known: {known}.")
     return SpecialLossNormalizingFactor[x.upper()]
 
 
