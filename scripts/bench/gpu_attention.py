@@ -95,7 +95,7 @@ def main() -> None:
     for name in options.cards:
         device = described(name)
         for way in ("kernel", "blocks", "full"):
-            program = compiled(way, device, options.rows, options.length)
+            program = compiled(way, device, HEADS, options.rows, options.length)
             print(f"{name}, {way}: peak {peak(program):,.0f} MiB", flush=True)
     if not options.cards:
         measure_here(options.rows, options.length, options.segments)
@@ -119,7 +119,7 @@ def peak(program: Any) -> float:
     return (used.peak_memory_in_bytes or sum(sizes)) / 2**20
 
 
-def compiled(way: str, device: Any, rows: int, length: int) -> Any:
+def compiled(way: str, device: Any, heads: int, rows: int, length: int) -> Any:
     """The program that computes attention's values and gradients on one device."""
     import jax
     import jax.numpy as jnp
@@ -132,22 +132,24 @@ def compiled(way: str, device: Any, rows: int, length: int) -> Any:
         sharding = NamedSharding(mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
-    of_heads = shape(jnp.bfloat16, rows, HEADS, length, D_KV)
-    bias, segments = shape(jnp.float32, HEADS, 2 * length - 1), shape(jnp.int32, rows, length)
+    of_heads = shape(jnp.bfloat16, rows, heads, length, D_KV)
+    bias, segments = shape(jnp.float32, heads, 2 * length - 1), shape(jnp.int32, rows, length)
     with jax.set_mesh(mesh):
         arguments = (of_heads, of_heads, of_heads, bias, segments, of_heads)
-        function = both(implementation(way, device.platform, rows, length))
+        function = both(implementation(way, device.platform, heads, rows, length))
         return jax.jit(function).lower(*arguments).compile()
 
 
-def implementation(way: str, platform: str, rows: int, length: int) -> Callable[..., Any]:
+def implementation(
+    way: str, platform: str, heads: int, rows: int, length: int
+) -> Callable[..., Any]:
     """Attention in full matrices, in blocks or by the platform's kernel."""
     from t0repro.model import cpu_attention, gpu_attention, tpu_attention
     from t0repro.model.attention import full_matrix, number_of_blocks
     from t0repro.model.blockwise_attention import blockwise_attention
 
     def in_blocks(query: Any, key: Any, value: Any, bias: Any, visibility: Any) -> Any:
-        blocks = number_of_blocks(rows, HEADS, length, length)
+        blocks = number_of_blocks(rows, heads, length, length)
         present = visibility.for_all(rows, length, length)
         return blockwise_attention(query, key, value, bias, present, blocks)
 
@@ -198,7 +200,7 @@ def measure_here(rows: int, length: int, segments: int) -> None:
     given = jax.device_put((query * D_KV**-0.5, key, value, bias, seen, d_y), device)
     expected: Any = None
     for way in ("full", "blocks", "kernel"):
-        program = compiled(way, device, rows, length)
+        program = compiled(way, device, HEADS, rows, length)
         found = jax.block_until_ready(program(*given))
         seconds = []
         for _ in range(RUNS):

@@ -19,7 +19,6 @@ from t0repro.model.shapes import Array
 from t0repro.partitioning.program_costs import ATTENDED
 from t0repro.partitioning.rules import activation_spec, sum_over_shards
 
-INVISIBLE = -1e9  # t0repro.model.attention.INVISIBLE; that module imports the kernels' modules
 ABSENT = -3e38  # the logit of a key that only pads a block; its weight is 0 for blind queries too
 
 

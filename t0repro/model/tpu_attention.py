@@ -36,9 +36,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from t0repro.model.attention import INVISIBLE
 from t0repro.model.pallas_attention import (
     ABSENT,
-    INVISIBLE,
     Kernels,
     Sizes,
     attend,
