@@ -274,7 +274,7 @@ def jax_refs(directory: str) -> list[CheckpointRef]:
     """Lists a directory's complete checkpoints by ascending step."""
     refs = []
     for name in storage.names(directory):
-        # The whole name: T5X and Orbax put a suffix behind it until the checkpoint is complete.
+        # T5X and Orbax append a suffix to the name until the checkpoint is complete.
         match = re.fullmatch(r"checkpoint_(\d+)", name)
         if match and (found := jax_ref(storage.join(directory, name), int(match[1]))):
             refs.append(found)

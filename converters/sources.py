@@ -184,8 +184,8 @@ def _latest(path: str, refs: list[CheckpointRef], source: Format | None) -> Chec
 def _unfinished(path: str) -> str:
     """A sentence about a checkpoint that is still being written, or ""."""
     names = storage.names(path)
-    # As tf.train.Saver names what it has not merged yet, and T5X and Orbax a folder that they
-    # have yet to rename.
+    # Incomplete checkpoints: tf.train.Saver's parts before it merges them, T5X's and Orbax's
+    # folders before they are renamed.
     partial = [
         name
         for name in names

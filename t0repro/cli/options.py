@@ -83,8 +83,6 @@ GinParams = Annotated[
         "--gin_param", rich_help_panel=GIN, help="An override of a gin file's value; repeatable."
     ),
 ]
-
-
 GinFolders = Annotated[
     list[str] | None,
     typer.Option(

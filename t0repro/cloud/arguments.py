@@ -109,8 +109,8 @@ def check_not_export(run_mode: str | None) -> None:
 
 def _read(words: tuple[str, ...], mode: JobMode | None) -> Arguments:
     single = ("--backend", "--model_dir", "--out", "--checkpoint", "--mixture")
-    folders = ("--gin_search_paths", "--gin_location_prefix")
-    parser = _parser(*single, "--auxiliary_job_mixtures", *folders)
+    single += ("--auxiliary_job_mixtures", "--gin_search_paths", "--gin_location_prefix")
+    parser = _parser(*single)
     # The commands take these several times; of the others, the last one counts.
     repeated = ("--gin_file", "--gin_param", "--gin_bindings")
     for name in (*repeated, _AUXILIARY, "--module_import"):

@@ -230,8 +230,8 @@ def _quiet_after_failure() -> Iterator[None]:
             for part in ("futures", "checkpointers/async")
         )
 
-    # Orbax closes its event loop after a failure. Writes still under way then find it closed, which
-    # Python reports as an exception that nobody can catch.
+    # Orbax closes its event loop after a failure. Writes that are still under way then fail
+    # where no caller can catch the exception; Python only reports it.
     sys.unraisablehook = report
     # Orbax logs the failure in each of its threads.
     with only_records("absl", is_worth_logging):
