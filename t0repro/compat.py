@@ -31,7 +31,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _TPU_ONLY_MODULES = (
@@ -40,6 +40,14 @@ _TPU_ONLY_MODULES = (
     "tensorflow.python.tpu.tpu_embedding",
     "tensorflow.python.tpu.tpu_embedding_gradient",
 )
+
+# What Mesh TensorFlow, t5 and gin use of tf.estimator, and where it is.
+_USED_OF_ESTIMATOR = {
+    "CheckpointSaverListener": "tensorflow.python.training.basic_session_run_hooks",
+    "EstimatorSpec": "tensorflow_estimator.python.estimator.model_fn",
+    "ModeKeys": "tensorflow_estimator.python.estimator.mode_keys",
+    "SessionRunHook": "tensorflow.python.training.session_run_hook",
+}
 
 # Lines that TensorFlow's C++ libraries print while loading, before any log level takes effect.
 _START_UP_LINES = (
@@ -117,6 +125,7 @@ def install() -> None:
     restore_estimator_api_name()
     provide_tpu_only_modules()
     provide_estimator()
+    provide_text_layers_when_used()
     provide_torch_absence()
     # From here on the patches import Mesh TensorFlow, which the patches above make possible.
     update_after_all_gradients()
@@ -166,7 +175,7 @@ def quiet_logs() -> None:
         warnings.filterwarnings("ignore", message="pkg_resources is deprecated")
     quiet_native_logs()
     loud = os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0"
-    with contextlib.nullcontext() if loud else _without_lines(_START_UP_LINES):
+    with contextlib.nullcontext() if loud else _without_lines(_START_UP_LINES), _keras_deferred():
         import tensorflow as tf
         from tensorflow.python.util import deprecation
 
@@ -176,6 +185,27 @@ def quiet_logs() -> None:
     deprecation._PRINT_DEPRECATION_WARNINGS = False
     for name in ("tensorflow", "tensorboard", "absl", "root"):
         logging.getLogger(name).addFilter(_is_of_use)
+
+
+@contextlib.contextmanager
+def _keras_deferred() -> Iterator[None]:
+    """Keeps TensorFlow's import from importing Keras, which `tf.keras` then does when first used.
+
+    TensorFlow does it so that optimizers in SavedModels are registered. With scikit-learn and
+    pandas, which Keras imports, it takes half of the processor time of TensorFlow's import.
+    """
+    import_module = importlib.import_module
+
+    def without_keras(name: str, package: str | None = None) -> types.ModuleType:
+        if name in ("keras.src.optimizers", "tf_keras.src.optimizers"):
+            raise ImportError(f"{name} is imported when first used")  # TensorFlow goes on without
+        return import_module(name, package)
+
+    importlib.import_module = without_keras
+    try:
+        yield
+    finally:
+        importlib.import_module = import_module
 
 
 @contextlib.contextmanager
@@ -276,23 +306,63 @@ def provide_tpu_only_modules() -> None:
         setattr(importlib.import_module(parent), child, stand_in)
 
 
+class _ModuleWhenUsed(types.ModuleType):
+    """A package whose names are imported when first used, from the modules that have them."""
+
+    def __init__(self, name: str, everything: str, elsewhere: Mapping[str, str]):
+        """Describes where its names are.
+
+        Args:
+          name: The package's name; its submodules can be imported, and its own code is not run.
+          everything: The module that has each name which is not in `elsewhere`.
+          elsewhere: Names, and the modules that have them.
+        """
+        super().__init__(name)
+        self._everything, self._elsewhere = everything, elsewhere
+        top, *below = name.split(".")
+        # Of the topmost package: to look for a package inside another runs the outer one's code.
+        found = importlib.util.find_spec(top)
+        folders = (found and found.submodule_search_locations) or ()
+        self.__path__ = [os.path.join(folder, *below) for folder in folders]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        module = importlib.import_module(self._elsewhere.get(name, self._everything))
+        # A submodule is the value itself.
+        value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
+        setattr(self, name, value)
+        return value
+
+
 def provide_estimator() -> None:
-    """Puts tensorflow_estimator where TensorFlow 2.15 had it: tf.estimator and two tpu modules."""
+    """Puts tensorflow_estimator where TensorFlow 2.15 had it: tf.estimator and two tpu modules.
+
+    Its package imports the whole API, which has canned models of every kind and with them Keras.
+    """
     import tensorflow as tf
 
     # Import it by name: that yields a second module object, which then replaces tf.compat.v1.
     v1 = importlib.import_module("tensorflow.compat.v1")
     if not hasattr(v1, "estimator"):
-        from tensorflow_estimator._api.v1 import estimator
-
-        tf.estimator = estimator
-        v1.estimator = estimator
+        api = "tensorflow_estimator._api.v1.estimator"
+        estimator = _ModuleWhenUsed("tensorflow_estimator", api, _USED_OF_ESTIMATOR)
+        sys.modules.setdefault("tensorflow_estimator", estimator)
+        tf.estimator = v1.estimator = estimator
     for name in ("tpu_config", "tpu_estimator"):
         moved = f"tensorflow.python.tpu.{name}"
         if moved not in sys.modules and not _has_module(moved):
             module = importlib.import_module(f"tensorflow_estimator.python.estimator.tpu.{name}")
             sys.modules[moved] = module
             setattr(importlib.import_module("tensorflow.python.tpu"), name, module)
+
+
+def provide_text_layers_when_used() -> None:
+    """Keeps tensorflow_text, whose operations SeqIO uses, from importing its layers for Keras."""
+    name = "tensorflow_text.python.keras"
+    if importlib.util.find_spec("tensorflow_text") and "tensorflow_text" not in sys.modules:
+        layers = f"{name}.layers"
+        sys.modules[name] = _ModuleWhenUsed(name, layers, {"layers": layers})
 
 
 def provide_torch_absence() -> None:

@@ -126,6 +126,23 @@ def test_install_twice_is_install_once_and_stand_ins_raise_when_they_are_called(
     assert ended.returncode == 0, ended.stderr
 
 
+def test_keras_is_not_imported_before_it_is_used():
+    ended = run_python(
+        "from t0repro import compat\n"
+        "compat.install()\n"
+        "import mesh_tensorflow.transformer.utils, seqio, sys\n"
+        "from t5.models import mesh_transformer_main\n"
+        "assert 'keras' not in sys.modules\n"
+        "import tensorflow as tf, tensorflow_estimator, tensorflow_text\n"
+        "assert tf.keras.optimizers.Adam(0.1).learning_rate == 0.1\n"
+        "assert tf.estimator.Estimator is tensorflow_estimator.estimator.Estimator\n"
+        "assert issubclass(tensorflow_text.keras.layers.ToDense, tf.keras.layers.Layer)\n"
+        "from tensorflow_text.python.keras.layers import ToDense\n"
+        "assert ToDense is tensorflow_text.keras.layers.ToDense\n"
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
 # Whether each assignment in a graph of two weights has the gradients of both among its ancestors.
 WAITS = """
 from t0repro import compat
