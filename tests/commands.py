@@ -175,6 +175,7 @@ def _main() -> None:
     compat.install()
     for name in _IMPORTED:
         importlib.import_module(name)
+    sys.modules["t0repro.cli.app"].command()  # built here once, not by each fork
     serve(lambda job: _run_program(**job))
 
 

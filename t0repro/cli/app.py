@@ -5,9 +5,10 @@ Command modules import heavy packages inside their functions, so that --help ans
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -164,15 +165,22 @@ def _global_options(
     settings.long_work = works and "--help" not in sys.argv
 
 
+@functools.cache
+def command() -> Any:
+    """The commands as Typer builds them from their functions, whose signatures it reads each time.
+
+    Their help shows the names that t5's flags have.
+    """
+    built = typer.main.get_command(app)
+    show_canonical(built)
+    check_inputs(built)
+    return built
+
+
 def main() -> None:
     """Runs the command line in sys.argv and exits."""
     # First of all, since it may start this process again.
     if _COMPUTE.intersection(sys.argv[1:2]) and not _ONLY_LOOK.intersection(sys.argv):
         use_where_faster(sys.argv[2:])
     with gate("t0repro") as settings:
-        command = typer.main.get_command(app)
-        # After Typer has built the commands: their help is shown with the names that t5's
-        # flags have.
-        show_canonical(command)
-        check_inputs(command)
-        command(args=with_t5x_overrides(sys.argv[1:]), obj=settings)
+        command()(args=with_t5x_overrides(sys.argv[1:]), obj=settings)

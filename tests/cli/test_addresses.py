@@ -5,6 +5,7 @@ to be declared as written (`cli.spelling.output`) or listed here as not written.
 """
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -75,6 +76,7 @@ NOT_WRITTEN = frozenset(
 )
 
 
+@functools.cache
 def options():
     """(command's words, the parameter) of every option and argument of every command."""
 
