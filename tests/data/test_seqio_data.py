@@ -53,7 +53,7 @@ def _halved_at_random(dataset):
 
 @pytest.fixture(scope="module", autouse=True)
 def tasks(tmp_path_factory):
-    """A task of 40 lines of text, a smaller one, one of Python functions, and mixtures of them."""
+    """A task of 40 lines of text, two smaller ones, one of Python functions, and mixtures of them."""
     folder = tmp_path_factory.mktemp("texts")
     generator = np.random.default_rng(0)
 
@@ -74,7 +74,7 @@ def tasks(tmp_path_factory):
     def as_text(dataset):
         return dataset.map(lambda line: {"text": line})
 
-    for name, count in (("lines_of_40", 40), ("lines_of_9", 9)):
+    for name, count in (("lines_of_40", 40), ("lines_of_9", 9), ("lines_of_1", 1)):
         path = folder / f"{name}.txt"
         path.write_text(lines(count))
         seqio.TaskRegistry.add(
@@ -98,9 +98,11 @@ def tasks(tmp_path_factory):
         output_features={"inputs": feature, "targets": feature},
     )
     seqio.MixtureRegistry.add("lines_of_49", [("lines_of_40", 3), ("lines_of_9", 1)])
+    seqio.MixtureRegistry.add("lines_of_10", [("lines_of_9", 3), ("lines_of_1", 1)])
     yield
     seqio.MixtureRegistry.remove("lines_of_49")
-    for name in ("lines_of_40", "lines_of_9", "lines_of_python"):
+    seqio.MixtureRegistry.remove("lines_of_10")
+    for name in ("lines_of_40", "lines_of_9", "lines_of_1", "lines_of_python"):
         seqio.TaskRegistry.remove(name)
 
 
@@ -242,8 +244,8 @@ def test_another_number_of_shards_starts_the_data_over_and_one_is_what_there_was
 
 
 def test_a_shard_without_an_example_of_some_task_is_an_error():
-    data = data_config(batch_size=16, num_shards=16)
-    with pytest.raises(UserError, match=r"Shard \d+ of 16 of the training data has no more"):
+    data = data_config("lines_of_10", batch_size=2, num_shards=2)
+    with pytest.raises(UserError, match=r"Shard \d of 2 of the training data has no more"):
         opened(data, 20)
 
 
