@@ -198,7 +198,7 @@ def _keras_deferred() -> Iterator[None]:
 
     def without_keras(name: str, package: str | None = None) -> types.ModuleType:
         if name in ("keras.src.optimizers", "tf_keras.src.optimizers"):
-            raise ImportError(f"{name} is imported when first used")  # TensorFlow goes on without
+            raise ImportError(f"{name} is imported when first used")  # TensorFlow ignores it
         return import_module(name, package)
 
     importlib.import_module = without_keras

@@ -53,7 +53,7 @@ def _halved_at_random(dataset):
 
 @pytest.fixture(scope="module", autouse=True)
 def tasks(tmp_path_factory):
-    """A task of 40 lines of text, two smaller ones, one of Python functions, and mixtures of them."""
+    """Tasks of 40, 9 and 1 lines of text, one of Python functions, and mixtures of them."""
     folder = tmp_path_factory.mktemp("texts")
     generator = np.random.default_rng(0)
 
