@@ -81,7 +81,7 @@ _ASK_WHAT_A_PATH_IS = {
     "converters/orbax_dir.py": "marks of complete checkpoints",
     "training/commits.py": "how checkpoints become complete and go",
     "jobs/pins.py": "links or leases",
-    "config/cloud.py": "what TensorFlow writes to, and gin's readers of files",
+    "config/configuration.py": "what TensorFlow writes to",
     "mtf/hooks.py": "TensorFlow's own gs://",
 }
 

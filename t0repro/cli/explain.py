@@ -157,7 +157,7 @@ def _list_imports(
 def _explain_t5x(inputs: T5xInputs, *, as_json: bool, dialect: Dialects | None) -> None:
     from t0repro.config.configuration import in_columns
     from t0repro.config.t5x.gin_files import parse
-    from t0repro.config.t5x.layout import differences
+    from t0repro.config.t5x.model import differences
     from t0repro.config.t5x.run import converted
 
     if dialect and inputs.run_mode != "train":

@@ -233,14 +233,14 @@ def _check_addresses(plan: InferencePlan, parsed: Parsed, output: str) -> None:
       parsed: Its gin files.
       output: The gin name of the results' place.
     """
-    from t0repro.config.t5x.places import Places
+    from t0repro.config.t5x.gin_files import Places
 
     check_address(plan.output_dir, Places.of(parsed.values).place(output) or output)
     _check_restored(plan.restore, parsed)
 
 
 def _check_restored(restore: RestoreConfig | None, parsed: Parsed) -> None:
-    from t0repro.config.t5x.places import Places
+    from t0repro.config.t5x.gin_files import Places
 
     if restore is None:
         return
@@ -289,7 +289,7 @@ def parse_files(inputs: T5xInputs) -> Parsed:
     """
     echo("reading gin files ...", err=True)
     from t0repro.config.t5x.gin_files import parse
-    from t0repro.config.t5x.layout import differences
+    from t0repro.config.t5x.model import differences
 
     parsed = parse(inputs)
     for warning in (*parsed.warnings, *differences(parsed)):

@@ -19,7 +19,7 @@ from t0repro.cli.results import echo
 from t0repro.cli.spelling import canonical_arguments
 from t0repro.cloud.tracker import TrackerName
 from t0repro.config.gin_imports import package_folder
-from t0repro.config.mtf.stand_ins import recorded
+from t0repro.config.mtf.packages import recorded
 from t0repro.jobs.options import AuxiliaryOptions
 
 Group = TypeVar("Group", ProcessOptions, AuxiliaryOptions)

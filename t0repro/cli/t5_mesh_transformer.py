@@ -107,7 +107,7 @@ def run(options: Any) -> None:
 
 
 def _check_flags(options: Any) -> None:
-    from t0repro.config import cloud
+    from t0repro.config.configuration import check_model_dir
 
     if not (options.gin_file or options.gin_param or options.use_model_api):
         raise UserError(
@@ -119,7 +119,7 @@ def _check_flags(options: Any) -> None:
             ' --gin_param="utils.run.mesh_shape = []"; --help lists the flags.',
         )
     vocab = options.vocab
-    cloud.check_model_dir(options.model_dir, jax=options.backend == "jax")
+    check_model_dir(options.model_dir, jax=options.backend == "jax")
     if vocab and "://" not in vocab and not os.path.isfile(vocab):
         raise UserError(
             f"There is no vocabulary {vocab}.",

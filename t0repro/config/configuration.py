@@ -10,8 +10,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from t0repro import buckets
 from t0repro.config.run_config import MultiOptimizerConfig, RunConfig
 from t0repro.errors import UserError
+from t0repro.files import check_address
 
 Vocabularies = tuple[Any, Any]  # SeqIO's, for inputs and for targets
 
@@ -216,3 +218,59 @@ def check_choice_loss(config: RunConfig) -> None:
                 f"ChoiceLoss cannot be trained with this setting ({field}): {why}",
                 where=places.get(field) or places.get("model.choice_loss"),
             )
+
+
+# ---- Addresses refused before anything opens them ------------------------------------------------
+
+# Otherwise they could only fail minutes later, or would become local folders: on a machine without
+# credentials, TensorFlow looks for them over the network and retries. Nothing here touches the
+# network: credentials come from a file or from a Google Cloud machine.
+
+
+def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
+    """Refuses gs:// addresses that cannot be read, before TensorFlow spends minutes trying.
+
+    Raises:
+      UserError: Without credentials, or for a model_dir that the stack cannot write to.
+    """
+    check_model_dir(inputs.model_dir, jax=jax)
+    buckets.check_credentials(inputs.model_dir, "--model_dir")
+    buckets.check_readable(inputs.init_checkpoint or "", "run.init_checkpoint")
+
+
+def check_model_dir(model_dir: str, *, jax: bool) -> None:
+    """Refuses a model_dir that cannot be written to.
+
+    Raises:
+      UserError: For an address that cannot be opened; on Mesh TensorFlow, for any but TensorFlow's
+        own gs://.
+    """
+    _check_output(model_dir, "--model_dir", jax=jax)
+
+
+def check_outputs(config: RunConfig, *, jax: bool = True) -> None:
+    """Refuses gin bindings that would write to an address; see `check_model_dir`.
+
+    Raises:
+      UserError: For an address, with the place of its binding.
+    """
+    bound = {
+        "eval_summary_dir": config.eval_summary_dir,
+        "scores_filename": config.scores_filename,
+        "output_filename": config.infer and config.infer.output_filename,
+    }
+    for field, path in bound.items():
+        if path is not None:
+            _check_output(path, config.provenance.get(field, field), jax=jax)
+
+
+def _check_output(path: str, where: str, *, jax: bool) -> None:
+    scheme = buckets.scheme_of(path)
+    if jax or scheme is None:
+        check_address(path, where)
+    elif scheme != "gs":
+        raise UserError(
+            f"{path} cannot be written to: TensorFlow writes to local paths and gs:// addresses.",
+            where=where,
+            fix="Give one of these, or --backend=jax.",
+        )

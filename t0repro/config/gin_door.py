@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import io
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import gin.config
 
 import gin
+from t0repro import buckets
+from t0repro.errors import UserError
 from t0repro.log_records import only_records
 
 MACRO = "gin.macro"
@@ -335,6 +338,24 @@ def _short(filename: str) -> str:
     return inside if installed else filename
 
 
+def check_bound_addresses(bindings: Bindings) -> None:
+    """Refuses gin bindings, in either dialect, that hold an address of an unknown scheme.
+
+    Such an address would be mistaken for a local path. Credentials are not required: many of the
+    addresses that files bind are never opened.
+
+    Raises:
+      UserError: With the place of the binding.
+    """
+    for (scope, selector), arguments in bound().items():
+        for argument, value in arguments.items():
+            for part in parts_of(value):
+                if isinstance(part, str) and "://" in part:
+                    name = scope if selector == MACRO else f"{selector}.{argument}"
+                    place = bindings.place((scope, selector, argument))
+                    buckets.check_scheme(part, place or name)
+
+
 # ---- Files and imports ---------------------------------------------------------------------------
 
 
@@ -342,6 +363,26 @@ def file_readers() -> list[tuple[Callable[[str], Any], Callable[[str], bool]]]:
     """Functions with which gin opens files and tests whether they exist, in gin's order."""
     readers: Any = gin.config._FILE_READERS
     return readers
+
+
+def read_gin_from_buckets() -> None:
+    """Makes gin read files at addresses, including `include`s, and refuse those out of reach."""
+    readers = file_readers()
+    # Register once per process, however many command lines it parses.
+    if (_opened, buckets.is_address) not in readers:
+        # Insert first: gin tries its readers in order, and TensorFlow's may be among them.
+        readers.insert(0, (_opened, buckets.is_address))
+
+
+def _opened(path: str) -> IO[str]:
+    where = "--gin_file, --gin_location_prefix, or an `include` line of a gin file"
+    address = buckets.checked(path, where)
+    try:
+        return io.StringIO(buckets.read(address).decode())
+    except FileNotFoundError as error:
+        raise UserError(
+            f"There is no gin file {address}.", where=where, fix="Correct the address."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.config import cloud, gin_door
+from t0repro.config import gin_door
 from t0repro.config.gin_errors import configuration_errors, nearest_gin_files
 from t0repro.errors import UserError
 
@@ -92,7 +92,7 @@ def list_imports(
     Raises:
       UserError: If a file is missing or is not a gin file, or files include each other.
     """
-    cloud.read_gin_from_buckets()
+    gin_door.read_gin_from_buckets()
     from gin.config_parser import BindingStatement, ImportStatement
 
     with configuration_errors():

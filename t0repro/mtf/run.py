@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from t0repro.config.configuration import Configuration, RunInputs
-from t0repro.config.mtf.model_api import check_mode, checkpoint_steps
-from t0repro.config.mtf.parser import refuse_on_mesh_tensorflow
+from t0repro.config.mtf.parser import check_mode, checkpoint_steps, refuse_on_mesh_tensorflow
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.mtf import hooks

@@ -16,7 +16,7 @@
     T5X's eval and infer      files        TASKS    files of examples
                               examples     TASKS    as in a training
                               checkpoints  INDEX    names and shapes of the parameters
-    a job for another machine machines     NAMES    what Vertex AI offers (t0repro.cloud.checks)
+    a job for another machine machines     NAMES    what Vertex AI offers (t0repro.checks)
                               replicas     NAMES    one machine, for what runs on one
                               gin          FILES    the configuration
                               paths        FILES    buckets that the machine can reach
@@ -106,7 +106,7 @@ def run_checks(
         raise UserError("\n".join(errors))
 
 
-# ---- The lists ----------------------------------------------------------------------------------
+# ---- The lists -----------------------------------------------------------------------------------
 
 
 def check_mesh_transformer(configuration: Configuration, *, jax: bool, at_hand: bool) -> None:
@@ -120,13 +120,13 @@ def check_mesh_transformer(configuration: Configuration, *, jax: bool, at_hand: 
     Raises:
       UserError: For the first fault.
     """
-    from t0repro.config import cloud
+    from t0repro.config.configuration import check_addresses, check_outputs
 
     inputs, config = configuration.inputs, configuration.run_or_refusal
     trains = inputs.mode == "train" and inputs.mixture_or_task_name is not None
-    listed = [Check("addresses", Cost.FILES, lambda: cloud.check_addresses(inputs, jax=jax))]
+    listed = [Check("addresses", Cost.FILES, lambda: check_addresses(inputs, jax=jax))]
     if isinstance(config, RunConfig):
-        listed.insert(0, Check("outputs", Cost.NAMES, lambda: cloud.check_outputs(config, jax=jax)))
+        listed.insert(0, Check("outputs", Cost.NAMES, lambda: check_outputs(config, jax=jax)))
     listed.append(Check("data", Cost.TASKS, lambda: _mesh_data(configuration, at_hand)))
     if trains:
         listed.append(Check("shards", Cost.TASKS, lambda: _mesh_training_data(configuration, jax)))
@@ -208,7 +208,7 @@ def _silent(name: str, line: str) -> None:
     """Drops a line: a run that starts reports faults only."""
 
 
-# ---- The checks ---------------------------------------------------------------------------------
+# ---- The checks ----------------------------------------------------------------------------------
 
 
 def _mesh_data(configuration: Configuration, at_hand: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from t0repro.config.configuration import Configuration
-from t0repro.config.mtf.model_api import refused_export
+from t0repro.config.mtf.parser import refused_export
 from t0repro.errors import UserError
 from t0repro.partitioning.processes import is_alone
 

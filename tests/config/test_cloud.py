@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from t0repro import buckets
-from t0repro.config import cloud
+from t0repro.config.configuration import check_addresses
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs, parse
 from t0repro.errors import UserError
@@ -59,10 +59,10 @@ def test_a_checkpoint_a_cache_or_a_model_dir_in_a_bucket_is_refused_by_its_flag(
     params = ("run.init_checkpoint = 'gs://a-bucket/small/model.ckpt-1000000'",)
     run = dialect.load(inputs("models/t5.1.1.tiny.gin", params=params)).inputs
     with pytest.raises(UserError, match="model.ckpt-1000000") as error:
-        cloud.check_addresses(run, jax=True)
+        check_addresses(run, jax=True)
     assert error.value.where == "run.init_checkpoint"
     with pytest.raises(UserError, match="gs://a-bucket/run") as error:
-        cloud.check_addresses(dataclasses.replace(run, model_dir="gs://a-bucket/run"), jax=False)
+        check_addresses(dataclasses.replace(run, model_dir="gs://a-bucket/run"), jax=False)
     assert error.value.where == "--model_dir"
 
 

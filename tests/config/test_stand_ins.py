@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config.mtf import dialect, stand_ins
+from t0repro.config.mtf import dialect, packages
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
 
@@ -162,4 +162,4 @@ def test_what_is_not_recorded_is_left_to_the_real_packages(results, name):
 
 def test_the_recorded_signatures_are_those_of_the_installed_packages():
     script = runpy.run_path(str(ROOT / "scripts" / "mtf_signatures.py"))
-    assert stand_ins.recorded() == script["record"]()
+    assert packages.recorded() == script["record"]()

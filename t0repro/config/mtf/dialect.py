@@ -25,24 +25,33 @@ from t0repro.config.configuration import (
 )
 from t0repro.config.gin_door import Bindings
 from t0repro.config.gin_errors import configuration_errors
-from t0repro.config.mtf import decoding as mtf_decoding
 from t0repro.config.mtf import model as mtf_model
-from t0repro.config.mtf import model_api, packages
 from t0repro.config.mtf import optimizer as mtf_optimizer
-from t0repro.config.mtf import run_inputs as mtf_datasets
+from t0repro.config.mtf import packages
 from t0repro.config.mtf.misread import check_types, misread, scoped_calls
-from t0repro.config.mtf.model_api import refused_export
 from t0repro.config.mtf.parser import (
     JAX_MODEL,
     JAX_TRAINING,
     MESH_TRANSFORMER,
     UTILS,
+    FindCheckpoint,
+    Flags,
     MeshInputs,
     RunArguments,
     jax_training,
     parse,
+    parse_model_api,
+    refused_export,
 )
-from t0repro.config.mtf.run_inputs import DTYPES, InputsReader, dtype_name
+from t0repro.config.mtf.run_inputs import (
+    DATA_BINDINGS,
+    DECODING_BINDINGS,
+    DTYPES,
+    DatasetReader,
+    DecodingReader,
+    InputsReader,
+    dtype_name,
+)
 from t0repro.config.run_config import (
     DType,
     DTypePolicy,
@@ -139,8 +148,8 @@ def _described(inputs: MeshInputs, bindings: Bindings, float32_activations: bool
 
 def load_model_api(
     inputs: MeshInputs,
-    flags: model_api.Flags,
-    find_checkpoint: model_api.FindCheckpoint,
+    flags: Flags,
+    find_checkpoint: FindCheckpoint,
     *,
     float32_activations: bool = True,
 ) -> Configuration:
@@ -157,7 +166,7 @@ def load_model_api(
       UserError: as from `load`, and for flags that do not fit together.
     """
     with configuration_errors():
-        bindings = model_api.parse(inputs, flags, find_checkpoint)
+        bindings = parse_model_api(inputs, flags, find_checkpoint)
     with configuration_errors(bindings):
         return read(inputs.model_dir, bindings, float32_activations=float32_activations)
 
@@ -260,8 +269,8 @@ KNOWN_BINDINGS: Mapping[str, Any] = {
     "mesh_tensorflow.ops.rewrite_stack_variables": ...,
     **mtf_model.KNOWN_BINDINGS,
     **mtf_optimizer.KNOWN_BINDINGS,
-    **mtf_decoding.KNOWN_BINDINGS,
-    **mtf_datasets.KNOWN_BINDINGS,
+    **DECODING_BINDINGS,
+    **DATA_BINDINGS,
 }  # fmt: skip
 
 
@@ -296,8 +305,8 @@ class _ConfigReader:
             model = self._with_choice_loss(self._with_adapter(model))
         training = mtf_optimizer.OptimizerReader(self._gin.bindings, run, self._gin.provenance)
         optimizer = training.optimizer(model)
-        decoding = mtf_decoding.DecodingReader(self._gin.bindings, run, self._gin.provenance)
-        data = mtf_datasets.DatasetReader(self._gin, decoding)
+        decoding = DecodingReader(self._gin.bindings, run, self._gin.provenance)
+        data = DatasetReader(self._gin, decoding)
         fields: dict[str, Any] = {
             "mode": inputs.mode,
             "model_dir": inputs.model_dir,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from t0repro.config.t5x import programs, records, user_classes
-from t0repro.config.t5x.places import Places
+from t0repro.config.t5x import modules, programs, records
+from t0repro.config.t5x.gin_files import Places
 from t0repro.config.training_plan import (
     ActionConfig,
     ActionMode,
@@ -216,7 +216,7 @@ def _action(record: Any, name: str, places: Places) -> ActionConfig:
         return EarlyStoppingConfig(task, metric, mode, record.patience, *tolerances, reference)
     if isinstance(record, records.TerminateOnNan):
         return TerminateOnNanConfig(record.task, record.metric)
-    made = user_classes.user_class(record, places)
+    made = modules.user_class(record, places)
     if made is None:
         kind = type(record)
         raise UserError(
@@ -232,3 +232,57 @@ def _one_of(value: Any, allowed: tuple, name: str, places: Places) -> Any:
         words = ", ".join(repr(item) for item in allowed)
         raise places.refused(name, value, f"it must be one of {words}.", f"Bind one of {words}.")
     return value
+
+
+# ---- The gin argument behind each field, to find the place of its value --------------------------
+
+_DATA = {
+    "sequence_length": "task_feature_lengths",
+    **{
+        name: name
+        for name in (
+            "mixture_or_task_name split batch_size shuffle seed use_cached pack use_memory_cache"
+            " trim_output_features num_shards"
+        ).split()
+    },
+}
+_SAVE = {
+    "period": "period",
+    "steps": "checkpoint_steps",
+    "keep": "keep",
+    "dtype": "dtype",
+    "data": "save_dataset",
+    "keep_data": "keep_dataset_checkpoints",
+    "keep_period": "keep_period",
+}
+_RESTORE = (
+    *("path", "mode", "assignment_map", "strict", "fallback_to_scratch", "dtype"),
+    "adapter",
+)
+
+
+def data_fields(prefix: str, scope: str = "") -> dict[str, str]:
+    """Fields of a SeqioDataConfig whose DatasetConfig has this scope."""
+    name = f"{scope}/utils.DatasetConfig" if scope else "utils.DatasetConfig"
+    return {f"{prefix}.{field}": f"{name}.{argument}" for field, argument in _DATA.items()}
+
+
+def save_fields(prefix: str) -> dict[str, str]:
+    """Fields of a SaveConfig."""
+    name = "utils.SaveCheckpointConfig"
+    return {f"{prefix}.{field}": f"{name}.{argument}" for field, argument in _SAVE.items()}
+
+
+def restore_fields(prefix: str) -> dict[str, str]:
+    """Fields of a RestoreConfig."""
+    return {f"{prefix}.{field}": f"utils.RestoreCheckpointConfig.{field}" for field in _RESTORE}
+
+
+def evaluator_fields(prefix: str) -> dict[str, str]:
+    """Fields of an EvaluatorConfig; its loggers share one place."""
+    return {
+        f"{prefix}.num_examples": "seqio.Evaluator.num_examples",
+        f"{prefix}.use_memory_cache": "seqio.Evaluator.use_memory_cache",
+        f"{prefix}.loggers": "seqio.Evaluator.logger_cls",
+        f"{prefix}.loggers.write_n_results": "seqio.JSONLogger.write_n_results",
+    }

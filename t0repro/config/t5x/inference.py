@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from t0repro.config import ranges
 from t0repro.config.decoding import DecodingPlan
 from t0repro.config.inference_plan import EvalPlan, ExampleFiles, InferMode, InferPlan
-from t0repro.config.t5x import data, fields, programs, records, user_classes
+from t0repro.config.t5x import data, modules, programs, records
 from t0repro.config.t5x import model as t5x_model
-from t0repro.config.t5x.gin_files import Parsed
-from t0repro.config.t5x.layout import layout_of
-from t0repro.config.t5x.places import Places, check_summary, provenance
+from t0repro.config.t5x.gin_files import Parsed, Places, check_summary, provenance
+from t0repro.config.t5x.model import layout_of
 from t0repro.errors import UserError
 
 _OWN_CODE = {
@@ -164,7 +164,7 @@ def _common(program: Any, record: records.DatasetConfig, places: Places) -> dict
         )
     return {
         "model": t5x_model.model_config(program.model, places),
-        "user_model": user_classes.user_class(program.model, places),
+        "user_model": modules.user_class(program.model, places),
         # No parameters are saved, so no dtype is given.
         "dtypes": t5x_model.dtypes(program.model, places, None),
         "data": data.dataset_config(record, "", places),
@@ -179,10 +179,8 @@ def _common(program: Any, record: records.DatasetConfig, places: Places) -> dict
 
 def _provenance(program: Any, places: Places) -> dict[str, str]:
     name = "infer" if isinstance(program, programs.InferProgram) else "evaluate"
-    names = fields.model_fields() | fields.data_fields("data") | fields.restore_fields("restore")
-    names |= fields.evaluator_fields("evaluator") | fields.decoding_fields(
-        "decoding", program.model
-    )
+    names = t5x_model.model_fields() | data.data_fields("data") | data.restore_fields("restore")
+    names |= data.evaluator_fields("evaluator") | decoding_fields("decoding", program.model)
     names |= {
         "output_dir": f"{name}.output_dir",
         "layout": "partitioning.PjitPartitioner.num_partitions",
@@ -195,13 +193,19 @@ def _provenance(program: Any, places: Places) -> dict[str, str]:
     return provenance(places, names)
 
 
+# ---- Decoding ------------------------------------------------------------------------------------
+
+_DECODE = "models.EncoderDecoderModel.predict_batch_with_aux"
+_METHODS = {records.BeamSearch: "beam_search", records.TemperatureSample: "temperature_sample"}
+
+
 def decoding_plan(model: records.EncoderDecoderModel, places: Places) -> DecodingPlan:
     """The decoding options in a model's record.
 
     Raises:
       UserError: For an option that is not supported here, with its place.
     """
-    found = fields.decoding_options(model)
+    found = _decoding_options(model)
     if not found:
         raise places.refused(
             "models.EncoderDecoderModel.decode_fn",
@@ -210,7 +214,7 @@ def decoding_plan(model: records.EncoderDecoderModel, places: Places) -> Decodin
             "Bind @decoding.beam_search or @decoding.temperature_sample.",
         )
     options: dict[str, Any] = {key: value for key, (value, _) in found.items()}
-    method = fields.METHODS[type(model.decode_fn or records.BeamSearch())]
+    method = _METHODS[type(model.decode_fn or records.BeamSearch())]
     _apply_hard_limit(options)
     known = {field.name for field in dataclasses.fields(DecodingPlan)}
     for key, value in options.items():
@@ -237,12 +241,42 @@ def decoding_plan(model: records.EncoderDecoderModel, places: Places) -> Decodin
     )
 
 
+def decoding_fields(prefix: str, model: records.EncoderDecoderModel) -> dict[str, str]:
+    """Fields of a DecodingPlan: the argument that decides each option."""
+    options = _decoding_options(model)
+    return {f"{prefix}.{field}": name for field, (_, name) in options.items()} | {
+        f"{prefix}.return_all_decodes": f"{_DECODE}.return_all_decodes",
+        f"{prefix}.prompt_with_targets": f"{_DECODE}.prompt_with_targets",
+    }
+
+
+def _decoding_options(model: records.EncoderDecoderModel) -> Mapping[str, tuple[Any, str]]:
+    """The options of a model's decoding function, each with the argument that decides it."""
+    # T5X's default is beam_search.
+    function = model.decode_fn if model.decode_fn is not None else records.BeamSearch()
+    if type(function) not in _METHODS:
+        return {}
+    name = f"decoding.{_METHODS[type(function)]}"
+    found = {key: (value, f"{name}.{key}") for key, value in vars(function).items()}
+    # T5X passes these as arguments, so they override what gin binds for the function.
+    for given, argument in (
+        (model.default_decoder_params, "models.EncoderDecoderModel.default_decoder_params"),
+        (model.decoding.decoder_params, f"{_DECODE}.decoder_params"),
+    ):
+        found |= {key: (value, argument) for key, value in (given or {}).items()}
+    # T5X passes its own number of decodes too, whatever gin binds.
+    return found | {"num_decodes": (model.decoding.num_decodes, f"{_DECODE}.num_decodes")}
+
+
 def _apply_hard_limit(options: dict[str, Any]) -> None:
     # T5X takes the lower of the two, so one number is enough.
     limit = options.pop("max_decode_steps_hard_limit", None)
     steps = options.get("max_decode_steps")
     if limit and steps is not None:
         options["max_decode_steps"] = min(steps, limit)
+
+
+# ---- Examples in files ---------------------------------------------------------------------------
 
 
 def _files(task: programs.TfExampleTask, places: Places) -> ExampleFiles:

@@ -1,8 +1,10 @@
-"""Turns T5X's model record into ModelConfig and DTypePolicy: shape, loss and arithmetic."""
+"""Turns T5X's model and partitioner into ModelConfig, DTypePolicy and Layout."""
 
 from __future__ import annotations
 
+import math
 import typing
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from t0repro.config.run_config import (
@@ -10,12 +12,13 @@ from t0repro.config.run_config import (
     Arithmetic,
     DType,
     DTypePolicy,
+    Layout,
     LossDenominator,
     ModelConfig,
     Recompute,
 )
 from t0repro.config.t5x import records
-from t0repro.config.t5x.places import Places
+from t0repro.config.t5x.gin_files import Parsed, Places
 from t0repro.errors import nearest_names
 
 MODEL, SHAPE = "models.EncoderDecoderModel", "network.T5Config"
@@ -54,6 +57,12 @@ _DENOMINATORS: dict[Any, float | LossDenominator | None] = {
     "NUM_REAL_TARGET_TOKENS": "NUM_REAL_TARGET_TOKENS",
     "AVERAGE_PER_SEQUENCE": "AVERAGE_PER_SEQUENCE",
 }
+
+
+def model_fields() -> dict[str, str]:
+    """Fields of the model and of its dtypes."""
+    names = {f"model.{field}": name for field, name in FIELDS.items()}
+    return names | {"dtypes.activation": "network.T5Config.dtype"}
 
 
 def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelConfig:
@@ -188,3 +197,157 @@ def _denominator(
             f"Bind one of {', '.join(str(name) for name in _DENOMINATORS)}, or a number.",
         )
     return _DENOMINATORS[word]
+
+
+# ---- The partitioner -----------------------------------------------------------------------------
+
+# T5X's rules for axes that are sharded here too: (logical axis, mesh axis). The rule ("embed",
+# "data"), for parameters, means full sharding.
+_KNOWN = {
+    ("batch", "data"),
+    ("vocab", "model"),
+    ("mlp", "model"),
+    ("heads", "model"),
+    ("joined_kv", "model"),
+}
+_FULLY_SHARDED = ("embed", "data")
+_MESH_AXES = ("data", "model", "replica")
+_PARTITIONER = "partitioning.PjitPartitioner"
+_RULES = "partitioning.standard_logical_axis_rules"
+_NOT_DONE = "not done here; it would change memory and speed, not results"
+
+
+def layout_of(partitioner: records.PjitPartitioner, places: Places) -> Layout:
+    """The layout of a PjitPartitioner; its data axis follows the number of devices.
+
+    Raises:
+      UserError: for sizes or rules that T5X would refuse too, with the place that set them.
+    """
+    _check(partitioner, places)
+    name = next(iter(_sizes(partitioner)), None)
+    ici, dcn = partitioner.ici_mesh_shape or {}, partitioner.dcn_mesh_shape or {}
+    by_shape = name in ("ici_mesh_shape", "dcn_mesh_shape")
+    return Layout(
+        data=_along("data", ici, dcn) * _along("replica", ici, dcn) if by_shape else None,
+        model=_sizes(partitioner)[name] if name else 1,
+        fully_sharded=_fully_sharded(partitioner.logical_axis_rules),
+    )
+
+
+def partitioner_differences(partitioner: records.PjitPartitioner, places: Places) -> Iterator[str]:
+    """What a partitioner requests but does not get here, with the place that requests it."""
+    used, *unused = [*_sizes(partitioner), None]
+    for name in unused:
+        if name is not None:
+            yield (
+                f"{places.place(f'{_PARTITIONER}.{name}')}: {_PARTITIONER}.{name} ="
+                f" {getattr(partitioner, name)!r} has no effect: {used} wins, as in T5X"
+            )
+    rules = partitioner.logical_axis_rules
+    if isinstance(rules, records.AxisRules) and rules.activation_partitioning_dims == 2:
+        name = f"{_RULES}.activation_partitioning_dims"
+        yield f"{places.place(name)}: {name} = 2: {_NOT_DONE}"
+    for rule in _pairs(rules):
+        if rule[1] is not None and rule not in _KNOWN | {_FULLY_SHARDED}:
+            yield f"{places.place(_name_of_rules(rules))}: the rule {rule!r}: {_NOT_DONE}"
+
+
+def _sizes(partitioner: records.PjitPartitioner) -> dict[str, int]:
+    """The number of devices that share a model, by argument; the first argument counts.
+
+    T5X reads both mesh shapes or neither, then the submesh, then the number of partitions.
+    """
+    ici, dcn = partitioner.ici_mesh_shape, partitioner.dcn_mesh_shape
+    submesh = partitioner.model_parallel_submesh
+    along = _along("model", ici or {}, dcn or {})
+    shapes = {
+        name: along for name, shape in (("ici_mesh_shape", ici), ("dcn_mesh_shape", dcn)) if shape
+    }
+    sizes = {
+        "model_parallel_submesh": math.prod(submesh) if submesh else None,
+        "num_partitions": partitioner.num_partitions,
+    }
+    others = {name: size for name, size in sizes.items() if size is not None}
+    if len(shapes) == 2:
+        return {"ici_mesh_shape": along, **others}
+    # T5X reads no single mesh shape, so one counts only if nothing else is given.
+    return {**others, **shapes}
+
+
+def _check(partitioner: records.PjitPartitioner, places: Places) -> None:
+    submesh = partitioner.model_parallel_submesh
+    if submesh and (len(submesh) != 4 or min(submesh) < 1):
+        raise places.refused(
+            f"{_PARTITIONER}.model_parallel_submesh",
+            submesh,
+            "a submesh has four sizes of at least 1: x, y, z and cores.",
+            "Bind four sizes, such as (2, 1, 1, 1).",
+        )
+    for name in ("ici_mesh_shape", "dcn_mesh_shape"):
+        shape = getattr(partitioner, name) or {}
+        if not set(shape) <= set(_MESH_AXES) or min(shape.values(), default=1) < 1:
+            raise places.refused(
+                f"{_PARTITIONER}.{name}",
+                shape,
+                f"a mesh has sizes of at least 1 along {', '.join(_MESH_AXES)}.",
+                "Bind {'data': 4, 'model': 2}, say.",
+            )
+    rules = partitioner.logical_axis_rules
+    if isinstance(rules, records.AxisRules):
+        for name in ("activation_partitioning_dims", "parameter_partitioning_dims"):
+            if getattr(rules, name) not in (1, 2):
+                raise places.refused(
+                    f"{_RULES}.{name}", getattr(rules, name), "it must be 1 or 2.", "Bind 1 or 2."
+                )
+    for axis, along in _pairs(rules):
+        if along not in (None, *_MESH_AXES):
+            raise places.refused(
+                _name_of_rules(rules),
+                (axis, along),
+                f"a mesh has no axis {along!r}.",
+                f"Choose one of {', '.join(_MESH_AXES)}, or None.",
+            )
+
+
+def _along(axis: str, *meshes: Mapping[str, int]) -> int:
+    """Devices along an axis, within slices and across them."""
+    return math.prod(mesh.get(axis, 1) for mesh in meshes)
+
+
+def _fully_sharded(rules: Any) -> bool:
+    """Whether the rules shard parameters along the data axis."""
+    # Two dimensions mean that parameters are sharded along data as well.
+    both = isinstance(rules, records.AxisRules) and rules.parameter_partitioning_dims == 2
+    return both or _FULLY_SHARDED in _pairs(rules)
+
+
+def _pairs(rules: Any) -> list[tuple[str, str | None]]:
+    """The rules that a user adds to T5X's own, with one mesh axis each."""
+    given = rules.additional_rules if isinstance(rules, records.AxisRules) else rules
+    return [
+        (axis, part)
+        for axis, along in given or ()
+        # JAX takes several mesh axes for one axis of an array.
+        for part in ([along] if along is None or isinstance(along, str) else along)
+    ]
+
+
+def _name_of_rules(rules: Any) -> str:
+    if isinstance(rules, records.AxisRules):
+        return f"{_RULES}.additional_rules"
+    return f"{_PARTITIONER}.logical_axis_rules"
+
+
+# ---- What a run reads but does differently from T5X without changing its results -----------------
+
+
+def differences(parsed: Parsed) -> list[str]:
+    """A line for each argument that takes effect differently here, with the place that sets it."""
+    program, places = parsed.program, Places.of(parsed.values)
+    lines = list(partitioner_differences(program.partitioner, places))
+    if getattr(program, "use_hardware_rng", False):
+        lines.append(
+            f"{places.place('train.use_hardware_rng')}: train.use_hardware_rng = True: JAX's"
+            " default generator is used all the same, whose numbers are the same on every device"
+        )
+    return lines

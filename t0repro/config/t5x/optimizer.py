@@ -18,7 +18,7 @@ from t0repro.config.run_config import (
     ScheduleConfig,
 )
 from t0repro.config.t5x import records
-from t0repro.config.t5x.places import Places
+from t0repro.config.t5x.gin_files import Places
 from t0repro.parameters.shape import (
     ALL_HEURISTIC,
     AXIS_WORDS,

@@ -12,13 +12,12 @@ from t0repro.config.configuration import check_adapter, check_choice_loss
 from t0repro.config.decoding import GREEDY
 from t0repro.config.inference_plan import EvalPlan, InferPlan
 from t0repro.config.run_config import CheckpointChoice, RunConfig
-from t0repro.config.t5x import data, fields, inference, programs, records, user_classes
+from t0repro.config.t5x import data, inference, modules, programs, records
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x import optimizer as t5x_optimizer
-from t0repro.config.t5x.gin_files import Parsed
-from t0repro.config.t5x.inference import decoding_plan
-from t0repro.config.t5x.layout import layout_of
-from t0repro.config.t5x.places import Places, check_summary, provenance
+from t0repro.config.t5x.gin_files import Parsed, Places, check_summary, provenance
+from t0repro.config.t5x.inference import decoding_fields, decoding_plan
+from t0repro.config.t5x.model import layout_of
 from t0repro.config.training_plan import Replaced, SeqioDataConfig, TrainingPlan, UserClass
 from t0repro.errors import UserError
 
@@ -118,7 +117,7 @@ def precompile_config(parsed: Parsed) -> RunConfig:
     """
     program, places = parsed.program, Places.of(parsed.values)
     assert isinstance(program, programs.PrecompileProgram)
-    if user_classes.user_class(program.model, places) is not None:
+    if modules.user_class(program.model, places) is not None:
         raise UserError(
             "precompile compiles the step of T5X's own model, and not that of a subclass.",
             where=places.place("precompile.model"),
@@ -222,7 +221,7 @@ def _user_classes(program: programs.TrainProgram, places: Places) -> dict[Replac
     }
     found = dict[Replaced, UserClass]()
     for part, record in parts.items():
-        made = user_classes.user_class(record, places)
+        made = modules.user_class(record, places)
         if made is not None:
             found[part] = made
     return found
@@ -306,7 +305,7 @@ def eval_period(plan: TrainingPlan) -> int:
 
 
 def _provenance(program: programs.TrainProgram, places: Places) -> dict[str, str]:
-    names = _FIELDS | fields.model_fields()
+    names = _FIELDS | t5x_model.model_fields()
     names |= {
         f"optimizer.{field}": f"{t5x_optimizer.ADAFACTOR}.{name}"
         for field, name in t5x_optimizer.FIELDS.items()
@@ -317,10 +316,10 @@ def _provenance(program: programs.TrainProgram, places: Places) -> dict[str, str
     }
     # The same arguments in three scopes.
     for part in ("train", "train_eval", "infer_eval"):
-        names |= fields.data_fields(f"plan.{part}_data", part)
-    names |= fields.restore_fields("plan.restore") | fields.save_fields("plan.save")
-    names |= fields.evaluator_fields("plan.evaluator")
-    names |= fields.decoding_fields("plan.decoding", program.model)
+        names |= data.data_fields(f"plan.{part}_data", part)
+    names |= data.restore_fields("plan.restore") | data.save_fields("plan.save")
+    names |= data.evaluator_fields("plan.evaluator")
+    names |= decoding_fields("plan.decoding", program.model)
     return provenance(places, names)
 
 

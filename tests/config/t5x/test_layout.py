@@ -5,8 +5,8 @@ import re
 import pytest
 
 from t0repro.config.run_config import Layout
-from t0repro.config.t5x.layout import layout_of, partitioner_differences
-from t0repro.config.t5x.places import Places
+from t0repro.config.t5x.gin_files import Places
+from t0repro.config.t5x.model import layout_of, partitioner_differences
 from t0repro.config.t5x.records import AxisRules, PjitPartitioner
 from t0repro.errors import UserError
 
