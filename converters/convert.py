@@ -53,8 +53,7 @@ from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
-from t0repro.redaction import without_passwords
-from t0repro.words import counted
+from t0repro.words import counted, without_passwords
 
 _BYTES_AHEAD = 1 << 30
 VOCAB_DIVISOR = 128  # Mesh TensorFlow and T5X pad vocabularies to a multiple of it

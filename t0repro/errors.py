@@ -6,7 +6,7 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
-from t0repro.redaction import without_passwords
+from t0repro.words import without_passwords
 
 
 class UserError(Exception):

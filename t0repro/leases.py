@@ -26,7 +26,7 @@ from typing import Any
 from t0repro import buckets
 from t0repro.errors import UserError
 from t0repro.progress import say
-from t0repro.redaction import without_passwords
+from t0repro.words import without_passwords
 
 LEASES = ".t0repro.lease"
 
@@ -133,7 +133,7 @@ class Lease:
                     buckets.write(_object(self._address, self._number), self._content())
 
 
-# ---- Pins ---------------------------------------------------------------------------------------
+# ---- Pins ----------------------------------------------------------------------------------------
 
 _PINS = ".t0repro.pins"
 _READING = "reading a checkpoint"
@@ -183,7 +183,7 @@ def _pin_of(checkpoint: str) -> str:
     return f"{folder}/{_PINS}/{name}"
 
 
-# ---- Holding ------------------------------------------------------------------------------------
+# ---- Holding -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import filelock
 from t0repro.errors import UserError
 from t0repro.files import FULL_NUMBERS, make_folder
 from t0repro.progress import say
-from t0repro.redaction import without_passwords
+from t0repro.words import without_passwords
 from t0repro.working_copies import copy_with
 
 LOCK_FILE = ".t0repro.lock"

@@ -1,9 +1,13 @@
-"""Reports on long operations: lines, and a bar on a terminal or a line every few seconds."""
+"""Reports on work: lines, a bar or a line every few seconds, and what libraries log of it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import glob
+import importlib.util
+import logging
+import os
 import sys
 import threading
 import time
@@ -11,8 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from t0repro.errors import as_shown
-from t0repro.redaction import without_passwords
-from t0repro.words import counted, printable
+from t0repro.words import counted, printable, without_passwords
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -171,3 +174,59 @@ def _line_printer(
             print_line(line(done, rate, max(total - done, 0) / max(rate, 1e-9)))
 
     return advance
+
+
+# ---- Which records of libraries' logs are printed ------------------------------------------------
+
+
+@contextlib.contextmanager
+def only_records(
+    name: str | None, is_worth_logging: Callable[[logging.LogRecord], bool]
+) -> Iterator[None]:
+    """Leaves out the records of a logger, None for the root, that are not worth logging."""
+    log = logging.getLogger(name)
+    log.addFilter(is_worth_logging)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_worth_logging)
+
+
+NOT_ON_A_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5e-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""Without these libtpu asks Google's metadata server which TPU it is on, prints errors when it gets
+no answer, and lets in one process at a time."""
+
+
+def quiet_libtpu() -> None:
+    """Keeps libtpu from printing errors if it is installed on a machine without a TPU.
+
+    JAX loads it when it looks for devices.
+    """
+    chips = (*glob.glob("/dev/accel[0-9]*"), *glob.glob("/dev/vfio/[0-9]*"))
+    if not chips and importlib.util.find_spec("libtpu"):
+        for variable, value in NOT_ON_A_TPU.items():
+            os.environ.setdefault(variable, value)
+
+
+class SeqioOnce(logging.Filter):
+    """Lets each of SeqIO's messages through once per process, and all others always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to log a record."""
+        # Match by file: SeqIO logs through absl's logger, as other libraries do.
+        if "seqio" not in record.pathname:
+            return True
+        message = record.getMessage()
+        is_new = message not in self._seen
+        self._seen.add(message)
+        return is_new

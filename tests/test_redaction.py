@@ -10,7 +10,7 @@ from t0repro.cli.results import echo
 from t0repro.errors import UserError
 from t0repro.hub_files import Bucket, HubRepository
 from t0repro.locks import COMMAND_FILE, folder_lock
-from t0repro.redaction import is_secret, without_passwords
+from t0repro.words import is_secret, without_passwords
 
 SECRET = "pw-SECRET"
 

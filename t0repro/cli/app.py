@@ -21,12 +21,10 @@ from t0repro.cli import (
     rank_eval,
     report,
     run_modes,
-    runs,
     tasks,
     vertex,
 )
-from t0repro.cli.gate import gate
-from t0repro.cli.huge_pages import use_where_faster
+from t0repro.cli.gate import gate, use_huge_pages_where_faster
 from t0repro.cli.options import AsJson
 from t0repro.cli.results import print_json
 from t0repro.cli.spelling import canonical, check_inputs, show_canonical, with_t5x_overrides
@@ -78,9 +76,9 @@ app.command()(parity.parity)
 app.command()(precompile.precompile)
 app.command("rank-eval")(rank_eval.rank_eval)
 app.command()(report.compare)
-app.command()(runs.replay)
-app.command()(runs.runs)
-app.command()(runs.plot)
+app.command()(report.replay)
+app.command()(report.runs)
+app.command()(report.plot)
 app.command("eval")(run_modes.evaluate)
 app.command()(run_modes.infer)
 checkpoints = typer.Typer(
@@ -181,6 +179,6 @@ def main() -> None:
     """Runs the command line in sys.argv and exits."""
     # First of all, since it may start this process again.
     if _COMPUTE.intersection(sys.argv[1:2]) and not _ONLY_LOOK.intersection(sys.argv):
-        use_where_faster(sys.argv[2:])
+        use_huge_pages_where_faster(sys.argv[2:])
     with gate("t0repro") as settings:
         command()(args=with_t5x_overrides(sys.argv[1:]), obj=settings)

@@ -20,7 +20,7 @@ from t0repro.cli.spelling import canonical, source
 from t0repro.cloud.arguments import check_not_export
 from t0repro.cloud.tracker import TrackedRun, TrackerName, tracked
 from t0repro.errors import UserError
-from t0repro.redaction import without_passwords
+from t0repro.words import without_passwords
 
 if TYPE_CHECKING:
     from t0repro.config.mtf.parser import MeshInputs

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from t0repro.errors import as_shown
-from t0repro.redaction import without_passwords
-from t0repro.words import printable
+from t0repro.words import printable, without_passwords
 
 if TYPE_CHECKING:
     from t0repro.reports.page import Page

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import click
 import typer
 
 from t0repro.buckets import check_readable
-from t0repro.cli import help_pages
 from t0repro.errors import UserError
 from t0repro.files import check_address, input_path, output_path
 
@@ -149,7 +150,7 @@ def _check_home(argument: str) -> None:
 
 def show_canonical(command: Any) -> None:
     """Makes the help of a Typer command and its subcommands fit 80 columns, by canonical names."""
-    help_pages.arrange(command)
+    _arrange(command)
     for parameter in command.params:
         # Help shows these lists; both spellings are accepted all the same (see `canonical`).
         for names in (parameter.opts, getattr(parameter, "secondary_opts", [])):
@@ -219,3 +220,126 @@ def _input(context: typer.Context, parameter: Any, value: Any) -> Any:
 def _name(parameter: Any) -> str:
     name = parameter.opts[0]
     return f"--{canonical(name[2:])}" if name.startswith("--") else name.upper()
+
+
+# ---- Help pages that fit 80 columns: options under headings, examples that can be pasted ---------
+
+# Typer's own panels cut long option names to fit; here a long name gets its own line.
+
+_WIDTH = 74  # of an example's lines, which Click indents by 4
+_WORD = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")
+_EXAMPLE = re.compile(
+    r"(?P<before>.*?)(?P<name>[^.:]*):\s+(?P<commands>(?:[A-Z0-9_]+=\S+ )?"
+    r"(?:t0repro|t5_mesh_transformer) .*)",
+    re.S,
+)
+
+
+def _arrange(command: Any) -> None:
+    """Makes a Typer command print its help in this form."""
+    command.rich_markup_mode = None
+    # Click truncates a summary that it derives itself, but not an explicit one.
+    command.short_help = command.short_help or _summary(command.help or "")
+    command.help = _text(command.help or "")
+    command.epilog = _text(command.epilog or "")
+    command.format_options = functools.partial(_format_options, command)
+    for parameter in command.params:
+        kind = parameter.type_descriptor
+        # As users type it: Typer shows its normalized form, lm_eval for lm-eval.
+        if kind.is_choice and not kind.is_list and all(isinstance(c, str) for c in kind.choices):
+            parameter.metavar = parameter.metavar or f"<{'|'.join(kind.choices)}>"
+
+
+def help_page(program: str, text: str, sections: dict[str, list[tuple[str, str]]]) -> str:
+    """The help page of a command that Typer does not parse: its text, then flags by headings.
+
+    Args:
+      program: the command's name.
+      text: what it does, and an example, as a Typer command's help.
+      sections: heading -> each flag with its kind of value, and its help.
+    """
+    formatter = click.HelpFormatter(width=80)
+    formatter.write_usage(program, "[FLAGS]")
+    formatter.write_paragraph()
+    with formatter.indentation():
+        formatter.write_text(_text(text))
+    for heading, records in sections.items():
+        with formatter.section(heading):
+            formatter.write_dl(records)
+    return formatter.getvalue()
+
+
+def _summary(text: str) -> str:
+    """The first paragraph of a help text, on one line."""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _format_options(command: Any, context: Any, formatter: Any) -> None:
+    """Writes arguments, then options by their headings, those without one first."""
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+    for parameter in command.get_params(context):
+        if (record := parameter.get_help_record(context)) is not None:
+            is_argument = parameter.param_type_name == "argument"
+            heading = getattr(parameter, "rich_help_panel", None) or "Options"
+            sections.setdefault("Arguments" if is_argument else heading, []).append(record)
+    for heading, records in sections.items():
+        if records:
+            with formatter.section(heading):
+                formatter.write_dl(records)
+    if hasattr(command, "format_commands"):
+        command.format_commands(context, formatter)
+
+
+def _text(text: str) -> str:
+    """A help text with each paragraph on one line and each example as lines to paste."""
+    # Click keeps the line breaks of a paragraph that begins with \b.
+    found = []
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith("\b"):
+            found.append(paragraph)
+        elif match := _EXAMPLE.fullmatch(paragraph.strip()):
+            if match["before"].strip():
+                found.append(" ".join(match["before"].split()))
+            lines = [f"  {line}" for each in _commands(match["commands"]) for line in each]
+            found.append("\n".join(["\b", f"{match['name'].strip()}:", *lines]))
+        elif "\n " in paragraph:
+            found.append(f"\b\n{paragraph}")
+        else:
+            found.append(" ".join(paragraph.split()))
+    return "\n\n".join(found)
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """The lines of each command of an example; lines that continue one are indented further."""
+    lines = text.splitlines()
+    base = min((len(line) - len(line.lstrip()) for line in lines[1:]), default=0)
+    joined: list[str] = []
+    for number, line in enumerate(lines):
+        if number == 0 or (
+            line.lstrip().startswith("t0repro ") and len(line) - len(line.lstrip()) == base
+        ):
+            joined.append(line)
+        else:
+            joined[-1] += f" {line}"
+    for command in joined:
+        yield _wrapped(_WORD.findall(command))
+
+
+def _wrapped(words: list[str]) -> list[str]:
+    r"""A command's words in lines of at most `_WIDTH`, each but the last ending in ` \`."""
+    # An option and its value stay together if a line has room for both.
+    parts: list[str] = []
+    for word in words:
+        last = parts[-1] if parts else ""
+        takes_value = last.startswith("--") and " " not in last and not word.startswith("-")
+        if takes_value and len(last) + len(word) < _WIDTH - 6:
+            parts[-1] += f" {word}"
+        else:
+            parts.append(word)
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 1 + len(part) > _WIDTH - 2:
+            lines.append(f"  {part}")
+        else:
+            lines[-1] += f" {part}"
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]

@@ -303,10 +303,10 @@ def _check_options(context: typer.Context, arguments: Arguments) -> None:
     if arguments.mode is None:
         from absl import flags
 
-        from t0repro.cli import t5_flags
+        from t0repro.cli import t5_mesh_transformer
 
         # absl has one set of flags per process; nothing else here reads it.
-        t5_flags.define()
+        t5_mesh_transformer.define_flags()
         try:
             flags.FLAGS([MESH_TRANSFORMER, *canonical_arguments(arguments.words)])
         except flags.Error as error:

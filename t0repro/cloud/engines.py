@@ -22,7 +22,7 @@ from t0repro.cloud.spec import JobSpec, Machines
 from t0repro.errors import UserError
 from t0repro.jobs.launcher import EngineState, Job, Launcher, LocalLauncher
 from t0repro.jobs.worker import Limits
-from t0repro.redaction import is_secret
+from t0repro.words import is_secret
 
 
 def make_launcher(name: str, machine: Machine) -> Launcher:

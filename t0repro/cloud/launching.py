@@ -21,7 +21,7 @@ from t0repro.cloud import engines
 from t0repro.cloud.machines import Machine
 from t0repro.errors import UserError
 from t0repro.jobs.worker import Limits
-from t0repro.redaction import is_secret
+from t0repro.words import is_secret
 
 _PORT = 8476  # any free one, the same on all machines
 _PODS = "processes"

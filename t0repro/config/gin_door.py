@@ -21,7 +21,7 @@ import gin.config
 import gin
 from t0repro import buckets
 from t0repro.errors import UserError
-from t0repro.log_records import only_records
+from t0repro.progress import only_records
 
 MACRO = "gin.macro"
 """The configurable under which gin keeps macros; the macro's name is its scope."""

@@ -17,8 +17,7 @@ from t0repro.errors import as_shown
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import digest_of_texts, read_records
 from t0repro.files import naming, write_atomically
-from t0repro.redaction import without_passwords
-from t0repro.words import counted
+from t0repro.words import counted, without_passwords
 
 # An evaluation may leave this file beside its outputs: a JSON object with any of the fields
 # step, checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source,

@@ -19,7 +19,7 @@ from t0repro.evaluation import records
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.task_output import TaskResult
 from t0repro.files import write_atomically
-from t0repro.redaction import without_passwords
+from t0repro.words import without_passwords
 
 _ROOT = "t0repro"
 

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, Protocol
 from t0repro import buckets, working_copies
 from t0repro.files import make_folder
 from t0repro.jobs.worker import GRACE_SECONDS, Ending, Limits, Work
-from t0repro.redaction import is_secret
+from t0repro.words import is_secret
 
 EngineState = Literal["waiting", "running", "ended", "preempted", "unknown"]
 

@@ -18,7 +18,7 @@ from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.mtf import hooks
 from t0repro.progress import working
-from t0repro.redaction import without_passwords
+from t0repro.words import without_passwords
 
 # t5's main binds these dtypes to float32 in every run without --tpu.
 _FLOAT32_ON_CPU = ("slice", "activation")

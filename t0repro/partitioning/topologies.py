@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.log_records import NOT_ON_A_TPU
+from t0repro.progress import NOT_ON_A_TPU
 
 GIB = 1 << 30
 

@@ -32,8 +32,8 @@ from t0repro.parameters import naming
 from t0repro.partitioning.devices import choose, line_of
 from t0repro.partitioning.processes import from_first
 from t0repro.progress import say
-from t0repro.redaction import without_passwords
 from t0repro.runs.description import record_command
+from t0repro.words import without_passwords
 
 # As in tf.train.checkpoints_iterator.
 SECONDS_BETWEEN_POLLS = 1.0

@@ -17,8 +17,8 @@ from t0repro.files import make_folder, output_path, write_atomically
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import naming
 from t0repro.partitioning.devices import Partitioning, choose
-from t0repro.redaction import without_passwords
 from t0repro.training.train_state import TrainState
+from t0repro.words import without_passwords
 
 # The sizes in the table of parameters, as T5X's network names its logical axes.
 _LOGICAL_AXES = {

@@ -31,7 +31,6 @@ from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
 from t0repro.partitioning.devices import fetched
 from t0repro.partitioning.processes import from_first, is_first
 from t0repro.progress import say
-from t0repro.redaction import without_passwords
 from t0repro.training.checkpoints import checkpoint_path, load_tree, start_checkpoint
 from t0repro.training.hooks import Hook
 from t0repro.training.metrics import StepMetrics
@@ -39,6 +38,7 @@ from t0repro.training.models import T5Model, model_of
 from t0repro.training.t5_model import own_features
 from t0repro.training.train_state import base_parameters, parameters_from_flat_tree
 from t0repro.training.train_step import microbatch_keys, parameters_of, split_into_microbatches
+from t0repro.words import without_passwords
 
 if TYPE_CHECKING:
     from t0repro.training.loop import TrainingLoop

@@ -39,8 +39,8 @@ from t0repro.converters.tensors import with_parameters_in
 from t0repro.converters.witnesses import Written, check_contents, read_integrity
 from t0repro.errors import UserError
 from t0repro.files import check_is_no_pattern, input_path, output_path, writing
-from t0repro.log_records import only_records
 from t0repro.partitioning.processes import is_alone, is_first, meeting_point, wait_for_all
+from t0repro.progress import only_records
 from t0repro.training.commits import committing, readable, remove_checkpoint
 from t0repro.training.metrics import METRICS_FILE
 from t0repro.training.train_state import TrainState, flat_arrays, to_flat_tree

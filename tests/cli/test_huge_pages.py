@@ -6,16 +6,16 @@ import sys
 
 import pytest
 
-from t0repro.cli import huge_pages
+from t0repro.cli import gate
 
-offered = pytest.mark.skipif(not huge_pages._are_offered(), reason="this system has no huge pages")
+offered = pytest.mark.skipif(not gate._are_offered(), reason="this system has no huge pages")
 
 # What a console script does, on a machine where huge pages are RATIO times as fast.
 PROGRAM = """
 import os, sys
-from t0repro.cli import huge_pages
-huge_pages._times_as_fast = lambda: float(os.environ["RATIO"])
-huge_pages.use_where_faster(sys.argv[1:])
+from t0repro.cli import gate
+gate._times_as_fast = lambda: float(os.environ["RATIO"])
+gate.use_huge_pages_where_faster(sys.argv[1:])
 print(os.environ.get("GLIBC_TUNABLES"), sys.argv[1:])
 """
 HUGE = "glibc.malloc.hugetlb=1"
@@ -53,13 +53,13 @@ def test_it_does_not_where_they_are_not_or_where_the_user_set_the_variable(ratio
 
 def test_a_program_that_calls_the_command_is_never_replaced(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    monkeypatch.setattr(huge_pages, "_times_as_fast", lambda: 5.0)
-    monkeypatch.setattr(huge_pages, "_are_offered", lambda: True)
+    monkeypatch.setattr(gate, "_times_as_fast", lambda: 5.0)
+    monkeypatch.setattr(gate, "_are_offered", lambda: True)
     started = []
     monkeypatch.setattr(os, "execve", lambda *of: started.append(of))
-    huge_pages.use_where_faster(["not", "of this process"])
+    gate.use_huge_pages_where_faster(["not", "of this process"])
     assert started == []
-    huge_pages.use_where_faster(sys.orig_argv[-1:])
+    gate.use_huge_pages_where_faster(sys.orig_argv[-1:])
     assert len(started) == 1
 
 

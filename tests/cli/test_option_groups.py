@@ -36,9 +36,9 @@ def test_t0s_command_has_the_options_of_auxiliary_jobs_with_the_same_defaults():
     code = """
 import dataclasses
 from absl import flags
-from t0repro.cli import t5_flags
+from t0repro.cli import t5_mesh_transformer
 from t0repro.jobs.options import AuxiliaryOptions
-t5_flags.define_group(AuxiliaryOptions)
+t5_mesh_transformer.define_group(AuxiliaryOptions)
 flags.FLAGS(["t5", "--max_failures=2", "--time_limit=1.5", "--main_metric=accuracy"])
 for field in dataclasses.fields(AuxiliaryOptions):
     if getattr(flags.FLAGS, field.name) != field.default:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from t0repro.cli import gate
-from t0repro.log_records import NOT_ON_A_TPU, quiet_libtpu
+from t0repro.progress import NOT_ON_A_TPU, quiet_libtpu
 
 from .. import commands
 

@@ -104,10 +104,10 @@ class CommandServer:
 
 
 def _serve() -> None:
-    from t0repro.cli import t5_flags
+    from t0repro.cli import t5_mesh_transformer
 
     sys.argv[0] = "t5_mesh_transformer"
-    t5_flags.define()
+    t5_mesh_transformer.define_flags()
     serve(lambda job: _run(**job))
 
 

@@ -62,8 +62,8 @@ from t0repro.config.run_config import (
 )
 from t0repro.config.training_plan import TrainDataConfig, TrainingPlan, mesh_transformer_plan
 from t0repro.errors import UserError, needs_reference_tier
-from t0repro.redaction import without_passwords
 from t0repro.tasks.vocabulary import VocabularyFile
+from t0repro.words import without_passwords
 
 
 def load(inputs: MeshInputs, *, float32_activations: bool = True) -> Configuration:

@@ -17,7 +17,7 @@ from t0repro.config.gin_imports import check_allowed, list_imports, restrict_imp
 from t0repro.config.t5x import modules, programs, records
 from t0repro.config.t5x.records import WrongArgument
 from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
-from t0repro.redaction import without_passwords
+from t0repro.words import without_passwords
 
 
 @dataclasses.dataclass(frozen=True)
