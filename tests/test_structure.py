@@ -80,7 +80,7 @@ _ASK_WHAT_A_PATH_IS = {
     "converters/mtf.py": "paths that a `checkpoint` file names",
     "converters/orbax_dir.py": "marks of complete checkpoints",
     "training/commits.py": "how checkpoints become complete and go",
-    "jobs/pins.py": "links or leases",
+    "jobs/controller.py": "links or leases",
     "config/configuration.py": "what TensorFlow writes to",
     "mtf/hooks.py": "TensorFlow's own gs://",
 }

@@ -4,8 +4,7 @@ import pytest
 import yaml
 
 from t0repro import yaml_files
-from t0repro.cloud.engines import read_template
-from t0repro.cloud.machines import find_machine
+from t0repro.cloud.engines import find_machine, read_template
 from t0repro.errors import UserError
 from t0repro.tasks.template_files import read_template_file
 

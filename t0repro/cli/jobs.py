@@ -25,7 +25,7 @@ from t0repro.errors import UserError
 from t0repro.jobs.options import AuxiliaryOptions
 
 if TYPE_CHECKING:
-    from t0repro.cloud.machines import Machine
+    from t0repro.cloud.engines import Machine
 
 app = typer.Typer(name="aux", invoke_without_command=True)
 
@@ -144,7 +144,7 @@ class MachineOptions:
         Raises:
           UserError: If an entry is named without a file, or the file lacks it.
         """
-        from t0repro.cloud.machines import find_machine
+        from t0repro.cloud.engines import find_machine
 
         if self.machines is None and (self.platform or self.cell):
             raise UserError(

@@ -27,7 +27,7 @@ from t0repro.cli.options import (
 )
 from t0repro.cli.results import echo
 from t0repro.cli.spelling import LogOptions, source
-from t0repro.cloud.arguments import JobMode
+from t0repro.cloud.spec import JobMode
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.files import check_address, output_path
 from t0repro.jobs.options import AuxiliaryOptions
@@ -439,7 +439,7 @@ def start(
 
 def _check_machine(machines: Path | None, platform: str | None, cell: str | None) -> None:
     """Refuses to train on another machine; labels that no file defines mean this one."""
-    from t0repro.cloud.machines import find_machine
+    from t0repro.cloud.engines import find_machine
 
     machine = find_machine(machines, platform, cell)
     if machine.launcher != "local":

@@ -11,16 +11,15 @@ import typer
 from t0repro.cli.options import AsJson, GinBindings, GinFiles, with_groups
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
-from t0repro.cloud.arguments import MESH_TRANSFORMER, check_not_export
+from t0repro.cloud.spec import MESH_TRANSFORMER, check_not_export
 from t0repro.cloud.xmanager import Executor
 from t0repro.errors import UserError
 
 if TYPE_CHECKING:
-    from t0repro.cloud.arguments import Arguments
     from t0repro.cloud.checks import Configured
-    from t0repro.cloud.custom_jobs import Look
     from t0repro.cloud.experiments import Tracking
-    from t0repro.cloud.google import Place
+    from t0repro.cloud.google import Look, Place
+    from t0repro.cloud.spec import Arguments
     from t0repro.cloud.submission import Request
 
 app = typer.Typer(
@@ -389,12 +388,11 @@ def status(
     Example: t0repro vertex status 1234567890 --project P --location europe-west4
     """
     echo(_ASKING, err=True)
-    from t0repro.cloud.custom_jobs import look
-    from t0repro.cloud.google import Place
+    from t0repro.cloud.google import Place, look_at_job
     from t0repro.cloud.submission import follow, record_of
 
     place = Place(project, location)
-    seen = look(job, place)
+    seen = look_at_job(job, place)
     typer.echo(f"{seen.display_name} ({seen.name}), submitted {seen.created:%Y-%m-%d %H:%M:%S} UTC")
     if not (seen.ended or wait):
         typer.echo(seen.state)
@@ -446,10 +444,9 @@ def logs(
     Example: t0repro vertex logs 1234567890 --project P --location europe-west4 --last 100
     """
     echo(_ASKING, err=True)
-    from t0repro.cloud import custom_jobs
-    from t0repro.cloud.google import Place
+    from t0repro.cloud.google import Place, logs_of_job
 
-    for line in custom_jobs.logs(job, Place(project, location), last=last):
+    for line in logs_of_job(job, Place(project, location), last=last):
         echo(line)
 
 
@@ -460,10 +457,9 @@ def cancel(job: Job, project: Project, location: Location) -> None:
     Example: t0repro vertex cancel 1234567890 --project P --location europe-west4
     """
     echo(_ASKING, err=True)
-    from t0repro.cloud import custom_jobs
-    from t0repro.cloud.google import Place
+    from t0repro.cloud.google import Place, cancel_job
 
-    custom_jobs.cancel(job, Place(project, location))
+    cancel_job(job, Place(project, location))
     typer.echo("Asked to end; `t0repro vertex status` reports when it has ended.")
 
 

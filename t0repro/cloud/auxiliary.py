@@ -16,8 +16,7 @@ from pathlib import Path
 import dacite
 
 from t0repro import working_copies
-from t0repro.cloud.engines import make_launcher
-from t0repro.cloud.machines import find_machine
+from t0repro.cloud.engines import find_machine, make_launcher
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.files import check_address

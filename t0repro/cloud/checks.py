@@ -8,8 +8,17 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from t0repro.cloud.arguments import MESH_TRANSFORMER, MOUNT, Arguments, JobMode
-from t0repro.cloud.spec import ACCELERATORS, CLOUD_TPU, Machines, check_machines, tpu_slice
+from t0repro.cloud.spec import (
+    ACCELERATORS,
+    CLOUD_TPU,
+    MESH_TRANSFORMER,
+    MOUNT,
+    Arguments,
+    JobMode,
+    Machines,
+    check_machines,
+    tpu_slice,
+)
 from t0repro.config.run_config import ModelConfig, RunConfig
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.errors import UserError

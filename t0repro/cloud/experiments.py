@@ -21,8 +21,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from t0repro.cloud.custom_jobs import State
-from t0repro.cloud.google import Place, cloud_errors, connect
+from t0repro.cloud.google import Place, State, cloud_errors, connect
 from t0repro.cloud.spec import JobSpec
 from t0repro.errors import UserError, nearest_names
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from t0repro.cloud import engines
-from t0repro.cloud.machines import Machine
+from t0repro.cloud.engines import Machine
 from t0repro.errors import UserError
 from t0repro.jobs.worker import Limits
 from t0repro.words import is_secret

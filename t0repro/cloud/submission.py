@@ -10,15 +10,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from t0repro.cloud import custom_jobs, experiments, staging, xmanager
-from t0repro.cloud.arguments import Arguments, address_of, read_arguments
+from t0repro.cloud import experiments, job_files, xmanager
 from t0repro.cloud.checks import Configured
-from t0repro.cloud.custom_jobs import Look, wait_until_ended
 from t0repro.cloud.experiments import Facts, Record, Tracking
-from t0repro.cloud.google import Place, cloud_errors, connect, storage_client
-from t0repro.cloud.results import best_metrics, copy_results, uploading
-from t0repro.cloud.spec import JobSpec, Machines
-from t0repro.cloud.staging import split_address
+from t0repro.cloud.google import (
+    Look,
+    Place,
+    cloud_errors,
+    connect,
+    find_job,
+    storage_client,
+    wait_until_ended,
+)
+from t0repro.cloud.job_files import best_metrics, copy_results, split_address, uploading
+from t0repro.cloud.spec import Arguments, JobSpec, Machines, address_of, read_arguments
 from t0repro.errors import UserError
 
 CONFIGURATION, ARCHITECTURE = "config.gin", "model-info.txt"  # as T5X names them
@@ -52,7 +57,7 @@ class Prepared:
     """A job whose files have destinations but are not copied yet."""
 
     spec: JobSpec
-    staged: staging.Staged
+    staged: job_files.Staged
 
 
 def prepare(request: Request, configured: Configured, place: Place) -> Prepared:
@@ -73,8 +78,8 @@ def prepare(request: Request, configured: Configured, place: Place) -> Prepared:
             where="--staging_bucket",
             fix="Give gs://BUCKET, in the job's region.",
         )
-    folder = staging.new_folder(place.staging_bucket, request.display_name)
-    staged = staging.stage(arguments, folder)
+    folder = job_files.new_folder(place.staging_bucket, request.display_name)
+    staged = job_files.stage(arguments, folder)
     if configured.text:
         staged.files[CONFIGURATION] = configured.text.encode()
     if configured.architecture:
@@ -102,7 +107,7 @@ def create_custom_job(request: Request, configured: Configured, place: Place) ->
       UserError: If the bucket is missing or refuses, with nothing left in it.
     """
     prepared = prepare(request, configured, place)
-    staging.upload(prepared.staged, storage_client(place.project))
+    job_files.upload(prepared.staged, storage_client(place.project))
     return _custom_job(prepared, place)
 
 
@@ -160,7 +165,7 @@ def submit_and_track(
             tensorboard=run.tensorboard,
         )
         # Before the job is created, so that no job refers to a missing file.
-        staging.write(storage, f"{staged.folder}/{experiments.RECORD}", record.to_json())
+        job_files.write(storage, f"{staged.folder}/{experiments.RECORD}", record.to_json())
         name = _submitted(prepared, place)
     # Outside the block: the job runs now, and an error here must not undo what belongs to it.
     run.submitted(name)
@@ -168,14 +173,14 @@ def submit_and_track(
 
 
 @contextlib.contextmanager
-def _staged(staged: staging.Staged, storage: Any) -> Iterator[None]:
+def _staged(staged: job_files.Staged, storage: Any) -> Iterator[None]:
     """Copies files for a job that is submitted in the block; removes them if the block fails."""
-    staging.upload(staged, storage)
+    job_files.upload(staged, storage)
     try:
         yield
     except BaseException:
         with contextlib.suppress(UserError):  # the first error says more
-            staging.remove(storage, *staging.split_address(staged.folder))
+            job_files.remove(storage, *job_files.split_address(staged.folder))
         raise
 
 
@@ -203,14 +208,14 @@ def _submitted(prepared: Prepared, place: Place) -> str:
             job.submit(service_account=spec.service_account, network=spec.network)
         except (exceptions.ServerError, exceptions.RetryError):
             # The job may exist although the answer was lost. No other has its folder.
-            found = custom_jobs.find(spec.display_name, place)
+            found = find_job(spec.display_name, place)
             if found is None or found.folder != prepared.staged.folder:
                 raise
             return found.name
     return job.resource_name
 
 
-def _facts(configured: Configured, staged: staging.Staged) -> Facts:
+def _facts(configured: Configured, staged: job_files.Staged) -> Facts:
     def staged_as(name: str) -> str | None:
         return f"{staged.folder}/{name}" if name in staged.files else None
 

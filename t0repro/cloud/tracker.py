@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import importlib
 import json
 import os
+import re
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Protocol
 
 from t0repro.errors import UserError
+from t0repro.event_files import event_writer
 from t0repro.files import make_folder, write_atomically
 from t0repro.progress import say
 
@@ -27,7 +29,7 @@ Outcome = Literal["finished", "failed", "stopped"]
 
 
 class TrackerName(enum.StrEnum):
-    """The trackers; each has a module in this folder."""
+    """The trackers."""
 
     WANDB = "wandb"
     MLFLOW = "mlflow"
@@ -91,17 +93,15 @@ def open_tracker(name: TrackerName, run: TrackedRun, run_id: str | None) -> Trac
     Raises:
       UserError: if the tracker's package is not installed, or its server cannot be reached.
     """
-    # Imported on demand, because each module imports its library, which takes time.
     try:
-        module = importlib.import_module(f"t0repro.cloud.{name}_tracker")
+        # Each is imported on demand, because that takes time.
+        return _OPENERS[name](run, run_id)
     except ModuleNotFoundError as error:
         raise UserError(
             f"--tracker {name} needs the package {error.name}.",
             where="--tracker",
             fix=f"Install it: EXTRAS={name} bash scripts/setup.sh",
         ) from error
-    opened: Callable[[TrackedRun, str | None], Tracker] = module.open_run
-    return opened(run, run_id)
 
 
 def _flat(prefix: str, values: Mapping[str, Any]):
@@ -112,7 +112,7 @@ def _flat(prefix: str, values: Mapping[str, Any]):
             yield prefix + name, value
 
 
-# Following a run ----------------------------------------------------------------------------------
+# ---- Following a run -----------------------------------------------------------------------------
 
 TRACKING_FILE = "tracking.json"
 _SECONDS = 5.0  # between polls of the metrics
@@ -315,3 +315,235 @@ def _outcome(kind: type[BaseException] | None) -> Outcome:
         return "finished"
     # Signals end a training run by SystemExit after it has saved its state.
     return "stopped" if issubclass(kind, KeyboardInterrupt | SystemExit) else "failed"
+
+
+# ---- Weights & Biases: in the project WANDB_PROJECT, by default `t0repro` ------------------------
+
+# The library's own settings decide the rest. With WANDB_MODE=offline it writes into the run's
+# folder; `wandb sync` sends that later.
+
+_WANDB_STEP = "global_step"
+
+
+def _open_wandb(run: TrackedRun, run_id: str | None) -> _WandbRun:
+    """Begins a run, or continues one.
+
+    Raises:
+      UserError: if the server cannot be reached or rejects the user.
+    """
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    try:
+        # Saving files ignores the run's `silent` and warns about each file that it links.
+        wandb.setup(wandb.Settings(silent=True))
+        opened = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "t0repro"),
+            name=run.name,
+            id=run_id,
+            resume="allow",
+            dir=os.fspath(run.folder),
+            config=run.flat_parameters(),
+            # Training uses the terminal, and the user's own repository has the code.
+            settings=wandb.Settings(silent=True, console="off", disable_git=True),
+        )
+    except (wandb.errors.Error, OSError) as error:
+        raise UserError(
+            f"Weights & Biases did not begin a run: {error}",
+            where="--tracker wandb",
+            fix="Log in with `wandb login`, or set WANDB_MODE=offline.",
+        ) from error
+    # wandb drops values of a step below its own latest one. With a metric as the axis, evaluations
+    # of earlier checkpoints are kept as well.
+    opened.define_metric(_WANDB_STEP, hidden=True)
+    opened.define_metric("*", step_metric=_WANDB_STEP)
+    return _WandbRun(opened)
+
+
+class _WandbRun:
+    """A Tracker that writes one run of Weights & Biases."""
+
+    def __init__(self, run: Any):
+        self._run, self.run_id = run, run.id
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records the values of one step."""
+        self._run.log({**values, _WANDB_STEP: step})
+
+    def flush(self) -> None:
+        """Does nothing, because the library keeps what was logged on disk until it is sent."""
+
+    def send_file(self, path: Path, name: str) -> None:
+        """Adds a file to the run's files."""
+        base = str(path)[: -len(name)] if str(path).endswith(name) else os.fspath(path.parent)
+        self._run.save(os.fspath(path), base_path=base, policy="now")
+
+    def close(self, outcome: Outcome) -> None:
+        """Ends the run with its state."""
+        self._run.finish(exit_code=0 if outcome == "finished" else 1)
+
+
+# ---- MLflow: at MLFLOW_TRACKING_URI, in MLFLOW_EXPERIMENT_NAME (default: t0repro) ----------------
+
+# MLflow's own limits on one request and on a parameter.
+_METRICS_PER_REQUEST = 1000
+_PARAMETERS_PER_REQUEST = 100
+_LONGEST_PARAMETER = 6000
+
+_MLFLOW_STATUS: dict[Outcome, str] = {
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "stopped": "KILLED",
+}
+
+
+def _open_mlflow(run: TrackedRun, run_id: str | None) -> _MlflowRun:
+    """Begins an MLflow run, or continues one.
+
+    Raises:
+      UserError: if the server cannot be reached or refuses.
+    """
+    from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+    from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
+
+    with _few_retries(), _mlflow_errors():
+        client = MlflowClient()
+        if run_id is not None:
+            # The run may have been ended as killed or failed.
+            client.update_run(run_id, status="RUNNING")
+            return _MlflowRun(client, run_id)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "t0repro")
+        experiment = client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
+        created = client.create_run(experiment_id, run_name=run.name)
+        parameters = [
+            Param(_mlflow_key(name), str(value)[:_LONGEST_PARAMETER])
+            for name, value in run.flat_parameters().items()
+        ]
+        for start in range(0, len(parameters), _PARAMETERS_PER_REQUEST):
+            part = parameters[start : start + _PARAMETERS_PER_REQUEST]
+            client.log_batch(created.info.run_id, params=part)
+        return _MlflowRun(client, created.info.run_id)
+
+
+@contextlib.contextmanager
+def _few_retries() -> Iterator[None]:
+    """Limits the retries of an unreachable server to three, unless the user sets a number."""
+    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+    if name in os.environ:
+        yield
+        return
+    # With MLflow's 7, a command with a wrong address would wait silently for four minutes. Once the
+    # run has begun, 7 are right, because an outage must not lose metrics.
+    os.environ[name] = "3"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+class _MlflowRun:
+    """A Tracker that writes one run of MLflow."""
+
+    def __init__(self, client: Any, run_id: str):
+        self._client, self.run_id = client, run_id
+        self._waiting: list[Any] = []
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records the values of one step; `flush` sends them."""
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        # In milliseconds of wall-clock time, because MLflow also plots metrics by time.
+        now = int(time.time() * 1000)
+        self._waiting += [
+            Metric(_mlflow_key(name), value, now, step) for name, value in values.items()
+        ]
+
+    def flush(self) -> None:
+        """Sends what was logged; keeps what a failing server did not accept."""
+        with _mlflow_errors():
+            while self._waiting:
+                part = self._waiting[:_METRICS_PER_REQUEST]
+                self._client.log_batch(self.run_id, metrics=part)
+                del self._waiting[: len(part)]
+
+    def send_file(self, path: Path, name: str) -> None:
+        """Uploads a file into the run's artifacts."""
+        # MLflow takes the folder as an argument and keeps the file's local name.
+        folder = str(PurePosixPath(name).parent)
+        with _mlflow_errors():
+            self._client.log_artifact(self.run_id, str(path), None if folder == "." else folder)
+
+    def close(self, outcome: Outcome) -> None:
+        """Ends the run with its state."""
+        with _mlflow_errors():
+            self._client.set_terminated(self.run_id, _MLFLOW_STATUS[outcome])
+
+
+def _mlflow_key(name: str) -> str:
+    """A name with only the characters that MLflow accepts."""
+    return re.sub(r"[^\w\-. /]", "_", name)
+
+
+@contextlib.contextmanager
+def _mlflow_errors() -> Iterator[None]:
+    from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
+
+    try:
+        yield
+    except (MlflowException, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"MLflow did not take the run's metrics: {reason}",
+            where=os.environ.get("MLFLOW_TRACKING_URI", "the local MLflow store"),
+            fix="Check MLFLOW_TRACKING_URI and that its server runs.",
+        ) from error
+
+
+# ---- TensorBoard: every run writes its metrics there; this adds the settings and texts -----------
+
+# TensorBoard shows texts; nobody reads a larger file there.
+_LONGEST_TEXT = 100_000
+_TEXTS = {".gin", ".json", ".md", ".txt"}
+
+
+def _open_tensorboard(run: TrackedRun, run_id: str | None) -> _TensorBoardRun:
+    """Writes the parameters; a resumed run continues in further event files."""
+    return _TensorBoardRun(run, continued=run_id is not None)
+
+
+class _TensorBoardRun:
+    """A Tracker that writes texts into the run's folder, beside the metrics there."""
+
+    def __init__(self, run: TrackedRun, *, continued: bool):
+        self._writer, self.run_id = event_writer(run.folder), run.name
+        if not continued:
+            values = json.dumps(run.flat_parameters(), indent=2, default=str)
+            self._write("parameters", values)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Does nothing, because the run itself writes its metrics into event files."""
+
+    def flush(self) -> None:
+        """Flushes the event file, so that readers see what was written."""
+        self._writer.flush()
+
+    def send_file(self, path: Path, name: str) -> None:
+        """Adds a text file as a text; other files are only in the run's folder."""
+        if path.suffix in _TEXTS and path.stat().st_size <= _LONGEST_TEXT:
+            self._write(name, path.read_text(encoding="utf-8"))
+
+    def close(self, outcome: Outcome) -> None:
+        """Writes the run's state and closes the event file."""
+        self._write("outcome", outcome)
+        self._writer.close()
+
+    def _write(self, name: str, text: str) -> None:
+        # Indented by four, which Markdown shows verbatim.
+        self._writer.write_texts(0, {name: "\n".join("    " + line for line in text.split("\n"))})
+
+
+_OPENERS: Mapping[TrackerName, Callable[[TrackedRun, str | None], Tracker]] = {
+    TrackerName.WANDB: _open_wandb,
+    TrackerName.MLFLOW: _open_mlflow,
+    TrackerName.TENSORBOARD: _open_tensorboard,
+}

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from t0repro.cloud import custom_jobs
-from t0repro.cloud.google import Place, cloud_errors, connect
+from t0repro.cloud.google import Place, cloud_errors, connect, find_job
 from t0repro.cloud.spec import CLOUD_TPU, JobSpec, Machines
 from t0repro.errors import UserError
 
@@ -85,7 +84,7 @@ def launch(spec: JobSpec, executor: Executor, place: Place) -> str:
     if executor is Executor.LOCAL:
         return f"XManager's experiment {experiment.experiment_id}"
     # XManager's own name for the job, which no other job on the service has.
-    found = custom_jobs.find(f"{spec.display_name}_{unit.experiment_unit_name}", place)
+    found = find_job(f"{spec.display_name}_{unit.experiment_unit_name}", place)
     assert found is not None
     return found.name
 
@@ -148,7 +147,7 @@ def _errors(display_name: str) -> Iterator[None]:
             raise UserError(f"XManager refuses: {error}.", where=display_name) from error
 
 
-# ---- Vertex AI ----------------------------------------------------------------------------------
+# ---- Vertex AI -----------------------------------------------------------------------------------
 
 
 def _on_vertex(spec: JobSpec, place: Place) -> Any:
@@ -238,7 +237,7 @@ def _resource(accelerator_type: str) -> Any:
     )
 
 
-# ---- This machine -------------------------------------------------------------------------------
+# ---- This machine --------------------------------------------------------------------------------
 
 
 def _here(spec: JobSpec, experiment: Any) -> Any:

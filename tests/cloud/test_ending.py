@@ -5,7 +5,7 @@ import time
 import grpc
 import pytest
 
-from t0repro.cloud.custom_jobs import cancel, find, logs, look
+from t0repro.cloud.google import cancel_job, find_job, logs_of_job, look_at_job
 from t0repro.cloud.submission import follow, record_end, record_of
 from t0repro.errors import UserError
 from t0repro.event_files import event_writer
@@ -122,7 +122,7 @@ def test_whoever_looks_later_records_the_end_and_only_once(cloud, experiment):
     name, _ = submitted(cloud)
     write_accuracy(cloud, 10.0)
     ended(cloud, name)
-    seen = look("1000", cloud.place)
+    seen = look_at_job("1000", cloud.place)
     record = record_of(seen, cloud.place)
     assert record is not None
     first = record_end(seen, record, cloud.place)
@@ -133,19 +133,19 @@ def test_whoever_looks_later_records_the_end_and_only_once(cloud, experiment):
 
 def test_a_job_is_found_by_its_name_and_cancelled(cloud, experiment):
     name, record = submitted(cloud)
-    found = find("small", cloud.place)
-    assert found is not None and found.name == name and find("other", cloud.place) is None
-    cancel("1000", cloud.place)
+    found = find_job("small", cloud.place)
+    assert found is not None and found.name == name and find_job("other", cloud.place) is None
+    cancel_job("1000", cloud.place)
     seen, _ = followed(cloud, name, record, [])
     assert seen.state == "cancelled" and run(cloud)["_state"] == "CANCELLED"
     with pytest.raises(UserError, match="does not exist"):
-        cancel("9", cloud.place)
+        cancel_job("9", cloud.place)
 
 
 def test_the_log_is_what_the_containers_wrote_in_order(cloud, experiment):
     name, _ = submitted(cloud)
     cloud.services.logs[name] = "first\nsecond\n"
-    lines = logs("1000", cloud.place)
+    lines = logs_of_job("1000", cloud.place)
     assert [line.rpartition(" ")[2] for line in lines] == ["first", "second"]
-    assert logs("1000", cloud.place, last=1) == lines[1:]
+    assert logs_of_job("1000", cloud.place, last=1) == lines[1:]
     assert time.strptime(lines[0][:19], "%Y-%m-%d %H:%M:%S")

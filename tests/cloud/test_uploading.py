@@ -6,7 +6,7 @@ import time
 import grpc
 import pytest
 
-from t0repro.cloud.results import uploading
+from t0repro.cloud.job_files import uploading
 from t0repro.event_files import event_writer
 from t0repro.progress import heard_by
 from tests.cloud.services import TENSORBOARD, Refused

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from t0repro.cli.app import app
 from t0repro.cli.gate import ErrorHandling
-from t0repro.cloud.engines import read_template
+from t0repro.cloud.engines import Machine, read_template
 from t0repro.cloud.launching import (
     Launch,
     gcluster_command,
@@ -25,7 +25,6 @@ from t0repro.cloud.launching import (
     slurm_script,
     tpu_vm_commands,
 )
-from t0repro.cloud.machines import Machine
 from t0repro.errors import UserError
 from t0repro.training.checkpoints import list_checkpoints
 

@@ -5,8 +5,7 @@ import pytest
 
 from t0repro import working_copies
 from t0repro.buckets import place
-from t0repro.cloud.engines import VertexLauncher
-from t0repro.cloud.machines import VertexMachine
+from t0repro.cloud.engines import VertexLauncher, VertexMachine
 from t0repro.errors import UserError
 from t0repro.files import input_path
 from t0repro.jobs.commands import JobSettings
