@@ -16,7 +16,10 @@ target are dropped, while T0 would train on a wrong answer or on "<NO LABEL>".
 from __future__ import annotations
 
 import atexit
+import base64
 import contextlib
+import datetime
+import decimal
 import functools
 import json
 import os
@@ -24,7 +27,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jinja2
@@ -34,7 +37,6 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from t0repro.errors import UserError
-from t0repro.tasks import row_codec
 from t0repro.tasks.templates import (
     NO_LABEL,
     SEPARATOR,
@@ -127,7 +129,7 @@ class _Process:
             process = self._started()
             assert process.stdin is not None and process.stdout is not None
             try:
-                process.stdin.write(row_codec.encode([operation, arguments]) + b"\n")
+                process.stdin.write(encode_row([operation, arguments]) + b"\n")
                 process.stdin.flush()
                 line = process.stdout.readline()
             except BrokenPipeError:
@@ -374,9 +376,9 @@ def _serve() -> None:
     # With the default action the kernel ends the process. A Python handler would not suffice: it
     # runs only between bytecodes, and a call into C may take any time.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    # One line is one request: row_codec encodes without line breaks.
+    # One line is one request: `encode_row` makes no line breaks.
     for line in sys.stdin.buffer:
-        operation, arguments = row_codec.decode(line)
+        operation, arguments = decode_row(line)
         # ITIMER_PROF counts processor time, so that a busy machine ends no ordinary template.
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         answer = json.dumps(_answer(operation, arguments))
@@ -384,6 +386,81 @@ def _serve() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(answer.encode("ascii") + b"\n")
         sys.stdout.buffer.flush()
+
+
+# ---- Rows as JSON and back without loss; unlike unpickling, decoding cannot run code -------------
+
+# JSON lacks some types in Parquet files: bytes, dates, decimals, tuples. Such a value is written as
+# a mapping with the single key `_TAG`; a row's own mapping with that key is tagged too.
+
+_TAG = "\0t0repro"
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def encode_row(value: Any) -> bytes:
+    """Encodes a value as one line of ASCII, without a line break.
+
+    Raises:
+      TypeError: If the value contains a type that rows cannot have.
+    """
+    return json.dumps(_tagged(value)).encode("ascii")
+
+
+def decode_row(data: bytes) -> Any:
+    """The value that was encoded, with its types."""
+    return json.loads(data, object_hook=_untagged)
+
+
+def _tagged(value: Any) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list:
+        return [_tagged(item) for item in value]
+    # Exact types: a subclass would come back as its base.
+    if kind is dict and all(type(key) is str for key in value) and _TAG not in value:
+        return {key: _tagged(item) for key, item in value.items()}
+    if kind is dict:
+        return _tag("dict", [[_tagged(key), _tagged(item)] for key, item in value.items()])
+    if kind is tuple:
+        return _tag("tuple", [_tagged(item) for item in value])
+    # Compare exact types here too: a datetime is also a date, and would lose its time.
+    for name, (of_kind, write, _) in _OTHERS.items():
+        if kind is of_kind:
+            return _tag(name, write(value))
+    raise TypeError(f"A row cannot hold a {kind.__name__}.")
+
+
+def _tag(name: str, content: Any) -> dict[str, Any]:
+    return {_TAG: [name, content]}
+
+
+def _untagged(mapping: dict[str, Any]) -> Any:
+    if _TAG not in mapping:
+        return mapping
+    name, content = mapping[_TAG]
+    if name == "dict":
+        return {key: item for key, item in content}
+    if name == "tuple":
+        return tuple(content)
+    return _OTHERS[name][2](content)
+
+
+_MICROSECOND = datetime.timedelta(microseconds=1)
+
+# Name -> type, function to write it, function to read it back.
+_OTHERS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "bytes": (bytes, lambda data: base64.b64encode(data).decode(), base64.b64decode),
+    "datetime": (datetime.datetime, str, datetime.datetime.fromisoformat),
+    "date": (datetime.date, str, datetime.date.fromisoformat),
+    "time": (datetime.time, str, datetime.time.fromisoformat),
+    "microseconds": (
+        datetime.timedelta,
+        lambda span: span // _MICROSECOND,
+        lambda count: datetime.timedelta(microseconds=count),
+    ),
+    "decimal": (decimal.Decimal, str, decimal.Decimal),
+}
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from t5.data import glue_utils, postprocessors, preprocessors
 from t5.evaluation import metrics
 
 from t0repro.tasks.catalogue import modelled_on
+from t0repro.tasks.prompted_examples import postprocess
 from t0repro.tasks.registration import name_is_taken
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import ADDS_EOS, METRICS, TaskDescription
 from t0repro.tasks.templates import fixed_choices
-from t0repro.tasks.text_metrics import postprocess
 from t0repro.tasks.vocabulary import (
     VocabularyFile,
     default_vocabulary,

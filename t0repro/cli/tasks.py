@@ -165,8 +165,7 @@ def export_tasks(
     _register(module_import, templates)
     from t0repro.lm_eval.export import export_tasks
     from t0repro.progress import count_progress
-    from t0repro.tasks.at_hand import rows_at_hand
-    from t0repro.tasks.task import select_tasks
+    from t0repro.tasks.task import rows_at_hand, select_tasks
 
     tasks = select_tasks(mixture, dataset)
     if at_hand:

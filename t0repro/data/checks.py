@@ -13,12 +13,13 @@ from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.data.cached import count_examples, shards_of
 from t0repro.errors import UserError, of_command
 from t0repro.progress import say
-from t0repro.tasks.at_hand import keep_at_hand, lacks_cache
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import (
     DescribedTask,
     cache_dirs,
     find_tasks,
+    keep_at_hand,
+    lacks_cache,
     metric_names,
     prompted_mixtures,
     prompted_tasks,

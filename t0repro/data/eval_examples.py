@@ -20,9 +20,8 @@ from t0repro.data.cached import by_turns, of_shard
 from t0repro.data.mixing import FEATURES
 from t0repro.tasks.prompt_cache.folders import PROVENANCE
 from t0repro.tasks.prompt_cache.records import features
-from t0repro.tasks.prompted_examples import UNCUT, prompted_examples, shard_of
+from t0repro.tasks.prompted_examples import UNCUT, prompted_examples, shard_of, uncomputable
 from t0repro.tasks.task import DescribedTask, find_tasks, is_described, metric_names
-from t0repro.tasks.text_metrics import uncomputable
 
 Example = dict[str, Any]
 

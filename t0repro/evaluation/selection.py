@@ -10,13 +10,13 @@ from t0repro.data.checks import check_readable, no_task_has
 from t0repro.data.eval_examples import why_not_evaluated_task
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.task_output import ranks_choices
-from t0repro.tasks.at_hand import not_at_hand
 from t0repro.tasks.task import (
     SCORE_EVAL_SUFFIX,
     DescribedTask,
     find_task,
     find_tasks,
     metric_names,
+    not_at_hand,
     registered_mixtures,
     registered_tasks,
 )

@@ -31,8 +31,8 @@ from t0repro.errors import UserError
 from t0repro.evaluation.outputs import ScoredPairs
 from t0repro.evaluation.rank import rank_metrics, ranked_target, without_tokens
 from t0repro.files import make_folder, naming
+from t0repro.tasks.prompted_examples import metrics_of, postprocess
 from t0repro.tasks.task import DescribedTask
-from t0repro.tasks.text_metrics import metrics_of, postprocess
 
 
 class TruncationCounter:
@@ -163,7 +163,7 @@ def judge_of_registered(task: Any) -> Judge:
     """The judge of the outputs of SeqIO's task, or of a described one.
 
     Raises:
-      KeyError: If only t5 has a described task's metrics (`t0repro.tasks.text_metrics`).
+      KeyError: If only t5 has a described task's metrics (`t0repro.tasks.prompted_examples`).
     """
     if not isinstance(task, DescribedTask):
         return Judge(task.name, task.postprocess_fn, task.metric_fns)

@@ -1,8 +1,8 @@
 """The prompt cache: writes SeqIO's on-disk format on one machine, without SeqIO or TensorFlow.
 
 plan.py        which tasks and splits are left to cache, as plain data
-prompts.py     rows -> examples and tokens of a task and of its `_score_eval` twin
-records.py     examples -> TFRecord files, without TensorFlow; SeqIO reads them from buckets
+records.py     renderings -> examples of a task and of its `_score_eval` twin -> TFRecord files,
+               without TensorFlow; SeqIO reads them from buckets
 shards.py      a worker's part: spooling rows, writing one piece of a split; workers of Beam
 cache.py       a run: workers, progress, and finishing tasks
 folders.py     locking, staging, checks of caches, and where a cached task came from

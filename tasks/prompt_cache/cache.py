@@ -36,7 +36,7 @@ from t0repro.tasks.prompt_cache.plan import (
     RowsOfSplit,
     make_plan,
 )
-from t0repro.tasks.prompt_cache.prompts import Statistics, features
+from t0repro.tasks.prompt_cache.records import Statistics, feature_types
 from t0repro.tasks.prompt_cache.shards import (
     BeamWorkers,
     Piece,
@@ -383,7 +383,7 @@ class _Run:
     def _info(self, split: _Split, score_eval: bool) -> Mapping[str, Any]:
         return {
             "num_shards": split.num_shards,
-            "features": features(score_eval, bool(split.prompt.template.answer_choices)),
+            "features": feature_types(score_eval, bool(split.prompt.template.answer_choices)),
             "seqio_version": self._plan.seqio_version,
         }
 

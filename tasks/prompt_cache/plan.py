@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from t0repro.compat import installed_version
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.at_hand import missing_rows
 from t0repro.tasks.prompt_cache.folders import (
     MARKER,
     PROVENANCE,
@@ -25,6 +24,7 @@ from t0repro.tasks.prompt_cache.folders import (
     rows_changed,
     template_digest,
 )
+from t0repro.tasks.task import missing_rows
 from t0repro.words import counted
 
 if TYPE_CHECKING:

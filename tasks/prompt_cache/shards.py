@@ -27,11 +27,10 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
-from t0repro.tasks import row_codec
+from t0repro.tasks import sandbox
 from t0repro.tasks.prompt_cache.folders import shard_names
 from t0repro.tasks.prompt_cache.plan import Prompt, RowsOfSplit
-from t0repro.tasks.prompt_cache.prompts import ExampleWriter, Statistics, Tokenizer
-from t0repro.tasks.prompt_cache.records import RecordFile
+from t0repro.tasks.prompt_cache.records import ExampleWriter, RecordFile, Statistics, Tokenizer
 from t0repro.tasks.readers import Reader, find_reader
 from t0repro.tasks.source import Split, cannot_render, checked_rows, schema_of_rows
 from t0repro.tasks.templates import (
@@ -65,7 +64,7 @@ def write_spool(rows: Iterable[tuple[int, dict[str, Any]]], base: Path) -> Spool
     offsets, numbers = array("Q", [0]), array("Q")
     with open(f"{base}.rows", "wb", buffering=1 << 20) as file:
         for number, row in rows:
-            data = row_codec.encode(row)
+            data = sandbox.encode_row(row)
             file.write(data)
             offsets.append(offsets[-1] + len(data))
             numbers.append(number)
@@ -108,7 +107,7 @@ class SpoolReader:
         for place in places.tolist():
             start, end = int(self._offsets[place]), int(self._offsets[place + 1])
             # Read, not mapped: mapped pages would count toward this process's memory.
-            row = row_codec.decode(os.pread(self._file, end - start, start))
+            row = sandbox.decode_row(os.pread(self._file, end - start, start))
             yield place, int(self._numbers[place]), row
 
 

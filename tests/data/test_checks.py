@@ -9,7 +9,7 @@ from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.data.checks import check_readable, tasks_to_train_on, tasks_with_split
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
-from t0repro.tasks.at_hand import not_at_hand
+from t0repro.tasks.task import not_at_hand
 
 from .. import tiny_models as tiny
 

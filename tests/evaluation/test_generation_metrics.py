@@ -12,8 +12,8 @@ from rouge_score import rouge_scorer
 from t5.evaluation import metrics
 
 from t0repro.evaluation.task_output import Judge
+from t0repro.tasks.prompted_examples import METRICS
 from t0repro.tasks.seqio_tasks import postprocess, task_metrics
-from t0repro.tasks.text_metrics import METRICS
 
 WORDS = (
     "the",

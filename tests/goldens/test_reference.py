@@ -20,11 +20,10 @@ from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.t5 import T5
-from t0repro.tasks.prompted_examples import prompted_examples
+from t0repro.tasks.prompted_examples import METRICS, prompted_examples
 from t0repro.tasks.registration import load_tasks
 from t0repro.tasks.task import prompted_mixtures, task_descriptions
 from t0repro.tasks.templates import compile_template
-from t0repro.tasks.text_metrics import METRICS
 
 from ..tasks.prompt_caches import make
 from . import cases

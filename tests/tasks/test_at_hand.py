@@ -7,12 +7,12 @@ import seqio
 
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
-from t0repro.tasks.at_hand import keep_at_hand
 from t0repro.tasks.demo.datasets import FOLDER
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.task import (
     PromptedMixture,
     find_tasks,
+    keep_at_hand,
     prompted_mixtures,
     record_mixture,
     record_task,
