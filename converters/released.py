@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from t0repro.config.recipe import ADAFACTOR
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import make_folder, naming, write_atomically
+from t0repro.files import folder_lock, make_folder, naming, write_atomically
 from t0repro.hub_files import (
     DELAYS_SECONDS,
     Bucket,
@@ -25,7 +25,6 @@ from t0repro.hub_files import (
     RemoteFiles,
     check_room,
 )
-from t0repro.locks import folder_lock
 from t0repro.parameters.shape import ModelShape
 from t0repro.partitioning.memory import slot_bytes
 from t0repro.progress import byte_progress

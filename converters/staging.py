@@ -32,6 +32,8 @@ from t0repro.converters.tensors import CheckpointRef, Format, Output
 from t0repro.converters.witnesses import MANIFEST, describe
 from t0repro.errors import UserError
 from t0repro.files import (
+    LOCK_FILES,
+    folder_lock,
     make_folder,
     naming,
     output_path,
@@ -39,7 +41,6 @@ from t0repro.files import (
     sync_tree,
     write_atomically,
 )
-from t0repro.locks import LOCK_FILES, folder_lock
 from t0repro.words import sized
 
 REQUEST, DIGESTS = "request.json", "digests.jsonl"
@@ -122,7 +123,7 @@ def destination(dst: str | os.PathLike[str]) -> Destination:
     return InBucket(checked(dst)) if is_address(dst) else OnDisk(output_path(dst))
 
 
-# ---- In a bucket --------------------------------------------------------------------------------
+# ---- In a bucket ---------------------------------------------------------------------------------
 
 _IN_BUCKET = ".t0repro.conversion"
 _HIDDEN = ".t0repro."
@@ -178,7 +179,7 @@ class InBucket:
         )
 
 
-# ---- On a disk ----------------------------------------------------------------------------------
+# ---- On a disk -----------------------------------------------------------------------------------
 
 # Orbax's metadata and the index file add little to the tensors' bytes.
 _SPACE_MARGIN = 1.02

@@ -1,21 +1,30 @@
-"""Writes files and directories atomically: a partial one is never mistaken for a complete one."""
+"""How runs write: one at a time in a folder, and atomically, so nothing partial looks complete."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fnmatch
+import itertools
 import os
 import re
+import shlex
 import shutil
+import socket
+import sys
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+import filelock
+
 from t0repro.buckets import checked, is_address, spelled, store_error, upload
 from t0repro.errors import UserError
-from t0repro.working_copies import read_at, written_at
+from t0repro.progress import say
+from t0repro.words import without_passwords
+from t0repro.working_copies import copy_with, read_at, written_at
 
 # Storage errors in plain words, each with what to do about it.
 _FULL = ("The disk is full.", "Free some space, or choose a folder on another disk.")
@@ -309,3 +318,138 @@ def append_or_undo(file: BinaryIO, data: bytes, path: str | os.PathLike[str]) ->
             # Part of it was written: take it back.
             file.truncate(size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
+
+
+# ---- One run at a time in a folder, on one machine or on several that share a file system --------
+
+LOCK_FILE = ".t0repro.lock"
+LEASE_FILE = ".t0repro.lease"
+COMMAND_FILE = ".t0repro.holder"
+LOCK_FILES = (LOCK_FILE, LEASE_FILE, COMMAND_FILE)
+
+# The holder refreshes its lease every 20 s; another machine may take a lease that it has watched
+# for a minute without seeing it refreshed.
+_LEASE_SECONDS = 60.0
+_SECONDS_TO_WRITE_A_LEASE = 1.0
+
+
+@contextlib.contextmanager
+def folder_lock(
+    folder: Path,
+    purpose: str,
+    *,
+    fix: str = "Wait for it to end, or choose another folder.",
+) -> Iterator[None]:
+    """Locks `folder` for this process, which may change anything in it within the block.
+
+    The system releases a process's lock however it dies, so a killed run never blocks its successor
+    on the same machine. A run on another machine is recognized by its lease; watching the lease for
+    a minute shows whether that run is still alive.
+
+    If an exception, such as that for a misspelt name, leaves the block and a folder created for it
+    is still empty, the folder is removed.
+
+    Args:
+      folder: created if it does not exist.
+      purpose: what the holder does, such as "training", for the error that a second run gets.
+      fix: what a second run can do instead.
+
+    Raises:
+      UserError: if another run holds the folder (the message names it), or if the folder cannot be
+        created or locked.
+    """
+    if copy := copy_with(folder):
+        with copy.held(folder, purpose, fix=fix):
+            yield
+        return
+    # flock excludes other processes on this machine, even ones that were suspended for hours.
+    lock = filelock.FileLock(folder / LOCK_FILE, timeout=0, is_singleton=False)
+    # The lease excludes other machines, even if the file system does not share locks.
+    lease = filelock.SoftFileLease(
+        folder / LEASE_FILE, lease_duration=_LEASE_SECONDS, is_singleton=False
+    )
+    with contextlib.ExitStack() as held:
+        try:
+            made = _make(folder)
+            held.enter_context(lock)
+            # Runs before the flock is released: a run that has opened the lock file meanwhile then
+            # finds it gone, and makes another.
+            held.push(lambda kind, *_: _remove_if_unused(made) if kind else None)
+            # Take the flock first: it is exact on one machine, and the lease is for the others.
+            _acquire(lease)
+            held.callback(lease.release)
+            # For the message that a refused run prints.
+            command = without_passwords(shlex.join(sys.argv))
+            held.callback((folder / COMMAND_FILE).unlink, missing_ok=True)
+            (folder / COMMAND_FILE).write_text(f"{purpose}\n{command}\n")
+        except filelock.Timeout as error:
+            raise UserError(
+                f"Another run holds this folder for {_holder(folder, lease)}.",
+                where=str(folder),
+                fix=fix,
+            ) from error
+        except OSError as error:
+            raise UserError(
+                f"The folder cannot be locked: {_obstacle(folder) or error.strerror}.",
+                where=str(folder),
+                fix="Free some space, or choose a folder on another disk."
+                if error.errno in FULL_NUMBERS
+                else "Choose a folder that can be written to.",
+            ) from error
+        yield
+
+
+def _make(folder: Path) -> list[Path]:
+    """Makes a folder; returns those that were not there before, the outermost last."""
+    made = list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+    make_folder(folder)
+    return made
+
+
+def _remove_if_unused(made: Sequence[Path]) -> None:
+    """Removes folders that hold nothing but our lock file, from the innermost outwards."""
+    with contextlib.suppress(OSError):  # another run has begun to use it
+        if made and {path.name for path in made[0].iterdir()} <= {LOCK_FILE}:
+            (made[0] / LOCK_FILE).unlink(missing_ok=True)
+            for path in made:
+                path.rmdir()
+
+
+def _obstacle(folder: Path) -> str | None:
+    """Describes what blocks a folder's place, in words; None if nothing does."""
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            return f"{path} is a link to {path.readlink()}, which is not there"
+        if path.exists():
+            return None if path.is_dir() else f"{path} is a file"
+    return None
+
+
+def _acquire(lease: filelock.SoftFileLease) -> None:
+    try:
+        lease.acquire(timeout=0)
+    except filelock.Timeout:
+        owner = lease.owner
+        if owner is None:  # another machine is just writing it, or a power failure emptied it
+            time.sleep(_SECONDS_TO_WRITE_A_LEASE)
+            owner = lease.owner
+        # We hold the flock, so no live process on this machine holds the lease.
+        if owner is None or owner.hostname == socket.gethostname():
+            Path(lease.lock_file).unlink(missing_ok=True)
+            lease.acquire(timeout=0)
+            return
+        elsewhere = f"process {owner.pid} on {owner.hostname}"
+        say(f"waiting up to {_LEASE_SECONDS:.0f} s to see whether {elsewhere} is still alive")
+        # Wait longer than the lease, so that a dead holder's has expired by then.
+        lease.acquire(timeout=_LEASE_SECONDS * 1.25)
+
+
+def _holder(folder: Path, lease: filelock.SoftFileLease) -> str:
+    """Describes the holder: what it does, its process, its machine and its command."""
+    try:
+        purpose, command = (folder / COMMAND_FILE).read_text().splitlines()[:2]
+    except (OSError, ValueError):  # it has only just started, and the file is not written yet
+        purpose, command = "a run that has just started", ""
+    owner = lease.owner
+    place = f" (process {owner.pid} on {owner.hostname})" if owner else ""
+    return f"{purpose}{place}{': ' + command if command else ''}"

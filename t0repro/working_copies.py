@@ -101,7 +101,7 @@ class WorkingCopy:
     def held(self, path: Path, purpose: str, *, fix: str) -> Iterator[None]:
         """Holds the lease on what a path stands for, and begins with what the bucket then holds.
 
-        See `t0repro.locks.folder_lock` for the arguments and errors.
+        See `t0repro.files.folder_lock` for the arguments and errors.
         """
         with leases.held(self.address_of(path), purpose, fix=fix) as lease:
             if not self._leases:
@@ -298,7 +298,7 @@ def opened(path: Path) -> BinaryIO:
     return io.BufferedReader(buckets.Stream(address, stamp[0]), _BUFFER_BYTES)
 
 
-# ---- The copies of this process -----------------------------------------------------------------
+# ---- The copies of this process ------------------------------------------------------------------
 
 _copies: dict[tuple[str, bool], WorkingCopy] = {}
 

@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import make_folder, sync, write_atomically, writing
+from t0repro.files import folder_lock, make_folder, sync, write_atomically, writing
 from t0repro.hub_files import HubFile, HubRepository, check_room
-from t0repro.locks import folder_lock
 from t0repro.progress import byte_progress, count_progress
 from t0repro.tasks.catalogue import p3_sizes, rounds_of, t0_datasets
 from t0repro.tasks.prompt_cache.folders import P3_SOURCE

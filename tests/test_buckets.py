@@ -12,8 +12,7 @@ import pytest
 
 from t0repro import buckets, leases, working_copies
 from t0repro.errors import UserError
-from t0repro.files import input_path, output_path, write_atomically
-from t0repro.locks import folder_lock
+from t0repro.files import folder_lock, input_path, output_path, write_atomically
 from t0repro.progress import heard_by
 from t0repro.reports.make_report import make_report
 from t0repro.reports.run import Run, find_evaluation
@@ -158,7 +157,7 @@ def test_the_copy_of_a_killed_process_is_removed_by_the_next(bucket, monkeypatch
     assert not any(tmp_path.iterdir())
 
 
-# ---- Leases -------------------------------------------------------------------------------------
+# ---- Leases --------------------------------------------------------------------------------------
 
 
 def held(address):

@@ -8,8 +8,8 @@ import pytest
 
 from t0repro.cli.results import echo
 from t0repro.errors import UserError
+from t0repro.files import COMMAND_FILE, folder_lock
 from t0repro.hub_files import Bucket, HubRepository
-from t0repro.locks import COMMAND_FILE, folder_lock
 from t0repro.words import is_secret, without_passwords
 
 SECRET = "pw-SECRET"

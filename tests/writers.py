@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from t0repro import locks
+from t0repro import files
 from t0repro.cli import app
 from t0repro.cli.gate import gate
 from t0repro.files import write_atomically
@@ -165,7 +165,7 @@ def fetch_task(url: str, out: Path) -> None:
 
 def export(out: Path) -> None:
     import t0repro.tasks.demo  # noqa: F401
-    from t0repro.lm_eval.export import export_tasks
+    from t0repro.lm_eval.files import export_tasks
 
     # The last sync may fail when the folder is there, and whole.
     if not (out.is_dir() and any(out.iterdir())):
@@ -220,7 +220,7 @@ def score_eval(out: Path) -> None:
 def rank_eval(out: Path) -> None:
     from t0repro.evaluation.journal import DIGEST, ScoreJournal
 
-    with locks.folder_lock(out, "rank evaluation"):
+    with files.folder_lock(out, "rank evaluation"):
         digests = np.array([b"%16d" % number for number in range(300)], DIGEST)
         with contextlib.closing(ScoreJournal(out / ".journal" / "scores")) as journal:
             missing = np.isnan(journal.look_up(digests)[0])
@@ -235,7 +235,7 @@ def parity(out: Path) -> None:
     from t0repro.reports.page import Page, Section
     from t0repro.reports.write import write_page
 
-    with locks.folder_lock(out, "a comparison of the stacks"):
+    with files.folder_lock(out, "a comparison of the stacks"):
         batch = {"inputs": np.arange(400).reshape(4, 100)}
         save_batches(out / "mesh_tensorflow" / "batches.npz", [batch, batch])
         write_page("parity", Page("Compared", (Section("Outcome", ("agree",)),)), "{}", out)
@@ -262,7 +262,7 @@ def evaluate(out: Path) -> None:
     from t0repro.converters.tensors import CheckpointRef
     from t0repro.runs.task_eval import EvaluatedCheckpoints
 
-    with locks.folder_lock(out / "inference_eval", "evaluation"):
+    with files.folder_lock(out / "inference_eval", "evaluation"):
         record = EvaluatedCheckpoints(t5x_plan("eval", out))
         ref = CheckpointRef("jax", "model/checkpoint_3", 3)
         if record.has(ref, "its identity"):
@@ -285,7 +285,7 @@ def infer(out: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_infer, "functions_of", lambda *_, **__: scores)
         patch.setattr(batch_infer, "generating_model", lambda *_: None)
-        with locks.folder_lock(out / ".shard-00000-of-00001", "inference"):
+        with files.folder_lock(out / ".shard-00000-of-00001", "inference"):
             features = {"targets": SimpleNamespace(vocabulary=None)}
             named = SimpleNamespace(name="task", output_features=features)
             job = Task(plan, named, "model/checkpoint_3", "its identity")
@@ -325,7 +325,7 @@ def mesh_records(out: Path) -> None:
 def aux(out: Path) -> None:
     from t0repro.jobs.journal import JobJournal, Point
 
-    with locks.folder_lock(out / "auxiliary", "auxiliary jobs"):
+    with files.folder_lock(out / "auxiliary", "auxiliary jobs"):
         journal = JobJournal(out / "auxiliary")
         for step in range(1, 41):
             point = Point(step, "m")

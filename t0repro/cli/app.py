@@ -14,10 +14,9 @@ import typer
 
 from t0repro.cli import (
     checkpoint,
-    explain,
     jobs,
     parity,
-    precompile,
+    previews,
     rank_eval,
     report,
     run_modes,
@@ -62,7 +61,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 # In the order in which `--help` lists them.
-app.command()(explain.explain)
+app.command()(previews.explain)
 app.command()(run_modes.train)
 # It passes on options that it does not define to the command that --run_mode names.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
@@ -73,7 +72,7 @@ app.command(context_settings={"allow_extra_args": True})(jobs.launch)
 app.command()(tasks.cache)
 app.command()(checkpoint.convert)
 app.command()(parity.parity)
-app.command()(precompile.precompile)
+app.command()(previews.precompile)
 app.command("rank-eval")(rank_eval.rank_eval)
 app.command()(report.compare)
 app.command()(report.replay)

@@ -21,8 +21,8 @@ from t0repro.cli.options import (
 )
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import source
+from t0repro.cloud.auxiliary import AuxiliaryOptions
 from t0repro.errors import UserError
-from t0repro.jobs.options import AuxiliaryOptions
 
 if TYPE_CHECKING:
     from t0repro.cloud.engines import Machine

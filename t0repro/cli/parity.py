@@ -91,7 +91,7 @@ def parity(
         --gin_param "dropout_rate = 0.0" --steps 20 --out runs/parity
     """
     echo("reading gin files and data, with t5 and Mesh TensorFlow ...", err=True)
-    from t0repro.locks import folder_lock
+    from t0repro.files import folder_lock
     from t0repro.parity import report, run
     from t0repro.progress import working
 

@@ -176,7 +176,7 @@ def rank_eval(
 
     with processes.joined():
         from t0repro.cli.report import compare
-        from t0repro.locks import folder_lock
+        from t0repro.files import folder_lock
         from t0repro.partitioning.processes import held_by_first, is_first, output_folder
 
         # Only now that the processes have joined: the default activation asks JAX for its backend.
@@ -302,7 +302,7 @@ def _evaluate(
         outcome = evaluate(opened, mixture, out, settings)
         report, paths = write(outcome, opened.step, out)
         if also_format is not None and is_first():
-            from t0repro.lm_eval.results import export_results
+            from t0repro.lm_eval.files import export_results
 
             folder = out / "lm_eval"
             paths.append(export_results(outcome.folder, opened.step, settings.split, folder))

@@ -136,14 +136,14 @@ def make(
     --module_import t0repro.tasks.t0
     """
     echo(f"reading {eval_dir} ...", err=True)
-    from t0repro.locks import folder_lock
+    from t0repro.files import folder_lock
     from t0repro.reports.make_report import make_report
     from t0repro.reports.prompts import load_prompts
     from t0repro.reports.run import Run
     from t0repro.reports.write import write_report
 
     if source is not None:
-        from t0repro.lm_eval.results import import_results
+        from t0repro.lm_eval.files import import_results
 
         eval_dir, left_out = import_results(eval_dir, out)
         for task, why in left_out.items():

@@ -26,13 +26,13 @@ from t0repro.cli.gate import USER_ERROR, gate, use_huge_pages_where_faster
 from t0repro.cli.options import TRACKER_HELP, ProcessOptions, allowlist_of, tracked_training
 from t0repro.cli.results import echo
 from t0repro.cli.spelling import canonical, canonical_arguments, help_page
+from t0repro.cloud.auxiliary import AuxiliaryOptions
 from t0repro.cloud.tracker import TrackerName
 from t0repro.config.configuration import Configuration, NotOnJax
 from t0repro.config.gin_imports import package_folder
 from t0repro.config.mtf.packages import recorded
 from t0repro.errors import UserError
 from t0repro.files import input_path
-from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.progress import SeqioOnce
 from t0repro.tasks.task import resolved_modules
 from t0repro.words import printable

@@ -163,7 +163,7 @@ def export_tasks(
     Example: t0repro tasks export --mixture t0_eval_score_eval --at_hand runs/lm_eval
     """
     _register(module_import, templates)
-    from t0repro.lm_eval.export import export_tasks
+    from t0repro.lm_eval.files import export_tasks
     from t0repro.progress import count_progress
     from t0repro.tasks.task import rows_at_hand, select_tasks
 

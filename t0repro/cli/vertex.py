@@ -16,11 +16,10 @@ from t0repro.cloud.xmanager import Executor
 from t0repro.errors import UserError
 
 if TYPE_CHECKING:
-    from t0repro.cloud.checks import Configured
     from t0repro.cloud.experiments import Tracking
     from t0repro.cloud.google import Look, Place
     from t0repro.cloud.spec import Arguments
-    from t0repro.cloud.submission import Request
+    from t0repro.cloud.submission import Configured, Request
 
 app = typer.Typer(
     name="vertex",
@@ -269,8 +268,8 @@ def submit(
     """
     echo("checking the job ...", err=True)
     from t0repro.cloud import submission
-    from t0repro.cloud.checks import check_fit
     from t0repro.cloud.google import Place, check_login
+    from t0repro.cloud.submission import check_fit
 
     place = Place(project, location, staging_bucket)
     request = job.request(display_name, image_uri, run.words(command or []))
@@ -365,7 +364,7 @@ def _print_specification(
 
 def _checked(request: Request, place: Place, *, compiles: bool) -> Configured:
     """The job's parsed gin files, after checks whose results are printed."""
-    from t0repro.cloud.checks import check
+    from t0repro.cloud.submission import check
 
     configured, lines = check(
         request.arguments, request.machines, place.location, compiles=compiles

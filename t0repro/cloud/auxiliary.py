@@ -1,4 +1,8 @@
-"""Auxiliary jobs as configured on a command line, alone or beside a training run that it starts."""
+"""Auxiliary jobs as configured on a command line, alone or beside a training run that it starts.
+
+Their options are defined once here. `t0repro aux`, `t0repro train` and `t5_mesh_transformer` read
+the names, types, defaults, bounds and help texts from here, so what runs jobs is imported late.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,79 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import dacite
+import typer
 
 from t0repro import working_copies
-from t0repro.cloud.engines import find_machine, make_launcher
-from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.files import check_address
-from t0repro.jobs.commands import JobSettings, check, check_by_dry_run
-from t0repro.jobs.controller import Controller, Policy
-from t0repro.jobs.options import AuxiliaryOptions
-from t0repro.jobs.worker import Limits
 from t0repro.progress import heard_by
+
+if TYPE_CHECKING:
+    from t0repro.config.t5x.gin_files import T5xInputs
+    from t0repro.jobs.commands import JobSettings
+    from t0repro.jobs.controller import Controller
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxiliaryOptions:
+    """The options on T5X's page about auxiliary jobs and this project's own, named as flags."""
+
+    HEADING: ClassVar = "Auxiliary jobs"
+
+    auxiliary_job_mixtures: Annotated[
+        str | None, typer.Option(help="Mixtures, separated by commas; one job for each.")
+    ] = None
+    auxiliary_job_gin_file: Annotated[
+        str | None, typer.Option(help="The gin file of the jobs, in T5X's dialect.")
+    ] = None
+    replace_gin_file: Annotated[
+        bool,
+        typer.Option(
+            "--replace_gin_file", help="Leave the training run's gin files out of the jobs."
+        ),
+    ] = False
+    final_auxiliary_job_steps: Annotated[
+        int, typer.Option(help="0 evaluates each checkpoint; N fine-tunes each for N steps.")
+    ] = 0
+    auxiliary_job_build_target_path: Annotated[
+        str, typer.Option(help="eval, train, rank-eval (options may follow), or any command.")
+    ] = "eval"
+    auxiliary_job_platform: Annotated[
+        str | None, typer.Option(help="An entry in the file given by --machines.")
+    ] = None
+    auxiliary_job_cell: Annotated[
+        str | None, typer.Option(help="An entry in the file given by --machines.")
+    ] = None
+    machines: Annotated[
+        Path | None, typer.Option(help="A YAML file that defines platforms and cells.")
+    ] = None
+    launcher: Annotated[
+        str | None, typer.Option(help="Where jobs run: local, slurm, k8s or vertex.")
+    ] = None
+    max_parallel: Annotated[int, typer.Option(min=1, help="Maximum number of jobs at a time.")] = 1
+    poll_seconds: Annotated[float, typer.Option(min=0.01, help="Seconds between polls.")] = 10.0
+    max_failures: Annotated[
+        int, typer.Option(min=1, help="Number of failures before giving up on a job.")
+    ] = 3
+    time_limit: Annotated[float | None, typer.Option(min=0, help="Maximum seconds for a job.")] = (
+        None
+    )
+    main_metric: Annotated[
+        str | None, typer.Option(help="The TensorBoard tag to show; by default an accuracy.")
+    ] = None
+
+    @property
+    def are_given(self) -> bool:
+        """Whether a training run should have auxiliary jobs."""
+        return self.auxiliary_job_mixtures is not None or self.auxiliary_job_gin_file is not None
+
+    @property
+    def mixtures(self) -> tuple[str, ...]:
+        """The mixtures' names."""
+        names = (name.strip() for name in (self.auxiliary_job_mixtures or "").split(","))
+        return tuple(name for name in names if name)
 
 
 def job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
@@ -34,6 +98,8 @@ def job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
       options: the options of auxiliary jobs.
       gin: the gin files of the training, and the overrides for the jobs.
     """
+    from t0repro.jobs.commands import JobSettings
+
     return JobSettings(
         mixtures=options.mixtures,
         gin_file=options.auxiliary_job_gin_file,
@@ -56,6 +122,10 @@ def make_controller(
     Raises:
       UserError: if they contradict each other.
     """
+    from t0repro.cloud.engines import find_machine, make_launcher
+    from t0repro.jobs.controller import Controller, Policy
+    from t0repro.jobs.worker import Limits
+
     check_address(model_dir, "--model_dir")
     machine = find_machine(
         options.machines, options.auxiliary_job_platform, options.auxiliary_job_cell
@@ -85,6 +155,9 @@ def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
     Raises:
       UserError: See `commands.check` and `preflight.check_by_dry_run`.
     """
+    from t0repro.cloud.engines import find_machine
+    from t0repro.jobs.commands import check, check_by_dry_run
+
     settings = job_settings(options, gin)
     macros, _ = check(settings)
     machine = find_machine(
@@ -137,6 +210,10 @@ def auxiliary_jobs_during_training(
 
 def _main(model_dir: str, asked: str) -> None:
     """The controller's process."""
+    import dacite
+
+    from t0repro.config.t5x.gin_files import T5xInputs
+
     # JSON has neither tuples nor paths.
     cast = dacite.Config(cast=[tuple, Path])
     asked_options, asked_gin = json.loads(asked)

@@ -21,8 +21,7 @@ from t0repro import yaml_files
 from t0repro.cloud.google import Place, cancel_job, cloud_errors, connect, find_job
 from t0repro.cloud.spec import MOUNT, JobSpec, Machines
 from t0repro.errors import UserError, nearest_names
-from t0repro.jobs.launcher import EngineState, Job, Launcher, LocalLauncher
-from t0repro.jobs.worker import Limits
+from t0repro.jobs.worker import EngineState, Job, Launcher, Limits, LocalLauncher
 from t0repro.words import is_secret, shortened
 
 

@@ -30,13 +30,19 @@ from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.event_files import MARK, read_scalars
-from t0repro.files import atomic_directory, make_folder, output_path, put_file, write_atomically
+from t0repro.files import (
+    LOCK_FILES,
+    atomic_directory,
+    folder_lock,
+    make_folder,
+    output_path,
+    put_file,
+    write_atomically,
+)
 from t0repro.jobs import commands
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.journal import FOLDER, JobJournal, Point, PointProgress
-from t0repro.jobs.launcher import Job, Launcher
-from t0repro.jobs.worker import Limits
-from t0repro.locks import LOCK_FILES, folder_lock
+from t0repro.jobs.worker import Job, Launcher, Limits
 from t0repro.progress import say
 from t0repro.training.commits import remove_checkpoint
 from t0repro.words import counted

@@ -25,8 +25,7 @@ from t0repro.converters import sources, storage
 from t0repro.converters.adapter_files import AdapterReader, check_shape, is_adapter
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, differing_shapes
 from t0repro.errors import UserError, of_command
-from t0repro.files import output_path, write_atomically, writing
-from t0repro.locks import folder_lock
+from t0repro.files import folder_lock, output_path, write_atomically, writing
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.partitioning.processes import held_by_first, is_first
@@ -138,7 +137,7 @@ def check_model_dir(
     return reader
 
 
-# ---- Checkpoints --------------------------------------------------------------------------------
+# ---- Checkpoints ---------------------------------------------------------------------------------
 
 
 def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) -> None:
@@ -240,7 +239,7 @@ def check_slots(reader: CheckpointReader, shapes: TrainState) -> None:
     )
 
 
-# ---- Settings -----------------------------------------------------------------------------------
+# ---- Settings ------------------------------------------------------------------------------------
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

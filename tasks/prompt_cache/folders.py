@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import t0repro
 from t0repro.compat import installed_version
 from t0repro.errors import UserError
-from t0repro.files import make_folder, sync_directory, write_atomically
-from t0repro.locks import folder_lock
+from t0repro.files import folder_lock, make_folder, sync_directory, write_atomically
 from t0repro.progress import say
 from t0repro.tasks.prompt_cache.records import count_records, features, is_damaged_at, read_records
 from t0repro.tasks.task import TaskDescription, task_descriptions

@@ -8,7 +8,7 @@ import pytest
 
 from t0repro.adapters import ia3
 from t0repro.config.t5x.inference import eval_plan
-from t0repro.locks import folder_lock
+from t0repro.files import folder_lock
 
 from .. import commands
 from ..evaluation.small_model import save_adapter

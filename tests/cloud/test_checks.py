@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import pytest
 
 from t0repro import buckets
-from t0repro.cloud.checks import check
 from t0repro.cloud.spec import Machines, check_machines, read_arguments, tpu_slice
+from t0repro.cloud.submission import check
 from t0repro.errors import UserError
 from tests.runs.tiny_gin import MODEL, SIZES
 

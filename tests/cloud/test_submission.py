@@ -4,9 +4,8 @@ import grpc
 import pytest
 
 from t0repro.cloud import submission
-from t0repro.cloud.checks import Configured
 from t0repro.cloud.spec import Machines
-from t0repro.cloud.submission import Request
+from t0repro.cloud.submission import Configured, Request
 from t0repro.errors import UserError
 from tests.cloud.services import Refused
 

@@ -10,7 +10,7 @@ import pytest
 from t0repro.converters import mtf
 from t0repro.converters.convert import convert
 from t0repro.errors import UserError
-from t0repro.locks import folder_lock
+from t0repro.files import folder_lock
 
 from .checkpoint_files import assert_same_bits, read_variables
 

@@ -22,7 +22,7 @@ from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.records import read_records
 from t0repro.evaluation.task_output import LineFile, TruncationCounter
-from t0repro.locks import folder_lock
+from t0repro.files import folder_lock
 from t0repro.progress import heard_by
 from t0repro.reports import load_report
 from t0repro.reports.make_report import ReportOptions, make_report

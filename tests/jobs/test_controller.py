@@ -14,7 +14,7 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.jobs.journal import JobJournal, Point, curves, read_status, to_json
-from t0repro.jobs.launcher import LocalLauncher
+from t0repro.jobs.worker import LocalLauncher
 from t0repro.training.checkpoints import checkpoint_path
 
 from .trainings import controller, curve, save_checkpoints, work_once

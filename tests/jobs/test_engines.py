@@ -15,8 +15,7 @@ from kubeflow_trainer_api.models import IoK8sApiBatchV1JobSpec
 
 from t0repro.cloud.engines import KubernetesLauncher, SlurmLauncher
 from t0repro.errors import UserError
-from t0repro.jobs.launcher import Job
-from t0repro.jobs.worker import Limits
+from t0repro.jobs.worker import Job, Limits
 
 STAND_IN = """#!{python}
 import json, os, pathlib, shlex, subprocess, sys

@@ -15,7 +15,7 @@ from t0repro.buckets import place
 from t0repro.config.training_plan import SaveConfig
 from t0repro.files import input_path
 from t0repro.jobs.journal import read_status
-from t0repro.jobs.launcher import LocalLauncher
+from t0repro.jobs.worker import LocalLauncher
 from t0repro.training.checkpoints import list_checkpoints, remove_superfluous
 
 from .trainings import controller, curve, save_checkpoints, work_once

@@ -10,8 +10,7 @@ from t0repro.errors import UserError
 from t0repro.files import input_path
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
-from t0repro.jobs.launcher import Job
-from t0repro.jobs.worker import Limits
+from t0repro.jobs.worker import Job, Limits
 
 from ..cloud import conftest as vertex
 from ..cloud.services import LOCATION, PROJECT, JobState, Refused

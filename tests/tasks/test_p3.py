@@ -15,8 +15,8 @@ import seqio
 import tensorflow as tf
 
 from t0repro.errors import UserError
+from t0repro.files import folder_lock
 from t0repro.hub_files import HubRepository
-from t0repro.locks import folder_lock
 from t0repro.tasks import p3
 from t0repro.tasks.prompt_cache.folders import P3_SOURCE
 from t0repro.tasks.prompt_cache.records import count_records, read_records

@@ -12,7 +12,7 @@ import seqio
 import tensorflow as tf
 
 from t0repro.errors import UserError
-from t0repro.locks import folder_lock
+from t0repro.files import folder_lock
 from t0repro.tasks.prompt_cache import seqio_plan
 from t0repro.tasks.prompt_cache.cache import cache_tasks
 from t0repro.tasks.prompt_cache.plan import Request, make_plan
