@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from t0repro.config.t5x.gin_files import Parsed, T5xInputs
 
 
-# ---- `t0repro explain`: every value of a run with the place that set it ----
+# ---- `t0repro explain`: every value of a run with the place that set it --------------------------
 
 
 class Dialects(enum.StrEnum):
@@ -197,7 +197,7 @@ def _explain_t5x(inputs: T5xInputs, *, as_json: bool, dialect: Dialects | None) 
     converted(parsed)
 
 
-# ---- `t0repro precompile`: whether a run fits on given devices, and how long a step takes ----
+# ---- `t0repro precompile`: whether a run fits on given devices, and how long a step takes --------
 
 
 @with_groups

@@ -357,7 +357,7 @@ def _example(pattern: str) -> str:
     return named.get(pattern, simple.replace(r"(\d+)", "8").replace(r"\d+", "12"))
 
 
-# ---- A job's command line, as it would be given on this machine ----
+# ---- A job's command line, as it would be given on this machine ----------------------------------
 
 # Two kinds of commands run as jobs: the run modes, which the image's entry point takes as
 # `--run_mode=MODE ...`, and t5_mesh_transformer with the arguments of T0's README.

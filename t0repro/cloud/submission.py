@@ -314,7 +314,7 @@ def record_of(seen: Look, place: Place) -> Record | None:
             return None
 
 
-# ---- What is checked of a job without a network: gin, machines, memory, paths ----
+# ---- A job's configuration, as far as this machine knows it --------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

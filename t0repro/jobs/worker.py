@@ -111,7 +111,7 @@ class Ending:
             return None
 
 
-# ---- Engines ----
+# ---- Engines -------------------------------------------------------------------------------------
 
 EngineState = Literal["waiting", "running", "ended", "preempted", "unknown"]
 
@@ -231,7 +231,7 @@ class Launcher(Protocol):
         """
 
 
-# ---- This machine: each job in a process group of its own, which ends with the controller ----
+# ---- This machine: each job in a process group of its own, which ends with the controller --------
 
 
 class LocalLauncher(Launcher):
@@ -315,7 +315,7 @@ def _is_alive(job: Job) -> bool:
     return False
 
 
-# ---- The worker, which runs one job's command within its limits and records how it ended ----
+# ---- The worker, which runs one job's command within its limits and records how it ended ---------
 
 # The worker leads a process group, in which the command and everything that it starts run.
 # Afterwards it kills whatever is left in the group, so that no job outlives its worker. It writes

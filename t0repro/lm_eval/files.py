@@ -206,7 +206,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
-# ---- Results ----
+# ---- Results -------------------------------------------------------------------------------------
 
 # At each start, `lm_eval run --log_samples --output_path DIR` writes
 #
