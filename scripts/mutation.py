@@ -2,7 +2,7 @@
 
   EXTRAS=mutation bash scripts/setup.sh                           # mutmut, once
   .venv/bin/python scripts/mutation.py                            # all modules: 45 minutes
-  .venv/bin/python scripts/mutation.py t0repro/training/loss.py   # these
+  .venv/bin/python scripts/mutation.py t0repro/training/losses.py   # these
 
 Prints each change that no test noticed, as a diff; docs/reliability.md explains them.
 
@@ -42,7 +42,7 @@ TESTS = {
         "tests/training/test_adafactor.py",
         "tests/training/test_t5x_adafactor.py",
     ],
-    "t0repro/training/loss.py": [
+    "t0repro/training/losses.py": [
         "tests/training/test_loss.py",
         "tests/training/test_t5x_loss.py",
         "-k",  # skip slow tests that have a quicker equivalent

@@ -13,7 +13,7 @@ import pytest
 from t0repro.config.run_config import Layout
 from t0repro.evaluation import engine
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training import loss
+from t0repro.training import losses
 
 from . import tiny_models as tiny
 
@@ -112,7 +112,7 @@ TOKENS = np.ones((2, 3), np.int32)
 ROW = np.ones(3, np.int32)
 WRONG_SHAPES = {
     "engine": lambda: engine.encode(MODEL, PARAMETERS, ROW, TOKENS),
-    "loss": lambda: loss.cross_entropy(np.zeros((2, 3, 4), np.float32), ROW),
+    "loss": lambda: losses.cross_entropy(np.zeros((2, 3, 4), np.float32), ROW),
     "model": lambda: MODEL.apply({"params": PARAMETERS}, ROW, TOKENS, method=T5.encode),
 }
 

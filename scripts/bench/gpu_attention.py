@@ -145,8 +145,7 @@ def implementation(
 ) -> Callable[..., Any]:
     """Attention in full matrices, in blocks or by the platform's kernel."""
     from t0repro.model import cpu_attention, gpu_attention, tpu_attention
-    from t0repro.model.attention import full_matrix, number_of_blocks
-    from t0repro.model.blockwise_attention import blockwise_attention
+    from t0repro.model.attention import blockwise_attention, full_matrix, number_of_blocks
 
     def in_blocks(query: Any, key: Any, value: Any, bias: Any, visibility: Any) -> Any:
         blocks = number_of_blocks(rows, heads, length, length)

@@ -1,7 +1,7 @@
 """Training batches whose rows hold an example's answer choices, as ChoiceLoss needs them.
 
 Examples are rendered from their rows, tokenized and kept in memory; neither a cache nor SeqIO is
-read. t0repro.training.loss has a picture of a row.
+read. t0repro.training.losses has a picture of a row.
 """
 
 from __future__ import annotations

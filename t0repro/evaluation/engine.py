@@ -27,12 +27,12 @@ from t0repro.evaluation.grouping import (
     side_by_side,
 )
 from t0repro.evaluation.pairs import Pairs, distinct_pairs
-from t0repro.model.blocks import Memory
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, cross_attention_memory
+from t0repro.model.towers import Memory
 from t0repro.partitioning.devices import across_devices_of, data_parts, fetched, padded_rows
 from t0repro.progress import say
-from t0repro.training.loss import cross_entropy, of_each_target
+from t0repro.training.losses import cross_entropy, of_each_target
 from t0repro.words import counted
 
 TOKENS_PER_BATCH = {"cpu": 4096, "gpu": 65536, "tpu": 65536}

@@ -22,7 +22,7 @@ import numpy as np
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import across_devices_of, data_parts, padded_rows
 from t0repro.progress import count_progress
-from t0repro.training.loss import evaluation_metrics, evaluation_sums, loss_denominator
+from t0repro.training.losses import evaluation_metrics, evaluation_sums, loss_denominator
 
 
 def evaluate_perplexity(

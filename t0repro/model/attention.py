@@ -1,7 +1,7 @@
 """Attention with T5's position bias, behind one function; the machine decides what computes it.
 
     full      matmuls over the full matrix of weights: the reference, and the choice for small ones
-    blocks    a block of queries at a time, in JAX (t0repro.model.blockwise_attention): anywhere
+    blocks    a block of queries at a time, in JAX, at the end of this file: anywhere
     tpu       a Pallas kernel (t0repro.model.tpu_attention): on TPUs from v4 on
     gpu       Pallas kernels (t0repro.model.gpu_attention): on NVIDIA GPUs from A100 on
     cpu       a kernel in C++ (t0repro.model.cpu_attention): float32, on one CPU
@@ -17,6 +17,7 @@ so each weight is 1 rather than 1 over that number. All implementations do the s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -122,7 +123,6 @@ def attention(
     visibility = visibility.for_all(batch, length, keys)
     if way == "cpu":
         return cpu_attention.attention(query, key, value, position_bias, visibility)
-    from t0repro.model.blockwise_attention import blockwise_attention  # which imports the reference
 
     blocks = number_of_blocks(batch, heads, length, keys)
     return blockwise_attention(query, key, value, position_bias, visibility, blocks)
@@ -238,3 +238,138 @@ def along_diagonals(
     padded = jnp.pad(by_offset, ((0, 0), (0, 1)))
     repeated = jnp.tile(padded, (1, queries))[:, : queries * offsets]
     return repeated.reshape(heads, queries, offsets)[:, :, queries - 1 :]
+
+
+# ---- A block of queries at a time ----------------------------------------------------------------
+#
+# The full matrix of weights is never materialized, in either pass. The weights of one layer are as
+# large as [batch, heads, length, keys], and the backward pass saves several such arrays per layer.
+# Here only a block of their rows exists at a time, and the backward pass recomputes it from two
+# numbers per query, as FlashAttention does (Dao et al., 2022). It is written in JAX, so XLA
+# compiles it for every platform, and it has the gradient of T5's learned position bias, which most
+# platform-specific kernels lack.
+
+
+def blockwise_attention(
+    query: Float[Array, "batch heads length d_kv"],
+    key: Float[Array, "batch heads keys d_kv"],
+    value: Float[Array, "batch heads keys d_kv"],
+    position_bias: Float[Array, "heads offsets"] | None,
+    visibility: Visibility,
+    blocks: int,
+) -> Float[Array, "batch heads length d_kv"]:
+    """Like `attention`, without dropout, in this many blocks of queries.
+
+    Every array of `visibility` must be present, at full size.
+    """
+    length = query.shape[2]
+    padding = -length % blocks
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    query_segments, key_segments, query_order, key_order = visibility
+    of_queries: Any = jax.tree.map(
+        lambda x: jnp.pad(x, ((0, 0), (0, padding))), (query_segments, query_order)
+    )
+    if position_bias is not None:  # later queries have lower offsets
+        position_bias = jnp.pad(position_bias, ((0, 0), (padding, 0)))
+    seen = (of_queries, (key_segments, key_order))
+    attended: Any = _attend(blocks, query, key, value, position_bias, seen)
+    return attended[:, :, :length]
+
+
+def _logits(query: Array, key: Array, position_bias: Array | None, seen: Any) -> Array:
+    """The logits of a block of queries; the position bias is a matrix here."""
+    (query_segments, query_order), (key_segments, key_order) = seen
+    visibility = Visibility(query_segments, key_segments, query_order, key_order)
+    bias = visibility_bias(visibility.matrix())
+    if position_bias is not None:
+        bias = position_bias[None] + bias
+    return jnp.einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    blocks: int, query: Array, key: Array, value: Array, bias: Array | None, seen: Any
+) -> Array:
+    return _forward(blocks, query, key, value, bias, seen)[0]
+
+
+def _forward(
+    blocks: int, query: Array, key: Array, value: Array, bias: Array | None, seen: Any
+) -> tuple[Array, Any]:
+    def of_block(index: Array) -> tuple[Array, Array, Array]:
+        logits = _logits(*_of_block(index, blocks, query, key, bias, seen))
+        log_z = log_normalizer(logits)
+        weights = jnp.exp(logits - log_z)
+        y = jnp.einsum("bhqk,bhkd->bhqd", weights.astype(value.dtype), value)
+        return y, log_z, jnp.sum(weights, axis=-1, keepdims=True)
+
+    y, log_z, total = map(_join, jax.lax.map(of_block, jnp.arange(blocks)))
+    return y, (query, key, value, bias, seen, log_z, total)
+
+
+def _backward(blocks: int, kept: Any, d_y: Array) -> tuple[Any, ...]:
+    query, key, value, bias, seen, *of_queries = kept
+
+    def of_block(sums: Any, index: Array) -> tuple[Any, Array]:
+        given = _of_block(index, blocks, query, key, bias, seen)
+        log_z, total, dy = (_block(x, index, blocks, 2) for x in (*of_queries, d_y))
+        weights = jnp.exp(_logits(*given) - log_z)
+        d_weights = jnp.einsum("bhqd,bhkd->bhqk", dy, value).astype(weights.dtype)
+        products = weights * d_weights
+        # If a query sees nothing, its weights are all 1 (see the module's text), so divide by
+        # their total; for other queries the total is 1.
+        d_logits = products - weights * (jnp.sum(products, axis=-1, keepdims=True) / total)
+        d_key, d_value, d_bias = sums
+        d_key += jnp.einsum("bhqk,bhqd->bhkd", d_logits, given[0])
+        d_value += jnp.einsum("bhqk,bhqd->bhkd", weights.astype(dy.dtype), dy)
+        d_query = jnp.einsum("bhqk,bhkd->bhqd", d_logits, key)
+        if d_bias is not None:
+            # A matmul with ones: XLA on CPU takes thirty times as long for a sum over the first
+            # axis.
+            ones = jnp.ones(d_logits.shape[0], d_logits.dtype)
+            matrix = jnp.einsum("b,bhqk->hqk", ones, d_logits).astype(jnp.float32)
+            rows = matrix.shape[1]
+            _, add_up = jax.vjp(lambda x: _matrix(x, index, blocks, rows), d_bias)
+            d_bias += add_up(matrix)[0]
+        return (d_key, d_value, d_bias), d_query
+
+    zeros = lambda x: jnp.zeros(x.shape, jnp.float32)  # noqa: E731
+    sums = jax.tree.map(zeros, (key, value, bias))
+    sums, d_query = jax.lax.scan(of_block, sums, jnp.arange(blocks))
+    given = (query, key, value, bias)
+    found = jax.tree.map(lambda x, like: x.astype(like.dtype), (_join(d_query), *sums), given)
+    return (*found, None)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _of_block(
+    index: Array, blocks: int, query: Array, key: Array, bias: Array | None, seen: Any
+) -> tuple[Array, Array, Array | None, Any]:
+    """The arguments of `_logits` for the block of this number."""
+    of_queries, of_keys = seen
+    query = _block(query, index, blocks, 2)
+    of_queries = [_block(x, index, blocks, 1) for x in of_queries]
+    matrix = None if bias is None else _matrix(bias, index, blocks, query.shape[2])
+    return query, key, matrix, (of_queries, of_keys)
+
+
+def _matrix(bias: Array, index: Array, blocks: int, rows: int) -> Array:
+    """The position bias of a block of queries, [heads, rows, keys], from that of all offsets."""
+    # The last block has the lowest offsets.
+    start, others = (blocks - 1 - index) * rows, (blocks - 1) * rows
+    window = jax.lax.dynamic_slice_in_dim(bias, start, bias.shape[1] - others, axis=1)
+    return along_diagonals(window, rows)
+
+
+def _block(x: Array, index: Array, blocks: int, axis: int) -> Array:
+    """The block of this number from an array with an axis of queries."""
+    rows = x.shape[axis] // blocks
+    return jax.lax.dynamic_slice_in_dim(x, index * rows, rows, axis=axis)
+
+
+def _join(x: Array) -> Array:
+    """Blocks [blocks, batch, heads, rows, *] as one array [batch, heads, length, *]."""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], -1, x.shape[4])

@@ -28,9 +28,9 @@ import numpy as np
 
 from t0repro.config.decoding import DecodingConfig
 from t0repro.model.attention import Visibility
-from t0repro.model.blocks import Memory
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, cross_attention_memory, segments_of
+from t0repro.model.towers import Memory
 
 EOS = 1
 # Mesh TensorFlow's infinity (beam_search.INF); a beam that does not exist scores minus this.

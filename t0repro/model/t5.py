@@ -32,10 +32,15 @@ import numpy as np
 from t0repro.adapters import LORA_A, LORA_B, shapes_of
 from t0repro.config.run_config import DTypePolicy, ModelConfig
 from t0repro.model.attention import Visibility
-from t0repro.model.blocks import Memory, Tower, vocabulary
-from t0repro.model.initial import flax_hash, sample_parameters
-from t0repro.model.layers import Embedding, keys_and_values, logits_dtype
+from t0repro.model.layers import (
+    Embedding,
+    flax_hash,
+    keys_and_values,
+    logits_dtype,
+    sample_parameters,
+)
 from t0repro.model.shapes import Array, Bool, Float, Int
+from t0repro.model.towers import Memory, Tower, vocabulary
 
 EOS = 1
 

@@ -22,7 +22,7 @@ from t0repro.evaluation.engine import score_examples
 from t0repro.model.t5 import T5, nonpadding, segments_of, text_to_self
 from t0repro.parameters import naming
 from t0repro.parity.mesh_jobs import MeshResult
-from t0repro.training.loss import cross_entropy
+from t0repro.training.losses import cross_entropy
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule

@@ -74,7 +74,7 @@ class Partitioning:
         """
         flat, structure = jax.tree_util.tree_flatten_with_path(tree)
         named = [(_name(path), tuple(leaf.shape)) for path, leaf in flat]
-        # Shard stacked layers (t0repro.model.layer_stacks) as each single layer would be.
+        # Shard stacked layers (t0repro.model.towers) as each single layer would be.
         stacks = [f"/{naming.LAYERS}/" in name for name, _ in named]
         single = [
             (name.replace(naming.LAYERS, naming.layer_name(0)), shape[1:])

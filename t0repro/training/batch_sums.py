@@ -15,7 +15,7 @@ import numpy as np
 
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, Batch, text_to_self
-from t0repro.training.loss import (
+from t0repro.training.losses import (
     CHOICE_LOSSES,
     losses_of,
     of_each_target,

@@ -19,15 +19,15 @@ import numpy as np
 
 from t0repro.config.decoding import DecodingPlan
 from t0repro.config.training_plan import UserClass
-from t0repro.model.blocks import scanned_towers
 from t0repro.model.t5 import T5, Batch
 from t0repro.model.t5x_decoding import beam_search, t5_functions, temperature_sample
+from t0repro.model.towers import scanned_towers
 from t0repro.training.batch_sums import compute_base_metrics, count_packed_examples
-from t0repro.training.loss import cross_entropy
 from t0repro.training.losses import (
     NormalizingFactor,
     SpecialLossNormalizingFactor,
     compute_weighted_cross_entropy,
+    cross_entropy,
     get_loss_normalizing_factor_and_weights,
 )
 from t0repro.training.metric_classes import Metric

@@ -12,7 +12,7 @@ scales it by each parameter's size, and momentum accumulates gradients already m
 
 Source: mesh_tensorflow/optimize.py. Adafactor has its own module (t0repro.training.adafactor).
 Parameters and gradients are float32. Frozen parameters have no slots and get updates of zero.
-Layers that are stacked (t0repro.model.layer_stacks) are updated as each of them would be by itself.
+Layers that are stacked (t0repro.model.towers) are updated as each of them would be by itself.
 """
 
 from __future__ import annotations

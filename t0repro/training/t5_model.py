@@ -16,7 +16,7 @@ import numpy as np
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, Batch, initial_parameters
 from t0repro.training.batch_sums import loss_and_sums, metrics_of
-from t0repro.training.loss import loss_denominator, training_loss, with_loss_weights
+from t0repro.training.losses import loss_denominator, training_loss, with_loss_weights
 from t0repro.training.metric_classes import AveragePerStep, Metric
 from t0repro.training.optimizers import Optimizer
 

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
+import flax.linen.partitioning
 import flax.serialization
 import flax.struct
 import flax.traverse_util
@@ -32,23 +33,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from t0repro.adapters import joined
 from t0repro.config.run_config import ModelConfig
 from t0repro.converters.tensors import StoredTensor
 from t0repro.converters.witnesses import ParametersDigest
 from t0repro.errors import UserError
-from t0repro.model.blocks import scanned_towers
-from t0repro.model.layer_stacks import Split, by_layer, is_alike, rows, stacked, stacks_in
-from t0repro.model.layer_stacks import joined as joined_layers
 from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
+from t0repro.model.towers import Split, by_layer, is_alike, rows, scanned_towers, stacked, stacks_in
+from t0repro.model.towers import joined as joined_layers
 from t0repro.parameters import naming
 from t0repro.partitioning.devices import put
 from t0repro.partitioning.processes import is_first
+from t0repro.partitioning.rules import parameter_axes, slot_spec
 from t0repro.training.adafactor import Slots
 from t0repro.training.optimizers import Optimizer, StackingOptimizer
-from t0repro.training.state_axes import axis_names, logical_axes
 from t0repro.words import counted, printable
 
 # Tensors in memory or on devices, or still in their checkpoint until each is used.
@@ -100,7 +100,7 @@ class TrainState:
         named = {f"{name}_axes" for name in model_variables}
         others = {k: x for k, x in model_variables.items() if k != "params" and k not in named}
         if axes is not None:
-            names = axis_names(axes, params)
+            names = _axis_names(axes, params)
             take_axes = getattr(optimizer_def, "set_param_axes", None)
             if take_axes is not None:
                 take_axes(names)
@@ -155,7 +155,7 @@ class TrainState:
         They come from `params_axes`, else from t0repro.partitioning.rules; an array in neither has
         none.
         """
-        return logical_axes(single_layers(self))
+        return _logical_axes(single_layers(self))
 
     def apply_gradient(
         self, grads: Any, learning_rate: Any, flax_mutables: Any = None
@@ -538,3 +538,57 @@ def _slot(tree: OpenTree, path: str, name: str, like: Any, where: str) -> jax.Ar
             fix="Give the optimizer options that the checkpoint was trained with.",
         )
     return _on_devices(value, like)
+
+
+# ---- The logical names of a state's axes ---------------------------------------------------------
+
+
+def _axis_names(params_axes: Any, params: Any) -> Any:
+    """The tree of parameters with a PartitionSpec of axis names in place of each.
+
+    Args:
+      params_axes: the collection that flax's partitioning keeps beside a model's parameters.
+      params: the parameters.
+
+    Raises:
+      ValueError: if the two trees have different parameters.
+    """
+    names = flax.linen.partitioning.get_axis_names(params_axes)
+    different = _flat(names).keys() ^ _flat(params).keys()
+    if different:
+        raise ValueError(f"params and params_axes differ: {', '.join(sorted(different))}.")
+    return names
+
+
+def _logical_axes(state: Any) -> Any:
+    """See `TrainState.as_logical_axes`.
+
+    Args:
+      state: a state that holds each layer by itself.
+    """
+    shapes = {path: value.shape for path, value in _flat(state.params).items()}
+    given = {}
+    if state.params_axes is not None:
+        given = _flat(_axis_names(state.params_axes, state.params))
+
+    def axes_of(parameter: str) -> PartitionSpec:
+        return PartitionSpec(*(given.get(parameter) or parameter_axes(parameter)))
+
+    def of_array(path: Any, array: Any) -> PartitionSpec:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        kind, _, rest = name.partition("/")
+        if kind == "params":
+            return axes_of(rest)
+        # slots/encoder/encoder_norm/scale/v: the last part names the slot.
+        parameter, _, slot = rest.rpartition("/")
+        if kind != "slots" or parameter not in shapes:
+            return PartitionSpec()
+        spec = slot_spec(axes_of(parameter), slot, shapes[parameter])
+        # A slot that is not used has one entry, and no axes of its parameter.
+        return spec if len(spec) == len(array.shape) else PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(of_array, state).replace(params_axes=None)
+
+
+def _flat(tree: Any) -> Any:
+    return flax.traverse_util.flatten_dict(tree, sep="/")

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from t0repro.errors import UserError
-from t0repro.model import layer_stacks
-from t0repro.model.layer_stacks import Towers
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
+from t0repro.model.towers import Towers, added_up, sums_like, with_sums, zero_sums
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.rules import DATA, constrain, sums_over_groups
 from t0repro.training.metric_classes import Average, LastValue, merge_metrics
@@ -105,7 +104,7 @@ def accumulate_grads_microbatched(
     else:
         assert partitioning is not None
         totals, metrics, after = sums_over_groups(of_parts, params, parts, partitioning.data, specs)
-    return layer_stacks.like(params, totals, towers), metrics, after
+    return sums_like(params, totals, towers), metrics, after
 
 
 def apply_grads(
@@ -272,24 +271,24 @@ def _scanned(
 ) -> tuple[Any, Any, Any]:
     """Adds up the microbatches' gradients in float32, and merges their metrics in order.
 
-    The gradient sums of `towers` are stacked, see `layer_stacks.zeros`.
+    The gradient sums of `towers` are stacked, see `zero_sums`.
     """
 
     def add(carry: tuple, item: tuple) -> tuple[tuple, None]:
         totals, merged, before = carry
         part, index = item
-        given = layer_stacks.with_sums(params, totals, towers)
+        given = with_sums(params, totals, towers)
         gradients, metrics, after = gradients_of(given, part, keys(index), before)
         later = merge_metrics(merged, metrics)
         # The scan starts from zeros, which not every metric can merge with: the first microbatch's
         # metrics replace them.
         merged = jax.tree.map(lambda one, two: jnp.where(index == 0, one, two), metrics, later)
-        return (layer_stacks.added_up(totals, gradients, towers), merged, after), None
+        return (added_up(totals, gradients, towers), merged, after), None
 
     first = jax.tree.map(lambda x: x[0], parts)
     _, metrics, _ = jax.eval_shape(gradients_of, params, first, keys(0), mutables)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
-    start = (layer_stacks.zeros(params, towers, specs), nothing, mutables)
+    start = (zero_sums(params, towers, specs), nothing, mutables)
     count = next(iter(parts.values())).shape[0]
     return jax.lax.scan(add, start, (parts, jnp.arange(count)))[0]
 

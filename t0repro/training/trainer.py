@@ -16,28 +16,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
 
-from t0repro.model.layer_stacks import released
+from t0repro.model.towers import released
 from t0repro.partitioning.program_costs import count_flops
-from t0repro.training.metric_classes import Scalar, merge_metrics
+from t0repro.training.metric_classes import MetricMap, Scalar, merge_metrics
 from t0repro.training.metrics import OpenWriter, SplitMetrics, in_split
 from t0repro.training.metrics_manager import MetricsManager
 from t0repro.training.models import BaseModel
 from t0repro.training.partitioner import CompiledStep, Partitioner, flops_rates, shapes_of
-from t0repro.training.protocols import (
-    ArrayMapFuture,
-    BaseTrainerConstructor,
-    LearningRateCallable,
-    MetricValueMapFuture,
-    PartitionedEvalCallable,
-    PartitionedTrainCallable,
-    SummarizeMetricsCallable,
-    TimeFuture,
-)
 from t0repro.training.stopping import (
     ActionMapType,
     ActionMode,
@@ -484,3 +474,83 @@ class Trainer(BaseTrainer):
             lambda state, batch: eval_step(self._model, state, batch),
             in_axis_resources=(self._train_state_axes, self._partitioner.data_partition_spec),
         )
+
+
+# ---- The types that t5x.trainer names ------------------------------------------------------------
+
+
+class ArrayMapFuture(Protocol):
+    """Arrays by name, once computed."""
+
+    def result(self) -> Mapping[str, jax.Array | np.ndarray]:
+        """Waits for them."""
+        ...
+
+
+class MetricValueMapFuture(Protocol):
+    """A summary's values by name, once it is written."""
+
+    def result(self) -> Mapping[str, Any]:
+        """Waits for them."""
+        ...
+
+
+class TimeFuture(Protocol):
+    """A duration in seconds, once measured."""
+
+    def result(self) -> float:
+        """Waits for them."""
+        ...
+
+
+class LearningRateCallable(Protocol):
+    """A schedule."""
+
+    def __call__(self, step: jax.Array, /) -> jax.Array:
+        """The learning rate of the update after this global step."""
+        ...
+
+
+class SummarizeMetricsCallable(Protocol):
+    """Makes a summary of metrics."""
+
+    def __call__(
+        self, metrics: MetricMap, duration: float, num_steps: int
+    ) -> Mapping[str, jax.Array]:
+        """The values of metrics that were merged over some steps and seconds."""
+        ...
+
+
+class PartitionedTrainCallable(Protocol):
+    """A train step."""
+
+    def __call__(
+        self, train_state: TrainState, batch: Mapping[str, Any]
+    ) -> tuple[TrainState, MetricMap]:
+        """The state after an update, and its metrics."""
+        ...
+
+
+class PartitionedEvalCallable(Protocol):
+    """A step of an evaluation."""
+
+    def __call__(self, train_state: TrainState, batch: Mapping[str, Any]) -> MetricMap:
+        """The metrics of a batch."""
+        ...
+
+
+class BaseTrainerConstructor(Protocol):
+    """Makes a trainer."""
+
+    def __call__(
+        self,
+        model: BaseModel,
+        train_state: TrainState,
+        partitioner: Partitioner,
+        eval_names: Sequence[str],
+        summary_dir: str | None,
+        train_state_axes: Any,
+        rng: jax.Array,
+    ) -> BaseTrainer:
+        """The trainer."""
+        ...

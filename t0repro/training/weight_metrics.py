@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey
 
-from t0repro.model.layer_stacks import Towers, by_layer, stacks_in
+from t0repro.model.towers import Towers, by_layer, stacks_in
 from t0repro.parameters.naming import LAYERS
 from t0repro.training.metric_classes import AverageOfMeasured, Metric
 from t0repro.training.train_state import TrainState

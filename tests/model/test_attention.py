@@ -15,8 +15,13 @@ from hypothesis import given, settings
 
 from t0repro.model import attention as attending
 from t0repro.model import cpu_attention
-from t0repro.model.attention import Visibility, attention, full_matrix, number_of_blocks
-from t0repro.model.blockwise_attention import blockwise_attention
+from t0repro.model.attention import (
+    Visibility,
+    attention,
+    blockwise_attention,
+    full_matrix,
+    number_of_blocks,
+)
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning import memory
 from t0repro.training.train_step import loss_and_gradients

@@ -7,15 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t0repro.model.layer_stacks import (
-    by_layer,
-    joined,
-    released,
-    stacked,
-    stacks_in,
-    without_layers,
-)
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.model.towers import by_layer, joined, released, stacked, stacks_in, without_layers
 from t0repro.training.models import T5Model
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched

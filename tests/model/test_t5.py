@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.model.blocks import Block, Tower
 from t0repro.model.t5 import (
     T5,
     held_for_evaluation,
@@ -19,6 +18,7 @@ from t0repro.model.t5 import (
     segments_of,
     shift_right,
 )
+from t0repro.model.towers import Block, Tower
 
 from ..tiny_models import BFLOAT16, FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
 

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
-from t0repro.model.layer_stacks import released, stacked, stacks_in
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.model.towers import released, stacked, stacks_in
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.partitioner import Partitioner

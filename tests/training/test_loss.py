@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.model.t5 import initial_parameters
-from t0repro.training import loss as loss_module
-from t0repro.training.loss import (
+from t0repro.training import losses as loss_module
+from t0repro.training.losses import (
     count_examples,
     count_inputs,
     count_targets,

@@ -11,7 +11,7 @@ import tests.tiny_models as tiny
 from t0repro.config.run_config import Arithmetic
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.batch_sums import loss_and_sums
-from t0repro.training.loss import (
+from t0repro.training.losses import (
     cross_entropy,
     evaluation_sums,
     loss_denominator,
