@@ -49,7 +49,7 @@ TESTS = {
         "not never_has_all and not each_way and not metrics_have and not is_the_whole",
     ],
     "t0repro/evaluation/rank.py": ["tests/evaluation/test_rank.py"],
-    "t0repro/evaluation/packing.py": [
+    "t0repro/evaluation/grouping.py": [
         "tests/evaluation/test_packing.py",
         "tests/evaluation/test_grouping.py",
     ],

@@ -34,7 +34,7 @@ _IMPORTED = (
     "t0repro.cli.app",
     "t0repro.converters.convert",
     "t0repro.runs.train",
-    "t0repro.runs.task_eval",
+    "t0repro.runs.evaluate",
     "t0repro.runs.batch_infer",
 )
 

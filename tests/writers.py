@@ -218,7 +218,7 @@ def score_eval(out: Path) -> None:
 
 
 def rank_eval(out: Path) -> None:
-    from t0repro.evaluation.journal import DIGEST, ScoreJournal
+    from t0repro.evaluation.pairs import DIGEST, ScoreJournal
 
     with files.folder_lock(out, "rank evaluation"):
         digests = np.array([b"%16d" % number for number in range(300)], DIGEST)
@@ -260,7 +260,7 @@ def evaluate(out: Path) -> None:
     import seqio
 
     from t0repro.converters.tensors import CheckpointRef
-    from t0repro.runs.task_eval import EvaluatedCheckpoints
+    from t0repro.runs.evaluate import EvaluatedCheckpoints
 
     with files.folder_lock(out / "inference_eval", "evaluation"):
         record = EvaluatedCheckpoints(t5x_plan("eval", out))
@@ -295,7 +295,7 @@ def infer(out: Path) -> None:
 
 def mesh_infer(out: Path) -> None:
     """That of Mesh TensorFlow's dialect."""
-    from t0repro.runs.text_modes import write_lines
+    from t0repro.runs.text_scores import write_lines
 
     write_lines(out / "answers", range(4000))
 

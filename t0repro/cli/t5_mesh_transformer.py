@@ -141,7 +141,7 @@ def _run_jax(options: Any) -> None:
 
     from t0repro.partitioning.processes import is_first
     from t0repro.runs.preflight import check_mesh_transformer
-    from t0repro.runs.run import run
+    from t0repro.runs.start import run
 
     with _group_of(ProcessOptions, options).joined():
         # As t5's main does on every run without --tpu.

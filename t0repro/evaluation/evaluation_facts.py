@@ -15,7 +15,7 @@ from typing import Any
 from t0repro.compat import installed_version
 from t0repro.errors import as_shown
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.records import digest_of_texts, read_records
+from t0repro.evaluation.outputs import digest_of_texts, read_records
 from t0repro.files import naming, write_atomically
 from t0repro.words import counted, without_passwords
 

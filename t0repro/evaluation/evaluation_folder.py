@@ -15,7 +15,7 @@ from typing import Any
 from t0repro.compat import installed_version
 from t0repro.config.run_config import DType
 from t0repro.errors import UserError
-from t0repro.evaluation import records
+from t0repro.evaluation import outputs
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.task_output import TaskResult
 from t0repro.files import write_atomically
@@ -27,7 +27,6 @@ _ROOT = "t0repro"
 _SCORING = (
     "t0repro.evaluation.engine",
     "t0repro.evaluation.pairs",
-    "t0repro.evaluation.journal",
 )
 # A decoded text: from tokens to text.
 _GENERATION = ("t0repro.evaluation.generation",)
@@ -221,7 +220,7 @@ class EvaluationFolder:
             "rendering": rendering_digest(),
             "activation": settings.activation,
             "task": name,
-            "prompt": records.digest_of_texts([prompt.prompt if prompt else ""]),
+            "prompt": outputs.digest_of_texts([prompt.prompt if prompt else ""]),
             "vocabulary": vocabulary_digest(name),
             "data": data_origin(name, settings.split, settings.use_cached),
             "split": settings.split,
@@ -232,11 +231,11 @@ class EvaluationFolder:
 
     def finished(self, names: Sequence[str]) -> tuple[str, ...]:
         """The tasks whose record has the current key and whose files are intact."""
-        found = records.read_records(self.path, self._checkpoint.step)
+        found = outputs.read_records(self.path, self._checkpoint.step)
         return tuple(
             name
             for name in names
-            if records.is_finished(self.path, self.key(name), found.get(name))
+            if outputs.is_finished(self.path, self.key(name), found.get(name))
         )
 
     def record(self, result: TaskResult, details: Mapping[str, Any]) -> None:
@@ -249,7 +248,7 @@ class EvaluationFolder:
             **result.statistics,
             **details,
         }
-        records.write_record(self.path, record)
+        outputs.write_record(self.path, record)
 
 
 def scores_key(checkpoint: Checkpoint) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from t0repro.data.eval_examples import eval_examples
-from t0repro.evaluation.records import digest_of_texts
+from t0repro.evaluation.outputs import digest_of_texts
 from t0repro.evaluation.task_output import TruncationCounter, judge_of_registered
 from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.task import DescribedTask, find_task, task_descriptions

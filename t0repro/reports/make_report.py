@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.evaluation.outputs import find_tasks, latest_step
+from t0repro.evaluation.outputs import find_tasks, latest_step, read_records
 from t0repro.evaluation.rank import RankResult
-from t0repro.evaluation.records import read_records
 from t0repro.reports.comparison import RunComparison, compare_runs
 from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve

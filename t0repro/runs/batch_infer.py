@@ -34,7 +34,7 @@ from t0repro.data.eval_examples import eval_examples
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluator import functions_of, model_features
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.records import file_digest
+from t0repro.evaluation.outputs import file_digest
 from t0repro.files import make_folder, naming, sync_directory, write_atomically
 from t0repro.runs.checkpoint_choice import (
     chosen,

@@ -1,4 +1,4 @@
-"""Modes eval and score_eval: evaluate checkpoints with the metrics of their tasks.
+"""Modes eval, score_eval and perplexity_eval, and T5X's eval: checkpoints by their tasks' metrics.
 
 eval generates texts; score_eval computes the targets' log-likelihoods. The output files are in Mesh
 TensorFlow's format (see task_output). Next to them are the facts that a report needs about the
@@ -10,22 +10,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from t0repro.config.configuration import Configuration
+from t0repro.config.inference_plan import EvalPlan
 from t0repro.config.run_config import RunConfig
-from t0repro.data.batches import eval_tasks
+from t0repro.converters.arithmetic import check_configured
+from t0repro.converters.tensors import CheckpointRef
+from t0repro.data.batches import eval_tasks, perplexity_batches
 from t0repro.data.eval_examples import described_tasks
 from t0repro.errors import UserError
 from t0repro.evaluation.energy import Cost
 from t0repro.evaluation.evaluation_facts import jax_device, print_results, write_facts
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
+from t0repro.evaluation.evaluator import FOLDER, open_evaluator
 from t0repro.evaluation.opened import Checkpoint
+from t0repro.evaluation.outputs import read_with_checksum, write_with_checksum
 from t0repro.evaluation.rank_run import RankRun, ScoredPart
 from t0repro.evaluation.reading import Part, windows
 from t0repro.evaluation.task_output import (
@@ -39,10 +46,25 @@ from t0repro.evaluation.task_output import (
 )
 from t0repro.event_files import event_writer
 from t0repro.files import output_path
+from t0repro.model.t5 import T5
+from t0repro.partitioning.devices import across_devices_of, data_parts, padded_rows
 from t0repro.partitioning.processes import is_first, output_folder
-from t0repro.runs.checkpoint_choice import chosen_checkpoints, generated_texts, loaded
-from t0repro.runs.text_modes import ScoreFiles
+from t0repro.progress import count_progress, say
+from t0repro.runs.checkpoint_choice import (
+    chosen,
+    chosen_checkpoints,
+    coming,
+    generated_texts,
+    generating_model,
+    identity,
+    loaded,
+    opened,
+    own_path,
+)
+from t0repro.runs.preflight import check_inference
+from t0repro.runs.text_scores import ScoreFiles
 from t0repro.tasks.task import find_task, is_described
+from t0repro.training.losses import evaluation_metrics, evaluation_sums, loss_denominator
 from t0repro.training.metrics import MetricLog
 
 # As in rank_eval: memory for texts and tokens stops growing beyond this window.
@@ -360,11 +382,6 @@ def evaluation_folder(config: RunConfig) -> Path:
 
 def evaluate_perplexity(configuration: Configuration) -> None:
     """Writes each task's metrics at each chosen checkpoint, to metrics.jsonl and event files."""
-    from t0repro.data.batches import perplexity_batches
-    from t0repro.evaluation import perplexity
-    from t0repro.event_files import event_writer
-    from t0repro.training.metrics import MetricLog
-
     config = configuration.run
     steps = config.perplexity_eval_steps
     data = config.eval_data or config.plan.train_data
@@ -373,7 +390,7 @@ def evaluate_perplexity(configuration: Configuration) -> None:
     for checkpoint in loaded(configuration, chosen_checkpoints(config)):
         params, model, step = checkpoint.params, checkpoint.model, checkpoint.step
         for task, batches in datasets:
-            values = perplexity.evaluate_perplexity(params, model, batches, steps)
+            values = perplexity_metrics(params, model, batches, steps)
             # Mesh TensorFlow's folder name, which contains the requested number of examples.
             name = f"{task}_{split}_{config.batch_size * steps}"
             name += f"_{config.eval_dir_suffix}" if config.eval_dir_suffix is not None else ""
@@ -383,3 +400,172 @@ def evaluate_perplexity(configuration: Configuration) -> None:
             metrics.close()
             events.write_scalars(step, values)
             events.close()
+
+
+def perplexity_metrics(
+    params: dict, model: T5, batches: Sequence[Mapping[str, np.ndarray]], steps: int
+) -> dict[str, float]:
+    """Teacher-forced metrics of a task over batches, under Mesh TensorFlow's names:
+
+        neg_log_perplexity   mean log-probability of a target token, natural log
+        token_accuracy       fraction of target tokens that are the most likely token
+        sequence_accuracy    fraction of rows whose target tokens are all the most likely ones
+        mean_label           mean id of the target tokens: a checksum of the data
+        num_eval_tokens      number of target tokens
+        max_targets_length   number of target tokens of the longest row
+        loss                 the training loss without z_loss, mean over batches
+
+    Args:
+      params: the model's parameters.
+      model: the model.
+      batches: int32 arrays [batch, length] by feature, all of one shape.
+      steps: number of batches that Mesh TensorFlow averages the loss over; those beyond `batches`
+        are empty and add nothing to it.
+
+    Source: mesh_tensorflow.transformer.utils.tpu_estimator_model_fn, simple_metrics.
+    """
+    totals: dict[str, float] = {}
+    longest = 0
+    with count_progress(len(batches), "evaluating", "batch", "evaluated", "batches") as advance:
+        for batch in batches:
+            rows = data_parts(params)
+            parts = {name: padded_rows(x, rows) for name, x in batch.items()}
+            denominator = loss_denominator(model.config, batch)
+            with across_devices_of(params):
+                sums = jax.device_get(_sums(model, params, parts, denominator))
+            for name, value in sums.items():
+                # In float64: a float32 sum stops counting tokens one by one at 2**24.
+                totals[name] = totals.get(name, 0.0) + float(value)
+            longest = max(longest, int((batch["targets"] > 0).sum(axis=-1).max(initial=0)))
+            advance(1)
+    zeros = dict.fromkeys(
+        ("loss", "cross_entropy", "correct_tokens", "correct_rows", "tokens", "rows", "labels"), 0.0
+    )
+    totals = {**zeros, **totals, "batches": float(steps)}
+    return {
+        **evaluation_metrics(totals),
+        "mean_label": totals["labels"] / max(totals["tokens"], 1.0),
+        "max_targets_length": float(longest),
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _sums(
+    model: T5, params: dict, batch: dict[str, jax.Array], denominator: float
+) -> dict[str, jax.Array]:
+    return evaluation_sums(model, params, batch, denominator=denominator)
+
+
+# ---- T5X's run mode eval -------------------------------------------------------------------------
+
+RECORD = "evaluated.json"
+
+Metrics = dict[str, dict[str, float]]
+
+
+def evaluate_checkpoints(
+    plan: EvalPlan,
+    *,
+    watch: bool = False,
+    until: int | None = None,
+    seconds: float | None = None,
+    describe: Callable[[], None] = lambda: None,
+) -> dict[int, Metrics]:
+    """Evaluates each chosen checkpoint that this folder's record lacks.
+
+    Args:
+      plan: The evaluation.
+      watch: Whether to keep evaluating as new checkpoints appear.
+      until: Watching ends after a checkpoint of this step or a later one; None never ends.
+      seconds: Between polls for new checkpoints; None takes the default.
+      describe: Writes config.gin and model-info.txt, once data and checkpoints are found.
+
+    Returns:
+      Step -> task -> metrics, of the checkpoints evaluated by this call.
+
+    Raises:
+      UserError: If there is no checkpoint, one does not fit the model, the task's vocabulary is
+        not the model's, or nothing has a metric.
+    """
+    check_inference(plan, starts=True)
+    folder, record = Path(plan.output_dir), EvaluatedCheckpoints(plan)
+    evaluator, results = None, {}
+    refs = _checkpoints(plan, watch, until, seconds)
+    describe()
+    for ref in refs:
+        # Taken first: a checkpoint that is replaced while being read is evaluated again next time.
+        its_identity = identity(ref)
+        if record.has(ref, its_identity):
+            say(f"{ref.path}: evaluated before; remove {record.path} to evaluate it again")
+            continue
+        if evaluator is None:  # reads all examples, which a finished evaluation need not do
+            evaluator = open_evaluator(plan.data, plan.evaluator, folder, plan.decoding)
+        checkpoint = opened(plan, ref)
+        model = generating_model(plan, checkpoint.model)
+        metrics = evaluator.evaluate(model, checkpoint.params, checkpoint.step)
+        # Recorded last: an evaluation interrupted before its results are written is repeated.
+        record.add(ref, its_identity)
+        results[checkpoint.step] = metrics
+        print_results(metrics, checkpoint.step, folder)
+        if any(logger.name != "py" for logger in plan.evaluator.loggers):
+            say(f"wrote {folder / FOLDER}")
+    return results
+
+
+def _checkpoints(
+    plan: EvalPlan, watch: bool, until: int | None, seconds: float | None
+) -> Iterator[CheckpointRef]:
+    if not watch:
+        refs = chosen(plan.restore)
+        for ref in refs:  # before the run writes a config.gin, which may replace their own
+            check_configured(ref, plan.model)
+        return iter(refs)
+    options: dict[str, Any] = {} if seconds is None else {"seconds": seconds}
+    return coming(plan.restore, until, **options)
+
+
+class EvaluatedCheckpoints:
+    """The evaluations done into a folder, kept in its evaluated.json.
+
+    A checkpoint counts as evaluated only with the same model, examples and decoding.
+    """
+
+    def __init__(self, plan: EvalPlan):
+        self.path = Path(plan.output_dir) / RECORD
+        settings = {**plan.decisive(), "evaluator": dataclasses.asdict(plan.evaluator)}
+        # Sort keys, so that equal settings give equal texts.
+        self._settings = json.dumps(settings, sort_keys=True)
+
+    def has(self, ref: CheckpointRef, its_identity: str | None) -> bool:
+        """Whether a checkpoint has been evaluated with these settings; reports a replaced one.
+
+        A checkpoint that is gone, or that has no identity in the record, is matched by its path.
+        """
+        done, path = self._read().get(self._settings, {}), own_path(ref)
+        if path not in done:
+            return False
+        if its_identity is None or done[path] in (its_identity, None):
+            return True
+        say(f"note: {ref.path} has changed since it was evaluated; evaluated again")
+        return False
+
+    def add(self, ref: CheckpointRef, its_identity: str | None) -> None:
+        """Records a checkpoint as evaluated."""
+        done = self._read()
+        done.setdefault(self._settings, {})[own_path(ref)] = its_identity
+        rows = [
+            {"settings": json.loads(key), "checkpoints": [*known], "identities": known}
+            for key, known in done.items()
+        ]
+        write_with_checksum(self.path, {"evaluated": rows})
+
+    def _read(self) -> dict[str, dict[str, str | None]]:
+        """Settings -> path -> identity, None in a record of a version that knew paths alone."""
+        # Treat a damaged record as missing: its checkpoints are evaluated again.
+        rows = (read_with_checksum(self.path) or {"evaluated": []})["evaluated"]
+        return {
+            json.dumps(row["settings"], sort_keys=True): {
+                path: row.get("identities", {}).get(path) for path in row["checkpoints"]
+            }
+            for row in rows
+        }

@@ -32,8 +32,8 @@ from t0repro.evaluation.evaluation_folder import (
     scores_key,
 )
 from t0repro.evaluation.generation import decode_examples
-from t0repro.evaluation.journal import ScoreJournal
 from t0repro.evaluation.opened import Checkpoint
+from t0repro.evaluation.pairs import ScoreJournal
 from t0repro.evaluation.rank_run import RankRun, ScoredPart
 from t0repro.evaluation.reading import PARTS_IN_WINDOW, TaskReader, windows
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks

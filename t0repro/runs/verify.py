@@ -26,8 +26,7 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import jax_device, package_versions, scores_sha256
-from t0repro.evaluation.outputs import read_line_of
-from t0repro.evaluation.records import digest_of_texts, read_records
+from t0repro.evaluation.outputs import digest_of_texts, read_line_of, read_records
 from t0repro.progress import say
 from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.page import render_html, render_markdown

@@ -10,8 +10,8 @@ from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_folder import EvaluationSettings
 from t0repro.evaluation.generation import generate_tokens, texts_of
 from t0repro.evaluation.opened import open_checkpoint
+from t0repro.evaluation.outputs import read_records
 from t0repro.evaluation.reading import TaskReader
-from t0repro.evaluation.records import read_records
 from t0repro.evaluation.selection import select_tasks
 from t0repro.reports.report import load_report
 from t0repro.runs import rank_eval

@@ -19,8 +19,7 @@ from t0repro.evaluation import engine, evaluation_folder, reading
 from t0repro.evaluation.engine import Engine
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
 from t0repro.evaluation.opened import open_checkpoint
-from t0repro.evaluation.outputs import read_task_scores
-from t0repro.evaluation.records import read_records
+from t0repro.evaluation.outputs import read_records, read_task_scores
 from t0repro.evaluation.task_output import LineFile, TruncationCounter
 from t0repro.files import folder_lock
 from t0repro.progress import heard_by

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from t0repro.cli.report import app
 from t0repro.errors import UserError
-from t0repro.evaluation import evaluation_facts, records
+from t0repro.evaluation import evaluation_facts, outputs
 from t0repro.evaluation.evaluation_folder import EvaluationSettings
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.reading import TaskReader
@@ -123,7 +123,7 @@ def test_a_changed_row_is_noticed(reported, prompts, monkeypatch):
 
     monkeypatch.setattr(TaskReader, "examples", one_changed)
     changed = differing(reported, prompts)
-    assert len(changed) == len(records.read_records(reported / "validation_eval", 7))
+    assert len(changed) == len(outputs.read_records(reported / "validation_eval", 7))
     assert all("another line than the rows give" in each.details for each in changed)
 
 
@@ -149,11 +149,11 @@ def cover_up(out, changed, prompts):
             for line in range(example * choices, (example + 1) * choices):
                 scores[line] = str(np.float32(float(scores[line]) - 0.001))
         path.write_text("".join(f"{score}\n" for score in scores))
-        record = records.read_records(folder, 7)[task]
-        record["files"][path.name] = records.file_digest(path)
-        records.write_record(folder, record)
+        record = outputs.read_records(folder, 7)[task]
+        record["files"][path.name] = outputs.file_digest(path)
+        outputs.write_record(folder, record)
     facts = json.loads((folder / "provenance.json").read_text())
-    facts["scores_sha256"] = evaluation_facts.scores_sha256(folder, records.read_records(folder, 7))
+    facts["scores_sha256"] = evaluation_facts.scores_sha256(folder, outputs.read_records(folder, 7))
     (folder / "provenance.json").write_text(json.dumps(facts))
     options = dataclasses.replace(options_of(load_report(out)), title="Demo")
     write_report(making.make_report(Run("jax", folder, 7), prompts, options), out)
@@ -161,7 +161,7 @@ def cover_up(out, changed, prompts):
 
 def test_covered_up_scores_are_noticed_as_often_as_is_said(copied, prompts):
     folder = copied / "validation_eval"
-    tasks = sorted(records.read_records(folder, 7))
+    tasks = sorted(outputs.read_records(folder, 7))
     changed = {task: {1, 7} for task in tasks[: len(tasks) // 2]}
     cover_up(copied, changed, prompts)
     differ = differing(copied, prompts)
@@ -170,7 +170,7 @@ def test_covered_up_scores_are_noticed_as_often_as_is_said(copied, prompts):
     assert len(differ) == sum(map(len, changed.values()))
     share = len(differ) / (12 * len(tasks))
     for cells in (1, 5, 20):
-        draws = (chosen_cells(records.read_records(folder, 7), cells, seed) for seed in range(600))
+        draws = (chosen_cells(outputs.read_records(folder, 7), cells, seed) for seed in range(600))
         caught = [
             any(changed.get(task, set()) & {cell for cell in own} for task, own in drawn.items())
             for drawn in draws

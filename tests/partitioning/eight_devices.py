@@ -27,12 +27,12 @@ from t0repro.config.run_config import (
 )
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
-from t0repro.evaluation.perplexity import evaluate_perplexity
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning import memory
 from t0repro.partitioning.devices import choose
 from t0repro.partitioning.program_costs import collectives, counts
 from t0repro.progress import heard_by
+from t0repro.runs.evaluate import perplexity_metrics
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree
 from t0repro.training.optimizers import make_optimizer
@@ -110,7 +110,7 @@ def evaluated(layout):
             name: generate_tokens(params, model, inputs, config, length=8, batch_size=5)
             for name, config in options.items()
         },
-        "metrics": evaluate_perplexity(params, model, batches(2, rows=5), 2),
+        "metrics": perplexity_metrics(params, model, batches(2, rows=5), 2),
     }
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from t0repro.evaluation.records import write_record
+from t0repro.evaluation.outputs import write_record
 from t0repro.reports.comparison_page import comparison_page
 from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
 from t0repro.reports.page import print_page
