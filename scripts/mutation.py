@@ -58,7 +58,10 @@ TESTS = {
         "tests/converters/test_layout.py",
         "tests/partitioning/test_rules.py::test_a_parameter_is_divided_by_the_table",
     ],
-    "t0repro/partitioning/rules.py": ["tests/partitioning/test_rules.py"],
+    "t0repro/partitioning/devices.py": [
+        "tests/partitioning/test_rules.py",
+        "tests/partitioning/test_devices.py",
+    ],
 }
 
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.data.mixing import FEATURES, HELD, Example, MixedBatches
+from t0repro.data.mixing import FEATURES, HELD, Example, MixedBatches, ShuffleSeeds, shuffled
 from t0repro.data.resuming import Batch
-from t0repro.data.tf_order import ShuffleSeeds, shuffled
 from t0repro.errors import UserError
 from t0repro.files import input_path
 from t0repro.progress import say

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from t0repro.model import cpu_attention
 from t0repro.model.shapes import Array, Bool, Float, Int
 from t0repro.partitioning import memory
-from t0repro.partitioning.rules import parts_of
+from t0repro.partitioning.devices import parts_of
 
 # What Mesh TensorFlow adds to the logits of positions that are not visible
 # (attention.visibility_mask_to_attention_bias).

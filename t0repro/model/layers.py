@@ -31,7 +31,7 @@ from t0repro.config.run_config import ModelConfig
 from t0repro.model.attention import Visibility, attention
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.parameters.naming import layer_name
-from t0repro.partitioning.rules import constrain, for_all_groups
+from t0repro.partitioning.devices import constrain, for_all_groups
 
 # Mesh TensorFlow sets no initializer for position biases, so TensorFlow's default applies.
 _GLOROT_UNIFORM = nn.initializers.glorot_uniform(in_axis=0, out_axis=1)
@@ -50,7 +50,7 @@ class Dense(nn.Module):
       dtype: dtype of both inputs of the matmul.
       kernel_init: initializer of the kernel.
       output_dtype: dtype of the accumulation and of the result; defaults to `dtype`.
-      axes: logical axes of the kernel (t0repro.partitioning.rules).
+      axes: logical axes of the kernel (t0repro.partitioning.devices).
     """
 
     features: int

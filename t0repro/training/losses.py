@@ -22,7 +22,7 @@ from t0repro.config.choices import ChoiceLoss
 from t0repro.config.run_config import ModelConfig
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, Batch, logits_of, of_inputs, text_to_self
-from t0repro.partitioning.rules import parts_of
+from t0repro.partitioning.devices import parts_of
 
 # Bytes of float32 logits that a device holds at a time.
 LOGITS_BYTES = 1 << 28
@@ -330,7 +330,7 @@ def count_examples(batch: Mapping[str, Any]) -> Any:
 # ---- T-Few's losses over answer choices ----------------------------------------------------------
 
 # A row holds one example: its input and its choices, the right one first, each in an equal part of
-# the row of targets (t0repro.data.choices):
+# the row of targets (t0repro.data.described):
 #
 #     inputs                3  8  5  1  0
 #     targets               6  4  1  0 | 3  1  0  0 | 7  7  2  1

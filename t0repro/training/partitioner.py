@@ -11,8 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from t0repro.partitioning.devices import Partitioning
-from t0repro.partitioning.rules import DATA, MODEL
+from t0repro.partitioning.devices import DATA, MODEL, Partitioning
 from t0repro.partitioning.topologies import published
 from t0repro.training.metric_classes import Metric, TimeRate
 from t0repro.training.train_state import TrainState

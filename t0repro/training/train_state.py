@@ -44,9 +44,8 @@ from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
 from t0repro.model.towers import Split, by_layer, is_alike, rows, scanned_towers, stacked, stacks_in
 from t0repro.model.towers import joined as joined_layers
 from t0repro.parameters import naming
-from t0repro.partitioning.devices import put
+from t0repro.partitioning.devices import parameter_axes, put, slot_spec
 from t0repro.partitioning.processes import is_first
-from t0repro.partitioning.rules import parameter_axes, slot_spec
 from t0repro.training.adafactor import Slots
 from t0repro.training.optimizers import Optimizer, StackingOptimizer
 from t0repro.words import counted, printable
@@ -67,7 +66,7 @@ class TrainState:
       slots: the optimizer's state, the same dictionary with a Slots per array.
       flax_mutables: the model's other variables, {collection: tree}; None if it has none.
       params_axes: the logical names of the parameters' axes, as flax's partitioning keeps them, of
-        a model that has them; the names of T5's own are in t0repro.partitioning.rules.
+        a model that has them; the names of T5's own are in t0repro.partitioning.devices.
       frozen: the base's parameters where `params` are an adapter's; no part of a checkpoint.
       optimizer: made the slots and updates them; not part of the pytree or of a checkpoint.
     """
@@ -152,8 +151,8 @@ class TrainState:
     def as_logical_axes(self) -> TrainState:
         """This state with a PartitionSpec of logical axes in place of each array.
 
-        They come from `params_axes`, else from t0repro.partitioning.rules; an array in neither has
-        none.
+        They come from `params_axes`, else from t0repro.partitioning.devices; an array in neither
+        has none.
         """
         return _logical_axes(single_layers(self))
 

@@ -13,8 +13,7 @@ from t0repro.errors import UserError
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
 from t0repro.model.towers import Towers, added_up, sums_like, with_sums, zero_sums
-from t0repro.partitioning.devices import Partitioning
-from t0repro.partitioning.rules import DATA, constrain, sums_over_groups
+from t0repro.partitioning.devices import DATA, Partitioning, constrain, sums_over_groups
 from t0repro.training.metric_classes import Average, LastValue, merge_metrics
 from t0repro.training.models import BaseModel, T5Model, is_own, summed_towers
 from t0repro.training.optimizers import Optimizer

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from t0repro import compat
-from t0repro.data.tf_order import ShuffleSeeds, _log, draws, shuffled
+from t0repro.data.mixing import ShuffleSeeds, _log, draws, shuffled
 
 SEEDS = st.integers(0, 2**31)  # of all that a run may draw
 

@@ -55,7 +55,7 @@ def test_without_a_bias_no_kernel_computes_its_gradient():
 
 
 def test_groups_of_rows_lower_for_cuda():
-    """t0repro.partitioning.rules.sums_over_groups adds an axis to all arrays."""
+    """t0repro.partitioning.devices.sums_over_groups adds an axis to all arrays."""
     assert kernels_in(lowered(jnp.bfloat16, 64, groups=(2,))) == KERNELS
 
 

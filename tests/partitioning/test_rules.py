@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.partitioning.rules import (
+from t0repro.partitioning.devices import (
     constrain,
     for_all_groups,
     parameter_axes,

@@ -16,7 +16,7 @@ from t0repro.adapters import ia3
 from t0repro.config.configuration import check_choice_loss
 from t0repro.config.run_config import ChoiceLoss, RunConfig
 from t0repro.config.training_plan import TrainDataConfig
-from t0repro.data.choices import Choices, to_batch
+from t0repro.data.described import Choices, to_batch
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning.memory import batch_shapes
