@@ -10,9 +10,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,16 +24,21 @@ from t0repro.adapters import (
     LORA_B,
     NAMES,
     Adapter,
+    adapted,
+    kernels,
     shapes_of,
 )
-from t0repro.converters import peft, storage
+from t0repro.converters import storage
 from t0repro.converters.jax_tree import Renamed
 from t0repro.converters.orbax_dir import OrbaxArrays
+from t0repro.converters.safetensors_files import SafetensorsFile
 from t0repro.converters.tensors import (
     CheckpointReader,
     CheckpointRef,
+    Output,
     TensorInfo,
     differing_shapes,
+    transposed,
 )
 from t0repro.converters.witnesses import ADAPTER
 from t0repro.errors import UserError
@@ -178,7 +184,7 @@ class _PeftReader:
     norm_names: naming.NormNames | None = None
 
     def __init__(self, ref: CheckpointRef):
-        self.ref, self._folder = ref, peft.Folder(ref.path)
+        self.ref, self._folder = ref, PeftFolder(ref.path)
         found = self._folder
         self.note = AdapterNote(found.adapter, found.base, found.digest)
         self.tensors: Mapping[str, TensorInfo] = {
@@ -306,3 +312,309 @@ def merged(kernel: np.ndarray, beside: Mapping[str, np.ndarray], scale: float) -
     if IA3_OUTPUT in beside:
         found *= beside[IA3_OUTPUT].astype(np.float64)
     return found.astype(np.float32)
+
+
+# ---- PEFT's folders: adapter_config.json and adapter_model.safetensors ---------------------------
+#
+# PEFT names a module as transformers does, below `base_model.model.`, and stores [out, in] as torch
+# does. So `lora_a` is the transpose of lora_A.weight. `ia3_l` is [out, 1] where it multiplies a
+# module's outputs and [1, in] where it multiplies its inputs (feedforward_modules).
+#
+# The file's tensors show which modules have an adapter, so target_modules and the options like it
+# are not read. Facts of PEFT 0.21.0 (peft/tuners/lora/config.py, peft/tuners/ia3/layer.py).
+
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLED = "adapter_model.bin"
+# In the metadata of PEFT_WEIGHTS, which PEFT neither reads nor keeps when it saves.
+_BASE_HASH, _STEP = "base_hash", "step"
+
+_MODULE = re.compile(
+    r"base_model\.model\.(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|ia3_l)"
+)
+_LORA_PARTS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
+
+# Fields that are read, and fields that change nothing about a trained adapter: who wrote it, what
+# it is for, how it started, and what chose the modules that the file's tensors show.
+_READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora"}
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "inference_mode", "peft_version", "revision", "task_type"),
+    *("init_ia3_weights", "eva_config", "runtime_config", "ephemeral_gpu_offload"),
+    *("target_modules", "exclude_modules", "feedforward_modules"),
+    *("layers_to_transform", "layers_pattern"),
+    # Parameters of options that are off.
+    *("megatron_core", "qalora_group_size", "loftq_config"),
+}
+# Other initializations change the base (pissa, olora, corda, loftq, lora_ga) or what is trained.
+_HARMLESS_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+def peft_ref(path: str) -> CheckpointRef | None:
+    """The adapter in a folder that PEFT loads; None if it holds none."""
+    found = storage.is_file(storage.join(path, PEFT_CONFIG))
+    return CheckpointRef("peft", path, None) if found else None
+
+
+class PeftFolder:
+    """A folder of PEFT's, open for reading, in T5X's names and axes.
+
+    Args:
+      path: The folder.
+
+    Raises:
+      UserError: If a file is missing or damaged; naming an option or a tensor that no adapter here
+        has.
+
+    Attributes:
+      adapter: What it is.
+      base: The name or path of its base.
+      digest: The hash of the base's parameters; None if PEFT wrote the file.
+      step: The global step; 0 if PEFT wrote the file.
+      tensors: Path in T5X's tree -> shape and type.
+      names: Path -> PEFT's name.
+    """
+
+    def __init__(self, path: str):
+        config = _config(path)
+        if not storage.is_file(storage.join(path, PEFT_WEIGHTS)):
+            pickled = storage.is_file(storage.join(path, _PICKLED))
+            raise UserError(
+                f"The adapter has no {PEFT_WEIGHTS}{f', but a {_PICKLED}' if pickled else ''}.",
+                where=path,
+                fix="Load it in PEFT and save it with safe_serialization=True."
+                if pickled
+                else "Copy the whole folder again.",
+            )
+        self._file = SafetensorsFile(storage.join(path, PEFT_WEIGHTS))
+        self.base = str(config.get("base_model_name_or_path") or "")
+        self.digest = self._file.metadata.get(_BASE_HASH)
+        self.step = int(self._file.metadata.get(_STEP, "0"))
+        self.names: dict[str, str] = {}
+        for name in self._file.tensors:
+            self.names[_path(name, self._file.tensors[name], path)] = name
+        self.tensors = {path: self._info(name) for path, name in self.names.items()}
+        self.adapter = _adapter(config, self.names, storage.join(path, PEFT_CONFIG))
+
+    def _info(self, name: str) -> TensorInfo:
+        shape = self._file.tensors[name].shape
+        # torch keeps a kernel as [out, in], and PEFT a vector of (IA)3 as a matrix.
+        shape = (math.prod(shape),) if name.endswith("ia3_l") else shape[::-1]
+        return TensorInfo(shape, np.dtype(np.float32))
+
+    def read(self, path: str) -> np.ndarray:
+        """Reads one tensor, in float32."""
+        array = self._file.read(self.names[path]).astype(np.float32)
+        return array.reshape(-1) if self.names[path].endswith("ia3_l") else transposed(array)
+
+
+def _path(name: str, info: TensorInfo, where: str) -> str:
+    """A tensor's path in T5X's tree.
+
+    Raises:
+      UserError: If it is not a tensor of a kernel's adapter.
+    """
+    match = _MODULE.fullmatch(name)
+    found = match and naming.find_row(f"{match['module']}.weight", "hf")
+    if not match or not found or found[1] is None or not found[0].t5x.endswith("/kernel"):
+        raise UserError(
+            f"{name} is not a parameter of a LoRA or (IA)3 on a kernel of a T5's layer.",
+            where=storage.join(where, PEFT_WEIGHTS),
+            fix="Train the adapter without modules_to_save and on layers alone: not on shared,"
+            " embed_tokens or lm_head.",
+        )
+    owner = naming.name_of(*found, "t5x").removesuffix("kernel")
+    if len(info.shape) != 2:
+        raise UserError(
+            f"{name} has the shape {list(info.shape)}, not that of a matrix.",
+            where=storage.join(where, PEFT_WEIGHTS),
+            fix="Copy the file again.",
+        )
+    if match["part"] != "ia3_l":
+        return owner + (LORA_A if "lora_A" in match["part"] else LORA_B)
+    reads, is_wo = info.shape[0] == 1, owner.endswith("mlp/wo/")
+    if reads != is_wo:
+        what = "reads" if reads else "gives"
+        raise UserError(
+            f"feedforward_modules: (IA)3 multiplies what {match['module']} {what}. Here it"
+            " multiplies what wo reads and what other modules give.",
+            where=storage.join(where, PEFT_CONFIG),
+            fix="Train it with wo as the only module of feedforward_modules, as PEFT's default for"
+            " T5 does.",
+        )
+    return owner + (IA3_INPUT if reads else IA3_OUTPUT)
+
+
+def _config(path: str) -> Mapping[str, Any]:
+    file = storage.join(path, PEFT_CONFIG)
+    try:
+        config = json.loads(storage.read(file))
+        if not isinstance(config, dict):
+            raise TypeError("no object")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{PEFT_CONFIG} cannot be read: {error}.", where=file, fix="Copy the file again."
+        ) from error
+    return config
+
+
+def _adapter(config: Mapping[str, Any], paths: Iterable[str], where: str) -> Adapter:
+    """The adapter that a config describes, on the kernels of the file's tensors.
+
+    Raises:
+      UserError: Naming the option that has no meaning here.
+    """
+    kind = str(config.get("peft_type"))
+    if kind not in ("LORA", "IA3"):
+        raise _refused("peft_type", kind, "there are LoRA (LORA) and (IA)3 (IA3)", where)
+    neutral: dict[str, tuple[Any, ...]] = {
+        "bias": ("none",),
+        "init_lora_weights": _HARMLESS_STARTS,
+    }
+    for name, value in config.items():
+        # PEFT writes these for options that are off, those of newer versions included.
+        accepted = neutral.get(name, (None, False, [], {}))
+        if name not in _READ | _WITHOUT_EFFECT and value not in accepted:
+            raise _refused(name, value, "it has no meaning for an adapter here", where)
+    targets = _targets(paths)
+    if kind == "IA3":
+        return Adapter("ia3", targets)
+    # PEFT's own defaults, for a file that leaves them out.
+    rank = _number(config, "r", 8, int, where)
+    alpha = _number(config, "lora_alpha", 8, (int, float), where)
+    if config.get("use_rslora"):
+        # PEFT divides by the root of the rank, so this alpha gives the same scale.
+        alpha *= math.sqrt(rank)
+    return Adapter("lora", targets, int(rank), float(alpha), float(config.get("lora_dropout", 0)))
+
+
+def _refused(name: str, value: Any, why: str, where: str) -> UserError:
+    return UserError(
+        f"{name} is {value!r}, but {why}.",
+        where=f"{where}, {name}",
+        fix="Train the adapter without this option, or merge it into its base in PEFT"
+        " (merge_and_unload) and give the merged model.",
+    )
+
+
+def _number(config: Mapping[str, Any], name: str, default: float, kind: Any, where: str) -> float:
+    value = config.get(name, default)
+    # In Python, a bool is an int: `true` would pass for 1.
+    if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise UserError(
+            f"{name} is {value!r}, not a {'whole ' if kind is int else ''}number above 0.",
+            where=f"{where}, {name}",
+            fix="Copy the file again.",
+        )
+    return value
+
+
+def _targets(paths: Iterable[str]) -> tuple[str, ...]:
+    """Regular expressions for exactly the kernels of an adapter's parameters."""
+    layers: dict[str, set[int]] = {}
+    for path in paths:
+        before, layer, after = re.split(r"layers_(\d+)", f"{path.rpartition('/')[0]}/kernel")
+        layers.setdefault(f"{before}layers_({{}}){after}", set()).add(int(layer))
+    return tuple(
+        pattern.format("|".join(map(str, sorted(numbers)))) for pattern, numbers in layers.items()
+    )
+
+
+# ---- Writing ------------------------------------------------------------------------------------
+
+
+def peft_outputs(tensors: Mapping[str, TensorInfo]) -> list[Output]:
+    """The tensors of the folder's file.
+
+    Args:
+      tensors: Flat key -> shape and type of an adapter's parameters; slots and the step are left
+        out.
+    """
+    return [
+        _output(key, info)
+        for key, info in sorted(tensors.items())
+        if key.startswith(naming.PARAMETERS)
+    ]
+
+
+def peft_metadata(step: int, digest: str | None) -> dict[str, str]:
+    """The file's metadata: the global step, and the hash of the base."""
+    return {"format": "pt", _STEP: str(step), **({_BASE_HASH: digest} if digest else {})}
+
+
+def _output(key: str, info: TensorInfo) -> Output:
+    owner, _, name = key.removeprefix(naming.PARAMETERS).rpartition("/")
+    stem = f"base_model.model.{_module(f'{owner}/kernel')}"
+    if name in _LORA_PARTS:
+        return Output(
+            f"{stem}.{_LORA_PARTS[name]}",
+            TensorInfo(info.shape[::-1], info.dtype),
+            (key,),
+            lambda arrays: transposed(next(arrays)),
+            PEFT_WEIGHTS,
+        )
+    shape = (1, *info.shape) if name == IA3_INPUT else (*info.shape, 1)
+    return Output(
+        f"{stem}.ia3_l",
+        TensorInfo(shape, info.dtype),
+        (key,),
+        lambda arrays: next(arrays).reshape(shape),
+        PEFT_WEIGHTS,
+    )
+
+
+def _module(kernel: str) -> str:
+    """Transformers' module of a kernel in T5X's tree."""
+    found = naming.find_row(kernel, "t5x")
+    assert found is not None
+    return naming.name_of(*found, "hf").removesuffix(".weight")
+
+
+def peft_config_text(adapter: Adapter, shape: ModelShape, base: str) -> str:
+    """The text of adapter_config.json.
+
+    Args:
+      adapter: The adapter.
+      shape: The model's shape.
+      base: What PEFT loads the base from.
+    """
+    modules = {_module(path) for path in adapted(adapter, shape)}
+    targets = _short({_module(path) for path in kernels(shape)}, modules)
+    config: dict[str, Any] = {
+        "peft_type": {"lora": "LORA", "ia3": "IA3"}[adapter.kind],
+        # PEFT 0.21.0's class for SEQ_2_SEQ_LM asks the model for a method that transformers 5.23
+        # renamed; its plain class computes the same.
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "target_modules": targets,
+        "modules_to_save": None,
+        "fan_in_fan_out": False,
+    }
+    if adapter.kind == "ia3":
+        reads = [name for name in targets if name.rpartition(".")[2] == "wo"]
+        return _json({**config, "feedforward_modules": reads, "init_ia3_weights": True})
+    alpha = adapter.alpha
+    return _json(
+        {
+            **config,
+            "r": adapter.rank,
+            # PEFT declares an int; a run's alpha may be a fraction.
+            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+            "lora_dropout": adapter.dropout,
+            "bias": "none",
+            "init_lora_weights": True,
+            "use_rslora": False,
+            "use_dora": False,
+        }
+    )
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def _short(known: Iterable[str], chosen: set[str]) -> list[str]:
+    """The chosen modules for target_modules, by their last names where these match no other."""
+    # For PEFT, a name in the list stands for every module whose name ends with it.
+    ends = {name.rpartition(".")[2] for name in chosen}
+    covered = {name for name in known if name.rpartition(".")[2] in ends}
+    return sorted(ends if covered == chosen else chosen)

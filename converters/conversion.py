@@ -13,19 +13,18 @@ import numpy as np
 
 from t0repro.compat import installed_version
 from t0repro.converters import (
-    gin_shapes,
+    adapter_files,
     hf,
     hf_config,
     hf_files,
     jax_tree,
+    model_files,
     mtf,
-    peft,
-    scanning,
     storage,
 )
 from t0repro.converters.adapter_files import AdapterCheckpoint, AdapterNote
-from t0repro.converters.arithmetic import arithmetic, described, gin_text
 from t0repro.converters.jax_tree import Layout
+from t0repro.converters.model_files import arithmetic, described, gin_text
 from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
 from t0repro.converters.tensors import (
     CheckpointReader,
@@ -332,7 +331,7 @@ def make_conversion(
     text = gin_text(source, options.gin_file)
     if text is not None:
         # The output is a whole model; with these bindings, a run would train an adapter on it.
-        text = gin_shapes.without_adapter(text)
+        text = model_files.without_adapter(text)
     computed = arithmetic(source, family, text, options.gin_file)
     from_config = source.format == "hf"
     where = storage.join(source.path, hf.CONFIG) if from_config else source.path
@@ -363,7 +362,7 @@ def make_conversion(
             norm_names,
             small,
         )
-    if options.scan and (averaged := scanning.averaged_kernels(tensors)):
+    if options.scan and (averaged := jax_tree.averaged_kernels(tensors)):
         notes.append(
             f"The slots v of {len(averaged)} kernels are averaged into v_row and v_col, as"
             " scalable_t5 keeps them; converting back cannot restore them."
@@ -449,9 +448,9 @@ def adapter_conversion(
         return Conversion(
             outputs, lambda path: jax_tree.jax_writer(path, step, outputs, None), "rms_norm", small
         )
-    outputs = peft.outputs(own.tensors)
-    metadata = peft.metadata(step, note.digest)
-    config = peft.config_text(note.adapter, shape, note.base)
+    outputs = adapter_files.peft_outputs(own.tensors)
+    metadata = adapter_files.peft_metadata(step, note.digest)
+    config = adapter_files.peft_config_text(note.adapter, shape, note.base)
     notes = []
     if note.adapter.base_dtype != "float32":
         notes.append(
@@ -462,7 +461,7 @@ def adapter_conversion(
         outputs,
         lambda path: SafetensorsWriter(path, outputs, metadata),
         "rms_norm",
-        {peft.CONFIG: config.encode()},
+        {adapter_files.PEFT_CONFIG: config.encode()},
         tuple(notes),
     )
 

@@ -14,9 +14,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from t0repro.converters import gin_shapes, hf, jax_tree, peft, staging, storage
+from t0repro.converters import adapter_files, hf, jax_tree, model_files, staging, storage
 from t0repro.converters.adapter_files import AdapterNote, MergedReader, check_is_adapter
-from t0repro.converters.arithmetic import described
 from t0repro.converters.conversion import (
     Cast,
     Conversion,
@@ -29,9 +28,8 @@ from t0repro.converters.conversion import (
     make_conversion,
     versions,
 )
-from t0repro.converters.gin_shapes import check_run_files
 from t0repro.converters.jax_tree import JaxReader
-from t0repro.converters.recognition import recognise
+from t0repro.converters.model_files import check_run_files, described
 from t0repro.converters.sources import (
     check_checkpoint,
     check_slots_step,
@@ -51,7 +49,7 @@ from t0repro.converters.tensors import (
 )
 from t0repro.errors import UserError
 from t0repro.parameters import naming
-from t0repro.parameters.shape import ModelShape
+from t0repro.parameters.shape import ModelShape, recognise
 from t0repro.progress import byte_progress
 from t0repro.words import counted, without_passwords
 
@@ -157,7 +155,7 @@ def _planned(
     if options.gin_file is not None:
         notes += [
             f"{name}, which the gin file includes, is missing; what it binds is not checked."
-            for name in gin_shapes.check_gin_file(options.gin_file, family)
+            for name in model_files.check_gin_file(options.gin_file, family)
         ]
     check_step(reader, ref)
     check_slots_step(reader)
@@ -258,7 +256,7 @@ def _dtype(to: Target, options: Options) -> tuple[str | None, str]:
     if options.master_dtype:
         return options.master_dtype, "--master_dtype"
     if to == "mtf" and options.gin_file is not None:
-        return gin_shapes.master_dtype(options.gin_file), f"master_dtype in {options.gin_file}"
+        return model_files.master_dtype(options.gin_file), f"master_dtype in {options.gin_file}"
     return None, ""
 
 
@@ -352,7 +350,7 @@ def _write(
     last = {
         name: text
         for name, text in conversion.small_files.items()
-        if name in (hf.CONFIG, peft.CONFIG)
+        if name in (hf.CONFIG, adapter_files.PEFT_CONFIG)
     }
     # Everything that decides the output's content. A staged directory is resumed only if its
     # request equals this one, so omitting a setting here could mix two different conversions.

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from t0repro.converters import hf_config, storage, tensors
-from t0repro.converters.recognition import recognise, unknown_variable
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
 from t0repro.converters.t5x_msgpack import FlaxFile, torch_name
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.converters.witnesses import MANIFEST, Manifest, check_names, read_manifest
 from t0repro.errors import UserError
 from t0repro.parameters import naming
+from t0repro.parameters.shape import recognise, unknown_variable
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.converters.gin_shapes import check_run_files
 from t0repro.converters.jax_tree import JaxReader
+from t0repro.converters.model_files import check_run_files
 from t0repro.converters.mtf import MtfReader
 from t0repro.converters.sources import (
     check_checkpoint,

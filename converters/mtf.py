@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from t0repro.converters import storage
-from t0repro.converters.recognition import unknown_variable
 from t0repro.converters.tensor_bundle import BundleReader, BundleWriter
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.converters.witnesses import Manifest, check_manifest
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.parameters import naming
+from t0repro.parameters.shape import unknown_variable
 
 STATE_FILE = "checkpoint"  # names the latest checkpoint of a directory
 OPERATIVE_CONFIG = "operative_config.gin"

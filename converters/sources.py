@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.adapters import Adapter
-from t0repro.converters import hf, jax_tree, mtf, peft, storage
+from t0repro.converters import adapter_files, hf, jax_tree, mtf, storage
 from t0repro.converters.adapter_files import (
     AdapterNote,
     MergedReader,
@@ -21,7 +21,6 @@ from t0repro.converters.adapter_files import (
     note_of,
     open_adapter,
 )
-from t0repro.converters.recognition import check_parameters
 from t0repro.converters.tensors import (
     CheckpointReader,
     CheckpointRef,
@@ -33,7 +32,7 @@ from t0repro.converters.tensors import (
 from t0repro.converters.witnesses import MANIFEST, manifest_path, parameters_digest, read_manifest
 from t0repro.errors import UserError
 from t0repro.parameters import naming
-from t0repro.parameters.shape import ModelShape
+from t0repro.parameters.shape import ModelShape, check_parameters
 from t0repro.progress import say
 
 
@@ -165,7 +164,7 @@ def _exact(path: str) -> CheckpointRef | None:
     # A renamed checkpoint, or one item copied out of it.
     return (
         hf.hf_ref(path)
-        or peft.peft_ref(path)
+        or adapter_files.peft_ref(path)
         or (jax_tree.orbax_ref(path) if storage.is_directory(path) else None)
     )
 

@@ -74,10 +74,9 @@ def open_checkpoint(
     """
     from t0repro.converters import sources
     from t0repro.converters.adapter_files import is_adapter, open_adapter
-    from t0repro.converters.arithmetic import arithmetic, described, gin_text
-    from t0repro.converters.gin_shapes import check_run_files
-    from t0repro.converters.recognition import recognise
+    from t0repro.converters.model_files import arithmetic, check_run_files, described, gin_text
     from t0repro.model.t5 import T5, held_for_evaluation
+    from t0repro.parameters.shape import recognise
     from t0repro.partitioning.devices import choose, line_of
     from t0repro.training.train_state import checkpoint_shapes
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.inference_plan import InferPlan
-from t0repro.converters.arithmetic import check_configured
+from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.eval_examples import eval_examples
 from t0repro.errors import UserError

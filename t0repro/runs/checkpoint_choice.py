@@ -21,7 +21,7 @@ from t0repro.config.inference_plan import InferencePlan
 from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.converters import jax_tree, sources, storage
-from t0repro.converters.arithmetic import open_configured
+from t0repro.converters.model_files import open_configured
 from t0repro.converters.tensors import CheckpointRef, with_parameters_in
 from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError
@@ -355,7 +355,7 @@ def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any
         return open_configured(ref, plan.model, slots=False)
     import flax.traverse_util
 
-    from t0repro.parameters.assignment import assigned_names
+    from t0repro.converters.restoring import assigned_names
 
     # The user's patterns may name a shared position bias that the model itself no longer has.
     stored = open_configured(ref, plan.model, slots=False, keep_shared=True)

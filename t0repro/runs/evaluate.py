@@ -22,7 +22,7 @@ import numpy as np
 from t0repro.config.configuration import Configuration
 from t0repro.config.inference_plan import EvalPlan
 from t0repro.config.run_config import RunConfig
-from t0repro.converters.arithmetic import check_configured
+from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.batches import eval_tasks, perplexity_batches
 from t0repro.data.eval_examples import described_tasks

@@ -227,7 +227,7 @@ def _mesh_training_data(configuration: Configuration, jax: bool) -> None:
 
 
 def _mesh_checkpoints(configuration: Configuration, jax: bool) -> None:
-    from t0repro.converters.run_checks import check_checkpoints
+    from t0repro.converters.restoring import check_checkpoints
 
     check_checkpoints(configuration.inputs, jax=jax)
 
@@ -311,7 +311,7 @@ def _checkpoints(restore: RestoreConfig, model: ModelConfig) -> Iterator[str]:
     if NO_CHECKPOINT_YET in os.environ:
         yield "not saved yet"
         return
-    from t0repro.converters.arithmetic import check_configured
+    from t0repro.converters.model_files import check_configured
     from t0repro.runs.checkpoint_choice import chosen
 
     for ref in chosen(restore):
@@ -325,8 +325,8 @@ def _fit(ref: CheckpointRef, restore: RestoreConfig, model: ModelConfig) -> str:
     Raises:
       UserError: If one is missing or of another shape.
     """
-    from t0repro.converters.arithmetic import repeated_biases
-    from t0repro.parameters.assignment import assigned_names
+    from t0repro.converters.model_files import repeated_biases
+    from t0repro.converters.restoring import assigned_names
 
     # The checkpoint's index has names and shapes, so even a large one is checked at once.
     expected = {f"target/{name}": shape for name, shape in model.shape.parameters().items()}

@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from t0repro.converters.arithmetic import check_configured, open_configured
 from t0repro.converters.convert import convert
+from t0repro.converters.model_files import check_configured, open_configured
 from t0repro.converters.sources import find_checkpoint, load_any, open_any
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint

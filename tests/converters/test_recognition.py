@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 
 from t0repro.config.run_config import ModelConfig
-from t0repro.converters.recognition import check_parameters, recognise
 from t0repro.errors import UserError
 from t0repro.parameters import naming
-from t0repro.parameters.shape import ModelShape
+from t0repro.parameters.shape import ModelShape, check_parameters, recognise
 
 T5_1_1_XL = ModelShape(24, 24, 2048, 5120, 32, 64, 32128, 32, ("wi_0", "wi_1"), False)
 T5_1_0_11B = ModelShape(24, 24, 1024, 65536, 128, 128, 32128, 32, ("wi",), True)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from t0repro.converters.restoring import assigned_names
 from t0repro.errors import UserError
-from t0repro.parameters.assignment import assigned_names
 
 STORED = ["target/encoder/a", "target/encoder/b", "target/old_decoder/c", "target/extra"]
 WANTED = ["target/encoder/a", "target/encoder/b", "target/decoder/c", "target/new"]

@@ -1,4 +1,9 @@
-"""Compares the files of a run with a checkpoint: the model's sizes and names."""
+"""What the files beside a checkpoint state about its model: its arithmetic, sizes and names.
+
+A checkpoint's tensors do not show the arithmetic. transformers' directories state it in
+config.json. For other checkpoints it is in the training run's gin file: `operative_config.gin`
+beside them, or T5X's `config.gin`. Sizes and names in these files must be the checkpoint's.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,231 @@ import dataclasses
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from t0repro.adapters import NAMES
 from t0repro.config.gin_imports import Macro, Unresolved
-from t0repro.converters import storage
+from t0repro.config.run_config import ModelConfig
+from t0repro.converters import adapter_files, hf, hf_config, mtf, sources, storage
 from t0repro.converters.mtf import OPERATIVE_CONFIG
-from t0repro.converters.tensors import CheckpointRef
+from t0repro.converters.tensors import CheckpointRef, StoredTensor
 from t0repro.converters.witnesses import check_names, damaged
 from t0repro.errors import UserError
+from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
+
+_OTHER_GIN = "Give the gin file of the model that the checkpoint holds."
+
+
+def described(ref: CheckpointRef) -> CheckpointRef:
+    """The checkpoint whose folder states a model's arithmetic; for an adapter's, maybe the base.
+
+    A run that trained the adapter left its gin file beside it; without one, the base's counts.
+    """
+    if not adapter_files.is_adapter(ref) or any(
+        storage.is_file(storage.join(ref.folder, name)) for name in GIN_FILES
+    ):
+        return ref
+    return described(sources.base_of(ref))
+
+
+def gin_text(ref: CheckpointRef, gin_file: str | os.PathLike[str] | None = None) -> str | None:
+    """The gin text that a model was trained with; None if unknown.
+
+    Args:
+      ref: The checkpoint.
+      gin_file: A file to read instead of the one beside the checkpoint.
+
+    Raises:
+      UserError: If the file cannot be read.
+    """
+    if gin_file is not None:
+        try:
+            return Path(gin_file).read_text()
+        except OSError as error:
+            raise cannot_read_gin(gin_file, error) from None
+    file = _gin_beside(ref)
+    return storage.read(file).decode() if storage.is_file(file) else None
+
+
+def arithmetic(
+    ref: CheckpointRef,
+    family: ModelShape,
+    text: str | None,
+    gin_file: str | os.PathLike[str] | None = None,
+) -> hf_config.Computation:
+    """A checkpoint's model arithmetic: activation, epsilon and so on.
+
+    Args:
+      ref: The checkpoint.
+      family: The model's sizes.
+      text: Its gin text, from `gin_text`; T5X's config.gin beside it supplies what this leaves out.
+      gin_file: The text's file, if it is not the one beside the checkpoint.
+
+    Raises:
+      UserError: If config.json and the gin text disagree, or name arithmetic that no T5 here has.
+    """
+    bound = {}
+    # T5X's file first: what a training run here wrote says more, and wins.
+    if storage.is_file(config := _beside(ref, T5X_CONFIG)):
+        bound = bound_arithmetic(storage.read(config).decode(), Path(config))
+    if text:
+        bound |= bound_arithmetic(text, Path(gin_file or _gin_beside(ref)))
+    if ref.format != "hf":
+        # Only gin shows the activation of such a checkpoint; without it, assume the published ones:
+        # T5 1.1's gated GELU and T5 1.0's ReLU.
+        default = ("gelu", "linear") if family.gated else ("relu",)
+        said = {field: found.value for field, found in bound.items()}
+        return dataclasses.replace(hf_config.Computation(default), **said)
+    found = hf.read_arithmetic(ref.path)
+    for field, binding in bound.items():
+        if binding.value != getattr(found, field):
+            raise UserError(
+                f"`{binding.line}` does not fit the model, whose {hf.CONFIG} says"
+                f" {getattr(found, field)!r}.",
+                where=binding.place,
+                fix=_OTHER_GIN,
+            )
+    # A field that a gin file leaves unbound has gin's default, which may not be the model's.
+    for field in ("epsilon", "max_distance"):
+        default = getattr(hf_config.Computation, field)
+        if text and field not in bound and getattr(found, field) != default:
+            raise UserError(
+                f"The gin file leaves the {field} at {default}, but {hf.CONFIG} says"
+                f" {getattr(found, field)}.",
+                where=str(gin_file or _gin_beside(ref)),
+                fix=_OTHER_GIN,
+            )
+    return found
+
+
+def open_configured(
+    ref: CheckpointRef, model: ModelConfig, *, slots: bool = True, keep_shared: bool = False
+) -> dict[str, StoredTensor]:
+    """Opens a checkpoint in the form that a run's model needs; reads each tensor when it is used.
+
+    If only the model has a position bias per layer, each layer gets the checkpoint's shared one.
+
+    Args:
+      ref: The checkpoint.
+      model: The run's model.
+      slots: False omits the optimizer slots.
+      keep_shared: Whether the shared bias stays in the result too, for rules that name it.
+
+    Raises:
+      UserError: Like `check_configured` and `sources.open_any`.
+    """
+    check_configured(ref, model)
+    tree = sources.open_tree(ref, slots=slots)
+    repeated = repeated_biases(tree, model)
+    shared = {name: tree[name] if keep_shared else tree.pop(name) for name in {*repeated.values()}}
+    return tree | {name: shared[source] for name, source in repeated.items()}
+
+
+def repeated_biases(names: Iterable[str], model: ModelConfig) -> dict[str, str]:
+    """Finds the tensors to fill each layer's own position bias from a shared one.
+
+    Args:
+      names: Flat keys of a checkpoint.
+      model: The model to fill.
+
+    Returns:
+      Key of a layer -> the checkpoint's key; empty unless only the model has a bias per layer.
+    """
+    if not model.position_bias_per_layer:
+        return {}
+    counts = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
+    found = {}
+    # `coder/` ends either tower's name: the shared biases of encoder and decoder, and their slots.
+    for key in [key for key in names if f"coder/{naming.RELATIVE_BIAS}" in key]:
+        before, tower, after = key.partition("encoder" if "encoder" in key else "decoder")
+        for layer in range(counts[tower]):
+            found[f"{before}{tower}/layers_{layer}{after}"] = key
+    return found
+
+
+def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
+    """Checks that a run's arithmetic matches the files beside the checkpoint that it reads.
+
+    Args:
+      ref: The checkpoint; without such files it passes. For an adapter's, see `described`.
+      model: The run's model.
+
+    Raises:
+      UserError: Naming the field of config.json, or the gin file that sets the scaling of queries.
+    """
+    ref = described(ref)
+    _check_query_scale(ref, model)
+    if ref.format != "hf":
+        return
+    found = hf.read_arithmetic(ref.path)
+    # Two names of one function: T5X's gin files say silu, `hf_config` says swish.
+    swish = tuple("swish" if name == "silu" else name for name in model.activations)
+    for field, configured, said in (
+        ("feed_forward_proj", swish, found.activations),
+        (
+            "relative_attention_max_distance",
+            model.relative_attention_max_distance,
+            found.max_distance,
+        ),
+        ("layer_norm_epsilon", model.rms_norm_epsilon, found.epsilon),
+    ):
+        if configured != said:
+            raise UserError(
+                f"The run is configured for {configured!r}, but the checkpoint's {hf.CONFIG} says"
+                f" {said!r}.",
+                where=f"{storage.join(ref.path, hf.CONFIG)}, {field}",
+                fix=f"Run with the {mtf.OPERATIVE_CONFIG} that `t0repro convert {ref.path} OUT --to"
+                " jax` writes.",
+            )
+
+
+def _check_query_scale(ref: CheckpointRef, model: ModelConfig) -> None:
+    """Checks that a run scales queries as the checkpoint's training did, since kernels differ."""
+    said = _query_scale(ref)
+    if said is None or said[0] == model.scale_queries:
+        return
+    scaled, place = said
+    does = "divides" if model.scale_queries else "does not divide"
+    binding = f"network.T5Config.scale_attn_logits = {scaled}"
+    raise UserError(
+        f"The run {does} queries by the root of head_dim; the checkpoint was trained"
+        f" {'with' if scaled else 'without'} that division, so its query kernels do not fit.",
+        where=f"{ref.path}; {place}",
+        fix=f"Bind {binding}{', in a gin file of t5x.contrib.gpu.t5' if scaled else ''};"
+        " or choose another checkpoint.",
+    )
+
+
+def _query_scale(ref: CheckpointRef) -> tuple[bool, str] | None:
+    """Whether a training run scaled queries, and the place that shows it; None if unknown."""
+    if ref.format in ("hf", "mtf"):  # neither library can
+        return False, f"its format is {ref.format}"
+    unbound = None
+    for name in (mtf.OPERATIVE_CONFIG, T5X_CONFIG):
+        if not storage.is_file(file := _beside(ref, name)):
+            continue
+        text = storage.read(file).decode()
+        bound = bound_arithmetic(text, Path(file)).get("scale_queries")
+        if bound is not None:
+            return bool(bound.value), f"{bound.place}: {bound.line}"
+        # A file that describes the model and leaves this unbound says T5X's default.
+        if describes_model(text, Path(file)):
+            unbound = False, f"{file}, which leaves scale_attn_logits at False"
+    return unbound
+
+
+def _gin_beside(ref: CheckpointRef) -> str:
+    return _beside(ref, mtf.OPERATIVE_CONFIG)
+
+
+def _beside(ref: CheckpointRef, name: str) -> str:
+    return storage.join(ref.folder, name)
+
+
+# ---- Gin files, compared with a checkpoint -------------------------------------------------------
 
 # Configurable and argument -> the family's field, in Mesh TensorFlow's names and in T5X's.
 _FIELDS = {
