@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from t0repro.reports.write import write_report, write_tables
+from t0repro.reports.make_report import write_report, write_tables
 from t0repro.tasks.demo.datasets import VOCABULARY
 
 from .docs_commands import ROOT

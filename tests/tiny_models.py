@@ -26,8 +26,7 @@ from t0repro.config.training_plan import (
     mesh_transformer_plan,
 )
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training.optimizers import make_optimizer
-from t0repro.training.schedules import make_schedule
+from t0repro.training.optimizers import make_optimizer, make_schedule
 from t0repro.training.train_state import new_train_state
 
 FLOAT32 = DTypePolicy("float32", "float32", "float32")

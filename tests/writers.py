@@ -20,7 +20,7 @@ from t0repro import files
 from t0repro.cli import app
 from t0repro.cli.gate import gate
 from t0repro.files import write_atomically
-from t0repro.reports.write import write_files
+from t0repro.reports.make_report import write_files
 
 from .converters.released_servers import serving as serving_checkpoints
 from .jobs.trainings import save_checkpoints
@@ -232,8 +232,8 @@ def rank_eval(out: Path) -> None:
 
 def parity(out: Path) -> None:
     from t0repro.parity.mesh_jobs import save_batches
+    from t0repro.reports.make_report import write_page
     from t0repro.reports.page import Page, Section
-    from t0repro.reports.write import write_page
 
     with files.folder_lock(out, "a comparison of the stacks"):
         batch = {"inputs": np.arange(400).reshape(4, 100)}
@@ -302,7 +302,7 @@ def mesh_infer(out: Path) -> None:
 
 def train_records(out: Path) -> None:
     from t0repro.training.metrics import JsonLines
-    from t0repro.training.model_dir import locked_for_training
+    from t0repro.training.start import locked_for_training
 
     with locked_for_training(out, "jax", run_config(out, 2)) as check:
         check(None)
@@ -313,7 +313,7 @@ def train_records(out: Path) -> None:
 
 def mesh_records(out: Path) -> None:
     from t0repro.mtf.hooks import MetricsFile
-    from t0repro.training.model_dir import locked_for_training
+    from t0repro.training.start import locked_for_training
 
     with locked_for_training(out, "mtf", None):
         metrics = MetricsFile(str(out / "metrics.jsonl"))

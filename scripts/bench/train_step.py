@@ -49,8 +49,7 @@ from t0repro.partitioning.devices import choose  # noqa: E402
 from t0repro.partitioning.program_costs import count_flops  # noqa: E402
 from t0repro.partitioning.topologies import published  # noqa: E402
 from t0repro.training.models import T5Model  # noqa: E402
-from t0repro.training.optimizers import make_optimizer  # noqa: E402
-from t0repro.training.schedules import make_schedule  # noqa: E402
+from t0repro.training.optimizers import make_optimizer, make_schedule  # noqa: E402
 from t0repro.training.train_state import new_train_state  # noqa: E402
 from t0repro.training.train_step import (  # noqa: E402
     jitted_train_step,

@@ -27,8 +27,8 @@ from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.train_state import TrainState
+from t0repro.training.train_step import weight_metrics
 from t0repro.training.trainer import Trainer, WeightMetricsComputer
-from t0repro.training.weight_metrics import weight_metrics
 
 SMALL = t5_1_1(num_layers=8, d_model=512, d_ff=1024, num_heads=6, dropout_rate=0.1)
 FLOAT32 = DTypePolicy("float32", "float32", "float32")

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from t0repro.evaluation.evaluation_folder import EvaluationSettings
     from t0repro.evaluation.opened import Checkpoint
-    from t0repro.reports.prompts import PromptInfo
     from t0repro.reports.report import Report
+    from t0repro.reports.run import PromptInfo
     from t0repro.runs.rank_eval import Outcome
 
 
@@ -269,7 +269,7 @@ def _writer(
     prompts: Mapping[str, PromptInfo], head: ReportHead, extras: Sequence[str]
 ) -> Callable[..., tuple[Report, list[Path]]]:
     """`write_results` for a report with these options."""
-    from t0repro.reports.prompts import training_tasks
+    from t0repro.reports.run import training_tasks
     from t0repro.runs.rank_eval import write_results
 
     return functools.partial(
@@ -340,7 +340,7 @@ def _prompts(
     from t0repro import compat
     from t0repro.errors import needs_reference_tier
     from t0repro.evaluation.selection import why_not_alone
-    from t0repro.reports.prompts import load_prompts
+    from t0repro.reports.run import load_prompts
     from t0repro.tasks.task import add_cache_dirs
 
     modules = modules_or_t0(tasks.module_import)

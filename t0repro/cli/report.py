@@ -26,8 +26,8 @@ from t0repro.cli.spelling import output, source
 if TYPE_CHECKING:
     from t0repro.reports.make_report import ExtraContent, ReportOptions
     from t0repro.reports.page import Page
-    from t0repro.reports.prompts import PromptInfo
     from t0repro.reports.report import Report
+    from t0repro.reports.run import PromptInfo
 
 app = typer.Typer(
     name="report",
@@ -136,11 +136,9 @@ def make(
     --module_import t0repro.tasks.t0
     """
     echo(f"reading {eval_dir} ...", err=True)
-    from t0repro.files import folder_lock
-    from t0repro.reports.make_report import make_report
-    from t0repro.reports.prompts import load_prompts
-    from t0repro.reports.run import Run
-    from t0repro.reports.write import write_report
+    from t0repro.locks import folder_lock
+    from t0repro.reports.make_report import make_report, write_report
+    from t0repro.reports.run import Run, load_prompts
 
     if source is not None:
         from t0repro.lm_eval.files import import_results
@@ -193,7 +191,7 @@ def verify(
     Example: t0repro report verify runs/demo/rank_eval --sample 20
     --module_import t0repro.tasks.demo
     """
-    from t0repro.reports.prompts import load_prompts
+    from t0repro.reports.run import load_prompts
     from t0repro.runs.verify import detection_probability, verify
 
     echo("importing JAX and the tasks ...", err=True)
@@ -240,8 +238,7 @@ def history(
     """
     from t0repro.reports.comparison import read_history
     from t0repro.reports.comparison_page import history_page
-    from t0repro.reports.prompts import load_prompts
-    from t0repro.reports.run import find_evaluation
+    from t0repro.reports.run import find_evaluation, load_prompts
 
     # Any step will do, because a history includes all steps.
     folder, _ = find_evaluation(eval_dir)
@@ -257,7 +254,7 @@ def _report_options(
     prompts: Mapping[str, PromptInfo],
 ) -> ReportOptions:
     from t0repro.reports.make_report import ReportOptions
-    from t0repro.reports.prompts import training_datasets, training_tasks
+    from t0repro.reports.run import training_datasets, training_tasks
     from t0repro.reports.statistics import Bootstrap
     from t0repro.tasks.overlap import read_overlap
 
@@ -405,7 +402,7 @@ def compare(
 def _losses(given: Sequence[Given], tol: float | None) -> tuple[Page, str, bool]:
     from t0repro.reports.comparison_page import losses_page
     from t0repro.reports.losses import compare_losses
-    from t0repro.reports.write import as_json
+    from t0repro.reports.make_report import as_json
 
     first, *others = zip(_labels(given), (path for _, path in given), strict=True)
     compared = [
@@ -425,8 +422,7 @@ def _evaluations(
     from t0repro.reports.comparison import compare_runs, to_json
     from t0repro.reports.comparison_page import comparison_page
     from t0repro.reports.models import compare_models, corrected, corrected_by
-    from t0repro.reports.prompts import load_prompts
-    from t0repro.reports.run import Run, find_evaluation
+    from t0repro.reports.run import Run, find_evaluation, load_prompts
 
     prompts = load_prompts(modules)
     found = [find_evaluation(path) for _, path in given]

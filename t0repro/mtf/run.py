@@ -42,8 +42,8 @@ def run(flags: Any, configuration: Configuration | None) -> None:
         if mode in ("train", "finetune") and hooks.is_on_this_disk(flags.model_dir):
             # Imported here because it imports JAX, which no other mode needs.
             from t0repro.model.t5 import T5
-            from t0repro.training.model_dir import locked_for_training
             from t0repro.training.optimizers import make_optimizer
+            from t0repro.training.start import locked_for_training
             from t0repro.training.train_state import state_shapes
 
             found = None if configuration is None else configuration.run_or_refusal

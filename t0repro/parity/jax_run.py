@@ -24,8 +24,7 @@ from t0repro.parameters import naming
 from t0repro.parity.mesh_jobs import MeshResult
 from t0repro.training.losses import cross_entropy
 from t0repro.training.models import T5Model
-from t0repro.training.optimizers import make_optimizer
-from t0repro.training.schedules import make_schedule
+from t0repro.training.optimizers import make_optimizer, make_schedule
 from t0repro.training.train_state import (
     TrainState,
     from_flat_tree,

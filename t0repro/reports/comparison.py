@@ -21,9 +21,15 @@ import numpy as np
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import TaskScores, find_tasks, read_task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes, tasks_by_dataset
 from t0repro.reports.results import rank_folder
-from t0repro.reports.run import Run, recorded_facts
+from t0repro.reports.run import (
+    PromptInfo,
+    Run,
+    dataset_label,
+    fixed_classes,
+    recorded_facts,
+    tasks_by_dataset,
+)
 from t0repro.reports.statistics import (
     Bootstrap,
     Interval,

@@ -10,7 +10,7 @@ from t0repro.reports.losses import LossComparison, LossRow, thinned_losses
 from t0repro.reports.models import DatasetModels, Models
 from t0repro.reports.page import Cell, Column, Page, Section
 from t0repro.reports.plots import history_plot
-from t0repro.reports.prompts import synthetic_datasets, synthetic_warning
+from t0repro.reports.run import synthetic_datasets, synthetic_warning
 from t0repro.words import counted
 
 

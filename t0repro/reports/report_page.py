@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from t0repro.reports.comparison_page import flips_section, losses_section, scores_section
 from t0repro.reports.page import Card, Cell, Column, Page, Section
 from t0repro.reports.plots import loss_plot
-from t0repro.reports.prompts import synthetic_warning
 from t0repro.reports.report import Report, TaskCost
 from t0repro.reports.results import DatasetResult, GroupResult
-from t0repro.reports.run import Provenance
+from t0repro.reports.run import Provenance, synthetic_warning
 from t0repro.reports.sections import (
     accuracy_sections,
     diagnostic_sections,

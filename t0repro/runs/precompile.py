@@ -34,9 +34,8 @@ from t0repro.partitioning.program_costs import (
 )
 from t0repro.partitioning.topologies import GIB, Chip
 from t0repro.progress import working
-from t0repro.training.optimizers import make_optimizer
+from t0repro.training.optimizers import make_optimizer, make_schedule
 from t0repro.training.rematerialization import decided, step_memory
-from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import held_shapes
 from t0repro.training.train_step import jitted_train_step, make_train_step
 

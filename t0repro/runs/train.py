@@ -20,10 +20,10 @@ from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.memory import batch_shapes
 from t0repro.partitioning.processes import is_first, output_folder
 from t0repro.progress import say
-from t0repro.training.bad_update import ReportBadUpdate
 from t0repro.training.checkpoints import checkpoint_path, latest_step
 from t0repro.training.hooks import (
     Hook,
+    ReportBadUpdate,
     SaveCheckpoints,
     ShowProgress,
     StopOnSignal,
@@ -32,7 +32,7 @@ from t0repro.training.hooks import (
 from t0repro.training.loop import TrainingLoop, compiled_in_background
 from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, Writer
 from t0repro.training.models import model_of
-from t0repro.training.optimizers import make_optimizer
+from t0repro.training.optimizers import make_optimizer, make_schedule
 from t0repro.training.partitioner import Partitioner
 from t0repro.training.planned import (
     CollectGarbage,
@@ -48,12 +48,11 @@ from t0repro.training.planned import (
 )
 from t0repro.training.rematerialization import decided
 from t0repro.training.run_state import RecordRunState
-from t0repro.training.schedules import make_schedule
 from t0repro.training.start import Batches, Feed, RestoreFrom, chosen_seed, keys, new_state, started
 from t0repro.training.stopping import make_actions
 from t0repro.training.train_state import TrainState, stacked_layers, state_shapes
+from t0repro.training.train_step import WeightMetricsComputer
 from t0repro.training.trainer import BaseTrainer, PreemptionError, Trainer
-from t0repro.training.weight_metrics import WeightMetricsComputer
 from t0repro.words import counted
 
 # Writes the files in which a run describes itself.
@@ -97,7 +96,7 @@ def train(
         the first process only.
       vocabularies: SeqIO's, of inputs and targets, for a user's model.
       check: Called with the state's shapes before a checkpoint is restored; raises a UserError if
-        the state in model_dir is of another kind (t0repro.training.model_dir).
+        the state in model_dir is of another kind (t0repro.training.start).
 
     Raises:
       UserError: If the configuration cannot be trained, a checkpoint does not fit, or a loss is NaN

@@ -30,10 +30,9 @@ from t0repro.evaluation.outputs import digest_of_texts, read_line_of, read_recor
 from t0repro.progress import say
 from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.page import render_html, render_markdown
-from t0repro.reports.prompts import PromptInfo
 from t0repro.reports.report import Report, load_report
 from t0repro.reports.report_page import report_page
-from t0repro.reports.run import Run, find_evaluation
+from t0repro.reports.run import PromptInfo, Run, find_evaluation
 
 if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint

@@ -1,32 +1,57 @@
-"""What happens between training steps: saving, stopping on a signal, the progress line."""
+"""What happens between training steps: saving, stopping on a signal, the progress line.
+
+And, where an update is NaN or Inf, the report of it, which `t0repro replay` reruns.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import flax.linen
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental import multihost_utils
 
+from t0repro.adapters import joined
+from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import SaveConfig
-from t0repro.partitioning.processes import SharedSignal, from_first, is_alone
+from t0repro.converters import sources
+from t0repro.converters.adapter_files import read_note
+from t0repro.errors import UserError
+from t0repro.files import atomic_directory, output_path
+from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
+from t0repro.model.towers import by_layer, rows, stacks_in
+from t0repro.partitioning.devices import fetched
+from t0repro.partitioning.processes import SharedSignal, from_first, is_alone, is_first
 from t0repro.progress import say, working
+from t0repro.redaction import without_passwords
 from t0repro.training.checkpoints import (
+    checkpoint_path,
     list_checkpoints,
+    load_tree,
     metric_by_step,
     remove_superfluous,
     start_checkpoint,
 )
 from t0repro.training.metrics import StepMetrics, step_line
-from t0repro.training.train_state import TrainState
+from t0repro.training.models import T5Model, model_of
+from t0repro.training.t5_model import own_features
+from t0repro.training.train_state import TrainState, base_parameters, parameters_from_flat_tree
+from t0repro.training.train_step import microbatch_keys, parameters_of, split_into_microbatches
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -366,3 +391,244 @@ class ShowProgress(Hook):
     def _seconds_left(self) -> float:
         per_step = sum(row.seconds for row in self._recent) / len(self._recent)
         return (self._last - self._recent[-1].step) * per_step
+
+
+# ---- An update whose loss or gradient is NaN or Inf: the tensor that went bad first, and a replay
+#
+# `bad_update_<step>/` in a run's folder holds what reproduces the update: the batch, the dropout
+# key, and the run's configuration. The state is the checkpoint of the step before. `t0repro replay`
+# reruns the update.
+
+BATCH_FILE, NOTES_FILE = "batch.npz", "update.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class BadTensor:
+    """The first tensor of an update that is NaN or Inf.
+
+    Attributes:
+      kind: "parameter", "activation", "loss" or "gradient".
+      name: its path.
+      microbatch: the microbatch that it belongs to; None for a parameter.
+      bad: how many of its entries are NaN or infinite.
+      size: number of its entries.
+    """
+
+    kind: str
+    name: str
+    microbatch: int | None
+    bad: int
+    size: int
+
+    def __str__(self) -> str:
+        place = "" if self.microbatch is None else f" in microbatch {self.microbatch}"
+        return f"the {self.kind} {self.name}{place}: {self.bad:,} of {self.size:,} are NaN or Inf"
+
+
+class ReportBadUpdate(Hook):
+    """Stops at an update that was held back, names the tensor, and saves what reproduces it.
+
+    List it after the hook that saves checkpoints, whose checkpoint of this step is then used.
+
+    Args:
+      config: the run's configuration.
+      note: as that of SaveCheckpoints.
+    """
+
+    def __init__(self, config: RunConfig, note: Callable[[Path], None] | None = None):
+        self._config, self._note, self._is_reported = config, note, False
+
+    def on_bad_update(self, loop: TrainingLoop, batch: NumpyBatch, metrics: StepMetrics) -> None:
+        """Writes the folder and stops."""
+        model_dir, trainer = output_path(self._config.model_dir), loop.trainer
+        model = trainer.model
+        assert isinstance(model, T5Model)
+        key, count = trainer.step_rng(loop.step), self._config.num_microbatches
+        features = {name: fetched(x) for name, x in model.features(batch).items()}
+        bad = first_bad_tensor(model, parameters_of(model, loop.held_state), features, key, count)
+        folder = model_dir / f"bad_update_{metrics.step}"
+        if is_first() and not folder.exists():
+            write_bad_update(folder, self._config, loop.step, features, key)
+        nothing = "loss and gradients are finite when recomputed: the optimizer overflowed"
+        what = nothing if bad is None else str(bad)
+        say(f"step {metrics.step} was skipped: {what}; `t0repro replay {folder}` reproduces it")
+        loop.stop(f"step {metrics.step} is NaN or Inf: {what}")
+        self._is_reported = True
+
+    def finish(self, loop: TrainingLoop) -> None:
+        """Saves the state for the replay unless a checkpoint of this step exists already."""
+        path = checkpoint_path(self._config.model_dir, loop.step)
+        # One process decides, because a save needs all of them.
+        if self._is_reported and not from_first(path.exists):
+            start_checkpoint(
+                self._config.model_dir, loop.held_state, save_notes=self._note
+            ).result()
+
+
+def write_bad_update(
+    folder: Path, config: RunConfig, step: int, batch: Mapping[str, np.ndarray], key: jax.Array
+) -> None:
+    """Writes what is needed to reproduce an update.
+
+    Args:
+      folder: must not exist; it appears once it is complete.
+      config: the run.
+      step: the global step before the update, whose checkpoint is in config.model_dir.
+      batch: the features that the model reads.
+      key: the step's PRNG key.
+    """
+    # T5X's keys (PRNGKey) are bare words already; those of jax.random.key wrap them.
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    data = jax.random.key_data(key) if typed else key
+    notes = {
+        "step": step,
+        "key": np.asarray(data).tolist(),
+        "config": json.loads(without_passwords(config.to_json())),
+    }
+    with atomic_directory(folder) as temporary:
+        arrays: dict[str, Any] = dict(batch)
+        np.savez(temporary / BATCH_FILE, **arrays)
+        (temporary / NOTES_FILE).write_text(json.dumps(notes, indent=1))
+
+
+def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
+    """Recomputes a bad update from its folder; None if every tensor is finite this time.
+
+    Raises:
+      UserError: if the folder or the checkpoint is missing.
+    """
+    folder = Path(folder)
+    try:
+        notes = json.loads((folder / NOTES_FILE).read_text())
+        with np.load(folder / BATCH_FILE, allow_pickle=False) as arrays:
+            batch = {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"This is not a bad_update folder: {error}.",
+            where=str(folder),
+            fix="Name a bad_update_<step> folder, which TerminateOnNanAction writes.",
+        ) from error
+    config = RunConfig.from_json(json.dumps(notes["config"]), where=str(folder / NOTES_FILE))
+    module = T5(config.model, config.dtypes)
+    # The checkpoint is beside the folder, even if the run was moved.
+    path = checkpoint_path(folder.parent, notes["step"])
+    like, base = parameter_shapes(module), None
+    if config.model.adapter is not None:
+        like, base = adapter_shapes(module), read_note(path)
+    params = parameters_from_flat_tree(load_tree(path), like, where=str(path))
+    if base is not None:
+        assert config.model.adapter is not None
+        tree = sources.open_any(base.base, slots=False)
+        frozen, digest = base_parameters(tree, frozen_shapes(module), base.base)
+        base.check_base(digest, base.base)
+        params = joined(frozen, params, config.model.adapter.scale)
+    key = jnp.asarray(notes["key"], jnp.uint32)
+    model = model_of(module, user_class=config.plan.user_classes.get("model"))
+    return first_bad_tensor(model, params, batch, key, config.num_microbatches)
+
+
+def first_bad_tensor(
+    model: T5Model,
+    params: Any,
+    batch: Mapping[str, np.ndarray],
+    key: jax.Array,
+    num_microbatches: int,
+) -> BadTensor | None:
+    """The first tensor of an update that is NaN or Inf.
+
+    Searches the parameters; then, for each microbatch, the activations in the order in which they
+    are computed, the loss, and the gradients in the order in which the backward pass finishes them.
+
+    Args:
+      model: the model.
+      params: parameters before the update, by layer or stacked.
+      batch: the features that the model reads.
+      key: the step's PRNG key.
+      num_microbatches: number of equal parts into which the batch is split.
+    """
+    for name, value in _flat(params).items():
+        bad = _bad("parameter", name, None, value)
+        if bad is not None:
+            return bad
+    whole, loss_fn = model.whole_batch({name: jnp.asarray(x) for name, x in batch.items()})
+    parts, keys = split_into_microbatches(whole, num_microbatches), microbatch_keys(key)
+    backward = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    for index in range(num_microbatches):
+        part = {name: x[index] for name, x in parts.items()}
+        for kind, name, value in _computed(model, backward, params, part, keys(index)):
+            bad = _bad(kind, name, index, value)
+            if bad is not None:
+                return bad
+    return None
+
+
+def _computed(
+    model: T5Model, backward: Callable, params: Any, part: Mapping[str, jax.Array], key: Any
+) -> Iterator[tuple[str, str, Any]]:
+    """(kind, name, value) of activations as computed, of the loss, and of gradients by path.
+
+    The backward pass runs only after the caller has consumed the last activation.
+    """
+    dropout = model.module.config.draws_dropout
+    activations: list[tuple[str, str, Any]] = []
+
+    def record(function: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+        result = function(*args, **kwargs)
+        name = "/".join(context.module.path) or "logits"
+        # Inside a scan over layers, values are still tracers: only the scan's result is checked.
+        values = [x for x in jax.tree.leaves(result) if not isinstance(x, jax.core.Tracer)]
+        if context.method_name == "__call__":
+            activations.extend(("activation", name, value) for value in values)
+        return result
+
+    # Record calls in order; the intermediates that flax captures do not keep it.
+    with flax.linen.intercept_methods(record):
+        model.module.apply(
+            {"params": params},
+            own_features(part),
+            deterministic=not dropout,
+            rngs={"dropout": key} if dropout else {},
+        )
+    yield from activations
+    (loss, _), gradients = backward(params, part, key)
+    yield "loss", "loss", loss
+    order = _backward_order(gradients := _flat(gradients), [name for _, name, _ in activations])
+    yield from (("gradient", name, gradients[name]) for name in order)
+
+
+def _backward_order(parameters: Iterable[str], calls: Sequence[str]) -> list[str]:
+    """Parameters in the order in which the backward pass finishes their gradients.
+
+    Args:
+      parameters: names.
+      calls: names of the modules in the order of their calls.
+    """
+    # The embedding is called again for the logits, but its gradient is complete only once the
+    # backward pass reaches its first call.
+    first = {name: place for place, name in reversed(list(enumerate(calls)))}
+
+    def place(parameter: str) -> int:
+        path = parameter.split("/")
+        around = ("/".join(path[:length]) for length in range(len(path), 0, -1))
+        return next((first[name] for name in around if name in first), -1)
+
+    return sorted(parameters, key=place, reverse=True)
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    """Parameters or their gradients by name; stacked layers are copied to the host first."""
+
+    def on_host(stack: jax.Array) -> list[np.ndarray]:
+        return [fetched(layer) for layer in rows(stack)]
+
+    tree = by_layer(tree, stacks_in(tree), on_host)
+    return flax.traverse_util.flatten_dict(tree, sep="/")
+
+
+def _bad(kind: str, name: str, microbatch: int | None, value: Any) -> BadTensor | None:
+    # All processes check the same tensors, so they can gather one that is sharded across them.
+    whole = fetched(value) if isinstance(value, jax.Array) else value
+    # bfloat16 widens to float32 exactly, NaN and infinity included.
+    array = np.asarray(whole, np.float32)
+    bad = int(np.count_nonzero(~np.isfinite(array)))
+    return BadTensor(kind, name, microbatch, bad, array.size) if bad else None

@@ -22,9 +22,8 @@ from t0repro.partitioning.devices import is_sharded
 from t0repro.partitioning.processes import is_alone
 from t0repro.training.hooks import Hook
 from t0repro.training.losses import count_examples, count_inputs, count_targets
-from t0repro.training.metric_classes import computed, with_steps_and_time
+from t0repro.training.metric_classes import Fetched, computed, with_steps_and_time
 from t0repro.training.metrics import MetricLog, SplitMetrics, StepMetrics
-from t0repro.training.metrics_manager import Fetched
 from t0repro.training.train_state import TrainState
 from t0repro.training.trainer import BaseTrainer, NumpyBatch, PreemptionError
 

@@ -4,7 +4,7 @@
 
 The denominator is the number of entries of `targets` in the full batch, padding included, unless
 the configuration sets another. Mesh TensorFlow adds z_loss in training only
-(Unitransformer._compute_loss). T5X's metrics are made in t0repro.training.batch_sums.
+(Unitransformer._compute_loss). T5X's metrics are made in t0repro.training.t5_model.
 """
 
 from __future__ import annotations

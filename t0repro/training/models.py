@@ -22,7 +22,6 @@ from t0repro.config.training_plan import UserClass
 from t0repro.model.t5 import T5, Batch
 from t0repro.model.t5x_decoding import beam_search, t5_functions, temperature_sample
 from t0repro.model.towers import scanned_towers
-from t0repro.training.batch_sums import compute_base_metrics, count_packed_examples
 from t0repro.training.losses import (
     NormalizingFactor,
     SpecialLossNormalizingFactor,
@@ -32,7 +31,15 @@ from t0repro.training.losses import (
 )
 from t0repro.training.metric_classes import Metric
 from t0repro.training.optimizers import Optimizer
-from t0repro.training.t5_model import BaseModel, LossFn, T5Model, own_features, t5x_features
+from t0repro.training.t5_model import (
+    BaseModel,
+    LossFn,
+    T5Model,
+    compute_base_metrics,
+    count_packed_examples,
+    own_features,
+    t5x_features,
+)
 
 __all__ = [
     "BaseModel",

@@ -23,9 +23,8 @@ import numpy as np
 
 from t0repro.model.towers import released
 from t0repro.partitioning.program_costs import count_flops
-from t0repro.training.metric_classes import MetricMap, Scalar, merge_metrics
+from t0repro.training.metric_classes import MetricMap, MetricsManager, Scalar, merge_metrics
 from t0repro.training.metrics import OpenWriter, SplitMetrics, in_split
-from t0repro.training.metrics_manager import MetricsManager
 from t0repro.training.models import BaseModel
 from t0repro.training.partitioner import CompiledStep, Partitioner, flops_rates, shapes_of
 from t0repro.training.stopping import (
@@ -37,13 +36,13 @@ from t0repro.training.stopping import (
 )
 from t0repro.training.train_state import TrainState, single_layers
 from t0repro.training.train_step import (
+    WeightMetricsComputer,
     accumulate_grads_microbatched,
     apply_grads,
     eval_step,
     train_with_lr,
     with_stacks,
 )
-from t0repro.training.weight_metrics import WeightMetricsComputer
 
 __all__ = [
     "ActionMapType",

@@ -17,9 +17,9 @@ from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.reading import TaskReader
 from t0repro.progress import heard_by
 from t0repro.reports import make_report as making
+from t0repro.reports.make_report import write_report
 from t0repro.reports.report import load_report
 from t0repro.reports.run import Run
-from t0repro.reports.write import write_report
 from t0repro.runs import rank_eval
 from t0repro.runs import verify as runs_verify
 from t0repro.runs.verify import chosen_cells, detection_probability, options_of, verify

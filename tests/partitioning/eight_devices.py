@@ -35,8 +35,7 @@ from t0repro.progress import heard_by
 from t0repro.runs.evaluate import perplexity_metrics
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree
-from t0repro.training.optimizers import make_optimizer
-from t0repro.training.schedules import make_schedule
+from t0repro.training.optimizers import make_optimizer, make_schedule
 
 MODEL = model_config(d_model=32, d_ff=64, num_heads=4, d_kv=8, z_loss=1e-4)
 LAYOUTS = {

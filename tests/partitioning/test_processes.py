@@ -16,9 +16,8 @@ import pytest
 from t0repro import buckets
 from t0repro.errors import UserError
 from t0repro.partitioning.processes import Asked, cluster, is_several, with_environment
-from t0repro.training.bad_update import replay
 from t0repro.training.checkpoints import list_checkpoints, load_tree, save_tree
-from t0repro.training.hooks import PREEMPTED
+from t0repro.training.hooks import PREEMPTED, replay
 
 from ..tiny_models import batches
 from .member import evaluated, trained

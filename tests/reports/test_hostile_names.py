@@ -11,7 +11,13 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
-from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
+from t0repro.reports.make_report import (
+    ExtraContent,
+    ReportOptions,
+    make_report,
+    write_report,
+    write_tables,
+)
 from t0repro.reports.page import (
     Column,
     Page,
@@ -25,7 +31,6 @@ from t0repro.reports.report import load_report
 from t0repro.reports.report_page import brief_page, report_page
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
-from t0repro.reports.write import write_report, write_tables
 
 from .scored_folder import write_scores
 from .suites import Page as ParsedPage

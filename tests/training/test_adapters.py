@@ -31,9 +31,9 @@ from t0repro.model.layers import Dense
 from t0repro.model.t5 import T5, initial_adapter, initial_parameters
 from t0repro.partitioning import memory
 from t0repro.runs.train import train
-from t0repro.training.bad_update import replay
 from t0repro.training.checkpoints import checkpoint_path, save_tree
-from t0repro.training.model_dir import locked_for_training
+from t0repro.training.hooks import replay
+from t0repro.training.start import locked_for_training
 from t0repro.training.train_state import to_flat_tree
 
 from .. import tiny_models as tiny

@@ -10,8 +10,8 @@ import pytest
 
 from t0repro.config.training_plan import TerminateOnNanConfig
 from t0repro.errors import UserError
-from t0repro.training.bad_update import first_bad_tensor, replay
 from t0repro.training.checkpoints import list_checkpoints, load_tree
+from t0repro.training.hooks import first_bad_tensor, replay
 from t0repro.training.metric_classes import AveragePerStep
 from t0repro.training.models import BaseModel, T5Model
 from t0repro.training.planned import Evaluations

@@ -14,7 +14,7 @@ from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training import checkpoints
-from t0repro.training.model_dir import locked_for_training
+from t0repro.training.start import locked_for_training
 
 from .. import tiny_models as tiny
 

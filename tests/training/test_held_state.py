@@ -16,9 +16,8 @@ from t0repro.training.optimizers import make_optimizer
 from t0repro.training.partitioner import Partitioner
 from t0repro.training.stopping import BaseAction, RunActions
 from t0repro.training.train_state import TrainState, single_layers, to_flat_tree
-from t0repro.training.train_step import with_stacks
+from t0repro.training.train_step import WeightMetricsComputer, with_stacks
 from t0repro.training.trainer import Trainer
-from t0repro.training.weight_metrics import WeightMetricsComputer
 
 from .. import tiny_models as tiny
 

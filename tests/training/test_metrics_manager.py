@@ -16,6 +16,7 @@ from t0repro.training.metric_classes import (
     Average,
     AveragePerStep,
     LastValue,
+    MetricsManager,
     StepsPerTime,
     Sum,
     Time,
@@ -26,7 +27,6 @@ from t0repro.training.metric_classes import (
     with_steps_and_time,
 )
 from t0repro.training.metrics import SplitMetrics
-from t0repro.training.metrics_manager import MetricsManager
 
 from .test_metrics import read_events
 

@@ -14,8 +14,8 @@ from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.runs.start import start_configured
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree, save_tree
-from t0repro.training.model_dir import check_model_dir, check_slots, locked_for_training
 from t0repro.training.optimizers import make_optimizer
+from t0repro.training.start import check_model_dir, check_slots, locked_for_training
 from t0repro.training.train_state import state_shapes
 
 from .. import tiny_models as tiny

@@ -10,7 +10,6 @@ import pytest
 import tests.tiny_models as tiny
 from t0repro.config.run_config import Arithmetic
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training.batch_sums import loss_and_sums
 from t0repro.training.losses import (
     cross_entropy,
     evaluation_sums,
@@ -21,6 +20,7 @@ from t0repro.training.losses import (
 )
 from t0repro.training.metric_classes import computed, on_host, with_steps_and_time
 from t0repro.training.models import T5Model
+from t0repro.training.t5_model import loss_and_sums
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched
 
