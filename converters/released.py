@@ -26,7 +26,7 @@ from t0repro.hub_files import (
     check_room,
 )
 from t0repro.parameters.shape import ModelShape
-from t0repro.partitioning.memory import slot_bytes
+from t0repro.partitioning.costs import slot_bytes
 from t0repro.progress import byte_progress
 
 OPT_IN = "T0REPRO_CHECKPOINT_HUB"

@@ -27,7 +27,7 @@ from t0repro.config.run_config import RunConfig
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
 from t0repro.converters.restoring import starting_tree
-from t0repro.data.described import Choices, examples_of, to_batch
+from t0repro.data.train_data import Choices, examples_of, to_batch
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.outputs import TaskScores
 from t0repro.evaluation.rank import RankResult, rank_classification

@@ -21,9 +21,8 @@ from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import choose
-from t0repro.partitioning.memory import batch_shapes
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.rematerialization import IN_ALL, step_bytes
+from t0repro.training.rematerialization import IN_ALL, batch_shapes, step_bytes
 from t0repro.training.train_state import held_shapes
 
 SIZES = {

@@ -44,9 +44,9 @@ from t0repro.config.run_config import (  # noqa: E402
 )
 from t0repro.model import attention  # noqa: E402
 from t0repro.model.t5 import T5, initial_parameters  # noqa: E402
-from t0repro.partitioning import memory as device_memory  # noqa: E402
+from t0repro.partitioning import costs as device_memory  # noqa: E402
+from t0repro.partitioning.costs import count_flops  # noqa: E402
 from t0repro.partitioning.devices import choose  # noqa: E402
-from t0repro.partitioning.program_costs import count_flops  # noqa: E402
 from t0repro.partitioning.topologies import published  # noqa: E402
 from t0repro.training.models import T5Model  # noqa: E402
 from t0repro.training.optimizers import make_optimizer, make_schedule  # noqa: E402

@@ -303,7 +303,7 @@ def print_flag_notes(options: Any, configuration: Configuration, *, on_jax: bool
     lines = tpu_lines(options, configuration, name, devices)
     run = configuration.run_or_refusal
     if not isinstance(run, NotOnJax):
-        from t0repro.partitioning.memory import check_fits
+        from t0repro.partitioning.costs import check_fits
 
         # Virtual devices of a CPU share its memory.
         shares = 1 if name == "the CPU" or devices == 1 else devices

@@ -297,6 +297,24 @@ class TrainingPlan:
     keys: Literal["split", "folded"] = "split"
     may_start_past_end: bool = False
 
+    @property
+    def stops_on_nan(self) -> bool:
+        """Whether an action watches for values that are NaN or Inf."""
+        actions = [action for items in self.actions.values() for action in items]
+        return any(isinstance(action, TerminateOnNanConfig) for action in actions)
+
+    def shortest_period(self, steps: int) -> int:
+        """The shortest period in force over so many steps; by default, summaries follow it."""
+        # An evaluation period is in force only if something is evaluated.
+        evaluated = self.train_eval_data or self.infer_eval_data
+        periods = (
+            self.eval_period if evaluated else 0,
+            self.save.period if self.save else 0,
+            self.gc_period,
+        )
+        # Without any period there is one summary, at the end.
+        return min((period for period in periods if period), default=max(1, steps))
+
 
 def mesh_transformer_plan(
     train_data: TrainDataConfig | None = None,

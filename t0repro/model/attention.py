@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from t0repro.model import cpu_attention
 from t0repro.model.shapes import Array, Bool, Float, Int
-from t0repro.partitioning import memory
+from t0repro.partitioning import costs
 from t0repro.partitioning.devices import parts_of
 
 # What Mesh TensorFlow adds to the logits of positions that are not visible
@@ -174,7 +174,7 @@ def number_of_blocks(batch: int, heads: int, length: int, keys: int) -> int:
     """
     # 4 bytes each: logits are float32, whatever the activations are.
     size = 4 * batch * heads * length * keys // parts_of("batch", "heads")
-    least = min(length, -(-size // memory.ATTENTION_BLOCK_BYTES))
+    least = min(length, -(-size // costs.ATTENTION_BLOCK_BYTES))
     return next((n for n in range(least, 2 * least) if length % n == 0), least)
 
 

@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from t0repro.files import make_folder
 from t0repro.model.shapes import Array, Float
-from t0repro.partitioning.program_costs import ATTENDED, KERNEL_MATMULS
+from t0repro.partitioning.costs import ATTENDED, KERNEL_MATMULS
 
 _SOURCE = Path(__file__).with_name("attention.cc")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from t0repro.model.shapes import Array
+from t0repro.partitioning.costs import ATTENDED
 from t0repro.partitioning.devices import activation_spec, sum_over_shards
-from t0repro.partitioning.program_costs import ATTENDED
 
 ABSENT = -3e38  # the logit of a key that only pads a block; its weight is 0 for blind queries too
 

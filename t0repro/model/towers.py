@@ -40,7 +40,7 @@ from t0repro.model.layers import (
 )
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.parameters.naming import LAYERS, layer_name
-from t0repro.partitioning.program_costs import ATTENDED
+from t0repro.partitioning.costs import ATTENDED
 
 # Towers with at least this many layers are scanned, unless the configuration decides.
 SCANNED_FROM = 12

@@ -46,7 +46,7 @@ from t0repro.model.pallas_attention import (
     seen_by,
 )
 from t0repro.model.shapes import Array, Float
-from t0repro.partitioning.program_costs import KERNEL_MATMULS
+from t0repro.partitioning.costs import KERNEL_MATMULS
 
 _FORWARD, _BACKWARD = KERNEL_MATMULS
 _LANES = 128  # columns of a TPU's registers; shifting by a multiple of this is free

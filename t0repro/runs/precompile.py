@@ -24,18 +24,17 @@ from t0repro.evaluation import engine
 from t0repro.files import write_atomically
 from t0repro.model.decoding import generate
 from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
+from t0repro.partitioning.costs import Collective, Memory, assumed_length, collectives, count_flops
 from t0repro.partitioning.devices import Partitioning, choose, line_of
-from t0repro.partitioning.memory import Memory, assumed_length, batch_shapes
-from t0repro.partitioning.program_costs import (
-    Collective,
-    bytes_per_device,
-    collectives,
-    count_flops,
-)
 from t0repro.partitioning.topologies import GIB, Chip
 from t0repro.progress import working
 from t0repro.training.optimizers import make_optimizer, make_schedule
-from t0repro.training.rematerialization import decided, step_memory
+from t0repro.training.rematerialization import (
+    batch_shapes,
+    bytes_per_device,
+    decided,
+    step_memory,
+)
 from t0repro.training.train_state import held_shapes
 from t0repro.training.train_step import jitted_train_step, make_train_step
 

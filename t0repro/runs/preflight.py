@@ -241,7 +241,7 @@ def _choices(config: RunConfig) -> list[Check]:
     """The check of answer choices, if the loss is over them."""
     if config.model.choice_loss is None:
         return []
-    from t0repro.data.described import check_choices
+    from t0repro.data.train_data import check_choices
 
     return [Check("choices", Cost.TASKS, lambda: check_choices(config))]
 

@@ -22,8 +22,8 @@ from t0repro.event_files import event_writer
 from t0repro.partitioning.processes import is_alone, output_folder
 from t0repro.runs.description import record_command
 from t0repro.runs.train import Describe, train
+from t0repro.training.loop import Evaluations
 from t0repro.training.metrics import OpenWriter
-from t0repro.training.planned import Evaluations
 from t0repro.training.start import locked_for_training
 
 # Each mode's module and function; `run` imports only the one it runs.

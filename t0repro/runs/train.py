@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run_config import (
+    RunConfig,
+)
 from t0repro.config.training_plan import Replaced
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning, choose, line_of
-from t0repro.partitioning.memory import batch_shapes
 from t0repro.partitioning.processes import is_first, output_folder
 from t0repro.progress import say
 from t0repro.training.checkpoints import checkpoint_path, latest_step
@@ -29,26 +30,31 @@ from t0repro.training.hooks import (
     StopOnSignal,
     StoppedBySignal,
 )
-from t0repro.training.loop import TrainingLoop, compiled_in_background
-from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, Writer
-from t0repro.training.models import model_of
-from t0repro.training.optimizers import make_optimizer, make_schedule
-from t0repro.training.partitioner import Partitioner
-from t0repro.training.planned import (
+from t0repro.training.loop import (
     CollectGarbage,
     Evaluate,
     Evaluations,
     RunProgress,
     Summarise,
+    TrainingLoop,
+    compiled_in_background,
     last_evaluated,
-    passes_nan,
-    shortest_period,
-    still_evaluates,
-    stops_on_nan,
 )
-from t0repro.training.rematerialization import decided
+from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, Writer
+from t0repro.training.models import model_of
+from t0repro.training.optimizers import make_optimizer, make_schedule, skips_nan
+from t0repro.training.partitioner import Partitioner
+from t0repro.training.rematerialization import batch_shapes, decided
 from t0repro.training.run_state import RecordRunState
-from t0repro.training.start import Batches, Feed, RestoreFrom, chosen_seed, keys, new_state, started
+from t0repro.training.start import (
+    Batches,
+    Feed,
+    RestoreFrom,
+    chosen_seed,
+    keys,
+    new_state,
+    started,
+)
 from t0repro.training.stopping import make_actions
 from t0repro.training.train_state import TrainState, stacked_layers, state_shapes
 from t0repro.training.train_step import WeightMetricsComputer
@@ -183,7 +189,7 @@ def train(
     evaluated = last_evaluated(written)
     nothing = f"nothing to train: step {start.step:,}, train_steps {end_step:,}"
     # As in T5X, a run with no step left to train may still evaluate.
-    if start.step >= end_step and not still_evaluates(plan, evaluations, start, evaluated):
+    if start.step >= end_step and not evaluations.still_due(plan, start, evaluated):
         say(nothing)
         return fresh(start.state) if start.is_new else start.state
 
@@ -193,7 +199,9 @@ def train(
 
     # ---- Updates --------------------------------------------------------------------------------
     # Only a held update preserves the state that explains it, and no step may follow it.
-    holds, may_be_nan = stops_on_nan(plan), passes_nan(plan, config.optimizer)
+    holds = plan.stops_on_nan
+    # Something other than the trainer may handle a NaN or Inf: an action, or the optimizer.
+    may_be_nan = holds or skips_nan(config.optimizer)
     log = files = None
     if plan.log == "steps":
         log = MetricLog(written, start.step, writers)
@@ -230,7 +238,7 @@ def train(
     progress = RunProgress(model_dir, start.step, actions, start.checkpoint)
     if plan.log == "summaries":
         # T5X's default: the shortest of the run's periods.
-        period = plan.stats_period or shortest_period(plan, end_step - start.step)
+        period = plan.stats_period or plan.shortest_period(end_step - start.step)
         between.append(Summarise(period, progress, on_metrics.get("TRAIN")))
     if plan.gc_period:
         between.append(CollectGarbage(plan.gc_period))
@@ -243,7 +251,7 @@ def train(
     if holds:
         between.append(ReportBadUpdate(config, start.note))
     # After the save, as in T5X, so that a metric that fails loses no step.
-    if evaluations.train_eval or evaluations.infer_eval:
+    if evaluations:
         assert files is not None, "a run that evaluates writes summaries"
         between.append(
             Evaluate(

@@ -56,8 +56,7 @@ from t0repro.training.train_step import microbatch_keys, parameters_of, split_in
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from t0repro.training.loop import TrainingLoop
-    from t0repro.training.planned import RunProgress
+    from t0repro.training.loop import RunProgress, TrainingLoop
     from t0repro.training.trainer import NumpyBatch
 
 

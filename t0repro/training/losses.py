@@ -330,7 +330,7 @@ def count_examples(batch: Mapping[str, Any]) -> Any:
 # ---- T-Few's losses over answer choices ----------------------------------------------------------
 
 # A row holds one example: its input and its choices, the right one first, each in an equal part of
-# the row of targets (t0repro.data.described):
+# the row of targets (t0repro.data.train_data):
 #
 #     inputs                3  8  5  1  0
 #     targets               6  4  1  0 | 3  1  0  0 | 7  7  2  1

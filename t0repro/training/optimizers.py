@@ -158,6 +158,13 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     return (Optimizer if by_path else StackingOptimizer)(init, update)  # pyright: ignore[reportArgumentType]
 
 
+def skips_nan(config: OptimizerConfig) -> bool:
+    """Whether some parameters keep their values where an update would make them NaN."""
+    several = isinstance(config, MultiOptimizerConfig)
+    each = [part.optimizer for part in config.parts] if several else [config]
+    return any(isinstance(one, AdafactorConfig) and one.skip_nan_updates for one in each)
+
+
 def _clipped(gradients: list[jax.Array], config: AdafactorConfig) -> list[jax.Array]:
     """Gradients of all parameters, scaled down together if their norm is above the limit."""
     limit = config.global_norm_clip

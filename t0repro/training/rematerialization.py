@@ -8,20 +8,21 @@ v3-512 that it names, although its gin files set no rematerialization.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
 
 from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
 from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
 from t0repro.model.towers import is_scanned
 from t0repro.parameters.naming import LAYERS, layer_name
+from t0repro.partitioning.costs import ASSUMED_LENGTH, Memory
 from t0repro.partitioning.devices import Partitioning
-from t0repro.partitioning.memory import Memory
 from t0repro.partitioning.processes import from_first
-from t0repro.partitioning.program_costs import bytes_per_device, residual_bytes
 from t0repro.partitioning.topologies import GIB
 from t0repro.training.t5_model import T5Model
 from t0repro.training.train_state import TrainState
@@ -120,6 +121,25 @@ def step_memory(
     )
 
 
+def batch_shapes(run: RunConfig) -> dict[str, tuple[int, int]]:
+    """The shapes [rows, length] of the features that a training run's model reads from a batch.
+
+    Exact if the lengths of inputs and targets are bound; else see ASSUMED_LENGTH.
+    """
+    data, rows = run.plan.train_data, run.batch_size
+    lengths = dict.fromkeys(("inputs", "targets"), ASSUMED_LENGTH) | (run.sequence_length or {})
+    inputs, targets = lengths["inputs"], lengths["targets"]
+    if (loss := run.model.choice_loss) is not None:
+        shapes = dict.fromkeys(("targets", "targets_segmentation"), (rows, loss.choices * targets))
+        return {"inputs": (rows, inputs), **shapes}
+    shapes = {"targets": (rows, targets)}
+    if not run.model.decoder_only:
+        shapes = {"inputs": (rows, inputs), **shapes}
+    if data is not None and data.pack:
+        shapes |= {f"{name}_segmentation": shape for name, shape in shapes.items()}
+    return shapes
+
+
 def _saved_activations(
     config: RunConfig, features: Mapping[str, tuple[int, int]], partitioning: Partitioning
 ) -> int:
@@ -152,7 +172,7 @@ def _saved_activations(
     trained = parameter_shapes(model), None
     if model.config.adapter is not None:
         trained = adapter_shapes(model), frozen_shapes(model)
-    return residual_bytes(loss, trained, drawn)
+    return _residual_bytes(loss, trained, drawn)
 
 
 def _share(model: ModelConfig, parts: int) -> ModelConfig:
@@ -173,7 +193,7 @@ def _share(model: ModelConfig, parts: int) -> ModelConfig:
 
 
 def _copied(config: RunConfig, parameters: Any) -> int:
-    """Bytes of the kernel copies that scanned layers read, see `blocks.Tower`."""
+    """Bytes of the kernel copies that scanned layers read, see `towers.Tower`."""
     model, dtype = config.model, jnp.dtype(config.dtypes.activation)
     towers = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
     kernels: list[Any] = []
@@ -194,3 +214,97 @@ def _copied(config: RunConfig, parameters: Any) -> int:
 
 def _recomputing(config: RunConfig, way: Recompute | None) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, recompute=way))
+
+
+# ---- Bytes that a backward pass keeps of its forward pass ----------------------------------------
+#
+# Counted by tracing; nothing is compiled.
+
+# Other views of the same values, for which a compiler allocates no array.
+_VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
+
+
+def _residual_bytes(loss: Callable[[Any, Any], Any], parameters: Any, inputs: Any) -> int:
+    """Bytes of a loss's residuals that depend on `inputs`, which change at each step.
+
+    Residuals that depend only on the parameters do not count, because the program holds parameters
+    anyway; nor do those offloaded to host memory.
+
+    Args:
+      loss: Maps parameters and `inputs` to a scalar loss and auxiliary values.
+      parameters: Their shapes; the loss is differentiated by them.
+      inputs: Shapes of the inputs that change at each step: the batch and the dropout key.
+    """
+
+    def residuals(inputs: Any, parameters: Any) -> list[jax.Array]:
+        backward = jax.vjp(lambda p: loss(p, inputs), parameters, has_aux=True)[1]
+        return jax.tree.leaves(backward)
+
+    jaxpr = jax.make_jaxpr(residuals)(inputs, parameters).jaxpr
+    count = len(jax.tree.leaves(inputs))
+    dependent = _dependent(jaxpr, [index < count for index in range(len(jaxpr.invars))])
+    made_by = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+
+    def viewed(variable: Any) -> Any:
+        """The array behind a view, so that two views of it count once."""
+        while variable in made_by and made_by[variable].primitive.name in _VIEWS:
+            variable = made_by[variable].invars[0]
+        return variable
+
+    kept = {viewed(x) for x in jaxpr.outvars if isinstance(x, Var) and x in dependent}
+    # The batch itself is an argument of the program.
+    arrays = [x.aval for x in kept.difference(jaxpr.invars) if not _on_host(x.aval)]
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes of a device's shards of all arrays of a tree of shapes with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _on_host(array: Any) -> bool:
+    """Whether an array is offloaded to host memory (`recompute = 'offload'`)."""
+    return array.memory_space == jax.memory.Space.Host
+
+
+def _dependent(jaxpr: Any, given: Sequence[bool]) -> set[Var]:
+    """The variables of a jaxpr that depend on the given inputs."""
+    found = {variable for variable, known in zip(jaxpr.invars, given, strict=True) if known}
+    for equation in jaxpr.eqns:
+        inputs = [isinstance(x, Var) and x in found for x in equation.invars]
+        outputs = _outputs(equation, inputs)
+        found.update(x for x, known in zip(equation.outvars, outputs, strict=True) if known)
+    return found
+
+
+def _outputs(equation: Any, inputs: list[bool]) -> list[bool]:
+    """Which outputs of an equation depend on its marked inputs.
+
+    Looks into loops and calls, because a scan over layers returns kernels as well as activations.
+    """
+    inner = [
+        getattr(value, "jaxpr", value)
+        for value in equation.params.values()
+        if hasattr(getattr(value, "jaxpr", value), "eqns")
+    ]
+    if not any(inputs) or len(inner) != 1 or len(inner[0].invars) != len(inputs):
+        return [any(inputs)] * len(equation.outvars)
+    (body,) = inner
+    outputs = _results(body, inputs)
+    if equation.primitive.name == "scan":
+        start = equation.params["num_consts"]
+        # Carried values may make more of the next iteration depend on the batch.
+        stop = start + equation.params["num_carry"]
+        while any(new := [b and not a for a, b in zip(inputs[start:stop], outputs, strict=False)]):
+            merged = [a or b for a, b in zip(inputs[start:stop], new, strict=True)]
+            inputs = [*inputs[:start], *merged, *inputs[stop:]]
+            outputs = _results(body, inputs)
+    return outputs
+
+
+def _results(jaxpr: Any, given: Sequence[bool]) -> list[bool]:
+    dependent = _dependent(jaxpr, given)
+    return [isinstance(x, Var) and x in dependent for x in jaxpr.outvars]

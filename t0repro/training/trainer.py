@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from t0repro.model.towers import released
-from t0repro.partitioning.program_costs import count_flops
+from t0repro.partitioning.costs import count_flops
 from t0repro.training.metric_classes import MetricMap, MetricsManager, Scalar, merge_metrics
 from t0repro.training.metrics import OpenWriter, SplitMetrics, in_split
 from t0repro.training.models import BaseModel

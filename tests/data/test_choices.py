@@ -13,7 +13,7 @@ import pytest
 
 from t0repro.config.run_config import ChoiceLoss
 from t0repro.config.training_plan import TrainDataConfig
-from t0repro.data.described import ChoiceBatches, examples_of
+from t0repro.data.train_data import ChoiceBatches, examples_of
 from t0repro.errors import UserError
 from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.registration import add_mixture, describing

@@ -23,7 +23,7 @@ from t0repro.model.attention import (
     number_of_blocks,
 )
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.partitioning import memory
+from t0repro.partitioning import costs
 from t0repro.training.train_step import loss_and_gradients
 
 from .. import tiny_models as tiny
@@ -211,7 +211,7 @@ def test_a_models_loss_and_gradients_are_the_same(monkeypatch, changes):
         ways.append(gradients_of(changes))
         assert "t0repro_attention_gradients" in ways[-1][0].as_text()
         monkeypatch.setattr(attending, "KERNEL_FROM", 1 << 23)
-    monkeypatch.setattr(memory, "ATTENTION_BLOCK_BYTES", 400)
+    monkeypatch.setattr(costs, "ATTENTION_BLOCK_BYTES", 400)
     ways.append(gradients_of(changes))
     assert len({step.as_text() for step, _ in ways}) == len(ways)
     one, *others = [step(params) for step, params in ways]

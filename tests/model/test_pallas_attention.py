@@ -16,7 +16,7 @@ from t0repro.model import attention as attending
 from t0repro.model import gpu_attention, tpu_attention
 from t0repro.model.attention import attention, full_matrix
 from t0repro.model.pallas_attention import Sizes, needed
-from t0repro.partitioning.program_costs import count_flops
+from t0repro.partitioning.costs import count_flops
 
 from .test_attention import arrays, values_and_gradients
 

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from t0repro.config.run_config import Layout
 from t0repro.model import attention as attending
 from t0repro.model.attention import Visibility, attention
+from t0repro.partitioning.costs import count_flops
 from t0repro.partitioning.devices import choose
-from t0repro.partitioning.program_costs import count_flops
 from t0repro.partitioning.topologies import devices_of
 
 from ..tiny_models import model_config

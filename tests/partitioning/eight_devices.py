@@ -28,9 +28,9 @@ from t0repro.config.run_config import (
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.partitioning import memory
+from t0repro.partitioning import costs
+from t0repro.partitioning.costs import collectives, counts
 from t0repro.partitioning.devices import choose
-from t0repro.partitioning.program_costs import collectives, counts
 from t0repro.progress import heard_by
 from t0repro.runs.evaluate import perplexity_metrics
 from t0repro.runs.train import train
@@ -166,7 +166,7 @@ def scanned():
 def in_blocks():
     """Attention of whole matrices on one device, and of blocks of queries in two layouts."""
     one = trained(None, dropout_rate=0.1)
-    memory.ATTENTION_BLOCK_BYTES = 64
+    costs.ATTENTION_BLOCK_BYTES = 64
     return {
         "one": one,
         "data 4, model 2": trained(Layout(4, 2), dropout_rate=0.1),

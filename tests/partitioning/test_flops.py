@@ -6,7 +6,7 @@ import pytest
 
 from t0repro.model import attention, cpu_attention
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.partitioning.program_costs import count_flops
+from t0repro.partitioning.costs import count_flops
 from t0repro.training.train_step import loss_and_gradients
 
 from ..tiny_models import FLOAT32, batches, model_config

@@ -6,9 +6,8 @@ import jax
 import pytest
 
 from t0repro.config.run_config import Layout
+from t0repro.partitioning.costs import Memory, counts
 from t0repro.partitioning.devices import choose
-from t0repro.partitioning.memory import Memory
-from t0repro.partitioning.program_costs import counts
 from t0repro.partitioning.topologies import devices_of
 from t0repro.runs.precompile import (
     Program,

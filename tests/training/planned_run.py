@@ -18,7 +18,7 @@ import tests.tiny_models as tiny  # noqa: E402
 from t0repro.config.training_plan import EarlyStoppingConfig  # noqa: E402
 from t0repro.runs.train import train  # noqa: E402
 from t0repro.training.hooks import Hook  # noqa: E402
-from t0repro.training.planned import Evaluations  # noqa: E402
+from t0repro.training.loop import Evaluations
 
 LAST_STEP = 30
 WHILE_WRITTEN = "while a checkpoint is being written"

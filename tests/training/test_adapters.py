@@ -29,7 +29,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
 from t0repro.model.layers import Dense
 from t0repro.model.t5 import T5, initial_adapter, initial_parameters
-from t0repro.partitioning import memory
+from t0repro.partitioning import costs
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import checkpoint_path, save_tree
 from t0repro.training.hooks import replay
@@ -486,7 +486,7 @@ def test_the_account_of_memory_is_that_of_the_arrays(base, adapter, tmp_path):
 
     config = config_of(tmp_path, base, adapter)
     counted = step_memory(config, *held(config, choose(config.layout, config.model, rows=2)))
-    estimated = memory.estimate(config)
+    estimated = costs.estimate(config)
     of_base = sum(np.prod(s) for s in DEEP.shape.parameters().values())
     of_base *= 2 if adapter.base_dtype == "bfloat16" else 4
     assert counted.parameters == estimated.parameters == of_base + counted.gradients

@@ -12,9 +12,9 @@ from t0repro.config.training_plan import TerminateOnNanConfig
 from t0repro.errors import UserError
 from t0repro.training.checkpoints import list_checkpoints, load_tree
 from t0repro.training.hooks import first_bad_tensor, replay
+from t0repro.training.loop import Evaluations
 from t0repro.training.metric_classes import AveragePerStep
 from t0repro.training.models import BaseModel, T5Model
-from t0repro.training.planned import Evaluations
 from t0repro.training.run_state import read_run_state
 from t0repro.training.train_state import TrainState, to_flat_tree
 from t0repro.training.train_step import train_with_lr

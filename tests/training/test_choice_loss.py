@@ -16,12 +16,12 @@ from t0repro.adapters import ia3
 from t0repro.config.configuration import check_choice_loss
 from t0repro.config.run_config import ChoiceLoss, RunConfig
 from t0repro.config.training_plan import TrainDataConfig
-from t0repro.data.described import Choices, to_batch
+from t0repro.data.train_data import Choices, to_batch
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.partitioning.memory import batch_shapes
 from t0repro.runs.train import train
 from t0repro.training.models import EncoderDecoderModel, T5Model
+from t0repro.training.rematerialization import batch_shapes
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched
 

@@ -20,7 +20,7 @@ from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import list_checkpoints, load_tree
 from t0repro.training.hooks import PREEMPTED, StoppedBySignal
-from t0repro.training.planned import Evaluations
+from t0repro.training.loop import Evaluations
 from t0repro.training.train_state import to_flat_tree
 
 PLAN = tiny.PLAN

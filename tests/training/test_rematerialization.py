@@ -10,13 +10,12 @@ from jax.sharding import AbstractMesh
 
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning
-from t0repro.partitioning.memory import batch_shapes
 from t0repro.partitioning.topologies import GIB, chip_of
 from t0repro.progress import heard_by
 from t0repro.runs import train as training
 from t0repro.training import rematerialization
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.rematerialization import decided, step_bytes
+from t0repro.training.rematerialization import batch_shapes, decided, step_bytes
 from t0repro.training.train_state import held_shapes
 
 from ..tiny_models import BFLOAT16, model_config, run_config
