@@ -184,7 +184,7 @@ class _PeftReader:
     norm_names: naming.NormNames | None = None
 
     def __init__(self, ref: CheckpointRef):
-        self.ref, self._folder = ref, PeftFolder(ref.path)
+        self.ref, self._folder = ref, _PeftFolder(ref.path)
         found = self._folder
         self.note = AdapterNote(found.adapter, found.base, found.digest)
         self.tensors: Mapping[str, TensorInfo] = {
@@ -323,9 +323,9 @@ def merged(kernel: np.ndarray, beside: Mapping[str, np.ndarray], scale: float) -
 # The file's tensors show which modules have an adapter, so target_modules and the options like it
 # are not read. Facts of PEFT 0.21.0 (peft/tuners/lora/config.py, peft/tuners/ia3/layer.py).
 
-PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
-# In the metadata of PEFT_WEIGHTS, which PEFT neither reads nor keeps when it saves.
+# In the metadata of _PEFT_WEIGHTS, which PEFT neither reads nor keeps when it saves.
 _BASE_HASH, _STEP = "base_hash", "step"
 
 _MODULE = re.compile(
@@ -354,7 +354,7 @@ def peft_ref(path: str) -> CheckpointRef | None:
     return CheckpointRef("peft", path, None) if found else None
 
 
-class PeftFolder:
+class _PeftFolder:
     """A folder of PEFT's, open for reading, in T5X's names and axes.
 
     Args:
@@ -375,16 +375,16 @@ class PeftFolder:
 
     def __init__(self, path: str):
         config = _config(path)
-        if not storage.is_file(storage.join(path, PEFT_WEIGHTS)):
+        if not storage.is_file(storage.join(path, _PEFT_WEIGHTS)):
             pickled = storage.is_file(storage.join(path, _PICKLED))
             raise UserError(
-                f"The adapter has no {PEFT_WEIGHTS}{f', but a {_PICKLED}' if pickled else ''}.",
+                f"The adapter has no {_PEFT_WEIGHTS}{f', but a {_PICKLED}' if pickled else ''}.",
                 where=path,
                 fix="Load it in PEFT and save it with safe_serialization=True."
                 if pickled
                 else "Copy the whole folder again.",
             )
-        self._file = SafetensorsFile(storage.join(path, PEFT_WEIGHTS))
+        self._file = SafetensorsFile(storage.join(path, _PEFT_WEIGHTS))
         self.base = str(config.get("base_model_name_or_path") or "")
         self.digest = self._file.metadata.get(_BASE_HASH)
         self.step = int(self._file.metadata.get(_STEP, "0"))
@@ -417,7 +417,7 @@ def _path(name: str, info: TensorInfo, where: str) -> str:
     if not match or not found or found[1] is None or not found[0].t5x.endswith("/kernel"):
         raise UserError(
             f"{name} is not a parameter of a LoRA or (IA)3 on a kernel of a T5's layer.",
-            where=storage.join(where, PEFT_WEIGHTS),
+            where=storage.join(where, _PEFT_WEIGHTS),
             fix="Train the adapter without modules_to_save and on layers alone: not on shared,"
             " embed_tokens or lm_head.",
         )
@@ -425,7 +425,7 @@ def _path(name: str, info: TensorInfo, where: str) -> str:
     if len(info.shape) != 2:
         raise UserError(
             f"{name} has the shape {list(info.shape)}, not that of a matrix.",
-            where=storage.join(where, PEFT_WEIGHTS),
+            where=storage.join(where, _PEFT_WEIGHTS),
             fix="Copy the file again.",
         )
     if match["part"] != "ia3_l":
@@ -549,7 +549,7 @@ def _output(key: str, info: TensorInfo) -> Output:
             TensorInfo(info.shape[::-1], info.dtype),
             (key,),
             lambda arrays: transposed(next(arrays)),
-            PEFT_WEIGHTS,
+            _PEFT_WEIGHTS,
         )
     shape = (1, *info.shape) if name == IA3_INPUT else (*info.shape, 1)
     return Output(
@@ -557,7 +557,7 @@ def _output(key: str, info: TensorInfo) -> Output:
         TensorInfo(shape, info.dtype),
         (key,),
         lambda arrays: next(arrays).reshape(shape),
-        PEFT_WEIGHTS,
+        _PEFT_WEIGHTS,
     )
 
 

@@ -75,7 +75,7 @@ class JaxReader:
             source = _Compared(stored, manifest, ref.path)
         arrays: Arrays = Renamed(source)
         if is_scanned(arrays.tensors):
-            arrays = UnscannedArrays(arrays)
+            arrays = _UnscannedArrays(arrays)
         self._arrays: Arrays = arrays
         self.tensors: Mapping[str, TensorInfo] = arrays.tensors
         _check_keys(self.tensors, ref.path)
@@ -196,7 +196,7 @@ def jax_outputs(
       scan: Whether to stack the layers of each tower.
     """
     plain = (Output(key, info, (key,), next) for key, info in tensors.items())
-    outputs = list(scanned_outputs(tensors, family) if scan else plain)
+    outputs = list(_scanned_outputs(tensors, family) if scan else plain)
     for output in outputs:
         yield _named_by_optax(output)
     shapes = {output.name: output.info for output in outputs}
@@ -333,7 +333,7 @@ def dataset_state(path: str) -> list[str]:
 _LAYERS = "layers"
 _FACTORED = ("v_row", "v_col")
 # Mesh TensorFlow's and T5X's Adafactor factor a matrix if its second longest side is at least this.
-MIN_DIM_SIZE_TO_FACTOR = 128
+_MIN_DIM_SIZE_TO_FACTOR = 128
 
 
 class Arrays(Protocol):
@@ -356,7 +356,9 @@ def is_scanned(names: Mapping[str, TensorInfo]) -> bool:
     )
 
 
-def scanned_axes(row: naming.Row, slot: str | None = None, joined: bool = False) -> tuple[str, ...]:
+def _scanned_axes(
+    row: naming.Row, slot: str | None = None, joined: bool = False
+) -> tuple[str, ...]:
     """Returns the axes of a parameter, or of one of its slots, in a scanned tree.
 
     Args:
@@ -398,7 +400,7 @@ def _key(path: str, slot: str | None) -> str:
 # --- Writing -------------------------------------------------------------------------------------
 
 
-def scanned_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Iterator[Output]:
+def _scanned_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Iterator[Output]:
     """Yields the arrays of the scanned tree, each built from its layers' tensors.
 
     Args:
@@ -433,7 +435,7 @@ def averaged_kernels(tensors: Mapping[str, TensorInfo]) -> set[str]:
         path, slot = (key, None) if key == naming.STEP else naming.split_key(key)
         if slot == "v" and len(info.shape) == 2:
             kernels[path] = info.shape
-    if any(min(shape) >= MIN_DIM_SIZE_TO_FACTOR for shape in kernels.values()):
+    if any(min(shape) >= _MIN_DIM_SIZE_TO_FACTOR for shape in kernels.values()):
         return set()
     return {path for path in kernels if path.endswith("/kernel") and "/layers_" in path}
 
@@ -455,7 +457,7 @@ def _stacked(
     rest = rest.removeprefix("layers_0/")
     count = of.num_encoder_layers if tower == "encoder" else of.num_decoder_layers
     paths = [f"{tower}/layers_{n}/{rest}" for n in range(count)] if row.tower else [path]
-    axes = scanned_axes(row, name)
+    axes = _scanned_axes(row, name)
     sizes = tuple(count if axis == _LAYERS else getattr(of, axis) for axis in axes)
     stacked = TensorInfo(sizes, info.dtype)
     mean_over = None
@@ -498,7 +500,7 @@ class _Place:
     layer: int | None
 
 
-class UnscannedArrays:
+class _UnscannedArrays:
     """Reads a scanned tree layer by layer, keeping the last stacked array in memory.
 
     Heads may have their own axis, as in scalable_t5, or be joined with kv, as in scanned trees that
@@ -540,7 +542,7 @@ class UnscannedArrays:
         parameter = self._arrays.tensors.get(f"{naming.PARAMETERS}{tower}/{tower}/{rest}")
         # Joined heads leave one axis fewer: the row's own and the layers'.
         joined = parameter is not None and len(parameter.shape) == len(row.axes) + 1
-        axes, parameter_axes = scanned_axes(row, slot, joined), scanned_axes(row, None, joined)
+        axes, parameter_axes = _scanned_axes(row, slot, joined), _scanned_axes(row, None, joined)
         if (
             parameter is None
             or len(info.shape) != len(axes)

@@ -55,7 +55,7 @@ def gin_text(ref: CheckpointRef, gin_file: str | os.PathLike[str] | None = None)
         try:
             return Path(gin_file).read_text()
         except OSError as error:
-            raise cannot_read_gin(gin_file, error) from None
+            raise _cannot_read_gin(gin_file, error) from None
     file = _gin_beside(ref)
     return storage.read(file).decode() if storage.is_file(file) else None
 
@@ -80,9 +80,9 @@ def arithmetic(
     bound = {}
     # T5X's file first: what a training run here wrote says more, and wins.
     if storage.is_file(config := _beside(ref, T5X_CONFIG)):
-        bound = bound_arithmetic(storage.read(config).decode(), Path(config))
+        bound = _bound_arithmetic(storage.read(config).decode(), Path(config))
     if text:
-        bound |= bound_arithmetic(text, Path(gin_file or _gin_beside(ref)))
+        bound |= _bound_arithmetic(text, Path(gin_file or _gin_beside(ref)))
     if ref.format != "hf":
         # Only gin shows the activation of such a checkpoint; without it, assume the published ones:
         # T5 1.1's gated GELU and T5 1.0's ReLU.
@@ -218,11 +218,11 @@ def _query_scale(ref: CheckpointRef) -> tuple[bool, str] | None:
         if not storage.is_file(file := _beside(ref, name)):
             continue
         text = storage.read(file).decode()
-        bound = bound_arithmetic(text, Path(file)).get("scale_queries")
+        bound = _bound_arithmetic(text, Path(file)).get("scale_queries")
         if bound is not None:
             return bool(bound.value), f"{bound.place}: {bound.line}"
         # A file that describes the model and leaves this unbound says T5X's default.
-        if describes_model(text, Path(file)):
+        if _describes_model(text, Path(file)):
             unbound = False, f"{file}, which leaves scale_attn_logits at False"
     return unbound
 
@@ -311,7 +311,7 @@ def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise cannot_read_gin(path, error) from None
+        raise _cannot_read_gin(path, error) from None
     return check_gin_text(text, Path(path), family)
 
 
@@ -368,7 +368,7 @@ def master_dtype(path: str | os.PathLike[str]) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
+def _bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
     """The model arithmetic bound in gin text that the weights do not show.
 
     Args:
@@ -401,8 +401,8 @@ def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
     return bound
 
 
-def describes_model(text: str, path: Path) -> bool:
-    """Whether gin text binds a size of a model; see `bound_arithmetic`."""
+def _describes_model(text: str, path: Path) -> bool:
+    """Whether gin text binds a size of a model; see `_bound_arithmetic`."""
     bindings: dict[tuple[str, str, str], Bound] = {}
     list(_read_text(text, path, bindings, [path]))
     return any((configurable, argument) in _FIELDS for _, configurable, argument in bindings)
@@ -460,7 +460,9 @@ def _resolve(binding: Bound, bindings: dict[tuple[str, str, str], Bound]) -> Bou
     return binding
 
 
-def cannot_read_gin(path: str | os.PathLike[str], error: OSError | UnicodeDecodeError) -> UserError:
+def _cannot_read_gin(
+    path: str | os.PathLike[str], error: OSError | UnicodeDecodeError
+) -> UserError:
     """The error for a gin file that cannot be read."""
     reason = error.strerror if isinstance(error, OSError) else error
     return UserError(
@@ -477,7 +479,7 @@ def _read(
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise cannot_read_gin(path, error) from None
+        raise _cannot_read_gin(path, error) from None
     yield from _read_text(text, path, bindings, including)
 
 

@@ -171,7 +171,7 @@ class OrbaxArrays:
             raise missing_file(store)
         return tree
 
-    def _is_complete(self, description: Description) -> bool:
+    def _is_complete(self, description: _Description) -> bool:
         """Whether all chunks of an array were written."""
         # TensorStore omits chunks that contain only the fill value, and reads a lost chunk as if it
         # did. Without a fill value it writes every chunk. `_METADATA` may say that it did anyway.
@@ -233,15 +233,15 @@ class OrbaxArrays:
             raise damaged(directory, f"it holds {values.dtype} of shape {list(values.shape)}")
         return values
 
-    def _list(self) -> Iterator[tuple[str, Description]]:
+    def _list(self) -> Iterator[tuple[str, _Description]]:
         """Name with dots and description of each array."""
         if self._base is None:
-            files = [file for file in self._sizes if file.partition("/")[2] in DESCRIPTIONS]
+            files = [file for file in self._sizes if file.partition("/")[2] in _DESCRIPTIONS]
             contents = storage.at_once(
                 lambda file: read_checked(self._path, file, self.integrity), files
             )
             for file, content in zip(files, contents, strict=True):
-                yield file.partition("/")[0], parse(self._inside(file), content)
+                yield file.partition("/")[0], _zarr_description(self._inside(file), content)
             return
         import tensorstore as ts
 
@@ -251,9 +251,9 @@ class OrbaxArrays:
                 # No array's name has a slash, but a chunk's may.
                 array, _, name = key.decode().partition("/")
                 self._chunks.setdefault(array.replace(".", "/"), set()).add(name)
-                if name in DESCRIPTIONS:
+                if name in _DESCRIPTIONS:
                     content = store.read(key).result().value
-                    yield array, parse(self._inside(f"{_OCDBT}, {array}"), content)
+                    yield array, _zarr_description(self._inside(f"{_OCDBT}, {array}"), content)
         # `zarr.parse` has already named the array whose description is damaged.
         except UserError:
             raise
@@ -346,14 +346,14 @@ class OrbaxWriter:
         """Writes an array under its tree path."""
         directory = output.name.replace("/", ".")
         storage.make_directory(storage.join(self._path, directory))
-        self._write(f"{directory}/{plain_chunk(array.shape)}", bytes_of(array))
-        self._write(f"{directory}/{_ARRAY}", memoryview(plain_text(array).encode()))
+        self._write(f"{directory}/{_plain_chunk(array.shape)}", bytes_of(array))
+        self._write(f"{directory}/{_ARRAY}", memoryview(_plain_text(array).encode()))
         self._names.append(output.name)
 
     def stored(self, output: Output) -> np.ndarray | None:
         """Returns an array's stored bytes, or None; the metadata is written after the values."""
         directory = Path(self._path, output.name.replace("/", "."))
-        chunk = directory / plain_chunk(output.info.shape)
+        chunk = directory / _plain_chunk(output.info.shape)
         if not (directory / _ARRAY).is_file() or not chunk.is_file():
             return None
         if chunk.stat().st_size != output.info.nbytes:
@@ -365,7 +365,7 @@ class OrbaxWriter:
         """Adds an existing array to the lists of names and files."""
         directory = output.name.replace("/", ".")
         description = storage.read(storage.join(self._path, f"{directory}/{_ARRAY}"))
-        self._enter(f"{directory}/{plain_chunk(array.shape)}", bytes_of(array))
+        self._enter(f"{directory}/{_plain_chunk(array.shape)}", bytes_of(array))
         self._enter(f"{directory}/{_ARRAY}", memoryview(description))
         self._names.append(output.name)
 
@@ -439,12 +439,12 @@ def _checkpoint_metadata(handler: str | None) -> bytes:
 # Any other description counts as damaged: one flipped bit turns "<f4" into the big-endian ">f4".
 
 # The file in an array's directory that describes it, of either version.
-DESCRIPTIONS = (".zarray", "zarr.json")
+_DESCRIPTIONS = (".zarray", "zarr.json")
 _FIELDS = ("shape", "chunks", "dtype", "compressor", "fill_value", "order", "filters")
 
 
 @dataclasses.dataclass(frozen=True)
-class Description:
+class _Description:
     """An array of numbers.
 
     Attributes:
@@ -490,7 +490,7 @@ class Description:
         return numbers or "0"
 
 
-def parse(path: str, content: bytes) -> Description:
+def _zarr_description(path: str, content: bytes) -> _Description:
     """Reads a description.
 
     Args:
@@ -518,7 +518,7 @@ def parse(path: str, content: bytes) -> Description:
     return description
 
 
-def _second(path: str, content: Mapping[str, Any]) -> Description:
+def _second(path: str, content: Mapping[str, Any]) -> _Description:
     if missing := [field for field in _FIELDS if field not in content]:
         raise damaged(path, f"it does not say the array's {missing[0]!r}")
     dtype = str(content["dtype"])
@@ -529,7 +529,7 @@ def _second(path: str, content: Mapping[str, Any]) -> Description:
         )
     info = _info(path, content["dtype"], content["shape"])
     chunks = _sizes(path, content["chunks"])
-    return Description(
+    return _Description(
         info,
         chunks,
         version=2,
@@ -544,7 +544,7 @@ def _second(path: str, content: Mapping[str, Any]) -> Description:
     )
 
 
-def _third(path: str, content: Mapping[str, Any]) -> Description:
+def _third(path: str, content: Mapping[str, Any]) -> _Description:
     try:
         info = _info(path, content["data_type"], content["shape"])
         chunks = content["chunk_grid"]["configuration"]["chunk_shape"]
@@ -554,7 +554,7 @@ def _third(path: str, content: Mapping[str, Any]) -> Description:
         separator = encoding.get("configuration", {}).get("separator", "/" if by_default else ".")
     except (KeyError, TypeError, AttributeError):
         raise damaged(path, "it does not describe a Zarr 3 array") from None
-    return Description(
+    return _Description(
         info,
         _sizes(path, chunks),
         version=3,
@@ -589,12 +589,12 @@ def _separator(path: str, separator: Any) -> str:
     return separator
 
 
-def plain_chunk(shape: Sequence[int]) -> str:
-    """The name of the only chunk of an array that `plain_text` describes."""
+def _plain_chunk(shape: Sequence[int]) -> str:
+    """The name of the only chunk of an array that `_plain_text` describes."""
     return ".".join("0" for _ in shape) or "0"
 
 
-def plain_text(array: np.ndarray) -> str:
+def _plain_text(array: np.ndarray) -> str:
     """The content of `.zarray` for an array in one uncompressed chunk."""
     # numpy's own code for bfloat16 is a void type ("<V2"); Zarr's readers use the name.
     dtype = array.dtype.name if array.dtype.name == "bfloat16" else array.dtype.str

@@ -201,7 +201,7 @@ def _check_slots(tree: Collection[str], wanted: Sequence[str], where: str | None
 
 # ---- T5X's assignment_map ------------------------------------------------------------------------
 
-WHERE = "utils.RestoreCheckpointConfig.assignment_map"
+_WHERE = "utils.RestoreCheckpointConfig.assignment_map"
 Rules = Sequence[tuple[str, str | None]]
 
 
@@ -239,7 +239,7 @@ def assigned_names(
     if unused:
         raise UserError(
             f"No name of the model matches {' and '.join(repr(each) for each in sorted(unused))}.",
-            where=WHERE,
+            where=_WHERE,
             fix="A pattern has to match a whole name, for instance"
             f" {nearest_names(min(unused), wanted, count=1)}.",
         )
@@ -247,7 +247,7 @@ def assigned_names(
     if absent:
         raise UserError(
             f"The checkpoint has no {', '.join(absent[:5])}.",
-            where=WHERE,
+            where=_WHERE,
             fix=f"Nearest names: {nearest_names(absent[0], stored)}.",
         )
     given_away = set(found.values())

@@ -148,7 +148,7 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
             else "Run scripts/rank_eval.sh first, with eval_model.output_eval_examples left on.",
         )
     predictions = [name for name in names if name.endswith("_predictions")]
-    decoded = decoded_tasks(folder)
+    decoded = _decoded_tasks(folder)
     return {task: _steps_of(task, predictions) for task in tasks if task not in decoded}
 
 
@@ -267,7 +267,7 @@ def _steps_of(task: str, predictions: list[str]) -> list[int]:
 
 
 def _read_task(folder: Path, task: str, step: int, with_inputs: bool) -> TaskScores:
-    check_files(folder, task, step)
+    _check_files(folder, task, step)
     targets_path = folder / f"{task}_targets"
     scores_path = folder / f"{task}_{step}_predictions"
     targets = [_parse_target(line, targets_path, n) for n, line in _lines(targets_path)]
@@ -439,7 +439,7 @@ def read_records(folder: str | os.PathLike[str], step: int) -> dict[str, dict[st
     return {task: record for task, record in records.items() if record["key"]["step"] == step}
 
 
-def decoded_tasks(folder: str | os.PathLike[str]) -> set[str]:
+def _decoded_tasks(folder: str | os.PathLike[str]) -> set[str]:
     """Names of the folder's tasks that were decoded, whose files hold texts instead of scores."""
     found = map(read_with_checksum, (Path(folder) / RESULTS).glob("*.json"))
     return {each["key"]["task"] for each in found if each and each.get("mode") == "generate"}
@@ -462,18 +462,18 @@ def is_finished(folder: Path, key: Mapping[str, Any], record: Mapping[str, Any] 
         record is not None
         # Convert through JSON like the record's key: tuples become lists.
         and record["key"] == json.loads(json.dumps(key))
-        and not changed_files(folder, record)
+        and not _changed_files(folder, record)
     )
 
 
-def changed_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
+def _changed_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
     """Names of a task's files that are missing or changed since the record was written."""
     return [
         name for name, digest in record["files"].items() if file_digest(folder / name) != digest
     ]
 
 
-def check_files(folder: Path, task: str, step: int) -> None:
+def _check_files(folder: Path, task: str, step: int) -> None:
     """Refuses a task whose files were changed since they were written.
 
     Files without a record, such as those of Mesh TensorFlow alone, are accepted as they are.
@@ -487,7 +487,7 @@ def check_files(folder: Path, task: str, step: int) -> None:
         # No record is no fault: Mesh TensorFlow alone writes none. An unreadable one is damaged.
         changed = [f"{RESULTS}/{path.name}"] if path.exists() else []
     else:
-        changed = changed_files(folder, record)
+        changed = _changed_files(folder, record)
     if changed:
         raise UserError(
             f"The file {changed[0]} is not what the evaluation of step {step} wrote.",

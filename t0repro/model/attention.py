@@ -190,7 +190,7 @@ def full_matrix(
     dropped: Callable[[Array], Array] = lambda x: x,
 ) -> Float[Array, "batch heads length d_kv"]:
     """Computes `attention` by matmuls over the full matrix of weights."""
-    bias = visibility_bias(visibility.matrix())
+    bias = _visibility_bias(visibility.matrix())
     if position_bias is not None:
         bias = along_diagonals(position_bias, query.shape[2])[None] + bias
     logits = jnp.einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
@@ -198,7 +198,7 @@ def full_matrix(
     return jnp.einsum("bhqk,bhkd->bhqd", weights, value)
 
 
-def visibility_bias(visible: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
+def _visibility_bias(visible: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Float32 bias for attention logits: 0 where visible, -1e9 elsewhere."""
     return jnp.where(visible, jnp.float32(0.0), jnp.float32(INVISIBLE))
 
@@ -207,10 +207,10 @@ def attention_weights(
     logits: Float[Array, "batch heads query key"],
 ) -> Float[Array, "batch heads query key"]:
     """Softmax over the last axis, as exp(logits - log_z), which is Mesh TensorFlow's form."""
-    return jnp.exp(logits - log_normalizer(logits))
+    return jnp.exp(logits - _log_normalizer(logits))
 
 
-def log_normalizer(logits: Float[Array, "*rows keys"]) -> Float[Array, "*rows 1"]:
+def _log_normalizer(logits: Float[Array, "*rows keys"]) -> Float[Array, "*rows 1"]:
     """The logarithm of the sum of exp(logits) over the last axis."""
     # The maximum cancels out, so its gradient need not be computed.
     maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -280,7 +280,7 @@ def _logits(query: Array, key: Array, position_bias: Array | None, seen: Any) ->
     """The logits of a block of queries; the position bias is a matrix here."""
     (query_segments, query_order), (key_segments, key_order) = seen
     visibility = Visibility(query_segments, key_segments, query_order, key_order)
-    bias = visibility_bias(visibility.matrix())
+    bias = _visibility_bias(visibility.matrix())
     if position_bias is not None:
         bias = position_bias[None] + bias
     return jnp.einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
@@ -298,7 +298,7 @@ def _forward(
 ) -> tuple[Array, Any]:
     def of_block(index: Array) -> tuple[Array, Array, Array]:
         logits = _logits(*_of_block(index, blocks, query, key, bias, seen))
-        log_z = log_normalizer(logits)
+        log_z = _log_normalizer(logits)
         weights = jnp.exp(logits - log_z)
         y = jnp.einsum("bhqk,bhkd->bhqd", weights.astype(value.dtype), value)
         return y, log_z, jnp.sum(weights, axis=-1, keepdims=True)

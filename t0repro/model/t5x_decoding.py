@@ -389,7 +389,7 @@ def temperature_sample(
 
     Source: t5x.decoding.temperature_sample.
     """
-    if not (traced(topk) or traced(topp)) and topk and topp:
+    if not (_traced(topk) or _traced(topp)) and topk and topp:
         raise ValueError("At most one of topk and topp may be other than 0.")
     rows, length = inputs.shape[0] * num_decodes, inputs.shape[1]
     # Decodes of one row are adjacent.
@@ -399,7 +399,7 @@ def temperature_sample(
         steps = max_decode_steps
         if max_decode_steps_hard_limit:
             steps = jnp.minimum(steps, max_decode_steps_hard_limit)
-        if not traced(steps) and steps > length:
+        if not _traced(steps) and steps > length:
             raise ValueError(f"{steps} steps are more than the length, {length}.")
         limit = jnp.minimum((prompts != 0).sum(axis=1) + steps, length)
     ends_in_prompt = (prompts == eos_id).sum(axis=1)
@@ -415,7 +415,7 @@ def temperature_sample(
         )
         if logit_callback_fn is not None:
             logits = logit_callback_fn(logits, state)
-        chosen, log_p = chosen_tokens(logits, temperature, topk, topp, rescale_log_probs, now)
+        chosen, log_p = _chosen_tokens(logits, temperature, topk, topp, rescale_log_probs, now)
         at, done = state.cur_index + 1, state.ended[:, 0]
         forced = jnp.take_along_axis(state.sequences, at[:, None], axis=1)[:, 0]
         # Forced tokens and those after the end cost nothing.
@@ -462,12 +462,12 @@ def temperature_sample(
 MIN_TEMPERATURE = 1e-4  # at or below it, T5X takes the likeliest token
 
 
-def traced(x: Any) -> bool:
+def _traced(x: Any) -> bool:
     """Whether a value is known only when a jitted function runs."""
     return isinstance(x, jax.core.Tracer)
 
 
-def chosen_tokens(
+def _chosen_tokens(
     logits: Float[Array, "rows vocab"],
     temperature: Any,
     topk: Any,
@@ -482,7 +482,7 @@ def chosen_tokens(
     if isinstance(temperature, int | float) and temperature <= MIN_TEMPERATURE:
         return likeliest, certain
     scaled = logits / jnp.maximum(temperature, MIN_TEMPERATURE)
-    if traced(topk):
+    if _traced(topk):
         # 0 keeps all, like the size of the whole vocabulary.
         count = jnp.where(topk > 0, jnp.minimum(topk, scaled.shape[-1]), scaled.shape[-1])
         kept = jnp.take(jnp.flip(jnp.sort(scaled, axis=-1), axis=-1), count - 1, axis=-1)
@@ -490,7 +490,7 @@ def chosen_tokens(
     elif topk:
         kept = jax.lax.top_k(scaled, min(topk, scaled.shape[-1]))[0][:, -1:]
         scaled = jnp.where(scaled >= kept, scaled, NEVER)
-    if traced(topp):
+    if _traced(topp):
         scaled = jnp.where(topp > 0, _most_probable(scaled, topp), scaled)
     elif topp:
         scaled = _most_probable(scaled, topp)

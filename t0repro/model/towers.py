@@ -274,8 +274,8 @@ class Tower(nn.Module):
             parameters = jax.tree.map(stacked, *layers)
         parameters = jax.lax.optimization_barrier(parameters)
         items = (jnp.arange(self._layers), parameters)
-        (x, sums), _ = jax.lax.scan(body, (x, own.get(SUMS)), items)
-        return x if sums is None else starting_with(x, sums)
+        (x, sums), _ = jax.lax.scan(body, (x, own.get(_SUMS)), items)
+        return x if sums is None else _starting_with(x, sums)
 
     def _in_blocks(self, x: Array, encoded: Array | None) -> bool:
         """Whether a layer computes some attention in blocks of queries."""
@@ -500,13 +500,13 @@ def _in_place_of(arrays: Sequence[Any], result: Any) -> Any:
 # v3-512. So the sums go through the scans themselves, stacked, as values that no computation reads.
 # Their gradient is defined here as the sum so far:
 #
-#     forward    sums ---- layer 0 ---- ... ---- layer 23 ---- starting_with
+#     forward    sums ---- layer 0 ---- ... ---- layer 23 ---- _starting_with
 #     backward   sums + all gradients <- ... <- sums + those of layer 23 <- sums
 #
 # Each layer adds its own gradient in place, and no stack of gradients exists. The sums are an entry
-# of the tower's parameters, SUMS, so that a loss passes them on like any parameter.
+# of the tower's parameters, _SUMS, so that a loss passes them on like any parameter.
 
-SUMS = "gradient_sums"
+_SUMS = "gradient_sums"
 
 
 # ---- In the tower -------------------------------------------------------------------------------
@@ -539,13 +539,13 @@ adding.defvjp(_adding, _added)
 
 
 @jax.custom_vjp
-def starting_with(x: Array, sums: Any) -> Array:
+def _starting_with(x: Array, sums: Any) -> Array:
     """Returns x; in the backward pass, the last layer adds its gradient to the sums' own values."""
     del sums
     return x
 
 
-starting_with.defvjp(lambda x, sums: (x, sums), lambda sums, gradient: (gradient, sums))
+_starting_with.defvjp(lambda x, sums: (x, sums), lambda sums, gradient: (gradient, sums))
 
 
 # ---- Around the loss ----------------------------------------------------------------------------
@@ -576,7 +576,7 @@ def zero_sums(params: Any, towers: Towers, specs: Any = None) -> Any:
         specs = None if specs is None else stacked(specs, towers, of_all)
     for tower in towers:
         divided = () if specs is None else (specs[tower][LAYERS],)
-        totals[tower][SUMS] = jax.tree.map(zero, params[tower][LAYERS], *divided)
+        totals[tower][_SUMS] = jax.tree.map(zero, params[tower][LAYERS], *divided)
     return totals
 
 
@@ -584,7 +584,7 @@ def with_sums(params: Any, totals: Any, towers: Towers) -> Any:
     """The parameters to pass to a loss, with the sums of the towers' layers among them."""
     if not towers:
         return params
-    summed = {tower: {**params[tower], SUMS: totals[tower][SUMS]} for tower in towers}
+    summed = {tower: {**params[tower], _SUMS: totals[tower][_SUMS]} for tower in towers}
     return {**params, **summed}
 
 
@@ -592,7 +592,7 @@ def added_up(totals: Any, gradients: Any, towers: Towers) -> Any:
     """The sums after a microbatch, from its gradients with respect to `with_sums`."""
 
     def add(path: Any, total: Array, gradient: Array) -> Array:
-        return gradient if path[1:2] == (DictKey(SUMS),) else total + gradient
+        return gradient if path[1:2] == (DictKey(_SUMS),) else total + gradient
 
     return jax.tree_util.tree_map_with_path(add, totals, without_layers(gradients, towers))
 
@@ -603,5 +603,5 @@ def sums_like(params: Any, totals: Any, towers: Towers) -> Any:
         return totals
     found = {name: dict(value) if name in towers else value for name, value in totals.items()}
     for tower in towers:
-        found[tower][LAYERS] = found[tower].pop(SUMS)
+        found[tower][LAYERS] = found[tower].pop(_SUMS)
     return found if stacks_in(params) else by_layer(found, towers)

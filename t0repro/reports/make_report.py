@@ -392,14 +392,14 @@ def write_files(files: Mapping[str, str | bytes], out: str | os.PathLike[str]) -
     Raises:
       UserError: if a file cannot be written; it names the file.
     """
-    with all_or_none(out) as staging:
+    with _all_or_none(out) as staging:
         for name, content in files.items():
             write_atomically(staging / name, content)
     return [Path(out) / name for name in files]
 
 
 @contextlib.contextmanager
-def all_or_none(out: str | os.PathLike[str]) -> Iterator[Path]:
+def _all_or_none(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary folder; its files are moved into `out` if the block raises nothing.
 
     All files are synced before the first is renamed into place, so that a full disk leaves the
@@ -464,7 +464,7 @@ def write_tables(
     import pyarrow.parquet
 
     csv_name, parquet_name = "scores.csv", "scores.parquet"
-    with all_or_none(out) as staging, contextlib.ExitStack() as stack:
+    with _all_or_none(out) as staging, contextlib.ExitStack() as stack:
         # newline="": the csv module ends lines itself, and a cell may contain line breaks.
         file = stack.enter_context(open(staging / csv_name, "w", encoding="utf-8", newline=""))
         rows = csv.writer(file, lineterminator="\n")

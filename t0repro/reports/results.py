@@ -459,7 +459,7 @@ def generation_results(
 
 # ---- Diagnostics beyond accuracy: confused classes, calibration, disagreement between prompts ----
 
-BINS = 10
+_BINS = 10
 MAX_FLIPS = 5
 
 
@@ -546,7 +546,7 @@ def confusion(
     )
 
 
-def calibration(results: Sequence[RankResult], bins: int = BINS) -> Calibration:
+def calibration(results: Sequence[RankResult], bins: int = _BINS) -> Calibration:
     """Accuracy by confidence, over all prompts of a dataset."""
     confidence = np.concatenate([result.confidence for result in results])
     correct = np.concatenate([result.correct for result in results])

@@ -126,11 +126,11 @@ def with_loss_weights(config: ModelConfig, batch: Batch) -> Batch:
         weights = (jnp.asarray(batch["targets"]) > 0).astype(jnp.float32)
     return {
         **batch,
-        "loss_weights": weights_per_example(weights, batch.get("targets_segmentation")),
+        "loss_weights": _weights_per_example(weights, batch.get("targets_segmentation")),
     }
 
 
-def weights_per_example(
+def _weights_per_example(
     weights: Array | np.ndarray,
     segments: Int[Array | np.ndarray, "batch length"] | None,
 ) -> Float[Array, "batch length"]:
@@ -525,5 +525,5 @@ def get_loss_normalizing_factor_and_weights(
         return float(targets.size), weights
     if factor is SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE:
         # So that the sum of the weights below is the number of examples.
-        weights = weights_per_example(weights, batch.get("decoder_segment_ids"))
+        weights = _weights_per_example(weights, batch.get("decoder_segment_ids"))
     return jnp.sum(weights), weights
