@@ -79,9 +79,9 @@ _ASK_WHAT_A_PATH_IS = {
     "converters/staging.py": "a directory is renamed, objects have their names from the start",
     "converters/mtf.py": "paths that a `checkpoint` file names",
     "converters/orbax_dir.py": "marks of complete checkpoints",
-    "training/commits.py": "how checkpoints become complete and go",
-    "jobs/controller.py": "links or leases",
-    "config/configuration.py": "what TensorFlow writes to",
+    "training/checkpoints.py": "how checkpoints become complete and go",
+    "jobs/pins.py": "links or leases",
+    "config/cloud.py": "what TensorFlow writes to, and gin's readers of files",
     "mtf/hooks.py": "TensorFlow's own gs://",
 }
 

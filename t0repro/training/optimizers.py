@@ -158,7 +158,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     return (Optimizer if by_path else StackingOptimizer)(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def skips_nan(config: OptimizerConfig) -> bool:
+def skips_nan(config: OptimizerConfig | None) -> bool:
     """Whether some parameters keep their values where an update would make them NaN."""
     several = isinstance(config, MultiOptimizerConfig)
     each = [part.optimizer for part in config.parts] if several else [config]

@@ -127,7 +127,8 @@ def batch_shapes(run: RunConfig) -> dict[str, tuple[int, int]]:
     Exact if the lengths of inputs and targets are bound; else see ASSUMED_LENGTH.
     """
     data, rows = run.plan.train_data, run.batch_size
-    lengths = dict.fromkeys(("inputs", "targets"), ASSUMED_LENGTH) | (run.sequence_length or {})
+    assumed = {"inputs": ASSUMED_LENGTH, "targets": ASSUMED_LENGTH}
+    lengths = {**assumed, **(run.sequence_length or {})}
     inputs, targets = lengths["inputs"], lengths["targets"]
     if (loss := run.model.choice_loss) is not None:
         shapes = dict.fromkeys(("targets", "targets_segmentation"), (rows, loss.choices * targets))

@@ -41,8 +41,8 @@ from t0repro.training.checkpoints import (
     latest_step,
     load_sharded_tree,
     load_tree,
+    remove_interrupted_saves,
 )
-from t0repro.training.commits import remove_interrupted_saves
 from t0repro.training.models import T5Model, is_own
 from t0repro.training.train_state import (
     OpenTree,

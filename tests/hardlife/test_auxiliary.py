@@ -30,7 +30,7 @@ TRAINING = f"""
 import sys, time
 from t0repro.config.training_plan import SaveConfig
 from t0repro.training.checkpoints import latest_step, save_checkpoint
-from t0repro.training.commits import remove_interrupted_saves
+from t0repro.training.checkpoints import remove_interrupted_saves
 from t0repro.training.checkpoints import remove_superfluous
 from tests.tiny_models import new_state
 remove_interrupted_saves(sys.argv[1])

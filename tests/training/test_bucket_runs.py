@@ -16,9 +16,10 @@ from t0repro.training.checkpoints import (
     checkpoint_path,
     list_checkpoints,
     load_tree,
+    remove_checkpoint,
+    remove_interrupted_saves,
     save_tree,
 )
-from t0repro.training.commits import remove_checkpoint, remove_interrupted_saves
 
 from . import resume_run
 from .resume_run import LAST_STEP, run

@@ -12,9 +12,8 @@ from t0repro.config.training_plan import SaveConfig
 from t0repro.converters import sources
 from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError
-from t0repro.training import checkpoints, commits
-from t0repro.training.checkpoints import remove_superfluous
-from t0repro.training.commits import remove_interrupted_saves
+from t0repro.training import checkpoints
+from t0repro.training.checkpoints import remove_interrupted_saves, remove_superfluous
 from t0repro.training.train_state import from_flat_tree, parameters_from_flat_tree, to_flat_tree
 
 from .. import tiny_models as tiny
@@ -121,7 +120,7 @@ def test_an_interrupted_save_is_not_listed_and_leaves_the_one_before(tmp_path, m
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commits, "describe_files", interrupt)
+    monkeypatch.setattr(checkpoints, "describe_files", interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save_checkpoint(tmp_path, state.replace(step=jnp.int32(8)))
     assert checkpoints.list_checkpoints(tmp_path) == [7]
