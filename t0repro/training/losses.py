@@ -469,10 +469,10 @@ def cross_entropy_with_logits(
 def compute_weighted_cross_entropy(
     logits: Float[Array, "*batch vocab"],
     targets: Int[Array, "*batch"],
-    weights: Float[Array, "*batch"] | None = None,
+    weights: Float[Array | np.ndarray, "*batch"] | Int[Array | np.ndarray, "*batch"] | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    loss_normalizing_factor: float | Float[Array, ""] | None = None,
+    loss_normalizing_factor: float | Float[Array, ""] | Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Any]:
     """The summed loss of a batch, its z_loss part, and the sum of the weights.
 

@@ -5,11 +5,11 @@ import sys
 
 PROGRAM = """
 import ctypes, os, signal, socket, sys, threading, time
-from t0repro.partitioning import watch
+from t0repro.partitioning.processes import Watch
 
 server = socket.create_server(("127.0.0.1", 0))
 said = [server.getsockname()[1], "00" * 16]  # by the first process: its port and the run's token
-watch.Watch(1, 2, "127.0.0.1", lambda _: said)
+Watch(1, 2, "127.0.0.1", lambda _: said)
 first, _ = server.accept()
 # As JAX does when its own connection breaks, outside of Python.
 threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()
