@@ -80,8 +80,8 @@ _ASK_WHAT_A_PATH_IS = {
     "converters/mtf.py": "paths that a `checkpoint` file names",
     "converters/orbax_dir.py": "marks of complete checkpoints",
     "training/checkpoints.py": "how checkpoints become complete and go",
-    "jobs/pins.py": "links or leases",
-    "config/cloud.py": "what TensorFlow writes to, and gin's readers of files",
+    "jobs/controller.py": "links or leases",
+    "config/configuration.py": "what TensorFlow writes to",
     "mtf/hooks.py": "TensorFlow's own gs://",
 }
 

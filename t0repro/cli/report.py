@@ -136,7 +136,7 @@ def make(
     --module_import t0repro.tasks.t0
     """
     echo(f"reading {eval_dir} ...", err=True)
-    from t0repro.locks import folder_lock
+    from t0repro.files import folder_lock
     from t0repro.reports.make_report import make_report, write_report
     from t0repro.reports.run import Run, load_prompts
 
@@ -548,7 +548,7 @@ def replay(
 
     Example: t0repro replay runs/t0/bad_update_1200
     """
-    from t0repro.training.bad_update import replay as run
+    from t0repro.training.hooks import replay as run
 
     bad = run(folder)
     if bad is None:

@@ -67,7 +67,7 @@ def show_page(
       as_json: whether to print the content instead of the page.
       lines: printed below the page.
     """
-    from t0repro.locks import folder_lock
+    from t0repro.files import folder_lock
     from t0repro.reports.make_report import write_page
     from t0repro.reports.page import print_page
 

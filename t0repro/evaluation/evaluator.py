@@ -33,7 +33,6 @@ from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.task_output import judge_of_registered, numbers
 from t0repro.event_files import EventWriter, event_writer
 from t0repro.files import write_atomically
-from t0repro.log_records import only_records
 from t0repro.model.t5 import T5
 from t0repro.model.t5x_decoding import generate
 from t0repro.model.towers import by_layer, stacks_in

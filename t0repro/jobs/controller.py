@@ -44,7 +44,6 @@ from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.journal import FOLDER, JobJournal, Point, PointProgress
 from t0repro.jobs.worker import Job, Launcher, Limits
 from t0repro.progress import say
-from t0repro.training.commits import remove_checkpoint
 from t0repro.words import counted
 from t0repro.working_copies import address_of
 
@@ -570,6 +569,9 @@ class Leases:
             lease.release()
             # A lease only delays: the training run has marked what it wanted to remove meanwhile.
             if leases.is_unwanted(checkpoint):
+                # Imported here, since it brings JAX.
+                from t0repro.training.checkpoints import remove_checkpoint
+
                 remove_checkpoint(buckets.place(checkpoint))
 
 

@@ -29,7 +29,7 @@ import tensorflow
 
 from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
-from t0repro.evaluation import records
+from t0repro.evaluation import outputs
 from t0repro.evaluation.evaluation_facts import print_results, write_facts
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
 from t0repro.evaluation.opened import Checkpoint
@@ -511,11 +511,11 @@ class _Evaluation:
         """Writes a scored task's record, replacing any that an earlier run left."""
         # Remove it first, so that a record never describes another run's files if this run dies
         # here.
-        records.remove_record(self._folder, task, self._step)
+        outputs.remove_record(self._folder, task, self._step)
         if not (self._scores and self._writes):
             return
         names = (f"{task}_targets", f"{task}_inputs", f"{task}_{self._step}_predictions")
-        digests = {name: records.file_digest(self._folder / name) for name in names}
+        digests = {name: outputs.file_digest(self._folder / name) for name in names}
         files = {name: digest for name, digest in digests.items() if digest is not None}
         if len(files) < len(names):
             return  # records are only read from local file systems

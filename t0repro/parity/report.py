@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.evaluation.evaluation_facts import package_versions
-from t0repro.parity.findings import Finding
-from t0repro.parity.run import Job, Parity, to_json
+from t0repro.parity.run import Finding, Job, Parity, to_json
 from t0repro.reports.make_report import write_page
 from t0repro.reports.page import Page, Section
 from t0repro.reports.plots import ROLES, Drawing, inline_plot, integer_steps

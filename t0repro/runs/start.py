@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.configuration import Configuration
-from t0repro.config.mtf.model_api import refused_export
+from t0repro.config.mtf.parser import refused_export
 from t0repro.config.run_config import RunConfig
 from t0repro.converters import sources
 from t0repro.converters.restoring import starting_tree

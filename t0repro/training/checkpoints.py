@@ -58,7 +58,6 @@ from t0repro.converters.witnesses import (
 )
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory, check_is_no_pattern, input_path, output_path, writing
-from t0repro.log_records import only_records
 from t0repro.partitioning.processes import (
     from_first,
     is_alone,
@@ -66,6 +65,7 @@ from t0repro.partitioning.processes import (
     meeting_point,
     wait_for_all,
 )
+from t0repro.progress import only_records
 from t0repro.training.metrics import METRICS_FILE
 from t0repro.training.train_state import TrainState, flat_arrays, to_flat_tree
 from t0repro.working_copies import Scratch, upload

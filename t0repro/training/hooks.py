@@ -38,7 +38,6 @@ from t0repro.model.towers import by_layer, rows, stacks_in
 from t0repro.partitioning.devices import fetched
 from t0repro.partitioning.processes import SharedSignal, from_first, is_alone, is_first
 from t0repro.progress import say, working
-from t0repro.redaction import without_passwords
 from t0repro.training.checkpoints import (
     checkpoint_path,
     list_checkpoints,
@@ -52,6 +51,7 @@ from t0repro.training.models import T5Model, model_of
 from t0repro.training.t5_model import own_features
 from t0repro.training.train_state import TrainState, base_parameters, parameters_from_flat_tree
 from t0repro.training.train_step import microbatch_keys, parameters_of, split_into_microbatches
+from t0repro.words import without_passwords
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

@@ -27,8 +27,7 @@ from t0repro.converters.adapter_files import (
 )
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, FlatTree, differing_shapes
 from t0repro.errors import UserError, of_command
-from t0repro.files import check_is_no_pattern, output_path, write_atomically, writing
-from t0repro.locks import folder_lock
+from t0repro.files import check_is_no_pattern, folder_lock, output_path, write_atomically, writing
 from t0repro.model.t5 import initial_adapter, initial_parameters
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ALL_HEURISTIC

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from t0repro.cli.report import app, compare
 from t0repro.errors import UserError
-from t0repro.locks import folder_lock
+from t0repro.files import folder_lock
 from t0repro.reports.make_report import write_files
 
 from .test_comparison import write_run
