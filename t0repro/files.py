@@ -16,15 +16,16 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
-
-import filelock
+from typing import TYPE_CHECKING, BinaryIO
 
 from t0repro.buckets import checked, is_address, spelled, store_error, upload
 from t0repro.errors import UserError
 from t0repro.progress import say
 from t0repro.words import without_passwords
 from t0repro.working_copies import copy_with, read_at, written_at
+
+if TYPE_CHECKING:
+    import filelock
 
 # Storage errors in plain words, each with what to do about it.
 _FULL = ("The disk is full.", "Free some space, or choose a folder on another disk.")
@@ -362,6 +363,9 @@ def folder_lock(
         with copy.held(folder, purpose, fix=fix):
             yield
         return
+    # Here, because every command imports this module, and few of them lock a folder.
+    import filelock
+
     # flock excludes other processes on this machine, even ones that were suspended for hours.
     lock = filelock.FileLock(folder / LOCK_FILE, timeout=0, is_singleton=False)
     # The lease excludes other machines, even if the file system does not share locks.
@@ -426,6 +430,8 @@ def _obstacle(folder: Path) -> str | None:
 
 
 def _acquire(lease: filelock.SoftFileLease) -> None:
+    import filelock
+
     try:
         lease.acquire(timeout=0)
     except filelock.Timeout:
