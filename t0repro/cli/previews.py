@@ -375,7 +375,7 @@ def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, RunConfig]:
 
 def _check_tasks(parsed: Parsed, config: RunConfig, options: T5xOptions) -> None:
     """Checks the tasks and vocabularies of a training run, as its dry run does."""
-    from t0repro.data.described import why_not_trained
+    from t0repro.data.batches import why_not_trained
     from t0repro.runs.preflight import check_training
 
     model = parsed.program.model

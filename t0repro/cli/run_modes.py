@@ -389,7 +389,7 @@ def train(
     _check_restored(config.plan.restore, parsed)
     with processes.joined(), contextlib.ExitStack() as beside:
         vocabularies = (model.input_vocabulary, model.output_vocabulary)
-        from t0repro.data.described import why_not_trained
+        from t0repro.data.batches import why_not_trained
         from t0repro.runs.preflight import check_training
 
         register(parsed, options, lambda: why_not_trained(config, vocabularies))

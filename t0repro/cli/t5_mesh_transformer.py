@@ -215,7 +215,7 @@ def _described(options: Any, *, float32_activations: bool) -> Configuration | No
     if "t5" in sys.modules:
         return None
     from t0repro.config.mtf import dialect
-    from t0repro.data.described import why_not_run_by_mesh
+    from t0repro.data.batches import why_not_run_by_mesh
 
     found = dialect.describe(
         gin_inputs(options), why_not_run_by_mesh, float32_activations=float32_activations

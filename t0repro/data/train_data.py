@@ -17,12 +17,7 @@ import numpy as np
 
 from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig, TrainingPlan
-from t0repro.data.batches import MODEL_FEATURES
-from t0repro.data.described import (
-    as_seqio,
-    described_batches,
-    mesh_described_batches,
-)
+from t0repro.data.batches import MODEL_FEATURES, as_seqio, described_batches, mesh_described_batches
 from t0repro.data.resuming import Batch, ResumableBatches
 from t0repro.errors import UserError
 from t0repro.progress import say

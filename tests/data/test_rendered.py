@@ -12,9 +12,9 @@ from seqio import dataset_providers
 from t0repro import compat
 from t0repro.config.run_config import EvalDataConfig
 from t0repro.config.training_plan import SeqioDataConfig
-from t0repro.data import batches, cached, described
+from t0repro.data import batches, cached
+from t0repro.data.batches import RenderedBatches
 from t0repro.data.cached import CachedBatches
-from t0repro.data.described import RenderedBatches
 from t0repro.data.train_data import EvalBatches, SeqioTrainBatches
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
@@ -91,7 +91,7 @@ def test_batches_of_rows_are_seqios(pack, shuffle, num_shards):
 def test_a_task_too_large_for_memory_is_rendered_alike_in_each_epoch(monkeypatch):
     config = data(pack=False)
     held = first(rendered_batches(config), 150)
-    monkeypatch.setattr(described, "HELD", 0)
+    monkeypatch.setattr(batches, "HELD", 0)
     monkeypatch.setattr(dataset_providers, "_MAX_EXAMPLES_TO_MEM_CACHE", 0)
     assert_equal(first(rendered_batches(config), 150), held)
     assert_equal(seqios(config, 150), held)
@@ -143,8 +143,8 @@ def test_the_batches_of_an_evaluation_of_the_loss_are_seqios(pack):
 def test_rows_of_an_evaluation_are_mesh_tensorflows(pack, shuffle, limit):
     lengths = {**LENGTHS, "targets": 1}  # EOS takes the place of the only token
     config = EvalDataConfig(EVALUATED, "validation", False, pack, limit, shuffle, SEED)
-    with only_described(described):
-        ((name, ours),) = described.mesh_described_rows(config, lengths)
+    with only_described(batches):
+        ((name, ours),) = batches.mesh_described_rows(config, lengths)
         ours = list(map(batches._of_one_row, ours))
     ((_, theirs),) = batches._eval_datasets(config, lengths)
     assert name == EVALUATED and any(row["targets"][-1] for row in ours)
@@ -162,7 +162,7 @@ def test_training_rows_for_a_perplexity_are_mesh_tensorflows():
     from t5.models import mesh_transformer
 
     theirs = mesh_transformer.mesh_train_dataset_fn(RANKED, LENGTHS, **values)
-    with only_described(described, batches):
+    with only_described(batches):
         ours = list(itertools.islice(batches._train_rows(run), 50))
     assert_equal(ours, list(theirs.take(50).as_numpy_iterator()))
 
