@@ -6,6 +6,7 @@ A run that trains an adapter saves it as T5X's tree, with the note in a file bes
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 import math
@@ -13,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +25,7 @@ from t0repro.adapters import (
     LORA_B,
     NAMES,
     Adapter,
-    adapted,
     kernels,
-    shapes_of,
 )
 from t0repro.converters import storage
 from t0repro.converters.jax_tree import Renamed
@@ -60,6 +59,32 @@ class AdapterNote:
     adapter: Adapter
     base: str
     digest: str | None
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> AdapterNote:
+        """Reads ADAPTER from a folder.
+
+        Raises:
+          UserError: If it is missing or damaged.
+        """
+        path = storage.join(os.fspath(folder), ADAPTER)
+        if not storage.is_file(path):
+            raise UserError(
+                "This is not an adapter's checkpoint.",
+                where=os.fspath(folder),
+                fix="Name a checkpoint of a run that trains an adapter.",
+            )
+        try:
+            found = json.loads(storage.read(path))
+            # JSON gives a list, which would not equal the tuple of a run's own Adapter.
+            adapter = {**found["adapter"], "targets": tuple(found["adapter"]["targets"])}
+            return cls(Adapter(**adapter), found["base"], found["digest"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"The adapter's description cannot be read: {error}.",
+                where=path,
+                fix="Copy the whole checkpoint again.",
+            ) from error
 
     def write(self, folder: Path) -> None:
         """Writes ADAPTER into a folder."""
@@ -96,42 +121,52 @@ def check_is_adapter(ref: CheckpointRef) -> None:
         )
 
 
-def read_note(folder: str | os.PathLike[str]) -> AdapterNote:
-    """Reads ADAPTER.
-
-    Raises:
-      UserError: If it is missing or damaged.
-    """
-    path = storage.join(os.fspath(folder), ADAPTER)
-    if not storage.is_file(path):
-        raise UserError(
-            "This is not an adapter's checkpoint.",
-            where=os.fspath(folder),
-            fix="Name a checkpoint of a run that trains an adapter.",
-        )
-    try:
-        found = json.loads(storage.read(path))
-        # JSON gives a list, which would not equal the tuple of a run's own Adapter.
-        adapter = {**found["adapter"], "targets": tuple(found["adapter"]["targets"])}
-        return AdapterNote(Adapter(**adapter), found["base"], found["digest"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"The adapter's description cannot be read: {error}.",
-            where=path,
-            fix="Copy the whole checkpoint again.",
-        ) from error
-
-
-class AdapterCheckpoint(CheckpointReader, Protocol):
+class AdapterCheckpoint(abc.ABC):
     """An adapter's open checkpoint; its tensors are named as those of a model, `target/...`.
 
     It has no norms, so its `norm_names` are None.
     """
 
-    @property
-    def note(self) -> AdapterNote:
-        """The note of the adapter and its base."""
-        ...
+    ref: CheckpointRef
+    note: AdapterNote
+    tensors: Mapping[str, TensorInfo]
+    norm_names: naming.NormNames | None = None
+
+    @abc.abstractmethod
+    def read(self, key: str) -> np.ndarray:
+        """Reads one tensor; see CheckpointReader."""
+
+    @abc.abstractmethod
+    def native_name(self, key: str) -> str:
+        """The key's name in the checkpoint's own format."""
+
+    def check_shape(self, adapter: Adapter, shape: ModelShape) -> None:
+        """Raises a UserError unless the parameters are those of an adapter of a model."""
+        found = {
+            key.removeprefix(naming.PARAMETERS): info.shape
+            for key, info in self.tensors.items()
+            if key.startswith(naming.PARAMETERS)
+        }
+        wanted = adapter.parameter_shapes(shape, self.ref.path)
+        for path, then, now in differing_shapes(found, wanted):
+            raise UserError(
+                f"The checkpoint is of another adapter, or for another model: {path} is {then} in"
+                f" the checkpoint and {now} in the run.",
+                where=self.ref.path,
+                fix="Give the model and the adapter as they were.",
+            )
+
+    def check_continues(self, adapter: Adapter, shape: ModelShape) -> None:
+        """Raises a UserError unless an adapter's training can start from this one."""
+        self.check_shape(adapter, shape)
+        then, now = self.note.adapter.scale, adapter.scale
+        # The shapes do not show the scale, and the same parameters change the kernels by it.
+        if not math.isclose(then, now, rel_tol=1e-6):
+            raise UserError(
+                f"The adapter was trained with alpha / rank = {then:g}, and here it is {now:g}.",
+                where=self.ref.path,
+                fix=f"Bind adapters.lora.alpha = {then * adapter.rank:g}.",
+            )
 
 
 def open_adapter(ref: CheckpointRef) -> AdapterCheckpoint:
@@ -149,10 +184,10 @@ def note_of(ref: CheckpointRef) -> AdapterNote:
     Raises:
       UserError: See `open_adapter`.
     """
-    return _PeftReader(ref).note if ref.format == "peft" else read_note(ref.path)
+    return _PeftReader(ref).note if ref.format == "peft" else AdapterNote.read(ref.path)
 
 
-class AdapterReader:
+class AdapterReader(AdapterCheckpoint):
     """Reads an adapter's checkpoint that a run saved.
 
     Args:
@@ -162,12 +197,10 @@ class AdapterReader:
       UserError: If it is damaged.
     """
 
-    norm_names: naming.NormNames | None = None
-
     def __init__(self, ref: CheckpointRef):
-        self.ref, self.note = ref, read_note(ref.path)
+        self.ref, self.note = ref, AdapterNote.read(ref.path)
         self._arrays = Renamed(OrbaxArrays(ref.path))
-        self.tensors: Mapping[str, TensorInfo] = self._arrays.tensors
+        self.tensors = self._arrays.tensors
 
     def read(self, key: str) -> np.ndarray:
         """Reads one tensor."""
@@ -178,16 +211,14 @@ class AdapterReader:
         return key
 
 
-class _PeftReader:
+class _PeftReader(AdapterCheckpoint):
     """Reads a folder that PEFT loads; its parameters are read in float32."""
-
-    norm_names: naming.NormNames | None = None
 
     def __init__(self, ref: CheckpointRef):
         self.ref, self._folder = ref, _PeftFolder(ref.path)
         found = self._folder
         self.note = AdapterNote(found.adapter, found.base, found.digest)
-        self.tensors: Mapping[str, TensorInfo] = {
+        self.tensors = {
             **{naming.PARAMETERS + path: info for path, info in found.tensors.items()},
             # PEFT has no step: `Folder.step` is 0 unless a conversion noted one in the file.
             naming.STEP: TensorInfo((), np.dtype(np.int32)),
@@ -202,35 +233,6 @@ class _PeftReader:
     def native_name(self, key: str) -> str:
         """PEFT's name of a tensor."""
         return self._folder.names.get(key.removeprefix(naming.PARAMETERS), key)
-
-
-def check_shape(own: AdapterCheckpoint, adapter: Adapter, shape: ModelShape) -> None:
-    """Raises a UserError unless a checkpoint's parameters are those of an adapter of a model."""
-    found = {
-        key.removeprefix(naming.PARAMETERS): info.shape
-        for key, info in own.tensors.items()
-        if key.startswith(naming.PARAMETERS)
-    }
-    for path, then, now in differing_shapes(found, shapes_of(adapter, shape, own.ref.path)):
-        raise UserError(
-            f"The checkpoint is of another adapter, or for another model: {path} is {then} in"
-            f" the checkpoint and {now} in the run.",
-            where=own.ref.path,
-            fix="Give the model and the adapter as they were.",
-        )
-
-
-def check_continues(own: AdapterCheckpoint, adapter: Adapter, shape: ModelShape) -> None:
-    """Raises a UserError unless an adapter's training can start from a checkpoint's adapter."""
-    check_shape(own, adapter, shape)
-    then, now = own.note.adapter.scale, adapter.scale
-    # The shapes do not show the scale, and the same parameters change the kernels by it.
-    if not math.isclose(then, now, rel_tol=1e-6):
-        raise UserError(
-            f"The adapter was trained with alpha / rank = {then:g}, and here it is {now:g}.",
-            where=own.ref.path,
-            fix=f"Bind adapters.lora.alpha = {then * adapter.rank:g}.",
-        )
 
 
 # ---- Merging ------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ class MergedReader:
         shape: ModelShape,
         note: AdapterNote,
     ):
-        check_shape(own, note.adapter, shape)
+        own.check_shape(note.adapter, shape)
         self.ref, self.note, self.shape = own.ref, note, shape
         self.norm_names: naming.NormNames | None = base.norm_names
         # The base's slots are left out: they are statistics of the base's own updates.
@@ -576,7 +578,7 @@ def peft_config_text(adapter: Adapter, shape: ModelShape, base: str) -> str:
       shape: The model's shape.
       base: What PEFT loads the base from.
     """
-    modules = {_module(path) for path in adapted(adapter, shape)}
+    modules = {_module(path) for path in adapter.adapted_kernels(shape)}
     targets = _short({_module(path) for path in kernels(shape)}, modules)
     config: dict[str, Any] = {
         "peft_type": {"lora": "LORA", "ia3": "IA3"}[adapter.kind],

@@ -15,7 +15,6 @@ from t0repro.converters import adapter_files, hf, jax_tree, mtf, storage
 from t0repro.converters.adapter_files import (
     AdapterNote,
     MergedReader,
-    check_continues,
     check_is_adapter,
     is_adapter,
     note_of,
@@ -282,7 +281,7 @@ def restored_adapter(
       UserError: If it has other sizes or another scale, or was trained on another base.
     """
     own = open_adapter(find_adapter(path))
-    check_continues(own, adapter, shape)
+    own.check_continues(adapter, shape)
     check_base(own.note, digest, base)
     say(f"restore: {own.ref.path}")
     return {key: own.read(key) for key in own.tensors if key.startswith(naming.PARAMETERS)}

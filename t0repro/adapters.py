@@ -58,6 +58,64 @@ class Adapter:
         """Factor of LoRA's update, `lora_a @ lora_b`; 1 for (IA)3."""
         return self.alpha / self.rank if self.kind == "lora" else 1.0
 
+    def adapted_kernels(self, shape: ModelShape, where: str | None = None) -> list[str]:
+        """Paths of the kernels that have an adapter, in the table's order.
+
+        Raises:
+          UserError: If a target is not a regular expression or matches no kernel, or if the rank is
+            above a kernel's smaller side.
+        """
+        known, found = kernels(shape), set[str]()
+        where = where or f"adapters.{self.kind}.targets"
+        for target in self.targets:
+            try:
+                matching = [path for path in known if re.fullmatch(target, path)]
+            except re.error as error:
+                raise UserError(
+                    f"{target!r} is not a regular expression: {error}.", where=where
+                ) from error
+            if not matching:
+                raise UserError(
+                    f"The target {target!r} matches no kernel of a layer.",
+                    where=where,
+                    fix=f"Nearest: {nearest_names(target, known, count=3)}. A target has to match a"
+                    " kernel's full name (docs/t5x.md).",
+                )
+            found.update(matching)
+        if not found:
+            raise UserError("The adapter has no target.", where=where, fix="Name at least one.")
+        for path in known:
+            # A product of a higher rank has more parameters, but no updates that this one lacks.
+            if path in found and self.rank > min(known[path]):
+                raise UserError(
+                    f"rank = {self.rank} is above that of {path}, which is {known[path][0]} x"
+                    f" {known[path][1]}.",
+                    where="adapters.lora.rank",
+                    fix=f"Choose at most {min(known[path])}, or leave the kernel out of the"
+                    " targets.",
+                )
+        return [path for path in known if path in found]
+
+    def parameter_shapes(
+        self, shape: ModelShape, where: str | None = None
+    ) -> dict[str, tuple[int, ...]]:
+        """Path -> shape of every parameter of the adapter.
+
+        Raises:
+          UserError: See `adapted_kernels`.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        for path in self.adapted_kernels(shape, where):
+            owner, (size_in, size_out) = path.removesuffix("kernel"), kernels(shape)[path]
+            if self.kind == "lora":
+                found[owner + LORA_A] = (size_in, self.rank)
+                found[owner + LORA_B] = (self.rank, size_out)
+            elif owner.endswith("mlp/wo/"):
+                found[owner + IA3_INPUT] = (size_in,)
+            else:
+                found[owner + IA3_OUTPUT] = (size_out,)
+        return found
+
 
 def lora(
     rank: int = 8,
@@ -132,65 +190,6 @@ def kernels(shape: ModelShape) -> dict[str, tuple[int, int]]:
         for path, size in shape.parameters().items()
         if "/layers_" in path and path.endswith("/kernel") and len(size) == 2
     }
-
-
-def adapted(adapter: Adapter, shape: ModelShape, where: str | None = None) -> list[str]:
-    """Paths of the kernels that have an adapter, in the table's order.
-
-    Raises:
-      UserError: If a target is not a regular expression or matches no kernel, or if the rank is
-        above a kernel's smaller side.
-    """
-    known, found = kernels(shape), set[str]()
-    where = where or f"adapters.{adapter.kind}.targets"
-    for target in adapter.targets:
-        try:
-            matching = [path for path in known if re.fullmatch(target, path)]
-        except re.error as error:
-            raise UserError(
-                f"{target!r} is not a regular expression: {error}.", where=where
-            ) from error
-        if not matching:
-            raise UserError(
-                f"The target {target!r} matches no kernel of a layer.",
-                where=where,
-                fix=f"Nearest: {nearest_names(target, known, count=3)}. A target has to match a"
-                " kernel's full name (docs/t5x.md).",
-            )
-        found.update(matching)
-    if not found:
-        raise UserError("The adapter has no target.", where=where, fix="Name at least one.")
-    for path in known:
-        # A product of a higher rank has more parameters, but no updates that this one lacks.
-        if path in found and adapter.rank > min(known[path]):
-            raise UserError(
-                f"rank = {adapter.rank} is above that of {path}, which is {known[path][0]} x"
-                f" {known[path][1]}.",
-                where="adapters.lora.rank",
-                fix=f"Choose at most {min(known[path])}, or leave the kernel out of the targets.",
-            )
-    return [path for path in known if path in found]
-
-
-def shapes_of(
-    adapter: Adapter, shape: ModelShape, where: str | None = None
-) -> dict[str, tuple[int, ...]]:
-    """Path -> shape of every parameter of an adapter.
-
-    Raises:
-      UserError: See `adapted`.
-    """
-    found: dict[str, tuple[int, ...]] = {}
-    for path in adapted(adapter, shape, where):
-        owner, (size_in, size_out) = path.removesuffix("kernel"), kernels(shape)[path]
-        if adapter.kind == "lora":
-            found[owner + LORA_A] = (size_in, adapter.rank)
-            found[owner + LORA_B] = (adapter.rank, size_out)
-        elif owner.endswith("mlp/wo/"):
-            found[owner + IA3_INPUT] = (size_in,)
-        else:
-            found[owner + IA3_OUTPUT] = (size_out,)
-    return found
 
 
 def is_even(paths: Iterable[str], shape: ModelShape) -> bool:

@@ -57,8 +57,8 @@ def test_every_file_that_these_pages_name_exists():
 @pytest.mark.parametrize(
     ("start", "most"),
     [
-        (("t0repro.runs.start", "start_training", "config"), (34, 22, 8)),
-        (("t0repro.runs.start", "start_configured", "configuration"), (37, 24, 9)),
+        (("t0repro.runs.start", "start_training", "config"), (30, 20, 7)),
+        (("t0repro.runs.start", "start_configured", "configuration"), (30, 20, 7)),
     ],
 )
 def test_the_way_from_a_command_to_the_first_update_grows_no_longer(start, most):

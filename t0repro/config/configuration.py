@@ -7,13 +7,16 @@ stack needs for the computation.
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from t0repro import buckets
 from t0repro.config.run_config import MultiOptimizerConfig, RunConfig
 from t0repro.errors import UserError
-from t0repro.files import check_address
+from t0repro.files import check_address, output_path, write_atomically
+from t0repro.words import without_passwords
 
 Vocabularies = tuple[Any, Any]  # SeqIO's, for inputs and for targets
 
@@ -94,6 +97,17 @@ class Configuration:
     def vocabularies(self) -> Vocabularies:
         """SeqIO's vocabularies for inputs and for targets."""
         return self.inputs.vocabularies
+
+    def record_command(self) -> None:
+        """Writes model_dir/commands/command[.N] and, when training, operative_config.gin."""
+        model_dir = output_path(self.inputs.model_dir)
+        folder = model_dir / "commands"
+        # As t5 names them: command, command.1, command.2.
+        count = len(list(folder.glob("command*"))) if folder.is_dir() else 0
+        command = without_passwords(shlex.join(sys.argv))
+        write_atomically(folder / (f"command.{count}" if count else "command"), command)
+        if self.inputs.mode == "train":
+            write_atomically(model_dir / "operative_config.gin", self.gin_text)
 
 
 # ---- A RunConfig as a table: field, value and where the value was set ----------------------------

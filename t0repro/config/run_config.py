@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from t0repro.adapters import Adapter, adapted, is_even
+from t0repro.adapters import Adapter, is_even
 from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.ranges import Range
 from t0repro.config.training_plan import TrainingPlan
@@ -212,11 +212,11 @@ class ModelConfig:
           where: The place that named its targets.
 
         Raises:
-          UserError: If the adapter does not suit the model (t0repro.adapters.adapted).
+          UserError: If the adapter does not suit the model (Adapter.adapted_kernels).
         """
         if adapter is None:
             return self
-        even = is_even(adapted(adapter, self.shape, where), self.shape)
+        even = is_even(adapter.adapted_kernels(self.shape, where), self.shape)
         # One body serves all layers only if all have the same parameters.
         scan_layers = self.scan_layers if even else False
         return dataclasses.replace(self, adapter=adapter, scan_layers=scan_layers)

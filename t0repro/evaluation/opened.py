@@ -125,10 +125,9 @@ def check_adapter_fits(base: Checkpoint, own: AdapterCheckpoint) -> None:
       UserError: If it was trained on another base (with both hashes), or has other sizes.
     """
     from t0repro.converters import sources
-    from t0repro.converters.adapter_files import check_shape
 
     sources.check_base(own.note, base.digest, base.path)
-    check_shape(own, own.note.adapter, base.model.config.shape)
+    own.check_shape(own.note.adapter, base.model.config.shape)
 
 
 def with_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.adapters import LORA_A, LORA_B, shapes_of
+from t0repro.adapters import LORA_A, LORA_B
 from t0repro.config.run_config import DTypePolicy, ModelConfig
 from t0repro.model.attention import Visibility
 from t0repro.model.layers import (
@@ -397,7 +397,7 @@ def adapter_shapes(model: T5) -> Any:
     assert config.adapter is not None
     flat = {
         path: jax.ShapeDtypeStruct(shape, jnp.float32)
-        for path, shape in shapes_of(config.adapter, config.shape).items()
+        for path, shape in config.adapter.parameter_shapes(config.shape).items()
     }
     return flax.traverse_util.unflatten_dict(flat, sep="/")
 

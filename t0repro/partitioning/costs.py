@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from t0repro.adapters import shapes_of
 from t0repro.config.run_config import (
     AdafactorConfig,
     AdamWeightDecayConfig,
@@ -102,7 +101,7 @@ def estimate(run: RunConfig, devices: int = 1) -> Memory:
     parameters = count * (_FLOAT32 if trains else bytes_each) // shards
     trained, slots = parameters, slot_bytes(run.model.shape.parameters(), run.optimizer) // shards
     if adapter is not None:
-        sizes = shapes_of(adapter, run.model.shape)
+        sizes = adapter.parameter_shapes(run.model.shape)
         trained, slots = _FLOAT32 * sum(map(math.prod, sizes.values())), 0
         parameters = count * (2 if adapter.base_dtype == "bfloat16" else _FLOAT32) // shards
         parameters, slots = parameters + trained, slot_bytes(sizes, run.optimizer)

@@ -32,7 +32,6 @@ from t0repro.parameters import naming
 from t0repro.partitioning.devices import choose, line_of
 from t0repro.partitioning.processes import from_first
 from t0repro.progress import say
-from t0repro.runs.description import record_command
 from t0repro.words import without_passwords
 
 # As in tf.train.checkpoints_iterator.
@@ -136,7 +135,7 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
       UserError: If the model is not configured as a checkpoint's config.json says.
     """
     config = configuration.run
-    record_command(configuration)
+    configuration.record_command()
     model = T5(config.model, config.dtypes)
     # Shapes alone decide whether a checkpoint fits; nothing is initialized.
     shapes = parameter_shapes(model)

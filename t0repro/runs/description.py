@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
-import sys
 from typing import Any
 
 import jax
 import numpy as np
 
-from t0repro.config.configuration import Configuration
 from t0repro.config.inference_plan import InferencePlan
-from t0repro.files import make_folder, output_path, write_atomically
+from t0repro.files import make_folder, write_atomically
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import naming
 from t0repro.partitioning.devices import Partitioning, choose
 from t0repro.training.train_state import TrainState
-from t0repro.words import without_passwords
 
 # The sizes in the table of parameters, as T5X's network names its logical axes.
 _LOGICAL_AXES = {
@@ -102,18 +98,3 @@ def _line(name: str, shape: tuple[int, ...], spec: Any) -> str:
         f"Variable    {name:<80} size {math.prod(shape):<12} shape {described:<40}"
         f" partition spec {divided}"
     )
-
-
-# ---- The command, as t5 records it ---------------------------------------------------------------
-
-
-def record_command(configuration: Configuration) -> None:
-    """Writes model_dir/commands/command[.N] and, when training, operative_config.gin."""
-    model_dir = output_path(configuration.inputs.model_dir)
-    folder = model_dir / "commands"
-    # As t5 names them: command, command.1, command.2.
-    count = len(list(folder.glob("command*"))) if folder.is_dir() else 0
-    command = without_passwords(shlex.join(sys.argv))
-    write_atomically(folder / (f"command.{count}" if count else "command"), command)
-    if configuration.inputs.mode == "train":
-        write_atomically(model_dir / "operative_config.gin", configuration.gin_text)

@@ -375,8 +375,6 @@ def _tensors(ref: CheckpointRef, model: ModelConfig) -> Mapping[str, TensorInfo]
     """
     from t0repro.converters import sources
     from t0repro.converters.adapter_files import (
-        check_continues,
-        check_shape,
         is_adapter,
         open_adapter,
     )
@@ -385,9 +383,9 @@ def _tensors(ref: CheckpointRef, model: ModelConfig) -> Mapping[str, TensorInfo]
         return sources.open_checkpoint(ref).tensors
     own = open_adapter(ref)
     if model.adapter is not None:
-        check_continues(own, model.adapter, model.shape)
+        own.check_continues(model.adapter, model.shape)
     else:
-        check_shape(own, own.note.adapter, model.shape)
+        own.check_shape(own.note.adapter, model.shape)
     return _tensors(sources.base_of(ref), model)
 
 

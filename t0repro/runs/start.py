@@ -20,7 +20,6 @@ from t0repro.errors import UserError
 from t0repro.evaluation.evaluator import infer_eval
 from t0repro.event_files import event_writer
 from t0repro.partitioning.processes import is_alone, output_folder
-from t0repro.runs.description import record_command
 from t0repro.runs.train import Describe, train
 from t0repro.training.loop import Evaluations
 from t0repro.training.metrics import OpenWriter
@@ -111,7 +110,7 @@ def start_configured(configuration: Configuration) -> None:
     """Mode train of Mesh TensorFlow's dialect: the folder gets the files of t5's command."""
     start_training(
         configuration.run,
-        describe=lambda state, devices: record_command(configuration),
+        describe=lambda state, devices: configuration.record_command(),
         allow_changed=configuration.allow_changed,
     )
 

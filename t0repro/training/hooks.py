@@ -30,7 +30,7 @@ from t0repro.adapters import joined
 from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import SaveConfig
 from t0repro.converters import sources
-from t0repro.converters.adapter_files import read_note
+from t0repro.converters.adapter_files import AdapterNote
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory, output_path
 from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
@@ -513,7 +513,7 @@ def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
     path = checkpoint_path(folder.parent, notes["step"])
     like, base = parameter_shapes(module), None
     if config.model.adapter is not None:
-        like, base = adapter_shapes(module), read_note(path)
+        like, base = adapter_shapes(module), AdapterNote.read(path)
     params = parameters_from_flat_tree(load_tree(path), like, where=str(path))
     if base is not None:
         assert config.model.adapter is not None

@@ -21,9 +21,7 @@ from t0repro.converters import sources, storage
 from t0repro.converters.adapter_files import (
     AdapterNote,
     AdapterReader,
-    check_shape,
     is_adapter,
-    read_note,
 )
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, FlatTree, differing_shapes
 from t0repro.errors import UserError, of_command
@@ -160,7 +158,7 @@ def check_model_dir(
         if not allow_changed:
             _check_step(ref, reader)
             _check_record(output_path(model_dir) / RECORD, config)
-        check_shape(reader, config.model.adapter, config.model.shape)
+        reader.check_shape(config.model.adapter, config.model.shape)
         return None if of_optax else reader
     reader = None if of_optax else _open(ref, backend)
     if reader is not None and config is not None:
@@ -485,7 +483,7 @@ def _beside_base(
     note = AdapterNote(adapter, where, digest)
     if start is not None:
         assert start.checkpoint is not None
-        read_note(start.checkpoint).check_base(digest, where)
+        AdapterNote.read(start.checkpoint).check_base(digest, where)
     elif restore is not None and restore.adapter is not None:
         own = sources.restored_adapter(restore.adapter, adapter, config.model.shape, digest, where)
         start = _restored(own, shapes, "the restored adapter")

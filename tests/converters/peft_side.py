@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from t0repro.adapters import Adapter, shapes_of
+from t0repro.adapters import Adapter
 from t0repro.config.run_config import ModelConfig
 from t0repro.converters.adapter_files import AdapterNote
 from t0repro.converters.convert import convert
@@ -70,7 +70,7 @@ def save_base(
 def save_adapter(path: Path, model: ModelConfig, adapter: Adapter, base: Path) -> Path:
     """Writes an adapter far from a new one, as a run of ours does."""
     path = checkpoint_path(path, 4)
-    own = _random(shapes_of(adapter, model.shape), 2, 0.3)
+    own = _random(adapter.parameter_shapes(model.shape), 2, 0.3)
     save_tree(path, {**own, "state/step": np.int32(4)})
     digest = open_checkpoint(str(base), None, "float32").digest
     AdapterNote(adapter, str(base), digest).write(path)

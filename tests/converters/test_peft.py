@@ -13,7 +13,7 @@ import pytest
 
 from t0repro.adapters import ia3, lora
 from t0repro.converters import sources
-from t0repro.converters.adapter_files import check_continues, open_adapter
+from t0repro.converters.adapter_files import open_adapter
 from t0repro.converters.convert import convert
 from t0repro.converters.safetensors_files import SafetensorsFile
 from t0repro.errors import UserError
@@ -133,7 +133,7 @@ def test_t_fews_vectors_are_read_as_the_page_says(peft, bases, tmp_path, monkeyp
         open_adapter(sources.find_checkpoint(tmp_path / name))
         for name in ("t_few_pretrained", "own")
     )
-    check_continues(found, expected.note.adapter, MODELS["gated, untied"].shape)
+    found.check_continues(expected.note.adapter, MODELS["gated, untied"].shape)
     for key in found.tensors.keys() - {"state/step"}:
         np.testing.assert_array_equal(found.read(key), expected.read(key), err_msg=key)
 

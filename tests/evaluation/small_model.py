@@ -7,7 +7,7 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t0repro.adapters import Adapter, shapes_of
+from t0repro.adapters import Adapter
 from t0repro.converters.adapter_files import AdapterNote
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.model.t5 import T5, initial_parameters
@@ -52,7 +52,7 @@ def save_adapter(folder: Path, adapter: Adapter, base: Path, shape: ModelShape) 
     path = folder / f"checkpoint_{STEP}"
     own = {
         f"target/{name}": (0.3 * generator.normal(size=size) + (len(size) == 1)).astype("f")
-        for name, size in shapes_of(adapter, shape).items()
+        for name, size in adapter.parameter_shapes(shape).items()
     }
     save_tree(path, {**own, "state/step": np.int32(STEP)})
     digest = open_checkpoint(str(base), None, "float32").digest

@@ -20,8 +20,6 @@ from t0repro.converters import sources
 from t0repro.converters.adapter_files import (
     AdapterNote,
     AdapterReader,
-    check_continues,
-    read_note,
 )
 from t0repro.converters.convert import convert
 from t0repro.converters.restoring import starting_tree
@@ -167,7 +165,7 @@ def test_a_run_trains_and_saves_the_adapter_alone_and_goes_on_bit_for_bit(base, 
     assert slots and all(any(end in name for end in ends) for name in slots)
     second = [name for name in own if name.endswith(ends[1])]
     assert all((whole[name] != (adapter.kind == "ia3")).any() for name in second)
-    note = read_note(checkpoint_path(tmp_path / "parts", 4))
+    note = AdapterNote.read(checkpoint_path(tmp_path / "parts", 4))
     assert note.adapter == adapter and note.base == str(base)
     assert note.digest == open_checkpoint(str(base), None, "float32").digest
 
@@ -224,9 +222,9 @@ def test_a_run_starts_from_another_adapter_as_step_0(base, trained, tmp_path):
     with pytest.raises(UserError, match="trained on another base"):
         started(saved(tmp_path / "other", 1))
     with pytest.raises(UserError, match="of another adapter"):
-        check_continues(own, IA3, DEEP.shape)
+        own.check_continues(IA3, DEEP.shape)
     with pytest.raises(UserError, match=r"alpha / rank = 2, and here it is 1(?s:.*)alpha = 4"):
-        check_continues(own, dataclasses.replace(LORA, alpha=2.0), DEEP.shape)
+        own.check_continues(dataclasses.replace(LORA, alpha=2.0), DEEP.shape)
 
 
 ON_FOUR = """
@@ -297,7 +295,7 @@ def trained(base, tmp_path_factory):
                 tree[key] = x + 0.1 * generator.normal(size=x.shape).astype("f")
         path = checkpoint_path(folder / f"{name}, moved", 2)
         save_tree(path, tree)
-        read_note(checkpoint_path(folder / name, 2)).write(path)
+        AdapterNote.read(checkpoint_path(folder / name, 2)).write(path)
     return folder
 
 
