@@ -1,4 +1,4 @@
-"""`t0repro report` and `t0repro compare`: results of runs as files and pages."""
+"""`t0repro report`, `compare`, `runs`, `plot` and `replay`: what runs gave, as files and pages."""
 
 from __future__ import annotations
 
@@ -473,6 +473,9 @@ def _name(path: Path) -> str:
     """The folder name that distinguishes a run; not `validation_eval`, which every run has."""
     path = path.resolve()
     return path.parent.name if path.suffix or "_eval" in path.name else path.name
+
+
+# ---- Training runs: their state and their curves -------------------------------------------------
 
 
 def runs(

@@ -1,4 +1,4 @@
-"""Spellings of command lines: dashes or underscores, T5X's and absl's forms, paths."""
+"""How command lines are spelled (dashes, T5X's and absl's forms, paths) and their help shown."""
 
 from __future__ import annotations
 

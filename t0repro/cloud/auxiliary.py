@@ -91,7 +91,7 @@ class AuxiliaryOptions:
         return tuple(name for name in names if name)
 
 
-def job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
+def _job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
     """The settings of the jobs.
 
     Args:
@@ -145,7 +145,7 @@ def make_controller(
     )
     engine = options.launcher or machine.launcher
     return Controller(
-        Path(model_dir), job_settings(options, gin), make_launcher(engine, machine), policy
+        Path(model_dir), _job_settings(options, gin), make_launcher(engine, machine), policy
     )
 
 
@@ -158,7 +158,7 @@ def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
     from t0repro.cloud.engines import find_machine
     from t0repro.jobs.commands import check, check_by_dry_run
 
-    settings = job_settings(options, gin)
+    settings = _job_settings(options, gin)
     macros, _ = check(settings)
     machine = find_machine(
         options.machines, options.auxiliary_job_platform, options.auxiliary_job_cell

@@ -54,7 +54,7 @@ def make_launcher(name: str, machine: Machine) -> Launcher:
             )
         return VertexLauncher(machine.vertex)
     raise UserError(
-        f"There is no launcher {name}.", where="--launcher", fix=f"One of {', '.join(LAUNCHERS)}."
+        f"There is no launcher {name}.", where="--launcher", fix=f"One of {', '.join(_LAUNCHERS)}."
     )
 
 
@@ -387,7 +387,7 @@ class VertexLauncher(Launcher):
 #   iz:                          # what --auxiliary_job_cell is given
 #     environment: {CUDA_VISIBLE_DEVICES: "1"}
 
-LAUNCHERS = ("local", "slurm", "k8s", "vertex")
+_LAUNCHERS = ("local", "slurm", "k8s", "vertex")
 
 
 @dataclasses.dataclass(frozen=True)

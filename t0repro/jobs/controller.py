@@ -98,7 +98,7 @@ class Controller:
         self._model_dir = absolute(model_dir)
         # In a bucket, jobs write to a working copy, which is uploaded.
         self._folder = output_path(self._model_dir / FOLDER)
-        self._pins = pins_of(self._model_dir, self._folder)
+        self._pins = _pins_of(self._model_dir, self._folder)
         self._settings = settings
         self._launcher = launcher
         # Jobs that do not see that copy have their files in the bucket itself.
@@ -152,7 +152,7 @@ class Controller:
 
     def _poll_checkpoints(self) -> None:
         """Pins each new checkpoint and notes its points."""
-        for step, ref in complete_checkpoints(self._model_dir).items():
+        for step, ref in _complete_checkpoints(self._model_dir).items():
             points = [Point(step, mixture) for mixture in self._settings.mixtures]
             new = [point for point in points if point not in self._journal.progress]
             if not any(self._is_open(point) for point in points):
@@ -165,7 +165,7 @@ class Controller:
 
     def _try_again(self) -> None:
         """Retries points that an earlier controller gave up, since the cause may be gone."""
-        there = complete_checkpoints(self._model_dir)
+        there = _complete_checkpoints(self._model_dir)
         for point, progress in self._journal.progress.items():
             if progress.state == "given up" and point.step in there:
                 if self._pins.pin(there[point.step]):
@@ -461,19 +461,19 @@ def _files(folder: Path) -> Iterator[Path]:
 # In a bucket, a pin is a lease, which a training run on JAX checks before it removes a checkpoint.
 # What it could not remove is removed when the pin is released.
 
-PINS = "pins"
+_PINS = "pins"
 
 
-def complete_checkpoints(model_dir: Path) -> dict[int, CheckpointRef]:
+def _complete_checkpoints(model_dir: Path) -> dict[int, CheckpointRef]:
     """Step -> complete checkpoint in a training run's folder, ascending; {} before the first."""
     if not model_dir.is_dir():
         return {}
     return {ref.step: ref for ref in sources.list_checkpoints(model_dir) if ref.step is not None}
 
 
-def pins_of(model_dir: Path, folder: Path) -> Pins:
+def _pins_of(model_dir: Path, folder: Path) -> Pins:
     """A training run's pins; `folder` stores them on a disk."""
-    return Leases(model_dir) if buckets.is_address(model_dir) else Links(folder)
+    return _Leases(model_dir) if buckets.is_address(model_dir) else _Links(folder)
 
 
 class Pins(Protocol):
@@ -496,11 +496,11 @@ class Pins(Protocol):
         ...
 
 
-class Links:
+class _Links:
     """Pins on a disk, in `folder`/pins/<step>."""
 
     def __init__(self, folder: Path):
-        self._place = folder / PINS
+        self._place = folder / _PINS
 
     def pin(self, ref: CheckpointRef) -> bool:
         """Links a checkpoint's files."""
@@ -515,7 +515,7 @@ class Links:
                 sources.open_checkpoint(sources.find_checkpoint(copy))  # checks files and sizes
         except (FileNotFoundError, UserError):
             # Deletion takes a while: only part of the checkpoint may have been linked.
-            if ref.step not in complete_checkpoints(Path(ref.path).parent):
+            if ref.step not in _complete_checkpoints(Path(ref.path).parent):
                 return False
             raise
         return True
@@ -536,7 +536,7 @@ class Links:
                 shutil.rmtree(self._place / name, ignore_errors=True)
 
 
-class Leases:
+class _Leases:
     """Pins in a bucket, which last as long as this process."""
 
     def __init__(self, model_dir: Path):
@@ -552,7 +552,7 @@ class Leases:
         if lease is None:
             return False
         # The training run may have removed it between the listing and the lease.
-        if ref.step not in complete_checkpoints(self._model_dir):
+        if ref.step not in _complete_checkpoints(self._model_dir):
             lease.release()
             return False
         self._held[ref.step] = lease, ref.path

@@ -28,7 +28,7 @@ from t0repro.words import is_secret
 from t0repro.working_copies import close_all, upload
 
 _POLL_SECONDS = 0.2
-GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL: time to save a checkpoint
+_GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL: time to save a checkpoint
 _PR_SET_PDEATHSIG = 1
 
 
@@ -287,7 +287,7 @@ class LocalLauncher(Launcher):
         if worker is not None and worker.poll() is None:
             worker.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.wait(GRACE_SECONDS * 1.5)
+                worker.wait(_GRACE_SECONDS * 1.5)
         while _is_alive(job):
             with contextlib.suppress(ProcessLookupError, ValueError):
                 # While the lock is held the group exists, so its number cannot belong to another.
@@ -412,7 +412,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """Asks the whole group to end; the worker has a handler and continues."""
     os.killpg(0, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_SECONDS)
+        process.wait(_GRACE_SECONDS)
 
 
 def _resident() -> int:

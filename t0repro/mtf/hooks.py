@@ -75,7 +75,7 @@ def install(model_dir: str) -> None:
     metrics = MetricsFile(os.path.join(model_dir, METRICS_FILE))
     record_training(tpu_estimator.TPUEstimator, metrics)
     record_perplexity(tpu_estimator.TPUEstimator, metrics)
-    record_evaluation(utils, metrics)
+    _record_evaluation(utils, metrics)
 
 
 class MetricsFile:
@@ -114,7 +114,7 @@ def _is_training_after(line: str, step: int) -> bool:
     return record.get("split") == "train" and record.get("step", 0) > step
 
 
-# ---- Training -----------------------------------------------------------------------------------
+# ---- Training ------------------------------------------------------------------------------------
 
 
 def record_training(estimator_class: Any, metrics: MetricsFile) -> None:
@@ -333,7 +333,7 @@ def silence_loss_print() -> None:
     tf.Print = pass_through
 
 
-# ---- Evaluation ---------------------------------------------------------------------------------
+# ---- Evaluation ----------------------------------------------------------------------------------
 
 # The record of a scored task and provenance.json have the facts that Mesh TensorFlow's own files do
 # not give the report: how many inputs and targets were truncated, the digest of the checkpoint, and
@@ -362,7 +362,7 @@ def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
     estimator_class.evaluate = evaluate
 
 
-def record_evaluation(utils: Any, metrics: MetricsFile) -> None:
+def _record_evaluation(utils: Any, metrics: MetricsFile) -> None:
     """Makes `eval` and `score_eval` write a metrics line and a record per task and checkpoint.
 
     `eval_model` computes a checkpoint's metrics while it iterates over the checkpoints. So the step

@@ -281,7 +281,7 @@ def compare_sides(
         trees = {done: without_exchange(tree) for done, tree in ours.trees.items()}
         ours = dataclasses.replace(ours, trees=trees)
     tokens = np.array([np.count_nonzero(np.asarray(ex["targets"]) > 0) for ex in examples])
-    findings = compare_results(reference, ours, float32=job.float32, tokens=tokens)
+    findings = _compare_results(reference, ours, float32=job.float32, tokens=tokens)
     if job.task is not None:
         findings.append(_metrics(job.task, reference, ours, job.float32))
     return Parity(
@@ -300,7 +300,7 @@ def _metrics(task: ScoredTask, reference: StackResult, ours: StackResult, float3
     by_stack = [
         task.judge.metrics_of(task.examples, scores) for scores in (reference.scores, ours.scores)
     ]
-    return metrics_finding(task.judge.task, *by_stack, float32=float32)
+    return _metrics_finding(task.judge.task, *by_stack, float32=float32)
 
 
 def to_json(parity: Parity, facts: dict[str, Any]) -> str:
@@ -332,9 +332,9 @@ def to_json(parity: Parity, facts: dict[str, Any]) -> str:
 # is promised, depart if the RMS of the difference exceeds 1e-5 of their RMS. In bfloat16,
 # differences are reported but not judged.
 
-FIRST_LOSS, LOSSES, TENSOR, PER_TOKEN = 1e-5, 1e-4, 1e-5, 1e-4
-STEPS_JUDGED = 20  # losses of later steps are only reported
-QUANTILES = (0.5, 0.9, 0.99, 1.0)
+_FIRST_LOSS, _LOSSES, _TENSOR, _PER_TOKEN = 1e-5, 1e-4, 1e-5, 1e-4
+_STEPS_JUDGED = 20  # losses of later steps are only reported
+_QUANTILES = (0.5, 0.9, 0.99, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,7 +347,7 @@ class Finding:
       size: number of values compared.
       reference_rms: root mean square of Mesh TensorFlow's values.
       difference_rms: root mean square of the differences.
-      quantiles: the entries' absolute differences, relative to `measure`, at QUANTILES.
+      quantiles: the entries' absolute differences, relative to `measure`, at 0.5, 0.9, 0.99, 1.
       measure: the reference of the relative differences.
       error: the number to judge.
       tolerance: the largest error allowed; None if it is only reported.
@@ -370,7 +370,7 @@ class Finding:
         return self.tolerance is None or self.error <= self.tolerance
 
 
-def compare_results(
+def _compare_results(
     reference: StackResult, ours: StackResult, *, float32: bool, tokens: np.ndarray | None = None
 ) -> list[Finding]:
     """Compares everything that both results contain, in the order of computation.
@@ -397,18 +397,18 @@ def _findings(
     if reference.token_losses is not None and ours.token_losses is not None:
         yield _absolute("log-likelihood", "targets of the first batch", reference.token_losses,
                         ours.token_losses, np.ones_like(reference.token_losses))  # fmt: skip
-    yield relative("loss", "step 1", reference.losses[:1], ours.losses[:1], FIRST_LOSS)
+    yield relative("loss", "step 1", reference.losses[:1], ours.losses[:1], _FIRST_LOSS)
     yield from _tensors("gradient", reference.gradients, ours.gradients)
     # Step 0 is the start, equal by construction.
     first, *later = sorted(reference.trees.keys() & ours.trees.keys() - {0})
-    yield from _trees("first step", reference.trees[first], ours.trees[first], TENSOR)
+    yield from _trees("first step", reference.trees[first], ours.trees[first], _TENSOR)
     # Later steps accumulate the differences of all before them; the tolerance is defined for 20.
-    judged = slice(0, STEPS_JUDGED)
-    last = min(STEPS_JUDGED, len(reference.losses))
+    judged = slice(0, _STEPS_JUDGED)
+    last = min(_STEPS_JUDGED, len(reference.losses))
     if last > 1:
         name = f"steps 1 to {last}"
-        yield relative("loss", name, reference.losses[judged], ours.losses[judged], LOSSES)
-    if len(reference.losses) > STEPS_JUDGED:
+        yield relative("loss", name, reference.losses[judged], ours.losses[judged], _LOSSES)
+    if len(reference.losses) > _STEPS_JUDGED:
         name = f"all {len(reference.losses)} steps"
         yield relative("loss", name, reference.losses, ours.losses, None)
     for step in later:
@@ -428,7 +428,7 @@ def _tensors(
         # Show entries relative to the RMS; judge the tensor by its own.
         errors, error = np.abs(difference) / max(scale, _TINY), _ratio(_rms(difference), scale)
         measure = "the tensor's RMS"
-        yield _finding(kind, name, expected, difference, errors, measure, error, TENSOR)
+        yield _finding(kind, name, expected, difference, errors, measure, error, _TENSOR)
 
 
 def _trees(
@@ -470,10 +470,10 @@ def _absolute(
     difference = _difference(expected, value)
     errors = np.abs(difference) / np.maximum(tokens, 1)
     return _finding(kind, name, expected, difference, errors, "one target token",
-                    float(np.max(errors)), PER_TOKEN)  # fmt: skip
+                    float(np.max(errors)), _PER_TOKEN)  # fmt: skip
 
 
-def metrics_finding(
+def _metrics_finding(
     task: str, reference: Mapping[str, float], ours: Mapping[str, float], *, float32: bool
 ) -> Finding:
     """A finding for a task's metrics, which must be equal."""
@@ -530,7 +530,7 @@ def _finding(
     error: float,
     tolerance: float | None,
 ) -> Finding:
-    spread = np.quantile(errors, QUANTILES) if errors.size else np.zeros(len(QUANTILES))
+    spread = np.quantile(errors, _QUANTILES) if errors.size else np.zeros(len(_QUANTILES))
     return Finding(
         kind=kind,
         name=name,

@@ -98,7 +98,7 @@ def _import(name: str, *args: Any, **kwargs: Any) -> Any:
 
 # ---- Stand-ins made from the recorded signatures -------------------------------------------------
 
-OPAQUE = object()
+_OPAQUE = object()
 """Stands for a default that is neither a literal nor configurable."""
 
 
@@ -160,7 +160,7 @@ class _StandIns:
 
     def _make(self, selector: str, record: Mapping[str, Any]) -> Any:
         module, _, name = selector.rpartition(".")
-        signature = signature_of(record["signature"], self._default)
+        signature = _signature_of(record["signature"], self._default)
         # Classes have a base, which may be none of the configurables; functions have no such entry.
         if "base" in record:
             base = self.of(record["base"]) if record["base"] else object
@@ -184,7 +184,7 @@ class _StandIns:
         """The value of a default as recorded (see scripts/mtf_signatures.py)."""
         text = ast.unparse(node)
         if text == "...":
-            return OPAQUE
+            return _OPAQUE
         if text == "gin.REQUIRED":
             return gin.REQUIRED
         if text.startswith("tf."):
@@ -192,7 +192,7 @@ class _StandIns:
         return self.of(text) if text in recorded()["configurables"] else ast.literal_eval(node)
 
 
-def signature_of(text: str, default: Callable[[ast.expr], Any]) -> inspect.Signature:
+def _signature_of(text: str, default: Callable[[ast.expr], Any]) -> inspect.Signature:
     """The signature that a recorded text describes."""
     function = ast.parse(f"def f{text}: pass").body[0]
     assert isinstance(function, ast.FunctionDef)
@@ -513,7 +513,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     return [(first, second) for first, second in parts]
 
 
-def mesh_dim_size(layout: Any, mesh: Any, dimension: Dimension) -> int:
+def _mesh_dim_size(layout: Any, mesh: Any, dimension: Dimension) -> int:
     """How many parts a tensor's dimension is divided into."""
     shape = convert_to_shape(mesh)
     axis = convert_to_layout_rules(layout).tensor_dimension_to_mesh_axis(dimension, shape)
@@ -533,7 +533,7 @@ def compute_batch_size(
     if method.endswith("per_batch"):
         return value
     # A layout rule goes by a dimension's name alone, so a size of 0 does no harm.
-    replicas = (mesh_dim_size(layout, mesh, Dimension(name, 0)) for name in _BATCH)
+    replicas = (_mesh_dim_size(layout, mesh, Dimension(name, 0)) for name in _BATCH)
     return value * math.prod(replicas)
 
 
@@ -569,7 +569,7 @@ def _serialize_num_microbatches(
     """The fewest microbatches of at most so many tokens a replica."""
     if not tokens_per_microbatch_per_replica:
         return 1
-    rows, rest = divmod(batch_dim.size, mesh_dim_size(layout_rules, mesh_shape, batch_dim))
+    rows, rest = divmod(batch_dim.size, _mesh_dim_size(layout_rules, mesh_shape, batch_dim))
     if rest:
         raise NeedsPackages(f"{batch_dim} is not divided by {mesh_shape}")
     # As in Mesh TensorFlow, a microbatch has at least one sequence, however long, and its size
@@ -591,7 +591,7 @@ _FUNCTIONS: Mapping[str, Any] = {
     "Shape": lambda dims: Shape(tuple(dims)),
     "convert_to_shape": convert_to_shape,
     "convert_to_layout_rules": convert_to_layout_rules,
-    "tensor_dim_to_mesh_dim_size": mesh_dim_size,
+    "tensor_dim_to_mesh_dim_size": _mesh_dim_size,
 }
 # Configurables that are called while a configuration is read, with the stand-in for Mesh
 # TensorFlow's module `transformer` as first argument.

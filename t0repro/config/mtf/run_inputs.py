@@ -249,7 +249,7 @@ def _hashable(value: Any) -> Any:
 # nothing in an encoder-decoder model: Bitransformer.decode passes its own.
 
 _TRANSFORMER = "mesh_tensorflow.transformer.transformer"
-DECODE = "Bitransformer.decode"
+_DECODE = "Bitransformer.decode"
 _BEAM_SEARCH = "mesh_tensorflow.beam_search.beam_search"
 _INFER = f"{UTILS}.decode_from_file"
 _STRINGS = f"{UTILS}.score_from_strings"
@@ -259,7 +259,7 @@ _ITERATOR = f"{UTILS}.get_checkpoint_iterator"
 # For the reader: configurables of these modes, with the arguments that are read here or that the
 # caller always passes. Any other may only be bound to its default.
 DECODING_BINDINGS: Mapping[str, Any] = {
-    DECODE: {
+    _DECODE: {
         "beam_size", "alpha", "temperature", "sampling_keep_top_k", "decode_length_multiplier",
         "decode_length_constant", "max_decode_length", "variable_dtype",
     },
@@ -334,7 +334,7 @@ class DecodingReader:
             "max_length": "max_decode_length",
         }
         values = {
-            field: self._read(DECODE, decode, argument, f"decoding.{field}")
+            field: self._read(_DECODE, decode, argument, f"decoding.{field}")
             for field, argument in sources.items()
         }
         self._check_decoding(values)
@@ -358,10 +358,10 @@ class DecodingReader:
             ):
                 if values[field] != neutral:
                     self._refuse(
-                        DECODE, argument, f"A beam search with {argument} = {values[field]!r}"
+                        _DECODE, argument, f"A beam search with {argument} = {values[field]!r}"
                     )
         if values["keep_top_k"] != -1 and values["keep_top_k"] <= 0:
-            self._refuse(DECODE, "sampling_keep_top_k", "sampling_keep_top_k below 1 (but not -1)")
+            self._refuse(_DECODE, "sampling_keep_top_k", "sampling_keep_top_k below 1 (but not -1)")
 
     def _infer(self) -> InferConfig:
         decode_fn = self._read(f"{UTILS}.infer_model", self._utils.infer_model, "decode_fn")

@@ -425,7 +425,7 @@ def _without_folder(place: str) -> str:
 
 # ---- The places of values, and errors for unsupported ones ---------------------------------------
 
-ONLY_T5X = "Remove the binding, or run it with T5X itself."
+_ONLY_T5X = "Remove the binding, or run it with T5X itself."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -456,7 +456,7 @@ class Places:
                     return place
         return None
 
-    def refused(self, name: str, value: Any, why: str, fix: str = ONLY_T5X) -> UserError:
+    def refused(self, name: str, value: Any, why: str, fix: str = _ONLY_T5X) -> UserError:
         """An error for an unsupported value, with the place that set it."""
         return UserError(f"{name} = {value!r}: {why}", where=self.place(name), fix=fix)
 

@@ -188,7 +188,7 @@ class _Deferred:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        return served_class(getattr(importlib.import_module(self._name), name))
+        return _served_class(getattr(importlib.import_module(self._name), name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +259,7 @@ def _module(name: str) -> _Served | _Optax:
 # T5X's class. The user's class itself is instantiated when the run begins (`UserClass.made`).
 
 # Classes to subclass: (module, name) -> the record with T5X's arguments.
-EXTENSIONS: dict[tuple[str, str], type[records.Record]] = {
+_EXTENSIONS: dict[tuple[str, str], type[records.Record]] = {
     ("t0repro.training.models", "EncoderDecoderModel"): records.EncoderDecoderModel,
     ("t0repro.training.trainer", "BaseTrainer"): records.Trainer,
     ("t0repro.training.partitioner", "Partitioner"): records.PjitPartitioner,
@@ -274,10 +274,10 @@ _SUPPLIED = frozenset(
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def served_class(value: Any) -> Any:
+def _served_class(value: Any) -> Any:
     """The record class for a user's usable class; any other value unchanged."""
     for base in value.__mro__ if isinstance(value, type) else ():
-        record = EXTENSIONS.get((base.__module__, base.__qualname__))
+        record = _EXTENSIONS.get((base.__module__, base.__qualname__))
         if record is not None:
             return _record_class(value, record)
     return value
@@ -285,7 +285,7 @@ def served_class(value: Any) -> Any:
 
 def base_class(hint: Any) -> str | None:
     """The class to subclass for an argument of a declared type; None if it accepts none."""
-    for (module, name), record in EXTENSIONS.items():
+    for (module, name), record in _EXTENSIONS.items():
         if record in alternatives(hint):
             return f"{module}.{name}"
     return None
@@ -318,7 +318,7 @@ def user_class(record: Any, places: Places) -> UserClass | None:
 
 
 def _kind_of(record: Any) -> type[records.Record]:
-    return next(base for base in type(record).__mro__ if base in EXTENSIONS.values())
+    return next(base for base in type(record).__mro__ if base in _EXTENSIONS.values())
 
 
 # gin refuses another object under a name that it has registered.
