@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from t0repro.adapters import Adapter, is_even
+from t0repro.config.choices import ChoiceLoss
 from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.ranges import Range
 from t0repro.config.training_plan import TrainingPlan
@@ -80,25 +81,6 @@ class Arithmetic:
     z_loss_in_evaluation: bool = False
     # Truncating a normal at two standard deviations leaves 0.88 of its standard deviation.
     rescaled_truncated_normal: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class ChoiceLoss:
-    """Adds two losses over an example's answer choices to the loss of the correct one.
-
-    T-Few's: Liu et al. 2022, https://arxiv.org/abs/2205.05638, section 3.2, and their code
-    (r-three/t-few, src/models/EncoderDecoder.py).
-
-    Attributes:
-      unlikelihood: What the unlikelihood of the wrong choices is multiplied by.
-      length_normalized: What the loss of choosing the correct one is multiplied by; a choice's
-        score is the mean log-likelihood of its tokens.
-      choices: The most answer choices that a row of a batch can hold.
-    """
-
-    unlikelihood: Annotated[float, Range(at_least=0)] = 1.0
-    length_normalized: Annotated[float, Range(at_least=0)] = 1.0
-    choices: Annotated[int, Range(at_least=2)] = 4
 
 
 @dataclasses.dataclass(frozen=True)

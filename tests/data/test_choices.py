@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import ChoiceLoss
+from t0repro.config.choices import ChoiceLoss
 from t0repro.config.training_plan import TrainDataConfig
 from t0repro.data.train_data import ChoiceBatches, examples_of
 from t0repro.errors import UserError

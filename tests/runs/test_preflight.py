@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from t0repro.config.run_config import ChoiceLoss
+from t0repro.config.choices import ChoiceLoss
 from t0repro.config.t5x.inference import eval_plan, infer_plan
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from t0repro.adapters import ia3
+from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import check_choice_loss
-from t0repro.config.run_config import ChoiceLoss, RunConfig
+from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import TrainDataConfig
 from t0repro.data.train_data import Choices, to_batch
 from t0repro.errors import UserError

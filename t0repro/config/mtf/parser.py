@@ -13,12 +13,13 @@ from typing import Any, NoReturn, Protocol, get_args
 import gin
 from t0repro import adapters
 from t0repro.config import gin_door
+from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin_door import Bindings, record_bindings
 from t0repro.config.gin_errors import check_references, configuration_errors
 from t0repro.config.gin_imports import default_bindings, mesh_folders, restrict_imports
 from t0repro.config.mtf import packages
-from t0repro.config.run_config import ChoiceLoss, Recompute
+from t0repro.config.run_config import Recompute
 from t0repro.errors import UserError
 from t0repro.files import check_address
 from t0repro.tasks.registration import hand_to_seqio, load_tasks

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from t0repro.adapters import Adapter
-from t0repro.config.run_config import ChoiceLoss
+from t0repro.config.choices import ChoiceLoss
 from t0repro.config.t5x.records import (
     CheckpointConfig,
     DatasetConfig,

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from t0repro.adapters import Adapter
+from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import render
 from t0repro.config.run_config import (
     AdafactorConfig,
     Arithmetic,
-    ChoiceLoss,
     OptaxConfig,
     RunConfig,
     ScheduleConfig,
