@@ -1,6 +1,8 @@
 """What gin files import: listed without importing, and refused where it is not allowed."""
 
 import dataclasses
+import importlib.util
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -172,3 +174,17 @@ def test_without_the_packages_their_recorded_files_are_read(monkeypatch):
     }
     assert not gin_imports.has_module("t5", "models")
     assert all(is_shipped(line.place) for line in found)
+
+
+def test_what_this_projects_gin_files_import_of_it_exists():
+    lines = [
+        (path.name, *found)
+        for path in Path(__file__).parents[2].joinpath("gin").rglob("*.gin")
+        for found in re.findall(
+            r"^(?:from (t0repro[\w.]*) import (\w+)|import (t0repro[\w.]+))", path.read_text(), re.M
+        )
+    ]
+    assert len(lines) > 5
+    for file, package, name, whole in lines:
+        module = whole or f"{package}.{name}"
+        assert importlib.util.find_spec(module), f"{file} imports {module}"
