@@ -324,6 +324,8 @@ class _ModuleWhenUsed(types.ModuleType):
         found = importlib.util.find_spec(top)
         folders = (found and found.submodule_search_locations) or ()
         self.__path__ = [os.path.join(folder, *below) for folder in folders]
+        # Without one, importlib.util.find_spec raises a ValueError for a module that is imported.
+        self.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
