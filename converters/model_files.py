@@ -35,7 +35,7 @@ def described(ref: CheckpointRef) -> CheckpointRef:
     A run that trained the adapter left its gin file beside it; without one, the base's counts.
     """
     if not adapter_files.is_adapter(ref) or any(
-        storage.is_file(storage.join(ref.folder, name)) for name in GIN_FILES
+        storage.is_file(storage.join(ref.folder, name)) for name in _GIN_FILES
     ):
         return ref
     return described(sources.base_of(ref))
@@ -79,7 +79,7 @@ def arithmetic(
     """
     bound = {}
     # T5X's file first: what a training run here wrote says more, and wins.
-    if storage.is_file(config := _beside(ref, T5X_CONFIG)):
+    if storage.is_file(config := _beside(ref, _T5X_CONFIG)):
         bound = _bound_arithmetic(storage.read(config).decode(), Path(config))
     if text:
         bound |= _bound_arithmetic(text, Path(gin_file or _gin_beside(ref)))
@@ -214,7 +214,7 @@ def _query_scale(ref: CheckpointRef) -> tuple[bool, str] | None:
     if ref.format in ("hf", "mtf"):  # neither library can
         return False, f"its format is {ref.format}"
     unbound = None
-    for name in (mtf.OPERATIVE_CONFIG, T5X_CONFIG):
+    for name in (mtf.OPERATIVE_CONFIG, _T5X_CONFIG):
         if not storage.is_file(file := _beside(ref, name)):
             continue
         text = storage.read(file).decode()
@@ -531,8 +531,8 @@ def _find(name: str, including: Path) -> Path | None:
 # gin.
 
 
-T5X_CONFIG = "config.gin"
-GIN_FILES = (OPERATIVE_CONFIG, T5X_CONFIG)  # Mesh TensorFlow's and T5X's
+_T5X_CONFIG = "config.gin"
+_GIN_FILES = (OPERATIVE_CONFIG, _T5X_CONFIG)  # Mesh TensorFlow's and T5X's
 _MODEL_INFO = "model-info.txt"  # T5X's list of variables
 _VARIABLE = re.compile(r"Variable\s+(?:params/)?(\S+)\s+size")
 _PARAMETERS_END = "Total number of parameters:"
@@ -548,7 +548,7 @@ def check_run_files(ref: CheckpointRef, family: ModelShape) -> None:
     Raises:
       UserError: Naming the line that the model contradicts, or a file that cannot be read.
     """
-    for name in GIN_FILES:
+    for name in _GIN_FILES:
         file = storage.join(ref.folder, name)
         if storage.is_file(file):
             check_gin_text(_text(file), Path(file), family)

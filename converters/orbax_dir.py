@@ -254,7 +254,7 @@ class OrbaxArrays:
                 if name in _DESCRIPTIONS:
                     content = store.read(key).result().value
                     yield array, _zarr_description(self._inside(f"{_OCDBT}, {array}"), content)
-        # `zarr.parse` has already named the array whose description is damaged.
+        # `_zarr_description` has already named the array whose description is damaged.
         except UserError:
             raise
         except Exception as error:

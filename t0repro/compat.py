@@ -1,10 +1,11 @@
 """Makes Mesh TensorFlow 0.1.21 and t5 0.9.4 import, train and score on a current TensorFlow.
 
 Both libraries were written for TensorFlow 2.3 to 2.8. This module restores what TensorFlow has
-since moved or dropped, works around Mesh TensorFlow's faults on CPU, and replaces no code of either
-library with our own copy. Each patch is a function whose docstring gives its reason. A patch that
-restores something does nothing if TensorFlow (or the library) still has it. `install()` applies
-them all; it must run before the first `import mesh_tensorflow`.
+since moved or dropped, works around Mesh TensorFlow's faults on CPU, lets Keras be imported only
+when it is used, and replaces no code of either library with our own copy. Each patch is a function
+whose docstring gives its reason. A patch that restores something does nothing if TensorFlow (or the
+library) still has it. `install()` applies them all; it must run before the first `import
+mesh_tensorflow`.
 
     from t0repro import compat
 

@@ -11,6 +11,8 @@ layers of protection:
 Such templates are also checked more strictly than promptsource's. A variable that a row lacks is an
 error (write `{{ text | default("") }}` if it may be missing). Rows without a label or with an empty
 target are dropped, while T0 would train on a wrong answer or on "<NO LABEL>".
+
+Rows travel as JSON, by `encode_row` and `decode_row`, with which caching spools them too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompted tasks and mixtures: their contents, which are registered, and by which modules.
+"""Prompted tasks and mixtures: their contents, which are registered, and which can be read here.
 
 Does not import SeqIO.
 """

@@ -288,8 +288,6 @@ def _joined(processes: ProcessOptions, topology: str | None) -> Iterator[None]:
             yield
         return
     if processes != ProcessOptions():
-        from t0repro.errors import UserError
-
         raise UserError(
             "Only a single process can compile for devices that are not attached.",
             where=f"--topology={topology}",
@@ -327,7 +325,6 @@ def _import_t5x(options: T5xOptions) -> bool:
     """Whether a gin file imports T5X or its script, as all of T5X's do."""
     from t0repro.config.gin_imports import list_imports
     from t0repro.config.t5x.gin_files import shipped_files
-    from t0repro.errors import UserError
 
     folders = [*options.gin_search_paths.split(","), str(shipped_files())]
     try:
@@ -340,7 +337,6 @@ def _import_t5x(options: T5xOptions) -> bool:
 
 def _suggest(config: RunConfig, devices: Any, chip: Any) -> None:
     """Prints each change that is tried to make a training run fit."""
-    from t0repro.errors import UserError
     from t0repro.runs.precompile import suggest
 
     if chip is None or config.mode != "train":
@@ -359,7 +355,6 @@ def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, RunConfig]:
     """T5X's parsed gin files, and the training run that they describe."""
     from t0repro.config.gin_errors import configuration_errors
     from t0repro.config.t5x.run import precompile_config, train_config
-    from t0repro.errors import UserError
 
     readers = {"train": train_config, "precompile": precompile_config}
     if inputs.run_mode not in readers:
@@ -389,7 +384,6 @@ def _devices(topology: str | None) -> tuple:
     echo("looking for devices, with JAX ...", err=True)
     import jax
 
-    from t0repro.errors import UserError
     from t0repro.partitioning import topologies
 
     if topology is not None and not topology.startswith("cpu"):

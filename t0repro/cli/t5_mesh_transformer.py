@@ -140,8 +140,8 @@ def _run_jax(options: Any) -> None:
     import jax
 
     from t0repro.partitioning.processes import is_first
+    from t0repro.runs import run
     from t0repro.runs.preflight import check_mesh_transformer
-    from t0repro.runs.start import run
 
     with _group_of(ProcessOptions, options).joined():
         # As t5's main does on every run without --tpu.
@@ -177,7 +177,6 @@ def _run_mesh_tensorflow(options: Any) -> None:
     # Otherwise absl's handler repeats every line of TensorFlow's handler.
     tf.get_logger().propagate = False
 
-    from t0repro.config.configuration import NotOnJax
     from t0repro.config.mtf import parser
     from t0repro.mtf.run import run
     from t0repro.runs.preflight import check_mesh_transformer

@@ -1,4 +1,4 @@
-"""Experiment trackers: their interface, and what passes a run's metrics and files on to them.
+"""Sends a run's metrics and files to experiment trackers: Weights & Biases, MLflow, TensorBoard.
 
 A tracker follows the run's folder. On either stack, the metrics are lines of metrics.jsonl. What
 was sent is kept in `tracking.json` beside them, so a run that is killed and restarted continues the
@@ -94,9 +94,10 @@ def open_tracker(name: TrackerName, run: TrackedRun, run_id: str | None) -> Trac
       UserError: if the tracker's package is not installed, or its server cannot be reached.
     """
     try:
-        # Each is imported on demand, because that takes time.
         return _OPENERS[name](run, run_id)
     except ModuleNotFoundError as error:
+        if error.name != name:  # a package that the tracker's own package needs
+            raise
         raise UserError(
             f"--tracker {name} needs the package {error.name}.",
             where="--tracker",

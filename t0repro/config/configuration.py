@@ -1,7 +1,7 @@
 """The result of parsing a command line in either gin dialect; nothing reads gin after that.
 
 Either backend checks `RunInputs` before it computes anything. `Configuration` adds what the JAX
-stack needs for the computation.
+stack needs for the computation. Addresses that it names are checked here too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 gin 0.5.0 has no public way to list bindings with their lines, to resolve a reference before it is
 called, or to list configurables. The rest of this project uses this module for that, so that a new
-version of gin affects one module only.
+version of gin affects one module only. It also lets gin read files of buckets, and refuses bound
+addresses that cannot be opened.
 """
 
 from __future__ import annotations

@@ -378,7 +378,7 @@ def why_not_trained(config: RunConfig, vocabularies: tuple[Any, Any]) -> str | N
     """
     plan = config.plan
     train, evaluation, inferred = plan.train_data, plan.train_eval_data, plan.infer_eval_data
-    if reads_rows_alone(config):
+    if _reads_rows_alone(config):
         return None
     if "model" in plan.user_classes:
         return "the model is a class of yours, which is given SeqIO's vocabularies"
@@ -404,7 +404,7 @@ def why_not_trained(config: RunConfig, vocabularies: tuple[Any, Any]) -> str | N
     return None
 
 
-def reads_rows_alone(config: RunConfig) -> bool:
+def _reads_rows_alone(config: RunConfig) -> bool:
     """Whether a run reads only its tasks' rows, so that SeqIO need not have the tasks."""
     return config.model.choice_loss is not None and config.plan.infer_eval_data is None
 

@@ -3,8 +3,8 @@
 The controller's whole state is in the journal and in the jobs' exit files, so it may be killed and
 restarted at any moment. A point (a checkpoint with a mixture) goes from waiting to running to
 succeeded. A failed job is restarted after a pause that doubles each time, up to a limit on
-failures. A job interrupted with its controller or by its engine is restarted without counting as a
-failure.
+failures. A checkpoint is kept until its jobs have ended. A job interrupted with its controller or
+by its engine is restarted without counting as a failure.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ import psutil
 from t0repro import buckets, working_copies
 from t0repro.files import input_path, make_folder, output_path, write_atomically
 from t0repro.words import is_secret
-from t0repro.working_copies import close_all, upload
 
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL: time to save a checkpoint
@@ -342,10 +341,10 @@ def main(job_file: str) -> None:
         os.write(lock, str(os.getpid()).encode())
     ending = _run(work, lock, asked_to_end)
     # The log first: the controller fetches both once there is an exit file.
-    upload(work.log_file)
+    working_copies.upload(work.log_file)
     if ending is not None:
         write_atomically(work.exit_file, json.dumps(dataclasses.asdict(ending)) + "\n")
-    close_all()
+    working_copies.close_all()
     # This also ends the worker; the exit file is on disk by now.
     os.killpg(0, signal.SIGKILL)
 

@@ -183,7 +183,7 @@ def _harness_task(task: TaskDescription, split: str, rows: str) -> dict[str, Any
 
 def _group(name: str, members: Sequence[str]) -> dict[str, Any]:
     # Each prompt counts the same, whatever its number of examples. The harness averages a group of
-    # groups over its prompts too; T0's mean over datasets is in the report (lm_eval.files).
+    # groups over its prompts too; T0's mean over datasets is in the report.
     mean = {"metric": "acc", "aggregation": "mean", "weight_by_size": False}
     return {
         "group": name,

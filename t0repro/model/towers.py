@@ -494,11 +494,11 @@ def _in_place_of(arrays: Sequence[Any], result: Any) -> Any:
 
 # ---- Adds up the gradients of a tower's layers inside the backward pass of its loop --------------
 
-# A scanned tower ends its backward pass with a stack of all its layers'
-# gradients. With several microbatches, these are then added to sums of the same size, and XLA holds
-# the stacks of both towers in addition to the sums: 2.3 of the 16.3 GiB of T0 11B's step on a
-# v3-512. So the sums go through the scans themselves, stacked, as values that no computation reads.
-# Their gradient is defined here as the sum so far:
+# A scanned tower ends its backward pass with a stack of all its layers' gradients. With several
+# microbatches, these are then added to sums of the same size, and XLA holds the stacks of both
+# towers in addition to the sums: 2.3 of the 16.3 GiB of T0 11B's step on a v3-512. So the sums go
+# through the scans themselves, stacked, as values that no computation reads. Their gradient is
+# defined here as the sum so far:
 #
 #     forward    sums ---- layer 0 ---- ... ---- layer 23 ---- _starting_with
 #     backward   sums + all gradients <- ... <- sums + those of layer 23 <- sums

@@ -4,7 +4,8 @@ Every process runs the same program on the devices of all of them (jax.distribut
 coordinates them: only the first process writes, the others adopt its choices (`from_first`), and
 all wait for each other before they use what was written (`wait_for_all`).
 
-A single process counts as the first of one, and all of this has no effect on it.
+A single process counts as the first of one, and all of this has no effect on it. Where one process
+ends, `Watch` ends the others.
 """
 
 from __future__ import annotations

@@ -1,69 +1,23 @@
-"""Starts a run on the JAX stack: the mode of a configuration, and training.
-
-A training run starts by locking its folder and opening its data and evaluations.
-"""
+"""Starts a training run: locks its folder, opens its data and evaluations, and trains."""
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
 from typing import Any
 
 from t0repro.config.configuration import Configuration
-from t0repro.config.mtf.parser import refused_export
 from t0repro.config.run_config import RunConfig
 from t0repro.converters import sources
 from t0repro.converters.restoring import starting_tree
 from t0repro.data.train_data import train_batches, train_eval
-from t0repro.errors import UserError
 from t0repro.evaluation.evaluator import infer_eval
 from t0repro.event_files import event_writer
-from t0repro.partitioning.processes import is_alone, output_folder
+from t0repro.partitioning.processes import output_folder
 from t0repro.runs.train import Describe, train
 from t0repro.training.loop import Evaluations
 from t0repro.training.metrics import OpenWriter
 from t0repro.training.start import locked_for_training
-
-# Each mode's module and function; `run` imports only the one it runs.
-MODES = {
-    "train": ("start", "start_configured"),
-    "eval": ("evaluate", "evaluate"),
-    "score_eval": ("evaluate", "evaluate"),
-    "perplexity_eval": ("evaluate", "evaluate_perplexity"),
-    "infer": ("text_scores", "infer"),
-    "score_from_dataset": ("text_scores", "score_from_dataset"),
-    "score_from_strings": ("text_scores", "score_from_strings"),
-}
-
-_ON_SEVERAL = ("train", "eval", "score_eval")
-
-
-def run(configuration: Configuration) -> None:
-    """Runs the configured mode.
-
-    Raises:
-      UserError: For a mode or an option that the JAX stack does not support, or for bad input.
-    """
-    mode, place = configuration.inputs.mode, configuration.inputs.provenance.get("mode")
-    if mode not in _ON_SEVERAL and not is_alone():
-        raise UserError(
-            f"Mode {mode!r} runs as one process.",
-            where=place,
-            fix=f"Several processes are for {', '.join(_ON_SEVERAL)}; start one for this mode.",
-        )
-    if mode in MODES:
-        module, function = MODES[mode]
-        getattr(importlib.import_module(f"t0repro.runs.{module}"), function)(configuration)
-    # Mesh TensorFlow's exports write SavedModels of its graph, which JAX does not have.
-    elif str(mode).startswith("export"):
-        raise refused_export(mode, place)
-    else:
-        raise UserError(
-            f"There is no mode {mode!r}; there are {', '.join(MODES)}.",
-            where=place,
-            fix="Bind run.mode to one of these.",
-        )
 
 
 def start_training(

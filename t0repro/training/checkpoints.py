@@ -1,10 +1,10 @@
 """Checkpoints of the JAX stack: one Orbax directory `checkpoint_<step>/` each, with T5X's tree.
 
-A checkpoint is written under a temporary name and renamed once it is complete. The last file
-written is `integrity.json`, with the length and CRC-32 of every other file, so that a missing or
-altered file is reported by name before any value is used. Orbax directories written by other
-programs have no such file; for them, every array and chunk that Orbax's own metadata names must
-exist.
+On a disk, a checkpoint is written under a temporary name and renamed once it is complete; how it
+becomes complete in a bucket is at the end. The last file written is `integrity.json`, with the
+length and CRC-32 of every other file, so that a missing or altered file is reported by name before
+any value is used. Orbax directories written by other programs have no such file; for them, every
+array and chunk that Orbax's own metadata names must exist.
 
 Saving has two parts: `start_checkpoint` copies the state to the host, so that training may
 continue in the same buffers, and a thread writes the copy.

@@ -4,7 +4,8 @@
 
 The denominator is the number of entries of `targets` in the full batch, padding included, unless
 the configuration sets another. Mesh TensorFlow adds z_loss in training only
-(Unitransformer._compute_loss). T5X's metrics are made in t0repro.training.t5_model.
+(Unitransformer._compute_loss). T5X's metrics are made in t0repro.training.t5_model. At the end are
+T-Few's losses over answer choices, and the functions of t5x.losses for a loss of your own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The interface of a trainer's model, and a T5 with the loss that its configuration describes.
 
-T5X's other models are in t0repro.training.models, where all of them are found.
+T5X's other models are in t0repro.training.models, where all of them are found. At the end are T5X's
+loss, its sums over a batch and the metrics made of them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from t0repro.runs.start import MODES
+from t0repro.runs import MODES
 
 
 @pytest.mark.parametrize("mode", MODES)

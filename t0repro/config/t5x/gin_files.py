@@ -1,4 +1,7 @@
-"""Parses T5X's gin files and overrides into the record of the program that they configure."""
+"""Parses T5X's gin files and overrides into the record of the program that they configure.
+
+`Places` says where each value was set, also in errors for values that are not supported.
+"""
 
 from __future__ import annotations
 

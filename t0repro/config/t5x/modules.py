@@ -2,7 +2,8 @@
 
 During parsing, gin's import function is replaced. Names of T5X, SeqIO and `__main__` resolve to the
 records of this package. Any other module is imported when gin first looks up a name in it. No
-module called `t5x` is ever placed where Python finds it, and an installed T5X is not read.
+module called `t5x` is ever placed where Python finds it, and an installed T5X is not read. A user's
+class in place of one of T5X's is found here too.
 """
 
 from __future__ import annotations
