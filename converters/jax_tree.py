@@ -74,7 +74,7 @@ class JaxReader:
         if manifest is not None and not stored.has_integrity:
             source = _Compared(stored, manifest, ref.path)
         arrays: Arrays = Renamed(source)
-        if is_scanned(arrays.tensors):
+        if _is_scanned(arrays.tensors):
             arrays = _UnscannedArrays(arrays)
         self._arrays: Arrays = arrays
         self.tensors: Mapping[str, TensorInfo] = arrays.tensors
@@ -349,7 +349,7 @@ class Arrays(Protocol):
         ...
 
 
-def is_scanned(names: Mapping[str, TensorInfo]) -> bool:
+def _is_scanned(names: Mapping[str, TensorInfo]) -> bool:
     """Returns whether the flat keys belong to a scanned tree."""
     return any(
         name.startswith(("target/encoder/encoder/", "target/decoder/decoder/")) for name in names

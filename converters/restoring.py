@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from t0repro.config.configuration import RunInputs
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run_config import Mode, RunConfig
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.converters import mtf, sources, storage
 from t0repro.converters.model_files import open_configured
@@ -259,14 +259,6 @@ def assigned_names(
 
 # ---- Checks before a run builds a graph or writes a file -----------------------------------------
 
-_EVALUATION_MODES = (
-    "eval",
-    "score_eval",
-    "perplexity_eval",
-    "infer",
-    "score_from_dataset",
-    "score_from_strings",
-)
 _EMBEDDINGS = ("shared/embedding", "encoder/embedding", "decoder/embedding")
 
 
@@ -282,15 +274,15 @@ def check_checkpoints(inputs: RunInputs, *, jax: bool) -> None:
         TensorFlow could not restore it.
     """
     checkpoints = []
-    if inputs.mode in _EVALUATION_MODES:
+    if inputs.mode == "train":
+        checkpoints = _checkpoints_to_start_from(inputs, jax=jax)
+    elif inputs.mode in get_args(Mode):
         steps = inputs.eval_checkpoint_step
         steps = list(steps) if isinstance(steps, tuple) else steps
         found = sources.list_checkpoints(inputs.model_dir)
         if not jax and found and all(ref.format != "mtf" for ref in found):
             raise _of_another_stack(found[-1], "The latest of model_dir", inputs.master_dtype)
         checkpoints = checkpoints_to_evaluate(inputs.model_dir, steps, jax=jax)
-    elif inputs.mode == "train":
-        checkpoints = _checkpoints_to_start_from(inputs, jax=jax)
     for checkpoint in checkpoints:
         bundle = check_checkpoint(checkpoint)
         check_vocabulary(checkpoint, inputs.vocabularies, inputs.vocab_divisor)

@@ -14,7 +14,8 @@ import gin
 from t0repro import compat
 from t0repro.config.decoding import DecodingConfig
 from t0repro.config.mtf.dialect import KNOWN_BINDINGS
-from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
+from t0repro.config.mtf.packages import MESH_TRANSFORMER
+from t0repro.config.mtf.parser import UTILS
 from t0repro.config.ranges import range_of
 from t0repro.config.run_config import (
     AdafactorConfig,

@@ -11,7 +11,6 @@ in training, without a checkpoint, because the files name data in Google's bucke
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import re
@@ -20,12 +19,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import typer
 
 from t0repro import compat
-from t0repro.cli.app import app
+from t0repro.cli.app import command
 from t0repro.cli.gate import ErrorHandling, find_user_error
 
 ROOT = Path(__file__).parents[1]
@@ -102,18 +98,12 @@ def files_of_run(file: Path, text: str) -> tuple[str, list[str]]:
     return MODES[found[1]] if found else "train", files
 
 
-@functools.cache
-def _command() -> Any:
-    """`t0repro`, whose options typer reads again at each call of get_command."""
-    return typer.main.get_command(app)
-
-
 def said(*arguments: str) -> tuple[str, str]:
     """The output of a `t0repro` command in this process, and its error in a line; "" for none."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         try:
-            _command()(args=list(arguments), obj=ErrorHandling(), standalone_mode=False)
+            command()(args=list(arguments), obj=ErrorHandling(), standalone_mode=False)
         except Exception as error:
             mistake = find_user_error(error) or f"{type(error).__name__}: {error}"
             return printed.getvalue(), " ".join(mistake.partition("\n  where:")[0].split())

@@ -364,8 +364,7 @@ def provide_text_layers_when_used() -> None:
     """Keeps tensorflow_text, whose operations SeqIO uses, from importing its layers for Keras."""
     name = "tensorflow_text.python.keras"
     if importlib.util.find_spec("tensorflow_text") and "tensorflow_text" not in sys.modules:
-        layers = f"{name}.layers"
-        sys.modules[name] = _ModuleWhenUsed(name, layers, {"layers": layers})
+        sys.modules[name] = _ModuleWhenUsed(name, f"{name}.layers", {})
 
 
 def provide_torch_absence() -> None:

@@ -30,7 +30,7 @@ from t0repro.cli.spelling import LogOptions, source
 from t0repro.cloud.auxiliary import AuxiliaryOptions
 from t0repro.cloud.spec import JobMode
 from t0repro.errors import UserError, needs_reference_tier
-from t0repro.files import check_address, output_path
+from t0repro.files import check_address, folder_lock, output_path
 
 if TYPE_CHECKING:
     from t0repro.config.inference_plan import EvalPlan, InferencePlan, InferPlan
@@ -123,7 +123,6 @@ def evaluate(
             check_inference(plan, typer.echo)
             return
         from t0repro.evaluation.evaluator import FOLDER
-        from t0repro.files import folder_lock
         from t0repro.partitioning.processes import held_by_first
         from t0repro.runs.description import describe_inference
         from t0repro.runs.evaluate import evaluate_checkpoints
@@ -174,7 +173,6 @@ def infer(
 
             check_inference(plan, typer.echo)
             return
-        from t0repro.files import folder_lock
         from t0repro.partitioning.processes import held_by_first
         from t0repro.runs import batch_infer
         from t0repro.runs.description import describe_inference

@@ -502,7 +502,7 @@ def _mlflow_errors() -> Iterator[None]:
 
 # ---- TensorBoard: every run writes its metrics there; this adds the settings and texts -----------
 
-# TensorBoard shows texts; nobody reads a larger file there.
+# Bytes of the largest file that is added as a text.
 _LONGEST_TEXT = 100_000
 _TEXTS = {".gin", ".json", ".md", ".txt"}
 

@@ -128,7 +128,7 @@ class MixedBatches(ResumableBatches):
 
     def _batches(self, in_rows: Iterator[list[Example]], size: int) -> Iterator[Batch]:
         while len(rows := list(itertools.islice(in_rows, size))) == size:
-            yield to_batch(rows, self._lengths, positions=self._pack)
+            yield _to_batch(rows, self._lengths, positions=self._pack)
 
     def _rows(self, seed: int, shard: int, epochs: int | None = None) -> Iterator[list[Example]]:
         """The examples of each row: endless, or of a number of epochs of each task."""
@@ -192,7 +192,7 @@ def packed(examples: Iterator[Example], lengths: Mapping[str, int]) -> Iterator[
         yield row
 
 
-def to_batch(
+def _to_batch(
     rows: Sequence[Sequence[Example]], lengths: Mapping[str, int], *, positions: bool
 ) -> Batch:
     """Rows of examples as arrays, with the features of t0repro.data.batches: int32 [rows, length].

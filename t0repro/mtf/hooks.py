@@ -558,10 +558,9 @@ def _identified(path: str, step: int) -> Checkpoint:
 
 def _device() -> str:
     """The devices available to TensorFlow."""
-    import tensorflow as tf
-
-    devices = tf.config.list_physical_devices("GPU") or tf.config.list_physical_devices("CPU")
-    details = tf.config.experimental.get_device_details(devices[0])
+    config = tensorflow.config
+    devices = config.list_physical_devices("GPU") or config.list_physical_devices("CPU")
+    details = config.experimental.get_device_details(devices[0])
     name = details.get("device_name", devices[0].device_type.lower())
     return f"{len(devices)} x {name}, {os.cpu_count()} CPU cores"
 

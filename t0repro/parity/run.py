@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.config.mtf.parser import MeshInputs
+from t0repro.config.mtf.parser import MeshInputs, refuse_on_mesh_tensorflow
 from t0repro.config.run_config import EvalDataConfig, RunConfig
 from t0repro.converters.tensors import FlatTree
 from t0repro.data.batches import eval_tasks
@@ -129,7 +129,6 @@ def make_job(
       UserError: if the configuration has dropout, is invalid or is for the JAX stack alone.
     """
     from t0repro.config.mtf.dialect import load
-    from t0repro.config.mtf.parser import refuse_on_mesh_tensorflow
 
     out = output_path(out)
     float32 = dtype == "float32"

@@ -36,7 +36,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t0repro.config.configuration import Configuration
+from t0repro.config.configuration import Configuration, check_addresses, check_outputs
 from t0repro.config.inference_plan import EvalPlan, InferencePlan, InferPlan
 from t0repro.config.run_config import ModelConfig, RunConfig
 from t0repro.config.training_plan import RestoreConfig, SeqioDataConfig
@@ -120,8 +120,6 @@ def check_mesh_transformer(configuration: Configuration, *, jax: bool, at_hand: 
     Raises:
       UserError: For the first fault.
     """
-    from t0repro.config.configuration import check_addresses, check_outputs
-
     inputs, config = configuration.inputs, configuration.run_or_refusal
     trains = inputs.mode == "train" and inputs.mixture_or_task_name is not None
     listed = [Check("addresses", Cost.FILES, lambda: check_addresses(inputs, jax=jax))]

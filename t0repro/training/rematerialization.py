@@ -247,7 +247,7 @@ def _residual_bytes(loss: Callable[[Any, Any], Any], parameters: Any, inputs: An
     made_by = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
 
     def viewed(variable: Any) -> Any:
-        """The array behind a view, so that two views of it count once."""
+        """The array that a view shows, so that two views of it count once."""
         while variable in made_by and made_by[variable].primitive.name in _VIEWS:
             variable = made_by[variable].invars[0]
         return variable

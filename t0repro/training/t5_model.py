@@ -385,8 +385,8 @@ def metrics_of(sums: Sums, *, packed: bool) -> dict[str, Metric]:
     """T5X's metrics of a batch or microbatch, which merge over microbatches and steps.
 
     Args:
-      sums: of the batch.
-      packed: whether rows hold several examples, which decides the metrics' names, as in T5X.
+      sums: Sums over the batch.
+      packed: Whether rows hold several examples, which decides the metrics' names, as in T5X.
     """
     loss, z_loss = sums["loss"], sums["z_loss"]
     all_targets, real = sums["all_targets"], sums["real_losses"]

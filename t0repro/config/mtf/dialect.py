@@ -29,10 +29,10 @@ from t0repro.config.mtf import model as mtf_model
 from t0repro.config.mtf import optimizer as mtf_optimizer
 from t0repro.config.mtf import packages
 from t0repro.config.mtf.misread import check_types, misread, scoped_calls
+from t0repro.config.mtf.packages import MESH_TRANSFORMER
 from t0repro.config.mtf.parser import (
     JAX_MODEL,
     JAX_TRAINING,
-    MESH_TRANSFORMER,
     UTILS,
     FindCheckpoint,
     Flags,

@@ -15,19 +15,19 @@ from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin_door import Bindings, Key
 from t0repro.config.gin_errors import is_shipped
+from t0repro.config.mtf.packages import TRANSFORMER
 from t0repro.config.ranges import alternatives, declared_arguments, fits, in_words
 from t0repro.errors import UserError, nearest_names
 
-_TRANSFORMER = "mesh_tensorflow.transformer.transformer"
 _LAYERS = "mesh_tensorflow.transformer.transformer_layers"
 _TOWERS = ("encoder", "decoder")
 
 # The scopes in which an encoder-decoder model reads its configurables. Constructors run in their
 # tower's scope. Everything else, such as sublayers and optimizers, runs outside of both scopes.
 TOWER_SCOPES: Mapping[str, tuple[str, ...]] = {
-    f"{_TRANSFORMER}.make_layer_stack": _TOWERS,
-    f"{_TRANSFORMER}.LayerStack": _TOWERS,
-    f"{_TRANSFORMER}.Unitransformer": _TOWERS,
+    f"{TRANSFORMER}.make_layer_stack": _TOWERS,
+    f"{TRANSFORMER}.LayerStack": _TOWERS,
+    f"{TRANSFORMER}.Unitransformer": _TOWERS,
     f"{_LAYERS}.DenseReluDense": _TOWERS,
     f"{_LAYERS}.SelfAttention": _TOWERS,
     f"{_LAYERS}.EncDecAttention": ("decoder",),
@@ -37,7 +37,7 @@ DECODER_ONLY: frozenset[str] = frozenset({
     "label_smoothing", "z_loss", "loss_denominator", "shared_embedding_and_softmax_weights",
     "loss_on_targets_only", "loss_fn",
 })  # fmt: skip
-_UNITRANSFORMER = f"{_TRANSFORMER}.Unitransformer"
+_UNITRANSFORMER = f"{TRANSFORMER}.Unitransformer"
 # Arguments whose defaults do not show that they are lists or functions.
 _TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("sublayers_initial", "sublayers_per_layer", "sublayers_final"),

@@ -14,17 +14,17 @@ from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin_door import Bindings
 from t0repro.config.gin_errors import is_shipped
+from t0repro.config.mtf.packages import TRANSFORMER
 from t0repro.config.mtf.parser import JAX_MODEL, jax_model
 from t0repro.config.run_config import Activation, ModelConfig, Recompute
 from t0repro.errors import UserError
 from t0repro.parameters.naming import SHARED_LAYERS
 
-_TRANSFORMER = "mesh_tensorflow.transformer.transformer"
 _LAYERS = "mesh_tensorflow.transformer.transformer_layers"
-_STACK = f"{_TRANSFORMER}.LayerStack"
-_UNITRANSFORMER = f"{_TRANSFORMER}.Unitransformer"
-_DROPOUT = f"{_TRANSFORMER}.sublayer_dropout"
-_RMS_NORM = f"{_TRANSFORMER}.sublayer_rms_norm"
+_STACK = f"{TRANSFORMER}.LayerStack"
+_UNITRANSFORMER = f"{TRANSFORMER}.Unitransformer"
+_DROPOUT = f"{TRANSFORMER}.sublayer_dropout"
+_RMS_NORM = f"{TRANSFORMER}.sublayer_rms_norm"
 
 _ENCODER_LAYERS = ("SelfAttention", "DenseReluDense")
 _DECODER_LAYERS = ("SelfAttention", "EncDecAttention", "DenseReluDense")
@@ -63,17 +63,17 @@ KNOWN_BINDINGS: Mapping[str, Any] = {
         "input_full_attention", "loss_on_targets_only",
     },
     _STACK: {*_SUBLAYERS["rms_norm"], "dropout_rate", "norm_epsilon", "recompute_grads"},
-    f"{_TRANSFORMER}.make_layer_stack": {"layers", "num_layers"},
-    f"{_TRANSFORMER}.make_bitransformer": {"encoder_name", "decoder_name"},
-    f"{_TRANSFORMER}.Bitransformer": set(),
-    f"{_TRANSFORMER}.VocabEmbedding": set(),
-    f"{_TRANSFORMER}.get_vocab_embedding_cls": set(),
-    f"{_TRANSFORMER}.shift_targets": set(),
+    f"{TRANSFORMER}.make_layer_stack": {"layers", "num_layers"},
+    f"{TRANSFORMER}.make_bitransformer": {"encoder_name", "decoder_name"},
+    f"{TRANSFORMER}.Bitransformer": set(),
+    f"{TRANSFORMER}.VocabEmbedding": set(),
+    f"{TRANSFORMER}.get_vocab_embedding_cls": set(),
+    f"{TRANSFORMER}.shift_targets": set(),
     _DROPOUT: {"dropout_rate"},
     _RMS_NORM: {"epsilon"},
-    f"{_TRANSFORMER}.sublayer_residual": set(),
-    f"{_TRANSFORMER}.sublayer_call_layer": set(),
-    f"{_TRANSFORMER}.sublayer_mask_padding": set(),
+    f"{TRANSFORMER}.sublayer_residual": set(),
+    f"{TRANSFORMER}.sublayer_call_layer": set(),
+    f"{TRANSFORMER}.sublayer_mask_padding": set(),
     f"{_LAYERS}.DenseReluDense": {"hidden_size", "dropout_rate", "activation"},
     f"{_LAYERS}.SelfAttention": {
         "num_heads", "key_value_size", "dropout_rate", "relative_attention_type",
@@ -86,8 +86,8 @@ KNOWN_BINDINGS: Mapping[str, Any] = {
 
 # ModelConfig field -> (configurable, argument, scopes from the outermost to the innermost).
 FIELD_SOURCES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "num_encoder_layers": (f"{_TRANSFORMER}.make_layer_stack", "num_layers", ("encoder",)),
-    "num_decoder_layers": (f"{_TRANSFORMER}.make_layer_stack", "num_layers", ("decoder",)),
+    "num_encoder_layers": (f"{TRANSFORMER}.make_layer_stack", "num_layers", ("encoder",)),
+    "num_decoder_layers": (f"{TRANSFORMER}.make_layer_stack", "num_layers", ("decoder",)),
     "d_model": (_UNITRANSFORMER, "d_model", ("decoder",)),
     "d_ff": (f"{_LAYERS}.DenseReluDense", "hidden_size", ("decoder",)),
     "num_heads": (f"{_LAYERS}.SelfAttention", "num_heads", ("decoder",)),
@@ -111,7 +111,7 @@ FIELD_SOURCES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "model_type": ("mesh_tensorflow.transformer.utils.run", "model_type", ()),
     "input_full_attention": (_UNITRANSFORMER, "input_full_attention", ("decoder",)),
     "loss_on_targets_only": (_UNITRANSFORMER, "loss_on_targets_only", ("decoder",)),
-    "shared_towers": (f"{_TRANSFORMER}.make_bitransformer", "encoder_name", ()),
+    "shared_towers": (f"{TRANSFORMER}.make_bitransformer", "encoder_name", ()),
     "recompute": (_STACK, "recompute_grads", ("decoder",)),
     "norm_names": (_STACK, "norm_epsilon", ("decoder",)),
     "rms_norm_epsilon": (_RMS_NORM, "epsilon", ()),
@@ -218,7 +218,7 @@ class _ModelReader:
         names = (encoder.name, decoder.name)
         # ("decoder", "decoder") is how bi_v1_shared makes its towers share variables.
         if names not in (("encoder", "decoder"), ("decoder", "decoder")):
-            selector = f"{_TRANSFORMER}.make_bitransformer"
+            selector = f"{TRANSFORMER}.make_bitransformer"
             wrong = "encoder_name" if encoder.name != "encoder" else "decoder_name"
             self.refuse(f"towers called {names}", selector, wrong)
         self.check_towers_agree(encoder, decoder)
@@ -238,7 +238,7 @@ class _ModelReader:
         if shared and len(encoder.layer_stack._layers) * 3 != len(decoder.layer_stack._layers) * 2:
             self.refuse(
                 "shared towers of different depths",
-                f"{_TRANSFORMER}.make_layer_stack",
+                f"{TRANSFORMER}.make_layer_stack",
                 "num_layers",
             )
 
@@ -249,7 +249,7 @@ class _ModelReader:
             if found != wanted:
                 self.refuse(
                     f"a layer called {found!r} (expected {wanted!r})",
-                    f"{_TRANSFORMER}.make_layer_stack",
+                    f"{TRANSFORMER}.make_layer_stack",
                     "layers",
                     scope,
                 )
@@ -257,7 +257,7 @@ class _ModelReader:
     def check_depth(self, tower: Any, scope: str) -> None:
         """Raises UserError for a tower without layers, which has no sizes to read."""
         if not tower.layer_stack._layers:
-            selector = f"{_TRANSFORMER}.make_layer_stack"
+            selector = f"{TRANSFORMER}.make_layer_stack"
             field = "num_encoder_layers" if scope == "encoder" else "num_decoder_layers"
             where = self._bindings.find((scope,), selector, "num_layers")
             raise UserError(
@@ -289,7 +289,7 @@ class _ModelReader:
     def _refuse_layer(self, what: str, scope: str) -> NoReturn:
         self.refuse(
             f"the {scope + ' ' if scope else ''}layer {what}",
-            f"{_TRANSFORMER}.make_layer_stack",
+            f"{TRANSFORMER}.make_layer_stack",
             "layers",
             scope,
         )

@@ -29,7 +29,8 @@ from t0repro.config.gin_errors import not_described
 from t0repro.config.gin_imports import has_module
 from t0repro.tasks import task
 
-_TRANSFORMER = "mesh_tensorflow.transformer.transformer"
+TRANSFORMER = "mesh_tensorflow.transformer.transformer"
+MESH_TRANSFORMER = "t5.models.mesh_transformer"
 _LAYERS = "mesh_tensorflow.transformer.transformer_layers"
 _PACKAGES = ("tensorflow", "mesh_tensorflow", "t5", "seqio")
 
@@ -122,14 +123,12 @@ def registered() -> dict[str, SimpleNamespace]:
     for selector in recorded()["configurables"]:
         module, _, name = selector.rpartition(".")
         setattr(modules.setdefault(module, SimpleNamespace()), name, makers.of(selector))
-    transformer = modules["mesh_tensorflow.transformer.transformer"]
+    transformer = modules[TRANSFORMER]
     # gin calls methods such as Bitransformer.decode by their class, as if it were their module.
     for tower in ("Bitransformer", "Unitransformer"):
         for name, method in vars(modules.pop(tower)).items():
             setattr(getattr(transformer, tower), name, method)
-    vars(modules["t5.models.mesh_transformer"])["DEPRECATED_GIN_REFERENCES"] = tuple(
-        recorded()["deprecated"]
-    )
+    vars(modules[MESH_TRANSFORMER])["DEPRECATED_GIN_REFERENCES"] = tuple(recorded()["deprecated"])
     helpers: Mapping[str, Any] = {
         "mesh_tensorflow": _FUNCTIONS,
         "mesh_tensorflow.transformer.utils": {
@@ -177,7 +176,7 @@ class _StandIns:
         function = _CALLED.get(selector)
         if function is None:
             raise NeedsPackages(f"{selector} is called")
-        transformer = self.modules["mesh_tensorflow.transformer.transformer"]
+        transformer = self.modules[TRANSFORMER]
         return function(transformer, **arguments)
 
     def _default(self, node: ast.expr) -> Any:
@@ -425,9 +424,9 @@ def _finish_attention(layer: Any) -> None:
 
 
 _FINISHED: Mapping[str, Callable[[Any], None]] = {
-    f"{_TRANSFORMER}.Unitransformer": _finish_unitransformer,
-    f"{_TRANSFORMER}.Bitransformer": _finish_nothing,
-    f"{_TRANSFORMER}.LayerStack": _finish_stack,
+    f"{TRANSFORMER}.Unitransformer": _finish_unitransformer,
+    f"{TRANSFORMER}.Bitransformer": _finish_nothing,
+    f"{TRANSFORMER}.LayerStack": _finish_stack,
     f"{_LAYERS}.SelfAttention": _finish_attention,
     f"{_LAYERS}.EncDecAttention": _finish_nothing,
     f"{_LAYERS}.DenseReluDense": _finish_nothing,
@@ -596,8 +595,8 @@ _FUNCTIONS: Mapping[str, Any] = {
 # Configurables that are called while a configuration is read, with the stand-in for Mesh
 # TensorFlow's module `transformer` as first argument.
 _CALLED: Mapping[str, Callable[..., Any]] = {
-    f"{_TRANSFORMER}.make_bitransformer": _make_bitransformer,
-    f"{_TRANSFORMER}.make_layer_stack": _make_layer_stack,
+    f"{TRANSFORMER}.make_bitransformer": _make_bitransformer,
+    f"{TRANSFORMER}.make_layer_stack": _make_layer_stack,
     "t5.models.mesh_transformer.get_vocabulary": _get_vocabulary,
     "mesh_tensorflow.transformer.utils.tpu_mesh_shape": _tpu_mesh_shape,
     "mesh_tensorflow.transformer.utils.serialize_num_microbatches": _serialize_num_microbatches,

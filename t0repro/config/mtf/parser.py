@@ -19,6 +19,7 @@ from t0repro.config.gin_door import Bindings, record_bindings
 from t0repro.config.gin_errors import check_references, configuration_errors
 from t0repro.config.gin_imports import default_bindings, mesh_folders, restrict_imports
 from t0repro.config.mtf import packages
+from t0repro.config.mtf.packages import MESH_TRANSFORMER
 from t0repro.config.run_config import Recompute
 from t0repro.errors import UserError
 from t0repro.files import check_address
@@ -27,7 +28,6 @@ from t0repro.tasks.task import add_cache_dirs, resolved_modules
 from t0repro.words import printable
 
 UTILS = "mesh_tensorflow.transformer.utils"
-MESH_TRANSFORMER = "t5.models.mesh_transformer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,7 +371,7 @@ def parse_model_api(inputs: MeshInputs, flags: Any, find_checkpoint: FindCheckpo
             gin.parse_config(_statements(flags, steps, find_checkpoint))
         # No file has these bindings.
         places |= dict.fromkeys(bound.places, _FLAGS)
-        mesh_transformer = importlib.import_module("t5.models.mesh_transformer")
+        mesh_transformer = importlib.import_module(MESH_TRANSFORMER)
         # predict and score read texts: MtfModel then takes the vocabulary that gin binds.
         name = flags.mixture_or_task if flags.mode in ("train", "finetune", "eval") else None
         gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary(name))
@@ -428,7 +428,7 @@ def _read_operative_config(flags: Any) -> None:
             where=flag,
             fix="Give the directory of a trained model.",
         )
-    mesh_transformer = importlib.import_module("t5.models.mesh_transformer")
+    mesh_transformer = importlib.import_module(MESH_TRANSFORMER)
     gin.parse_config_file(path, skip_unknown=mesh_transformer.DEPRECATED_GIN_REFERENCES)
 
 

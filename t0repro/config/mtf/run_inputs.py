@@ -13,9 +13,9 @@ from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsCon
 from t0repro.config.gin_door import Bindings
 from t0repro.config.mtf import packages
 from t0repro.config.mtf.misread import scopes_read
+from t0repro.config.mtf.packages import MESH_TRANSFORMER, TRANSFORMER
 from t0repro.config.mtf.parser import (
     JAX_TRAINING,
-    MESH_TRANSFORMER,
     UTILS,
     RunArguments,
     jax_training,
@@ -115,7 +115,7 @@ class InputsReader:
         return ",".join(f"{item.name}:{item.size}" for item in dimensions) or None
 
     def _vocab_divisor(self) -> int:
-        transformer = packages.module("mesh_tensorflow.transformer.transformer")
+        transformer = packages.module(TRANSFORMER)
         selector = "mesh_tensorflow.transformer.transformer.Unitransformer"
         # With two towers the decoder decides, as for the model; the encoder must agree.
         scope = scopes_read(selector, self._gin.run["model_type"])[-1]
@@ -248,7 +248,6 @@ def _hashable(value: Any) -> Any:
 # `Unitransformer.sample_autoregressive.temperature`, which sample_decode.gin also binds, changes
 # nothing in an encoder-decoder model: Bitransformer.decode passes its own.
 
-_TRANSFORMER = "mesh_tensorflow.transformer.transformer"
 _DECODE = "Bitransformer.decode"
 _BEAM_SEARCH = "mesh_tensorflow.beam_search.beam_search"
 _INFER = f"{UTILS}.decode_from_file"
@@ -293,7 +292,7 @@ class DecodingReader:
     def __init__(self, bindings: Bindings, run: Mapping[str, Any], provenance: dict[str, str]):
         self._bindings, self._run, self._provenance = bindings, run, provenance
         self._utils = packages.module(UTILS)
-        self._transformer = packages.module(_TRANSFORMER)
+        self._transformer = packages.module(TRANSFORMER)
 
     def fields(self, vocab_size: int) -> dict[str, Any]:
         """The fields, by their names in RunConfig.

@@ -293,7 +293,7 @@ def base_class(hint: Any) -> str | None:
 
 
 def user_class(record: Any, places: Places) -> UserClass | None:
-    """The class behind a record, with the arguments that T5X's class lacks.
+    """The class that a record stands for, with the arguments that T5X's class lacks.
 
     Raises:
       UserError: for an argument that JSON cannot represent, with its place.
