@@ -459,7 +459,7 @@ def temperature_sample(
 
 # ---- The choice of a token -----------------------------------------------------------------------
 
-_MIN_TEMPERATURE = 1e-4  # at or below it, T5X takes the likeliest token
+MIN_TEMPERATURE = 1e-4  # at or below it, T5X takes the likeliest token
 
 
 def _traced(x: Any) -> bool:
@@ -479,9 +479,9 @@ def _chosen_tokens(
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # Rescaled to the one remaining token, its probability is 1.
     certain = jnp.zeros(likeliest.shape) if rescale else _log_prob(logits, likeliest)
-    if isinstance(temperature, int | float) and temperature <= _MIN_TEMPERATURE:
+    if isinstance(temperature, int | float) and temperature <= MIN_TEMPERATURE:
         return likeliest, certain
-    scaled = logits / jnp.maximum(temperature, _MIN_TEMPERATURE)
+    scaled = logits / jnp.maximum(temperature, MIN_TEMPERATURE)
     if _traced(topk):
         # 0 keeps all, like the size of the whole vocabulary.
         count = jnp.where(topk > 0, jnp.minimum(topk, scaled.shape[-1]), scaled.shape[-1])
@@ -498,7 +498,7 @@ def _chosen_tokens(
     log_p = _log_prob(scaled if rescale else logits, token)
     if isinstance(temperature, int | float):
         return token, log_p
-    greedy = (jnp.asarray(temperature) <= _MIN_TEMPERATURE).reshape(-1)
+    greedy = (jnp.asarray(temperature) <= MIN_TEMPERATURE).reshape(-1)
     return jnp.where(greedy, likeliest, token), jnp.where(greedy, certain, log_p)
 
 
