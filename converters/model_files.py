@@ -41,6 +41,17 @@ def described(ref: CheckpointRef) -> CheckpointRef:
     return described(sources.base_of(ref))
 
 
+def version(ref: CheckpointRef) -> dict[str, Any]:
+    """A fingerprint of a checkpoint's files, its base's, and the gin files beside them.
+
+    It changes whenever opening the checkpoint again might give another model.
+    """
+    files = [storage.join(ref.folder, name) for name in _GIN_FILES]
+    beside = {file: storage.stamp(file) for file in files if storage.is_file(file)}
+    base = version(sources.base_of(ref)) if adapter_files.is_adapter(ref) else {}
+    return sources.fingerprint(ref) | beside | base
+
+
 def gin_text(ref: CheckpointRef, gin_file: str | os.PathLike[str] | None = None) -> str | None:
     """The gin text that a model was trained with; None if unknown.
 

@@ -316,7 +316,7 @@ def files_of(ref: CheckpointRef) -> list[str]:
         return [
             storage.join(ref.path, name)
             for name in names
-            if name.endswith((".safetensors", ".msgpack"))
+            if name == hf.CONFIG or name.endswith((".safetensors", ".msgpack", ".index.json"))
         ]
     return sorted(storage.walk(ref.path))
 

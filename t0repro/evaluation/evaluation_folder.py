@@ -215,6 +215,7 @@ class EvaluationFolder:
         return {
             "command": self._command,
             "checkpoint": self._checkpoint.digest,
+            "model": self._checkpoint.computation(),
             "step": self._checkpoint.step,
             "code": code,
             "rendering": rendering_digest(),
@@ -253,8 +254,8 @@ class EvaluationFolder:
 
 def scores_key(checkpoint: Checkpoint) -> str:
     """Hash of what determines a pair's score besides its tokens; names the journal's folder."""
-    activation = checkpoint.model.dtypes.activation
-    text = f"{checkpoint.digest} {activation} {scoring_digest()}"
+    activation, model = checkpoint.model.dtypes.activation, json.dumps(checkpoint.computation())
+    text = f"{checkpoint.digest} {model} {activation} {scoring_digest()}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -262,20 +263,37 @@ def claim_step(out: Path, checkpoint: Checkpoint) -> None:
     """Claims a step's results in a folder for this checkpoint.
 
     Raises:
-      UserError: if they belong to another checkpoint, whose results would be mixed with this one's.
+      UserError: if they belong to another checkpoint, or were computed by another model with the
+        same parameters; the results would be mixed with this one's.
     """
-    path = out / "scores" / f"step_{checkpoint.step}.json"
+    path, model = out / "scores" / f"step_{checkpoint.step}.json", checkpoint.computation()
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
-        other = (holder["path"], holder["digest"])
-    except (OSError, ValueError, KeyError, TypeError):  # none yet, or damaged
-        claim = {"path": without_passwords(checkpoint.path), "digest": checkpoint.digest}
+        other, digest = holder["path"], holder["digest"]
+        # Earlier versions recorded no model.
+        theirs = holder.get("model", model)
+        changed = [name for name in model if theirs.get(name) != model[name]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none yet, or damaged
+        claim = {
+            "path": without_passwords(checkpoint.path),
+            "digest": checkpoint.digest,
+            "model": model,
+        }
         write_atomically(path, json.dumps(claim))
         return
-    if other[1] != checkpoint.digest:
+    fix = "Choose another --out, or remove the folder to evaluate again from scratch."
+    if digest != checkpoint.digest:
         raise UserError(
             f"This folder holds results of another checkpoint of step {checkpoint.step}:"
-            f" {other[0]} (parameters {other[1]}); {checkpoint.path} has {checkpoint.digest}.",
+            f" {other} (parameters {digest}); {checkpoint.path} has {checkpoint.digest}.",
             where=str(out),
-            fix="Choose another --out, or remove the folder to evaluate again from scratch.",
+            fix=fix,
+        )
+    if changed:
+        raise UserError(
+            f"This folder holds results of the same parameters in another model: {changed[0]} was"
+            f" {theirs.get(changed[0])!r}, and the files of {checkpoint.path} say"
+            f" {model[changed[0]]!r}.",
+            where=str(out),
+            fix=fix,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -40,6 +41,17 @@ class Checkpoint:
     digest: str
     params: dict
     model: Any
+
+    def computation(self) -> dict[str, Any]:
+        """What the logits depend on besides the parameters, in JSON's types; {} without a model.
+
+        Equal parameters do not mean equal scores: config.json or a gin file beside them may have
+        been corrected since.
+        """
+        if self.model is None:
+            return {}
+        # Through JSON, so that it compares with what was read from a file.
+        return json.loads(json.dumps(dataclasses.asdict(self.model.config)))
 
     def training_config(self) -> str | None:
         """The training run's operative_config.gin, from the checkpoint's folder or its parent."""

@@ -10,6 +10,7 @@ score_from_strings, save_scores, write_lines_to_file).
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -58,7 +59,8 @@ def score(
 
     Args:
       model: A checkpoint's path in any format that t0repro converts, or an opened checkpoint. A
-        path's latest checkpoint stays in memory for the next call, until there is a newer one.
+        path's latest checkpoint stays in memory for the next call, until there is a newer one or
+        its files, or the gin files beside it, change.
       inputs: The rendered prompts.
       choices: The choices of all inputs, or a sequence of choices for each input.
       vocabulary: The SentencePiece model, without T5's sentinels; by default T5's own, or the one
@@ -87,17 +89,15 @@ def score(
 
 
 def _opened(path: str, activation: DType) -> Checkpoint:
-    from t0repro.converters import sources
+    from t0repro.converters import model_files, sources
 
-    ref = sources.find_checkpoint(path)
     # A folder's latest checkpoint changes during training, and a file when it is replaced.
-    files = [file for file in sources.files_of(ref) if os.path.exists(file)]
-    version = (ref.path, *(os.stat(file).st_mtime_ns for file in files))
-    return _kept(path, version, activation)
+    version = model_files.version(sources.find_checkpoint(path))
+    return _kept(path, json.dumps(version), activation)
 
 
 @functools.lru_cache(maxsize=1)
-def _kept(path: str, version: tuple[str | int, ...], activation: DType) -> Checkpoint:
+def _kept(path: str, version: str, activation: DType) -> Checkpoint:
     del version  # only part of the cache key
     return open_checkpoint(path, None, activation)
 

@@ -268,6 +268,27 @@ def test_a_transformers_directory_gives_the_scores_of_the_checkpoint_it_was_made
     assert found.step == 7  # kept in the conversion's manifest
 
 
+def test_results_of_a_model_whose_config_was_corrected_are_not_taken_for_the_new_ones(
+    evaluated, model_dir, tmp_path
+):
+    from t0repro.converters.convert import convert
+
+    folder, task = tmp_path / "hf", evaluated[1].tasks[0]
+    convert(str(model_dir), str(folder), "hf", slots=False)
+    before = sha256_of(evaluate(folder, tmp_path / "out", mixture=task))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.5}))
+    with pytest.raises(UserError, match="rms_norm_epsilon was 1e-06, and .* say 0.5"):
+        evaluate(folder, tmp_path / "out", mixture=task)
+    # Nor are they taken if the claim is lost, or was made by a version that did not know the model.
+    (claim,) = (tmp_path / "out/scores").glob("step_*.json")
+    claim.unlink()
+    after = evaluate(folder, tmp_path / "out", mixture=task)
+    assert after.finished == () and after.scored == after.distinct
+    assert sha256_of(after) != before
+    assert evaluate(folder, tmp_path / "out", mixture=task).finished == (task,)
+
+
 def test_the_operative_config_and_the_datas_version_are_recorded(evaluated, prompts):
     out, outcome = evaluated
     config = (outcome.folder / "operative_config.gin").read_text()

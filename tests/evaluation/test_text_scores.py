@@ -1,6 +1,7 @@
 """`t0repro.score`: rank-eval's scores, for texts and choices given in Python."""
 
 import dataclasses
+import json
 
 import flax.traverse_util
 import jax
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 
 import t0repro
+from t0repro.converters.convert import convert
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.model.t5 import initial_parameters
+from t0repro.model.t5 import T5, initial_parameters
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.vocabulary import VocabularyFile
 from t0repro.training.checkpoints import save_tree
@@ -82,3 +84,25 @@ def test_a_folder_is_scored_with_its_latest_checkpoint_even_after_an_earlier_cal
     np.testing.assert_allclose(first, of_memory, rtol=1e-5)
     save(tmp_path, 8, seed=1)
     assert (scores() != first).all()
+
+
+@pytest.mark.parametrize("written_as", ["hf", "jax"])
+def test_a_model_whose_file_is_corrected_is_opened_again(tmp_path, written_as):
+    save(tmp_path / "run", 7, seed=0)
+    folder = tmp_path / "model"
+    convert(str(tmp_path / "run"), str(folder), written_as)
+
+    def scores():
+        return t0repro.score(folder, TEXTS, ["good", "bad"], vocabulary=VOCABULARY)
+
+    before = scores()
+    if written_as == "hf":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.5}))
+    else:
+        (folder / "operative_config.gin").write_text("sublayer_rms_norm.epsilon = 0.5\n")
+    corrected = dataclasses.replace(MODEL.config, rms_norm_epsilon=0.5)
+    other = dataclasses.replace(CHECKPOINT, model=T5(corrected, MODEL.dtypes))
+    expected = t0repro.score(other, TEXTS, ["good", "bad"], vocabulary=VOCABULARY)
+    assert (np.abs(before - expected) > 1e-3).any()
+    np.testing.assert_allclose(scores(), expected, rtol=1e-5)
