@@ -276,10 +276,10 @@ def _read_task(folder: Path, task: str, step: int, with_inputs: bool) -> TaskSco
         raise UserError("The task has no examples.", where=str(targets_path), fix=_RUN_AGAIN)
     _check_counts(targets_path, len(targets), scores_path, len(scores))
     indices = np.array([target[0] for target in targets], np.int64)
-    _check_unique(indices, targets_path)
     # Files list pairs in evaluation order, which batching may change. Sorted by example and choice,
     # two runs compare entry by entry. lexsort's last key is the primary one.
     order = np.lexsort((indices[:, 1], indices[:, 0]))
+    _check_choices(indices, order, targets_path)
     return TaskScores(
         task=task,
         step=step,
@@ -327,7 +327,7 @@ def _number(name: str, kinds: str, literal: str) -> str:
 
 
 # Targets are matched, not evaluated: a results folder may come from anybody.
-_INTEGER = r"\d+"
+_INTEGER = r"\d{1,18}"  # fits into int64
 _FLOAT = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan)"
 _TARGET = re.compile(
     r"\(\("
@@ -359,8 +359,16 @@ def _parse_target(line: str, path: Path, number: int) -> tuple[tuple[int, int], 
         return fields[name] or fields[f"{name}_np"]
 
     correct = "True" in text("correct") or text("correct") == "1"
-    indices = (int(text("input")), int(text("choice")))
-    return indices, correct, float(text("weight")), int(text("length"))
+    indices, weight = (int(text("input")), int(text("choice"))), float(text("weight"))
+    # t5's weights are float32, so sums of them are finite in float64. NaN is not within the limits.
+    if not 0 <= weight <= float(np.finfo(np.float32).max):
+        raise UserError(
+            f"The weight of example {indices[0]} is {text('weight')}; a weight is finite and not"
+            " negative.",
+            where=f"{path}:{number}",
+            fix=_RUN_AGAIN,
+        )
+    return indices, correct, weight, int(text("length"))
 
 
 def _parse_score(line: str, path: Path, number: int) -> float:
@@ -377,6 +385,12 @@ def _parse_score(line: str, path: Path, number: int) -> float:
             f"This score cannot be ranked: {line[:120]!r}",
             where=f"{path}:{number}",
             fix="Evaluate again; if it comes again, check the checkpoint or compute in float32.",
+        )
+    if score > 0:
+        raise UserError(
+            f"This is not a log-likelihood, which is at most 0: {line[:120]!r}",
+            where=f"{path}:{number}",
+            fix="Write log-likelihoods (natural logarithm), not losses or logits.",
         )
     return score
 
@@ -403,16 +417,30 @@ def _check_counts(path_a: Path, count_a: int, path_b: Path, count_b: int) -> Non
         )
 
 
-def _check_unique(indices: np.ndarray, path: Path) -> None:
-    """Refuses repeated (input, choice) pairs: their example would have no defined ranking."""
-    _, first = np.unique(indices, axis=0, return_index=True)
-    if len(first) == len(indices):
+def _check_choices(indices: np.ndarray, order: np.ndarray, path: Path) -> None:
+    """Refuses repeated and missing choices: an example could not be ranked, or not among all.
+
+    Args:
+      indices: (input, choice) of each line.
+      order: sorts them.
+      path: the file of the targets.
+    """
+    inputs, choices = indices[order].T
+    # Each input's choices count up from 0: a choice is the distance from the input's first pair.
+    expected = np.arange(len(choices)) - np.searchsorted(inputs, inputs)
+    repeated = 1 + np.flatnonzero((np.diff(inputs) == 0) & (np.diff(choices) == 0))
+    wrong = repeated if repeated.size else np.flatnonzero(choices != expected)
+    if not wrong.size:
         return
-    again = int(np.setdiff1d(np.arange(len(indices)), first)[0])
+    at = wrong[0]
+    example, choice = int(inputs[at]), int(choices[at])
+    what = f"Example {example} has choice {choice} and no choice {expected[at]}."
+    if repeated.size:
+        what = f"The pair idx {(example, choice)} comes more than once."
     raise UserError(
-        f"The pair idx {tuple(indices[again].tolist())} comes more than once.",
-        where=f"{path}:{again + 1}",
-        fix="Give each example of the task its own idx, and each choice its position in it.",
+        what,
+        where=f"{path}:{order[at] + 1}",
+        fix="Give each example of the task its own idx, and its choices the numbers from 0 on.",
     )
 
 

@@ -179,6 +179,31 @@ def test_a_prediction_that_is_text_names_file_and_line(tmp_path):
         read_task_scores(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("((0, 2), False, 1.0, 2)", r"choice 2 and no choice 1(.|\n)*_targets:2"),
+        ("((1, 1), False, 1.0, 2)", r"Example 1 has choice 1 and no choice 0(.|\n)*_targets:2"),
+        ("((0, 1), False, nan, 2)", r"weight of example 0 is nan(.|\n)*_targets:2"),
+        ("((0, 1), False, inf, 2)", r"weight of example 0 is inf(.|\n)*_targets:2"),
+        ("((0, 1), False, 1e308, 2)", r"weight of example 0 is 1e308(.|\n)*_targets:2"),
+        ("((0, 1), False, -1.0, 2)", r"weight of example 0 is -1.0(.|\n)*_targets:2"),
+        ("((0, 9999999999999999999999), False, 1.0, 2)", r"not a rank-class(.|\n)*_targets:2"),
+    ],
+)
+def test_choices_with_gaps_and_impossible_weights_name_file_and_line(tmp_path, target, words):
+    write_task(tmp_path, [OLD_NUMPY[0], target])
+    with pytest.raises(UserError, match=words):
+        read_task_scores(tmp_path)
+
+
+@pytest.mark.parametrize(("score", "words"), [(0.25, "at most 0"), ("nan", "cannot be ranked")])
+def test_what_is_no_log_likelihood_names_file_and_line(tmp_path, score, words):
+    write_task(tmp_path, scores=(0.0, score))
+    with pytest.raises(UserError, match=rf"{words}(.|\n)*_predictions:2"):
+        read_task_scores(tmp_path)
+
+
 def test_a_pair_that_comes_twice_names_file_and_line(tmp_path):
     write_task(tmp_path, [OLD_NUMPY[1], OLD_NUMPY[1]])
     with pytest.raises(UserError, match=r"idx \(0, 1\) comes more than once(.|\n)*_targets:2"):

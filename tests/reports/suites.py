@@ -36,7 +36,8 @@ class Evaluation:
         )
         right = np.arange(examples) % choices
         scores = self.random.normal(size=(examples, choices)) - 5
-        scores += skill * (right[:, None] == np.arange(choices))
+        # Lower for all choices: a log-likelihood is at most 0.
+        scores += skill * (right[:, None] == np.arange(choices)) - abs(skill)
         targets = [
             f"((np.int32({i}), np.int32({j})), np.{bool(j == right[i])}_, np.float32(1.0), 2)\n"
             for i in range(examples)
