@@ -227,6 +227,13 @@ def prepare(
         side = "The source's" if reader.ref.format in trees else "The target's"
         notes.append(f"{side} slots of square matrices are as T5X's importer leaves them.")
     dtype, asked_by = _dtype(to, options)
+    if dtype is None and to == "mtf" and _parameter_types(reader) == {"bfloat16", "float32"}:
+        # For instance a bfloat16 model whose wo transformers kept in float32.
+        dtype = "float32"
+        notes.append(
+            "The bfloat16 parameters are widened to the others' float32: Mesh TensorFlow restores"
+            " parameters of one type only."
+        )
     reader = cast = Cast(reader, dtype)
     if dtype and cast.lossy:
         count = counted(len(cast.lossy), "parameter is", "parameters are")
@@ -258,6 +265,12 @@ def _dtype(to: Target, options: Options) -> tuple[str | None, str]:
     if to == "mtf" and options.gin_file is not None:
         return model_files.master_dtype(options.gin_file), f"master_dtype in {options.gin_file}"
     return None, ""
+
+
+def _parameter_types(reader: CheckpointReader) -> set[str]:
+    """The names of the parameters' dtypes."""
+    tensors = reader.tensors.items()
+    return {info.dtype.name for key, info in tensors if key.startswith(naming.PARAMETERS)}
 
 
 def _left_behind(reader: CheckpointReader) -> list[str]:

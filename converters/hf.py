@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,13 @@ from t0repro.converters import hf_config, storage, tensors
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
 from t0repro.converters.t5x_msgpack import FlaxFile, torch_name
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
-from t0repro.converters.witnesses import MANIFEST, Manifest, check_names, read_manifest
+from t0repro.converters.witnesses import (
+    MANIFEST,
+    Manifest,
+    check_names,
+    describe,
+    read_manifest,
+)
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import recognise, unknown_variable
@@ -38,13 +44,16 @@ _File = SafetensorsFile | FlaxFile
 _SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.(?:safetensors|msgpack)")
 _LOGITS = naming.PARAMETERS + "decoder/logits_dense/kernel"
 
-# Tensors that some versions of transformers write and none reads any more.
-_UNREAD = (
-    # Copies of shared.weight.
-    "encoder.embed_tokens.weight",
-    "decoder.embed_tokens.weight",
-    # transformers before 4.0 gave cross-attention a bias of its own; T5 has none.
-    "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+# The names of the one embedding. A file may have any of them: safetensors' save_model keeps one,
+# older transformers wrote all.
+_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_HEAD = "lm_head.weight"
+# transformers before 4.0 gave cross-attention a bias of its own, which T5 has not and none reads.
+_UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+# What torch.compile, DataParallel, FSDP and PyTorch's checkpoint_wrapper insert into the names of a
+# model that was saved while wrapped.
+_WRAPPERS = re.compile(
+    r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 
 
@@ -112,51 +121,91 @@ class HfReader:
         return hf_name(key) or key
 
     def _enter_weights(self) -> None:
-        unknown = []
-        files = dict(_weights(self.ref.path))
         config_file = storage.join(self.ref.path, CONFIG)
-        logits = hf_config.logits_of(self.config, "lm_head.weight" in files, config_file)
-        if logits == "scaled embedding":
-            self._check_copy(files.pop("lm_head.weight", None), files)
+        places = _weights(self.ref.path, hf_config.is_scaled(self.config, config_file))
+        unknown = []
         # With one layer, umT5's bias equals one that all layers share.
-        several = any(".block.1." in name for name in files)
+        several = any(".block.1." in name for name in places)
         bias_per_layer = several and self.config.get("model_type") == "umt5"
-        for name, file in files.items():
-            if name in _UNREAD:
-                continue
-            found = naming.find_row(name, "hf", bias_per_layer=bias_per_layer)
-            if not found:
+        for name in list(places):
+            if name == _UNREAD or self._is_zero_bias(name, *places[name]):
+                del places[name]
+            elif name not in _EMBEDDINGS and not naming.find_row(
+                name, "hf", bias_per_layer=bias_per_layer
+            ):
                 unknown.append(name)
-                continue
+        if unknown:
+            numbers = [int(n) for name in unknown for n in re.findall(r"\.block\.(\d+)\.", name)]
+            raise unknown_variable(unknown, naming.known_names("hf", numbers), self.ref.path)
+        logits = hf_config.logits_of(self.config, _HEAD in places, config_file)
+        self._keep_one_embedding(places, logits)
+        for name, (file, stored) in places.items():
+            found = naming.find_row(name, "hf", bias_per_layer=bias_per_layer)
+            assert found is not None, name
             key = naming.PARAMETERS + naming.name_of(*found, "t5x")
-            info = file.tensors[name]
+            info = file.tensors[stored]
             shape = info.shape[::-1] if found[0].transposed_in_hf else info.shape
             self.tensors[key] = TensorInfo(shape, info.dtype)
-            self._places[key] = file, name
-        if logits == "embedding" and "shared.weight" in files:
+            self._places[key] = file, stored
+        if logits == "embedding":
             # T5 1.0's tied logits are scaled and these are not: Mesh TensorFlow and T5X need a
             # kernel for that.
             # The table's first row is the embedding.
             embedding = self.tensors[naming.PARAMETERS + naming.TABLE[0].t5x]
             self.tensors[_LOGITS] = TensorInfo(embedding.shape[::-1], embedding.dtype)
-            self._places[_LOGITS] = files["shared.weight"], "shared.weight"
-        if unknown:
-            numbers = [int(n) for name in unknown for n in re.findall(r"\.block\.(\d+)\.", name)]
-            raise unknown_variable(unknown, naming.known_names("hf", numbers), self.ref.path)
+            self._places[_LOGITS] = places[_EMBEDDINGS[0]]
 
-    def _check_copy(self, file: _File | None, files: Mapping[str, _File]) -> None:
-        """Checks that a tied model's lm_head.weight is the embedding."""
-        embedding = files.get("shared.weight")
-        if file is None or embedding is None:
-            return
-        if file.read("lm_head.weight").tobytes() != embedding.read("shared.weight").tobytes():
+    def _is_zero_bias(self, name: str, file: _File, stored: str) -> bool:
+        """Whether a tensor is the zero bias that the oldest transformers gave every layer norm.
+
+        Raises:
+          UserError: If it is such a bias, but not zero.
+        """
+        if not name.endswith("layer_norm.bias"):
+            return False
+        if file.read(stored).any():
             raise UserError(
-                f"{CONFIG} says that the logits come from the embedding, but lm_head.weight differs"
-                " from shared.weight.",
+                f"{stored} is not zero, but a T5's layer norm has no bias.",
+                where=self.ref.path,
+                fix="Give a model that was trained with T5's own layer norm.",
+            )
+        return True
+
+    def _keep_one_embedding(
+        self, places: dict[str, tuple[_File, str]], logits: hf_config.Logits
+    ) -> None:
+        """Keeps the embedding under its first name; every other name must hold the same."""
+        names = (*_EMBEDDINGS, _HEAD) if logits == "scaled embedding" else _EMBEDDINGS
+        copies = [(name, *places.pop(name)) for name in names if name in places]
+        if not copies and _HEAD in places and hf_config.is_tied(self.config):
+            copies = [(_HEAD, *places[_HEAD])]
+        if not copies:
+            raise UserError(
+                f"The embedding is missing: the weights have none of {', '.join(_EMBEDDINGS)}.",
+                where=self.ref.path,
+                fix="Copy all of the model's files again.",
+            )
+        (first, file, stored), *others = copies
+        places[_EMBEDDINGS[0]] = file, stored
+        embedding = describe(file.read(stored)) if others else None
+        for name, other, stored in others:
+            if describe(other.read(stored)) != embedding:
+                raise self._differs(name, first)
+
+    def _differs(self, name: str, first: str) -> UserError:
+        if name == _HEAD:
+            return UserError(
+                f"{CONFIG} says that the logits come from the embedding, but {name} differs"
+                f" from {first}.",
                 where=self.ref.path,
                 fix='If the model is a T5 1.1 or a umT5, set "tie_word_embeddings": false in'
                 ' config.json (and "scale_decoder_outputs": false, if it is there).',
             )
+        return UserError(
+            f"{name} differs from {first}, but a T5 has one embedding for both towers.",
+            where=self.ref.path,
+            fix="Save the model again with the embedding that it was trained with alone.",
+        )
 
     def _enter_slots(self) -> None:
         path = storage.join(self.ref.path, SLOTS_FILE)
@@ -250,8 +299,13 @@ def _json(path: str) -> dict[str, Any]:
     return content
 
 
-def _weights(path: str) -> Iterator[tuple[str, _File]]:
-    """PyTorch's name and the file of each tensor; safetensors go before Flax's files."""
+def _weights(path: str, scaled: bool) -> dict[str, tuple[_File, str]]:
+    """PyTorch's name of each tensor -> its file and its name there; safetensors before Flax's.
+
+    Args:
+      path: the directory.
+      scaled: whether the logits come from the embedding, so that lm_head.weight is a copy of it.
+    """
     safe = any(storage.is_file(storage.join(path, name)) for name in (INDEX, WEIGHTS))
     open_file, name_of = (SafetensorsFile, str) if safe else (FlaxFile, torch_name)
     weights, index_name = (WEIGHTS, INDEX) if safe else (FLAX_WEIGHTS, FLAX_INDEX)
@@ -259,9 +313,7 @@ def _weights(path: str) -> Iterator[tuple[str, _File]]:
     # Looked for first, as transformers does: it leaves the index of shards that a single file
     # has replaced.
     if storage.is_file(whole) or not storage.is_file(index):
-        file = open_file(whole)
-        yield from ((name, file) for name in file.tensors)
-        return
+        return _unwrapped({whole: open_file(whole)})
     try:
         content = _json(index)["weight_map"].items()
         names = {name_of(str(name)): str(file) for name, file in content}
@@ -276,16 +328,42 @@ def _weights(path: str) -> Iterator[tuple[str, _File]]:
             fix="Do not trust this model; get it again from where it came from.",
         )
     files = {name: open_file(storage.join(path, name)) for name in sorted(set(names.values()))}
-    _check_index(index, names, files)
-    yield from ((name, files[file]) for name, file in names.items())
+    _check_index(index, names, files, (*_EMBEDDINGS, _HEAD) if scaled else _EMBEDDINGS)
+    return _unwrapped(files)
 
 
-def _check_index(index: str, names: Mapping[str, str], files: Mapping[str, _File]) -> None:
-    """Checks that an index names every tensor of its files, and a file of every number."""
+def _unwrapped(files: Mapping[str, _File]) -> dict[str, tuple[_File, str]]:
+    """The tensors of all files by their names in a model that nothing wraps."""
+    places: dict[str, tuple[_File, str]] = {}
+    for path, file in files.items():
+        for stored in file.tensors:
+            name = _WRAPPERS.sub("", stored)
+            if name in places:
+                raise UserError(
+                    f"There are two tensors {name}: {stored} and {places[name][1]}.",
+                    where=path,
+                    fix="Save the model again, without what torch.compile or DataParallel wrapped.",
+                )
+            places[name] = file, stored
+    return places
+
+
+def _check_index(
+    index: str, names: Mapping[str, str], files: Mapping[str, _File], copies: Collection[str]
+) -> None:
+    """Checks that an index names every tensor of its files, and a file of every number.
+
+    Names of `copies` are left out: an index may name all of the embedding's, of which a file keeps
+    one (the hub's flan-t5-xl), or the one of which a file has copies.
+    """
+
+    def without_copies(names: Iterable[str]) -> list[str]:
+        return [name for name in names if _WRAPPERS.sub("", name) not in copies]
+
     for file, content in files.items():
         check_names(
-            content.tensors,
-            [name for name, holder in names.items() if holder == file],
+            without_copies(content.tensors),
+            without_copies(name for name, holder in names.items() if holder == file),
             index,
             lambda _, file=file: storage.join(os.path.dirname(index), file),
         )

@@ -238,6 +238,40 @@ def _activations(config: Mapping[str, Any], where: str) -> tuple[Activation, ...
     return (_ACTIVATIONS[name], "linear") if gated else (_ACTIVATIONS[name],)
 
 
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the content of config.json says that the logits come from the embedding."""
+    # transformers' default: only 4's mT5 is untied.
+    default = config["model_type"] != "mt5" or (_transformers_version(config) or 0) >= 5
+    return bool(config.get("tie_word_embeddings", default))
+
+
+def _transformers_version(config: Mapping[str, Any]) -> int | None:
+    """The major version of transformers that wrote a config.json; None if it does not say."""
+    version = re.match(r"(\d+)\.", str(config.get("transformers_version")))
+    return int(version[1]) if version else None
+
+
+def is_scaled(config: Mapping[str, Any], where: str) -> bool:
+    """Whether logits come from the embedding, scaled by d_model**-0.5; see `logits_of`.
+
+    Raises:
+      UserError: if it is unknown which version wrote a tied mT5.
+    """
+    if config["model_type"] == "t5":
+        return bool(config.get("scale_decoder_outputs", is_tied(config)))
+    if config["model_type"] == "umt5" or not is_tied(config):
+        return is_tied(config)
+    version = _transformers_version(config)
+    if version is None:
+        raise UserError(
+            "The mT5 is tied, and config.json does not say which transformers wrote it;"
+            " transformers 4 scales its logits, 5 does not.",
+            where=f"{where}, transformers_version",
+            fix='Add it: "transformers_version": "4.57.0", for instance.',
+        )
+    return version < 5
+
+
 def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits:
     """The source of the logits: a kernel, or the embedding, scaled by d_model**-0.5 or not.
 
@@ -255,31 +289,15 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
       UserError: if the config says that the logits are not tied but there is no kernel, or if it is
         unknown which version wrote a tied mT5.
     """
-    unscaled: Logits = "kernel" if has_kernel else "embedding"
-    version = re.match(r"(\d+)\.", str(config.get("transformers_version")))
-    is_new = version is not None and int(version[1]) >= 5
-    # transformers' default: only 4's mT5 is untied.
-    tied = bool(config.get("tie_word_embeddings", config["model_type"] != "mt5" or is_new))
-    if not (tied or has_kernel):
+    if not (is_tied(config) or has_kernel):
         raise UserError(
             "The logits are not tied to the embedding, and lm_head.weight is missing.",
             where=f"{where}, tie_word_embeddings",
             fix="Copy all of the model's files again.",
         )
-    if config["model_type"] == "t5":
-        return "scaled embedding" if config.get("scale_decoder_outputs", tied) else unscaled
-    if config["model_type"] == "umt5":
-        return "scaled embedding" if tied else "kernel"
-    if not tied:
-        return "kernel"
-    if version is None:
-        raise UserError(
-            "The mT5 is tied, and config.json does not say which transformers wrote it;"
-            " transformers 4 scales its logits, 5 does not.",
-            where=f"{where}, transformers_version",
-            fix='Add it: "transformers_version": "4.57.0", for instance.',
-        )
-    return unscaled if is_new else "scaled embedding"
+    if is_scaled(config, where):
+        return "scaled embedding"
+    return "kernel" if has_kernel else "embedding"
 
 
 def check_target_computes(arithmetic: Computation, shape: ModelShape, to: str, where: str) -> None:

@@ -406,12 +406,15 @@ def check_types(prefix: str, bundle: BundleReader, inputs: RunInputs) -> None:
     }
     if masters <= {inputs.master_dtype}:
         return
-    stored = ", ".join(sorted(masters))
+    stored = " and ".join(sorted(masters))
+    fix = f"t0repro convert {prefix} OUT --to mtf --master_dtype {inputs.master_dtype}."
+    # No binding restores parameters of several types.
+    if len(masters) == 1:
+        fix = f"Add --gin_param=\"utils.get_variable_dtype.master_dtype = '{stored}'\", or {fix}"
     raise UserError(
         f"The checkpoint's parameters are {stored}; this run has masters in {inputs.master_dtype}.",
         where=f"{prefix}; master_dtype: {inputs.provenance.get('master_dtype', 'a default')}",
-        fix=f"Add --gin_param=\"utils.get_variable_dtype.master_dtype = '{sorted(masters)[-1]}'\","
-        f" or t0repro convert {prefix} OUT --to mtf --master_dtype {inputs.master_dtype}.",
+        fix=fix,
     )
 
 

@@ -5,9 +5,13 @@ import shutil
 from pathlib import Path
 
 import mesh_commands as commands
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from sentencepiece import SentencePieceProcessor
 
+from t0repro.converters.convert import convert
+from t0repro.converters.safetensors_files import SafetensorsFile
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import find_tasks, read_task_scores
 from t0repro.reports.make_report import ReportOptions, make_report
@@ -272,3 +276,22 @@ def test_an_address_that_cannot_be_written_to_is_refused_and_becomes_no_local_fo
             assert code == 2 and f"{address} cannot be " in text, text
             assert f'where: --gin_param "{name}' in text.replace("'", '"'), text
     assert not [*Path.cwd().glob("*:")] and not Path("new").exists()
+
+
+def test_a_bfloat16_model_whose_wo_stayed_float32_is_restored(trained, server, tmp_path):
+    """As transformers saves a T5 that was loaded in half precision."""
+    convert(trained[0], tmp_path / "hf", "hf", slots=False, dtype="bfloat16")
+    (tmp_path / "hf" / "conversion.json").unlink()
+    weights = SafetensorsFile(str(tmp_path / "hf" / "model.safetensors"))
+    arrays = {name: weights.read(name) for name in weights.tensors}
+    arrays |= {n: a.astype(np.float32) for n, a in arrays.items() if n.endswith(".wo.weight")}
+    save_file(arrays, tmp_path / "hf" / "model.safetensors")
+    report = convert(tmp_path / "hf", tmp_path / "model", "mtf")
+    assert any("widened to the others' float32" in note for note in report.notes)
+    line = commands.evaluate(tmp_path / "model", "score_eval", "tiny_eval")
+    line += [
+        "--gin_param=utils.get_variable_dtype.master_dtype = 'float32'",
+        "--backend=mtf",
+    ]
+    code, text = server.run(line)
+    assert code == 0, text
