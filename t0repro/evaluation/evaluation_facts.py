@@ -148,7 +148,7 @@ def _energy(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-# ---- What score_eval and eval print at the end: results, their files, the command for a report ---
+# ---- What evaluations print at the end: results, their files, the command for a report -----------
 
 
 def print_results(
@@ -159,7 +159,7 @@ def print_results(
     Args:
       metrics: task -> metric name -> value.
       step: the checkpoint's step.
-      folder: the `<split>_eval` folder that holds the files.
+      folder: the `<split>_eval` folder that holds the files, or a model_dir without any.
     """
     print("\n".join(map(as_shown, result_lines(metrics, step, Path(folder)))), flush=True)
 
@@ -169,7 +169,7 @@ def result_lines(metrics: Mapping[str, Mapping[str, float]], step: int, folder: 
     width = max(map(len, metrics), default=0)
     lines = [f"step {step}"]
     for task, values in sorted(metrics.items()):
-        words = "  ".join(f"{name} {value:.2f}" for name, value in values.items())
+        words = "  ".join(f"{name} {_shown(value)}" for name, value in values.items())
         lines.append(f"  {task:{width}}  {words}")
     written = [
         path
@@ -191,3 +191,8 @@ def result_lines(metrics: Mapping[str, Mapping[str, float]], step: int, folder: 
             " (with --module_import and the tasks' module, grouped by dataset)"
         )
     return lines
+
+
+def _shown(value: float) -> str:
+    # Percentages to two places; losses, and fractions of tokens, to four digits.
+    return f"{value:.4g}" if 0 < abs(value) < 10 else f"{value:.2f}"

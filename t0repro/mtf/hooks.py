@@ -341,7 +341,7 @@ def silence_loss_print() -> None:
 
 
 def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
-    """Makes `perplexity_eval` write a metrics line per task and checkpoint."""
+    """Makes `perplexity_eval` write a metrics line per task and checkpoint, and print it."""
     original = estimator_class.evaluate
 
     @functools.wraps(original)
@@ -357,6 +357,7 @@ def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
         # The Estimator adds the step to the metrics that it returns.
         step = int(values.pop("global_step"))
         metrics.append({"split": split, "step": step, "task": task, **values})
+        print_results({task: values}, step, self.model_dir)
         return result
 
     estimator_class.evaluate = evaluate

@@ -381,7 +381,10 @@ def evaluation_folder(config: RunConfig) -> Path:
 
 
 def evaluate_perplexity(configuration: Configuration) -> None:
-    """Writes each task's metrics at each chosen checkpoint, to metrics.jsonl and event files."""
+    """Writes each task's metrics at each chosen checkpoint, and prints them.
+
+    They go to metrics.jsonl and event files.
+    """
     config = configuration.run
     steps = config.perplexity_eval_steps
     data = config.eval_data or config.plan.train_data
@@ -389,8 +392,9 @@ def evaluate_perplexity(configuration: Configuration) -> None:
     datasets = perplexity_batches(config)
     for checkpoint in loaded(configuration, chosen_checkpoints(config)):
         params, model, step = checkpoint.params, checkpoint.model, checkpoint.step
+        evaluated = {}
         for task, batches in datasets:
-            values = perplexity_metrics(params, model, batches, steps)
+            evaluated[task] = values = perplexity_metrics(params, model, batches, steps)
             # Mesh TensorFlow's folder name, which contains the requested number of examples.
             name = f"{task}_{split}_{config.batch_size * steps}"
             name += f"_{config.eval_dir_suffix}" if config.eval_dir_suffix is not None else ""
@@ -400,6 +404,7 @@ def evaluate_perplexity(configuration: Configuration) -> None:
             metrics.close()
             events.write_scalars(step, values)
             events.close()
+        print_results(evaluated, step, config.model_dir)
 
 
 def perplexity_metrics(

@@ -30,6 +30,7 @@ class Runs:
 
     def __init__(self, trained: Path, server, root: Path):
         self.server, self.root = server, root
+        self.printed: dict[str, str] = {}
         self.model_dirs = {name: shutil.copytree(trained, root / name) for name in BACKENDS}
         self.questions, self.answers = root / "questions.txt", root / "answers.txt"
         self.questions.write_text("\n".join(LINES) + "\n\n")
@@ -49,6 +50,7 @@ class Runs:
             )
             code, text = self.server.run(line)
             assert code == 0 and foreign_lines(text) == [], text
+            self.printed[backend] = text
 
     def run_api(self, mode: str, *flags: str) -> None:
         """Runs a mode of the Model API on both stacks."""
@@ -63,6 +65,7 @@ class Runs:
             ]  # fmt: skip
             code, text = self.server.run(line)
             assert code == 0 and foreign_lines(text) == [], text
+            self.printed[backend] = text
 
     def texts(self, name: str) -> tuple[list[str], list[str]]:
         """The lines of a file that each stack wrote into its model_dir."""
@@ -122,6 +125,9 @@ def test_perplexity_eval_agrees_in_every_metric(runs):
     for name, value in mtf.items():
         expected = value if isinstance(value, str) else pytest.approx(value, rel=1e-5)
         assert jax[name] == expected, name
+    value = f"neg_log_perplexity {jax['neg_log_perplexity']:.4g}"
+    assert all("step 4\n  tiny_generate  " in text for text in runs.printed.values())
+    assert all(value in text for text in runs.printed.values())
     folders = [{path.name for path in d.glob("eval_*")} for d in runs.model_dirs.values()]
     assert folders[0] == folders[1] == {"eval_tiny_generate_validation_24"}
 
