@@ -150,6 +150,25 @@ def make_folder(folder: str | os.PathLike[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
+def check_is_name(name: str, what: str, where: str | None = None) -> None:
+    """Refuses a name from a file of somebody else's that is more than one component of a path.
+
+    Args:
+      name: The name, before it becomes part of a path.
+      what: What it names, for the message.
+      where: The file that it stands in.
+
+    Raises:
+      UserError: If the name has a slash, or is that of a folder's parent.
+    """
+    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+        raise UserError(
+            f"The {what} {name!r} is not a name: it would be a path outside its folder.",
+            where=where,
+            fix="Do not use this file unless you know where it comes from.",
+        )
+
+
 def check_is_no_pattern(path: str | os.PathLike[str], what: str) -> None:
     """Refuses a path below which other libraries do not find the files written.
 

@@ -140,6 +140,7 @@ def make(
     from t0repro.reports.make_report import make_report, write_report
     from t0repro.reports.run import Run, load_prompts
 
+    left_out: Mapping[str, str] = {}
     if source is not None:
         from t0repro.lm_eval.files import import_results
 
@@ -150,6 +151,8 @@ def make(
     modules = modules_or_t0(module_import) if head.train_mixture else module_import or ()
     prompts = load_prompts(modules)
     options = _report_options(head, shown, recorded, seed, prompts)
+    reasons = (f"Left out {task}: {why}." for task, why in left_out.items())
+    options = dataclasses.replace(options, notes=(*options.notes, *reasons))
     run = Run(head.label, eval_dir, step)
     report = make_report(run, prompts, options, _extra_content(head.label, shown))
     # Two commands that write into one folder would mix their files.

@@ -21,7 +21,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,12 @@ import numpy as np
 import yaml
 
 from t0repro.errors import UserError
-from t0repro.files import atomic_directory, make_folder, naming, write_atomically
+from t0repro.files import (
+    atomic_directory,
+    check_is_name,
+    naming,
+    write_atomically,
+)
 from t0repro.tasks.catalogue import label
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX, TaskDescription, task_descriptions
 from t0repro.words import counted
@@ -230,17 +236,20 @@ _OURS = {"example", "inputs", "choices", "label"}
 def import_results(results: str | os.PathLike[str], folder: Path) -> tuple[Path, dict[str, str]]:
     """Writes the latest results below a folder as a `<split>_eval` folder.
 
+    A task whose scores do not give the accuracies that the harness recorded, of each example and of
+    the task, is left out.
+
     Args:
       results: The folder that `--output_path` named, or one inside it.
-      folder: Where to write the `<split>_eval` folder; files of the same tasks are replaced.
+      folder: Where to write the `<split>_eval` folder; earlier imports there are replaced.
 
     Returns:
-      The written folder, and harness task -> why it was left out, for tasks that do not rank
-      choices.
+      The written folder, and harness task -> why it was left out.
 
     Raises:
       UserError: If there are no results, samples are missing or fewer than were evaluated, a file
-        is damaged, or no task ranks choices.
+        is damaged, a name in it is no file's, no task is left, or the folder holds another
+        evaluation.
     """
     from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS
 
@@ -248,30 +257,61 @@ def import_results(results: str | os.PathLike[str], folder: Path) -> tuple[Path,
     found = _json(path.read_text(encoding="utf-8"), str(path))
     date = path.stem.removeprefix("results_")
     configs = found.get("configs", {})
-    ranked = {
-        task: config
-        for task, config in configs.items()
-        if config.get("output_type") == "multiple_choice"
-    }
+    ranked, left_out = [], {}
+    for task, config in configs.items():
+        check_is_name(task, "task", str(path))
+        if config.get("output_type") == "multiple_choice":
+            ranked.append(task)
+        else:
+            left_out[task] = f"its output_type is {config.get('output_type')}"
     if not ranked:
         raise UserError("No task in these results ranks choices.", where=str(path), fix=_RUN_AGAIN)
     # The harness evaluates the test split of a task that has one.
-    splits = {each.get("test_split") or each.get("validation_split") for each in ranked.values()}
-    eval_dir = folder / f"{splits.pop() if len(splits) == 1 else 'all'}_eval"
-    make_folder(eval_dir)
-    for task in ranked:
-        samples = path.with_name(f"samples_{task}_{date}.jsonl")
-        expected = found.get("n-samples", {}).get(task, {}).get("effective")
-        _import_task(task, samples, expected, eval_dir)
-    # Written last: it identifies the model of the scores.
-    facts = json.dumps(_facts(found, path), indent=1)
-    write_atomically(eval_dir / EVALUATION_FACTS, facts)
-    left_out = {
-        task: f"its output_type is {config.get('output_type')}"
-        for task, config in configs.items()
-        if task not in ranked
+    splits = {
+        str(configs[task].get("test_split") or configs[task].get("validation_split"))
+        for task in ranked
     }
+    split = splits.pop() if len(splits) == 1 else "all"
+    check_is_name(split, "split", str(path))
+    eval_dir = folder / f"{split}_eval"
+    _remove_import(eval_dir)
+    with atomic_directory(eval_dir) as staged:
+        for task in ranked:
+            samples = path.with_name(f"samples_{task}_{date}.jsonl")
+            expected = found.get("n-samples", {}).get(task, {}).get("effective")
+            metrics = found.get("results", {}).get(task, {})
+            try:
+                _import_task(task, samples, expected, metrics, staged)
+            except _Unusable as error:
+                left_out[task] = str(error)
+        if left_out.keys() >= {*ranked}:
+            raise UserError(
+                f"No task of these results can be reported. {ranked[0]}: {left_out[ranked[0]]}.",
+                where=str(path),
+                fix=_RUN_AGAIN,
+            )
+        write_atomically(staged / EVALUATION_FACTS, json.dumps(_facts(found, path), indent=1))
     return eval_dir, left_out
+
+
+def _remove_import(eval_dir: Path) -> None:
+    """Removes an earlier import, whose other tasks would pass for this model's.
+
+    Raises:
+      UserError: If the folder holds another evaluation.
+    """
+    from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS
+
+    if not eval_dir.exists():
+        return
+    facts = eval_dir / EVALUATION_FACTS
+    known = _json(facts.read_text(encoding="utf-8"), str(facts)) if facts.is_file() else {}
+    # Only an import names the file of its results.
+    if "results" not in (known.get("data") or {}):
+        raise UserError(
+            "The folder holds another evaluation.", where=str(eval_dir), fix="Choose another --out."
+        )
+    shutil.rmtree(eval_dir)
 
 
 def _latest(folder: Path) -> Path:
@@ -293,50 +333,185 @@ def _latest(folder: Path) -> Path:
     return found[-1]
 
 
-def _import_task(task: str, samples: Path, expected: int | None, eval_dir: Path) -> None:
-    if not samples.is_file():
-        raise UserError(f"The samples of {task!r} are missing.", where=str(samples), fix=_RUN_AGAIN)
-    pairs, examples, ours = [], set(), True
-    for sample, where in _lines(samples):
+def _import_task(
+    task: str, path: Path, expected: int | None, metrics: Mapping[str, Any], eval_dir: Path
+) -> None:
+    """Writes a task's files.
+
+    Raises:
+      UserError: If the samples are missing, fewer than `expected`, or damaged.
+      _Unusable: If they are not scores of the choices of one context, or contradict `metrics`.
+    """
+    if not path.is_file():
+        raise UserError(f"The samples of {task!r} are missing.", where=str(path), fix=_RUN_AGAIN)
+    samples = []
+    for fields, where in _lines(path):
         try:
-            pairs += list(_pairs(sample))
-            ours = ours and sample["doc"].keys() >= _OURS
-            examples.add(sample["doc_id"])
+            samples.append(_sample(fields))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise UserError(
                 f"This is not a sample of a multiple-choice task: {error!r}.",
                 where=where,
                 fix=_RUN_AGAIN,
             ) from error
-    if not pairs or (expected is not None and len(examples) != expected):
+    examples = {sample.example for sample in samples}
+    if not samples or (expected is not None and len(examples) != expected):
         raise UserError(
             f"Task {task!r} has samples of {len(examples)} examples; {expected} were evaluated.",
-            where=str(samples),
+            where=str(path),
             fix="Copy the file again, or run lm_eval again.",
         )
+    if len(examples) != len(samples):
+        raise _Unusable("an example has several samples, of several filters")
+    right = _right_choices(samples)
+    accuracy = float(np.mean([s.best in found for s, found in zip(samples, right, strict=True)]))
+    # The harness names a figure by metric and filter; one filter was applied.
+    for name, value in metrics.items():
+        if name.partition(",")[0] == "acc" and abs(float(value) - accuracy) > 1e-6:
+            raise _Unusable(f"its scores give {name} = {accuracy:g}, and its results say {value}")
     # Only a task of ours has a twin that ranks the same choices.
+    ours = all(sample.is_ours for sample in samples)
+    pairs = [pair for s, found in zip(samples, right, strict=True) for pair in s.pairs(found, ours)]
     name = task + SCORE_EVAL_SUFFIX if ours else task
-    columns = zip(*pairs, strict=True)
     endings = ("inputs", "targets", f"{STEP}_predictions")
-    for ending, values in zip(endings, columns, strict=True):
+    for ending, values in zip(endings, zip(*pairs, strict=True), strict=True):
         with _atomic_file(eval_dir / f"{name}_{ending}") as file:
             file.write(values)
 
 
-def _pairs(sample: Mapping[str, Any]) -> Iterator[tuple[str, Any, float]]:
-    """(input, target, log-likelihood) of each choice, as score_eval writes them."""
-    doc, arguments = sample["doc"], sample["arguments"]
+class _Unusable(Exception):
+    """Why a task's samples cannot be reported as rank classification."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sample:
+    """One example of a multiple-choice task.
+
+    Attributes:
+      example: Its number.
+      input: The context of all choices.
+      choices: Their texts.
+      scores: Their log-likelihoods.
+      target: The harness's record of the right choice, of which it does not say whether it is a
+        number, a list of numbers or a text.
+      acc: Whether the harness counted it as right; None if it did not.
+      is_ours: Whether `export_tasks` wrote it.
+    """
+
+    example: int
+    input: str
+    choices: tuple[str, ...]
+    scores: tuple[float, ...]
+    target: str
+    acc: float | None
+    is_ours: bool
+
+    @property
+    def best(self) -> int:
+        """The number of the choice with the highest score, of the first one in a tie."""
+        return int(np.argmax(self.scores))
+
+    def pairs(self, right: Collection[int], ours: bool) -> Iterator[tuple[str, Any, float]]:
+        """(input, target, log-likelihood) of each choice, as score_eval writes them."""
+        # Equal choices are equally right in T0's tasks, and not in the harness's.
+        texts = {self.choices[number] for number in right} if ours else set()
+        for number, score in enumerate(self.scores):
+            correct = number in right or self.choices[number] in texts
+            yield self.input, ((self.example, number), correct, 1.0, 0), score
+
+
+def _sample(fields: Mapping[str, Any]) -> _Sample:
+    """Reads a sample.
+
+    Raises:
+      KeyError, TypeError, ValueError, IndexError: If it is damaged.
+      _Unusable: If its scores are not those of the choices of one context.
+    """
+    number, arguments = int(fields["doc_id"]), fields["arguments"]
+    # Before 0.4.3, the harness wrote lists: [[context, continuation], ...].
+    texts = [
+        (arguments[f"gen_args_{at}"]["arg_0"], arguments[f"gen_args_{at}"]["arg_1"])
+        if isinstance(arguments, Mapping)
+        else (arguments[at][0], arguments[at][1])
+        for at in range(len(arguments))
+    ]
     # Of each choice: its log-likelihood, and whether greedy decoding gives it.
-    scores = [float(score[0]) for score in sample["filtered_resps"]]
+    scores = [float(score[0]) for score in fields["filtered_resps"]]
     if not scores:
         raise ValueError("it has no scores")
-    texts = [arguments[f"gen_args_{number}"] for number in range(len(scores))]
-    choices = [str(text["arg_1"]).strip() for text in texts]
-    example, answer = int(doc.get("example", sample["doc_id"])), int(sample["target"])
-    for number, score in enumerate(scores):
-        # Equal choices are equally right, as in T0's tasks.
-        correct = 0 <= answer < len(choices) and choices[number] == choices[answer]
-        yield texts[number]["arg_0"], ((example, number), correct, 1.0, 0), score
+    if len(scores) != len(texts):
+        raise _Unusable(f"doc_id {number} has {len(texts)} choices and {len(scores)} scores")
+    choices = [str(text) for _, text in texts]
+    half = len(texts) // 2
+    # For acc_mutual_info the harness scores the choices again, without a context.
+    if half and choices[:half] == choices[half:] and not any(text for text, _ in texts[half:]):
+        texts, choices, scores = texts[:half], choices[:half], scores[:half]
+    if len({text for text, _ in texts}) > 1:
+        # As in WinoGrande, whose samples do not say which context is right.
+        raise _Unusable(f"the choices of doc_id {number} have different contexts")
+    # Not `score > 0`, which is false for NaN.
+    if impossible := [score for score in scores if not -np.inf < score <= 0]:
+        raise _Unusable(f"doc_id {number} has {impossible[0]}, which is not a log-likelihood")
+    doc = fields["doc"]
+    ours = isinstance(doc, Mapping) and doc.keys() >= _OURS
+    example = int(doc["example"]) if ours else number
+    if not 0 <= example <= np.iinfo(np.int32).max:
+        raise ValueError(f"its example has the number {example}")
+    return _Sample(
+        example,
+        str(texts[0][0]),
+        tuple(choice.strip() for choice in choices),
+        tuple(scores),
+        str(fields["target"]).strip(),
+        None if fields.get("acc") is None else float(fields["acc"]),
+        ours,
+    )
+
+
+def _right_choices(samples: Sequence[_Sample]) -> list[frozenset[int]]:
+    """The numbers of each example's right choices, as the harness counted them.
+
+    Raises:
+      _Unusable: If the targets are not choices, or give other accuracies than the harness recorded.
+    """
+    readings = [[read(sample) for sample in samples] for read in (_by_number, _by_text)]
+    possible = [found for found in readings if None not in found]
+    if not possible:
+        raise _Unusable("its targets are neither numbers nor texts of choices")
+    agreeing = [
+        found
+        for found in possible
+        if all(
+            sample.acc in (None, float(sample.best in right))
+            for sample, right in zip(samples, found, strict=True)
+        )
+    ]
+    if not agreeing:
+        at = next(
+            sample
+            for sample, right in zip(samples, possible[0], strict=True)
+            if sample.acc not in (None, float(sample.best in right))
+        )
+        raise _Unusable(f"the scores of doc_id {at.example} contradict its acc, {at.acc}")
+    if any(found != agreeing[0] for found in agreeing):
+        raise _Unusable("its targets may be numbers or texts of choices")
+    return agreeing[0]
+
+
+def _by_number(sample: _Sample) -> frozenset[int] | None:
+    """The right choices if a target is a number or a list of numbers; None if it is neither."""
+    if not re.fullmatch(r"-?\d+|\[(-?\d+(, -?\d+)*)?\]", sample.target):
+        return None
+    numbers = map(int, re.findall(r"-?\d+", sample.target))
+    # As the harness does for a number that is no choice's: nothing is right.
+    return frozenset(number for number in numbers if 0 <= number < len(sample.choices))
+
+
+def _by_text(sample: _Sample) -> frozenset[int] | None:
+    """The right choice if a target is a choice's text; None if it is not."""
+    if sample.target not in sample.choices:
+        return None
+    return frozenset([sample.choices.index(sample.target)])
 
 
 @contextlib.contextmanager

@@ -90,6 +90,123 @@ def test_samples_that_are_not_whole_are_refused_with_their_file(results, tmp_pat
     assert path.name in str(error.value.where)
 
 
+CHOICES = (" yes", " no")
+
+
+def sample(number, target="0", scores=(-3.0, -4.0), acc=1.0, choices=CHOICES, contexts=None):
+    """An example as the harness logs it; it makes everything but numbers into text."""
+    contexts = contexts or [f"q{number}"] * len(choices)
+    arguments = {
+        f"gen_args_{at}": {"arg_0": context, "arg_1": choice}
+        for at, (context, choice) in enumerate(zip(contexts, choices, strict=True))
+    }
+    return {
+        "doc_id": number, "doc": {"q": number}, "target": target, "arguments": arguments,
+        "filtered_resps": [[str(score), "False"] for score in scores], "filter": "none", "acc": acc,
+    }  # fmt: skip
+
+
+def write_results(folder, tasks, metrics=None, split="test"):
+    """The harness's files of tasks with these samples."""
+    content = {
+        "results": metrics or {},
+        "configs": {
+            task: {"output_type": "multiple_choice", "test_split": split} for task in tasks
+        },
+        "config": {"model": "hf", "model_args": "pretrained=x"},
+    }
+    folder.mkdir(parents=True)
+    (folder / "results_2026.json").write_text(json.dumps(content))
+    for task, found in tasks.items():
+        path = folder / f"samples_{task.replace('/', '')}_2026.jsonl"
+        path.write_text("".join(json.dumps(each) + "\n" for each in found))
+    return folder
+
+
+PLAIN = [sample(0), sample(1, "1", acc=0.0)]
+
+
+def test_scores_without_context_for_mutual_information_are_not_choices(tmp_path):
+    found = [
+        sample(n, scores=(-3.0, -4.0, -1.0, -0.5), choices=CHOICES * 2, contexts=["q", "q", "", ""])
+        for n in range(4)
+    ]
+    write_results(tmp_path / "results", {"mutual": found}, {"mutual": {"acc,none": 1.0}})
+    folder, left_out = import_results(tmp_path / "results", tmp_path / "out")
+    (scores,) = read_task_scores(folder)
+    assert not left_out and len(scores) == 8 and rank_classification(scores).accuracy == 100
+
+
+@pytest.mark.parametrize(
+    ("targets", "acc", "right"),
+    [
+        (("1", "2"), (0.0, 1.0), (1, 2)),  # numbers of choices
+        (("1", "2"), (1.0, 0.0), (0, 1)),  # texts of choices
+        (("[0, 1]", "[2]"), (1.0, 1.0), (0, 2)),
+        (("5", "-1"), (0.0, 0.0), (None, None)),  # no choice at all
+    ],
+)
+def test_targets_are_read_so_that_they_give_the_harnesss_accuracies(tmp_path, targets, acc, right):
+    best = ((-1.0, -2.0, -3.0), (-3.0, -2.0, -1.0))
+    found = [sample(n, targets[n], best[n], acc[n], choices=(" 1", " 2", " 3")) for n in range(2)]
+    write_results(tmp_path / "results", {"task": found})
+    (scores,) = read_task_scores(import_results(tmp_path / "results", tmp_path / "out")[0])
+    ranked = rank_classification(scores)
+    assert (ranked.correct == acc).all()
+    assert ranked.answer.tolist() == [-1 if number is None else number for number in right]
+
+
+@pytest.mark.parametrize(
+    ("found", "metrics", "words"),
+    [
+        ([sample(0, scores=(-3.0,))], {}, "doc_id 0 has 2 choices and 1 scores"),
+        ([sample(0, contexts=["a", "b"], choices=(" c", " c"))], {}, "different contexts"),
+        ([sample(0, target="maybe")], {}, "neither numbers nor texts"),
+        ([sample(0), sample(1, acc=0.0)], {}, "doc_id 1 contradict its acc, 0.0"),
+        ([sample(0), sample(1)], {"acc,none": 0.5}, r"acc,none = 1, and its results say 0.5"),
+        ([sample(0, scores=("nan", -1.0))], {}, "nan, which is not a log-lik"),
+        ([sample(0, scores=(-1.0, 2.0), acc=0.0)], {}, "not a log-likelihood"),
+        ([sample(0), sample(0)], {}, "several samples"),
+        ([sample(0, "2", choices=(" 1", " 2", " 3"), scores=(-1, -2, -3), acc=0.0)], {}, "may be"),
+    ],
+)
+def test_a_task_that_contradicts_the_harness_is_left_out_and_no_other(
+    tmp_path, monkeypatch, capsys, found, metrics, words
+):
+    tasks = {"odd": found, "plain": PLAIN}
+    results = write_results(tmp_path / "results", tasks, {"odd": metrics})
+    folder, left_out = import_results(results, tmp_path / "out")
+    assert re.search(words, left_out["odd"]) and set(left_out) == {"odd"}
+    assert [scores.task for scores in read_task_scores(folder)] == ["plain"]
+    line = ["report", "make", str(results), "--from", "lm-eval", "--out", str(tmp_path / "report")]
+    code, _, errors = run(monkeypatch, capsys, *line)
+    assert code == 0, errors
+    # The page says so too.
+    assert f"Left out odd: {left_out['odd']}" in (tmp_path / "report" / "report.md").read_text()
+    shutil.rmtree(results)
+    with pytest.raises(UserError, match="No task of these results can be reported"):
+        import_results(write_results(results, {"odd": found}, {"odd": metrics}), tmp_path / "out")
+
+
+def test_another_import_replaces_the_first_and_no_other_evaluation(tmp_path):
+    out = tmp_path / "out"
+    import_results(write_results(tmp_path / "a", {"one": PLAIN, "two": PLAIN}), out)
+    folder, _ = import_results(write_results(tmp_path / "b", {"one": PLAIN}), out)
+    assert [scores.task for scores in read_task_scores(folder)] == ["one"]
+    (folder / "provenance.json").write_text("{}")
+    with pytest.raises(UserError, match="another evaluation"):
+        import_results(tmp_path / "b", out)
+
+
+@pytest.mark.parametrize(("task", "split"), [("a", "../../x"), ("../a", "test"), ("a", "b/../..")])
+def test_a_name_in_the_results_writes_nothing_outside_the_folder(tmp_path, task, split):
+    results = write_results(tmp_path / "results", {task: PLAIN}, split=split)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="is not a name"):
+        import_results(results, tmp_path / "out" / "deep")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_results_of_two_models_are_told_apart_and_none_is_said(results, tmp_path):
     shutil.copytree(RECORDED, tmp_path / "other")
     with pytest.raises(UserError, match="2 models"):
