@@ -15,8 +15,9 @@ A file may also define its own mixtures, of its tasks and other registered ones,
     mixtures:
       my_train: {my_reviews_was_it_good: 4000, super_glue_rte_GPT_3_style: 2490}
 
-The loader only creates text, numbers, lists and mappings and supports only these two tags, so a
-file cannot name a Python object.
+The keys that earlier versions and forks of promptsource wrote are read as those read them; see
+`_choices` and `_metadata`. The loader only creates text, numbers, lists and mappings, so a file
+cannot name a Python object.
 """
 
 from __future__ import annotations
@@ -41,7 +42,17 @@ LONGEST_NAME = 200
 """Bytes of a task's name: file systems allow 255, of which suffixes take some."""
 FILE_KEYS = ("dataset", "subset", "templates", "mixtures")
 TEMPLATE_KEYS = ("name", "jinja", "answer_choices", "id", "metadata", "reference")
-METADATA_KEYS = ("original_task", "choices_in_prompt", "metrics")
+METADATA_KEYS = ("original_task", "choices_in_prompt", "metrics", "languages")
+OLD_FILE_KEYS = ("config",)
+OLD_TEMPLATE_KEYS = ("answer_choices_key", "task_template")
+OLD_METADATA_KEYS = ("task_template", "task_format", "metric")
+ANNOTATIONS = (
+    *("_do_train", "_do_eval", "answer_span_indices", "counting", "long_distance"),
+    *("negated_answers", "no_sep_2_sentences", "non_natural_language"),
+    *("nontrivial_choices_given", "nontrivial_choices_hidden"),
+    *("trivial_choices_given", "trivial_choices_hidden"),
+)
+"""Truth values of promptsource's first months, which nothing in it ever read."""
 FORMAT = "The format is promptsource's: keys dataset, subset (if any) and templates."
 
 
@@ -72,9 +83,11 @@ def read_template_file(path: str | Path) -> TemplateFile:
     """
     path = Path(path)
     content = _load(path)
-    _check_keys(content, FILE_KEYS, ("dataset", "templates"), str(path), FORMAT)
+    known = (*FILE_KEYS, *OLD_FILE_KEYS)
+    _check_keys(content, known, ("dataset", "templates"), str(path), FORMAT)
     dataset = _folder_name(content, "dataset", path)
-    subset = None if content.get("subset") is None else _folder_name(content, "subset", path)
+    key = "subset" if "subset" in content else "config"
+    subset = None if content.get(key) is None else _folder_name(content, key, path)
     entries = content["templates"]
     if not isinstance(entries, _Mapping) or not entries:
         raise UserError(
@@ -171,6 +184,8 @@ class _Loader(yaml_files.Bounded, yaml.SafeLoader):
 
 for _tag in ("!Template", "!TemplateMetadata", yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG):
     _Loader.add_constructor(_tag, _Loader._mapping)
+# promptsource's first templates of WMT have names that are tuples of one text.
+_Loader.add_constructor("tag:yaml.org,2002:python/tuple", yaml.SafeLoader.construct_yaml_seq)
 
 
 def _load(path: Path) -> _Mapping:
@@ -216,14 +231,15 @@ def _template(path: Path, key: str, entry: Any, entries: _Mapping) -> Any:
             f"Entry {key!r} of templates is not a template.", where=where, fix="Tag it !Template."
         )
     wanted = "Each template has name and jinja, and may have answer_choices, id, metadata"
-    _check_keys(entry, TEMPLATE_KEYS, ("name", "jinja"), where, f"{wanted} and reference.")
+    known = (*TEMPLATE_KEYS, *OLD_TEMPLATE_KEYS)
+    _check_keys(entry, known, ("name", "jinja"), where, f"{wanted} and reference.")
+    if isinstance(entry["name"], list) and len(entry["name"]) == 1:
+        (entry["name"],) = entry["name"]
     name = _text(entry, "name", where)
-    choices = entry.get("answer_choices")
-    if choices is not None:
-        choices = _text(entry, "answer_choices", where)
+    field, choices = _choices(entry, where)
     jinja = _text(entry, "jinja", where)
-    for field, text in (("jinja", jinja), ("answer_choices", choices or "")):
-        _check_jinja(text, field, f"{path}, line {entry.line_of(field)}, template {name!r}")
+    for each, text in (("jinja", jinja), (field, choices or "")):
+        _check_jinja(text, each, f"{path}, line {entry.line_of(each)}, template {name!r}")
     if SEPARATOR not in jinja:
         raise UserError(
             f"Template {name!r} has no target: its jinja has no {SEPARATOR}.",
@@ -234,40 +250,78 @@ def _template(path: Path, key: str, entry: Any, entries: _Mapping) -> Any:
         name,
         jinja,
         choices,
-        _metadata(entry.get("metadata"), where),
+        _metadata(entry, where),
         # promptsource identifies templates by UUID; use the key if the file gives none.
         identifier=str(entry.get("id") or key),
         reference=str(entry.get("reference") or ""),
     )
 
 
-def _metadata(entry: Any, where: str) -> dict[str, Any]:
-    if entry is None:
-        return {}
-    if not isinstance(entry, _Mapping):
-        raise UserError(
-            "The metadata are not keys and values.",
-            where=where,
-            fix=f"Their keys are {', '.join(METADATA_KEYS)}.",
-        )
-    _check_keys(entry, METADATA_KEYS, (), where, f"Keys of metadata: {', '.join(METADATA_KEYS)}.")
-    for key in ("original_task", "choices_in_prompt"):
-        if entry.get(key) not in (None, True, False):
+def _choices(entry: _Mapping, where: str) -> tuple[str, str | None]:
+    """The key that has a template's answer choices, and their Jinja.
+
+    Until promptsource's commit c8bacdeb, the Jinja was `answer_choices_key`. `answer_choices` was a
+    list of texts, used where there was no such key.
+    """
+    choices = entry.get("answer_choices")
+    if entry.get("answer_choices_key") is not None:
+        jinja = _text(entry, "answer_choices_key", where)
+        if isinstance(choices, str) and choices not in ("", jinja):
             raise UserError(
-                f"{key} is {reprlib.repr(entry[key])}.",
-                where=where,
-                fix="Write true, false or null.",
+                "answer_choices and answer_choices_key are two different texts.",
+                where=f"{where.partition(', line')[0]}, line {entry.line_of('answer_choices')}",
+                fix="Remove one; answer_choices_key is its old name.",
             )
-    metrics = entry.get("metrics")
-    if metrics is not None and not (
-        isinstance(metrics, list) and all(isinstance(metric, str) for metric in metrics)
-    ):
-        raise UserError(
-            f"metrics is {reprlib.repr(metrics)}.",
-            where=where,
-            fix="Write a list of names: [Accuracy].",
-        )
-    return dict(entry)
+        return "answer_choices_key", jinja
+    # xP3 has "" for none.
+    if choices in (None, "", []):
+        return "answer_choices", None
+    if not isinstance(choices, list):
+        return "answer_choices", _text(entry, "answer_choices", where)
+    for choice in choices:
+        literal = isinstance(choice, str) and choice.strip()
+        if not literal or any(mark in choice for mark in (SEPARATOR, "{{", "{%", "{#")):
+            raise UserError(
+                f"answer_choices has the item {reprlib.repr(choice)}, which is no plain text.",
+                where=f"{where.partition(', line')[0]}, line {entry.line_of('answer_choices')}",
+                fix="Put a number or a bare word in quotes; write Jinja as one text, no ||| yes.",
+            )
+    return "answer_choices", f" {SEPARATOR} ".join(choices)
+
+
+def _metadata(template: _Mapping, where: str) -> dict[str, Any]:
+    """The metadata that promptsource 0.1.0 has, checked like those that only others have."""
+    entry = template.get("metadata")
+    fix = f"Keys of metadata: {', '.join(METADATA_KEYS)}."
+    if entry is None:
+        entry = _Mapping()
+    if not isinstance(entry, _Mapping):
+        raise UserError("The metadata are not keys and values.", where=where, fix=fix)
+    _check_keys(entry, (*METADATA_KEYS, *OLD_METADATA_KEYS, *ANNOTATIONS), (), where, fix)
+    kinds = {
+        "metrics": (_is_texts, "a list of names: [Accuracy]"),
+        "languages": (_is_texts, "a list of codes in quotes: ['en']"),
+        "task_format": (lambda value: isinstance(value, str), "a word: Classification"),
+        "metric": (lambda value: False, "metrics: and a list"),
+    }
+    truth = (lambda value: value in (True, False), "true, false or null")
+    for holder, key in [*((entry, key) for key in entry), (template, "task_template")]:
+        accepts, wanted = kinds.get(key, truth)
+        if holder.get(key) is not None and not accepts(holder[key]):
+            raise UserError(
+                f"{key} is {reprlib.repr(holder[key])}.", where=where, fix=f"Write {wanted}."
+            )
+    # original_task was called task_template, first as a key of the template.
+    tasks = [entry.get("original_task"), entry.get("task_template"), template.get("task_template")]
+    return {
+        "original_task": next((task for task in tasks if task is not None), None),
+        "choices_in_prompt": entry.get("choices_in_prompt"),
+        "metrics": entry.get("metrics"),
+    }
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _check_jinja(text: str, field: str, where: str) -> None:
