@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from t0repro.compat import installed_version
+from t0repro.errors import UserError
+from t0repro.tasks.vocabulary import DEFAULT_ADDRESS, VOCABULARY_VARIABLE, default_vocabulary
 from t0repro.words import columns, counted
 
 State = Literal["ok", "missing", "broken"]
@@ -45,7 +47,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 _SETUP = "bash scripts/setup.sh"
 _REFERENCE = "TIER=reference bash scripts/setup.sh"
 # cc_all.32000.100extra itself has 32,000 pieces; SeqIO adds the 100 sentinels.
-_T5_PIECES = 32_000
+_T5_PIECES = 32_100  # sentinels included
 _TRIAL_SECONDS = 300
 _STACK = "mesh tensorflow"  # the finding that tells the reference tier from the core
 
@@ -277,23 +279,15 @@ def _data_dir() -> tuple[State, str, str]:
 
 
 def _vocabulary() -> tuple[State, str, str]:
-    fix = (
-        "export T0REPRO_VOCAB=FILE, a copy of"
-        " gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
-    )
-    value = os.environ.get("T0REPRO_VOCAB")
-    if not value:
+    if not (value := os.environ.get(VOCABULARY_VARIABLE)):
+        fix = f"export {VOCABULARY_VARIABLE}=FILE, a copy of {DEFAULT_ADDRESS}"
         return "missing", "not set: a run that needs T5's vocabulary downloads it", fix
-    if not Path(value).is_file():
-        return "broken", f"there is no file {value}", fix
-    import sentencepiece
-
     try:
-        processor: Any = sentencepiece.SentencePieceProcessor()
-        processor.Load(value)
-        pieces = processor.GetPieceSize()
-    except (RuntimeError, OSError):
-        return "broken", f"{value} is not a SentencePiece model", fix
+        vocabulary = default_vocabulary()
+        size, added = vocabulary.vocab_size, vocabulary.added_ids
+    except UserError as error:
+        return "broken", f"{error.where}: {error.what}", error.fix or ""
     # A smaller vocabulary, such as the demo's, is no mistake.
-    note = "" if pieces == _T5_PIECES else f" (T5's has {_T5_PIECES})"
-    return "ok", f"{value}: {pieces} pieces{note}", ""
+    note = "" if size == _T5_PIECES else f" (T5's has {_T5_PIECES})"
+    sentinels = f" and {counted(added, 'sentinel')} that it lacks" if added else ""
+    return "ok", f"{value}: {size - added} pieces{sentinels}{note}", ""

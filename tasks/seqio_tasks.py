@@ -20,10 +20,11 @@ from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import ADDS_EOS, METRICS, TaskDescription
 from t0repro.tasks.templates import fixed_choices
 from t0repro.tasks.vocabulary import (
+    BYTES,
     VocabularyFile,
+    are_same,
     default_vocabulary,
     local_copy,
-    not_a_model,
 )
 
 # T5's metrics for these two need pre- and postprocessing that prompted tasks do not have.
@@ -160,23 +161,33 @@ def in_blocks(examples: Iterable[dict[str, Any]], size: int = 64) -> Iterator[di
 
 
 class LazyVocabulary(seqio.SentencePieceVocabulary):
-    """A SentencePiece vocabulary whose error, if its file is unreadable, says how to get it.
+    """A `VocabularyFile` as SeqIO's class: opened and checked in the same place.
 
-    Equal to, and pickled like, `seqio.SentencePieceVocabulary` of the same address. A file in a
-    bucket is fetched once over HTTPS and kept in the user's cache folder: TensorFlow's own reader
-    retries for minutes on a machine without network or credentials.
+    Equal to, and pickled like, `seqio.SentencePieceVocabulary` of the same file. A file in a bucket
+    is fetched once over HTTPS and kept in the user's cache folder: TensorFlow's own reader retries
+    for minutes on a machine without network or credentials.
     """
+
+    def __init__(self, address: str, extra_ids: int | None = None):
+        super().__init__(address)
+        self.given_ids = extra_ids
 
     def _model_context(self):
         if self._model is None:
             # Do this before TensorFlow sees the address and tries the network.
             path = local_copy(self._sentencepiece_model_file)
-            try:
-                loaded = seqio.SentencePieceVocabulary(path, self._extra_ids)._model_context()
-            except Exception as error:
-                raise not_a_model(path, error) from error
-            self._model = loaded
+            self._model = seqio.SentencePieceVocabulary(path, self.extra_ids)._model_context()
         return self._model
+
+    @property
+    def extra_ids(self) -> int:
+        """Number of sentinels that are added to the file's pieces."""
+        return VocabularyFile(self._sentencepiece_model_file, self.given_ids).added_ids
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, seqio.SentencePieceVocabulary) and are_same(self, other)
+
+    __hash__ = None  # as SeqIO's
 
     @property
     def tf_tokenizer(self):
@@ -191,9 +202,11 @@ class LazyVocabulary(seqio.SentencePieceVocabulary):
 
 def seqio_vocabulary(vocabulary: VocabularyFile | seqio.Vocabulary) -> seqio.Vocabulary:
     """A task's vocabulary as SeqIO's class."""
-    if isinstance(vocabulary, VocabularyFile):
-        return LazyVocabulary(vocabulary.address, vocabulary.extra_ids)
-    return vocabulary
+    if not isinstance(vocabulary, VocabularyFile):
+        return vocabulary
+    if vocabulary.address == BYTES:
+        return seqio.ByteVocabulary(vocabulary.added_ids)
+    return LazyVocabulary(vocabulary.address, vocabulary.extra_ids)
 
 
 def read_t5s_vocabulary_as_ours() -> None:

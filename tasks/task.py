@@ -17,13 +17,13 @@ from t0repro.errors import UserError, nearest_names
 from t0repro.files import input_path
 from t0repro.progress import say
 from t0repro.tasks.catalogue import is_synthetic, label, modelled_on
+from t0repro.tasks.vocabulary import VocabularyFile, model_of
 from t0repro.words import counted
 
 if TYPE_CHECKING:
     import seqio
 
     from t0repro.tasks.source import PromptedRows
-    from t0repro.tasks.vocabulary import VocabularyFile
 
 
 SCORE_EVAL_SUFFIX = "_score_eval"
@@ -89,8 +89,8 @@ class TaskDescription:
 
     @property
     def sp_model(self) -> bytes | None:
-        """The vocabulary's serialized SentencePiece model; None for other kinds of vocabulary."""
-        return getattr(self.vocabulary, "sp_model", None)
+        """The vocabulary's serialized model; None for other kinds than pieces and bytes."""
+        return model_of(self.vocabulary)
 
     def twin(self) -> TaskDescription:
         """The twin's description, over the same rows."""

@@ -6,24 +6,29 @@ import dataclasses
 import functools
 import itertools
 import os
+import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from t0repro import buckets
 from t0repro.buckets import is_address, scheme_of
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
+from t0repro.progress import say
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 VOCABULARY_VARIABLE = "T0REPRO_VOCAB"
+SENTINELS_VARIABLE = "T0REPRO_EXTRA_IDS"
+BYTES = "bytes"
+"""In place of an address: ByT5's vocabulary, the bytes of UTF-8, which has no file."""
 DEFAULT_ADDRESS = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
-# T5's own vocabulary, as t5's tasks and T5X's gin files name it; they add 100 sentinels to the
-# first.
+# T5's own vocabulary, as t5's tasks and T5X's gin files name it. The second file holds the 100
+# sentinels that SeqIO adds to the first, and is then the same to the byte.
 T5_ADDRESSES = ("gs://t5-data/vocabs/cc_all.32000/sentencepiece.model", DEFAULT_ADDRESS)
 EXTRA_IDS = 100
 _PUBLIC = "gs://t5-data/"
@@ -32,24 +37,40 @@ TIMEOUT_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyFile:
-    """A SentencePiece model with T5's sentinels after its pieces, without SeqIO.
+    """A SentencePiece model with T5's sentinels after its pieces, or ByT5's bytes, without SeqIO.
 
     Attributes:
-      address: The model's path or address, which is fetched once.
-      extra_ids: Number of sentinels; `<extra_id_0>` comes last.
+      address: The model's path or address, which is fetched once; or `BYTES`.
+      extra_ids: Number of sentinels, of which those that the file lacks are added; `<extra_id_0>`
+        comes last. None for as many as models of this vocabulary have (`sentinels_lacking`).
     """
 
     address: str
-    extra_ids: int = EXTRA_IDS
+    extra_ids: int | None = None
 
     @property
     def sp_model(self) -> bytes:
         """The serialized model with sentinels, equal to that of `seqio.SentencePieceVocabulary`.
 
         Raises:
-          UserError: If there is no such file, or it is not a SentencePiece model.
+          UserError: If there is no such file, it is not a SentencePiece model, or its ids are not
+            what T5 takes them for (`check_ids`).
         """
-        return _with_extra_ids(local_copy(self.address), self.extra_ids)
+        return self._opened()[0]
+
+    @property
+    def added_ids(self) -> int:
+        """Number of sentinels that the file lacks, which is SeqIO's `extra_ids` for it.
+
+        Raises:
+          UserError: As for `sp_model`.
+        """
+        return self._opened()[1]
+
+    def _opened(self) -> tuple[bytes, int]:
+        if self.address == BYTES:
+            return _BYTES_MODEL + b"%d" % (self.extra_ids or 0), self.extra_ids or 0
+        return _open(local_copy(self.address), self.extra_ids)
 
     def processor(self) -> SentencePieceProcessor:
         """The loaded model.
@@ -85,6 +106,8 @@ class VocabularyFile:
 @functools.lru_cache(maxsize=4)
 def processor_of(model: bytes) -> SentencePieceProcessor:
     """Loads a serialized model; cached, since many tasks share one."""
+    if model.startswith(_BYTES_MODEL):
+        return cast("Any", ByteProcessor(int(model.removeprefix(_BYTES_MODEL))))
     from sentencepiece import SentencePieceProcessor
 
     processor = SentencePieceProcessor()
@@ -92,37 +115,334 @@ def processor_of(model: bytes) -> SentencePieceProcessor:
     return processor
 
 
+_BYTES_MODEL = b"the bytes of UTF-8 and sentinels: "  # their number follows
+_FIRST_BYTE = 3
+
+
+class ByteProcessor:
+    """ByT5's vocabulary, with those methods of a SentencePieceProcessor that are used here.
+
+    Ids 0, 1 and 2 are padding, end and unknown; 3 to 258 are the bytes. Source:
+    seqio.ByteVocabulary.
+    """
+
+    def __init__(self, extra_ids: int):
+        self._size = _FIRST_BYTE + 256 + extra_ids
+
+    def encode(self, texts: str | list[str], num_threads: int = 1) -> Any:
+        """The tokens of a text, or of each text in a list."""
+        del num_threads
+        if isinstance(texts, str):
+            return [byte + _FIRST_BYTE for byte in texts.encode()]
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; tokens that are no bytes, and bytes that are no text, are dropped."""
+        codes = [token - _FIRST_BYTE for token in tokens]
+        return bytes(code for code in codes if 0 <= code < 256).decode(errors="ignore")
+
+    def get_piece_size(self) -> int:
+        """Number of tokens, sentinels included."""
+        return self._size
+
+    vocab_size = get_piece_size
+
+    def eos_id(self) -> int:
+        """The token that ends a target."""
+        return 1
+
+    def unk_id(self) -> int:
+        """The token that no text has."""
+        return 2
+
+
 def default_vocabulary() -> VocabularyFile:
-    """T5's vocabulary of 32,000 pieces and 100 sentinels, or the copy that T0REPRO_VOCAB names."""
+    """T5's vocabulary of 32,000 pieces and 100 sentinels, or the one that T0REPRO_VOCAB names.
+
+    Raises:
+      UserError: If T0REPRO_EXTRA_IDS is not a number.
+    """
+    address = os.environ.get(VOCABULARY_VARIABLE) or DEFAULT_ADDRESS
     # Only the address: nothing is read or fetched until a token is needed.
-    return VocabularyFile(os.environ.get(VOCABULARY_VARIABLE) or DEFAULT_ADDRESS)
+    return VocabularyFile(address, EXTRA_IDS if address == DEFAULT_ADDRESS else _given_sentinels())
+
+
+def named_vocabulary(address: str | os.PathLike[str] | None) -> VocabularyFile:
+    """The vocabulary of this path or address; the default for None."""
+    if address is None:
+        return default_vocabulary()
+    return VocabularyFile(os.fspath(address), _given_sentinels())
+
+
+def _given_sentinels() -> int | None:
+    given = os.environ.get(SENTINELS_VARIABLE)
+    if given and not given.isdecimal():
+        raise UserError(
+            f"{given!r} is not a number of sentinels.",
+            where=SENTINELS_VARIABLE,
+            fix="Give the number that the model was trained with, such as 0 or 100.",
+        )
+    return int(given) if given else None
+
+
+# ---- Opening a file: the sentinels that it lacks, and whether its ids are T5's -------------------
+
+_MADLAD = (256_000, 2)
+# Number of pieces and the end's id of a file without sentinels -> how many its models have, and
+# whose they are. Sources: t5.data.DEFAULT_EXTRA_IDS; t5x/examples/scalable_t5/umt5/vocab.gin;
+# MADLAD-400's embedding has rows for its pieces alone.
+_FAMILIES = {(32_000, 1): (100, "T5"), (256_000, 1): (300, "umT5"), _MADLAD: (0, "MADLAD-400")}
+
+
+def sentinels_lacking(pieces: Sequence[str], eos: int) -> tuple[int, str | None]:
+    """How many sentinels a file of these pieces lacks, and whose number that is.
+
+    Args:
+      pieces: The pieces of the file.
+      eos: The id of its end.
+
+    Returns:
+      0 and None if it holds sentinels, as mT5's does. T5's number and None for an unknown family.
+    """
+    # T5's own have SeqIO's mark of a word's beginning, others' often not.
+    if not {"\u2581<extra_id_0>", "<extra_id_0>"}.isdisjoint(pieces):
+        return 0, None
+    return _FAMILIES.get((len(pieces), eos), (EXTRA_IDS, None))
 
 
 @functools.cache
-def _with_extra_ids(path: str, extra_ids: int) -> bytes:
+def _open(path: str, extra_ids: int | None) -> tuple[bytes, int]:
+    """A file's serialized model with sentinels, and how many of them it lacks."""
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
     try:
         model = sentencepiece_model_pb2.ModelProto.FromString(Path(path).read_bytes())
-    except DecodeError as error:
+        content = model.SerializeToString()
+        eos = processor_of(content).eos_id()
+    except (DecodeError, RuntimeError) as error:
         raise not_a_model(path, error) from error
+    _check_ids(content, path)
+    pieces = [piece.piece for piece in model.pieces]
+    added = _added(pieces, eos, extra_ids, path)
     user_defined = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
     # Follow SeqIO's rule, so that the bytes, and thus a cache's digest, equal SeqIO's. Count down:
     # <extra_id_0> gets the last id.
-    for number in reversed(range(extra_ids)):
+    for number in reversed(range(added)):
         model.pieces.add(piece=f"\u2581<extra_id_{number}>", score=0.0, type=user_defined)
-    return model.SerializeToString()
+    return model.SerializeToString(), added
+
+
+def _added(pieces: Sequence[str], eos: int, extra_ids: int | None, path: str) -> int:
+    """How many sentinels to add to a file; reports a number that is only assumed."""
+    if extra_ids is None:
+        added, family = sentinels_lacking(pieces, eos)
+        if family != "T5" and (added or family):
+            say(
+                f"note: {path} holds no sentinels; taking {added}, as {family or 'T5'} has"
+                f" ({SENTINELS_VARIABLE} gives another number)"
+            )
+        return added
+    wanted = {f"\u2581<extra_id_{number}>" for number in range(extra_ids)}
+    lacking = wanted.difference(pieces)
+    if lacking and lacking != wanted:
+        raise UserError(
+            f"The vocabulary holds {len(wanted) - len(lacking)} sentinels, not {extra_ids}.",
+            where=path,
+            fix=f"Give its number where {extra_ids} is given (extra_ids, {SENTINELS_VARIABLE}).",
+        )
+    return len(lacking)
+
+
+def check_ids(vocabulary: Any) -> None:
+    """Checks that no text has id 0, and another id ends targets.
+
+    T5, T5X and SeqIO pad with 0, whatever the vocabulary says: a 0 in a target has no loss and no
+    score.
+
+    Args:
+      vocabulary: A `VocabularyFile`, which is also checked whenever it is opened, or SeqIO's.
+
+    Raises:
+      UserError: If an id would be mistaken for another.
+    """
+    model = model_of(vocabulary)
+    if model is not None and not model.startswith(_BYTES_MODEL):
+        _check_ids(model, address_of(vocabulary) or "")
+
+
+def _check_ids(model: bytes, path: str) -> None:
+    processor = processor_of(model)
+    eos, unknown = processor.eos_id(), processor.unk_id()
+    what = None
+    if eos < 1:
+        what = "has no token that ends a text" if eos < 0 else "ends texts with padding's id, 0"
+    elif unknown == 0:
+        # Bytes leave no character unknown. MADLAD-400 was trained with unknown ones as padding.
+        if not _parsed(model)[1] and (processor.get_piece_size(), eos) != _MADLAD:
+            what = "gives unknown characters padding's id, 0: they would have no loss and no score"
+    elif not processor.is_control(0):
+        what = f"has {processor.id_to_piece(0)!r} in padding's place, id 0"
+    if what:
+        raise UserError(
+            f"The vocabulary {what}.",
+            where=path,
+            fix="Train it with T5's ids: spm_train --pad_id=0 --eos_id=1 --unk_id=2 --bos_id=-1.",
+        )
 
 
 def not_a_model(path: str, error: Exception) -> UserError:
     """The error for a vocabulary file that cannot be parsed."""
-    fetched = Path(path).is_relative_to(_cache_folder())
-    return UserError(
-        f"The vocabulary is not a SentencePiece model: {error}",
-        where=path,
-        fix="Remove it, and it is fetched again." if fetched else _advice(path),
-    )
+    fix = _advice(path)
+    if Path(path).is_relative_to(_cache_folder()):
+        fix = "Remove it, and it is fetched again."
+    elif path.endswith(".json"):
+        fix = "Give the SentencePiece model that it was made from, such as spiece.model beside it."
+    return UserError(f"The vocabulary is not a SentencePiece model: {error}", where=path, fix=fix)
+
+
+# ---- Comparing vocabularies, also SeqIO's --------------------------------------------------------
+
+
+def check_rows(vocabulary: Any, rows: int, where: str, fix: str) -> None:
+    """Raises UserError if an embedding has fewer rows than a vocabulary has pieces.
+
+    More are usual: T5 pads its embedding to a multiple of 128 rows. Sentinels whose number is
+    assumed need none, since no prompt has one.
+
+    Args:
+      vocabulary: A `VocabularyFile`, or SeqIO's.
+      rows: The embedding's number of rows.
+      where: The model's or the checkpoint's place.
+      fix: What to do.
+    """
+    size = vocabulary.vocab_size
+    if isinstance(vocabulary, VocabularyFile) and vocabulary.extra_ids is None:
+        size -= vocabulary.added_ids
+    if size > rows:
+        raise UserError(
+            f"The vocabulary has {size:,} pieces, the model's embedding {rows:,} rows:"
+            f" {shown(vocabulary)}.",
+            where=where,
+            fix=fix,
+        )
+
+
+def check_equal(vocabulary: Any, own: VocabularyFile, where: str) -> None:
+    """Raises UserError unless the tasks' vocabulary is a checkpoint's own, piece by piece.
+
+    Args:
+      vocabulary: The tasks': a `VocabularyFile`, or SeqIO's.
+      own: The checkpoint's. Sentinels at the end that only one of the two has are no difference.
+      where: The checkpoint's place.
+    """
+    if differing := difference(vocabulary, own):
+        raise UserError(
+            f"The tasks' vocabulary, {shown(vocabulary)}, is not the checkpoint's, {shown(own)}:"
+            f" {differing}.",
+            where=where,
+            fix=f"Give the tasks the checkpoint's: {VOCABULARY_VARIABLE}={own.address}.",
+        )
+
+
+def difference(one: Any, other: Any) -> str | None:
+    """How two vocabularies differ, apart from sentinels at their ends; None if they do not."""
+    models = [model_of(each) or b"" for each in (one, other)]
+    if models[0] == models[1]:
+        return None
+    if any(not model or model.startswith(_BYTES_MODEL) for model in models):
+        return "only one is a SentencePiece model"
+    (pieces, *rules), (others, *other_rules) = map(_parsed, models)
+    for token, pair in enumerate(itertools.zip_longest(pieces, others, fillvalue=("nothing",))):
+        names = [each[0] for each in pair]
+        if names[0] != names[1]:
+            return f"id {token} is {names[0]!r} there and {names[1]!r} here"
+        if pair[0] != pair[1]:
+            return f"id {token}, {names[0]!r}, has another score or type"
+    return None if rules == other_rules else "they normalize texts differently"
+
+
+@functools.lru_cache(maxsize=4)
+def _parsed(model: bytes) -> tuple[list[tuple[str, float, int]], bool, int, bytes]:
+    """What decides a model's encoding: pieces, byte fallback, its type, rules for texts."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    parsed = sentencepiece_model_pb2.ModelProto.FromString(model)
+    pieces = [(piece.piece, piece.score, piece.type) for piece in parsed.pieces]
+    while pieces and pieces[-1][0].lstrip("\u2581").startswith("<extra_id_"):
+        pieces.pop()
+    trainer = parsed.trainer_spec
+    normalizer = parsed.normalizer_spec.SerializeToString()
+    return pieces, trainer.byte_fallback, trainer.model_type, normalizer
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Whether two vocabularies give the same tokens and sentinels, wherever their files are."""
+    # SeqIO compares addresses, and T5's vocabulary has several (docs/lab_log.md).
+    if _is_t5s(one) and _is_t5s(other) or (address_of(one) and _names(one) == _names(other)):
+        return True
+    models = model_of(one), model_of(other)
+    # Compare the models' bytes: copies of one file under different names encode alike.
+    return models[0] == models[1] if models[0] or models[1] else bool(one == other)
+
+
+def model_of(vocabulary: Any) -> bytes | None:
+    """A vocabulary's serialized model, also SeqIO's; None for other kinds than pieces and bytes."""
+    if hasattr(type(vocabulary), "sp_model"):
+        return vocabulary.sp_model
+    seqio = sys.modules.get("seqio")
+    if seqio is not None and isinstance(vocabulary, seqio.ByteVocabulary):
+        return VocabularyFile(BYTES, vocabulary.extra_ids).sp_model
+    return None
+
+
+def address_of(vocabulary: Any) -> str | None:
+    """The path or address of a vocabulary's file, or `BYTES`; None for SeqIO's other kinds."""
+    if isinstance(vocabulary, VocabularyFile):
+        return vocabulary.address
+    path = getattr(vocabulary, "_sentencepiece_model_file", None)
+    return None if path is None else os.fspath(path)
+
+
+def _names(vocabulary: Any) -> tuple[str | None, int | None]:
+    return address_of(vocabulary), getattr(vocabulary, "given_ids", vocabulary.extra_ids)
+
+
+# The address of T5's file that holds the sentinels may be given with 0 or 100.
+_T5 = {*((address, EXTRA_IDS) for address in T5_ADDRESSES), (DEFAULT_ADDRESS, 0)}
+
+
+def _is_t5s(vocabulary: Any) -> bool:
+    default = default_vocabulary()
+    named = () if default.address == BYTES else ((default.address, default.extra_ids),)
+    return _names(vocabulary) in {*_T5, *named}
+
+
+# Pieces of the other vocabularies that T5's authors released, sentinels included.
+_RELEASED = {
+    "gs://t5-data/vocabs/mc4.250000.100extra/sentencepiece.model": 250_100,
+    "gs://t5-data/vocabs/umt5.256000/sentencepiece.model": 256_300,
+}
+
+
+def local_copy_of(vocabulary: VocabularyFile) -> VocabularyFile:
+    """The vocabulary, or the copy of it that T0REPRO_VOCAB names if T5's authors released it."""
+    default = default_vocabulary()
+    size = _RELEASED.get(vocabulary.address)
+    # A copy of another one than T5's is recognized by its size.
+    is_copy = size is not None and default.address != DEFAULT_ADDRESS and default.vocab_size == size
+    return default if is_copy or _is_t5s(vocabulary) else vocabulary
+
+
+def shown(vocabulary: Any) -> str:
+    """A vocabulary as messages name it."""
+    address, extra_ids = _names(vocabulary)
+    parts = [address] if address else []
+    parts += [] if extra_ids is None else [f"extra_ids={extra_ids}"]
+    return f"{type(vocabulary).__name__}({', '.join(parts)})"
+
+
+# ---- Where the file is ---------------------------------------------------------------------------
 
 
 def local_copy(address: str) -> str:

@@ -13,6 +13,7 @@ from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.data.cached import count_examples, shards_of
 from t0repro.errors import UserError, of_command
 from t0repro.progress import say
+from t0repro.tasks import vocabulary as tasks_vocabulary
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import (
     DescribedTask,
@@ -27,11 +28,13 @@ from t0repro.tasks.task import (
     registered_tasks,
 )
 from t0repro.tasks.vocabulary import (
-    DEFAULT_ADDRESS,
-    EXTRA_IDS,
-    T5_ADDRESSES,
+    BYTES,
     VocabularyFile,
-    default_vocabulary,
+    address_of,
+    are_same,
+    check_ids,
+    local_copy_of,
+    shown,
 )
 from t0repro.words import counted, some
 
@@ -298,18 +301,16 @@ def _check_rows(split: str, tasks: Sequence[Any]) -> None:
 # ---- The vocabularies of a T5X model, and whether a task's are the same --------------------------
 
 
-# T5's own vocabulary with its 100 sentinels. The second address already counts them, so extra_ids
-# may be 0.
-_T5 = {*((address, EXTRA_IDS) for address in T5_ADDRESSES), (DEFAULT_ADDRESS, 0)}
+def _described_vocabulary(record: Any) -> VocabularyFile | None:
+    """The vocabulary that a record of pieces or bytes describes; None for another kind.
 
-
-def _described_vocabulary(record: records.SentencePieceVocabulary) -> VocabularyFile:
-    """The vocabulary that a record describes; T5's own is read from T0REPRO_VOCAB, if it is set."""
-    address, extra_ids = record.sentencepiece_model_file, record.extra_ids or 0
-    # T5's own file is in a bucket; T0REPRO_VOCAB names a local copy of it.
-    return (
-        default_vocabulary() if (address, extra_ids) in _T5 else VocabularyFile(address, extra_ids)
-    )
+    One that T5's authors released is read from T0REPRO_VOCAB, if that names a copy of it.
+    """
+    if isinstance(record, records.ByteVocabulary):
+        return VocabularyFile(BYTES, record.extra_ids)
+    if not isinstance(record, records.SentencePieceVocabulary):
+        return None
+    return local_copy_of(VocabularyFile(record.sentencepiece_model_file, record.extra_ids or 0))
 
 
 def seqio_vocabulary(record: Any) -> Any:
@@ -324,10 +325,8 @@ def seqio_vocabulary(record: Any) -> Any:
 
     from t0repro.tasks import seqio_tasks
 
-    if isinstance(record, records.SentencePieceVocabulary):
-        return seqio_tasks.seqio_vocabulary(_described_vocabulary(record))
-    if isinstance(record, records.ByteVocabulary):
-        return seqio.ByteVocabulary(extra_ids=record.extra_ids)
+    if (described := _described_vocabulary(record)) is not None:
+        return seqio_tasks.seqio_vocabulary(described)
     if isinstance(record, records.PassThroughVocabulary):
         return seqio.PassThroughVocabulary(record.size, eos_id=record.eos_id)
     if isinstance(record, seqio.Vocabulary):
@@ -356,12 +355,12 @@ def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
         if feature not in features:
             continue
         theirs = features[feature].vocabulary
-        light = isinstance(theirs, VocabularyFile)
-        ours = (_described_vocabulary if light else seqio_vocabulary)(record)
-        if not _are_same(theirs, ours):
+        ours = _described_vocabulary(record) or seqio_vocabulary(record)
+        check_ids(theirs)
+        if not are_same(theirs, ours):
             raise UserError(
                 f"The {feature} of {name!r} are encoded with another vocabulary than the model's:"
-                f" {_shown(theirs)} instead of {_shown(ours)}.",
+                f" {shown(theirs)} instead of {shown(ours)}.",
                 where="models.EncoderDecoderModel",
                 fix=f"Give the model the task's{_bindings(theirs)}, or choose a task with the"
                 " model's.",
@@ -381,55 +380,19 @@ def check_rows(vocab_size: int, *vocabularies: Any) -> None:
       UserError: If a vocabulary is larger.
     """
     for record in vocabularies:
-        light = isinstance(record, records.SentencePieceVocabulary)
-        size = (_described_vocabulary if light else seqio_vocabulary)(record).vocab_size
-        if size > vocab_size:
-            raise UserError(
-                f"The vocabulary has {size:,} tokens, the model's embedding {vocab_size:,}.",
-                where="network.T5Config.vocab_size",
-                fix="Make it a multiple of 128 that is not smaller.",
-            )
-
-
-def _are_same(one: Any, other: Any) -> bool:
-    """Whether two vocabularies encode alike, wherever their files are."""
-    # SeqIO compares addresses, and T5's vocabulary has several (docs/lab_log.md).
-    if one == other or _is_t5s(one) and _is_t5s(other):
-        return True
-    if not all(hasattr(type(each), "sp_model") for each in (one, other)):
-        return False
-    # Compare the models' bytes: copies of one file under different names encode alike.
-    return one.sp_model == other.sp_model
-
-
-def _address(vocabulary: Any) -> str | None:
-    described = isinstance(vocabulary, VocabularyFile)
-    return (
-        vocabulary.address if described else getattr(vocabulary, "_sentencepiece_model_file", None)
-    )
-
-
-def _is_t5s(vocabulary: Any) -> bool:
-    default = default_vocabulary()
-    return (_address(vocabulary), vocabulary.extra_ids) in {
-        *_T5,
-        (default.address, default.extra_ids),
-    }
+        tasks_vocabulary.check_rows(
+            _described_vocabulary(record) or seqio_vocabulary(record),
+            vocab_size,
+            where="network.T5Config.vocab_size",
+            fix="Make it a multiple of 128 that is not smaller.",
+        )
 
 
 def _bindings(vocabulary: Any) -> str:
     """Bindings that give T5X's own model files a vocabulary; "" for one of another kind."""
-    path = _address(vocabulary)
-    if not path:
+    path = address_of(vocabulary)
+    if not path or path == BYTES:
         return ""
     prefix = "seqio.SentencePieceVocabulary"
-    return (
-        f": {prefix}.sentencepiece_model_file = '{path}'"
-        f" and {prefix}.extra_ids = {vocabulary.extra_ids}"
-    )
-
-
-def _shown(vocabulary: Any) -> str:
-    path = _address(vocabulary)
-    file = f"{path}, " if path else ""
-    return f"{type(vocabulary).__name__}({file}extra_ids={vocabulary.extra_ids})"
+    added = vocabulary.added_ids if isinstance(vocabulary, VocabularyFile) else vocabulary.extra_ids
+    return f": {prefix}.sentencepiece_model_file = '{path}' and {prefix}.extra_ids = {added}"

@@ -66,7 +66,7 @@ def why_not_read_task(task: DescribedTask | Any, *, use_cached: bool) -> str | N
     if not isinstance(task, DescribedTask):
         return f"{task.name} is a task of SeqIO's"
     if not use_cached and task.description.sp_model is None:
-        return f"the vocabulary of {task.name} is no SentencePiece model"
+        return f"the vocabulary of {task.name} is neither pieces nor bytes"
     # The checks that follow refuse a task without a cache.
     if use_cached and task.cache_dir and not Path(task.cache_dir, PROVENANCE).is_file():
         return f"another program than t0repro cache wrote the cache of {task.name}"

@@ -17,6 +17,7 @@ from t0repro.evaluation.outputs import digest_of_texts
 from t0repro.evaluation.task_output import TruncationCounter, judge_of_registered
 from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.task import DescribedTask, find_task, task_descriptions
+from t0repro.tasks.vocabulary import model_of
 
 Item = TypeVar("Item")
 Row = TypeVar("Row", bound=Mapping[str, Any])
@@ -222,9 +223,8 @@ def data_origin(name: str, split: str, use_cached: bool) -> dict[str, Any] | Non
 
 
 def vocabulary_digest(name: str) -> str | None:
-    """Digest, 16 hex digits, of a task's SentencePiece model; None if it has none."""
-    vocabulary = find_task(name).output_features["targets"].vocabulary
-    model = getattr(vocabulary, "sp_model", None)
+    """Digest, 16 hex digits, of a task's vocabulary; None if it is not of pieces or bytes."""
+    model = model_of(find_task(name).output_features["targets"].vocabulary)
     return None if model is None else hashlib.blake2b(model, digest_size=8).hexdigest()
 
 

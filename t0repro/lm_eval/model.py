@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
 from t0repro.evaluation.pairs import distinct_pairs
 from t0repro.progress import count_progress
 from t0repro.runs.text_scores import check_vocabulary_fits
-from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
+from t0repro.tasks.vocabulary import named_vocabulary
 
 EOS = ("targets", "inputs")
 _ROWS = {"cpu": 32, "gpu": 256, "tpu": 256}  # decoded together
@@ -85,8 +84,7 @@ class T0ReproLM(LM):
             )
         if eos not in EOS:
             raise UserError(f"eos is {eos!r}.", where=where, fix=f"Give {' or '.join(EOS)}.")
-        path = default_vocabulary().address if vocabulary is None else os.fspath(vocabulary)
-        self._vocabulary = VocabularyFile(path)
+        self._vocabulary = named_vocabulary(vocabulary)
         self._processor = self._vocabulary.processor()
         self._checkpoint = open_checkpoint(str(checkpoint), step, dtype)
         if adapter is not None:

@@ -35,7 +35,7 @@ from t0repro.runs.checkpoint_choice import (
     loaded,
     one_checkpoint,
 )
-from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
+from t0repro.tasks.vocabulary import VocabularyFile, named_vocabulary
 from t0repro.words import counted
 
 LENGTHS = {"inputs": 1024, "targets": 256}  # T0's
@@ -63,8 +63,8 @@ def score(
         its files, or the gin files beside it, change.
       inputs: The rendered prompts.
       choices: The choices of all inputs, or a sequence of choices for each input.
-      vocabulary: The SentencePiece model, without T5's sentinels; by default T5's own, or the one
-        that T0REPRO_VOCAB names.
+      vocabulary: The SentencePiece model, with or without T5's sentinels, or "bytes" for ByT5's; by
+        default T5's own, or the one that T0REPRO_VOCAB names.
       lengths: Maximum tokens of `inputs` and `targets`; longer ones are cut.
       activation: dtype of the activations, if `model` is a path.
       adapter: An adapter's checkpoint, or a folder of PEFT's, for which `model` is the base.
@@ -74,8 +74,7 @@ def score(
         input has no choice, or the adapter was trained on another base.
     """
     of_each = _of_each(inputs, choices)
-    path = default_vocabulary().address if vocabulary is None else os.fspath(vocabulary)
-    file = VocabularyFile(path)
+    file = named_vocabulary(vocabulary)
     checkpoint = model if isinstance(model, Checkpoint) else _opened(os.fspath(model), activation)
     if adapter is not None:
         checkpoint = with_adapter(checkpoint, adapter_at(os.fspath(adapter)))

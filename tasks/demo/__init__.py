@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
 from t0repro.tasks.t0_mixtures import register_train_and_eval
-from t0repro.tasks.vocabulary import VocabularyFile
+from t0repro.tasks.vocabulary import EXTRA_IDS, VocabularyFile
 
-register_train_and_eval("demo", DEMO, root=FOLDER, vocabulary=VocabularyFile(str(VOCABULARY)))
+register_train_and_eval(
+    "demo", DEMO, root=FOLDER, vocabulary=VocabularyFile(str(VOCABULARY), EXTRA_IDS)
+)

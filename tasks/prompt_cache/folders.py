@@ -21,6 +21,7 @@ from t0repro.files import folder_lock, make_folder, sync_directory, write_atomic
 from t0repro.progress import say
 from t0repro.tasks.prompt_cache.records import count_records, features, is_damaged_at, read_records
 from t0repro.tasks.task import TaskDescription, task_descriptions
+from t0repro.tasks.vocabulary import model_of
 from t0repro.words import some
 from t0repro.working_copies import is_streamed
 
@@ -348,7 +349,7 @@ def rows_changed(description: TaskDescription, split: str, made: Mapping[str, An
 def _check_made_of(task: seqio.Task, provenance: Mapping[str, Any], folder: Path) -> None:
     """Raises UserError if a cache was made with another vocabulary or template."""
     # A prompted task has one vocabulary.
-    model = getattr(task.output_features["targets"].vocabulary, "sp_model", None)
+    model = model_of(task.output_features["targets"].vocabulary)
     differing = []
     if model is not None and model_digest(model) != provenance["vocabulary"]["sha256"]:
         differing.append("vocabulary")

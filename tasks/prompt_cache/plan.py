@@ -433,7 +433,7 @@ def _model_of(task: TaskDescription) -> bytes:
     model = task.sp_model
     if model is None:
         raise UserError(
-            f"The vocabulary of task {task.prompt.name!r} is not a SentencePiece model.",
+            f"The vocabulary of task {task.prompt.name!r} is neither pieces nor bytes.",
             where="--tasks",
             fix="Cache it with seqio_cache_tasks.",
         )

@@ -23,6 +23,7 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.files import naming
+from t0repro.tasks.vocabulary import processor_of
 from t0repro.working_copies import copy_with, is_streamed, opened
 
 if TYPE_CHECKING:
@@ -367,19 +368,15 @@ def _blocks(file: bytes) -> Iterator[list[bytes]]:
 
 
 class Tokenizer:
-    """A SentencePiece model that returns tokens as joined varints (see `count`).
+    """A vocabulary that returns tokens as joined varints (see `count`).
 
     Args:
-      model: The serialized model, including the vocabulary's extra ids.
+      model: The vocabulary's serialized model, including its extra ids.
       threads: Number of threads that SentencePiece uses for a batch of texts.
     """
 
     def __init__(self, model: bytes, threads: int = 1):
-        # Here, because those who only read caches do not tokenize.
-        import sentencepiece
-
-        self._model = sentencepiece.SentencePieceProcessor()
-        self._model.LoadFromSerializedProto(model)
+        self._model = processor_of(model)
         # Encoded once per token: most of the work of writing an example is joining these.
         self._varints = [varint(token) for token in range(self._model.get_piece_size())]
         self._threads = threads

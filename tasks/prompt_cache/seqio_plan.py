@@ -21,6 +21,7 @@ from t0repro.errors import UserError, nearest_names
 from t0repro.progress import working
 from t0repro.tasks.prompt_cache import folders
 from t0repro.tasks.registration import load_tasks
+from t0repro.tasks.vocabulary import check_ids
 from t0repro.words import counted
 
 # SeqIO and TensorFlow take seconds to import, so functions import them after printing a line.
@@ -89,9 +90,7 @@ def check_readable(tasks: Sequence[seqio.Task]) -> None:
 
     for task in tasks:
         for feature in task.output_features.values():
-            load = getattr(feature.vocabulary, "load_model", None)
-            if load is not None:
-                load()
+            check_ids(feature.vocabulary)
         if isinstance(task.source, PromptedSource):
             for split in task.splits:
                 task.source.num_input_examples(split)
