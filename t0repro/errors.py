@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
+import re
 from collections.abc import Iterable, Iterator
 
 from t0repro.words import without_passwords
@@ -19,6 +21,10 @@ class UserError(Exception):
     """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None):
+        if pointer := _lfs_pointer(where or ""):
+            # Whatever is wrong with such a file, this is why.
+            what = "The file is a Git LFS pointer; the content that it stands for is not here."
+            where, fix = pointer, "Install git-lfs and run `git lfs pull` in the file's repository."
         self.what, self.where, self.fix = what, where, fix
         super().__init__(str(self))
 
@@ -30,6 +36,19 @@ class UserError(Exception):
             lines.append(f"  to do: {self.fix}")
         # Here, so that no message shows the password of an address.
         return without_passwords(as_shown("\n".join(lines)))
+
+
+def _lfs_pointer(where: str) -> str | None:
+    """The file of an error's `where` that is only a pointer of Git LFS; None if there is none."""
+    # A line, a key or another file may follow the path.
+    for path in (where, *re.split(r"[,;:] |:\d", where)):
+        # A pointer has less than 1,024 bytes (git-lfs, docs/spec.md).
+        with contextlib.suppress(OSError, ValueError):
+            if os.path.isfile(path) and os.path.getsize(path) < 1024:
+                with open(path, "rb") as file:
+                    if file.read(40) == b"version https://git-lfs.github.com/spec/":
+                        return path
+    return None
 
 
 INSTALL_REFERENCE = (
