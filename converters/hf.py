@@ -9,6 +9,7 @@ weights, which `HfReader` reads and transformers ignores.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from t0repro.converters.witnesses import (
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import recognise, unknown_variable
+from t0repro.progress import say
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
@@ -95,7 +97,10 @@ class HfReader:
         self.ref = ref
         self.config = _config(ref.path)
         # For its errors: settings that no stack here computes are refused before weights are read.
-        hf_config.arithmetic_of(self.config, storage.join(ref.path, CONFIG))
+        file = storage.join(ref.path, CONFIG)
+        hf_config.arithmetic_of(self.config, file)
+        if assumed := hf_config.assumed_activation(self.config):
+            _note(f"{file} names no feed_forward_proj; taking {assumed}")
         self._files: dict[str, _File] = {}
         self._places: dict[str, tuple[_File, str]] = {}
         self.tensors: dict[str, TensorInfo] = {naming.STEP: TensorInfo((), np.dtype(np.int32))}
@@ -237,6 +242,12 @@ class HfReader:
         except UserError:
             return  # not a complete T5: `sources.check_checkpoint` names what is missing
         hf_config.check_sizes(self.config, family, storage.join(self.ref.path, CONFIG))
+
+
+@functools.cache
+def _note(text: str) -> None:
+    """Reports what was assumed, once however often a checkpoint is opened."""
+    say(f"note: {text}")
 
 
 def is_transposed(key: str) -> bool:

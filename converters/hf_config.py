@@ -108,6 +108,12 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Computation:
 def _check_family(config: Mapping[str, Any], where: str) -> None:
     """Checks that config.json is of an encoder and decoder with logits, computed as a T5's."""
     kind = config.get("model_type")
+    if kind is None:
+        raise UserError(
+            "config.json does not say which model it is of: it has no model_type.",
+            where=f"{where}, model_type",
+            fix='If it is a T5, an mT5 or a umT5, add "model_type": "t5", "mt5" or "umt5".',
+        )
     if kind not in ("t5", "mt5", "umt5"):
         relative = _RELATIVES.get(str(kind))
         raise UserError(
@@ -204,6 +210,15 @@ def check_sizes(config: Mapping[str, Any], family: ModelShape, where: str) -> No
     for field, value in gated.items():
         if value != family.gated:
             kernels = "gated (wi_0 and wi_1)" if family.gated else "not gated (wi)"
+            if not gated.keys() & config.keys():
+                kind, default = config["model_type"], _default_projection(config)
+                raise UserError(
+                    f"config.json names no feed_forward_proj, which stands for {default} in a"
+                    f" {kind}, but the weights are {kernels}.",
+                    where=f"{where}, feed_forward_proj",
+                    fix="Add the one that the model was trained with; T5 1.1's is gated-gelu, T5"
+                    " 1.0's relu, UL2's gated-silu.",
+                )
             raise _contradicts(field, config.get(field), kernels, where)
     if family.shared_towers:
         raise UserError(
@@ -221,9 +236,21 @@ def _contradicts(field: str, said: Any, found: str, where: str) -> UserError:
     )
 
 
+def assumed_activation(config: Mapping[str, Any]) -> str | None:
+    """The activation assumed for a gated model whose config.json names none; else None."""
+    if {"feed_forward_proj", "dense_act_fn"} & config.keys() or not config.get(
+        "is_gated_act", config["model_type"] != "t5"
+    ):
+        return None
+    return f"{_default_projection(config)}, as transformers takes for a {config['model_type']}"
+
+
+def _default_projection(config: Mapping[str, Any]) -> str:
+    return "relu" if config["model_type"] == "t5" else "gated-gelu"
+
+
 def _activations(config: Mapping[str, Any], where: str) -> tuple[Activation, ...]:
-    default = "relu" if config["model_type"] == "t5" else "gated-gelu"
-    projection = str(config.get("feed_forward_proj", default))
+    projection = str(config.get("feed_forward_proj", _default_projection(config)))
     *gate, name = projection.split("-", 1) if projection.startswith("gated-") else [projection]
     # For T5 1.1's sake, transformers computes "gated-gelu" in the tanh form, but "gelu" exactly.
     # Both versions also save their interpretation of feed_forward_proj, and trust it on loading.

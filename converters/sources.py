@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
+import json
 import os
 import re
+import shlex
 from typing import Any
 
 import numpy as np
@@ -90,12 +93,15 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
             )
         return ref
     if not storage.is_directory(path):
+        if storage.is_file(path):
+            _refuse_file(path)
         raise _not_found(absence(path), path)
     refs = [ref for ref in list_checkpoints(path) if _is_of(ref, source)]
     if not refs:
         if source in (None, "mtf"):
             # Raises if a state file names a missing checkpoint: a more useful message.
             mtf.latest_mtf_prefix(path)
+        _refuse_formats(path, storage.names(path))
         what = f"The directory holds no checkpoint{f' of the format {source}' if source else ''}."
         raise _not_found(what + _unfinished(path), path)
     if step is None:
@@ -191,6 +197,46 @@ def _unfinished(path: str) -> str:
         or re.match(r"\.?checkpoint_\d+\.(tmp|orbax-checkpoint-tmp)", name)
     ]
     return f" {partial[0]} is being written, or its writing was interrupted." if partial else ""
+
+
+def _refuse_file(path: str) -> None:
+    """Raises UserError if a path names a checkpoint's file instead of its directory."""
+    directory = os.path.dirname(path) or "."
+    if ref := _exact(directory):
+        raise UserError(
+            f"This is a file of a checkpoint of the format {ref.format}.",
+            where=path,
+            fix=f"Give its directory: {directory}.",
+        )
+    _refuse_formats(directory, [storage.name(path)])
+
+
+# Converts any model exactly, and runs no code from the file.
+_UNPICKLE = (
+    "import glob, torch; from safetensors.torch import save_file;"
+    ' files = [torch.load(f, map_location="cpu", weights_only=True)'
+    " for f in sorted(glob.glob({pattern}))];"
+    " save_file({{n: t.clone().contiguous() for f in files for n, t in f.items()}}, {out},"
+    ' {{"format": "pt"}})'
+)
+
+
+def _refuse_formats(directory: str, names: list[str]) -> None:
+    """Raises UserError for a file of weights in a format that is not read."""
+    fix = f"Get the same model as {hf.WEIGHTS}, in Mesh TensorFlow's format or in T5X's."
+    for name in names:
+        what = f"{name} is in a format that is not read."
+        if re.fullmatch(r"pytorch_model.*\.bin", name):
+            what = f"{name} is PyTorch's pickle of the weights, which is not read."
+            pattern = os.path.join(glob.escape(directory), "pytorch_model*.bin")
+            out = os.path.join(directory, hf.WEIGHTS)
+            code = _UNPICKLE.format(pattern=json.dumps(pattern), out=json.dumps(out))
+            fix = f"With the extra hf installed, run python -c {shlex.quote(code)}"
+            if storage.is_remote(directory):
+                fix = "Copy the directory to a disk and run this again, which says how to convert."
+        elif not name.endswith((".h5", ".gguf", ".onnx", ".ot", ".pt", ".pth", ".ckpt")):
+            continue
+        raise UserError(what, where=storage.join(directory, name), fix=fix)
 
 
 def _not_found(what: str, path: str) -> CheckpointNotFound:

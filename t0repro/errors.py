@@ -23,7 +23,7 @@ class UserError(Exception):
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None):
         if pointer := _lfs_pointer(where or ""):
             # Whatever is wrong with such a file, this is why.
-            what = "The file is a Git LFS pointer; the content that it stands for is not here."
+            what = "The file is a Git LFS pointer; the content that it stands for is missing."
             where, fix = pointer, "Install git-lfs and run `git lfs pull` in the file's repository."
         self.what, self.where, self.fix = what, where, fix
         super().__init__(str(self))

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from t0repro.converters.convert import convert
-from t0repro.converters.hf_config import Computation, arithmetic_of, feed_forward_proj, logits_of
+from t0repro.converters.hf_config import (
+    Computation,
+    arithmetic_of,
+    assumed_activation,
+    feed_forward_proj,
+    logits_of,
+)
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.parameters.shape import ModelShape
@@ -41,6 +47,29 @@ def t5(**fields):
 )
 def test_the_activation_is_the_one_that_transformers_takes(config, activations):
     assert arithmetic_of(config, "config.json").activations == activations
+
+
+@pytest.mark.parametrize(
+    ("config", "taken"),
+    [
+        ({"model_type": "mt5"}, "gated-gelu, as transformers takes for a mt5"),
+        (
+            {"model_type": "umt5", "is_gated_act": True},
+            "gated-gelu, as transformers takes for a umt5",
+        ),
+        (t5(is_gated_act=True), "relu, as transformers takes for a t5"),
+        (t5(), None),
+        (t5(feed_forward_proj="gated-gelu"), None),
+        ({"model_type": "mt5", "dense_act_fn": "gelu_new"}, None),
+    ],
+)
+def test_a_gated_model_s_activation_that_is_only_assumed_is_said(config, taken):
+    assert assumed_activation(config) == taken
+
+
+def test_a_model_without_a_type_is_not_of_type_none():
+    with pytest.raises(UserError, match="it has no model_type"):
+        arithmetic_of({"d_model": 8}, "config.json")
 
 
 def test_distance_and_epsilon_are_read():

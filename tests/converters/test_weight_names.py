@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +93,11 @@ def as_hf(source: Path) -> Path:
     convert(source, directory, "hf", slots=False)
     (directory / "conversion.json").unlink()
     return directory
+
+
+def change_config(directory: Path, **changes: object) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
 
 
 def change(directory: Path, written: Callable[[Tensors], Tensors]) -> None:
@@ -181,9 +189,7 @@ def test_a_shard_may_hold_copies_of_the_embedding_that_the_index_does_not_name(s
 
 def test_an_index_that_names_logits_which_no_shard_holds_is_refused(shards):
     """transformers 5 ties such a model; the kernel that the index names is not the embedding."""
-    config = json.loads((shards / "config.json").read_text())
-    tied = config | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
-    (shards / "config.json").write_text(json.dumps(tied))
+    change_config(shards, tie_word_embeddings=True, scale_decoder_outputs=False)
     index = json.loads((shards / hf.INDEX).read_text())
     file = shards / index["weight_map"][HEAD]
     tensors = safetensors.load_file(file)
@@ -226,3 +232,76 @@ def test_the_logits_are_those_of_the_model_that_was_saved(tmp_path, saved, tie):
     np.testing.assert_allclose(
         jax_logits(tmp_path, tokens), torch_logits(model, tokens), rtol=0, atol=1e-5
     )
+
+
+# ---- A config.json without the activation --------------------------------------------------------
+
+
+@pytest.fixture
+def without_activation(directory) -> Path:
+    config = json.loads((directory / "config.json").read_text())
+    for name in ("feed_forward_proj", "dense_act_fn", "is_gated_act"):
+        del config[name]
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_an_mt5_without_an_activation_is_read_with_a_note(without_activation, capsys):
+    change_config(without_activation, model_type="mt5")
+    for _ in range(2):
+        load_any(without_activation)
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "feed_forward_proj" in line]
+    assert note.endswith(
+        "config.json names no feed_forward_proj; taking gated-gelu, as transformers takes for a mt5"
+    )
+
+
+def test_a_gated_t5_without_an_activation_is_refused_with_that_cause(without_activation):
+    with pytest.raises(UserError, match="names no feed_forward_proj, which stands for relu"):
+        load_any(without_activation)
+
+
+# ---- Weights in other programs' formats ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["pytorch_model.bin"],
+        ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"],
+        ["tf_model.h5"],
+    ],
+)
+def test_weights_in_a_format_that_is_not_read_are_named(tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_bytes(b"weights")
+    for path in (tmp_path, tmp_path / names[0]):
+        with pytest.raises(UserError, match=f"^{names[0]} is .*not read") as caught:
+            load_any(path)
+        assert caught.value.where == str(tmp_path / names[0])
+
+
+def test_a_file_of_a_checkpoint_leads_to_its_directory(directory):
+    with pytest.raises(UserError, match=f"Give its directory: {directory}."):
+        load_any(directory / "model.safetensors")
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("files", [["pytorch_model.bin"], [f"pytorch_model-{n}.bin" for n in "12"]])
+def test_the_command_for_pytorch_s_pickles_converts_them(directory, files):
+    torch = pytest.importorskip("torch")
+    expected = load_any(directory)
+    moved = directory.rename(directory.with_name("its model's"))
+    tensors = safetensors.load_file(moved / "model.safetensors")
+    (moved / "model.safetensors").unlink()
+    for file in files:
+        part = {name: torch.tensor(tensors.pop(name)) for name in [*tensors][: 60 // len(files)]}
+        torch.save(
+            {**part, SHARED: torch.tensor(expected["target/token_embedder/embedding"])},
+            moved / file,
+        )
+    with pytest.raises(UserError) as caught:
+        load_any(moved)
+    command = shlex.split((caught.value.fix or "").partition("run ")[2])
+    subprocess.run([sys.executable, *command[1:]], check=True)
+    assert_same_bits(expected, load_any(moved))
