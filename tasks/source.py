@@ -215,6 +215,27 @@ class PromptedRows:
                     reason.value,
                 )
 
+    def dropped_rows(self, split: str, examples: int) -> list[int] | None:
+        """The rows that give no example, before the row of the last of so many examples.
+
+        Args:
+          split: The task's split.
+          examples: Number of examples, from the first on.
+
+        Returns:
+          Their numbers among the split's rows, from 0; None if the split has fewer examples.
+        """
+        limit, count = self.files_of_splits[split].max_rows, self.row_count(split)
+        if examples == (count if limit is None else min(count, limit)):
+            return []  # every row gives one
+        dropped: list[int] = []
+        for number, (index, row) in enumerate(self.rows(split)):
+            if isinstance(self.render(split, index, row), Drop):
+                dropped.append(number)
+            elif number + 1 - len(dropped) == examples:
+                return dropped
+        return None
+
     def render(self, split: str, index: int, row: Mapping[str, Any]) -> Rendering | Drop:
         """Renders one row of a split, or returns why it gives no example.
 

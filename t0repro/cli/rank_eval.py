@@ -76,6 +76,13 @@ _DryRun = Annotated[
     bool,
     typer.Option("--dry_run", help="Only check the tasks and their split. Nothing is written."),
 ]
+_AddStep = Annotated[
+    bool,
+    typer.Option(
+        "--add_step", help="OUT may hold this evaluation of other steps, for `report history`."
+    ),
+]
+_Force = Annotated[bool, typer.Option("--force", help="Remove another evaluation that OUT holds.")]
 _Format = Annotated[
     Literal["lm-eval"] | None,
     typer.Option(
@@ -156,6 +163,8 @@ def rank_eval(
     normalize: _Normalize = "none",
     also: _Also = None,
     also_format: _Format = None,
+    add_step: _AddStep = False,
+    force: _Force = False,
     tracker: Trackers = None,
     dry_run: _DryRun = False,
 ) -> None:
@@ -172,7 +181,7 @@ def rank_eval(
     # Tasks read the variable when they read their rows.
     if tasks.data is not None:
         os.environ["T0REPRO_DATA_DIR"] = str(tasks.data)
-    from t0repro.evaluation.evaluation_folder import EvaluationSettings
+    from t0repro.evaluation.evaluation_folder import EvaluationSettings, check_settings
 
     with processes.joined():
         from t0repro.cli.report import compare
@@ -196,7 +205,10 @@ def rank_eval(
         write = _writer(prompts, head, extras)
         if dry_run:
             _check(mixture, settings)
+            for label in adapters or ("",):
+                check_settings(out / label, mixture, settings, add_step=add_step, force=force)
             return
+        evaluate = functools.partial(_evaluate, add_step=add_step, force=force)
         track = functools.partial(tracked_evaluation, tracker)
         # The reports read what the evaluations wrote, so one lock has to cover all.
         fix = "Wait for it to end, or choose another --out."
@@ -205,7 +217,7 @@ def rank_eval(
             parallel = computation.model_parallelism
             for label, opened in _opened(checkpoint, step, settings.activation, parallel, adapters):
                 named = functools.partial(write, label=label or head.label)
-                _evaluate(opened, mixture, out / label, settings, named, also_format, track)
+                evaluate(opened, mixture, out / label, settings, named, also_format, track)
         # It takes the folder's lock itself.
         if len(adapters) > 1 and is_first():
             folders = [f"{label}={out / label / f'{tasks.split}_eval'}" for label in adapters]
@@ -290,6 +302,9 @@ def _evaluate(
     write: Callable[..., tuple[Report, list[Path]]],
     also_format: str | None,
     track: Callable[..., contextlib.AbstractContextManager[None]],
+    *,
+    add_step: bool,
+    force: bool,
 ) -> None:
     from t0repro.partitioning.processes import is_first
     from t0repro.reports.page import print_page
@@ -299,7 +314,7 @@ def _evaluate(
     # With several processes, only one writes and reports to the trackers.
     tracked = track(out, opened.path, mixture, settings)
     with tracked if is_first() else contextlib.nullcontext():
-        outcome = evaluate(opened, mixture, out, settings)
+        outcome = evaluate(opened, mixture, out, settings, add_step=add_step, force=force)
         report, paths = write(outcome, opened.step, out)
         if also_format is not None and is_first():
             from t0repro.lm_eval.files import export_results

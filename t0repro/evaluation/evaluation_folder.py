@@ -241,11 +241,16 @@ class EvaluationFolder:
 
     def record(self, result: TaskResult, details: Mapping[str, Any]) -> None:
         """Writes a task's record, which marks it as finished."""
+        from t0repro.evaluation.reading import dropped_rows
+
+        examples = details.get("available") or result.statistics["inputs"]
         record = {
             "key": self.key(result.task),
             "mode": "generate" if result.task in self._generated else "rank",
             "metrics": result.metrics,
             "files": result.files,
+            # Examples are numbered without these, so the same row may have two numbers.
+            "dropped_rows": dropped_rows(result.task, self._settings.split, examples),
             **result.statistics,
             **details,
         }
@@ -259,41 +264,144 @@ def scores_key(checkpoint: Checkpoint) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def claim_step(out: Path, checkpoint: Checkpoint) -> None:
-    """Claims a step's results in a folder for this checkpoint.
+def claim_step(
+    out: Path,
+    checkpoint: Checkpoint,
+    mixture: str,
+    settings: EvaluationSettings,
+    *,
+    add_step: bool = False,
+    force: bool = False,
+) -> None:
+    """Claims a step's results in a folder for this evaluation.
+
+    Args:
+      out: the results folder.
+      checkpoint: the checkpoint to evaluate.
+      mixture: the mixture to evaluate.
+      settings: the settings of the evaluation.
+      add_step: whether the folder may hold the same evaluation of other steps.
+      force: whether to remove another evaluation's results.
 
     Raises:
-      UserError: if they belong to another checkpoint, or were computed by another model with the
-        same parameters; the results would be mixed with this one's.
+      UserError: if the folder holds another evaluation, which would be overwritten; it names what
+        differs.
     """
-    path, model = out / "scores" / f"step_{checkpoint.step}.json", checkpoint.computation()
-    try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
-        other, digest = holder["path"], holder["digest"]
-        # Earlier versions recorded no model.
-        theirs = holder.get("model", model)
-        changed = [name for name in model if theirs.get(name) != model[name]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none yet, or damaged
-        claim = {
-            "path": without_passwords(checkpoint.path),
-            "digest": checkpoint.digest,
-            "model": model,
-        }
-        write_atomically(path, json.dumps(claim))
+    claim = {
+        "step": checkpoint.step,
+        "path": without_passwords(checkpoint.path),
+        "digest": checkpoint.digest,
+        "model": checkpoint.computation(),
+        **_decisive(mixture, settings),
+    }
+    _check_claims(out, claim, add_step, force)
+    write_atomically(out / "scores" / f"step_{checkpoint.step}.json", json.dumps(claim))
+
+
+def check_settings(
+    out: Path,
+    mixture: str,
+    settings: EvaluationSettings,
+    *,
+    add_step: bool = False,
+    force: bool = False,
+) -> None:
+    """The part of `claim_step`'s check that needs no checkpoint, for a dry run."""
+    _check_claims(out, _decisive(mixture, settings), add_step, force)
+
+
+def _decisive(mixture: str, settings: EvaluationSettings) -> dict[str, Any]:
+    """What makes two evaluations of one checkpoint different, in JSON's types."""
+    found = {"mixture": mixture, **dataclasses.asdict(settings)}
+    # The first changes scores by rounding alone, and the second adds rows that came since.
+    del found["tokens_per_batch"], found["at_hand"]
+    # Not asdict's copy, which keeps the type of the mapping.
+    return json.loads(json.dumps({**found, "lengths": dict(settings.lengths)}))
+
+
+def _check_claims(out: Path, claim: Mapping[str, Any], add_step: bool, force: bool) -> None:
+    """Refuses a folder with another evaluation's results, or removes these if `force`."""
+    claims = [read for path in _claims(out) if (read := _read_claim(path)) is not None]
+    found = [(other, _differences(other, claim, add_step)) for other in claims]
+    differences = next((each for _, each in found if each), [])
+    if not claims and (there := _unclaimed(out)):
+        differences = [f"it does not say what its {there} is of"]
+    # Nothing is lost where no task has been finished.
+    if not differences or (claims and not any(out.glob(f"*_eval/{outputs.RESULTS}/*.json"))):
         return
-    fix = "Choose another --out, or remove the folder to evaluate again from scratch."
-    if digest != checkpoint.digest:
+    if not force:
         raise UserError(
-            f"This folder holds results of another checkpoint of step {checkpoint.step}:"
-            f" {other} (parameters {digest}); {checkpoint.path} has {checkpoint.digest}.",
+            f"This folder holds another evaluation: {'; '.join(differences)}.",
             where=str(out),
-            fix=fix,
+            fix="Choose another --out; --force removes what is there"
+            + (", --add_step keeps the other steps." if "step" in claim else "."),
         )
-    if changed:
-        raise UserError(
-            f"This folder holds results of the same parameters in another model: {changed[0]} was"
-            f" {theirs.get(changed[0])!r}, and the files of {checkpoint.path} say"
-            f" {model[changed[0]]!r}.",
-            where=str(out),
-            fix=fix,
+    _remove_results(out)
+
+
+def _claims(out: Path) -> list[Path]:
+    return sorted((out / "scores").glob("step_*.json"))
+
+
+def _read_claim(path: Path) -> dict[str, Any] | None:
+    """A claim with its step; None if it is damaged."""
+    try:
+        claim = json.loads(path.read_text(encoding="utf-8"))
+        # Earlier versions recorded the step in the file's name alone.
+        return {"step": int(path.stem.removeprefix("step_")), **claim}
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _differences(other: Mapping[str, Any], claim: Mapping[str, Any], add_step: bool) -> list[str]:
+    """In words, what differs between another claim and this one; earlier versions recorded less."""
+    step, path = other["step"], claim.get("path")
+    found = []
+    if claim.get("step", step) != step:
+        # Another step has another checkpoint, so these are not compared.
+        found += [] if add_step else [f"step {step}, not {claim['step']}"]
+    elif other.get("digest") != claim.get("digest", other.get("digest")):
+        found.append(
+            f"results of another checkpoint of step {step}, {other.get('path')} (parameters"
+            f" {other.get('digest')}), not {path} ({claim['digest']})"
         )
+    else:
+        model = claim.get("model", {})
+        theirs = other.get("model", model)
+        changed = [name for name in model if theirs.get(name) != model[name]]
+        found += [
+            f"the same parameters in another model, whose {name} was {theirs.get(name)!r}, and the"
+            f" files of {path} say {model[name]!r}"
+            for name in changed[:1]
+        ]
+    settings = sorted(claim.keys() & other.keys() - {"path", "step", "digest", "model"})
+    return found + [
+        f"{name} {_shown(other[name])}, not {_shown(claim[name])}"
+        for name in settings
+        if other[name] != claim[name]
+    ]
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _unclaimed(out: Path) -> str | None:
+    """The name of another program's evaluation in the folder, if there is one."""
+    files = (*out.glob("*_eval*/*_targets"), *out.glob("report.json"))
+    return next((str(path.relative_to(out).parts[0]) for path in sorted(files)), None)
+
+
+def _remove_results(out: Path) -> None:
+    """Removes the tasks that rank-eval finished in a folder, their records first, and the claims.
+
+    The journal of scores stays: its entries are found by what they were computed with.
+    """
+    for path in out.glob(f"*_eval/{outputs.RESULTS}/*.json"):
+        record = outputs.read_with_checksum(path)
+        path.unlink()
+        for name in record["files"] if record else ():
+            if Path(name).name == name:
+                (path.parents[1] / name).unlink(missing_ok=True)
+    for path in _claims(out):
+        path.unlink()

@@ -182,7 +182,7 @@ def read_task_scores(
     Args:
       eval_dir: the `<split>_eval` folder.
       step: the checkpoint's step; defaults to the latest in the folder.
-      tasks: names of the tasks to read; None for all.
+      tasks: names of the tasks to read; None for all that have the step.
       with_inputs: also read the rendered inputs, which are most of the bytes.
 
     Raises:
@@ -206,7 +206,9 @@ def iterate_task_scores(
     """
     found = find_tasks(eval_dir)
     step = latest_step(eval_dir) if step is None else step
-    wanted = list(found) if tasks is None else list(tasks)
+    # Evaluations of other steps may have had other tasks.
+    there = [task for task in found if step in found[task]]
+    wanted = there or list(found) if tasks is None else list(tasks)
     for task in wanted:
         if task not in found:
             raise UserError(
@@ -258,6 +260,20 @@ def read_inputs_of(
         example = _parse_target(target, targets, number)[0][0]
         if example in wanted:
             found.setdefault(example, _input_text(line))
+    return found
+
+
+def input_digests(eval_dir: str | os.PathLike[str], task: str) -> dict[int, bytes]:
+    """A digest of each example's rendered input, by index; empty if none were written."""
+    folder = Path(eval_dir)
+    targets, path = folder / f"{task}_targets", folder / f"{task}_inputs"
+    found: dict[int, bytes] = {}
+    if not path.is_file():
+        return found
+    for (number, target), (_, line) in zip(_lines(targets), _lines(path), strict=False):
+        example = _parse_target(target, targets, number)[0][0]
+        if example not in found:
+            found[example] = hashlib.blake2b(_input_text(line).encode(), digest_size=8).digest()
     return found
 
 

@@ -46,6 +46,7 @@ class RankResult:
       majority: accuracy, in percent, of always picking the choice index that is right most often.
       answer: the index of the first right choice, -1 if there is none.
       confidence: softmax over the choices' scores at the predicted choice, in [0, 1].
+      row: each example's row among those of the split, which templates may drop; None if unknown.
     """
 
     task: str
@@ -63,6 +64,12 @@ class RankResult:
     majority: float
     answer: Int[np.ndarray, " examples"]
     confidence: Float[np.ndarray, " examples"]
+    row: Int[np.ndarray, " examples"] | None = None
+
+    @property
+    def paired_by(self) -> Int[np.ndarray, " examples"]:
+        """What identifies each example under all prompts: its row or, if unknown, its index."""
+        return self.example if self.row is None else self.row
 
     @property
     def accuracy(self) -> float:

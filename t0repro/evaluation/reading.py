@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from t0repro.data.eval_examples import eval_examples
+from t0repro.errors import UserError
 from t0repro.evaluation.outputs import digest_of_texts
 from t0repro.evaluation.task_output import TruncationCounter, judge_of_registered
 from t0repro.tasks.prompted_examples import prompted_examples
@@ -220,6 +221,20 @@ def data_origin(name: str, split: str, use_cached: bool) -> dict[str, Any] | Non
     origin = {key: value for key, value in source.origin(split).items() if key not in hidden}
     subset = f"/{source.subset}" if source.subset else ""
     return {"dataset": f"{source.dataset}{subset}", **origin}
+
+
+def dropped_rows(name: str, split: str, examples: int) -> list[int] | None:
+    """The rows of a split that give none of a task's first examples; None if that is not known.
+
+    Only t0repro's own tasks say which rows give no example, if the rows are on this machine.
+    """
+    task = task_descriptions().get(name)
+    if task is None:
+        return None
+    try:
+        return task.rows.dropped_rows(split, examples)
+    except UserError:  # a cached task, whose rows are not here
+        return None
 
 
 def vocabulary_digest(name: str) -> str | None:

@@ -96,7 +96,8 @@ class JobSettings:
             return (
                 *(*t0repro, "rank-eval"),
                 *("--checkpoint", str(values[CHECKPOINT]), "--mixture", str(values[MIXTURE])),
-                *("--out", str(values[OUTPUT]), *options),
+                # The jobs of all checkpoints share a folder, whose steps make a history.
+                *("--out", str(values[OUTPUT]), "--add_step", *options),
             )
         return tuple(_filled(self._words, values))
 

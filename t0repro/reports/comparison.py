@@ -3,8 +3,8 @@
 Differences of scores are per (example, choice) pair, in natural-logarithm units, and also per
 target token, the unit in which the two stacks must agree (1e-4 absolute per token in float32).
 Differences of accuracy are paired: they compare only the tasks and examples that both runs have,
-under the same weightings of examples. An example under several prompts is one observation, because
-its outcomes are not independent.
+with the same prompts and rows, under the same weightings of examples. An example under several
+prompts is one observation, because its outcomes are not independent.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import TaskScores, find_tasks, read_task_scores
+from t0repro.evaluation.outputs import (
+    TaskScores,
+    find_tasks,
+    input_digests,
+    latest_step,
+    read_records,
+    read_task_scores,
+)
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.reports.results import rank_folder
+from t0repro.reports.results import rank_folder, with_rows
 from t0repro.reports.run import (
     PromptInfo,
     Run,
@@ -142,6 +149,8 @@ class RunComparison:
       bootstrap: the options of the intervals.
       checkpoint_a: hash of the first run's checkpoint, None if not recorded; checkpoint_b of the
         second's.
+      left_out: dataset -> which of its tasks have other prompts or rows in the two runs; these are
+        not compared.
     """
 
     label_a: str
@@ -156,6 +165,7 @@ class RunComparison:
     bootstrap: Bootstrap = Bootstrap()
     checkpoint_a: str | None = None
     checkpoint_b: str | None = None
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def same_checkpoint(self) -> bool | None:
@@ -230,10 +240,11 @@ def compare_runs(
         needed to compare scores, not only accuracies.
 
     Raises:
-      UserError: if the runs share no task, a shared task has no common example, or a task's
-        examples have different answers.
+      UserError: if the runs share no task with the same prompt and rows, a shared task has no
+        common example, or a task's examples have different answers.
     """
     prompts, bootstrap = prompts or {}, bootstrap or Bootstrap()
+    a, b = (dataclasses.replace(run, step=step_of(run)) for run in (a, b))
     scores_a = {scores.task: scores for scores in read_task_scores(a.eval_dir, a.step)}
     scores_b = {scores.task: scores for scores in read_task_scores(b.eval_dir, b.step)}
     # A task in only one run cannot be paired, so list it instead.
@@ -244,6 +255,16 @@ def compare_runs(
             where=f"{a.eval_dir} and {b.eval_dir}",
             fix="Evaluate the same mixture on both.",
         )
+    unlike = unlike_tasks(a, b, shared)
+    left_out = _in_words(unlike, prompts)
+    shared = [task for task in shared if task not in unlike]
+    if not shared or (unlike and same_pairs):
+        raise UserError(
+            f"The two evaluations, {a.label} and {b.label}, have different data:"
+            f" {'; '.join(f'{dataset}: {what}' for dataset, what in left_out.items())}.",
+            where=f"{a.eval_dir} and {b.eval_dir}",
+            fix="Evaluate both with the same prompts and rows.",
+        )
     if same_pairs:
         for task in shared:
             _check_same_pairs(scores_a[task], scores_b[task])
@@ -251,6 +272,12 @@ def compare_runs(
     classes = fixed_classes(prompts)
     ranked = {task: _ranked(scores_a[task], scores_b[task], classes.get(task)) for task in shared}
     step_a, step_b = scores_a[shared[0]].step, scores_b[shared[0]].step
+    records = read_records(a.eval_dir, step_a)
+    # The same rows in both, as just checked.
+    ranked = {
+        task: tuple(with_rows(result, records.get(task)) for result in pair)
+        for task, pair in ranked.items()
+    }
     flips = [flip for task in shared for flip in _flips(*ranked[task])]
     return RunComparison(
         label_a=a.label,
@@ -270,7 +297,55 @@ def compare_runs(
         bootstrap=bootstrap,
         checkpoint_a=recorded_facts(a.eval_dir, step_a).get("checkpoint_hash") or None,
         checkpoint_b=recorded_facts(b.eval_dir, step_b).get("checkpoint_hash") or None,
+        left_out=left_out,
     )
+
+
+def step_of(run: Run) -> int:
+    """The run's step, or the latest in its folder."""
+    return latest_step(run.eval_dir) if run.step is None else run.step
+
+
+def unlike_tasks(a: Run, b: Run, tasks: Sequence[str]) -> dict[str, str]:
+    """The tasks that the runs scored under other prompts or on other rows: task -> which of these.
+
+    Records tell it where both runs have them, and otherwise the rendered inputs.
+    """
+    records_a, records_b = (read_records(run.eval_dir, step_of(run)) for run in (a, b))
+    found = {}
+    for task in tasks:
+        ours, theirs = records_a.get(task), records_b.get(task)
+        what = _recorded_difference(ours, theirs) if ours and theirs else None
+        if what is None and not (ours and theirs and ours["rows"] == theirs["rows"]):
+            inputs_a, inputs_b = (input_digests(run.eval_dir, task) for run in (a, b))
+            if any(inputs_a[at] != inputs_b[at] for at in inputs_a.keys() & inputs_b.keys()):
+                what = "inputs"
+        if what is not None:
+            found[task] = what
+    return found
+
+
+def _recorded_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
+    """What differs by two records of a task: prompts, rows, or nothing that they tell."""
+    a, b = a["key"], b["key"]
+    if a["prompt"] != b["prompt"]:
+        return "prompts"
+    data = (a["data"], b["data"])
+    # A cache's digest covers its shards, and tells nothing about rows that were read without it.
+    told = all(each and "cache" not in each for each in data)
+    return "rows" if a["split"] != b["split"] or (told and data[0] != data[1]) else None
+
+
+def _in_words(unlike: Mapping[str, str], prompts: Mapping[str, PromptInfo]) -> dict[str, str]:
+    """Dataset -> a clause that names its tasks that are not compared, and what differs."""
+    found = {}
+    for dataset, tasks in tasks_by_dataset(sorted(unlike), prompts).items():
+        kinds = dict.fromkeys(unlike[task] for task in tasks)
+        found[dataset] = " and ".join(
+            f"other {kind} ({', '.join(task for task in tasks if unlike[task] == kind)})"
+            for kind in kinds
+        )
+    return found
 
 
 def to_json(comparisons: Sequence[RunComparison], models: Models | None = None) -> str:

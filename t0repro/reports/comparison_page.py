@@ -31,7 +31,7 @@ def comparison_page(comparisons: Sequence[RunComparison], models: Models | None 
 
 _METHOD = (
     "The difference is that between the means over prompts, in percentage points. Its interval is"
-    " Gaffke's over examples, paired by index: the low end counts one further example that only the"
+    " Gaffke's over examples, paired by row: the low end counts one further example that only the"
     " first run gets right, the high end one that only the second does. So runs that agree on few"
     " examples may still differ. McNemar's test takes an example with all of its prompts as one"
     " cluster. Corrected p-values are Holm's over all datasets and all pairs of models. Two models"
@@ -219,6 +219,8 @@ def scores_in_words(compared: RunComparison) -> list[str]:
             f"{counted(compared.unpaired, 'pair')} of these tasks could not be compared: only one"
             " run has them, or their targets differ in length."
         )
+    for dataset, what in compared.left_out.items():
+        lines.append(f"Not compared, {dataset}: the runs have {what}.")
     for label, tasks in ((compared.label_a, compared.only_a), (compared.label_b, compared.only_b)):
         if tasks:
             lines.append(f"Only {label} has: {', '.join(tasks)}.")

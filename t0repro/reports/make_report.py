@@ -167,7 +167,12 @@ def make_report(
         losses=_losses(beside),
         loss_curve=None if beside.metrics is None else loss_curve(beside.metrics, run.label),
         conversion=beside.conversion,
-        notes=(*options.notes, *_overlap_notes(results, prompts, options.overlap, without)),
+        notes=(
+            *options.notes,
+            *_step_notes(run, options.tasks),
+            *_row_notes(results, prompts),
+            *_overlap_notes(results, prompts, options.overlap, without),
+        ),
         published=published_figures({dataset.dataset for dataset in datasets}),
         tasks=task_costs(records, evaluated),
         generation=generation,
@@ -182,7 +187,9 @@ def _by_mode(
     decoded = {name: found for name, found in records.items() if found.get("mode") == "generate"}
     if tasks is None:
         # Decoded tasks have no scores: find_tasks does not list them.
-        return list(find_tasks(run.eval_dir)), list(decoded.values())
+        found = find_tasks(run.eval_dir)
+        ranked = [task for task, steps in found.items() if run.step in steps]
+        return ranked or list(found), list(decoded.values())
     ranked = [task for task in tasks if task not in decoded]
     return ranked, [decoded[task] for task in tasks if task in decoded]
 
@@ -251,6 +258,27 @@ def accuracies_without(
         if not kept.all() and weight.any():
             found[result.task] = float(100 * (weight * result.correct).sum() / weight.sum())
     return found
+
+
+def _step_notes(run: Run, tasks: Sequence[str] | None) -> Iterator[str]:
+    """A sentence about the folder's tasks that the step lacks, if the report is of all tasks."""
+    found = find_tasks(run.eval_dir) if tasks is None else {}
+    if lacking := [task for task, steps in found.items() if run.step not in steps]:
+        yield f"Not evaluated at step {run.step}: {', '.join(lacking)}."
+
+
+def _row_notes(results: Sequence[RankResult], prompts: Mapping[str, PromptInfo]) -> Iterator[str]:
+    """A sentence for each dataset whose prompts may have numbered one row differently."""
+    of_task = {result.task: result for result in results}
+    for dataset, tasks in tasks_by_dataset(of_task, prompts).items():
+        members = [of_task[task] for task in tasks]
+        same = all(np.array_equal(each.example, members[0].example) for each in members)
+        if not same and any(each.row is None for each in members):
+            yield (
+                f"{dataset}: prompts have different examples, and it was not recorded which rows"
+                " these are. Examples are paired by their number, so that intervals may be too"
+                " narrow."
+            )
 
 
 def _overlap_notes(

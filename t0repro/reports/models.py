@@ -16,7 +16,7 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.evaluation.rank import RankResult
-from t0repro.reports.comparison import RunComparison
+from t0repro.reports.comparison import RunComparison, unlike_tasks
 from t0repro.reports.results import CLEAR, rank_folder
 from t0repro.reports.run import PromptInfo, Run, tasks_by_dataset
 from t0repro.reports.statistics import (
@@ -112,9 +112,13 @@ def compare_models(
         for run in runs
     ]
     shared = sorted(set.intersection(*map(set, found)))
+    for run in runs[1:]:
+        # `compare_runs` names them.
+        unlike = unlike_tasks(runs[0], run, shared)
+        shared = [task for task in shared if task not in unlike]
     if not shared:
         raise UserError(
-            "The runs have no task that is in all of them.",
+            "The runs have no task that is in all of them, with the same prompt and rows.",
             where=" and ".join(str(run.eval_dir) for run in runs),
             fix="Evaluate the same mixture in all.",
         )
@@ -153,12 +157,12 @@ def common_outcomes(runs: Sequence[Sequence[RankResult]]) -> list[Outcomes]:
     Args:
       runs: for each run, the results of the same prompts in the same order.
     """
-    examples = np.unique(np.concatenate([r.example for results in runs for r in results]))
+    examples = np.unique(np.concatenate([r.paired_by for results in runs for r in results]))
     shape = (len(runs), len(examples), len(runs[0]))
     right, weight = np.zeros(shape), np.zeros(shape)
     for at, results in enumerate(runs):
         for column, result in enumerate(results):
-            rows = np.searchsorted(examples, result.example)
+            rows = np.searchsorted(examples, result.paired_by)
             right[at, rows, column], weight[at, rows, column] = result.correct, result.weight
     # An outcome that one run lacks counts for none.
     weight = np.where((weight > 0).all(0), weight, 0.0)

@@ -14,6 +14,7 @@ What each schema added, so that readers know what older reports lack:
     5   datasets: p_above_chance, p_below_chance, p_above_majority, random_prompts_interval,
         detectable; stacks.datasets: p_adjusted, detectable
     6   provenance: scores_sha256; models
+    7   stacks: left_out
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from t0repro.reports.results import DatasetResult, GenerationResult, GroupResult
 from t0repro.reports.run import Provenance
 from t0repro.reports.statistics import Bootstrap
 
-SCHEMA_VERSION = 6  # earlier reports lack the additions above but can still be read
+SCHEMA_VERSION = 7  # earlier reports lack the additions above but can still be read
 
 
 @dataclasses.dataclass(frozen=True)

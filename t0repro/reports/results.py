@@ -12,9 +12,11 @@ import numpy as np
 
 from t0repro.evaluation.outputs import (
     iterate_task_scores,
+    latest_step,
     read_first_input,
     read_inputs_of,
     read_line_of,
+    read_records,
 )
 from t0repro.evaluation.rank import RankResult, rank_classification
 from t0repro.reports.run import PromptInfo, dataset_label, fixed_classes, template_name
@@ -53,6 +55,8 @@ def rank_folder(
       UserError: like read_task_scores and rank_classification.
     """
     classes = fixed_classes(prompts)
+    step = latest_step(eval_dir) if step is None else step
+    records = read_records(eval_dir, step)
     found = iterate_task_scores(eval_dir, step, tasks)
     if less is not None:
         found = (
@@ -61,14 +65,26 @@ def rank_folder(
             for scores in found
             if scores.task in less
         )
-    return [
+    results = (
         rank_classification(
             scores,
             num_classes=classes.get(scores.task),
             normalize_by_target_length=normalize_by_target_length,
         )
         for scores in found
-    ]
+    )
+    return [with_rows(result, records.get(result.task)) for result in results]
+
+
+def with_rows(result: RankResult, record: Mapping[str, Any] | None) -> RankResult:
+    """The result with each example's row, if its task's record says which rows gave no example."""
+    dropped = None if record is None else record.get("dropped_rows")
+    if dropped is None:
+        return result
+    # The rows before the k-th dropped one gave its number minus k examples.
+    before = np.asarray(dropped, np.int64) - np.arange(len(dropped))
+    row = result.example + np.searchsorted(before, result.example, side="right")
+    return dataclasses.replace(result, row=row)
 
 
 # ---- A prompt and a dataset ----------------------------------------------------------------------
@@ -506,7 +522,7 @@ class PromptFlip:
     """An example that some prompts get right and others wrong.
 
     Attributes:
-      example: its index in the task.
+      example: its row in the split or, where rows were not recorded, its index in the task.
       right: prompts that get it right, of `prompts`.
       first_input: the example under the first prompt, None if inputs were not written.
     """
@@ -576,22 +592,24 @@ def prompt_flips(
     """
     if len(results) < 2:
         return (), 0.0
-    shared = results[0].example
+    shared = results[0].paired_by
     for result in results[1:]:
-        shared = np.intersect1d(shared, result.example)
+        shared = np.intersect1d(shared, result.paired_by)
     if not shared.size:
         return (), 0.0
     # For each shared example, the number of prompts that get it right.
-    right = sum(result.correct[np.searchsorted(result.example, shared)] for result in results)
+    right = sum(result.correct[np.searchsorted(result.paired_by, shared)] for result in results)
     right = np.asarray(right, np.int64)
     # Count the smaller side: at most half of the prompts can disagree.
     disagreement = np.minimum(right, len(results) - right)
     # Stable, so that two reports of the same scores list the same examples.
     order = np.argsort(-disagreement, kind="stable")[:MAX_FLIPS]
     chosen = [at for at in order if disagreement[at]]
-    texts = read_inputs_of(eval_dir, results[0].task, [int(shared[at]) for at in chosen])
+    # Under the first prompt, whose files number its own examples.
+    first = results[0].example[np.searchsorted(results[0].paired_by, shared)]
+    texts = read_inputs_of(eval_dir, results[0].task, [int(first[at]) for at in chosen])
     flips = tuple(
-        PromptFlip(int(shared[at]), int(right[at]), len(results), texts.get(int(shared[at])))
+        PromptFlip(int(shared[at]), int(right[at]), len(results), texts.get(int(first[at])))
         for at in chosen
     )
     return flips, float(100 * (disagreement > 0).mean())

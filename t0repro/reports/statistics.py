@@ -2,7 +2,7 @@
 
 Examples are the random sample; prompts are held fixed, except in `random_prompts_interval` and in
 comparisons over seeds. An example under several prompts is one observation, whatever rows each
-prompt has: outcomes are paired by the example's index.
+prompt has: outcomes are paired by the example's row, or by its index where rows are unknown.
 
 Every interval of an accuracy is Gaffke's. Examples get random weights (the Bayesian bootstrap). The
 low end adds one further example that is wrong under every prompt, and the high end one that is
@@ -128,7 +128,7 @@ class Reweighted:
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-    """A dataset's outcomes with its prompts side by side, paired by the examples' index.
+    """A dataset's outcomes with its prompts side by side, paired by the examples' rows.
 
     Attributes:
       right: [..., examples, prompts], 1 where the prediction is right.
@@ -140,13 +140,13 @@ class Outcomes:
 
     @classmethod
     def of(cls, results: Sequence[RankResult]) -> Outcomes:
-        """The outcomes of a dataset's prompts; examples ascend by index."""
-        examples = np.unique(np.concatenate([result.example for result in results]))
+        """The outcomes of a dataset's prompts; examples ascend by row, or index."""
+        examples = np.unique(np.concatenate([result.paired_by for result in results]))
         right = np.zeros((len(examples), len(results)))
         weight = np.zeros_like(right)
         for column, result in enumerate(results):
-            # Templates drop different rows, so a row's position does not identify its example.
-            rows = np.searchsorted(examples, result.example)
+            # Templates drop different rows, so a position does not identify an example.
+            rows = np.searchsorted(examples, result.paired_by)
             right[rows, column], weight[rows, column] = result.correct, result.weight
         return cls(right, weight)
 

@@ -100,6 +100,9 @@ def rank_eval(
     mixture: str,
     out: str | os.PathLike[str],
     settings: EvaluationSettings,
+    *,
+    add_step: bool = False,
+    force: bool = False,
 ) -> Outcome:
     """Evaluates a checkpoint on the unfinished tasks and writes their files.
 
@@ -110,14 +113,16 @@ def rank_eval(
       mixture: a registered mixture or task.
       out: the results folder.
       settings: what to evaluate.
+      add_step: see evaluation_folder.claim_step.
+      force: see evaluation_folder.claim_step.
 
     Returns:
       A summary, with the scores of the tasks that this run ranked.
 
     Raises:
       UserError: if a task has no answer choices and the mode is rank alone, the split is empty, the
-        checkpoint has another vocabulary size, the folder holds another checkpoint's results for
-        this step, or a score is NaN or Inf (naming task, example and step).
+        checkpoint has another vocabulary size, the folder holds another evaluation,
+        or a score is NaN or Inf (naming task, example and step).
     """
     from t0repro.event_files import event_writer
     from t0repro.training.metrics import MetricLog
@@ -135,8 +140,8 @@ def rank_eval(
     names = (*selected.ranked, *selected.generated)
     rows = checkpoint.model.config.vocab_size
     vocabulary = check_vocabulary(names, rows, checkpoint.path)
-    # Do this before writing, so that two checkpoints of one step cannot mix their results.
-    claim_step(out, checkpoint)
+    # Do this before writing, so that two evaluations cannot mix their results.
+    claim_step(out, checkpoint, mixture, settings, add_step=add_step, force=force)
     metrics = MetricLog(out, writers=[event_writer(out)])
     try:
         evaluation = _Evaluation(checkpoint, out, settings, selected, vocabulary, metrics)

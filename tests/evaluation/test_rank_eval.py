@@ -19,14 +19,16 @@ from t0repro.evaluation import engine, evaluation_folder, reading
 from t0repro.evaluation.engine import Engine
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
 from t0repro.evaluation.opened import open_checkpoint
-from t0repro.evaluation.outputs import read_records, read_task_scores
+from t0repro.evaluation.outputs import read_records, read_task_scores, write_record
 from t0repro.evaluation.task_output import LineFile, TruncationCounter
 from t0repro.files import folder_lock
 from t0repro.progress import heard_by
 from t0repro.reports import load_report
+from t0repro.reports.comparison import compare_runs, read_history
 from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.results import rank_folder
 from t0repro.reports.run import Run
-from t0repro.reports.statistics import Bootstrap
+from t0repro.reports.statistics import Bootstrap, Outcomes
 from t0repro.runs import rank_eval
 from t0repro.runs.rank_eval import write_results
 from t0repro.tasks import task as registry
@@ -39,14 +41,15 @@ from .small_model import save_model
 
 MIXTURE = "demo_eval_score_eval"
 SETTINGS = EvaluationSettings(lengths={"inputs": 128, "targets": 32}, limit=3)
+QUICK = Bootstrap(replicates=100)
 COMMAND = "from t0repro.cli.app import main; main()"
 
 
-def evaluate(model_dir, out, settings=SETTINGS, mixture=MIXTURE, said=None):
+def evaluate(model_dir, out, settings=SETTINGS, mixture=MIXTURE, said=None, **options):
     checkpoint = open_checkpoint(str(model_dir), None, settings.activation)
     with heard_by((lambda text: None) if said is None else said.append), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # t5's metrics, of few examples
-        return rank_eval.rank_eval(checkpoint, mixture, out, settings)
+        return rank_eval.rank_eval(checkpoint, mixture, out, settings, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -283,7 +286,9 @@ def test_results_of_a_model_whose_config_was_corrected_are_not_taken_for_the_new
     # Nor are they taken if the claim is lost, or was made by a version that did not know the model.
     (claim,) = (tmp_path / "out/scores").glob("step_*.json")
     claim.unlink()
-    after = evaluate(folder, tmp_path / "out", mixture=task)
+    with pytest.raises(UserError, match="does not say what its report.json|validation_eval is of"):
+        evaluate(folder, tmp_path / "out", mixture=task)
+    after = evaluate(folder, tmp_path / "out", mixture=task, force=True)
     assert after.finished == () and after.scored == after.distinct
     assert sha256_of(after) != before
     assert evaluate(folder, tmp_path / "out", mixture=task).finished == (task,)
@@ -509,6 +514,67 @@ def test_results_of_two_checkpoints_do_not_mix_in_one_folder(evaluated, tmp_path
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"limit": 2}, "limit 3, not 2"),
+        ({"limit": None}, "limit 3, not None"),
+        ({"calibrated": True}, "calibrated False, not True"),
+        ({"activation": "bfloat16"}, "activation float32, not bfloat16"),
+        ({"lengths": {"inputs": 64, "targets": 32}}, "lengths .*128.*, not .*64"),
+        ({"modes": ("rank", "generate")}, "modes rank, not rank, generate"),
+        ({"split": "train"}, "split validation, not train"),
+        ({"mixture": "ONE"}, f"mixture {MIXTURE}, not "),
+        ({"step": 8}, "step 7, not 8"),
+    ],
+)
+def test_a_folder_with_another_evaluation_is_refused_saying_what_differs_unless_forced(
+    evaluated, model_dir, tmp_path, changes, words
+):
+    out, task = tmp_path / "out", evaluated[1].tasks[0]
+    shutil.copytree(evaluated[0], out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    mixture = task if "mixture" in changes else MIXTURE
+    settings = {name: value for name, value in changes.items() if name not in ("mixture", "step")}
+    settings = dataclasses.replace(SETTINGS, **settings)
+    checkpoint = open_checkpoint(str(model_dir), None, "float32")
+    checkpoint = dataclasses.replace(checkpoint, step=changes.get("step", 7))
+    with pytest.raises(UserError, match=f"another evaluation: .*{words}"):
+        evaluation_folder.claim_step(out, checkpoint, mixture, settings)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    evaluation_folder.claim_step(out, checkpoint, mixture, settings, force=True)
+    # Nothing of the other evaluation is left to be reported with the new one.
+    assert not list((out / "validation_eval").glob("*_targets"))
+    assert [path.name for path in (out / "scores").glob("*.json")] == [
+        f"step_{checkpoint.step}.json"
+    ]
+
+
+def test_steps_share_a_folder_only_if_told_to_and_only_with_the_same_settings(
+    evaluated, model_dir, tmp_path
+):
+    out = tmp_path / "out"
+    shutil.copytree(evaluated[0], out)
+    other = save_model(tmp_path / "other", seed=1, step=8)
+    with pytest.raises(UserError, match="step 7, not 8"):
+        evaluate(other, out)
+    fewer = dataclasses.replace(SETTINGS, limit=2)
+    with pytest.raises(UserError, match="another evaluation: limit 3, not 2"):
+        evaluate(other, out, fewer, add_step=True)
+    outcome = evaluate(other, out, add_step=True)
+    assert len(outcome.tasks) == 9 and not outcome.finished
+    for step in (7, 8):
+        assert make_report(Run("one", outcome.folder, step), {}).provenance.step == step
+    assert compare_runs(Run("a", outcome.folder, 7), Run("b", outcome.folder, 8)).pairs > 0
+    assert read_history(outcome.folder, {}).steps == (7, 8)
+
+
+def test_a_report_of_another_command_is_not_overwritten(model_dir, tmp_path):
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(UserError, match=r"what its report\.json is of"):
+        evaluate(model_dir, tmp_path)
+
+
 # Bad input ---------------------------------------------------------------------------------------
 
 
@@ -656,3 +722,86 @@ def test_a_second_run_into_the_same_folder_is_refused_at_once(model_dir, tmp_pat
     assert second.returncode == 2, output
     assert "Another run holds this folder for rank evaluation" in output
     assert "choose another --out" in output and not (tmp_path / "metrics.jsonl").exists()
+
+
+# Prompts that drop rows --------------------------------------------------------------------------
+
+WHY, NEXT = "…why? C1 or C2", "…What could happen next, C1 or C2?"
+
+
+@pytest.fixture(scope="module")
+def dropping(model_dir, prompts, tmp_path_factory):
+    """Rows of COPA under a prompt that keeps all of them, one for causes and one for effects."""
+    from t0repro.tasks.registration import add_prompted_task
+
+    data = tmp_path_factory.mktemp("data")
+    folder = data / "super_glue/copa"
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    rows = [
+        {
+            "premise": "".join(random.choice(list("abcdef"), 12)), "choice1": "Dry.",
+            "choice2": "Wet.", "question": "effect" if random.random() < 0.3 else "cause",
+            "idx": number, "label": number % 2,
+        }
+        for number in range(20)
+    ]  # fmt: skip
+    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    vocabulary = seqio.get_mixture_or_task(MIXTURE).output_features["targets"].vocabulary
+    tasks = [
+        add_prompted_task(
+            "super_glue", "copa", template, ["validation"], root=data, vocabulary=vocabulary,
+            name=f"dropping_{number}",
+        ).twin()
+        for number, template in enumerate(("best_option", WHY, NEXT))
+    ]  # fmt: skip
+    names = [task.name for task in tasks]
+    register = seqio.MixtureRegistry.add
+    register("dropping", names, default_rate=1.0)
+    kept = [
+        [at for at, row in enumerate(rows) if kind in ("any", row["question"])]
+        for kind in ("any", "cause", "effect")
+    ]
+    return {task.name: task for task in tasks}, rows, kept
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+def test_prompts_that_drop_rows_are_paired_by_row(dropping, model_dir, tmp_path, limit):
+    prompts, rows, kept = dropping
+    settings = dataclasses.replace(SETTINGS, limit=limit)
+    outcome = evaluate(model_dir, tmp_path / "out", settings, "dropping")
+    results = rank_folder(outcome.folder, prompts)
+    right = np.full((len(rows), len(results)), np.nan)
+    for column, (result, rows_of_task) in enumerate(zip(results, kept, strict=True)):
+        found = np.array(rows_of_task)[result.example]
+        np.testing.assert_array_equal(result.row, found)
+        right[found, column] = result.correct
+    # The standard error of the mean over prompts, by hand.
+    has = ~np.isnan(right)
+    moves = np.where(has, 100 * (right - np.nanmean(right, 0)), 0) / has.sum(0) / has.shape[1]
+    moves, examples = moves.sum(1), int(has.any(1).sum())
+    expected = np.sqrt((moves**2).sum() * examples / (examples - 1))
+    outcomes = Outcomes.of(results)
+    assert outcomes.examples == examples
+    assert outcomes.standard_errors()[1] == pytest.approx(expected)
+    report = make_report(Run("jax", outcome.folder), prompts, ReportOptions(bootstrap=QUICK))
+    (dataset,) = report.datasets
+    assert dataset.standard_error == pytest.approx(expected)
+    # No row has all three prompts, so there is nothing that all of them could disagree on.
+    assert not dataset.flips and not report.notes
+    first_two = make_report(
+        Run("jax", outcome.folder), prompts,
+        ReportOptions(bootstrap=QUICK, tasks=list(prompts)[:2]),
+    )  # fmt: skip
+    for flip in first_two.datasets[0].flips:
+        assert rows[flip.example]["premise"] in flip.first_input
+        assert sorted(right[flip.example, :2]) == [0, 1]
+
+
+def test_prompts_whose_rows_were_not_recorded_are_named(dropping, model_dir, tmp_path):
+    prompts = dropping[0]
+    outcome = evaluate(model_dir, tmp_path / "out", mixture="dropping")
+    for record in read_records(outcome.folder, 7).values():
+        write_record(outcome.folder, {**record, "dropped_rows": None})
+    report = make_report(Run("jax", outcome.folder), prompts, ReportOptions(bootstrap=QUICK))
+    assert any("super_glue/copa: prompts have different" in note for note in report.notes)

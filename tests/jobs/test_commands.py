@@ -134,5 +134,16 @@ def test_any_command_gets_the_values_where_it_names_them_or_after_it():
     )
     ranks = settings(build_target="rank-eval --limit 5")
     assert ranks.command(VALUES, check(ranks)[0])[3:] == (
-        *("rank-eval", "--checkpoint", "c", "--mixture", "m", "--out", "o", "--limit", "5"),
+        *(
+            "rank-eval",
+            "--checkpoint",
+            "c",
+            "--mixture",
+            "m",
+            "--out",
+            "o",
+            "--add_step",
+            "--limit",
+            "5",
+        ),
     )

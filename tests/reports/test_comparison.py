@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 from t0repro.cli.report import app
 from t0repro.errors import UserError
+from t0repro.evaluation.outputs import write_record
 from t0repro.reports.comparison import compare_runs, read_history
 from t0repro.reports.comparison_page import comparison_page, history_page
+from t0repro.reports.models import compare_models
 from t0repro.reports.page import render_html
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap, mcnemar
@@ -197,6 +199,58 @@ def test_runs_that_share_nothing_or_have_other_answers_are_refused(tmp_path):
     targets.write_text(targets.read_text().replace("((", "((9"))
     with pytest.raises(UserError, match="no example was scored by both"):
         compare(a, c)
+
+
+def write_records(folder, step=10, tasks=TASKS, **changes):
+    """A record of each task, with the parts of it that say what was scored."""
+    key = {"prompt": "p", "split": "validation", "data": {"dataset": "d", "sha256": "1"}}
+    for task in tasks:
+        record = {"files": {}, "rows": "r", "dropped_rows": [], **changes}
+        record["key"] = {"task": task, "step": step, **key, **changes.get("key", {})}
+        write_record(folder, record)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"key": {"prompt": "q"}}, "other prompts"),
+        ({"key": {"data": {"dataset": "d", "sha256": "2"}}}, "other rows"),
+        ({"key": {"split": "test"}}, "other rows"),
+    ],
+)
+def test_tasks_of_other_prompts_or_rows_are_named_and_not_compared(tmp_path, changes, what):
+    a, b = (write_run(tmp_path / name, wrong) for name, wrong in (("a", 3), ("b", 9)))
+    write_records(a)
+    write_records(b)
+    assert compare(a, b).left_out == {} and len(compare(a, b).tasks) == 2
+    write_records(b, tasks=TASKS[:1], **changes)
+    found = compare(a, b, PROMPTS)
+    assert found.left_out == {"super_glue/rte": f"{what} ({TASKS[0]})"}
+    assert [task.task for task in found.tasks] == [TASKS[1]]
+    assert found.datasets[0].prompts == 1
+    assert f"Not compared, super_glue/rte: the runs have {what}" in render_html(
+        comparison_page([found])
+    )
+    models = compare_models([Run("a", a), Run("b", b)], PROMPTS, BOOTSTRAP)
+    assert models.datasets[0].accuracy == {"a": 94.0, "b": 82.0}
+    with pytest.raises(UserError, match=f"different data: super_glue/rte: {what}"):
+        compare(a, b, PROMPTS, same_pairs=True)
+    write_records(b, **changes)
+    with pytest.raises(UserError, match=f"different data: super_glue/rte: {what}"):
+        compare(a, b, PROMPTS)
+
+
+def test_without_records_other_inputs_are_noticed_and_caches_of_the_same_are_not(tmp_path):
+    a, b = (write_run(tmp_path / name, 3) for name in "ab")
+    inputs = b / f"{TASKS[0]}_inputs"
+    inputs.write_text(inputs.read_text().replace("input 7\n", "input 8\n"))
+    assert compare(a, b).left_out == {
+        TASKS[0].removesuffix("_score_eval"): f"other inputs ({TASKS[0]})"
+    }
+    inputs.write_text((a / inputs.name).read_text())
+    write_records(a)
+    write_records(b, rows="packed otherwise", key={"data": {"cache": "1"}})
+    assert compare(a, b).left_out == {}
 
 
 def test_a_history_has_a_value_for_each_step(tmp_path):
