@@ -1,6 +1,5 @@
 """lm-evaluation-harness itself, with our model and with its own `hf` on one checkpoint."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -8,11 +7,9 @@ import sys
 
 import numpy as np
 import pytest
-import yaml
 
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import read_task_scores
-from t0repro.evaluation.rank import rank_classification
 from t0repro.lm_eval.files import import_results
 from t0repro.tasks.demo.datasets import VOCABULARY
 
@@ -188,51 +185,3 @@ def test_arguments_that_do_not_fit_are_refused(arguments, words):
 
     with pytest.raises(UserError, match=words):
         T0ReproLM(**arguments)
-
-
-def test_accuracies_of_every_kind_of_target_are_the_harnesss(tmp_path):
-    numbers = range(12)
-    rows = [
-        {
-            "text": f"q{n}", "choices": ["1", "2", "3"], "contexts": [f"a{n}", f"b{n}", f"c{n}"],
-            "label": n % 3, "several": [0, n % 3], "answer": str(n % 3 + 1), "rest": "is so",
-        }
-        for n in numbers
-    ]  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    usual = {"doc_to_text": "text", "doc_to_choice": "choices", "doc_to_target": "label"}
-    tasks = {
-        "plain": usual,
-        "mutual": {**usual, "metrics": ("acc", "acc_mutual_info")},
-        "several": {**usual, "doc_to_target": "several"},
-        # Texts of choices, which are numbers of other choices too.
-        "numeric": {**usual, "doc_to_target": "answer"},
-        # Like WinoGrande: the choices are contexts.
-        "contexts": {"doc_to_text": "label", "doc_to_choice": "contexts", "doc_to_target": "rest"},
-    }
-    for name, fields in tasks.items():
-        config = {
-            "task": name, "dataset_path": "json", "output_type": "multiple_choice",
-            "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
-            "test_split": "test", "num_fewshot": 0,
-            "metric_list": [
-                {"metric": metric, "aggregation": "mean", "higher_is_better": True}
-                for metric in fields.get("metrics", ("acc",))
-            ],
-            **{key: value for key, value in fields.items() if key != "metrics"},
-        }  # fmt: skip
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
-    command(
-        "lm_eval", "run", "--model", "dummy", "--include_path", tmp_path, "--tasks",
-        ",".join(tasks), "--log_samples", "--output_path", tmp_path / "results",
-        folder=tmp_path,
-    )  # fmt: skip
-    eval_dir, left_out = import_results(tmp_path / "results", tmp_path / "out")
-    (path,) = (tmp_path / "results").rglob("results_*.json")
-    recorded = json.loads(path.read_text())["results"]
-    found = {s.task: rank_classification(s).accuracy for s in read_task_scores(eval_dir)}
-    assert found == {
-        task: pytest.approx(100 * recorded[task]["acc,none"])
-        for task in ("plain", "mutual", "several", "numeric")
-    }
-    assert "different contexts" in left_out["contexts"] and len(left_out) == 1
