@@ -9,8 +9,9 @@ layers of protection:
   answers in JSON: even if the process is taken over, nothing that it sends is ever executed.
 
 Such templates are also checked more strictly than promptsource's. A variable that a row lacks is an
-error (write `{{ text | default("") }}` if it may be missing). Rows without a label or with an empty
-target are dropped, while T0 would train on a wrong answer or on "<NO LABEL>".
+error (write `{{ text | default("") }}` if it may be missing), and so are values that T0's schemas
+exclude: labels below 0, non-finite numbers (NaN or Inf), binary columns. Rows without a label or
+with an empty target are dropped, while T0 would train on a wrong answer or on "<NO LABEL>".
 
 Rows travel as JSON, by `encode_row` and `decode_row`, with which caching spools them too.
 """
@@ -24,18 +25,20 @@ import datetime
 import decimal
 import functools
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.exceptions
 import jinja2.meta
 import jinja2.nodes
+import jinja2.runtime
 import jinja2.sandbox
 
 from t0repro.errors import UserError
@@ -207,19 +210,32 @@ class OutOfRange(jinja2.UndefinedError):
     """A template indexed a list beyond its end."""
 
 
-class _Label(int):
-    """A field of the row that picks an item of a list.
+class _Index(int):
+    """An index that a template reads or computes, as opposed to the -1 in `words[-1]`.
 
-    A label of -1 is hidden, as opposed to the -1 in `words[-1]`.
+    Attributes:
+      described: The variable, or what it is computed from, in words.
+      hidden: Whether a variable is a label that is hidden: -1 or, as in Winogrande, empty.
     """
 
-    name: str
+    described: str
+    hidden: bool
 
-    @classmethod
-    def of(cls, name: str, value: int) -> _Label:
-        label = cls(value)
-        label.name = name
-        return label
+
+@jinja2.pass_context
+def _index(context: jinja2.runtime.Context, value: Any, *names: str) -> Any:
+    """The filter around every index that reads a variable; names it for `getitem`."""
+    if type(value) is not int:
+        return value
+    # The row's values, not what the template has set.
+    index, values = _Index(value), [context.parent.get(name) for name in names]
+    index.hidden = any(each in (-1, "") for each in values)
+    index.described = names[0] if [value] == values else f"the index from {' and '.join(names)}"
+    return index
+
+
+# Not an identifier, so that no template can call the filter.
+_INDEX = "computed index"
 
 
 class StrictEnvironment(PromptEnvironment):
@@ -232,19 +248,41 @@ class StrictEnvironment(PromptEnvironment):
         promptsource = promptsource_environment()
         # StrictUndefined: a field that the row lacks is an error, not an empty text.
         super().__init__(loader=jinja2.BaseLoader(), undefined=jinja2.StrictUndefined)
-        self.take({**promptsource.filters, "string": _text_of}, promptsource.globals)
+        strict = {"string": _text_of, _INDEX: _index}
+        self.take({**promptsource.filters, **strict}, promptsource.globals)
+
+    def compile(self, source: str | jinja2.nodes.Template, *args: Any, **kwargs: Any) -> Any:
+        """As in Jinja, with each index that reads a variable passed through `_index`."""
+        tree = self.parse(source) if isinstance(source, str) else source
+        for item in tree.find_all(jinja2.nodes.Getitem):
+            index = item.arg
+            read = [index] if isinstance(index, jinja2.nodes.Name) else []
+            read += index.find_all(jinja2.nodes.Name)
+            if read and not isinstance(index, jinja2.nodes.Slice):
+                names: list[Any] = [jinja2.nodes.Const(name.name) for name in read]
+                item.arg = jinja2.nodes.Filter(index, _INDEX, names, [], None, None)
+        return super().compile(tree, *args, **kwargs)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """As in Jinja, except that a hidden label (-1) or null does not pick an item of a list."""
-        hidden = isinstance(argument, _Label) and argument == -1
-        if hidden or (argument is None and isinstance(obj, list)):
+        """As in Jinja, except that a computed index counts no item from the end.
+
+        Raises:
+          NoLabel: For a label that is hidden or null.
+          TemplateFailure: For another index below 0.
+        """
+        if argument is None and isinstance(obj, list):
+            raise NoLabel
+        below = isinstance(argument, _Index) and argument < 0 and isinstance(obj, Sequence)
+        if below and argument.hidden:
             raise NoLabel
         found = super().getitem(obj, argument)
-        if isinstance(found, jinja2.Undefined) and isinstance(obj, list):
-            name = argument.name if isinstance(argument, _Label) else "the index"
-            many = f"there {'is' if len(obj) == 1 else 'are'} {counted(len(obj), 'choice')}"
-            return self.undefined(f"{name} is {argument}, but {many}", exc=OutOfRange)
-        return found
+        missing = isinstance(found, jinja2.Undefined) and isinstance(obj, list)
+        if not below and not missing:
+            return found
+        name = argument.described if isinstance(argument, _Index) else "the index"
+        many = f"there {'is' if len(obj) == 1 else 'are'} {counted(len(obj), 'choice')}"
+        fault = f"but {many}" if isinstance(argument, int) else "which is no whole number"
+        return self.undefined(f"{name} is {argument!r}, {fault}", exc=OutOfRange)
 
 
 def _text_of(value: Any) -> Any:
@@ -257,30 +295,39 @@ class _StrictTemplate:
     """A template compiled in the strict environment."""
 
     def __init__(self, template: Any, cut: bool):
-        environment = _environment()
-        self._compiled = CompiledTemplate(template, cut, environment)
-        # Variables used as an index, like `label` in {{ answer_choices[label] }}.
-        self._labels = {
-            item.arg.name
-            for text in (template.jinja, template.answer_choices or "")
-            for item in environment.parse(text).find_all(jinja2.nodes.Getitem)
-            if isinstance(item.arg, jinja2.nodes.Name)
-        }
+        self._compiled = CompiledTemplate(template, cut, _environment())
+        self._columns = {*_variables(template.jinja), *_variables(template.answer_choices or "")}
 
     def render(self, row: Mapping[str, Any], draw_key: str | None) -> Rendering | Drop:
-        labels = {
-            name: _Label.of(name, value)
-            for name, value in row.items()
+        for name, value in row.items():
             # Rows have hyphens where templates have underscores (see CompiledTemplate.render).
-            if name.replace("-", "_") in self._labels and type(value) is int
-        }
+            if type(value) is not str and name.replace("-", "_") in self._columns:
+                _check_value(name, value)
         try:
-            rendering = self._compiled.render({**row, **labels}, draw_key)
+            rendering = self._compiled.render(row, draw_key)
         except NoLabel:
             return Drop.NO_LABEL
         if isinstance(rendering, Rendering) and rendering.targets == NO_LABEL:
             return Drop.NO_TARGET
         return rendering
+
+
+def _check_value(column: str, value: Any) -> None:
+    """Refuses what Python prints as no text of the data: binary values, NaN and infinities.
+
+    A template would print them as b'...', nan and inf, and compare NaN with numbers.
+    """
+    if isinstance(value, bytes):
+        raise TemplateFailure(f"its column {column!r} is binary; write it as text in UTF-8")
+    if isinstance(value, (float, decimal.Decimal)) and not math.isfinite(value):
+        raise TemplateFailure(
+            f"its column {column!r} is {value}; write a number, or null for a missing value"
+        )
+    if isinstance(value, Mapping):
+        value = value.values()
+    if not isinstance(value, str) and isinstance(value, Iterable):
+        for item in value:
+            _check_value(column, item)
 
 
 @functools.cache

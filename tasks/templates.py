@@ -46,7 +46,7 @@ class Drop(enum.Enum):
     NOT_A_PAIR = "the template does not render it to one input and one target"
     EMPTY_INPUT = "its input is empty"
     NO_TARGET = "its target is empty"
-    NO_LABEL = "its label is hidden (-1) or null"
+    NO_LABEL = "its label is hidden (-1 or empty) or null"
 
 
 class TemplateFailure(Exception):

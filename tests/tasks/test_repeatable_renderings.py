@@ -160,6 +160,6 @@ def test_a_label_without_its_choice_is_named():
         rendered(
             own("{{ text }} ||| {{ answer_choices[label] }}", "no ||| yes"), {**ROW, "label": 7}
         )
-    with pytest.raises(TemplateFailure, match="^the index is 6, but there are 2 choices$"):
+    with pytest.raises(TemplateFailure, match="^the index from label is 6, but there are 2"):
         rendered(own("{{ text }} ||| {{ ['a', 'b'][label - 1] }}"), {**ROW, "label": 7})
     assert rendered(own("{{ ['a'][label] | default('none') }} ||| x"), {**ROW, "label": 7})

@@ -1,5 +1,6 @@
 """Strangers' templates: what they cannot do, and that the others render as they always did."""
 
+import decimal
 import functools
 import itertools
 import json
@@ -184,6 +185,72 @@ def test_what_may_be_missing_can_be_said_to():
 )
 def test_a_row_without_a_label_is_no_example_rather_than_the_last_choice(jinja, choices, label):
     assert render(jinja, {"text": "a", "label": label}, choices) is Drop.NO_LABEL
+
+
+@pytest.mark.parametrize(
+    ("jinja", "row", "message"),
+    [
+        ("{{answer_choices[label]}}", {"label": -2}, "^label is -2, but there are 2 choices$"),
+        ("{{['a', 'b'][label - 1]}}", {"label": 0}, "^the index from label is -1, but there are 2"),
+        ("{{('a', 'b')[label - 1]}}", {"label": 0}, "the index from label is -1"),
+        ("{{'ab'[answer | int - 1]}}", {"answer": "0"}, "the index from answer is -1"),
+        ("{{texts[0][label]}}", {"texts": [["a"]], "label": -3}, "label is -3, but there is 1"),
+        ("{% set i = label - 1 %}{{'ab'[i]}}", {"label": 0}, "the index from i is -1"),
+        ("{{answer_choices[label]}}", {"label": 1.0}, "the index is 1.0, which is no whole number"),
+    ],
+)
+def test_a_computed_index_takes_no_item_from_the_end(jinja, row, message):
+    with pytest.raises(TemplateFailure, match=message):
+        render("{{text}} ||| " + jinja, {"text": "a", **row}, "no ||| yes")
+
+
+@pytest.mark.parametrize(
+    ("jinja", "row"),
+    [
+        ("{{answer_choices[label - 1]}}", {"label": -1}),
+        # Winogrande's test split
+        ("{{answer_choices[answer | int - 1]}}", {"answer": ""}),
+    ],
+)
+def test_a_hidden_label_is_no_example_where_labels_count_from_one(jinja, row):
+    assert render("{{text}} ||| " + jinja, {"text": "a", **row}, "no ||| yes") is Drop.NO_LABEL
+
+
+@pytest.mark.parametrize(
+    ("jinja", "row", "target"),
+    [
+        ("{{answer_choices[label - 1]}}", {"label": 1}, "no"),
+        ("{{answer_choices[-1]}}", {}, "yes"),
+        ("{{words[-2]}}", {"words": ["a", "b"]}, "a"),
+        ("{{names[label]}}", {"names": {-2: "x"}, "label": -2}, "x"),
+        ("{{words[label:]}}", {"words": "abc", "label": -2}, "bc"),
+        ("{% for w in words %}{{words[loop.index - 1]}}{% endfor %}", {"words": ["a", "b"]}, "ab"),
+    ],
+)
+def test_other_indices_are_pythons(jinja, row, target):
+    assert render("{{text}} ||| " + jinja, {"text": "a", **row}, "no ||| yes").targets == target
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "its column 'text' is nan; write a number, or null"),
+        (float("-inf"), "its column 'text' is -inf"),
+        ([0.5, {"score": float("inf")}], "its column 'text' is inf"),
+        (decimal.Decimal("NaN"), "its column 'text' is NaN"),
+        (b"a", "its column 'text' is binary; write it as text"),
+        (["a", b"b"], "its column 'text' is binary"),
+    ],
+)
+def test_values_that_print_as_python_are_refused_in_columns_that_a_prompt_reads(value, message):
+    for jinja in ("{{text}} ||| x", "{% if text %}a{% endif %} ||| x"):
+        with pytest.raises(TemplateFailure, match=message):
+            render(jinja, {"text": value})
+    with pytest.raises(TemplateFailure, match=message):
+        render("a ||| x", {"text": value}, "{{text}} ||| b")
+    with pytest.raises(TemplateFailure, match=message.replace("'text'", "'the-text'")):
+        render("{{the_text}} ||| x", {"the-text": value})
+    assert render("a ||| x", {"text": value}) == Rendering("a", "x", None)
 
 
 def test_the_last_of_a_list_can_still_be_named():

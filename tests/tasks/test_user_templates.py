@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import seqio
 
@@ -292,8 +295,37 @@ def test_check_counts_rows_without_a_label_and_targets_without_text(data, tmp_pa
     found = checked(write(tmp_path, HEAD + GOOD))
     assert found.verdict is Verdict.SUSPECT and found.examples == 8
     assert found.reason == (
-        "of 10 rows looked at, 2 give no example: its label is hidden (-1) or null"
+        "of 10 rows looked at, 2 give no example: its label is hidden (-1 or empty) or null"
     )
+
+
+@pytest.mark.parametrize(
+    ("write_rows", "reason"),
+    [
+        ("label", "label is -2, but there are 2 choices"),
+        ("nan", "its column 'text' is nan"),
+        ("binary", "its column 'text' is binary"),
+    ],
+)
+def test_check_and_the_cache_name_row_and_column_of_a_value_that_is_none(
+    data, tmp_path, forget, write_rows, reason
+):
+    folder = data / "my_reviews" / "default"
+    if write_rows == "binary":
+        table = pa.table({"text": [b"Soup.", b"Tea."], "label": [0, 1]})
+        pq.write_table(table, folder / "train.parquet")
+        (folder / "train.jsonl").unlink()
+        place = r"train\.parquet, row 1"
+    else:
+        row = {"text": "Soup.", "label": -2} if write_rows == "label" else {"text": float("nan")}
+        rows = [*REVIEWS, {"label": 0, **row}]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        place = r"train\.jsonl, line 5"
+    found = checked(write(tmp_path, HEAD + GOOD))
+    assert found.verdict is Verdict.BROKEN and reason in found.reason
+    assert re.search(place, found.reason)
+    with pytest.raises(UserError, match=rf"{reason}(.|\n)*{place}"):
+        make(tmp_path / "cache", "my_reviews_*", splits=("train",))
 
 
 def test_check_calls_a_prompt_broken_that_never_has_a_target(data, tmp_path, forget):
