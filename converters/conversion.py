@@ -420,6 +420,8 @@ def _to_hf(
             " tied and multiplies its logits by d_model**-0.5; after loading, set"
             " model.config.tie_word_embeddings = False."
         )
+    if pieces and pieces.note:
+        notes.append(pieces.note)
     if not tokenizer:
         notes.append(
             "There are no tokenizer files; --vocab FILE (a SentencePiece model) adds them."

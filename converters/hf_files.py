@@ -5,20 +5,25 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-import struct
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from t0repro.converters.hf_config import Computation, TokenIds, feed_forward_proj
-from t0repro.converters.tensor_bundle import protobuf_fields
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape, describe
+from t0repro.tasks.vocabulary import (
+    SENTINELS_VARIABLE,
+    named_vocabulary,
+    not_a_model,
+    processor_of,
+    sentinels_lacking,
+)
 
 # 3 special tokens, 256 bytes and 125 sentinels.
 _BYT5_VOCABULARY = 384
 _BYT5_EXTRA_IDS = 125
-_T5_EXTRA_IDS = 100
 _MODEL_MAX_LENGTH = 512
 
 
@@ -81,35 +86,47 @@ class Pieces:
     """The parts of a SentencePiece model from which transformers makes a tokenizer.
 
     Attributes:
-      content: The model's bytes.
-      scored: Pieces and their scores, by id.
+      content: The model's bytes, without sentinels if `as_t5`.
+      scored: Pieces and their scores, by id. Sentinels have transformers' names and are counted in,
+        whether the model holds them or lacks them.
+      special: Ids that no text has: of control pieces, of the unknown one and of sentinels.
       charsmap: Its table for normalizing text.
       byte_fallback: Whether unknown characters are spelled in bytes, as mT5's are.
       ids: Ids of padding and end.
       unknown: Id of unknown characters.
+      note: The number of sentinels that was assumed, as a sentence; "" for T5's own.
     """
 
     content: bytes
     scored: list[tuple[str, float]]
+    special: list[int]
     charsmap: bytes
     byte_fallback: bool
     ids: TokenIds
     unknown: int
+    note: str
+
+    @property
+    def sentinels(self) -> int:
+        """Number of sentinels."""
+        return sum(bool(_SENTINEL.fullmatch(self.scored[token][0])) for token in self.special)
 
     @property
     def as_t5(self) -> bool:
-        """Whether ids 0, 1 and 2 are padding, end and unknown, as in T5's own models."""
-        return (self.ids, self.unknown) == (TokenIds(), 2)
+        """Whether transformers' own T5Tokenizer makes the same of the pieces without sentinels."""
+        last = range(len(self.scored) - self.sentinels, len(self.scored))
+        return self.special == [0, 1, 2, *last] and (self.ids, self.unknown) == (TokenIds(), 2)
 
-    def name(self, token: int) -> str:
-        """What transformers' tokenizer calls an id."""
-        # T5's own names for these, whatever the SentencePiece model calls them.
-        own = ("<pad>", "</s>", "<unk>") if self.as_t5 else ()
-        return own[token] if token < len(own) else self.scored[token][0]
+
+# T5's sentinels begin with SentencePiece's mark of a word's beginning; transformers' do not.
+_SENTINEL = re.compile("\u2581?(<extra_id_[0-9]+>)")
 
 
 def read_pieces(vocabulary: Path, family: ModelShape) -> Pieces:
     """Reads a SentencePiece model.
+
+    Ids and special pieces are those that SentencePiece reports, not those of its training: people
+    insert pieces afterwards.
 
     Args:
       vocabulary: the file.
@@ -118,37 +135,84 @@ def read_pieces(vocabulary: Path, family: ModelShape) -> Pieces:
     Raises:
       UserError: if the file is no unigram model or has more pieces than the embedding rows.
     """
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
     fix = "Name the SentencePiece model that the checkpoint was trained with."
     try:
         content = vocabulary.read_bytes()
+        model = sentencepiece_model_pb2.ModelProto.FromString(content)
+        processor = processor_of(content)
     except OSError as error:
         raise UserError(
             f"The vocabulary cannot be read: {error.strerror}.", where=str(vocabulary), fix=fix
         ) from None
-    no_model = UserError(
-        "The vocabulary is not a SentencePiece model.", where=str(vocabulary), fix=fix
-    )
-    try:
-        pieces, kind = _parse_sentencepiece(content)
-    except (IndexError, struct.error, UnicodeDecodeError):
-        raise no_model from None
-    if max(pieces.ids.pad, pieces.ids.eos, pieces.unknown) >= len(pieces.scored):
-        raise no_model
-    if kind != _UNIGRAM:
+    except (DecodeError, RuntimeError) as error:
+        raise not_a_model(str(vocabulary), error) from None
+    if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM:
         raise UserError(
             "The vocabulary is no unigram model, as T5's are. (Pile-T5's, for instance, is Llama's,"
             " of byte pairs.)",
             where=str(vocabulary),
             fix="Leave --vocab out, and copy the tokenizer files of the released model.",
         )
-    if len(pieces.scored) > family.vocab_size:
+    unknown, eos = processor.unk_id(), processor.eos_id()
+    if eos < 0:
         raise UserError(
-            f"The vocabulary has {len(pieces.scored)} pieces, but the embedding only"
-            f" {family.vocab_size} rows.",
+            "The vocabulary has no token that ends a text.", where=str(vocabulary), fix=fix
+        )
+    # Pad with a token that no text has: the begin's, as in transformers' MADLAD-400.
+    pads = (processor.pad_id(), processor.bos_id(), unknown)
+    pad = next(token for token in pads if token >= 0)
+    scored, special = [], []
+    for token, piece in enumerate(model.pieces):
+        sentinel = _SENTINEL.fullmatch(piece.piece)
+        scored.append((sentinel[1] if sentinel else piece.piece, piece.score))
+        if sentinel or piece.type in (piece.CONTROL, piece.UNKNOWN):
+            special.append(token)
+    added, note = _sentinels_to_add(vocabulary, model, eos, family)
+    # Sentinels count down: <extra_id_0> has the last id.
+    scored += [(f"<extra_id_{number}>", 0.0) for number in reversed(range(added))]
+    special += range(len(model.pieces), len(scored))
+    pieces = Pieces(
+        content,
+        scored,
+        special,
+        model.normalizer_spec.precompiled_charsmap,
+        model.trainer_spec.byte_fallback,
+        TokenIds(pad, eos),
+        unknown,
+        note,
+    )
+    if pieces.as_t5 and not added:
+        del model.pieces[len(scored) - pieces.sentinels :]
+        return dataclasses.replace(pieces, content=model.SerializeToString())
+    return pieces
+
+
+def _sentinels_to_add(
+    vocabulary: Path, model: Any, eos: int, family: ModelShape
+) -> tuple[int, str]:
+    """The number of sentinels that a model of pieces lacks, and a sentence if it is assumed."""
+    pieces, rows = len(model.pieces), family.vocab_size
+    added, assumed_of = sentinels_lacking([piece.piece for piece in model.pieces], eos)
+    given = named_vocabulary(vocabulary).extra_ids
+    if added and given is not None:
+        added = given
+    elif pieces + added > rows:
+        added = 0  # only where the embedding has rows for them
+    if pieces + added > rows:
+        raise UserError(
+            f"The vocabulary has {pieces + added} pieces, but the embedding only {rows} rows.",
             where=str(vocabulary),
             fix="Give the vocabulary that the model was trained with.",
         )
-    return pieces
+    if not added or given is not None or assumed_of == "T5":
+        return added, ""
+    return added, (
+        f"The tokenizer has {added} sentinels, as {assumed_of or 'T5'}'s; {SENTINELS_VARIABLE}"
+        " gives another number."
+    )
 
 
 def tokenizer_files(pieces: Pieces | None, family: ModelShape) -> dict[str, bytes]:
@@ -164,18 +228,17 @@ def tokenizer_files(pieces: Pieces | None, family: ModelShape) -> dict[str, byte
         config = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": _BYT5_EXTRA_IDS}
         names = ("<pad>", "</s>", "<unk>")
         return {"tokenizer_config.json": _json(config | _special_tokens(*names))}
-    # Sentinels only where the embedding has rows for them.
-    there = len(pieces.scored)
-    extra_ids = _T5_EXTRA_IDS if there + _T5_EXTRA_IDS <= family.vocab_size else 0
-    config: dict[str, Any] = {"tokenizer_class": "T5Tokenizer", "extra_ids": extra_ids}
+    config: dict[str, Any] = {"tokenizer_class": "T5Tokenizer", "extra_ids": pieces.sentinels}
     if pieces.byte_fallback or not pieces.as_t5:
         # transformers 5's T5Tokenizer makes a tokenizer of its own: without bytes, with T5's ids.
         config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    names = tuple(map(pieces.name, (pieces.ids.pad, pieces.ids.eos, pieces.unknown)))
+    ids = (pieces.ids.pad, pieces.ids.eos, pieces.unknown)
     return {
         "spiece.model": pieces.content,
-        "tokenizer.json": _json(_fast_tokenizer(pieces, extra_ids), indent=None),
-        "tokenizer_config.json": _json(config | _special_tokens(*names)),
+        "tokenizer.json": _json(_fast_tokenizer(pieces), indent=None),
+        "tokenizer_config.json": _json(
+            config | _special_tokens(*(pieces.scored[i][0] for i in ids))
+        ),
     }
 
 
@@ -188,48 +251,9 @@ def _special_tokens(pad: str, end: str, unknown: str) -> dict[str, Any]:
     }
 
 
-_UNIGRAM = 1  # TrainerSpec.ModelType
-_NONE = 2**64 - 1  # -1
-
-
-def _parse_sentencepiece(content: bytes) -> tuple[Pieces, int]:
-    """What a SentencePiece model holds, and its type (sentencepiece_model.proto)."""
-    scored: list[tuple[str, float]] = []
-    charsmap, trainer = b"", {}
-    for number, value in protobuf_fields(content):
-        # Of ModelProto: 1 is pieces, 2 trainer_spec, 3 normalizer_spec.
-        if number == 1:
-            fields = dict(protobuf_fields(value))
-            # protobuf_fields returns a float's 32 bits as an integer.
-            score = struct.unpack("<f", fields.get(2, 0).to_bytes(4, "little"))[0]
-            scored.append((fields[1].decode(), score))
-        elif number == 2:
-            trainer = dict(protobuf_fields(value))
-        elif number == 3:
-            charsmap = dict(protobuf_fields(value)).get(2, b"")
-    # Of TrainerSpec: 3 is model_type, 35 byte_fallback, 40 to 43 the ids of unknown, begin, end and
-    # padding. An id that the model does not have is -1, which protobuf writes as 64 bits.
-    unknown, begin, end, pad = (
-        trainer.get(number, default) for number, default in ((40, 0), (41, 1), (42, 2), (43, _NONE))
-    )
-    if pad == _NONE:
-        # Pad with a token that no text has: the begin's, as in transformers' MADLAD-400.
-        pad = unknown if begin == _NONE else begin
-    ids = TokenIds(pad, end)
-    pieces = Pieces(content, scored, charsmap, bool(trainer.get(35, False)), ids, unknown)
-    return pieces, trainer.get(3, _UNIGRAM)
-
-
-def _fast_tokenizer(pieces: Pieces, extra_ids: int) -> dict[str, Any]:
+def _fast_tokenizer(pieces: Pieces) -> dict[str, Any]:
     """The content of tokenizer.json, as transformers makes it of a T5's SentencePiece model."""
-    own = sorted({pieces.ids.pad, pieces.ids.eos, pieces.unknown})
-    vocabulary: list[list[Any]] = [list(piece) for piece in pieces.scored]
-    for token in own:
-        vocabulary[token] = [pieces.name(token), 0.0]
-    # Sentinels count down: <extra_id_0> has the last id.
-    vocabulary += [[f"<extra_id_{n}>", 0.0] for n in range(extra_ids - 1, -1, -1)]
-    special = [*own, *range(len(pieces.scored), len(vocabulary))]
-    eos = pieces.name(pieces.ids.eos)
+    eos = pieces.scored[pieces.ids.eos][0]
     end = {"SpecialToken": {"id": eos, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
@@ -241,7 +265,7 @@ def _fast_tokenizer(pieces: Pieces, extra_ids: int) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added_token(token, vocabulary[token][0]) for token in special],
+        "added_tokens": [_added_token(token, pieces.scored[token][0]) for token in pieces.special],
         "normalizer": {"type": "Precompiled", "precompiled_charsmap": normalizer}
         if pieces.charsmap
         else None,
@@ -259,7 +283,7 @@ def _fast_tokenizer(pieces: Pieces, extra_ids: int) -> dict[str, Any]:
         "model": {
             "type": "Unigram",
             "unk_id": pieces.unknown,
-            "vocab": vocabulary,
+            "vocab": [list(piece) for piece in pieces.scored],
             "byte_fallback": pieces.byte_fallback,
         },
     }

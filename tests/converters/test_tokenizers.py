@@ -1,0 +1,131 @@
+"""The tokenizer files that go with a Hugging Face model, of any SentencePiece model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sentencepiece import SentencePieceProcessor
+from sentencepiece import sentencepiece_model_pb2 as pb
+
+from t0repro.converters.hf_files import Pieces, read_pieces, tokenizer_files
+from t0repro.errors import UserError
+from t0repro.parameters.shape import ModelShape
+from t0repro.tasks.demo.datasets import VOCABULARY
+
+from ..tasks.vocabularies import write_vocabulary
+
+PIECES = SentencePieceProcessor(str(VOCABULARY)).get_piece_size()
+TEXTS = ["Hello, World!", "naïve  café ½", "a\tb", " lead and trail ", "the cat sat on the mat."]
+
+
+def shape(rows: int) -> ModelShape:
+    return ModelShape(1, 1, 2, 2, 1, 2, rows, 4, ("wi_0", "wi_1"), False)
+
+
+def with_begin(path: Path) -> Path:
+    """Inserts a piece before the unknown one and leaves the trainer's ids, as people do."""
+    model = pb.ModelProto.FromString(VOCABULARY.read_bytes())
+    pieces = list(model.pieces)
+    pieces.insert(2, pb.ModelProto.SentencePiece(piece="<s>", type=pieces[0].CONTROL))
+    del model.pieces[:]
+    model.pieces.extend(pieces)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def plain(path: Path) -> Path:
+    return write_vocabulary(path)
+
+
+def with_sentinels(path: Path) -> Path:
+    return write_vocabulary(path, pieces=PIECES + 100, inside=100)
+
+
+def both_files(path: Path) -> list[dict[str, bytes]]:
+    """What T5's two files become: without sentinels, and with 100 inside."""
+    files = (plain(path.with_name("plain")), with_sentinels(path.with_name("inside")))
+    return [tokenizer_files(read_pieces(file, shape(PIECES + 128)), shape(1)) for file in files]
+
+
+def test_t5_s_two_files_become_the_same_tokenizer(tmp_path):
+    one, other = both_files(tmp_path / "x")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert one[name] == other[name]
+    assert json.loads(one["tokenizer_config.json"])["extra_ids"] == 100
+    parsed = [pb.ModelProto.FromString(files["spiece.model"]).pieces for files in (one, other)]
+    assert parsed[0] == parsed[1]
+
+
+def test_a_piece_that_was_inserted_moves_the_unknown_one_and_is_kept(tmp_path):
+    pieces = read_pieces(with_begin(tmp_path / "edited"), shape(PIECES + 1))
+    names = [name for name, _ in pieces.scored]
+    assert names[:4] == ["<pad>", "</s>", "<s>", "<unk>"]
+    assert len(set(names)) == len(names) == PIECES + 1
+    assert (pieces.unknown, pieces.special) == (3, [0, 1, 2, 3])
+    tokenizer = json.loads(tokenizer_files(pieces, shape(1))["tokenizer.json"])
+    assert tokenizer["model"]["unk_id"] == 3
+
+
+@pytest.mark.parametrize(
+    ("pieces", "rows", "given", "sentinels"),
+    [
+        (32_000, 32_128, None, 100),
+        (32_000, 32_000, None, 0),
+        (256_000, 256_384, None, 300),  # umT5
+        (5_000, 5_120, None, 100),
+        (5_000, 5_120, "7", 7),
+    ],
+)
+def test_there_are_as_many_sentinels_as_the_family_has(
+    tmp_path, monkeypatch, pieces, rows, given, sentinels
+):
+    if given:
+        monkeypatch.setenv("T0REPRO_EXTRA_IDS", given)
+    file = write_vocabulary(tmp_path / "spiece.model", pieces=pieces)
+    found = read_pieces(file, shape(rows))
+    assert found.sentinels == sentinels
+    assert len(found.scored) == pieces + sentinels
+    if sentinels:
+        assert found.scored[-1][0] == "<extra_id_0>"
+    # T5's own number and one that was given are no assumptions.
+    assert bool(found.note) == (sentinels == 300 or (pieces, given) == (5_000, None))
+
+
+def test_more_pieces_than_rows_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=f"has {PIECES} pieces, but the embedding only 100 rows"):
+        read_pieces(VOCABULARY, shape(100))
+    monkeypatch.setenv("T0REPRO_EXTRA_IDS", "100")
+    with pytest.raises(UserError, match=f"has {PIECES + 100} pieces, but"):
+        read_pieces(VOCABULARY, shape(PIECES))
+
+
+def test_a_tokenizer_json_leads_to_the_model_that_it_was_made_from(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="(?s)not a SentencePiece model.*spiece.model beside it"):
+        read_pieces(tmp_path / "tokenizer.json", shape(100))
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("write", [plain, with_sentinels, with_begin])
+def test_transformers_gives_sentencepiece_s_tokens(tmp_path, write: Callable[[Path], Path]):
+    transformers = pytest.importorskip("transformers")
+    file = write(tmp_path / "pieces")
+    pieces: Pieces = read_pieces(file, shape(PIECES + 128))
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for name, content in tokenizer_files(pieces, shape(1)).items():
+        (folder / name).write_bytes(content)
+    (folder / "config.json").write_text('{"model_type": "t5"}')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    processor = SentencePieceProcessor(str(file))
+    for text in TEXTS:
+        assert tokenizer(text, add_special_tokens=False).input_ids == processor.encode(text), text
+    assert tokenizer.unk_token_id == processor.unk_id()
+    assert tokenizer("snow \u2603").input_ids[-2:] == [processor.unk_id(), 1]
+    if pieces.sentinels:
+        assert tokenizer("<extra_id_0>").input_ids == [len(pieces.scored) - 1, 1]
+    if write is with_begin:
+        assert tokenizer.convert_tokens_to_ids("<s>") == 2
