@@ -284,7 +284,7 @@ def _vocabulary() -> tuple[State, str, str]:
         return "missing", "not set: a run that needs T5's vocabulary downloads it", fix
     try:
         vocabulary = default_vocabulary()
-        size, added = vocabulary.vocab_size, vocabulary.added_ids
+        size, added = vocabulary.vocab_size, vocabulary.extra_ids
     except UserError as error:
         return "broken", f"{error.where}: {error.what}", error.fix or ""
     # A smaller vocabulary, such as the demo's, is no mistake.

@@ -24,6 +24,8 @@ from t0repro.tasks.task import (
     PromptedTask,
     TaskDescription,
     check_rates,
+    check_vocabularies,
+    find_task,
     prompted_mixtures,
     prompted_tasks,
     record_mixture,
@@ -128,10 +130,13 @@ def add_mixture(
       default_rate: Computes a task's rate from its rows.
 
     Raises:
-      UserError: If a rate is negative or non-finite, or all are 0.
+      UserError: If a rate is negative or non-finite, or all are 0, or the tasks have different
+        vocabularies.
     """
     rates = tasks if isinstance(tasks, Mapping) else {}
     check_rates(name, rates)
+    known = set(registered_tasks())
+    check_vocabularies(name, [find_task(task) for task in tasks if task in known])
     if _seqio_wants_it():
         from t0repro.tasks.seqio_tasks import add_mixture as add_to_seqio
 

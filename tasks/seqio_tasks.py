@@ -182,7 +182,7 @@ class LazyVocabulary(seqio.SentencePieceVocabulary):
     @property
     def extra_ids(self) -> int:
         """Number of sentinels that are added to the file's pieces."""
-        return VocabularyFile(self._sentencepiece_model_file, self.given_ids).added_ids
+        return VocabularyFile(self._sentencepiece_model_file, self.given_ids).extra_ids
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, seqio.SentencePieceVocabulary) and are_same(self, other)
@@ -205,8 +205,8 @@ def seqio_vocabulary(vocabulary: VocabularyFile | seqio.Vocabulary) -> seqio.Voc
     if not isinstance(vocabulary, VocabularyFile):
         return vocabulary
     if vocabulary.address == BYTES:
-        return seqio.ByteVocabulary(vocabulary.added_ids)
-    return LazyVocabulary(vocabulary.address, vocabulary.extra_ids)
+        return seqio.ByteVocabulary(vocabulary.extra_ids)
+    return LazyVocabulary(vocabulary.address, vocabulary.given_ids)
 
 
 def read_t5s_vocabulary_as_ours() -> None:

@@ -17,8 +17,16 @@ from t0repro.errors import UserError, nearest_names
 from t0repro.files import input_path
 from t0repro.progress import say
 from t0repro.tasks.catalogue import is_synthetic, label, modelled_on
-from t0repro.tasks.vocabulary import VocabularyFile, model_of
-from t0repro.words import counted
+from t0repro.tasks.vocabulary import (
+    VOCABULARY_VARIABLE,
+    VocabularyFile,
+    address_of,
+    are_same,
+    default_vocabulary,
+    model_of,
+    shown,
+)
+from t0repro.words import counted, some
 
 if TYPE_CHECKING:
     import seqio
@@ -180,10 +188,14 @@ def find_tasks(name: str) -> Sequence[DescribedTask | seqio.Task]:
 
     Raises:
       KeyError: If there is neither.
+      UserError: If the tasks have different vocabularies.
     """
     seqio = sys.modules.get("seqio")
     if seqio is not None and name in seqio.MixtureRegistry.names():
-        return seqio.MixtureRegistry.get(name).tasks
+        tasks = seqio.MixtureRegistry.get(name).tasks
+        # A user's module may have made it of any tasks.
+        check_vocabularies(name, tasks)
+        return tasks
     # By name, as SeqIO sorts them.
     return [
         find_task(each) for each in sorted(_mixtures[name].tasks if name in _mixtures else [name])
@@ -320,6 +332,55 @@ def prompted_mixtures() -> Mapping[str, PromptedMixture]:
 def record_mixture(mixture: PromptedMixture) -> None:
     """Adds a mixture."""
     _mixtures[mixture.name] = mixture
+
+
+def check_vocabularies(mixture: str, tasks: Sequence[DescribedTask | seqio.Task]) -> None:
+    """Checks that the tasks of a mixture have one vocabulary, of inputs and of targets.
+
+    A vocabulary that cannot be read here is not compared: whatever needs its tokens says so.
+
+    Raises:
+      UserError: If two tasks differ; names both, and how to have one vocabulary.
+    """
+    for feature in ADDS_EOS:
+        found: list[tuple[Any, list[str]]] = []
+        for task in tasks:
+            if feature not in task.output_features:
+                continue
+            own = task.output_features[feature].vocabulary
+            for known, names in found:
+                if _may_be_same(known, own):
+                    names.append(task.name)
+                    break
+            else:
+                found.append((own, [task.name]))
+        if len(found) > 1:
+            raise _several_vocabularies(mixture, feature, found)
+
+
+def _may_be_same(one: Any, other: Any) -> bool:
+    try:
+        return are_same(one, other)
+    except (UserError, OSError):
+        return True
+
+
+def _several_vocabularies(
+    mixture: str, feature: str, found: Sequence[tuple[Any, list[str]]]
+) -> UserError:
+    default = default_vocabulary()
+    sides = [f"{shown(vocabulary)} in {some(names, 2)}" for vocabulary, names in found]
+    fix = "Register the tasks with one vocabulary"
+    # Only tasks with the default vocabulary can be given another one from outside.
+    others = [address_of(own) for own, _ in found if not _may_be_same(own, default)]
+    if len(others) == len(found) - 1 == 1 and others[0]:
+        fix = f"Give all the same: {VOCABULARY_VARIABLE}={others[0]}; or register them with one"
+    return UserError(
+        f"The tasks of mixture {mixture!r} have different vocabularies of {feature}:"
+        f" {'; '.join(sides)}.",
+        fix=f"{fix} (vocabulary=, in a SeqIO task its output_features), or mix only tasks that"
+        " share one.",
+    )
 
 
 def check_rates(mixture: str, rates: Mapping[str, float]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import os
 import sys
@@ -41,12 +42,12 @@ class VocabularyFile:
 
     Attributes:
       address: The model's path or address, which is fetched once; or `BYTES`.
-      extra_ids: Number of sentinels, of which those that the file lacks are added; `<extra_id_0>`
+      given_ids: Number of sentinels, of which those that the file lacks are added; `<extra_id_0>`
         comes last. None for as many as models of this vocabulary have (`sentinels_lacking`).
     """
 
     address: str
-    extra_ids: int | None = None
+    given_ids: int | None = None
 
     @property
     def sp_model(self) -> bytes:
@@ -59,7 +60,7 @@ class VocabularyFile:
         return self._opened()[0]
 
     @property
-    def added_ids(self) -> int:
+    def extra_ids(self) -> int:
         """Number of sentinels that the file lacks, which is SeqIO's `extra_ids` for it.
 
         Raises:
@@ -69,8 +70,8 @@ class VocabularyFile:
 
     def _opened(self) -> tuple[bytes, int]:
         if self.address == BYTES:
-            return _BYTES_MODEL + b"%d" % (self.extra_ids or 0), self.extra_ids or 0
-        return _open(local_copy(self.address), self.extra_ids)
+            return _BYTES_MODEL + b"%d" % (self.given_ids or 0), self.given_ids or 0
+        return _open(local_copy(self.address), self.given_ids)
 
     def processor(self) -> SentencePieceProcessor:
         """The loaded model.
@@ -317,8 +318,8 @@ def check_rows(vocabulary: Any, rows: int, where: str, fix: str) -> None:
       fix: What to do.
     """
     size = vocabulary.vocab_size
-    if isinstance(vocabulary, VocabularyFile) and vocabulary.extra_ids is None:
-        size -= vocabulary.added_ids
+    if isinstance(vocabulary, VocabularyFile) and vocabulary.given_ids is None:
+        size -= vocabulary.extra_ids
     if size > rows:
         raise UserError(
             f"The vocabulary has {size:,} pieces, the model's embedding {rows:,} rows:"
@@ -381,9 +382,17 @@ def are_same(one: Any, other: Any) -> bool:
     # SeqIO compares addresses, and T5's vocabulary has several (docs/lab_log.md).
     if _is_t5s(one) and _is_t5s(other) or (address_of(one) and _names(one) == _names(other)):
         return True
-    models = model_of(one), model_of(other)
-    # Compare the models' bytes: copies of one file under different names encode alike.
-    return models[0] == models[1] if models[0] or models[1] else bool(one == other)
+    # Compare the models: copies of one file under different names encode alike.
+    digests = _digest(one), _digest(other)
+    return digests[0] == digests[1] if any(digests) else bool(one == other)
+
+
+def _digest(vocabulary: Any) -> str | None:
+    """SHA-256 of a vocabulary's model; T5's own is not read for it."""
+    if _names(vocabulary) in _T5:
+        return _T5_DIGEST
+    model = model_of(vocabulary)
+    return None if model is None else hashlib.sha256(model).hexdigest()
 
 
 def model_of(vocabulary: Any) -> bytes | None:
@@ -405,16 +414,19 @@ def address_of(vocabulary: Any) -> str | None:
 
 
 def _names(vocabulary: Any) -> tuple[str | None, int | None]:
-    return address_of(vocabulary), getattr(vocabulary, "given_ids", vocabulary.extra_ids)
+    # Ours derive `extra_ids` from the file, which need not be read here.
+    ours = hasattr(vocabulary, "given_ids")
+    return address_of(vocabulary), vocabulary.given_ids if ours else vocabulary.extra_ids
 
 
 # The address of T5's file that holds the sentinels may be given with 0 or 100.
 _T5 = {*((address, EXTRA_IDS) for address in T5_ADDRESSES), (DEFAULT_ADDRESS, 0)}
+_T5_DIGEST = "839ffa4b9afae8d77834a88b87781849aa021975d6063dec6085633fcaf7171c"
 
 
 def _is_t5s(vocabulary: Any) -> bool:
     default = default_vocabulary()
-    named = () if default.address == BYTES else ((default.address, default.extra_ids),)
+    named = () if default.address == BYTES else ((default.address, default.given_ids),)
     return _names(vocabulary) in {*_T5, *named}
 
 

@@ -394,5 +394,7 @@ def _bindings(vocabulary: Any) -> str:
     if not path or path == BYTES:
         return ""
     prefix = "seqio.SentencePieceVocabulary"
-    added = vocabulary.added_ids if isinstance(vocabulary, VocabularyFile) else vocabulary.extra_ids
-    return f": {prefix}.sentencepiece_model_file = '{path}' and {prefix}.extra_ids = {added}"
+    return (
+        f": {prefix}.sentencepiece_model_file = '{path}'"
+        f" and {prefix}.extra_ids = {vocabulary.extra_ids}"
+    )

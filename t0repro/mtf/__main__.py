@@ -50,6 +50,9 @@ def main() -> None:
     del sys.argv[0]
     compat.install()
     compat.sum_up_metrics_with_current_pandas()
+    from t0repro.tasks.seqio_tasks import read_t5s_vocabulary_as_ours
+
+    read_t5s_vocabulary_as_ours()
     read_events_in_either_form()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -11,6 +11,7 @@ import pytest
 from t0repro.config.mtf import dialect, packages
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
+from t0repro.tasks.demo.datasets import VOCABULARY
 
 from . import operative_configs
 
@@ -67,6 +68,12 @@ NEED_PACKAGES = {
     "no shape": ((), ("run.mesh_shape = 'batch'",)),
     "type of TensorFlow's": ((), ("get_variable_dtype.activation_dtype = 'half'",)),
 }
+
+INFER = MeshInputs(
+    "a_model_dir",
+    ("demo/t5.1.1.demo.gin", "infer.gin"),
+    (*PARAMS[1:2], *PARAMS[3:], "input_filename = 'lines'", "output_filename = 'texts'"),
+)
 
 
 def inputs_of(files, params, prefix=".") -> MeshInputs:
@@ -163,3 +170,11 @@ def test_what_is_not_recorded_is_left_to_the_real_packages(results, name):
 def test_the_recorded_signatures_are_those_of_the_installed_packages():
     script = runpy.run_path(str(ROOT / "scripts" / "mtf_signatures.py"))
     assert packages.recorded() == script["record"]()
+
+
+def test_lines_of_text_without_a_mixture_are_read_with_the_vocabulary_that_is_named(monkeypatch):
+    """As for infer and score_from_strings, and for tsv_dataset_fn."""
+    monkeypatch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
+    found = dialect.load(INFER)
+    assert found.run.vocabulary == str(VOCABULARY)
+    assert [each.vocab_size for each in found.inputs.vocabularies] == [1408, 1408]

@@ -13,14 +13,15 @@ from t5.data import glue_utils
 from t5.evaluation import metrics
 
 from t0repro.errors import UserError
-from t0repro.tasks import prompted_tasks
+from t0repro.tasks import prompted_tasks, vocabulary
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.seqio_tasks import postprocess, task_metrics
 from t0repro.tasks.source import PromptedRows, Split
-from t0repro.tasks.task import prompted_mixtures
+from t0repro.tasks.task import find_tasks, prompted_mixtures
 from t0repro.tasks.templates import load_template
 from t0repro.tasks.vocabulary import VocabularyFile
+from tests.tasks.vocabularies import write_vocabulary
 
 SPLITS = ("train", "validation")
 
@@ -219,3 +220,51 @@ print(cache_dirs())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == str(["/another", str(tmp_path)]), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("made_by", ["t0repro", "SeqIO"])
+def test_a_mixture_of_tasks_with_different_vocabularies_is_refused(
+    add, tmp_path, monkeypatch, made_by
+):
+    own = str(write_vocabulary(tmp_path / "own.model", pieces=2_000))
+    monkeypatch.setenv("T0REPRO_VOCAB", own)
+    names = [add("GPT-3 style").name, add("MNLI crowdsource", vocabulary=None).name]
+    with pytest.raises(UserError, match="different vocabularies of inputs") as error:
+        if made_by == "t0repro":
+            add_mixture("mixed", dict.fromkeys(names, 1.0))
+        else:
+            seqio.MixtureRegistry.add("mixed", [(name, 1.0) for name in names])
+            find_tasks("mixed")
+    for part in (*names, own, str(VOCABULARY), f"T0REPRO_VOCAB={VOCABULARY}"):
+        assert part in str(error.value)
+    assert made_by == "SeqIO" or "mixed" not in seqio.MixtureRegistry.names()
+
+
+def test_a_mixture_of_tasks_with_copies_of_one_vocabulary_is_made(add, tmp_path, monkeypatch):
+    """Its files may hold the sentinels or not: SeqIO takes them for equal too."""
+    held = str(write_vocabulary(tmp_path / "held.model", inside=100))
+    monkeypatch.setenv("T0REPRO_VOCAB", held)
+    names = [add("GPT-3 style").name, add("MNLI crowdsource", vocabulary=None).name]
+    add_mixture("copies", dict.fromkeys(names, 1.0))
+    mixed = seqio.MixtureRegistry.get("copies")
+    dataset = mixed.get_dataset({"inputs": 64, "targets": 8}, "train", shuffle=False)
+    assert next(iter(dataset.as_numpy_iterator()))["targets"].size
+    assert len(find_tasks("copies")) == 2
+
+
+def test_a_mixture_of_t5s_vocabulary_and_a_smaller_one_is_refused_without_a_network(
+    add, monkeypatch
+):
+    monkeypatch.delenv("T0REPRO_VOCAB", raising=False)
+    monkeypatch.setattr(vocabulary, "_fetch", lambda address: pytest.fail(f"asked for {address}"))
+    names = [add("GPT-3 style").name, add("MNLI crowdsource", vocabulary=None).name]
+    with pytest.raises(UserError, match="different vocabularies"):
+        add_mixture("mixed", dict.fromkeys(names, 1.0))
+
+
+def test_a_mixture_is_made_while_a_vocabulary_is_missing(add, tmp_path):
+    names = [
+        add(template, vocabulary=VocabularyFile(str(tmp_path / template))).name
+        for template in ("GPT-3 style", "MNLI crowdsource")
+    ]
+    add_mixture("unread", dict.fromkeys(names, 1.0))

@@ -29,7 +29,7 @@ def test_the_default_is_t5s_with_100_extra_ids(monkeypatch):
     monkeypatch.delenv("T0REPRO_VOCAB", raising=False)
     default = default_vocabulary()
     assert default.address == ("gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model")
-    assert default.extra_ids == 100
+    assert default.given_ids == 100
 
 
 def test_a_local_copy_overrides_the_address(monkeypatch):
@@ -142,7 +142,7 @@ def test_byte_fallback_leaves_no_character_unknown(tmp_path):
 def test_bytes_are_seqios_byte_vocabulary():
     file, peer = VocabularyFile("bytes"), seqio.ByteVocabulary()
     assert seqio_vocabulary(file) == peer and are_same(file, peer)
-    assert (file.vocab_size, file.eos_id, file.added_ids) == (peer.vocab_size, peer.eos_id, 0)
+    assert (file.vocab_size, file.eos_id, file.extra_ids) == (peer.vocab_size, peer.eos_id, 0)
     random = np.random.default_rng(0)
     for text in ("", "Ein gro\u00dfes \u6771", "\x00\n \U0001f600 </s>"):
         assert file.encode(text) == peer.encode(text)

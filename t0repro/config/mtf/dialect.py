@@ -62,7 +62,7 @@ from t0repro.config.run_config import (
 )
 from t0repro.config.training_plan import TrainDataConfig, TrainingPlan, mesh_transformer_plan
 from t0repro.errors import UserError, needs_reference_tier
-from t0repro.tasks.vocabulary import VocabularyFile
+from t0repro.tasks.vocabulary import BYTES, VocabularyFile
 from t0repro.words import without_passwords
 
 
@@ -276,7 +276,7 @@ KNOWN_BINDINGS: Mapping[str, Any] = {
 
 def _address(vocabulary: Any) -> str | None:
     if isinstance(vocabulary, VocabularyFile):
-        return vocabulary.address
+        return None if vocabulary.address == BYTES else vocabulary.address
     return getattr(vocabulary, "sentencepiece_model_file", None)
 
 

@@ -28,6 +28,7 @@ from t0repro.config import gin_door
 from t0repro.config.gin_errors import not_described
 from t0repro.config.gin_imports import has_module
 from t0repro.tasks import task
+from t0repro.tasks.vocabulary import default_vocabulary
 
 TRANSFORMER = "mesh_tensorflow.transformer.transformer"
 MESH_TRANSFORMER = "t5.models.mesh_transformer"
@@ -355,9 +356,9 @@ def _get_vocabulary(_: Any, mixture_or_task_name: str | None) -> Any:
     if not name:
         try:
             name = gin.query_parameter("%MIXTURE_NAME")
-        except ValueError as error:
-            # Nothing binds the macro: t5 then takes a vocabulary of its own choice.
-            raise NeedsPackages("t5's default vocabulary") from error
+        except ValueError:
+            # Nothing binds the macro: t5 then takes its default.
+            return default_vocabulary(), default_vocabulary()
     if not isinstance(name, str) or not task.is_described(name):
         raise NeedsPackages(not_described(str(name)))
     features = task.find_tasks(name)[0].output_features

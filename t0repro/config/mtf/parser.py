@@ -68,6 +68,9 @@ def parse(inputs: MeshInputs, *, warn: bool = True) -> Bindings:
         from t0repro import compat
 
         compat.install()
+        from t0repro.tasks.seqio_tasks import read_t5s_vocabulary_as_ours
+
+        read_t5s_vocabulary_as_ours()
     with configuration_errors():
         return _parse(inputs, warn)
 
