@@ -25,17 +25,20 @@ from t0repro.adapters import (
     LORA_B,
     NAMES,
     Adapter,
+    checked,
     kernels,
 )
 from t0repro.converters import storage
 from t0repro.converters.jax_tree import Renamed
 from t0repro.converters.orbax_dir import OrbaxArrays
+from t0repro.converters.peft_config import PEFT_CONFIG, PeftConfig
 from t0repro.converters.safetensors_files import SafetensorsFile
 from t0repro.converters.tensors import (
     CheckpointReader,
     CheckpointRef,
     Output,
     TensorInfo,
+    check_types,
     differing_shapes,
     transposed,
 )
@@ -44,6 +47,7 @@ from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
+from t0repro.words import counted, some
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +82,14 @@ class AdapterNote:
             found = json.loads(storage.read(path))
             # JSON gives a list, which would not equal the tuple of a run's own Adapter.
             adapter = {**found["adapter"], "targets": tuple(found["adapter"]["targets"])}
-            return cls(Adapter(**adapter), found["base"], found["digest"])
-        except (ValueError, TypeError, KeyError) as error:
+            note = cls(checked(Adapter(**adapter)), found["base"], found["digest"])
+            if not isinstance(note.base, str) or not isinstance(note.digest, str):
+                raise TypeError("base and digest are strings")
+            return note
+        except (ValueError, TypeError, KeyError, RecursionError, UserError) as error:
+            why = error.what.rstrip(".") if isinstance(error, UserError) else error
             raise UserError(
-                f"The adapter's description cannot be read: {error}.",
+                f"The adapter's description cannot be read: {why}.",
                 where=path,
                 fix="Copy the whole checkpoint again.",
             ) from error
@@ -132,9 +140,20 @@ class AdapterCheckpoint(abc.ABC):
     tensors: Mapping[str, TensorInfo]
     norm_names: naming.NormNames | None = None
 
-    @abc.abstractmethod
     def read(self, key: str) -> np.ndarray:
-        """Reads one tensor; see CheckpointReader."""
+        """Reads one tensor; see CheckpointReader.
+
+        Raises:
+          UserError: If it is damaged, or a parameter is NaN or infinite.
+        """
+        array = self._values(key)
+        if key.startswith(naming.PARAMETERS):
+            _check_finite(array, f"{self.native_name(key)} of the adapter", self.ref.path)
+        return array
+
+    @abc.abstractmethod
+    def _values(self, key: str) -> np.ndarray:
+        """Reads one tensor."""
 
     @abc.abstractmethod
     def native_name(self, key: str) -> str:
@@ -142,6 +161,7 @@ class AdapterCheckpoint(abc.ABC):
 
     def check_shape(self, adapter: Adapter, shape: ModelShape) -> None:
         """Raises a UserError unless the parameters are those of an adapter of a model."""
+        check_types(self)
         found = {
             key.removeprefix(naming.PARAMETERS): info.shape
             for key, info in self.tensors.items()
@@ -202,8 +222,7 @@ class AdapterReader(AdapterCheckpoint):
         self._arrays = Renamed(OrbaxArrays(ref.path))
         self.tensors = self._arrays.tensors
 
-    def read(self, key: str) -> np.ndarray:
-        """Reads one tensor."""
+    def _values(self, key: str) -> np.ndarray:
         return self._arrays.read(key)
 
     def native_name(self, key: str) -> str:
@@ -224,8 +243,12 @@ class _PeftReader(AdapterCheckpoint):
             naming.STEP: TensorInfo((), np.dtype(np.int32)),
         }
 
-    def read(self, key: str) -> np.ndarray:
-        """Reads one tensor."""
+    def check_shape(self, adapter: Adapter, shape: ModelShape) -> None:
+        """Also raises a UserError unless PEFT would adapt the same modules."""
+        self._folder.check_complete(shape)
+        super().check_shape(adapter, shape)
+
+    def _values(self, key: str) -> np.ndarray:
         if key == naming.STEP:
             return np.asarray(self._folder.step, np.int32)
         return self._folder.read(key.removeprefix(naming.PARAMETERS))
@@ -287,7 +310,11 @@ class MergedReader:
             for each in NAMES
             if name == "kernel" and f"{owner}/{each}" in self.own.tensors
         }
-        return merged(value, beside, self.note.adapter.scale) if beside else value
+        if not beside:
+            return value
+        found = merged(value, beside, self.note.adapter.scale)
+        _check_finite(found, f"{self.native_name(key)}, merged with the adapter,", self.ref.path)
+        return found
 
     def native_name(self, key: str) -> str:
         """The name of a tensor in the base's format."""
@@ -313,7 +340,18 @@ def merged(kernel: np.ndarray, beside: Mapping[str, np.ndarray], scale: float) -
         found *= beside[IA3_INPUT].astype(np.float64)[:, None]
     if IA3_OUTPUT in beside:
         found *= beside[IA3_OUTPUT].astype(np.float64)
-    return found.astype(np.float32)
+    with np.errstate(over="ignore"):  # the caller refuses what is infinite then
+        return found.astype(np.float32)
+
+
+def _check_finite(array: np.ndarray, name: str, where: str) -> None:
+    if bad := int(np.count_nonzero(~np.isfinite(array))):
+        raise UserError(
+            f"{name} has {counted(bad, 'value')} that {'is' if bad == 1 else 'are'} NaN or"
+            " infinite.",
+            where=where,
+            fix="Take an earlier checkpoint of the adapter, or copy it again.",
+        )
 
 
 # ---- PEFT's folders: adapter_config.json and adapter_model.safetensors ---------------------------
@@ -322,32 +360,20 @@ def merged(kernel: np.ndarray, beside: Mapping[str, np.ndarray], scale: float) -
 # does. So `lora_a` is the transpose of lora_A.weight. `ia3_l` is [out, 1] where it multiplies a
 # module's outputs and [1, in] where it multiplies its inputs (feedforward_modules).
 #
-# The file's tensors show which modules have an adapter, so target_modules and the options like it
-# are not read. Facts of PEFT 0.21.0 (peft/tuners/lora/config.py, peft/tuners/ia3/layer.py).
+# The file's tensors give the adapter's targets. Which modules they have to be of, target_modules
+# and the options like it say (peft_config.py), for PEFT adapts those, tensors or none.
+# Facts of PEFT 0.21.0 (peft/tuners/ia3/layer.py).
 
-PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PEFT_WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 # In the metadata of _PEFT_WEIGHTS, which PEFT neither reads nor keeps when it saves.
 _BASE_HASH, _STEP = "base_hash", "step"
 
+_BELOW = "base_model.model."
 _MODULE = re.compile(
-    r"base_model\.model\.(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|ia3_l)"
+    rf"{re.escape(_BELOW)}(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|ia3_l)"
 )
 _LORA_PARTS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
-
-# Fields that are read, and fields that change nothing about a trained adapter: who wrote it, what
-# it is for, how it started, and what chose the modules that the file's tensors show.
-_READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora"}
-_WITHOUT_EFFECT = {
-    *("auto_mapping", "inference_mode", "peft_version", "revision", "task_type"),
-    *("init_ia3_weights", "eva_config", "runtime_config", "ephemeral_gpu_offload"),
-    *("target_modules", "exclude_modules", "feedforward_modules"),
-    *("layers_to_transform", "layers_pattern"),
-    # Parameters of options that are off.
-    *("megatron_core", "qalora_group_size", "loftq_config"),
-}
-# Other initializations change the base (pissa, olora, corda, loftq, lora_ga) or what is trained.
-_HARMLESS_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def peft_ref(path: str) -> CheckpointRef | None:
@@ -376,8 +402,9 @@ class _PeftFolder:
     """
 
     def __init__(self, path: str):
-        config = _config(path)
-        if not storage.is_file(storage.join(path, _PEFT_WEIGHTS)):
+        self._config = PeftConfig.read(path)
+        self._path = storage.join(path, _PEFT_WEIGHTS)
+        if not storage.is_file(self._path):
             pickled = storage.is_file(storage.join(path, _PICKLED))
             raise UserError(
                 f"The adapter has no {_PEFT_WEIGHTS}{f', but a {_PICKLED}' if pickled else ''}.",
@@ -386,15 +413,49 @@ class _PeftFolder:
                 if pickled
                 else "Copy the whole folder again.",
             )
-        self._file = SafetensorsFile(storage.join(path, _PEFT_WEIGHTS))
-        self.base = str(config.get("base_model_name_or_path") or "")
+        self._file = SafetensorsFile(self._path)
+        self.base = self._config.base
         self.digest = self._file.metadata.get(_BASE_HASH)
-        self.step = int(self._file.metadata.get(_STEP, "0"))
-        self.names: dict[str, str] = {}
-        for name in self._file.tensors:
-            self.names[_path(name, self._file.tensors[name], path)] = name
+        self.step = self._step()
+        self.names = {self._tree_path(name): name for name in self._file.tensors}
         self.tensors = {path: self._info(name) for path, name in self.names.items()}
-        self.adapter = _adapter(config, self.names, storage.join(path, PEFT_CONFIG))
+        self.adapter = self._config.adapter(_targets(self.names))
+
+    def check_complete(self, shape: ModelShape) -> None:
+        """Raises a UserError unless the file has the tensors of a model that PEFT would adapt."""
+        parts = ["ia3_l"] if self.adapter.kind == "ia3" else list(_LORA_PARTS.values())
+        matches = (_MODULE.fullmatch(name) for name in self._file.tensors)
+        chosen = self._config.chosen(
+            [_module(path) for path in kernels(shape)],
+            {match["module"] for match in matches if match},
+        )
+        wanted = {f"{_BELOW}{module}.{part}" for module in chosen for part in parts}
+        if missing := sorted(wanted - self._file.tensors.keys()):
+            raise UserError(
+                f"{counted(len(missing), 'tensor')} of the adapter"
+                f" {'is' if len(missing) == 1 else 'are'} missing: {some(missing)}.",
+                where=self._path,
+                fix=f"Copy the whole folder again. Which modules have an adapter is in"
+                f" {PEFT_CONFIG}: target_modules and the fields like it.",
+            )
+        if extra := sorted(self._file.tensors.keys() - wanted):
+            raise UserError(
+                f"PEFT would not use {some(extra)}: target_modules and the fields like it do not"
+                " choose this part of the model.",
+                where=self._config.where,
+                fix="Copy the whole folder again, and give the base that the adapter was trained"
+                " on.",
+            )
+
+    def _step(self) -> int:
+        given = self._file.metadata.get(_STEP, "0")
+        if not re.fullmatch(r"[0-9]{1,10}", given) or int(given) > np.iinfo(np.int32).max:
+            raise UserError(
+                f"The step in the file's metadata is {given!r}, not a whole number below 2**31.",
+                where=self._path,
+                fix="Copy the file again.",
+            )
+        return int(given)
 
     def _info(self, name: str) -> TensorInfo:
         shape = self._file.tensors[name].shape
@@ -404,109 +465,60 @@ class _PeftFolder:
 
     def read(self, path: str) -> np.ndarray:
         """Reads one tensor, in float32."""
-        array = self._file.read(self.names[path]).astype(np.float32)
+        # A float64 beyond float32 becomes infinite, which the reader of the checkpoint refuses.
+        with np.errstate(over="ignore"):
+            array = self._file.read(self.names[path]).astype(np.float32)
         return array.reshape(-1) if self.names[path].endswith("ia3_l") else transposed(array)
 
+    def _tree_path(self, name: str) -> str:
+        """A tensor's path in T5X's tree.
 
-def _path(name: str, info: TensorInfo, where: str) -> str:
-    """A tensor's path in T5X's tree.
+        Raises:
+          UserError: If it is not a tensor of a kernel's adapter.
+        """
+        info = self._file.tensors[name]
+        match = _MODULE.fullmatch(name)
+        found = match and naming.find_row(f"{match['module']}.weight", "hf")
+        if not match or not found or found[1] is None or not found[0].t5x.endswith("/kernel"):
+            raise UserError(
+                f"{name} is not a parameter of a LoRA or (IA)3 on a kernel of a T5's layer.",
+                where=self._path,
+                fix="Train the adapter without modules_to_save and on layers alone: not on shared,"
+                " embed_tokens or lm_head.",
+            )
+        kind = "ia3" if match["part"] == "ia3_l" else "lora"
+        if len(info.shape) != 2 or info.dtype.kind in "iu" or kind != self._config.kind:
+            raise UserError(
+                f"{name} is stored as {info.dtype.name} of shape {list(info.shape)}, which a"
+                f" parameter of peft_type {self._config.kind.upper()} is not.",
+                where=self._path,
+                fix="Copy the folder again.",
+            )
+        owner = naming.name_of(*found, "t5x").removesuffix("kernel")
+        if kind == "lora":
+            return owner + (LORA_A if "lora_A" in match["part"] else LORA_B)
+        return owner + self._multiplied(match["module"], info.shape, owner.endswith("mlp/wo/"))
 
-    Raises:
-      UserError: If it is not a tensor of a kernel's adapter.
-    """
-    match = _MODULE.fullmatch(name)
-    found = match and naming.find_row(f"{match['module']}.weight", "hf")
-    if not match or not found or found[1] is None or not found[0].t5x.endswith("/kernel"):
-        raise UserError(
-            f"{name} is not a parameter of a LoRA or (IA)3 on a kernel of a T5's layer.",
-            where=storage.join(where, _PEFT_WEIGHTS),
-            fix="Train the adapter without modules_to_save and on layers alone: not on shared,"
-            " embed_tokens or lm_head.",
-        )
-    owner = naming.name_of(*found, "t5x").removesuffix("kernel")
-    if len(info.shape) != 2:
-        raise UserError(
-            f"{name} has the shape {list(info.shape)}, not that of a matrix.",
-            where=storage.join(where, _PEFT_WEIGHTS),
-            fix="Copy the file again.",
-        )
-    if match["part"] != "ia3_l":
-        return owner + (LORA_A if "lora_A" in match["part"] else LORA_B)
-    reads, is_wo = info.shape[0] == 1, owner.endswith("mlp/wo/")
-    if reads != is_wo:
+    def _multiplied(self, module: str, shape: tuple[int, ...], is_wo: bool) -> str:
+        """The name of (IA)3's vector on a module: IA3_INPUT or IA3_OUTPUT."""
+        reads = self._config.multiplies_input(module)
         what = "reads" if reads else "gives"
-        raise UserError(
-            f"feedforward_modules: (IA)3 multiplies what {match['module']} {what}. Here it"
-            " multiplies what wo reads and what other modules give.",
-            where=storage.join(where, PEFT_CONFIG),
-            fix="Train it with wo as the only module of feedforward_modules, as PEFT's default for"
-            " T5 does.",
-        )
-    return owner + (IA3_INPUT if reads else IA3_OUTPUT)
-
-
-def _config(path: str) -> Mapping[str, Any]:
-    file = storage.join(path, PEFT_CONFIG)
-    try:
-        config = json.loads(storage.read(file))
-        if not isinstance(config, dict):
-            raise TypeError("no object")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"{PEFT_CONFIG} cannot be read: {error}.", where=file, fix="Copy the file again."
-        ) from error
-    return config
-
-
-def _adapter(config: Mapping[str, Any], paths: Iterable[str], where: str) -> Adapter:
-    """The adapter that a config describes, on the kernels of the file's tensors.
-
-    Raises:
-      UserError: Naming the option that has no meaning here.
-    """
-    kind = str(config.get("peft_type"))
-    if kind not in ("LORA", "IA3"):
-        raise _refused("peft_type", kind, "there are LoRA (LORA) and (IA)3 (IA3)", where)
-    neutral: dict[str, tuple[Any, ...]] = {
-        "bias": ("none",),
-        "init_lora_weights": _HARMLESS_STARTS,
-    }
-    for name, value in config.items():
-        # PEFT writes these for options that are off, those of newer versions included.
-        accepted = neutral.get(name, (None, False, [], {}))
-        if name not in _READ | _WITHOUT_EFFECT and value not in accepted:
-            raise _refused(name, value, "it has no meaning for an adapter here", where)
-    targets = _targets(paths)
-    if kind == "IA3":
-        return Adapter("ia3", targets)
-    # PEFT's own defaults, for a file that leaves them out.
-    rank = _number(config, "r", 8, int, where)
-    alpha = _number(config, "lora_alpha", 8, (int, float), where)
-    if config.get("use_rslora"):
-        # PEFT divides by the root of the rank, so this alpha gives the same scale.
-        alpha *= math.sqrt(rank)
-    return Adapter("lora", targets, int(rank), float(alpha), float(config.get("lora_dropout", 0)))
-
-
-def _refused(name: str, value: Any, why: str, where: str) -> UserError:
-    return UserError(
-        f"{name} is {value!r}, but {why}.",
-        where=f"{where}, {name}",
-        fix="Train the adapter without this option, or merge it into its base in PEFT"
-        " (merge_and_unload) and give the merged model.",
-    )
-
-
-def _number(config: Mapping[str, Any], name: str, default: float, kind: Any, where: str) -> float:
-    value = config.get(name, default)
-    # In Python, a bool is an int: `true` would pass for 1.
-    if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise UserError(
-            f"{name} is {value!r}, not a {'whole ' if kind is int else ''}number above 0.",
-            where=f"{where}, {name}",
-            fix="Copy the file again.",
-        )
-    return value
+        if reads != is_wo:
+            raise UserError(
+                f"feedforward_modules: (IA)3 multiplies what {module} {what}. Here it multiplies"
+                " what wo reads and what other modules give.",
+                where=self._config.where,
+                fix="Train it with wo as the only module of feedforward_modules, as PEFT's default"
+                " for T5 does.",
+            )
+        if shape[1 - reads] != 1:
+            raise UserError(
+                f"{module}: by feedforward_modules, (IA)3 multiplies what the module {what}, but"
+                f" its vector is of shape {list(shape)}.",
+                where=self._config.where,
+                fix="Copy the whole folder again.",
+            )
+        return IA3_INPUT if reads else IA3_OUTPUT
 
 
 def _targets(paths: Iterable[str]) -> tuple[str, ...]:
@@ -544,7 +556,7 @@ def peft_metadata(step: int, digest: str | None) -> dict[str, str]:
 
 def _output(key: str, info: TensorInfo) -> Output:
     owner, _, name = key.removeprefix(naming.PARAMETERS).rpartition("/")
-    stem = f"base_model.model.{_module(f'{owner}/kernel')}"
+    stem = _BELOW + _module(f"{owner}/kernel")
     if name in _LORA_PARTS:
         return Output(
             f"{stem}.{_LORA_PARTS[name]}",

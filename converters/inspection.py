@@ -342,6 +342,8 @@ def _unchecked(reader: CheckpointReader, compared: Collection[str]) -> Iterator[
     """Yields the kinds of damage that the checkpoint has no means to reveal."""
     if reader.ref.format == "hf" and not compared:
         yield f"flipped bits: safetensors has no checksums, and there is no {MANIFEST}."
+    if reader.ref.format == "peft":
+        yield "flipped bits of the adapter: safetensors has no checksums."
     if not isinstance(reader, JaxReader) or reader.has_integrity:
         return
     if reader.unchecked:

@@ -30,6 +30,7 @@ from t0repro.converters.tensors import (
     Format,
     StoredTensor,
     TensorInfo,
+    check_types,
 )
 from t0repro.converters.witnesses import MANIFEST, manifest_path, parameters_digest, read_manifest
 from t0repro.errors import UserError
@@ -302,7 +303,8 @@ def check_base(note: AdapterNote, digest: str, path: str) -> None:
     Raises:
       UserError: With both hashes, if it is another.
     """
-    if note.digest is None and storage.absolute(note.base) != storage.absolute(path):
+    named = storage.absolute(note.base) if note.base else None
+    if note.digest is None and named not in (None, storage.absolute(path)):
         # The name is often the hub's (google/t5-v1_1-xl), with nothing here to compare with.
         with contextlib.suppress(CheckpointNotFound):
             named = open_checkpoint(find_checkpoint(note.base))
@@ -336,6 +338,13 @@ def restored_adapter(
 def base_of(ref: CheckpointRef) -> CheckpointRef:
     """The base of an adapter's checkpoint."""
     base = ref.base or note_of(ref).base
+    if not base:
+        raise UserError(
+            "The adapter does not name its base.",
+            where=ref.path,
+            fix="Write the base's path into base_model_name_or_path; `t0repro convert` and `t0repro"
+            " adapters merge` also take --base.",
+        )
     try:
         return find_checkpoint(base)
     except CheckpointNotFound as error:
@@ -396,7 +405,7 @@ def check_checkpoint(reader: CheckpointReader) -> ModelShape:
             where=where,
             fix="The checkpoint is incomplete; get it again from where it came from.",
         )
-    _check_types(reader)
+    check_types(reader)
     _check_slots(reader, shapes)
     return family
 
@@ -439,24 +448,6 @@ def check_slots_step(reader: CheckpointReader) -> None:
             fix=f"Copy {MANIFEST} too. If the model was changed on purpose since it was converted,"
             f" remove {hf.SLOTS_FILE}; the step then counts as 0.",
         )
-
-
-def _check_types(reader: CheckpointReader) -> None:
-    """Checks that the step is an integer and everything else is floating-point."""
-    for key, info in reader.tensors.items():
-        # Not `kind == "f"`: NumPy gives bfloat16, which is ml_dtypes' type, the kind V.
-        is_integer = info.dtype.kind in "iu"
-        if (
-            is_integer != (key == naming.STEP)
-            or info.dtype.kind == "b"
-            or (is_integer and info.shape)
-        ):
-            raise UserError(
-                f"{reader.native_name(key)} is stored as {info.dtype.name} of shape"
-                f" {list(info.shape)}, which a T5's is not.",
-                where=reader.ref.path,
-                fix="Copy the whole checkpoint again, or choose another one.",
-            )
 
 
 def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -> None:

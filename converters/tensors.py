@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol, get_args
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy: np.dtype("bfloat16"))
 import numpy as np
 
-from t0repro.parameters.naming import PARAMETERS, NormNames
+from t0repro.errors import UserError
+from t0repro.parameters.naming import PARAMETERS, STEP, NormNames
 
 Format = Literal["mtf", "t5x", "jax", "hf", "peft"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -97,6 +98,24 @@ def differing_shapes(
         for name in sorted(found.keys() | wanted.keys())
         if found.get(name) != wanted.get(name)
     ]
+
+
+def check_types(reader: CheckpointReader) -> None:
+    """Checks that the step is an integer and everything else is floating-point.
+
+    Raises:
+      UserError: Naming a tensor of another type.
+    """
+    for key, info in reader.tensors.items():
+        # Not `kind == "f"`: NumPy gives bfloat16, which is ml_dtypes' type, the kind V.
+        is_integer = info.dtype.kind in "iu"
+        if is_integer != (key == STEP) or info.dtype.kind == "b" or (is_integer and info.shape):
+            raise UserError(
+                f"{reader.native_name(key)} is stored as {info.dtype.name} of shape"
+                f" {list(info.shape)}, which a T5's is not.",
+                where=reader.ref.path,
+                fix="Copy the whole checkpoint again, or choose another one.",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

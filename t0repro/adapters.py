@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.parameters.shape import ModelShape
@@ -70,7 +70,7 @@ class Adapter:
         for target in self.targets:
             try:
                 matching = [path for path in known if re.fullmatch(target, path)]
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise UserError(
                     f"{target!r} is not a regular expression: {error}.", where=where
                 ) from error
@@ -138,9 +138,8 @@ def lora(
     Raises:
       UserError: For a value out of its range.
     """
-    if rank < 1:
-        raise UserError(f"rank = {rank}: LoRA needs at least 1.", where="adapters.lora.rank")
-    return _checked(Adapter("lora", _listed(targets), rank, float(alpha), dropout, base_dtype))
+    adapter = checked(Adapter("lora", _listed(targets), rank, alpha, dropout, base_dtype))
+    return dataclasses.replace(adapter, alpha=float(alpha))
 
 
 def ia3(
@@ -156,22 +155,43 @@ def ia3(
     Raises:
       UserError: For a value out of its range.
     """
-    return _checked(Adapter("ia3", _listed(targets), base_dtype=base_dtype))
+    return checked(Adapter("ia3", _listed(targets), base_dtype=base_dtype))
 
 
 def _listed(targets: Sequence[str] | str) -> tuple[str, ...]:
-    return (targets,) if isinstance(targets, str) else tuple(targets)
+    return tuple(targets) if isinstance(targets, list | tuple) else (targets,)
 
 
-def _checked(adapter: Adapter) -> Adapter:
+def checked(adapter: Adapter) -> Adapter:
+    """The adapter itself.
+
+    Raises:
+      UserError: For a value out of its range, or not of its type.
+    """
     where = f"adapters.{adapter.kind}"
-    if not 0 <= adapter.dropout < 1:
+    if adapter.kind not in get_args(Kind):
+        raise UserError(f"There is no adapter {adapter.kind!r}.", where="adapters")
+    if not adapter.targets or not all(isinstance(each, str) for each in adapter.targets):
         raise UserError(
-            f"dropout = {adapter.dropout}: a rate is at least 0 and below 1.",
+            f"targets = {list(adapter.targets)!r}: they are regular expressions, at least one.",
+            where=f"{where}.targets",
+        )
+    # Not isinstance: in Python, a bool is an int.
+    if type(adapter.rank) is not int or (adapter.rank < 1) != (adapter.kind == "ia3"):
+        raise UserError(
+            f"rank = {adapter.rank!r}: LoRA needs a whole number, at least 1.",
+            where=f"{where}.rank",
+        )
+    if type(adapter.alpha) not in (int, float) or not 0 < adapter.alpha < 2**31:
+        raise UserError(
+            f"alpha = {adapter.alpha!r}: it must be a number above 0 and below 2**31.",
+            where=f"{where}.alpha",
+        )
+    if type(adapter.dropout) not in (int, float) or not 0 <= adapter.dropout < 1:
+        raise UserError(
+            f"dropout = {adapter.dropout!r}: a rate is at least 0 and below 1.",
             where=f"{where}.dropout",
         )
-    if adapter.alpha <= 0:
-        raise UserError(f"alpha = {adapter.alpha}: it must be above 0.", where=f"{where}.alpha")
     if adapter.base_dtype not in ("float32", "bfloat16"):
         raise UserError(
             f"base_dtype = {adapter.base_dtype!r}: there are 'float32' and 'bfloat16'.",
