@@ -92,7 +92,7 @@ class Lease:
         while not buckets.create(_object(self._address, number + 1), self._content()):
             # Another run was faster. A listing that lags behind may not have shown a later number.
             number += 1
-            other = buckets.read_json(_object(self._address, number))
+            other = _record(self._address, number)
             if other is not None and other.get("owner") == self._owner["owner"]:
                 # The store had taken it, but its answer was lost and the library asked again.
                 number -= 1
@@ -215,14 +215,28 @@ def _latest(address: str) -> tuple[int, Mapping[str, Any] | None]:
     numbers = [int(name) for name in buckets.objects(f"{address}/{LEASES}") if name.isdecimal()]
     if not numbers:
         return 0, None
-    return max(numbers), buckets.read_json(_object(address, max(numbers)))
+    return max(numbers), _record(address, max(numbers))
+
+
+def _record(address: str, number: int) -> Mapping[str, Any] | None:
+    """What an object says: nothing, {}, if it is damaged, and None if it is gone."""
+    try:
+        value = json.loads(buckets.read(_object(address, number)))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _is_free(holder: Mapping[str, Any]) -> bool:
     """Whether a lease was released or its owner is known to be dead: a process of this machine."""
-    if holder.get("released"):
+    if holder.get("released") is True:
         return True
-    return holder.get("machine") == _machine() and not is_alive(int(holder.get("process", 0)))
+    process = holder.get("process")
+    # A damaged record does not show that its owner is dead.
+    known = type(process) is int and 0 < process < 2**31
+    return known and holder.get("machine") == _machine() and not is_alive(process)
 
 
 def _wait_until_expired(
@@ -239,8 +253,8 @@ def _wait_until_expired(
     end = time.monotonic() + _SECONDS_TO_EXPIRE
     while time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
-        now = buckets.read_json(_object(address, number)) or {}
-        if now.get("released"):
+        now = _record(address, number) or {}
+        if now.get("released") is True:
             return
         if now.get("beat") != holder.get("beat"):
             raise _is_held(address, now, fix)

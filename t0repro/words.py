@@ -70,13 +70,36 @@ def _visible(char: str) -> str:
 # The user and password of an address: all up to the last @ before its path.
 _USER = re.compile(r"(?<=://)[^\s/?#'\"<>]*@")
 _SECRET_WORDS = r"token(?![a-z])|secret|passw(?:or)?d|passphrase|credential|signature|api_?key"
-_QUERY = re.compile(rf"([?&][^=&#\s]*(?:{_SECRET_WORDS})[^=&#\s]*=)[^&#\s'\"]+", re.IGNORECASE)
+# `sig` is the signature of Azure's addresses, `key` a key of Google's.
+_QUERY = re.compile(
+    rf"([?&#](?:[^=&#\s]*(?:{_SECRET_WORDS})[^=&#\s]*|sig|key)=)[^&#\s'\"]+", re.IGNORECASE
+)
 _NAME = re.compile(rf"{_SECRET_WORDS}|(?:^|_)keys?(?:_|$)|_pwd(?:_|$)", re.IGNORECASE)
+_SECRET_WORD = re.compile(_SECRET_WORDS, re.IGNORECASE)
+# In a command: HF_TOKEN=value as `env` takes it, --token=value, --token value. A value ends where
+# the shell's quotes do, and before double quotes and backslashes, so that JSON stays JSON.
+_GIVEN = re.compile(
+    r"(?P<quote>(?<!\w)')?(?P<name>(?<![\w.-])(?:[A-Z][A-Z0-9_]*=|--[a-z][\w-]*(?:=| (?!-))))"
+    r"(?(quote)[^'\"\\]+|(?:'[^'\"\\]*'|[^\s'\"\\]+))"
+)
 
 
 def without_passwords(text: str) -> str:
-    """The text with `***` for each user and password, and each secret parameter, of an address."""
-    return _QUERY.sub(r"\1***", _USER.sub("***@", text))
+    """The text with `***` for the secrets of addresses and of commands.
+
+    Those are users, passwords and secret parameters of addresses, and the values of variables and
+    options with a secret's name.
+    """
+    return _GIVEN.sub(_without_value, _QUERY.sub(r"\1***", _USER.sub("***@", text)))
+
+
+def _without_value(given: re.Match[str]) -> str:
+    # A key is a secret in a variable (WANDB_API_KEY), but rarely in an option (--key_map).
+    name = given["name"]
+    pattern = _SECRET_WORD if name.startswith("--") else _NAME
+    if not pattern.search(name.rstrip("= ").replace("-", "_")):
+        return given[0]
+    return f"{given['quote'] or ''}{name}***"
 
 
 def is_secret(name: str, value: str) -> bool:

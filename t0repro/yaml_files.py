@@ -1,8 +1,8 @@
-"""Loads users' YAML, unless its aliases repeat parts without end.
+"""Loads users' YAML, unless its aliases repeat parts without end or a key is there twice.
 
 An alias (`*name`) repeats another part of the file. Ten lines of ten aliases each stand for 10**10
 parts, and an alias inside its own part for infinitely many. A program that walks through or prints
-the values would run out of memory.
+the values would run out of memory. Of a key that is there twice, PyYAML takes the last value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Bounded:
     """A mixin for PyYAML's loaders: checks a document before any value is made of it.
 
     Raises:
-      yaml.YAMLError: From `yaml.load`, if aliases repeat too much, or lists are nested too deeply.
+      yaml.YAMLError: From `yaml.load`, if aliases repeat too much, lists are nested too deeply, or
+        a mapping has a key twice.
     """
 
     def get_single_node(self) -> Any:
@@ -70,7 +71,8 @@ def read(file: str | os.PathLike[str], what: str) -> Any:
     except yaml.YAMLError as error:
         # Only some of PyYAML's errors know their place in the text.
         mark = getattr(error, "problem_mark", None)
-        cause, reason = error, getattr(error, "problem", None) or " ".join(str(error).split())
+        parts = [part for name in ("context", "problem") if (part := getattr(error, name, None))]
+        cause, reason = error, ": ".join(parts) or " ".join(str(error).split())
         where, fix = f"{where}:{mark.line + 1}" if mark else where, "Correct the file there."
     raise UserError(f"{what} cannot be read: {reason}.", where=where, fix=fix) from cause
 
@@ -96,12 +98,26 @@ def _count(node: yaml.Node, parts: dict[int, int], above: set[int]) -> int:
         raise yaml.composer.ComposerError(None, None, what, node.start_mark)
     if len(above) == _DEEPEST:
         raise yaml.composer.ComposerError(None, None, _TOO_DEEP, node.start_mark)
+    if isinstance(node, yaml.MappingNode):
+        _check_keys(node)
     # Each part once: counting repeated parts again would take as long as walking through them.
     if id(node) not in parts:
         above.add(id(node))
         parts[id(node)] = 1 + sum(_count(each, parts, above) for each in _children(node))
         above.remove(id(node))
     return parts[id(node)]
+
+
+def _check_keys(mapping: yaml.MappingNode) -> None:
+    lines: dict[str, int] = {}
+    for key, _ in mapping.value:
+        # `<<` merges other mappings, any number of them.
+        if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+            continue
+        if key.value in lines:
+            context = f"key {key.value!r} of line {lines[key.value]}"
+            raise yaml.composer.ComposerError(context, None, "is there twice", key.start_mark)
+        lines[key.value] = key.start_mark.line + 1
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:

@@ -169,13 +169,6 @@ class _Loader(yaml_files.Bounded, yaml.SafeLoader):
         for key_node, value_node in node.value:
             # YAML reads keys such as 1 or yes as a number or a bool.
             key = str(self.construct_object(key_node, deep=True))
-            if key in lines:
-                raise yaml.constructor.ConstructorError(
-                    f"key {key!r} of line {lines[key]}",
-                    None,
-                    "is there twice",
-                    key_node.start_mark,
-                )
             # YAML counts lines from 0.
             lines[key] = key_node.start_mark.line + 1
             content[key] = self.construct_object(value_node, deep=True)

@@ -214,6 +214,25 @@ def test_a_dead_owner_of_this_machine_is_followed_at_once(bucket):
             lease.check()
 
 
+@pytest.mark.parametrize(
+    "damaged", [b"", b"{", b"[]", b"null", b'{"released": "false"}', b'{"process": "x"}']
+)
+def test_a_damaged_lease_is_watched_before_it_is_followed(bucket, monkeypatch, damaged):
+    monkeypatch.setattr(leases, "_SECONDS_TO_EXPIRE", 0.5)
+    monkeypatch.setattr(leases, "_POLL_SECONDS", 0.1)
+    with held(bucket):
+        content = buckets.read(owner_of(bucket))
+        buckets.write(owner_of(bucket), damaged)
+        assert not leases.Lease(bucket, "removing").acquire_now()
+        renewing = threading.Timer(0.2, buckets.write, [owner_of(bucket), content])
+        renewing.start()
+        with pytest.raises(UserError, match="Another run holds"):
+            held(bucket).__enter__()
+        buckets.write(owner_of(bucket), damaged)
+        with held(bucket) as lease:
+            lease.check()
+
+
 def test_an_owner_elsewhere_is_watched_and_followed_only_if_it_does_not_renew(bucket, monkeypatch):
     monkeypatch.setattr(leases, "_SECONDS_TO_EXPIRE", 1.0)
     monkeypatch.setattr(leases, "_POLL_SECONDS", 0.2)

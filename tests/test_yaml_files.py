@@ -26,6 +26,8 @@ HOSTILE = {
     "recursive": ("spec: &a {template: *a}\n", "inside the part that it stands for"),
     "recursive list": ("spec: &a [*a]\n", "inside the part that it stands for"),
     "recursive merge": ("spec: &a {<<: *a}\n", "inside the part that it stands for"),
+    "a key twice": ("platforms: {}\nplatforms: {}\n", "key 'platforms' of line 1: is there twice"),
+    "a key twice inside": ("spec:\n  a: 1\n  'a': 2\n", "key 'a' of line 2: is there twice"),
     "deep": ("a: " + "[" * 9000, "nested too deeply"),
     "deep and closed": ("a: " + "[" * 150 + "]" * 150, "nested too deeply"),
 }

@@ -192,7 +192,7 @@ def launch(
     asked = launching.Launch(name, tuple(context.args), processes, where.machine())
     if to == "tpu-vm":
         for command in launching.tpu_vm_commands(asked):
-            typer.echo(shlex.join(command))
+            echo(shlex.join(command))
         return
     if to == "gcluster":
         submit = launching.gcluster_command(asked)

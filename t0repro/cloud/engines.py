@@ -467,6 +467,14 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
                 where=str(file),
                 fix="Give a number above 0, or leave it out for no limit.",
             )
+    for text in (*machine.options, *machine.environment, *machine.environment.values()):
+        if "\0" in text:
+            raise UserError(
+                f"An entry of the file of machines is wrong: {shortened(repr(text), 100)} has a"
+                " zero byte, which no command takes.",
+                where=str(file),
+                fix="Remove it.",
+            )
     # Relative to the file that names it, so that a command works from any folder.
     if machine.template is not None:
         machine = dataclasses.replace(machine, template=str(file.parent / machine.template))

@@ -21,7 +21,7 @@ from t0repro.cloud import engines
 from t0repro.cloud.engines import Machine
 from t0repro.errors import UserError
 from t0repro.jobs.worker import Limits
-from t0repro.words import is_secret
+from t0repro.words import is_secret, without_passwords
 
 _PORT = 8476  # any free one, the same on all machines
 _PODS = "processes"
@@ -286,10 +286,13 @@ def _require(options: Sequence[str], does_not: str, *names: str | tuple[str, ...
 
 
 def _refuse_secrets(launch: Launch, where: str) -> None:
-    if secrets := launch.secrets:
+    secrets, words = [*launch.secrets], shlex.join(launch.command)
+    if without_passwords(words) != words:
+        secrets.append("a secret of the command")
+    if secrets:
         raise UserError(
             f"{', '.join(secrets)} would be printed and stand {where}.",
-            where="environment, in the file of machines",
+            where="environment, in the file of machines, and the command",
             fix="Keep it in Secret Manager, and read it in the command that is started.",
         )
 
@@ -308,7 +311,8 @@ def _sbatch_word(option: str) -> str:
     Unlike a shell, it takes a backslash between single quotes for an escape.
     """
     whole = option.startswith("-") and not option.endswith("=")
-    if not whole or len(option.splitlines()) > 1:
+    # A line's end at its end too, which splitlines would not show, and NUL.
+    if not whole or not option.isprintable():
         raise UserError(
             f"{option!r} cannot be an option in a script for sbatch.",
             where="--option, --name",

@@ -71,9 +71,11 @@ def score(
 
     Raises:
       UserError: If the checkpoint or the vocabulary is missing or they do not fit together, an
-        input has no choice, or the adapter was trained on another base.
+        input has no choice, a text is no string, a length is below 1, or the adapter was trained
+        on another base.
     """
     of_each = _of_each(inputs, choices)
+    _check_lengths(lengths)
     file = named_vocabulary(vocabulary)
     checkpoint = model if isinstance(model, Checkpoint) else _opened(os.fspath(model), activation)
     if adapter is not None:
@@ -120,7 +122,27 @@ def _of_each(
             where="score",
             fix="Give a list of texts, for all inputs, or a list of such lists, one an input.",
         )
+    for name, texts in (("inputs", [inputs]), ("choices", of_each)):
+        for row in texts:
+            for number, text in enumerate(row):
+                if not isinstance(text, str):
+                    raise UserError(
+                        f"There is {text!r} among the {name}, at {number}; it is not a string.",
+                        where="score",
+                        fix="Give strings; leave out what is missing.",
+                    )
     return of_each
+
+
+def _check_lengths(lengths: Mapping[str, int]) -> None:
+    for name in LENGTHS:
+        length = lengths.get(name)
+        if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
+            raise UserError(
+                f"The length of {name} is {length!r}, not a whole number above 0.",
+                where="score, lengths",
+                fix=f"Give both, as {LENGTHS}, or none for these.",
+            )
 
 
 def check_vocabulary_fits(file: VocabularyFile, checkpoint: Checkpoint) -> None:

@@ -59,6 +59,26 @@ def test_what_does_not_pair_is_refused(inputs, choices):
         t0repro.score(CHECKPOINT, inputs, choices, vocabulary=VOCABULARY)
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [{"inputs": 8}, {}, *({"inputs": 8, "targets": n} for n in (0, -3, 2.5, "8", True, None))],
+)
+def test_a_length_that_is_none_is_refused(lengths):
+    with pytest.raises(UserError, match=r"The length of targets|The length of inputs"):
+        t0repro.score(CHECKPOINT, TEXTS, ["a"], vocabulary=VOCABULARY, lengths=lengths)
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), 3, b"text"])
+def test_what_is_not_text_is_refused_with_its_place(missing):
+    for inputs, choices, place in (
+        ([TEXTS[0], missing], ["a"], "among the inputs, at 1"),
+        (TEXTS, [["a"], ["b", missing]], "among the choices, at 1"),
+        (TEXTS, ["a", missing], "choices"),
+    ):
+        with pytest.raises(UserError, match=place):
+            t0repro.score(CHECKPOINT, inputs, choices, vocabulary=VOCABULARY)
+
+
 def test_another_vocabulary_than_the_checkpoints_is_refused():
     small = dataclasses.replace(CHECKPOINT, model=tiny.model())
     with pytest.raises(UserError, match="vocabulary of 128 .* one of 1[0-9]{3}"):

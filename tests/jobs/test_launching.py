@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from t0repro.cli.app import app
 from t0repro.cli.gate import ErrorHandling
-from t0repro.cloud.engines import Machine, read_template
+from t0repro.cloud.engines import Machine, find_machine, read_template
 from t0repro.cloud.launching import (
     Launch,
     gcluster_command,
@@ -130,6 +130,8 @@ GPUS = ["--image=example/t0:1", "--compute-type=h100-80gb-8"]
     [
         (slurm_script, {"options": ["partition=gpu"]}, "'partition=gpu' cannot be an option"),
         (slurm_script, {"options": ["--comment=a\nb"]}, "cannot be an option"),
+        (slurm_script, {"options": ["--comment=a\n"]}, "cannot be an option"),
+        (slurm_script, {"options": ["--comment=a\0"]}, "cannot be an option"),
         (slurm_script, {"options": ["--partition="]}, "cannot be an option"),
         (slurm_script, {"environment": {"A-B": "1"}}, "No variable can be called 'A-B'"),
         (tpu_vm_commands, {"options": ["--zone="]}, "without --zone"),
@@ -353,6 +355,28 @@ def test_the_command_submits_what_a_dry_run_prints(tmp_path, monkeypatch):
     done = called()
     assert done.exit_code == 0 and done.stdout == "17\n"
     assert received.read_text() == shown.stdout and "#SBATCH --ntasks=2" in shown.stdout
+
+
+def test_a_secret_in_the_command_is_not_printed():
+    command = ("env", "HF_TOKEN=s3cr3t", "t0repro", "train", "--base_url=https://h/x?sig=s3cr3t")
+    for engine, options in (
+        ("slurm", ()),
+        ("tpu-vm", TPU),
+        ("gcluster", ("--compute-type=n2", "--image=i")),
+    ):
+        arguments = ["launch", "--to", engine, *(f"--option={each}" for each in options)]
+        shown = CliRunner().invoke(
+            app, [*arguments, "--dry_run", "--", *command], obj=ErrorHandling()
+        )
+        said = shown.output + str(shown.exception)
+        assert "s3cr3t" not in said and "HF_TOKEN=***" in said or "a secret of the command" in said
+
+
+def test_a_zero_byte_in_the_file_of_machines_is_refused(tmp_path):
+    for fields in ('{options: ["--a=\\0"]}', '{environment: {A: "\\0"}}'):
+        (tmp_path / "machines.yaml").write_text(f"cells: {{here: {fields}}}")
+        with pytest.raises(UserError, match="zero byte"):
+            find_machine(tmp_path / "machines.yaml", None, "here")
 
 
 def test_a_secret_is_not_printed_and_reaches_what_is_started(tmp_path, monkeypatch):
