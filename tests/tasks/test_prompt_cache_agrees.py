@@ -1,12 +1,19 @@
 """The prompt cache holds what SeqIO's own pipeline gives, on real rows of many datasets."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import seqio
 
+from t0repro.errors import UserError
+from t0repro.tasks.prompt_cache.folders import check_caches
 from t0repro.tasks.prompt_cache.records import RecordFile
+from t0repro.tasks.prompted_examples import UNCUT, prompted_examples
+from t0repro.tasks.registration import add_prompted_task
+from t0repro.tasks.task import task_descriptions
+from tests.tasks.vocabularies import write_vocabulary
 
 from .prompt_caches import make
 from .real_tasks import DATASETS, ROWS, register
@@ -88,3 +95,50 @@ def test_record_files_are_read_by_tensorflow(tmp_path):
     file.close()
     read = tf.data.TFRecordDataset(str(tmp_path / "records"))
     assert list(read.as_numpy_iterator()) == records
+
+
+@pytest.mark.parametrize("family", ["bytes", "mT5", "umT5", "MADLAD"])
+def test_caches_and_rows_of_other_families_are_read_as_by_seqio(
+    family, rows_root, tmp_path, monkeypatch
+):
+    """Bytes, sentinels that the file holds, 300 of them, none with SentencePiece's own ids."""
+    forms = {
+        "mT5": {"inside": 100},
+        "umT5": {"pieces": 256_000},
+        "MADLAD": {"pieces": 256_000, "unk": 0, "bos": 1, "eos": 2},
+    }
+    path = "bytes"
+    if family != "bytes":
+        path = str(write_vocabulary(tmp_path / "own.model", **forms[family]))
+    peer = {
+        "bytes": seqio.ByteVocabulary,
+        "mT5": lambda: seqio.SentencePieceVocabulary(path),
+        "umT5": lambda: seqio.SentencePieceVocabulary(path, 300),
+        "MADLAD": lambda: seqio.SentencePieceVocabulary(path),
+    }[family]()
+    monkeypatch.setenv("T0REPRO_VOCAB", path)
+    prefix = f"family_{family}"
+    add_prompted_task(
+        "super_glue", "rte", "GPT-3 style", ("validation",), root=rows_root, name=prefix
+    )
+    folder = tmp_path / "cache"
+    for name in make(folder, f"{prefix}*").cached:
+        task = seqio.TaskRegistry.get(name)
+        assert task.output_features["targets"].vocabulary == peer
+        on_the_fly = examples(task, use_cached=False)
+        monkeypatch.setattr(task, "_cache_dir", str(folder / name))
+        check_caches([task], "validation")
+        assert examples(task, use_cached=True) == on_the_fly and len(on_the_fly) >= 2
+        rows = list(prompted_examples(task_descriptions()[name], "validation", UNCUT))
+        assert len(rows) == len(on_the_fly)
+        for row in rows:
+            assert row["inputs"].tolist() == peer.encode(row["inputs_pretokenized"].decode())
+            target = row["targets_pretokenized"].decode()
+            assert row["targets"].tolist() == [*peer.encode(target), peer.eos_id]
+        # A cache of other tokens is refused, also where SeqIO's own class names them.
+        other = {"targets": seqio.Feature(seqio.ByteVocabulary(extra_ids=7))}
+        wrong = SimpleNamespace(
+            name=name, cache_dir=task.cache_dir, splits=task.splits, output_features=other
+        )
+        with pytest.raises(UserError, match="cached with another vocabulary"):
+            check_caches([wrong], "validation")
