@@ -14,7 +14,7 @@ from t0repro.words import columns, counted, sized
 
 if TYPE_CHECKING:
     from t0repro.converters.convert import ConversionReport
-    from t0repro.converters.inspection import Comparison, Inspection
+    from t0repro.converters.inspection import Comparison, Inspection, Verification
 
 
 # Two models may differ in every tensor; --json prints them all.
@@ -76,7 +76,7 @@ def diff(
         raise typer.Exit(1)
 
 
-def verify(path: _Path, step: _Step = None) -> None:
+def verify(path: _Path, step: _Step = None, as_json: AsJson = False) -> None:
     """Check a checkpoint's files, sizes, checksums, shapes and values.
 
     Exit code 1: a file is missing or damaged, or a value is NaN, infinite or not what the
@@ -94,8 +94,20 @@ def verify(path: _Path, step: _Step = None) -> None:
         verification = verify_checkpoint(found.path)
     except UserError as error:
         # This command looks for exactly what other commands refuse to read.
-        echo(f"Problem: {error}")
+        if as_json:
+            print_json({"checkpoint": found, "problems": [str(error)]})
+        else:
+            echo(f"Problem: {error}")
         raise typer.Exit(1) from error
+    if as_json:
+        print_json(verification)
+    else:
+        _print_verification(verification)
+    if verification.problems:
+        raise typer.Exit(1)
+
+
+def _print_verification(verification: Verification) -> None:
     ref, family = verification.checkpoint, verification.family
     echo(f"{ref.path} ({ref.format}): {family.name}, {counted(verification.tensors, 'tensor')}")
     echo(f"Checked: {'; '.join(verification.checks)}.")
@@ -103,10 +115,9 @@ def verify(path: _Path, step: _Step = None) -> None:
         echo(f"Not checked: {gap}")
     for problem in verification.problems:
         echo(f"Problem: {problem}")
-    if verification.problems:
-        raise typer.Exit(1)
     # Claim "no problem" without restriction only if everything could be checked.
-    echo("No problem in what was checked." if verification.unchecked else "No problem.")
+    if not verification.problems:
+        echo("No problem in what was checked." if verification.unchecked else "No problem.")
 
 
 def released(

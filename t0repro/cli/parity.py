@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from t0repro.cli.options import (
+    AsJson,
     DType,
     GinFiles,
     GinFolders,
@@ -18,7 +20,7 @@ from t0repro.cli.options import (
     allowlist_of,
     mesh_inputs,
 )
-from t0repro.cli.results import echo
+from t0repro.cli.results import echo, for_people, print_json
 from t0repro.cli.spelling import output, source
 from t0repro.words import counted
 
@@ -74,6 +76,7 @@ def parity(
     dtype: _DType = "float32",
     eval_task: _EvalTask = None,
     inject: _Inject = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run both stacks from one checkpoint on the same batches and compare all intermediate results.
 
@@ -114,9 +117,12 @@ def parity(
         with working(f"JAX: {counted(len(job.batches), 'step')}"):
             found = run.compare_sides(job, reference, start_step, inject.value if inject else None)
         paths = report.write_report(found, job)
-    for path in paths:
-        echo(str(path))
-    typer.echo(report.verdict(found))
+    with for_people(as_json):
+        for path in paths:
+            echo(str(path))
+        typer.echo(report.verdict(found))
+    if as_json:
+        print_json(json.loads(paths[0].read_text(encoding="utf-8")))
     # Exit after the report is written, because a failure is the reason to read it.
     if not found.passed:
         raise typer.Exit(1)

@@ -229,6 +229,7 @@ def precompile(
         ),
     ] = False,
     run_mode: RunModes = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compile a run's steps and report memory, FLOPs, communication and time.
 
@@ -264,16 +265,22 @@ def precompile(
         from t0repro.runs import precompile as compiling
 
         config = compiling.adjusted(config, model_parallelism, fully_sharded, num_microbatches)
+        found: list[dict[str, Any]] = []
         if suggest:
-            _suggest(config, devices, chip)
+            lines = _suggestions(config, devices, chip)
         elif options.dry_run:
-            typer.echo(compiling.devices_line(config, devices))
+            lines = iter([compiling.devices_line(config, devices)])
         else:
             # T5X's precompile leaves its modules in MODEL_DIR; other modes only report.
             left = output_folder(config.model_dir) if mode is RunMode.PRECOMPILE else None
             hlo = hlo and output_folder(hlo)
-            for line in compiling.precompile(config, devices, chip, hlo, left):
-                typer.echo(line)
+            lines = compiling.precompile(config, devices, chip, hlo, left, found.append)
+        said = []
+        for line in lines:
+            typer.echo(line, err=as_json)
+            said.append(line)
+        if as_json:
+            print_json({"steps": found, "lines": said})
 
 
 @contextlib.contextmanager
@@ -335,8 +342,8 @@ def _import_t5x(options: T5xOptions) -> bool:
     return any(line.module.partition(".")[0] in ("t5x", "__main__") for line in lines)
 
 
-def _suggest(config: RunConfig, devices: Any, chip: Any) -> None:
-    """Prints each change that is tried to make a training run fit."""
+def _suggestions(config: RunConfig, devices: Any, chip: Any) -> Iterator[str]:
+    """A line for each change that is tried to make a training run fit."""
     from t0repro.runs.precompile import suggest
 
     if chip is None or config.mode != "train":
@@ -347,8 +354,7 @@ def _suggest(config: RunConfig, devices: Any, chip: Any) -> None:
             where="--suggest",
             fix="Give a training run, and a TPU slice as --topology.",
         )
-    for line in suggest(config, devices, chip):
-        typer.echo(line)
+    return suggest(config, devices, chip)
 
 
 def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, RunConfig]:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -14,6 +15,7 @@ import typer
 
 from t0repro.buckets import check_readable
 from t0repro.cli.options import (
+    AsJson,
     DType,
     ModulesOrT0,
     ProcessOptions,
@@ -23,7 +25,7 @@ from t0repro.cli.options import (
     tracked_evaluation,
     with_groups,
 )
-from t0repro.cli.results import echo
+from t0repro.cli.results import echo, for_people, print_json
 from t0repro.cli.spelling import output, source
 from t0repro.words import counted
 
@@ -167,6 +169,7 @@ def rank_eval(
     force: _Force = False,
     tracker: Trackers = None,
     dry_run: _DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Score every answer choice of a mixture, rank them, and write a report.
 
@@ -204,7 +207,8 @@ def rank_eval(
         prompts = _prompts(tasks, mixture, settings)
         write = _writer(prompts, head, extras)
         if dry_run:
-            _check(mixture, settings)
+            with for_people(as_json):
+                _check(mixture, settings)
             for label in adapters or ("",):
                 check_settings(out / label, mixture, settings, add_step=add_step, force=force)
             return
@@ -215,13 +219,21 @@ def rank_eval(
         with held_by_first(lambda: folder_lock(out, "rank evaluation", fix=fix)):
             out = output_folder(out, resumed=True)
             parallel = computation.model_parallelism
+            reports = {}
             for label, opened in _opened(checkpoint, step, settings.activation, parallel, adapters):
                 named = functools.partial(write, label=label or head.label)
-                evaluate(opened, mixture, out / label, settings, named, also_format, track)
+                with for_people(as_json):
+                    report = evaluate(
+                        opened, mixture, out / label, settings, named, also_format, track
+                    )
+                reports[label] = json.loads(report.to_json())
         # It takes the folder's lock itself.
         if len(adapters) > 1 and is_first():
             folders = [f"{label}={out / label / f'{tasks.split}_eval'}" for label in adapters]
-            compare(folders, out=out, module_import=modules_or_t0(tasks.module_import))
+            with for_people(as_json):
+                compare(folders, out=out, module_import=modules_or_t0(tasks.module_import))
+        if as_json and is_first():
+            print_json(reports if adapters else reports[""])
 
 
 def _labelled(adapters: Sequence[str]) -> dict[str, str]:
@@ -305,7 +317,7 @@ def _evaluate(
     *,
     add_step: bool,
     force: bool,
-) -> None:
+) -> Report:
     from t0repro.partitioning.processes import is_first
     from t0repro.reports.page import print_page
     from t0repro.reports.report_page import brief_page
@@ -328,6 +340,7 @@ def _evaluate(
         typer.echo(f"SHA-256 of the scores: {report.provenance.scores_sha256}")
     for path in paths:
         echo(f"wrote {path}")
+    return report
 
 
 def _check(mixture: str, settings: EvaluationSettings) -> None:

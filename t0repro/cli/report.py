@@ -185,6 +185,7 @@ def verify(
         ),
     ] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="SeqIO's cache of the tasks.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Recompute a report's figures, and a sample of its scores from the checkpoint.
 
@@ -203,17 +204,20 @@ def verify(
         from t0repro.tasks.task import add_cache_dirs
 
         add_cache_dirs([cache_dir], "--cache_dir")
-    differ = cells = 0
+    findings, differ, cells = [], 0, 0
     for found in verify(report, prompts, sample=sample, seed=seed, checkpoint=checkpoint):
+        findings.append(found)
         differ += not found.agrees
         cells += found.is_cell
         details = f": {found.details}" if found.details else ""
-        echo(f"{'agrees ' if found.agrees else 'DIFFERS'}  {found.what}{details}")
+        echo(f"{'agrees ' if found.agrees else 'DIFFERS'}  {found.what}{details}", err=as_json)
     shares = ", ".join(
         f"{100 * detection_probability(f, cells):.0f}% if {100 * f:g}% were" for f in _SHARES
     )
     if cells:
-        echo(f"Changed examples are detected with a probability of {shares}.")
+        echo(f"Changed examples are detected with a probability of {shares}.", err=as_json)
+    if as_json:
+        print_json({"findings": findings})
     if differ:
         raise typer.Exit(1)
 

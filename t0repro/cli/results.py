@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,13 @@ def echo(text: str, *, err: bool = False) -> None:
 # ---- How commands show what they found: a page or a table for people, JSON for programs ----------
 
 
+@contextlib.contextmanager
+def for_people(as_json: bool) -> Iterator[None]:
+    """Within the block, what is printed goes to stderr if stdout is for JSON."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
+
+
 def print_json(value: Any) -> None:
     """Prints a result as JSON; a command writes nothing else on stdout then.
 
@@ -33,7 +42,8 @@ def print_json(value: Any) -> None:
     types, such as paths, become text.
     """
     # ASCII keeps escape sequences in names from the terminal and is printable in every locale.
-    typer.echo(json.dumps(_plain(value), indent=1, default=str, allow_nan=False))
+    text = json.dumps(_plain(value), indent=1, default=str, allow_nan=False)
+    typer.echo(without_passwords(text))
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from t0repro.cli.options import AsJson, ModulesOrT0, Templates, modules_or_t0
-from t0repro.cli.results import echo, print_json
+from t0repro.cli.results import echo, for_people, print_json
 from t0repro.cli.spelling import output
 from t0repro.words import counted, sized
 from t0repro.working_copies import address_of
@@ -200,6 +201,7 @@ def find_overlap(
     memory: Annotated[int, typer.Option(min=1, help="MiB for the index of held-out rows.")] = 1024,
     module_import: ModulesOrT0 = None,
     templates: Templates = None,
+    as_json: AsJson = False,
 ) -> None:
     """Find held-out rows whose text is in the training rows (contamination).
 
@@ -213,8 +215,11 @@ def find_overlap(
 
     found = overlap.find_overlap(train, evaluated, split, ngram=ngram, memory=memory)
     overlap.write_overlap(found, out)
-    echo("\n".join(overlap.summary(found)))
-    echo(f"wrote {out}")
+    with for_people(as_json):
+        echo("\n".join(overlap.summary(found)))
+        echo(f"wrote {out}")
+    if as_json:
+        print_json(json.loads(found.to_json()))
 
 
 @app.command("fetch-p3")

@@ -9,7 +9,7 @@ import dataclasses
 import io
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ def precompile(
     chip: Chip | None,
     hlo: Path | None = None,
     t5x_folder: Path | None = None,
+    found: Callable[[dict[str, Any]], None] = lambda facts: None,
 ) -> Iterator[str]:
     """Compiles the steps of a run's mode and yields lines about each.
 
@@ -103,6 +104,7 @@ def precompile(
       chip: its published figures; None leaves out predictions.
       hlo: folder to write each compiled program's text to.
       t5x_folder: folder to write the files of T5X's precompile to; see `write_t5x_files`.
+      found: receives each step's figures.
 
     Raises:
       UserError: if the devices cannot be arranged as the layout asks.
@@ -113,6 +115,7 @@ def precompile(
         yield why
     for program in compiled_programs(run, partitioning):
         yield from described(program, run, partitioning, chip)
+        found(figures(program, partitioning, chip))
         if hlo is not None and program.hlo:
             write_atomically(hlo / f"{program.name}.hlo.txt", program.hlo)
             yield f"  HLO: {hlo / program.name}.hlo.txt"
@@ -339,6 +342,21 @@ def described(
             f" {each:.4g} operations / {chip.flops:.4g} a second"
             f" + {program.sent:.4g} bytes / {chip.link:.4g} a second (published peaks, no overlap)"
         )
+
+
+def figures(program: Program, partitioning: Partitioning, chip: Chip | None) -> dict[str, Any]:
+    """The same as values: bytes a device, FLOPs of all devices, seconds."""
+    known = chip is not None and not program.refused
+    return {
+        "name": program.name,
+        "seconds_to_compile": program.seconds,
+        "memory": {**dataclasses.asdict(program.memory), "total": program.memory.total},
+        "fits": None if chip is None else program.fits_in(chip),
+        "refused": program.refused,
+        "flops": program.flops,
+        "bytes_sent": None if program.refused else program.sent,
+        "predicted_seconds": predicted_seconds(program, partitioning, chip) if known else None,
+    }
 
 
 def predicted_seconds(program: Program, partitioning: Partitioning, chip: Chip) -> float:

@@ -177,6 +177,24 @@ def test_a_command_that_prints_a_table_prints_json_too(command):
     assert not has_json or "as_json" in source
 
 
+# docs/runs.md: "`--json` works with every command that prints a table or a page".
+WITH_JSON = {
+    *("doctor", "explain", "parity", "precompile", "rank-eval", "compare", "runs", "plot"),
+    *("inspect", "diff", "verify", "released", "plan", "status", "make", "history"),
+    *("ls", "show", "check", "overlap"),
+}
+
+
+def test_these_commands_print_json():
+    commands = [each.values[0] for each in _callbacks(typer.main.get_command(app.app))]
+    given = [c for c in commands if any("--json" in parameter.opts for parameter in c.params)]
+    assert {command.name for command in given} == WITH_JSON
+    # checkpoint verify and report verify; compare and vertex compare; aux status.
+    assert sorted(c.name for c in given if c.name in ("verify", "compare", "status")) == [
+        *("compare", "compare", "status", "verify", "verify")
+    ]
+
+
 def _unread(*words: str) -> tuple[int, str]:
     """(exit code, stderr) of a command whose output nobody reads."""
     read, write = os.pipe()

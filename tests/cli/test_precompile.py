@@ -1,5 +1,6 @@
 """`t0repro precompile` reads a run's gin files and compiles it for devices that are not here."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -51,10 +52,13 @@ def test_an_adapters_run_is_compiled_for_virtual_devices_in_its_layout(tmp_path)
 
 def test_precompile_gin_leaves_t5xs_files_in_its_model_dir(tmp_path):
     macros = t5x_options(tmp_path)
-    options = ["--run_mode=precompile", *macros, "--topology=cpu-2"]
+    options = ["--run_mode=precompile", *macros, "--topology=cpu-2", "--json"]
     done = commands.run("t0repro", "run", *options)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("devices: 2 x cpu, data 2, model 1\ntrain: compiled in ")
+    shown = json.loads(done.stdout)
+    assert shown["lines"][0] == "devices: 2 x cpu, data 2, model 1"
+    (step,) = shown["steps"]
+    assert step["name"] == "train" and step["memory"]["total"] > 0 and step["flops"] > 0
     assert np.load(tmp_path / "assignment").tolist() == [[0], [1]]
     for name in ("lowered_hlo_pre_optimization", "lowered_hlo_post_optimization"):
         module = HloModule.from_serialized_hlo_module_proto((tmp_path / name).read_bytes())

@@ -120,6 +120,8 @@ def test_every_format_can_be_inspected_compared_and_verified(run, tiny_checkpoin
     verification = run("verify", tmp_path / "out")
     assert verification.exit_code == 0
     assert verification.output.endswith("No problem.\n")
+    found = json.loads(run("verify", tmp_path / "out", "--json").stdout)
+    assert found["problems"] == [] and found["tensors"] == len(inspection["tensors"])
 
 
 def test_verify_exits_with_1_when_a_value_is_no_number(
@@ -146,6 +148,8 @@ def test_verify_exits_with_1_when_a_file_is_missing_or_damaged(
     assert result.exit_code == 1
     (problem,) = re.findall(r"^Problem: .*\n  where: .*", result.stdout, re.MULTILINE)
     assert damage in problem and str(file) in problem
+    again = run("verify", tmp_path / "out", "--json")
+    assert again.exit_code == 1 and damage in json.loads(again.stdout)["problems"][0]
 
 
 def test_verify_refuses_a_path_without_a_checkpoint(run, tmp_path):

@@ -95,15 +95,19 @@ def test_pefts_folder_of_an_adapter_gives_its_scores(compared):
 def test_what_is_finished_is_not_scored_again(compared, model_dir, adapters, capsys):
     out, _ = compared
     before = load_report(out / "lora").provenance.scores_sha256
-    assert not rank_eval(model_dir, out, f"--adapter={adapters['lora']}")
-    assert "Finished already: 1 of 1" in "".join(capsys.readouterr())
+    assert not rank_eval(model_dir, out, f"--adapter={adapters['lora']}", "--json")
+    printed = capsys.readouterr()
+    assert "Finished already: 1 of 1" in printed.err
+    assert json.loads(printed.out)["lora"]["provenance"]["scores_sha256"] == before
     assert load_report(out / "lora").provenance.scores_sha256 == before
 
 
 def test_the_report_of_an_adapter_is_verified_from_its_checkpoint(compared, monkeypatch, capsys):
     words = ("report", "verify", str(compared[0] / "ia3"), "--sample=3")
-    code, said, _ = run(monkeypatch, capsys, *words, "--module_import=t0repro.tasks.demo")
+    words += ("--module_import=t0repro.tasks.demo", "--json")
+    code, out, said = run(monkeypatch, capsys, *words)
     assert not code and "agrees   checkpoint" in said and "DIFFERS" not in said
+    assert all(found["agrees"] for found in json.loads(out)["findings"])
 
 
 # ---- Refusals ------------------------------------------------------------------------------------
