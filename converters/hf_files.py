@@ -196,7 +196,7 @@ def _sentinels_to_add(
     """The number of sentinels that a model of pieces lacks, and a sentence if it is assumed."""
     pieces, rows = len(model.pieces), family.vocab_size
     added, assumed_of = sentinels_lacking([piece.piece for piece in model.pieces], eos)
-    given = named_vocabulary(vocabulary).extra_ids
+    given = named_vocabulary(vocabulary).given_ids
     if added and given is not None:
         added = given
     elif pieces + added > rows:
