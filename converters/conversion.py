@@ -399,10 +399,12 @@ def _to_hf(
     config = hf_files.model_config(family, dtype, computed, ids)
     small = {
         "README.md": hf_files.model_card(family, provenance, dtype, slots).encode(),
-        "generation_config.json": json.dumps(hf_files.generation_config(ids), indent=2).encode(),
         **tokenizer,
         hf.CONFIG: json.dumps(config, indent=2).encode(),
     }
+    if not family.encoder_only:
+        generation = json.dumps(hf_files.generation_config(ids), indent=2)
+        small["generation_config.json"] = generation.encode()
     # transformers looks for the index only where the weights are in several files.
     if any(output.file != hf.WEIGHTS for output in weights):
         small[hf.INDEX] = index_text(weights).encode()
@@ -414,7 +416,7 @@ def _to_hf(
             f"transformers has no place for the optimizer's {len(outputs) - len(weights)} slots;"
             f" they are in {hf.SLOTS_FILE}, which a conversion back reads."
         )
-    if family.position_bias_per_layer and not family.tied:
+    if family.position_bias_per_layer and not (family.tied or family.encoder_only):
         notes.append(
             "transformers 4 computes this umT5 as T5X does. transformers 5 takes every umT5 for"
             " tied and multiplies its logits by d_model**-0.5; after loading, set"

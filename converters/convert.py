@@ -339,6 +339,13 @@ def _check_form_exists(shape: ModelShape, to: Target, ref: CheckpointRef, scan: 
             where=ref.path,
             fix="Add --scan.",
         )
+    if shape.encoder_only and to != "hf":
+        peer = {"mtf": "Mesh TensorFlow", "t5x": "T5X"}.get(to, "A training run here")
+        raise UserError(
+            f"The model is an encoder alone; {peer} reads only models with a decoder.",
+            where=ref.path,
+            fix="Convert to hf, or compute embeddings with `t0repro encode`.",
+        )
     if shape.shared_towers and to in ("t5x", "hf"):
         peer = "T5X" if to == "t5x" else "transformers"
         raise UserError(

@@ -127,7 +127,13 @@ class HfReader:
 
     def _enter_weights(self) -> None:
         config_file = storage.join(self.ref.path, CONFIG)
-        places = _weights(self.ref.path, hf_config.is_scaled(self.config, config_file))
+        encoder_only = hf_config.is_encoder(self.config)
+        scaled = not encoder_only and hf_config.is_scaled(self.config, config_file)
+        places = _weights(self.ref.path, scaled)
+        if encoder_only:
+            # As transformers' encoder classes do: a file may hold the whole model.
+            others = ("decoder.block.", "decoder.final", _HEAD)
+            places = {name: place for name, place in places.items() if not name.startswith(others)}
         unknown = []
         # With one layer, umT5's bias equals one that all layers share.
         several = any(".block.1." in name for name in places)
@@ -142,7 +148,9 @@ class HfReader:
         if unknown:
             numbers = [int(n) for name in unknown for n in re.findall(r"\.block\.(\d+)\.", name)]
             raise unknown_variable(unknown, naming.known_names("hf", numbers), self.ref.path)
-        logits = hf_config.logits_of(self.config, _HEAD in places, config_file)
+        logits = None
+        if not encoder_only:
+            logits = hf_config.logits_of(self.config, _HEAD in places, config_file)
         self._keep_one_embedding(places, logits)
         for name, (file, stored) in places.items():
             found = naming.find_row(name, "hf", bias_per_layer=bias_per_layer)
@@ -177,7 +185,7 @@ class HfReader:
         return True
 
     def _keep_one_embedding(
-        self, places: dict[str, tuple[_File, str]], logits: hf_config.Logits
+        self, places: dict[str, tuple[_File, str]], logits: hf_config.Logits | None
     ) -> None:
         """Keeps the embedding under its first name; every other name must hold the same."""
         names = (*_EMBEDDINGS, _HEAD) if logits == "scaled embedding" else _EMBEDDINGS

@@ -40,9 +40,10 @@ _RELATIVES = {
     "t5gemma": "T5Gemma, whose layers are Gemma's",
     "t5gemma2": "T5Gemma 2, whose layers are Gemma's",
 }
-# transformers' classes without a decoder or without logits, by the ends of their names.
+# transformers' classes of an encoder alone (T5EncoderModel and its kin) end in this.
+_ENCODER_CLASS = "EncoderModel"
+# transformers' classes with other outputs, by the ends of their names.
 _OTHER_CLASSES = {
-    "EncoderModel": "an encoder alone, which can neither score nor generate",
     "ForSequenceClassification": "a T5 with a head for classes instead of logits",
     "ForTokenClassification": "an encoder with a head for classes instead of logits",
     "ForQuestionAnswering": "a T5 with a head for spans instead of logits",
@@ -106,7 +107,7 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Computation:
 
 
 def _check_family(config: Mapping[str, Any], where: str) -> None:
-    """Checks that config.json is of an encoder and decoder with logits, computed as a T5's."""
+    """Checks that config.json is of a T5 with logits, or of its encoder."""
     kind = config.get("model_type")
     if kind is None:
         raise UserError(
@@ -138,6 +139,12 @@ def _check_family(config: Mapping[str, Any], where: str) -> None:
                     where=f"{where}, architectures",
                     fix="Give a model that was saved as T5ForConditionalGeneration.",
                 )
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is of an encoder alone, which has neither a decoder nor logits."""
+    names = config.get("architectures") or ()
+    return any(str(name).endswith(_ENCODER_CLASS) for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,9 +204,19 @@ def check_sizes(config: Mapping[str, Any], family: ModelShape, where: str) -> No
     Raises:
       UserError: Naming the field, its value and the weights'.
     """
+    if family.encoder_only and not is_encoder(config):
+        raise UserError(
+            "The decoder's tensors are missing.",
+            where=where,
+            fix="Copy all of the model's files again. If the model is an encoder alone, write"
+            ' "architectures": ["T5EncoderModel"] in config.json.',
+        )
     # Without num_decoder_layers, transformers gives both towers the same depth.
     depth = {"num_decoder_layers": config.get("num_layers")}
     said = depth | {field: value for field, value in config.items() if value is not None}
+    if family.encoder_only:
+        # transformers writes the depth of the decoder that the encoder once had.
+        said.pop("num_decoder_layers")
     for field, name in _SIZES.items():
         found = getattr(family, name)
         if said.get(field) is not None and (type(said[field]) is not int or said[field] != found):

@@ -38,11 +38,12 @@ def model_config(
       arithmetic: what the weights do not show.
       ids: of padding and end.
     """
-    model_type = "mt5" if family.name.startswith("mT5") else "t5"
+    model_type = "mt5" if "mT5" in family.name else "t5"
     if family.position_bias_per_layer:
         model_type = "umt5"
+    kind = "EncoderModel" if family.encoder_only else "ForConditionalGeneration"
     return {
-        "architectures": [_ARCHITECTURES[model_type]],
+        "architectures": [_PREFIXES[model_type] + kind],
         "model_type": model_type,
         "vocab_size": family.vocab_size,
         "d_model": family.d_model,
@@ -58,7 +59,7 @@ def model_config(
         "layer_norm_epsilon": arithmetic.epsilon,
         "initializer_factor": 1.0,
         **feed_forward_proj(arithmetic),
-        "is_encoder_decoder": True,
+        "is_encoder_decoder": not family.encoder_only,
         "use_cache": True,
         "tie_word_embeddings": family.tied,
         **generation_config(ids),
@@ -66,11 +67,7 @@ def model_config(
     }
 
 
-_ARCHITECTURES = {
-    "t5": "T5ForConditionalGeneration",
-    "mt5": "MT5ForConditionalGeneration",
-    "umt5": "UMT5ForConditionalGeneration",
-}
+_PREFIXES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
 
 
 def generation_config(ids: TokenIds) -> dict[str, Any]:
@@ -315,12 +312,15 @@ def model_card(family: ModelShape, provenance: Mapping[str, Any], dtype: str, sl
         if slots
         else "The optimizer's slots are not kept here."
     )
+    model_class, task = "AutoModelForSeq2SeqLM", "text2text-generation"
+    if family.encoder_only:
+        model_class, task = "AutoModelForTextEncoding", "feature-extraction"
     return f"""---
 library_name: transformers
-pipeline_tag: text2text-generation
+pipeline_tag: {task}
 tags:
 - t5
-- text2text-generation
+- {task}
 ---
 
 # {family.name}
@@ -340,10 +340,10 @@ tags:
 
 ## Use
 
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import {model_class}, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(".")
-    model = AutoModelForSeq2SeqLM.from_pretrained(".")
+    model = {model_class}.from_pretrained(".")
 
 Mesh TensorFlow's T5s for multitask prompted training see inputs without an end token; transformers'
 tokenizer appends one, which `tokenizer(text, add_special_tokens=False)` leaves out.

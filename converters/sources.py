@@ -405,9 +405,22 @@ def check_checkpoint(reader: CheckpointReader) -> ModelShape:
             where=where,
             fix="The checkpoint is incomplete; get it again from where it came from.",
         )
+    if family.encoder_only and reader.ref.format != "hf":
+        raise UserError(
+            f"All variables of the decoder are missing, for instance {_first_of_decoder(reader)}.",
+            where=where,
+            fix="The checkpoint is incomplete; get it again from where it came from.",
+        )
     check_types(reader)
     _check_slots(reader, shapes)
     return family
+
+
+def _first_of_decoder(reader: CheckpointReader) -> str:
+    """The name of a decoder's first norm in a checkpoint's own format."""
+    return reader.native_name(
+        f"{naming.PARAMETERS}decoder/layers_0/pre_self_attention_layer_norm/scale"
+    )
 
 
 def check_step(reader: CheckpointReader, ref: CheckpointRef) -> None:
@@ -529,7 +542,11 @@ def load_any(
 
 
 def open_any(
-    path: str | os.PathLike[str], step: int | None = None, *, slots: bool = True
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    slots: bool = True,
+    encoder_only: bool = False,
 ) -> dict[str, StoredTensor]:
     """Opens a checkpoint of any format as T5X's flat tree, whose tensors are read when used.
 
@@ -537,6 +554,7 @@ def open_any(
       path: See `find_checkpoint`.
       step: See `find_checkpoint`.
       slots: False omits the optimizer slots.
+      encoder_only: Whether the checkpoint may be an encoder alone.
 
     Returns:
       Flat key -> tensor, as `load_any` returns them, but without zeros for unused slots.
@@ -544,13 +562,21 @@ def open_any(
     Raises:
       UserError: If there is no checkpoint, or it is incomplete or not a T5.
     """
-    return open_tree(find_checkpoint(path, step), slots=slots)
+    return open_tree(find_checkpoint(path, step), slots=slots, encoder_only=encoder_only)
 
 
-def open_tree(ref: CheckpointRef, *, slots: bool = True) -> dict[str, StoredTensor]:
+def open_tree(
+    ref: CheckpointRef, *, slots: bool = True, encoder_only: bool = False
+) -> dict[str, StoredTensor]:
     """Opens a checkpoint that was found; see `open_any`."""
     reader = open_checkpoint(ref)
-    check_checkpoint(reader)
+    family = check_checkpoint(reader)
+    if family.encoder_only and not encoder_only:
+        raise UserError(
+            "The model is an encoder alone, which can neither score nor generate.",
+            where=ref.path,
+            fix="Compute its embeddings with `t0repro encode`, or give a model with a decoder.",
+        )
     if slots:
         check_slots_step(reader)
     return {

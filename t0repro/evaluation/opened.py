@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,6 +19,7 @@ from t0repro.parameters import naming
 if TYPE_CHECKING:
     from t0repro.converters import hf_config
     from t0repro.converters.adapter_files import AdapterCheckpoint
+    from t0repro.converters.tensors import CheckpointRef, StoredTensor
     from t0repro.parameters.shape import ModelShape
     from t0repro.training.train_state import OpenTree
 
@@ -86,11 +88,6 @@ def open_checkpoint(
     """
     from t0repro.converters import sources
     from t0repro.converters.adapter_files import is_adapter, open_adapter
-    from t0repro.converters.model_files import arithmetic, check_run_files, described, gin_text
-    from t0repro.model.t5 import T5, held_for_evaluation
-    from t0repro.parameters.shape import recognise
-    from t0repro.partitioning.devices import choose, line_of
-    from t0repro.training.train_state import checkpoint_shapes
 
     ref = sources.find_checkpoint(path, step)
     # What an adapter alone shows does not describe the model.
@@ -98,14 +95,61 @@ def open_checkpoint(
         where = sources.base_of(ref).path
         base = open_checkpoint(where, None, activation, model_parallelism)
         return with_adapter(base, open_adapter(ref))
-    tree = sources.open_any(path, step, slots=False)
-    family = recognise({name: tensor.shape for name, tensor in tree.items()})
-    if family.decoder_only:
+    tree = sources.open_tree(ref, slots=False)
+    if naming.is_decoder_only(tree):
         raise UserError(
             "Rank evaluation scores models with an encoder; this one has none.",
             where=path,
             fix="Score a language model with t5_mesh_transformer's mode score_from_dataset.",
         )
+    return _opened(ref, tree, path, activation, model_parallelism)
+
+
+def open_encoder(path: str, activation: DType, step: int | None = None) -> Checkpoint:
+    """Reads a checkpoint's encoder and embedding; an adapter is merged into its base.
+
+    Args:
+      path: a checkpoint of any format, of a whole model or of an encoder alone.
+      activation: see `open_checkpoint`.
+      step: see `open_checkpoint`.
+
+    Raises:
+      UserError: if there is no checkpoint, or it is damaged, incomplete or no T5 with an encoder.
+    """
+    from t0repro.converters import sources
+
+    ref = sources.find_checkpoint(path, step)
+    tree = sources.open_tree(ref, slots=False, encoder_only=True)
+    if naming.is_decoder_only(tree):
+        raise UserError(
+            "The model has no encoder.",
+            where=path,
+            fix="Give a model with an encoder, or an encoder alone.",
+        )
+    return _opened(ref, tree, path, activation, encoder_only=True)
+
+
+def _opened(
+    ref: CheckpointRef,
+    tree: Mapping[str, StoredTensor],
+    path: str,
+    activation: DType,
+    model_parallelism: int = 1,
+    *,
+    encoder_only: bool = False,
+) -> Checkpoint:
+    """Infers the model of an open tree and puts its parameters, or the encoder's, on the devices.
+
+    Raises:
+      UserError: if the JAX stack cannot compute the model, or it is damaged.
+    """
+    from t0repro.converters.model_files import arithmetic, check_run_files, described, gin_text
+    from t0repro.model.t5 import T5, held_for_evaluation
+    from t0repro.parameters.shape import recognise
+    from t0repro.partitioning.devices import choose, line_of
+    from t0repro.training.train_state import checkpoint_shapes
+
+    family = recognise({name: tensor.shape for name, tensor in tree.items()})
     check_run_files(ref, family)
     source = described(ref)
     config = _model_config(family, arithmetic(source, family, gin_text(source)), path)
@@ -114,6 +158,9 @@ def open_checkpoint(
     if devices.mesh.size > 1:
         print(line_of(devices, layout), file=sys.stderr)
     model = T5(config, DTypePolicy("float32", "float32", activation))
+    if encoder_only and not family.shared_towers:
+        read = (f"{naming.PARAMETERS}token_embedder/", f"{naming.PARAMETERS}encoder/", naming.STEP)
+        tree = {key: tensor for key, tensor in tree.items() if key.startswith(read)}
     held = devices.placed(held_for_evaluation(model, checkpoint_shapes(tree)))
     return on_devices(tree, held, model, path)
 

@@ -42,6 +42,7 @@ class ModelShape:
 
     Attributes:
       num_encoder_layers: 0 in a decoder-only model.
+      num_decoder_layers: 0 in an encoder alone.
       d_kv: Width of one attention head.
       vocab_size: Rows of the embedding, including padding.
       wi_kernels: Input kernels of the feed-forward layer: ("wi",), or ("wi_0", "wi_1") when gated.
@@ -75,6 +76,8 @@ class ModelShape:
         """Family and size, for instance "T5 1.1 XL"; the family alone if the size has no name."""
         if self.decoder_only:
             return "T5, decoder only"
+        if self.encoder_only:
+            return f"encoder of {self._family_of_encoder()}"
         if self.shared_towers:
             return "T5, shared towers"
         if self.position_bias_per_layer:
@@ -97,6 +100,14 @@ class ModelShape:
             return family
         size = _SIZES[family].get((self.num_encoder_layers, *sizes))
         return f"{family} {size}" if size else family
+
+    def _family_of_encoder(self) -> str:
+        """The family of which this could be the encoder, whose decoder would be as deep."""
+        # What is tied to the embedding belongs to the decoder: T5 1.0 is the family without gates.
+        whole = dataclasses.replace(
+            self, num_decoder_layers=self.num_encoder_layers, tied=not self.gated
+        )
+        return whole.name
 
     def _relative(self, family: str) -> str:
         """Family and size of a model built like T5 1.1, possibly in sizes of its own."""
@@ -124,6 +135,11 @@ class ModelShape:
         return self.num_encoder_layers == 0
 
     @property
+    def encoder_only(self) -> bool:
+        """Whether there is an encoder alone, as in transformers' T5EncoderModel."""
+        return self.num_decoder_layers == 0
+
+    @property
     def joined_kv(self) -> int:
         """Width of an attention kernel: all heads together."""
         return self.num_heads * self.d_kv
@@ -133,7 +149,8 @@ class ModelShape:
         layers = {"encoder": self.num_encoder_layers, "decoder": self.num_decoder_layers}
         shapes = {}
         for row in naming.DECODER_ONLY if self.decoder_only else naming.TABLE:
-            if not self._has(row) or (self.shared_towers and row.t5x.startswith("encoder/")):
+            absent = "encoder/" if self.shared_towers else "decoder/" if self.encoder_only else None
+            if not self._has(row) or (absent and row.t5x.startswith(absent)):
                 continue
             shape = tuple(getattr(self, axis) for axis in row.axes)
             for layer in range(layers[row.tower]) if row.tower else [None]:
