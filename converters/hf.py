@@ -95,7 +95,7 @@ class HfReader:
         self._manifest = manifest
         self.norm_names: naming.NormNames | None = norm_names
         self.ref = ref
-        self.config = _config(ref.path)
+        self.config = read_config(ref.path)
         # For its errors: settings that no stack here computes are refused before weights are read.
         file = storage.join(ref.path, CONFIG)
         hf_config.arithmetic_of(self.config, file)
@@ -276,15 +276,22 @@ def hf_name(key: str) -> str | None:
 
 def read_arithmetic(path: str) -> hf_config.Computation:
     """The arithmetic in a directory's config.json; see `hf_config.arithmetic_of`."""
-    return hf_config.arithmetic_of(_config(path), storage.join(path, CONFIG))
+    return hf_config.arithmetic_of(read_config(path), storage.join(path, CONFIG))
 
 
 def read_token_ids(ref: CheckpointRef) -> hf_config.TokenIds:
     """The ids in a checkpoint's config.json; T5's if it is of another format."""
-    return hf_config.token_ids(_config(ref.path)) if ref.format == "hf" else hf_config.TokenIds()
+    return (
+        hf_config.token_ids(read_config(ref.path)) if ref.format == "hf" else hf_config.TokenIds()
+    )
 
 
-def _config(path: str) -> Mapping[str, Any]:
+def read_config(path: str) -> Mapping[str, Any]:
+    """The content of a directory's config.json.
+
+    Raises:
+      UserError: If there is none, or it is not a JSON object.
+    """
     file = storage.join(path, CONFIG)
     try:
         config = _json(file)

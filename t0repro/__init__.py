@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from t0repro.data.cached import CachedBatches
     from t0repro.errors import UserError
     from t0repro.reports.report import load_report
+    from t0repro.runs.encode import encode
+    from t0repro.runs.flax_t5 import FlaxT5EncoderModel
     from t0repro.runs.text_scores import score
 
 __version__ = "0.1.0"
 __all__ = [
     "CachedBatches",
+    "FlaxT5EncoderModel",
     "UserError",
     "convert",
+    "encode",
     "load_report",
     "score",
     "t5_1_1",
@@ -30,8 +34,10 @@ __all__ = [
 
 _MODULES = {
     "CachedBatches": "data.cached",
+    "FlaxT5EncoderModel": "runs.flax_t5",
     "UserError": "errors",
     "convert": "converters.convert",
+    "encode": "runs.encode",
     "load_report": "reports.report",
     "score": "runs.text_scores",
     "t5_1_1": "config.recipe",

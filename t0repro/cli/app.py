@@ -14,6 +14,7 @@ import typer
 
 from t0repro.cli import (
     checkpoint,
+    encode,
     jobs,
     parity,
     previews,
@@ -80,6 +81,7 @@ app.command()(report.runs)
 app.command()(report.plot)
 app.command("eval")(run_modes.evaluate)
 app.command()(run_modes.infer)
+app.command()(encode.encode)
 checkpoints = typer.Typer(
     name="checkpoint",
     help="Inspect, compare and verify checkpoints; download released ones.",
@@ -107,6 +109,7 @@ _HOW_TO_CONTINUE = {
     "rank-eval": "Start the same command again: pairs that are scored already are kept.",
     "eval": "Start the same command again: checkpoints that are evaluated already are skipped.",
     "infer": "Start the same command again: chunks that are written already are kept.",
+    "encode": "Start the same command again: texts that are encoded already are kept.",
     "checkpoint": "Start the same command again: files that are downloaded already are kept.",
     "aux": "Start the same command again: what is done already is kept.",
     "vertex": "A submitted job continues: `t0repro vertex status` shows and records it.",
@@ -115,11 +118,14 @@ _HOW_TO_CONTINUE = {
 
 # A closed pipe (`| head`) interrupts the work of these commands.
 _LONG_WORK = frozenset(
-    ("train", "run", "launch", "cache", "convert", "rank-eval", "eval", "infer", "aux", "parity")
+    (
+        *("train", "run", "launch", "cache", "convert", "rank-eval", "eval", "infer", "encode"),
+        *("aux", "parity"),
+    )
 )
 
 # These compute for long, unless one of these options is given.
-_COMPUTE = frozenset(("train", "run", "rank-eval", "eval", "infer"))
+_COMPUTE = frozenset(("train", "run", "rank-eval", "eval", "infer", "encode"))
 _ONLY_LOOK = frozenset(("--help", "--dry_run", "--dry-run"))
 
 # Those whose flags are T5X's.

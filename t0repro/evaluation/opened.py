@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -118,15 +119,54 @@ def open_encoder(path: str, activation: DType, step: int | None = None) -> Check
     """
     from t0repro.converters import sources
 
+    encoder_shape(path, step)
     ref = sources.find_checkpoint(path, step)
     tree = sources.open_tree(ref, slots=False, encoder_only=True)
-    if naming.is_decoder_only(tree):
+    return _opened(ref, tree, path, activation, encoder_only=True)
+
+
+def encoder_shape(path: str, step: int | None = None) -> ModelShape:
+    """The shape of the model that `open_encoder` would open; reads no values.
+
+    Raises:
+      UserError: as `open_encoder`.
+    """
+    from t0repro.converters import sources
+
+    shape = sources.check_checkpoint(sources.open_checkpoint(sources.find_checkpoint(path, step)))
+    if shape.decoder_only:
         raise UserError(
             "The model has no encoder.",
             where=path,
             fix="Give a model with an encoder, or an encoder alone.",
         )
-    return _opened(ref, tree, path, activation, encoder_only=True)
+    return shape
+
+
+def opened_once(
+    open_one: Callable[[str, DType], Checkpoint], path: str, activation: DType
+) -> Checkpoint:
+    """The latest checkpoint at a path, which stays in memory until another is asked for.
+
+    Args:
+      open_one: how to open it.
+      path: the checkpoint; it is opened again if its files, or those that set its arithmetic,
+        change.
+      activation: dtype of the activations.
+    """
+    from t0repro.converters import model_files, sources
+
+    # A folder's latest checkpoint changes during training, and a file when it is replaced.
+    version = model_files.version(sources.find_checkpoint(path))
+    return _kept(open_one, path, json.dumps(version), activation)
+
+
+@functools.lru_cache(maxsize=1)
+def _kept(
+    open_one: Callable[[str, DType], Checkpoint], path: str, version: str, activation: DType
+) -> Checkpoint:
+    del version  # only part of the cache key
+    return open_one(path, activation)
 
 
 def _opened(

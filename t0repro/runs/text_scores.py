@@ -9,8 +9,6 @@ score_from_strings, save_scores, write_lines_to_file).
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +22,13 @@ from t0repro.config.run_config import DType
 from t0repro.data.batches import scored_examples
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
-from t0repro.evaluation.opened import Checkpoint, adapter_at, open_checkpoint, with_adapter
+from t0repro.evaluation.opened import (
+    Checkpoint,
+    adapter_at,
+    open_checkpoint,
+    opened_once,
+    with_adapter,
+)
 from t0repro.evaluation.selection import padded_rows
 from t0repro.evaluation.task_output import LineFile, check_finite
 from t0repro.files import output_path, write_atomically
@@ -77,7 +81,10 @@ def score(
     of_each = _of_each(inputs, choices)
     _check_lengths(lengths)
     file = named_vocabulary(vocabulary)
-    checkpoint = model if isinstance(model, Checkpoint) else _opened(os.fspath(model), activation)
+    if isinstance(model, Checkpoint):
+        checkpoint = model
+    else:
+        checkpoint = opened_once(_open, os.fspath(model), activation)
     if adapter is not None:
         checkpoint = with_adapter(checkpoint, adapter_at(os.fspath(adapter)))
     check_vocabulary_fits(file, checkpoint)
@@ -89,17 +96,7 @@ def score(
     return scores
 
 
-def _opened(path: str, activation: DType) -> Checkpoint:
-    from t0repro.converters import model_files, sources
-
-    # A folder's latest checkpoint changes during training, and a file when it is replaced.
-    version = model_files.version(sources.find_checkpoint(path))
-    return _kept(path, json.dumps(version), activation)
-
-
-@functools.lru_cache(maxsize=1)
-def _kept(path: str, version: str, activation: DType) -> Checkpoint:
-    del version  # only part of the cache key
+def _open(path: str, activation: DType) -> Checkpoint:
     return open_checkpoint(path, None, activation)
 
 
