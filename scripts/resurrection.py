@@ -47,13 +47,14 @@ PAGE = t5x.ROOT / "docs/resurrection.md"
 LIMIT, WAITING = 300, 3000
 # Tried by hand, since a program for images needs more than these runs install.
 MAXDIFFUSION = """\
-Five modules of AI-Hypercomputer/maxdiffusion (`7cfb880`: `generate_flux`, `generate_flux_multi_res`,
-`checkpointing.flux_checkpointer`, `pipelines.flux.flux_pipeline` and
-`pipelines.ltx_video.ltx_video_pipeline`) import it from transformers, which no longer has it. With that
-import taken from t0repro, all five import beside transformers 5.23, and those that encode prompts give
-PyTorch's outputs within 1.3e-6 (a T5 1.1 of two layers with random weights, padded rows, with and without
-a mask). transformers' other Flax classes (`FlaxCLIPTextModel`, `FlaxPreTrainedModel`), `torchax` (which does
-not import beside PyTorch 2.13) and `ltx_video.utils.torch_utils` were placeholders; no image was generated."""
+Five modules of AI-Hypercomputer/maxdiffusion (`7cfb880`: `generate_flux`,
+`generate_flux_multi_res`, `checkpointing.flux_checkpointer`, `pipelines.flux.flux_pipeline` and
+`pipelines.ltx_video.ltx_video_pipeline`) import it from transformers, which no longer has it.
+With that import taken from t0repro, all five import beside transformers 5.23, and those that
+encode prompts give PyTorch's outputs within 1.3e-6 (a T5 1.1 of two layers with random weights,
+padded rows, with and without a mask). transformers' other Flax classes (`FlaxCLIPTextModel`,
+`FlaxPreTrainedModel`), `torchax` (which does not import beside PyTorch 2.13) and
+`ltx_video.utils.torch_utils` were placeholders; no image was generated."""
 Values = dict[str, dict[str, str]]
 # Nothing is downloaded, so that libraries need not try for minutes.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "NO_GCE_CHECK": "true"}
