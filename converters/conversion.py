@@ -25,6 +25,7 @@ from t0repro.converters import (
 from t0repro.converters.adapter_files import AdapterCheckpoint, AdapterNote
 from t0repro.converters.jax_tree import Layout
 from t0repro.converters.model_files import arithmetic, described, gin_text
+from t0repro.converters.own_tokenizer import tokenizer_of
 from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
 from t0repro.converters.tensors import (
     CheckpointReader,
@@ -336,8 +337,10 @@ def make_conversion(
     from_config = source.format == "hf"
     where = storage.join(source.path, hf.CONFIG) if from_config else source.path
     hf_config.check_target_computes(computed, family, target.format, where)
+    tokenizer = tokenizer_of(source, options.vocabulary)
     if target.format == "hf":
-        return _to_hf(reader, family, tensors, options, text, computed, norm_names, step)
+        found = _to_hf(reader, family, tensors, options, text, computed, norm_names, step)
+        return dataclasses.replace(found, small_files={**tokenizer, **found.small_files})
     notes = []
     if from_config and text is None:
         text = hf_config.gin_text(computed, family, source.path)
@@ -367,7 +370,8 @@ def make_conversion(
             f"The slots v of {len(averaged)} kernels are averaged into v_row and v_col, as"
             " scalable_t5 keeps them; converting back cannot restore them."
         )
-    return dataclasses.replace(found, notes=tuple(notes))
+    small_files = {**tokenizer, **found.small_files}
+    return dataclasses.replace(found, small_files=small_files, notes=tuple(notes))
 
 
 def _to_hf(
@@ -424,7 +428,7 @@ def _to_hf(
         )
     if pieces and pieces.note:
         notes.append(pieces.note)
-    if not tokenizer:
+    if not tokenizer and not tokenizer_of(described(reader.ref), None):
         notes.append(
             "There are no tokenizer files; --vocab FILE (a SentencePiece model) adds them."
         )

@@ -16,6 +16,7 @@ from t0repro.config.run_config import Mode, RunConfig
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.converters import mtf, sources, storage
 from t0repro.converters.model_files import open_configured
+from t0repro.converters.own_tokenizer import check_own_tokenizer
 from t0repro.converters.tensor_bundle import BundleReader
 from t0repro.converters.tensors import CheckpointRef, FlatTree, StoredTree, with_parameters_in
 from t0repro.errors import UserError, nearest_names
@@ -283,11 +284,20 @@ def check_checkpoints(inputs: RunInputs, *, jax: bool) -> None:
         if not jax and found and all(ref.format != "mtf" for ref in found):
             raise _of_another_stack(found[-1], "The latest of model_dir", inputs.master_dtype)
         checkpoints = checkpoints_to_evaluate(inputs.model_dir, steps, jax=jax)
+    starts = inputs.init_checkpoint if inputs.mode == "train" else None
+    folders = [_folder(path) for path in (inputs.model_dir, starts) if path]
+    check_own_tokenizer(folders, *(inputs.vocabularies or ()))
     for checkpoint in checkpoints:
         bundle = check_checkpoint(checkpoint)
         check_vocabulary(checkpoint, inputs.vocabularies, inputs.vocab_divisor)
         if not jax:
             check_types(checkpoint, bundle, inputs)
+
+
+def _folder(path: str) -> str:
+    """Where the files about the checkpoint at a path are."""
+    directory = storage.is_directory(path) and not re.search(r"checkpoint_\d+/?$", path)
+    return path if directory else os.path.dirname(path.rstrip("/"))
 
 
 def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[str]:
@@ -443,5 +453,8 @@ def check_vocabulary(prefix: str, vocabulary: Any, divisor: int) -> None:
                 f"{used.vocab_size} pieces are padded to {padded}.",
                 where=f"{prefix}; {getattr(used, 'sentencepiece_model_file', used)}",
                 fix="Use the vocabulary that the checkpoint was trained with (--vocab or "
-                "T0REPRO_VOCAB), or a mixture of its features.",
+                "T0REPRO_VOCAB), or a mixture of its features."
+                if used.vocab_size > rows
+                else f"If it was trained with this vocabulary: t0repro convert {prefix} OUT --to"
+                f" mtf --vocab_size {padded}.",
             )

@@ -349,7 +349,8 @@ def check_equal(vocabulary: Any, own: VocabularyFile, where: str) -> None:
 def difference(one: Any, other: Any) -> str | None:
     """How two vocabularies differ, apart from sentinels at their ends; None if they do not."""
     models = [model_of(each) or b"" for each in (one, other)]
-    if models[0] == models[1]:
+    # All of ByT5's have the same bytes.
+    if models[0] == models[1] or all(model.startswith(_BYTES_MODEL) for model in models):
         return None
     if any(not model or model.startswith(_BYTES_MODEL) for model in models):
         return "only one is a SentencePiece model"

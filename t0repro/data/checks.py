@@ -10,6 +10,8 @@ from t0repro.config.configuration import RunInputs
 from t0repro.config.gin_errors import unknown_mixture
 from t0repro.config.t5x import records
 from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.converters import own_tokenizer
+from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.cached import count_examples, shards_of
 from t0repro.errors import UserError, of_command
 from t0repro.progress import say
@@ -365,6 +367,20 @@ def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
                 fix=f"Give the model the task's{_bindings(theirs)}, or choose a task with the"
                 " model's.",
             )
+
+
+def check_own_tokenizer(ref: CheckpointRef, *records: Any) -> None:
+    """Checks that a model's vocabularies are that of the tokenizer beside its checkpoint.
+
+    Args:
+      ref: The checkpoint; for an adapter's, only its own files count.
+      *records: Records of the model's vocabularies.
+
+    Raises:
+      UserError: See `t0repro.converters.own_tokenizer`.
+    """
+    vocabularies = [_described_vocabulary(each) or seqio_vocabulary(each) for each in records]
+    own_tokenizer.check_own_tokenizer([ref.folder], *vocabularies)
 
 
 def check_rows(vocab_size: int, *vocabularies: Any) -> None:

@@ -37,6 +37,7 @@ class Checkpoint:
       digest: hash of all parameters' names, dtypes, shapes and values.
       params: the parameters, a nested dictionary.
       model: a t0repro.model.t5.T5.
+      folders: where files about it are, of an adapter its base's folder too.
     """
 
     path: str
@@ -44,6 +45,7 @@ class Checkpoint:
     digest: str
     params: dict
     model: Any
+    folders: tuple[str, ...] = ()
 
     def computation(self) -> dict[str, Any]:
         """What the logits depend on besides the parameters, in JSON's types; {} without a model.
@@ -202,7 +204,7 @@ def _opened(
         read = (f"{naming.PARAMETERS}token_embedder/", f"{naming.PARAMETERS}encoder/", naming.STEP)
         tree = {key: tensor for key, tensor in tree.items() if key.startswith(read)}
     held = devices.placed(held_for_evaluation(model, checkpoint_shapes(tree)))
-    return on_devices(tree, held, model, path)
+    return dataclasses.replace(on_devices(tree, held, model, path), folders=(ref.folder,))
 
 
 def adapter_at(path: str) -> AdapterCheckpoint:
@@ -265,6 +267,7 @@ def with_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:
         digest=digest.hexdigest(),
         params=joined(frozen, params, adapter.scale),
         model=model,
+        folders=(own.ref.folder, *base.folders),
     )
 
 

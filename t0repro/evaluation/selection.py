@@ -9,6 +9,7 @@ from typing import Any
 from t0repro.data.checks import check_readable, no_task_has
 from t0repro.data.eval_examples import why_not_evaluated_task
 from t0repro.errors import UserError, nearest_names
+from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.task_output import ranks_choices
 from t0repro.tasks.task import (
     SCORE_EVAL_SUFFIX,
@@ -20,6 +21,7 @@ from t0repro.tasks.task import (
     registered_mixtures,
     registered_tasks,
 )
+from t0repro.tasks.vocabulary import VOCABULARY_VARIABLE, check_rows, shown
 from t0repro.words import some
 
 MODES = ("rank", "generate")
@@ -191,27 +193,46 @@ def padded_rows(size: int) -> int:
     return -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
-def check_vocabulary(names: Sequence[str], rows: int, where: str) -> Any:
-    """Returns the tasks' vocabulary after checking that its padded size is the checkpoint's.
+def check_vocabulary(names: Sequence[str], checkpoint: Checkpoint) -> Any:
+    """Returns the tasks' vocabulary after checking that it fits the checkpoint.
 
     Args:
       names: names of the tasks.
-      rows: number of rows of the checkpoint's embedding.
-      where: the checkpoint's path, for the message.
+      checkpoint: the checkpoint.
 
     Raises:
-      UserError: if a task's padded vocabulary has another size; both sizes are named.
+      UserError: see `check_fits`.
     """
-    vocabulary: Any = None
+    vocabularies: list[Any] = []
     for name in names:
         vocabulary = find_task(name).output_features["targets"].vocabulary
-        padded = padded_rows(vocabulary.vocab_size)
-        if padded != rows:
-            raise UserError(
-                f"The checkpoint has a vocabulary of {rows} and {name} one of"
-                f" {vocabulary.vocab_size} ({padded} when padded).",
-                where=where,
-                fix="Evaluate with the vocabulary that the checkpoint was trained with"
-                " (T0REPRO_VOCAB).",
-            )
-    return vocabulary
+        if vocabulary not in vocabularies:
+            check_fits(vocabulary, checkpoint)
+            vocabularies.append(vocabulary)
+    return vocabularies[-1] if vocabularies else None
+
+
+def check_fits(vocabulary: Any, checkpoint: Checkpoint) -> None:
+    """Checks that a checkpoint's embedding has rows for a vocabulary's pieces, and for these.
+
+    Args:
+      vocabulary: the tasks'.
+      checkpoint: the checkpoint.
+
+    Raises:
+      UserError: if there are too few rows; if the tokenizer beside the checkpoint has other pieces;
+        or, without one, if there are more rows than padding explains.
+    """
+    from t0repro.converters.own_tokenizer import PIECES, check_own_tokenizer
+
+    rows = checkpoint.model.config.vocab_size
+    fix = f"Give the vocabulary that the checkpoint was trained with ({VOCABULARY_VARIABLE})."
+    check_rows(vocabulary, rows, checkpoint.path, fix)
+    padded = padded_rows(vocabulary.vocab_size)
+    if not check_own_tokenizer(checkpoint.folders, vocabulary) and rows > padded:
+        raise UserError(
+            f"The checkpoint's embedding has {rows:,} rows, and the tasks' vocabulary"
+            f" {vocabulary.vocab_size:,} pieces ({padded:,} when padded): {shown(vocabulary)}.",
+            where=checkpoint.path,
+            fix=f"{fix} If it is this one, put a copy beside the checkpoint, as {PIECES}.",
+        )

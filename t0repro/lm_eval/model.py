@@ -17,8 +17,8 @@ from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.grouping import make_batching
 from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
 from t0repro.evaluation.pairs import distinct_pairs
+from t0repro.evaluation.selection import check_fits
 from t0repro.progress import count_progress
-from t0repro.runs.text_scores import check_vocabulary_fits
 from t0repro.tasks.vocabulary import named_vocabulary
 
 EOS = ("targets", "inputs")
@@ -89,7 +89,7 @@ class T0ReproLM(LM):
         self._checkpoint = open_checkpoint(str(checkpoint), step, dtype)
         if adapter is not None:
             self._checkpoint = with_adapter(self._checkpoint, adapter_at(str(adapter)))
-        check_vocabulary_fits(self._vocabulary, self._checkpoint)
+        check_fits(self._vocabulary, self._checkpoint)
         # A continuation is never cut, since its score would be another text's.
         self._eos, self._lengths = eos, {"inputs": max_length, "targets": 1 << 30}
         self._max_gen_toks, self._tokens_per_batch = max_gen_toks, tokens_per_batch

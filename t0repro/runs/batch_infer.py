@@ -32,6 +32,7 @@ import numpy as np
 from t0repro.config.inference_plan import InferPlan
 from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
+from t0repro.data.checks import check_own_tokenizer
 from t0repro.data.eval_examples import eval_examples
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluator import functions_of, model_features
@@ -114,6 +115,7 @@ def _chosen(plan: InferPlan) -> CheckpointRef:
     (ref,) = chosen(plan.restore)
     # Before the run writes a config.gin, which may replace the checkpoint's own.
     check_configured(ref, plan.model)
+    check_own_tokenizer(ref, plan.input_vocabulary, plan.output_vocabulary)
     return ref
 
 

@@ -25,6 +25,7 @@ from t0repro.config.run_config import RunConfig
 from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.batches import eval_tasks, perplexity_batches
+from t0repro.data.checks import check_own_tokenizer
 from t0repro.data.eval_examples import described_tasks
 from t0repro.errors import UserError
 from t0repro.evaluation.energy import Cost
@@ -524,6 +525,7 @@ def _checkpoints(
         refs = chosen(plan.restore)
         for ref in refs:  # before the run writes a config.gin, which may replace their own
             check_configured(ref, plan.model)
+            check_own_tokenizer(ref, plan.input_vocabulary, plan.output_vocabulary)
         return iter(refs)
     options: dict[str, Any] = {} if seconds is None else {"seconds": seconds}
     return coming(plan.restore, until, **options)

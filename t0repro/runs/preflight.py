@@ -158,7 +158,11 @@ def check_inference(
     # A run that starts opens each checkpoint when its turn comes, which checks it.
     if not starts:
         listed.append(
-            Check("checkpoints", Cost.INDEX, lambda: _checkpoints(plan.restore, plan.model))
+            Check(
+                "checkpoints",
+                Cost.INDEX,
+                lambda: _checkpoints(plan.restore, plan.model, vocabularies),
+            )
         )
     run_checks(listed, _named(report))
 
@@ -186,7 +190,9 @@ def check_training(
     ]
     listed.extend(_choices(config))
     if (restore := plan.restore) is not None:
-        listed.append(Check("restore", Cost.INDEX, lambda: _restored(restore, config)))
+        listed.append(
+            Check("restore", Cost.INDEX, lambda: _restored(restore, config, vocabularies))
+        )
     listed.insert(0, Check("batch", Cost.NAMES, lambda: _batch(config)))
     run_checks(listed, _named(report))
 
@@ -294,26 +300,32 @@ def _data(
     yield f"the tasks' vocabularies are the model's ({model.vocab_size:,} rows)"
 
 
-def _restored(restore: RestoreConfig, config: RunConfig) -> Iterator[str]:
+def _restored(
+    restore: RestoreConfig, config: RunConfig, vocabularies: tuple[Any, Any]
+) -> Iterator[str]:
     """The checkpoint that a training run starts from unless it resumes from one of its own."""
     from t0repro.converters import sources, storage
 
     if storage.is_directory(config.model_dir) and sources.list_checkpoints(config.model_dir):
         yield f"not read: {config.model_dir} has checkpoints"
         return
-    yield from _checkpoints(restore, config.model)
+    yield from _checkpoints(restore, config.model, vocabularies)
 
 
-def _checkpoints(restore: RestoreConfig, model: ModelConfig) -> Iterator[str]:
+def _checkpoints(
+    restore: RestoreConfig, model: ModelConfig, vocabularies: tuple[Any, Any]
+) -> Iterator[str]:
     """The checkpoints found, and whether their parameters fit the model."""
     if NO_CHECKPOINT_YET in os.environ:
         yield "not saved yet"
         return
     from t0repro.converters.model_files import check_configured
+    from t0repro.data.checks import check_own_tokenizer
     from t0repro.runs.checkpoint_choice import chosen
 
     for ref in chosen(restore):
         check_configured(ref, model)
+        check_own_tokenizer(ref, *vocabularies)
         yield f"{ref.path} ({ref.format}): {_fit(ref, restore, model)}"
 
 

@@ -138,8 +138,7 @@ def rank_eval(
     if selected.left_out:
         say(f"Left out: {reasons_in_words(selected.left_out)}.")
     names = (*selected.ranked, *selected.generated)
-    rows = checkpoint.model.config.vocab_size
-    vocabulary = check_vocabulary(names, rows, checkpoint.path)
+    vocabulary = check_vocabulary(names, checkpoint)
     # Do this before writing, so that two evaluations cannot mix their results.
     claim_step(out, checkpoint, mixture, settings, add_step=add_step, force=force)
     metrics = MetricLog(out, writers=[event_writer(out)])

@@ -29,7 +29,7 @@ from t0repro.evaluation.opened import (
     opened_once,
     with_adapter,
 )
-from t0repro.evaluation.selection import padded_rows
+from t0repro.evaluation.selection import check_fits
 from t0repro.evaluation.task_output import LineFile, check_finite
 from t0repro.files import output_path, write_atomically
 from t0repro.model.shapes import Int
@@ -87,7 +87,7 @@ def score(
         checkpoint = opened_once(_open, os.fspath(model), activation)
     if adapter is not None:
         checkpoint = with_adapter(checkpoint, adapter_at(os.fspath(adapter)))
-    check_vocabulary_fits(file, checkpoint)
+    check_fits(file, checkpoint)
     examples = _examples(file, inputs, of_each, lengths)
     found = iter(score_examples(checkpoint.params, checkpoint.model, examples, lengths))
     scores = np.full((len(inputs), max(map(len, of_each), default=0)), -np.inf, np.float32)
@@ -140,20 +140,6 @@ def _check_lengths(lengths: Mapping[str, int]) -> None:
                 where="score, lengths",
                 fix=f"Give both, as {LENGTHS}, or none for these.",
             )
-
-
-def check_vocabulary_fits(file: VocabularyFile, checkpoint: Checkpoint) -> None:
-    """Raises UserError if the embedding has another size than the vocabulary, padded."""
-    size, rows = file.processor().vocab_size(), checkpoint.model.config.vocab_size
-    padded = padded_rows(size)
-    if padded != rows:
-        raise UserError(
-            f"The checkpoint has a vocabulary of {rows} and the SentencePiece model one of {size}"
-            f" ({padded} when padded).",
-            where=checkpoint.path,
-            fix="Name the vocabulary that the checkpoint was trained with: vocabulary=, or"
-            " T0REPRO_VOCAB.",
-        )
 
 
 def _examples(

@@ -1,0 +1,173 @@
+"""The tokenizer files beside a checkpoint, which say what its vocabulary is.
+
+transformers saves them with a model, and conversions copy them. A task's vocabulary of the same
+size may have other pieces, or lack tokens that were added before training; its ids then mean
+something else to the model, and only these files show it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t0repro.converters import storage
+from t0repro.converters.tensors import CheckpointRef
+from t0repro.errors import UserError
+from t0repro.tasks.vocabulary import (
+    BYTES,
+    VOCABULARY_VARIABLE,
+    VocabularyFile,
+    check_equal,
+    model_of,
+    named_vocabulary,
+    processor_of,
+    shown,
+)
+from t0repro.words import some
+
+PIECES = "spiece.model"
+_TOKENIZER, _SETTINGS, _ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+_BYTE_PAIRS = ("vocab.json", "merges.txt")
+FILES = (PIECES, _TOKENIZER, _SETTINGS, _ADDED, "special_tokens_map.json", *_BYTE_PAIRS)
+_SENTINEL = re.compile("\u2581?(<extra_id_[0-9]+>)")
+
+
+def tokenizer_of(
+    source: CheckpointRef, vocabulary: str | os.PathLike[str] | None
+) -> dict[str, bytes]:
+    """The files of a checkpoint's tokenizer by name, for a conversion to keep.
+
+    Args:
+      source: The checkpoint.
+      vocabulary: The model from which new files will be made in their place, or None.
+
+    Raises:
+      UserError: If `vocabulary` is another than the tokenizer's, which then has no use.
+    """
+    names = [name for name in FILES if storage.is_file(storage.join(source.folder, name))]
+    if vocabulary is None:
+        return {name: storage.read(storage.join(source.folder, name)) for name in names}
+    if names:
+        check_own_tokenizer([source.folder], named_vocabulary(vocabulary))
+    return {}
+
+
+def check_own_tokenizer(folders: Sequence[str], *vocabularies: Any) -> bool:
+    """Checks that vocabularies are that of the tokenizer beside a checkpoint, piece by piece.
+
+    Args:
+      folders: The checkpoint's folder and, of an adapter, its base's.
+      *vocabularies: Each a `VocabularyFile`, or SeqIO's; of other kinds, nothing is compared.
+
+    Returns:
+      Whether there was anything to compare with.
+
+    Raises:
+      UserError: If a piece differs, if the tokenizer has added tokens, or if a file is damaged.
+    """
+    found = False
+    # Inputs and targets mostly have the same.
+    distinct = {id(vocabulary): vocabulary for vocabulary in vocabularies if vocabulary is not None}
+    for folder in folders:
+        names = set(storage.names(folder)).intersection(FILES)
+        for vocabulary in distinct.values():
+            if names and model_of(vocabulary) is not None:
+                found |= _check_pieces(vocabulary, folder, names)
+                _check_added(vocabulary, folder, names)
+    return found
+
+
+def _check_pieces(vocabulary: Any, folder: str, names: set[str]) -> bool:
+    if PIECES in names:
+        check_equal(vocabulary, VocabularyFile(storage.join(folder, PIECES)), folder)
+        return True
+    settings = _read(folder, _SETTINGS) if _SETTINGS in names else {}
+    if settings.get("tokenizer_class") == "ByT5Tokenizer":
+        check_equal(vocabulary, VocabularyFile(BYTES), folder)
+        return True
+    file = _TOKENIZER
+    model = _read(folder, file).get("model", {}) if file in names else {}
+    if not model and names.issuperset(_BYTE_PAIRS):
+        file, model = _BYTE_PAIRS[0], {"type": "BPE"}
+    if not model:
+        return False
+    where = storage.join(folder, file)
+    if model.get("type") != "Unigram":
+        raise UserError(
+            f"The checkpoint's tokenizer is of the kind {model.get('type')}; the tasks' vocabulary,"
+            f" {shown(vocabulary)}, is a SentencePiece unigram model.",
+            where=where,
+            fix=_ELSEWHERE,
+        )
+    own = [_plain(str(piece[0])) for piece in model.get("vocab", ())]
+    ours = _names(vocabulary)
+    # Sentinels at the end that only one of the two has are no difference.
+    for pieces in (own, ours):
+        while pieces and _SENTINEL.fullmatch(pieces[-1]):
+            pieces.pop()
+    for token, (there, here) in enumerate(itertools.zip_longest(own, ours, fillvalue="nothing")):
+        if there != here:
+            raise UserError(
+                f"The tasks' vocabulary, {shown(vocabulary)}, is not the checkpoint's: id {token}"
+                f" is {here!r} in it and {there!r} in {file}.",
+                where=where,
+                fix=f"Give the SentencePiece model that {file} was made from:"
+                f" {VOCABULARY_VARIABLE}=FILE.",
+            )
+    return True
+
+
+_ELSEWHERE = "Evaluate it with transformers (docs/any_model.md has the harness's commands)."
+
+
+def _check_added(vocabulary: Any, folder: str, names: set[str]) -> None:
+    """Checks that no token was added to the tokenizer but sentinels and marks of its pieces."""
+    files = {name: _read(folder, name) for name in (_ADDED, _SETTINGS, _TOKENIZER) if name in names}
+    added = dict.fromkeys(files.get(_ADDED, ()), _ADDED)
+    decoder = files.get(_SETTINGS, {}).get("added_tokens_decoder") or {}
+    for file, tokens in (
+        (_SETTINGS, decoder.values()),
+        (_TOKENIZER, files.get(_TOKENIZER, {}).get("added_tokens") or ()),
+    ):
+        for token in tokens:
+            added.setdefault(str(token["content"]), file)
+    known = set(_names(vocabulary))
+    lacking = [token for token in added if _plain(token) not in known]
+    lacking = [token for token in lacking if not _SENTINEL.fullmatch(token)]
+    if lacking:
+        raise UserError(
+            f"Tokens were added to the checkpoint's tokenizer that the tasks' vocabulary,"
+            f" {shown(vocabulary)}, lacks: {some([*map(repr, lacking)])}.",
+            where=storage.join(folder, added[lacking[0]]),
+            fix=f"{_ELSEWHERE} If no input or target has them, move the tokenizer's files out of"
+            " the directory.",
+        )
+
+
+def _names(vocabulary: Any) -> list[str]:
+    """A vocabulary's pieces by id; the special ones alone if they are bytes."""
+    if getattr(vocabulary, "address", None) == BYTES:
+        return ["<pad>", "</s>", "<unk>"]
+    processor = processor_of(model_of(vocabulary) or b"")
+    return [_plain(processor.id_to_piece(token)) for token in range(processor.get_piece_size())]
+
+
+def _plain(piece: str) -> str:
+    """A piece; a sentinel without SentencePiece's mark, as transformers has it."""
+    sentinel = _SENTINEL.fullmatch(piece)
+    return sentinel[1] if sentinel else piece
+
+
+def _read(folder: str, name: str) -> Mapping[str, Any]:
+    path = storage.join(folder, name)
+    try:
+        content = json.loads(storage.read(path))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{name} is not a JSON object.", where=path, fix="Copy the file again.")
+    return content
