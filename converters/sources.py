@@ -232,9 +232,9 @@ def _refuse_formats(directory: str, names: list[str]) -> None:
             pattern = os.path.join(glob.escape(directory), "pytorch_model*.bin")
             out = os.path.join(directory, hf.WEIGHTS)
             code = _UNPICKLE.format(pattern=json.dumps(pattern), out=json.dumps(out))
-            fix = f"With the extra hf installed, run python -c {shlex.quote(code)}"
-            if storage.is_remote(directory):
-                fix = "Copy the directory to a disk and run this again, which says how to convert."
+            fix = (
+                f"With the extra hf, and the directory on a disk, run python -c {shlex.quote(code)}"
+            )
         elif not name.endswith((".h5", ".gguf", ".onnx", ".ot", ".pt", ".pth", ".ckpt")):
             continue
         raise UserError(what, where=storage.join(directory, name), fix=fix)
