@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from t0repro.buckets import is_inside
 from t0repro.converters import hf_config, storage, tensors
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
 from t0repro.converters.t5x_msgpack import FlaxFile, torch_name
@@ -347,7 +348,7 @@ def _weights(path: str, scaled: bool) -> dict[str, tuple[_File, str]]:
         raise UserError(
             f"{index_name} is not an index of tensors.", where=index, fix="Copy the file again."
         ) from None
-    if outside := [file for file in names.values() if not storage.is_inside(file)]:
+    if outside := [file for file in names.values() if not is_inside(file)]:
         raise UserError(
             f"{index_name} names the file {outside[0]!r}, which is not in its own directory.",
             where=index,

@@ -123,13 +123,6 @@ def name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-def is_inside(name: str) -> bool:
-    """Returns whether a name from a file, once joined, stays inside that file's directory."""
-    # `join` would return an absolute name as it is, and `..` leads out of the directory.
-    parts = name.split("/")
-    return bool(name) and "://" not in name and not os.path.isabs(name) and ".." not in parts
-
-
 @explained
 def size(path: str) -> int:
     """Returns a file's size in bytes.

@@ -13,6 +13,7 @@ from typing import Any, TypedDict, get_args
 
 import numpy as np
 
+from t0repro.buckets import is_inside
 from t0repro.converters import storage
 from t0repro.converters.tensors import CheckpointRef, Format, bytes_of
 from t0repro.errors import UserError
@@ -157,7 +158,7 @@ def _parse(listing: str) -> dict[str, Written]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise damaged(listing, "it is not a list of files") from None
     # A listing never refers to files outside its own directory.
-    if outside := [name for name in parsed if not storage.is_inside(name)]:
+    if outside := [name for name in parsed if not is_inside(name)]:
         raise damaged(listing, f"it names {outside[0]!r}, which is not in the checkpoint")
     return parsed
 

@@ -412,7 +412,30 @@ def objects(address: str) -> dict[str, int]:
         if info["type"] != _LISTED_AS_FOLDERS and not name.endswith("/")
     }
     sizes.pop("", None)  # the object of that very name
+    for name in sizes:
+        check_inside(name, address)
     return dict(sorted(sizes.items()))
+
+
+def is_inside(name: str) -> bool:
+    """Returns whether a name from a file or listing, once joined, stays inside its folder."""
+    # Joining gives an absolute name as it is, and `..` leads out of the folder.
+    parts = name.split("/")
+    return bool(name) and "://" not in name and not os.path.isabs(name) and ".." not in parts
+
+
+def check_inside(name: str, where: str) -> None:
+    """Refuses a name in a listing of somebody else's that would be a file outside of its folder.
+
+    Raises:
+      UserError: naming it.
+    """
+    if not is_inside(name):
+        raise UserError(
+            f"The listing names {name!r}, which is not below its folder.",
+            where=where,
+            fix="Do not trust what is there; get it from where it came from.",
+        )
 
 
 @explained

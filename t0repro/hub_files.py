@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from t0repro.buckets import check_inside
 from t0repro.errors import UserError
 from t0repro.files import naming
 from t0repro.words import sized
@@ -55,6 +56,9 @@ class HubFile:
     blob: str | None = None
     md5: str | None = None
     crc32c: str | None = None
+
+    def __post_init__(self) -> None:
+        check_inside(self.path, "the server's listing")
 
     @property
     def name(self) -> str:

@@ -7,12 +7,15 @@ import sys
 import tempfile
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from t0repro import buckets, leases, working_copies
+from t0repro.cloud.job_files import copy_results
 from t0repro.errors import UserError
 from t0repro.files import folder_lock, input_path, output_path, write_atomically
+from t0repro.hub_files import HubFile
 from t0repro.progress import heard_by
 from t0repro.reports.make_report import make_report
 from t0repro.reports.run import Run, find_evaluation
@@ -306,3 +309,19 @@ def test_an_unreachable_store_is_named_within_seconds(monkeypatch, address, vari
         buckets.exists(address)
     assert time.monotonic() - begin < 5  # asked in vain: gcsfs 39 s, s3fs 7 to 13 s
     assert error.value.where == f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/../../evil"])
+def test_a_listed_name_outside_its_folder_is_refused(monkeypatch, tmp_path, name):
+    listed = {f"b/x/{name}": {"size": 1, "type": "file"}}
+    system = SimpleNamespace(_strip_protocol=lambda path: "b/x", find=lambda path, detail: listed)
+    monkeypatch.setattr(buckets, "located", lambda address: (system, "b/x"))
+    with pytest.raises(UserError, match="not below its folder"):
+        buckets.objects("s3://b/x")
+    with pytest.raises(UserError, match="not below its folder"):
+        HubFile(name, 1)
+    blob = SimpleNamespace(name=f"x/{name}/report.json", download_as_bytes=lambda: b"{}")
+    client = SimpleNamespace(list_blobs=lambda bucket, prefix: [blob])
+    with pytest.raises(UserError, match="not below its folder"):
+        copy_results(client, "gs://b/x", tmp_path / "copy")
+    assert not list(tmp_path.rglob("*.json"))

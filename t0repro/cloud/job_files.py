@@ -28,6 +28,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from t0repro import compat, event_files
+from t0repro.buckets import check_inside
 from t0repro.cloud.google import Place, cloud_errors, connect, storage_client
 from t0repro.cloud.spec import MOUNT, Arguments, gin_files_replaced
 from t0repro.config.gin_imports import Unresolved
@@ -206,6 +207,7 @@ def copy_results(client: Any, address: str, folder: Path) -> None:
     with cloud_errors("read the job's results", where=address):
         for blob in client.list_blobs(bucket, prefix=f"{prefix}/"):
             name = blob.name.removeprefix(f"{prefix}/")
+            check_inside(name or ".", address)  # the object of a folder has no name in it
             if event_files.MARK in name or name.endswith(_REPORT):
                 _copy(blob, folder / name)
 
