@@ -190,13 +190,14 @@ def verify(
     """Recompute a report's figures, and a sample of its scores from the checkpoint.
 
     Figures, files of scores, prompts and rows are compared in full, by their values or hashes;
-    random examples are rendered and scored again. Exits with 1 if anything differs.
+    random examples are rendered and scored again. Ends with what was not verified. Exits with 1 if
+    anything differs.
 
     Example: t0repro report verify runs/demo/rank_eval --sample 20
     --module_import t0repro.tasks.demo
     """
     from t0repro.reports.run import load_prompts
-    from t0repro.runs.verify import detection_probability, verify
+    from t0repro.runs.verify import detection_probability, not_verified, verify
 
     echo("importing JAX and the tasks ...", err=True)
     prompts = load_prompts(modules_or_t0(module_import))
@@ -216,8 +217,10 @@ def verify(
     )
     if cells:
         echo(f"Changed examples are detected with a probability of {shares}.", err=as_json)
+    unverified = not_verified(report)
+    echo("Not verified:\n" + "\n".join(f"  {line}" for line in unverified), err=as_json)
     if as_json:
-        print_json({"findings": findings})
+        print_json({"findings": findings, "not_verified": unverified})
     if differ:
         raise typer.Exit(1)
 

@@ -32,7 +32,7 @@ import dacite
 from t0repro.errors import UserError
 from t0repro.reports.comparison import RunComparison
 from t0repro.reports.losses import LossComparison, LossCurve
-from t0repro.reports.results import DatasetResult, GenerationResult, GroupResult
+from t0repro.reports.results import GROUP_TITLES, DatasetResult, GenerationResult, GroupResult
 from t0repro.reports.run import Provenance
 from t0repro.reports.statistics import Bootstrap
 
@@ -117,7 +117,10 @@ def load_report(path: str | os.PathLike[str]) -> Report:
             fix="Read it with the version of t0repro that wrote it, or a later one.",
         )
     try:
-        return dacite.from_dict(Report, content, _FROM_JSON)
+        report = dacite.from_dict(Report, content, _FROM_JSON)
+        for result in (*report.groups, *report.datasets, *report.generation):
+            GROUP_TITLES[result.group]  # the pages look it up
+        return report
     except (TypeError, KeyError, AttributeError, ValueError, dacite.DaciteError) as error:
         raise UserError(
             f"The report's fields are not those of schema {version}: {error}",

@@ -493,6 +493,10 @@ class Confusion:
     counts: tuple[tuple[int, ...], ...]
     prompts: int
 
+    def __post_init__(self) -> None:
+        if {len(self.counts), *map(len, self.counts)} != {len(self.labels)}:
+            raise ValueError(f"a table of {len(self.labels)} choices has other rows or columns")
+
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationBin:

@@ -29,6 +29,7 @@ from statistics import NormalDist
 import numpy as np
 from jaxtyping import Float
 
+from t0repro.errors import UserError
 from t0repro.evaluation.rank import RankResult
 
 _EXACT_EXAMPLES = 100  # up to this many differing examples, McNemar's test is exact
@@ -56,6 +57,14 @@ class Bootstrap:
     replicates: int = 4000
     seed: int = 0
     confidence: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not (self.replicates >= 1 and self.seed >= 0 and 0 < self.confidence < 1):
+            raise UserError(
+                f"There are no intervals with {self.replicates} weightings, seed {self.seed} and"
+                f" confidence {self.confidence}.",
+                fix="Give at least 1 weighting, a seed from 0 on and a confidence between 0 and 1.",
+            )
 
     @property
     def percent(self) -> str:

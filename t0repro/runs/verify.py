@@ -2,14 +2,17 @@
 
 Four things are checked, the cheap ones first:
 
-    figures     every figure of report.json is recomputed from the scores in the folder, and
-                report.md and report.html are rendered again from report.json
+    figures     every figure of report.json is recomputed from the scores in the folder, of which no
+                task is left out; report.md and report.html are rendered again from report.json, and
+                scores.csv and scores.parquet are written again from the scores
     hashes      the score files, the prompts, the rows and the checkpoint match their records
     cells       random examples are read from the rows or the cache, rendered, tokenized and scored
                 with the checkpoint, each in its original batch
 
 If a share f of the examples was altered, and all records and figures were changed to match, k cells
 reveal it with a probability of at least 1 - (1 - f) ** k.
+
+`not_verified` names everything else that a report's folder holds.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import dataclasses
 import json
 import math
 import os
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +30,15 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import jax_device, package_versions, scores_sha256
-from t0repro.evaluation.outputs import digest_of_texts, read_line_of, read_records
+from t0repro.evaluation.outputs import (
+    RESULTS,
+    digest_of_texts,
+    find_tasks,
+    read_line_of,
+    read_records,
+)
 from t0repro.progress import say
-from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.make_report import ReportOptions, make_report, write_tables
 from t0repro.reports.page import render_html, render_markdown
 from t0repro.reports.report import Report, load_report
 from t0repro.reports.report_page import report_page
@@ -90,7 +100,7 @@ def verify(
     records = {
         name: record
         for name, record in read_records(eval_dir, step).items()
-        if record.get("mode") == "rank" and "tokens_per_batch" in record
+        if record.get("mode") == "rank" and {"tokens_per_batch", "dropped_rows"} <= record.keys()
     }
     if not records or report.provenance.checkpoint_hash is None:
         raise UserError(
@@ -98,8 +108,10 @@ def verify(
             where=str(eval_dir),
             fix="Only what this version's rank-eval wrote can be verified: evaluate again.",
         )
+    yield from _tasks(report, eval_dir, step, records)
     yield from _figures(report, eval_dir, step, prompts)
     yield from _pages(report, folder)
+    yield from _tables(report, folder, eval_dir, step, prompts)
     yield from _hashes(report, eval_dir, records, prompts)
     opened = _opened(report, checkpoint, records)
     if opened.digest != report.provenance.checkpoint_hash:
@@ -115,6 +127,51 @@ def verify(
         yield from _recomputed(opened, eval_dir, records[task], cells, exact)
 
 
+# Fields whose values no record of the scores shows, so that verification takes them as they are.
+_TAKEN_AS_THEY_ARE = (
+    "schema_version", "title", "notes", "stacks", "losses", "loss_curve", "conversion",
+    "datasets.group (what was trained on)", "datasets.prompts.extras", "tasks (sizes and times)",
+    "generation (decoded texts)", "provenance.created", "provenance.label", "provenance.eval_dir",
+    "provenance.git_commit",
+)  # fmt: skip
+# Fields that are compared with what the evaluation's own record says, and with nothing else.
+_RECORDED_ALONE = (
+    "provenance.checkpoint", "provenance.device", "provenance.duration_seconds",
+    "provenance.versions", "provenance.operative_config", "provenance.templates_hash",
+    "provenance.data_revision", "provenance.energy_joules", "provenance.energy_source",
+    "provenance.data",
+)  # fmt: skip
+_PAGES = ("report.json", "report.md", "report.html")
+_TABLES = ("scores.csv", "scores.parquet")
+_SHOWN_FILES = 20
+
+
+def not_verified(path: str | os.PathLike[str]) -> list[str]:
+    """What `verify` does not check, a sentence for each kind: fields and files, by name."""
+    report = load_report(path)
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    eval_dir, step = find_evaluation(path)
+    step = report.provenance.step if step is None else step
+    found = [
+        f"report.json: {', '.join(_TAKEN_AS_THEY_ARE)}.",
+        f"Compared with provenance.json only: {', '.join(_RECORDED_ALONE)}.",
+    ]
+    known = {name for record in read_records(eval_dir, step).values() for name in record["files"]}
+    there = [*_other_files(folder, {*_PAGES, *_TABLES, eval_dir.name})]
+    there += [f"{eval_dir.name}/{name}" for name in _other_files(eval_dir, {*known, RESULTS})]
+    more = len(there) - _SHOWN_FILES
+    if there:
+        names = ", ".join(there[:_SHOWN_FILES]) + (f" and {more} more" if more > 0 else "")
+        found.append(f"Files: {names}.")
+    if missing := [name for name in (*_PAGES, *_TABLES) if not (folder / name).is_file()]:
+        found.append(f"Not in the folder: {', '.join(missing)}.")
+    return found
+
+
+def _other_files(folder: Path, known: Collection[str]) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name not in known)
+
+
 def detection_probability(share: float, cells: int) -> float:
     """Probability that a sample of cells reveals alterations in a share of all cells."""
     return 1 - (1 - share) ** cells
@@ -123,10 +180,27 @@ def detection_probability(share: float, cells: int) -> float:
 # ---- Figures -------------------------------------------------------------------------------------
 
 
+def _tasks(
+    report: Report, eval_dir: Path, step: int, records: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Finding]:
+    """Compares the report's tasks with the folder's, and with those that have a complete record."""
+    ranked = {prompt.task for dataset in report.datasets for prompt in dataset.prompts}
+    decoded = {result.task for result in report.generation}
+    whole = read_records(eval_dir, step)
+    there = {task for task, steps in find_tasks(eval_dir).items() if step in steps}
+    there |= {task for task, record in whole.items() if record.get("mode") == "generate"}
+    left_out = sorted(there - ranked - decoded)
+    details = f"left out of the report: {', '.join(left_out)}" if left_out else ""
+    yield Finding(f"{len(there)} tasks of the folder", not left_out, details)
+    without = sorted((ranked - records.keys()) | (decoded - whole.keys()))
+    details = f"none, or an incomplete one: {', '.join(without)}" if without else ""
+    yield Finding(f"records of {len(ranked | decoded)} tasks", not without, details)
+
+
 def _figures(
     report: Report, eval_dir: Path, step: int, prompts: Mapping[str, PromptInfo]
 ) -> Iterator[Finding]:
-    """Recomputes the report from the files; one finding for all of its figures."""
+    """Recomputes the report from the files; findings for its figures, provenance and notes."""
     run = Run(report.provenance.label, eval_dir, step)
     try:
         again = make_report(run, prompts, options_of(report))
@@ -145,6 +219,14 @@ def _figures(
         not differences,
         "; ".join(differences[:5]) + ("; ..." if len(differences) > 5 else ""),
     )
+    differences = [
+        f"{place} is {recorded}, and the evaluation's is {found}"
+        for place, recorded, found in _leaves(report.provenance, again.provenance, "provenance")
+        if not place.startswith(_TAKEN_AS_THEY_ARE) and not _equal(recorded, found)
+    ]
+    yield Finding("provenance", not differences, "; ".join(differences[:5]))
+    lost = [note for note in again.notes if note not in report.notes]
+    yield Finding("notes about the examples", not lost, " ".join(lost))
 
 
 def options_of(report: Report) -> ReportOptions:
@@ -174,15 +256,15 @@ def options_of(report: Report) -> ReportOptions:
 def _leaves(recorded: Any, found: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
     """Each value in a part of the report: its place, the value, and the recomputed one.
 
-    Values that the first lacks, such as a later version's fields and overlaps, are not compared.
+    Accuracies without overlaps, which need another file, are not compared.
     """
     if dataclasses.is_dataclass(recorded) and dataclasses.is_dataclass(found):
         for field in dataclasses.fields(recorded):
             pair = getattr(recorded, field.name), getattr(found, field.name)
             yield from _leaves(*pair, f"{place}.{field.name}")
     elif isinstance(recorded, Mapping) and isinstance(found, Mapping):
-        for name in recorded.keys() - {"without_overlap"}:
-            yield from _leaves(recorded[name], found.get(name), f"{place}.{name}")
+        for name in sorted((recorded.keys() | found.keys()) - {"without_overlap"}):
+            yield from _leaves(recorded.get(name), found.get(name), f"{place}.{name}")
     elif isinstance(recorded, tuple | list) and isinstance(found, tuple | list):
         if len(recorded) != len(found):
             yield f"the number of {place}", len(recorded), len(found)
@@ -212,6 +294,40 @@ def _pages(report: Report, folder: Path) -> Iterator[Finding]:
             yield Finding(name, same, "" if same else "it does not show what report.json says")
 
 
+def _tables(
+    report: Report, folder: Path, eval_dir: Path, step: int, prompts: Mapping[str, PromptInfo]
+) -> Iterator[Finding]:
+    """Compares the tables beside report.json with those of the scores, in any order of tasks."""
+    tasks = [prompt.task for dataset in report.datasets for prompt in dataset.prompts]
+    there = [name for name in _TABLES if (folder / name).is_file()]
+    if not there or not tasks:
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            write_tables(eval_dir, step, prompts, temporary, tasks)
+        except UserError as error:
+            yield Finding("tables", False, str(error))
+            return
+        for name in there:
+            same = _rows_of(folder / name) == _rows_of(Path(temporary, name))
+            yield Finding(name, same, "" if same else "it does not have the scores of the folder")
+
+
+def _rows_of(path: Path) -> Any:
+    """A table's header and its sorted rows; None if it cannot be read."""
+    if path.suffix == ".csv":
+        header, *rows = path.read_bytes().split(b"\n")
+        return header, sorted(rows)
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+        return table.sort_by([(name, "ascending") for name in ("task", "example", "choice")])
+    except (pyarrow.ArrowException, OSError):
+        return None
+
+
 # ---- Hashes --------------------------------------------------------------------------------------
 
 
@@ -222,13 +338,11 @@ def _hashes(
     prompts: Mapping[str, PromptInfo],
 ) -> Iterator[Finding]:
     """Compares the files of scores, the prompts and the rows with their recorded hashes."""
-    from t0repro.evaluation.reading import data_origin
+    from t0repro.evaluation.reading import data_origin, dropped_rows
 
     source = report.provenance
-    if source.scores_sha256 is not None:
-        whole = read_records(eval_dir, source.step)
-        found = scores_sha256(eval_dir, whole)
-        yield Finding("SHA-256 of the scores", found == source.scores_sha256, found)
+    found = scores_sha256(eval_dir, read_records(eval_dir, source.step))
+    yield Finding("SHA-256 of the scores", found == source.scores_sha256, found)
     templates = {name: prompts[name].prompt if name in prompts else "" for name in records}
     changed = [
         name
@@ -248,7 +362,9 @@ def _hashes(
                 fix="Name the cache: --cache_dir DIR.",
             )
         # Through JSON like the record, which turned tuples into lists.
-        if json.loads(json.dumps(origin)) != key["data"]:
+        examples = record.get("available") or record["inputs"]
+        dropped = dropped_rows(name, key["split"], examples)
+        if json.loads(json.dumps(origin)) != key["data"] or dropped != record["dropped_rows"]:
             changed.append(name)
     yield Finding(f"rows of {len(records)} tasks", not changed, ", ".join(changed[:5]))
 

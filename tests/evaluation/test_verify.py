@@ -1,5 +1,6 @@
 """`t0repro report verify` notices what was changed, however well the change is covered up."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -22,7 +23,13 @@ from t0repro.reports.report import load_report
 from t0repro.reports.run import Run
 from t0repro.runs import rank_eval
 from t0repro.runs import verify as runs_verify
-from t0repro.runs.verify import chosen_cells, detection_probability, options_of, verify
+from t0repro.runs.verify import (
+    chosen_cells,
+    detection_probability,
+    not_verified,
+    options_of,
+    verify,
+)
 
 SETTINGS = EvaluationSettings(lengths={"inputs": 128, "targets": 32}, limit=12)
 ALL = 10_000
@@ -133,6 +140,8 @@ def test_the_command_exits_with_1_where_something_differs(copied):
     assert run.exit_code == 0 and "DIFFERS" not in run.output
     assert run.output.count("to the last bit") == 2
     assert "detected with a probability of 2% if 1% were, 10% if 5% were, 19% if 10%" in run.output
+    last = run.output.partition("Not verified:\n")[2].splitlines()
+    assert [line.strip() for line in last] == not_verified(copied)
     (copied / "report.md").write_text("# Another")
     run = CliRunner().invoke(app, command, catch_exceptions=False)
     assert run.exit_code == 1 and "DIFFERS  report.md" in run.output
@@ -157,6 +166,7 @@ def cover_up(out, changed, prompts):
     (folder / "provenance.json").write_text(json.dumps(facts))
     options = dataclasses.replace(options_of(load_report(out)), title="Demo")
     write_report(making.make_report(Run("jax", folder, 7), prompts, options), out)
+    making.write_tables(folder, 7, prompts, out)
 
 
 def test_covered_up_scores_are_noticed_as_often_as_is_said(copied, prompts):
@@ -177,3 +187,145 @@ def test_covered_up_scores_are_noticed_as_often_as_is_said(copied, prompts):
         ]
         # Four standard errors of 600 draws; without repetition it is noticed a little more often.
         assert np.mean(caught) >= detection_probability(share, cells) - 4 * np.sqrt(0.25 / 600)
+
+
+def leaves_of(value, place=()):
+    """Places in a JSON value; of lists and of mappings with free names, the first entry alone."""
+    yield place
+    if isinstance(value, dict):
+        for name in value:
+            yield from leaves_of(value[name], (*place, name))
+    elif isinstance(value, list) and value:
+        yield from leaves_of(value[0], (*place, 0))
+
+
+def altered(value):
+    """Another value of the same type; lists and mappings lose their first entry."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 3
+    if isinstance(value, str):
+        return f"{value} forged"
+    if isinstance(value, list):
+        return value[1:]
+    if isinstance(value, dict):
+        return dict(list(value.items())[1:])
+    return "forged"
+
+
+def tampered(content, place):
+    """A copy of a report's content with the value at a place altered."""
+    content = json.loads(json.dumps(content))
+    if not place:
+        return {}
+    *above, last = place
+    holder = content
+    for name in above:
+        holder = holder[name]
+    holder[last] = altered(holder[last])
+    return content
+
+
+def is_named(place, unverified):
+    """Whether `not_verified` names a field, or one that it is part of."""
+    names = [name for name in place if isinstance(name, str)]
+    dotted = {".".join(names[:count]) for count in range(1, len(names) + 1)}
+    words = {word.strip(".:,") for line in unverified for word in line.split()}
+    return bool(dotted & words)
+
+
+def is_noticed(out, prompts):
+    """Whether anything but the examples, which need the checkpoint, differs or is refused."""
+    try:
+        for each in verify(out, prompts, sample=1):
+            if each.what == "checkpoint":
+                return not each.agrees
+            if not each.agrees:
+                return True
+    except UserError:
+        return True
+    return False
+
+
+@pytest.mark.slow
+def test_every_field_of_a_report_is_verified_or_named_as_not_verified(reported, copied, prompts):
+    """Each field is changed, and the pages are rendered again from the changed report."""
+    content = json.loads((reported / "report.json").read_text())
+    places = [place for place in leaves_of(content) if tampered(content, place) != content]
+    unverified = not_verified(reported)
+    checked = [place for place in places if not is_named(place, unverified)]
+    assert len(checked) > 48 and len(places) > 100
+    silent = []
+    for place in checked:
+        path = copied / "report.json"
+        path.write_text(json.dumps(tampered(content, place)))
+        with contextlib.suppress(UserError):
+            write_report(load_report(path), copied)
+        if not is_noticed(copied, prompts):
+            silent.append(place)
+    assert not silent, silent
+
+
+def remove_record(out):
+    next((out / "validation_eval/results").iterdir()).unlink()
+
+
+def flip_all_answers(out):
+    """Of a task whose record is removed, so that nothing holds its scores to anything."""
+    record = next((out / "validation_eval/results").iterdir())
+    task = record.name.removesuffix("_7.json")
+    record.unlink()
+    path = out / "validation_eval" / f"{task}_7_predictions"
+    scores = [float(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(f"{min(scores) - score}\n" for score in scores))
+
+
+def forget_dropped_rows(out):
+    record = next(iter(outputs.read_records(out / "validation_eval", 7).values()))
+    outputs.write_record(out / "validation_eval", {**record, "dropped_rows": [0]})
+
+
+def empty(name):
+    return lambda out: (out / name).write_bytes(b"")
+
+
+def cut(name):
+    return lambda out: (out / name).write_bytes((out / name).read_bytes()[:-40])
+
+
+def swap_scores(out):
+    path = out / "scores.csv"
+    header, first, second, *rest = path.read_text().splitlines()
+    a, b = first.split(","), second.split(",")
+    a[6], b[6] = b[6], a[6]
+    path.write_text("\n".join((header, ",".join(a), ",".join(b), *rest)) + "\n")
+
+
+def forge_facts(out):
+    path = out / "validation_eval/provenance.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "another"}))
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        remove_record, flip_all_answers, forget_dropped_rows, swap_scores, forge_facts,
+        *map(empty, ("report.md", "report.html", "scores.csv", "scores.parquet")),
+        *map(cut, ("report.md", "report.html", "scores.csv", "scores.parquet")),
+    ],
+)  # fmt: skip
+def test_a_file_of_a_report_that_was_changed_differs(copied, prompts, forge):
+    forge(copied)
+    assert is_noticed(copied, prompts)
+
+
+def test_every_file_of_a_reports_folder_is_verified_or_named(copied, prompts):
+    for name in ("report.html", "scores.csv"):
+        (copied / name).unlink()
+    *_, files, missing = not_verified(copied)
+    assert missing == "Not in the folder: report.html, scores.csv."
+    assert files == (
+        "Files: EVENTS, metrics.jsonl, scores, validation_eval/operative_config.gin,"
+        " validation_eval/provenance.json.".replace("EVENTS", next(copied.glob("events.*")).name)
+    )
