@@ -208,13 +208,13 @@ def _why_not_inferred_alone(plan: InferPlan) -> str | None:
 
 
 def _of_model(plan: InferencePlan) -> str | None:
-    from t0repro.config.t5x.records import SentencePieceVocabulary
+    from t0repro.config.t5x.records import PIECES_OR_BYTES
 
     if plan.user_model is not None:
         return "the model is a class of yours"
     vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
-    if not all(isinstance(each, SentencePieceVocabulary) for each in vocabularies):
-        return "a vocabulary of the model is no SentencePieceVocabulary"
+    if not all(isinstance(each, PIECES_OR_BYTES) for each in vocabularies):
+        return "a vocabulary of the model is neither of pieces nor of bytes"
     return None
 
 

@@ -382,8 +382,8 @@ def why_not_trained(config: RunConfig, vocabularies: tuple[Any, Any]) -> str | N
         return None
     if "model" in plan.user_classes:
         return "the model is a class of yours, which is given SeqIO's vocabularies"
-    if not all(isinstance(each, records.SentencePieceVocabulary) for each in vocabularies):
-        return "a vocabulary of the model is no SentencePieceVocabulary"
+    if not all(isinstance(each, records.PIECES_OR_BYTES) for each in vocabularies):
+        return "a vocabulary of the model is neither of pieces nor of bytes"
     if not isinstance(train, SeqioDataConfig):
         return "train's dataset function is not T5X's"
     if why := _why_not_batched(train):

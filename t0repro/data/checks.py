@@ -31,10 +31,12 @@ from t0repro.tasks.task import (
 )
 from t0repro.tasks.vocabulary import (
     BYTES,
+    VOCABULARY_VARIABLE,
     VocabularyFile,
     address_of,
     are_same,
     check_ids,
+    default_vocabulary,
     local_copy_of,
     shown,
 )
@@ -365,7 +367,7 @@ def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
                 f" {shown(theirs)} instead of {shown(ours)}.",
                 where="models.EncoderDecoderModel",
                 fix=f"Give the model the task's{_bindings(theirs)}, or choose a task with the"
-                " model's.",
+                f" model's{_variable(theirs, ours)}.",
             )
 
 
@@ -402,6 +404,14 @@ def check_rows(vocab_size: int, *vocabularies: Any) -> None:
             where="network.T5Config.vocab_size",
             fix="Make it a multiple of 128 that is not smaller.",
         )
+
+
+def _variable(theirs: Any, ours: Any) -> str:
+    """How tasks with the default vocabulary get the model's; "" for others."""
+    default, wanted = default_vocabulary(), address_of(ours)
+    if wanted in (None, default.address) or not are_same(theirs, default):
+        return ""
+    return f": {VOCABULARY_VARIABLE}={wanted}"
 
 
 def _bindings(vocabulary: Any) -> str:

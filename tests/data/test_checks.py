@@ -3,13 +3,25 @@
 import dataclasses
 
 import pytest
+import seqio
 
 from t0repro import compat
+from t0repro.config.t5x import records
 from t0repro.config.training_plan import SeqioDataConfig
-from t0repro.data.checks import check_readable, tasks_to_train_on, tasks_with_split
+from t0repro.data.checks import (
+    check_readable,
+    check_rows,
+    check_vocabularies,
+    tasks_to_train_on,
+    tasks_with_split,
+)
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
+from t0repro.tasks.demo.datasets import VOCABULARY
+from t0repro.tasks.registration import add_prompted_task
 from t0repro.tasks.task import not_at_hand
+from t0repro.tasks.vocabulary import DEFAULT_ADDRESS
+from tests.tasks.vocabularies import write_vocabulary
 
 from .. import tiny_models as tiny
 
@@ -127,3 +139,72 @@ def test_a_task_that_needs_a_cache_is_refused_without():
             check_readable(task.name, "train", use_cached=False)
     finally:
         seqio.TaskRegistry.remove(task.name)
+
+
+@pytest.fixture
+def with_vocabulary(tmp_path, monkeypatch):
+    """Registers a task whose vocabulary is the one that T0REPRO_VOCAB names."""
+    (tmp_path / "super_glue" / "rte").mkdir(parents=True)
+    (tmp_path / "super_glue" / "rte" / "train.jsonl").write_text("")
+    monkeypatch.setattr("t0repro.tasks.task._tasks", {})
+    monkeypatch.setattr(seqio.TaskRegistry, "_REGISTRY", {})
+
+    def register(address: object) -> str:
+        monkeypatch.setenv("T0REPRO_VOCAB", str(address))
+        return add_prompted_task("super_glue", "rte", "GPT-3 style", ("train",), root=tmp_path).name
+
+    return register
+
+
+def test_the_tasks_of_bytes_are_byt5s(with_vocabulary):
+    name = with_vocabulary("bytes")
+    of_bytes = records.ByteVocabulary()
+    check_vocabularies(name, of_bytes, of_bytes)
+    check_rows(259, of_bytes)
+    # T5's model is not one of bytes, though T0REPRO_VOCAB stands in for its file otherwise.
+    of_t5 = records.SentencePieceVocabulary(sentencepiece_model_file=DEFAULT_ADDRESS)
+    with pytest.raises(UserError, match="another vocabulary than the model's") as error:
+        check_vocabularies(name, of_t5, of_t5)
+    assert f"T0REPRO_VOCAB={DEFAULT_ADDRESS}" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("address", "extra_ids", "form"),
+    [("mc4.250000.100extra", 0, {"pieces": 250_100, "inside": 100}),
+     ("umt5.256000", 300, {"pieces": 256_000})],
+)  # fmt: skip
+def test_a_copy_of_a_released_vocabulary_is_that_of_t5xs_file(
+    with_vocabulary, tmp_path, address, extra_ids, form
+):
+    """Of mT5's, which holds its sentinels, and of umT5's, which T5X gives 300."""
+    name = with_vocabulary(write_vocabulary(tmp_path / "copy.model", **form))
+    record = records.SentencePieceVocabulary(
+        sentencepiece_model_file=f"gs://t5-data/vocabs/{address}/sentencepiece.model",
+        extra_ids=extra_ids,
+    )
+    check_vocabularies(name, record, record)
+    check_rows(256_384, record)
+
+
+def test_a_model_of_bytes_says_how_the_tasks_become_bytes(with_vocabulary):
+    with pytest.raises(UserError) as error:
+        of_bytes = records.ByteVocabulary()
+        check_vocabularies(with_vocabulary(VOCABULARY), of_bytes, of_bytes)
+    assert "T0REPRO_VOCAB=bytes" in error.value.fix
+
+
+def test_seqios_own_vocabulary_is_checked_too(tmp_path):
+    path = write_vocabulary(tmp_path / "own.model", unk=0, bos=1, eos=2)
+    vocabulary = seqio.SentencePieceVocabulary(str(path), 100)
+    source = seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: None, ["train"])
+    feature = seqio.Feature(vocabulary)
+    seqio.TaskRegistry.add(
+        "default_ids",
+        source,
+        preprocessors=[],
+        output_features={"inputs": feature, "targets": feature},
+    )
+    record = records.SentencePieceVocabulary(sentencepiece_model_file=str(path), extra_ids=100)
+    with pytest.raises(UserError, match="gives unknown characters padding's id, 0"):
+        check_vocabularies("default_ids", record, record)
+    seqio.TaskRegistry.remove("default_ids")

@@ -511,6 +511,10 @@ class ByteVocabulary(Record):
     extra_ids: int = 0
 
 
+PIECES_OR_BYTES = (SentencePieceVocabulary, ByteVocabulary)
+"""The vocabularies that are read without SeqIO."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassThroughVocabulary(Record):
     """Tokens as they are in the data."""
