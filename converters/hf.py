@@ -306,6 +306,7 @@ def read_config(path: str) -> Mapping[str, Any]:
         raise UserError(
             f"{CONFIG} is not a JSON object.", where=file, fix="Copy the file again."
         ) from None
+    hf_config.check_types(config, file)
     return config
 
 

@@ -57,6 +57,17 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "pruned_heads": (({}, None), "all layers have all heads"),
 }
 
+# Fields that are read as what they are, without conversion: "false" is true for Python.
+_TYPES: dict[str, tuple[type, str]] = {
+    "tie_word_embeddings": (bool, "true or false"),
+    "is_gated_act": (bool, "true or false"),
+    "scale_decoder_outputs": (bool, "true or false"),
+    "feed_forward_proj": (str, "a string"),
+    "dense_act_fn": (str, "a string"),
+    "architectures": (list, "a list"),
+    "pad_token_id": (int, "a whole number"),
+}
+
 Logits = Literal["scaled embedding", "embedding", "kernel"]
 
 
@@ -104,6 +115,22 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Computation:
         # stays True.
         float(_number(config, "layer_norm_epsilon", _EPSILON, (int, float), where)),
     )
+
+
+def check_types(config: Mapping[str, Any], where: str) -> None:
+    """Checks that the fields that are read here have values of their types.
+
+    Raises:
+      UserError: naming the field.
+    """
+    for field, (kind, meaning) in _TYPES.items():
+        # Not isinstance: in Python, a bool is an int.
+        if config.get(field) is not None and type(config[field]) is not kind:
+            raise UserError(
+                f"{field} is {config[field]!r}, not {meaning}.",
+                where=f"{where}, {field}",
+                fix="Copy the file again, or write the value that the model was saved with.",
+            )
 
 
 def _check_family(config: Mapping[str, Any], where: str) -> None:

@@ -348,7 +348,7 @@ def _import_task(
     for fields, where in _lines(path):
         try:
             samples.append(_sample(fields))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise UserError(
                 f"This is not a sample of a multiple-choice task: {error!r}.",
                 where=where,
@@ -424,7 +424,7 @@ def _sample(fields: Mapping[str, Any]) -> _Sample:
     """Reads a sample.
 
     Raises:
-      KeyError, TypeError, ValueError, IndexError: If it is damaged.
+      KeyError, TypeError, ValueError, IndexError, OverflowError: If it is damaged.
       _Unusable: If its scores are not those of the choices of one context.
     """
     number, arguments = int(fields["doc_id"]), fields["arguments"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from t0repro.converters.hf_config import (
     Computation,
     arithmetic_of,
     assumed_activation,
+    check_types,
     feed_forward_proj,
     logits_of,
 )
@@ -320,3 +322,27 @@ def test_a_tied_mt5_of_transformers_5_gets_a_kernel_that_is_its_embedding(hf_dir
     change_config(hf_directory, **OLD)
     convert(hf_directory, tmp_path / "old", "mtf")
     assert "decoder/logits/kernel" not in read_variables(tmp_path / "old")
+
+
+@pytest.mark.parametrize("field", ["tie_word_embeddings", "is_gated_act", "scale_decoder_outputs"])
+@pytest.mark.parametrize("value", ["false", "true", "", 0, 1, 1.0, [], {}])
+def test_text_or_a_number_is_no_truth_value(field, value):
+    with pytest.raises(UserError, match=f"{field} is {re.escape(repr(value))}, not true or false"):
+        check_types({"model_type": "t5", field: value}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("feed_forward_proj", ["relu"]),
+        ("dense_act_fn", 1),
+        ("architectures", "T5EncoderModel"),
+        ("architectures", {"T5": 1}),
+        ("pad_token_id", "1"),
+        ("pad_token_id", True),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_field(field, value):
+    with pytest.raises(UserError, match=field):
+        check_types({"model_type": "t5", field: value}, "config.json")
+    check_types({"model_type": "t5", field: None}, "config.json")

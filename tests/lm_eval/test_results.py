@@ -141,6 +141,14 @@ def test_scores_without_context_for_mutual_information_are_not_choices(tmp_path)
     assert not left_out and len(scores) == 8 and rank_classification(scores).accuracy == 100
 
 
+@pytest.mark.parametrize("odd", [sample(2**70), sample(float("inf")), sample(-1)])
+def test_a_number_beyond_its_range_is_refused_with_its_line(tmp_path, odd):
+    write_results(tmp_path / "results", {"task": [odd]})
+    with pytest.raises(UserError, match="not a sample") as refused:
+        import_results(tmp_path / "results", tmp_path / "out")
+    assert "jsonl:1" in str(refused.value) or "line 1" in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("targets", "acc", "right"),
     [
