@@ -1,11 +1,14 @@
 """YAML that would exhaust memory or recurse without end is refused, wherever it is read."""
 
+import json
+
 import pytest
 import yaml
 
 from t0repro import yaml_files
-from t0repro.cloud.engines import find_machine, read_template
+from t0repro.cloud.engines import completed, find_machine, read_template
 from t0repro.errors import UserError
+from t0repro.jobs.worker import Limits
 from t0repro.tasks.template_files import read_template_file
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -48,6 +51,35 @@ def test_a_hostile_file_is_refused_with_its_name_in_a_few_words(reader, name, tm
         READERS[reader](path)
     assert str(path) in str(error.value.where) and error.value.fix
     assert len(str(error.value)) < 2000 and "<unicode string>" not in str(error.value)
+
+
+ODD = [0, True, 2.5, "false", [], [1], [None], {}, {"q": 4}]
+
+
+@pytest.mark.parametrize("part", ["metadata", "resources", "env"])
+def test_an_odd_part_of_a_job_is_refused_by_its_name(part):
+    def job(**parts):
+        container = {"name": "c", **{k: v for k, v in parts.items() if k != "metadata"}}
+        spec = {"template": {"spec": {"containers": [container]}}}
+        return {"spec": spec, "metadata": parts.get("metadata", {})}
+
+    for odd in ODD if part != "env" else [*ODD, [{"name": 1}], [{"value": "a"}]]:
+        if odd in ([[]] if part == "env" else [{}, {"q": 4}]):
+            completed(job(**{part: odd}), "job", Limits())
+        else:
+            with pytest.raises(UserError, match=f"The Job template's {part}"):
+                completed(job(**{part: odd}), "job", Limits())
+
+
+@pytest.mark.parametrize("field", ["options", "cpus", "memory_gb", "time_limit", "environment"])
+def test_an_odd_value_of_a_machine_is_refused_by_its_field(field, tmp_path):
+    right = {"options": [[]], "cpus": [], "memory_gb": [2.5], "time_limit": [2.5]}
+    for odd in [*ODD, 10**400]:
+        if odd in right.get(field, [{}]):
+            continue
+        (tmp_path / "machines.yaml").write_text(json.dumps({"cells": {"here": {field: odd}}}))
+        with pytest.raises(UserError, match=field):
+            find_machine(tmp_path / "machines.yaml", None, "here")
 
 
 def test_ordinary_aliases_and_merges_still_work():

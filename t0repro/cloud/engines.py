@@ -254,7 +254,7 @@ def completed(
     """A copy of a user's Job manifest with name and limits, and its container, for the command.
 
     Raises:
-      UserError: if the template has no container.
+      UserError: if the template has no container, or a part of another kind than Kubernetes'.
     """
     # A deep copy, since the template serves every job. YAML's dates become text.
     manifest = json.loads(json.dumps(template, default=str))
@@ -267,6 +267,7 @@ def completed(
             "The Job template lacks spec.template.spec.containers with a name.",
             fix="Give a whole Job manifest, with an image and the volume of the training.",
         ) from error
+    _check_parts(manifest, container)
     manifest |= {"apiVersion": "batch/v1", "kind": "Job"}
     manifest["metadata"] = manifest.get("metadata", {}) | {"name": name}
     # The controller that created the Job restarts it after a failure, and counts failures.
@@ -280,6 +281,26 @@ def completed(
     if limits.seconds is not None:
         manifest["spec"]["activeDeadlineSeconds"] = round(limits.seconds)
     return manifest, container
+
+
+def _check_parts(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> None:
+    """Raises a UserError unless the parts that are completed are what Kubernetes has there."""
+    resources, variables = container.get("resources", {}), container.get("env", [])
+    requests = resources.get("requests", {}) if isinstance(resources, dict) else {}
+    named = isinstance(variables, list) and all(
+        isinstance(one, dict) and isinstance(one.get("name"), str) for one in variables
+    )
+    for name, part, is_right, kind in (
+        ("metadata", manifest.get("metadata", {}), None, "a mapping"),
+        ("resources", resources, None, "a mapping"),
+        ("resources.requests", requests, None, "a mapping"),
+        ("env", variables, named, "a list of variables with names"),
+    ):
+        if not (isinstance(part, dict) if is_right is None else is_right):
+            raise UserError(
+                f"The Job template's {name} is {reprlib.repr(part)}, not {kind}.",
+                fix="Write it as Kubernetes documents a Job.",
+            )
 
 
 def variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
@@ -452,7 +473,8 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
     try:
         # strict: dacite would ignore a misspelled field.
         machine = dacite.from_dict(Machine, fields, dacite.Config(strict=True))
-    except dacite.DaciteError as error:
+    # A ValueError comes of a mapping in place of a list.
+    except (dacite.DaciteError, ValueError) as error:
         raise UserError(
             f"An entry of the file of machines is wrong: {_what_is_wrong(error, fields)}.",
             where=str(file),
@@ -461,13 +483,15 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
         ) from error
     for name in ("cpus", "memory_gb", "time_limit"):
         limit = getattr(machine, name)
-        if limit is not None and not 0 < limit < math.inf:  # NaN neither
+        # NaN is not within the limits, and True is an int for Python.
+        if limit is not None and (isinstance(limit, bool) or not 0 < limit < 10**9):
             raise UserError(
                 f"An entry of the file of machines is wrong: {name} is {limit}.",
                 where=str(file),
-                fix="Give a number above 0, or leave it out for no limit.",
+                fix="Give a number above 0 and below 10**9, or leave it out for no limit.",
             )
-    for text in (*machine.options, *machine.environment, *machine.environment.values()):
+    texts = (*machine.options, *machine.environment, *machine.environment.values())
+    for text in (machine.template or "", machine.launcher or "", *texts):
         if "\0" in text:
             raise UserError(
                 f"An entry of the file of machines is wrong: {shortened(repr(text), 100)} has a"
@@ -481,13 +505,12 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
     return machine
 
 
-def _what_is_wrong(error: dacite.DaciteError, fields: Mapping[str, Any]) -> str:
+def _what_is_wrong(error: Exception, fields: Mapping[str, Any]) -> str:
     # For a string in place of a list, dacite would show the generator that it made of it.
     name = getattr(error, "field_path", None)
-    if isinstance(error, dacite.WrongTypeError) and name == "options":
-        return (
-            f"options should be a list, as [--partition=gpu], and is {reprlib.repr(fields[name])}"
-        )
+    if not isinstance(error, dacite.DaciteError) or name == "options":
+        given = reprlib.repr(fields.get("options"))
+        return f"options should be a list, as [--partition=gpu], and is {given}"
     return shortened(str(error), 500)
 
 
