@@ -22,6 +22,9 @@ from t0repro.words import some
 HIDDEN = -1
 """The label of a row whose label is hidden."""
 
+NUMERALS = frozenset({"label", "answer", "id", "question_id"})
+"""Columns that are text in some datasets although they hold numbers: HellaSwag's label is "3"."""
+
 
 class SchemaError(ValueError):
     """A row does not fit its schema.
@@ -63,6 +66,8 @@ class Schema:
         self._others: dict[str, list[tuple[str, Convert]]] = {}
         for column, feature in features.items():
             convert = _compile(feature, (class_names or {}).get(column))
+            if convert is _text and column in NUMERALS:
+                convert = _numeral
             self._columns.append((column, convert, column in needed))
             names = [
                 (alias.name, self._renamed(feature, alias, class_names))
@@ -164,6 +169,12 @@ def _text(value: Any) -> str:
     if type(value) is str:
         return value
     raise _wrong(value, "text")
+
+
+def _numeral(value: Any) -> str:
+    # pandas reads a column of numerals as numbers; written again, nothing is lost.
+    whole = type(value) is int or (type(value) is float and value.is_integer())
+    return str(int(value)) if whole else _text(value)
 
 
 def _integer(value: Any) -> int:

@@ -37,6 +37,27 @@ def test_values_are_brought_to_the_feature(feature, value, expected):
     assert bring(feature, value) == expected
 
 
+def test_a_label_that_is_text_may_be_a_number_as_pandas_reads_it():
+    schema = Schema({"label": TEXT, "ctx": TEXT}, ["label", "ctx"])
+    for value in ("3", 3, 3.0):
+        assert schema.bring({"label": value, "ctx": "a"}) == {"label": "3", "ctx": "a"}
+    for wrong in (0.5, True, float("nan"), None):
+        with pytest.raises(SchemaError, match="'label'(.|\n)*text"):
+            schema.bring({"label": wrong, "ctx": "a"})
+
+
+def test_hellaswags_label_as_a_number_renders_as_its_text():
+    from t0repro.tasks.schema import schema_of
+    from t0repro.tasks.templates import load_template, render
+
+    row = {"ind": 1, "activity_label": "a", "ctx_a": "a", "ctx_b": "b", "ctx": "a b"}
+    row |= {"endings": ["w", "x", "y", "z"], "source_id": "s", "split": "train", "split_type": "t"}
+    schema = schema_of("hellaswag", None, frozenset(), ())
+    template = load_template("hellaswag", None, "Predict ending with hint")
+    texts = [render(template, schema.bring({**row, "label": label})) for label in ("2", 2, 2.0)]
+    assert texts[0] == texts[1] == texts[2] and texts[0].targets == "y"
+
+
 def test_a_record_of_lists_becomes_a_list_of_records_where_that_is_the_feature():
     value = {"column": {"text": ["a", "b"], "start": [1, 2]}}
     expected = [{"text": "a", "start": 1}, {"text": "b", "start": 2}]
