@@ -13,6 +13,7 @@ import tensorflow as tf
 from t5.data import glue_utils, postprocessors, preprocessors
 from t5.evaluation import metrics
 
+from t0repro.errors import UserError
 from t0repro.tasks.catalogue import modelled_on
 from t0repro.tasks.prompted_examples import postprocess
 from t0repro.tasks.registration import name_is_taken
@@ -109,6 +110,37 @@ def tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, Any]) -> tf
 
 # AutoGraph would rewrite SeqIO's functions, which do not branch on a tensor's value.
 _tokenize = tf.autograph.experimental.do_not_convert(seqio.preprocessors.tokenize)
+
+
+def check_features(
+    task: seqio.Task, split: str, lengths: Mapping[str, int] | None, *, use_cached: bool = False
+) -> None:
+    """Checks that a task's preprocessors give its output features; reads no example.
+
+    Args:
+      task: The task.
+      split: One of its splits.
+      lengths: Tokens per feature; None stands for any.
+      use_cached: Whether it is read from its cache, if it has a place for one.
+
+    Raises:
+      UserError: If a feature is missing, or has another type or rank.
+    """
+    # Preprocessors may need lengths, but features do not depend on them.
+    lengths = lengths or dict.fromkeys(task.output_features, 512)
+    cached = use_cached and task.supports_caching
+    try:
+        task.get_dataset(lengths, split, use_cached=cached, shuffle=False)
+    except ValueError as error:
+        # SeqIO's check of features, which otherwise ends a run that has started.
+        if not str(error).startswith("Task dataset "):
+            raise
+        raise UserError(
+            f"The task {task.name} cannot be read: {error}.",
+            where=f"split {split!r}",
+            fix="Correct its preprocessors (a reader's field names, for instance), or the"
+            " output_features with which seqio.TaskRegistry.add registers it.",
+        ) from error
 
 
 class PromptedSource(PromptedRows, seqio.FunctionDataSource):

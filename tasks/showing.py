@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalogue import label
 from t0repro.tasks.source import PromptedRows
-from t0repro.tasks.task import SCORE_EVAL_SUFFIX, PromptedTask, task_descriptions
+from t0repro.tasks.task import (
+    SCORE_EVAL_SUFFIX,
+    PromptedTask,
+    find_task,
+    registered_tasks,
+    task_descriptions,
+    tasks_of_mixture,
+)
 from t0repro.tasks.templates import Drop, Rendering, UndefinedVariable, compile_template
 from t0repro.tasks.vocabulary import VocabularyFile
 
@@ -262,17 +269,34 @@ class CheckedTask:
 
 
 def check_tasks(tasks: Sequence[str], advance: Callable[[int], None]) -> list[CheckedTask]:
-    """Checks tasks.
+    """Checks tasks; of one without a prompt, that it gives its output features.
 
     Args:
-      tasks: Names of registered prompted tasks.
+      tasks: Names of registered tasks.
       advance: Called with 1 after each task.
     """
-    found = []
+    found, prompted = [], task_descriptions()
     for task in tasks:
-        found.append(_check(task))
+        found.append(_check(task) if task in prompted else _check_seqios(task))
         advance(1)
     return found
+
+
+def tasks_without_prompts(mixture: str | None) -> list[str]:
+    """The tasks, of a mixture or of all, that were registered with SeqIO alone, sorted."""
+    names = registered_tasks() if mixture is None else tasks_of_mixture(mixture)
+    found = sorted(set(names) - set(task_descriptions()))
+    if not found:
+        return []
+    import seqio
+
+    # t5 registers hundreds of TensorFlow Datasets' tasks, whose splits may be looked up in a
+    # bucket: check these only if they are named.
+    return [
+        name
+        for name in found
+        if mixture or not isinstance(seqio.TaskRegistry.get(name).source, seqio.TfdsDataSource)
+    ]
 
 
 def without_twins(tasks: Sequence[str]) -> list[str]:
@@ -307,6 +331,23 @@ def _check(name: str) -> CheckedTask:
         examples=sum(each.examples for each in seen),
         no_example=dict(sum((each.no_example for each in seen), Counter())),
     )
+
+
+def _check_seqios(name: str) -> CheckedTask:
+    from t0repro.tasks.seqio_tasks import check_features
+
+    task: Any = find_task(name)
+    verdict, reason = Verdict.OK if task.splits else Verdict.NO_ROWS, ""
+    try:
+        for split in task.splits:
+            check_features(task, split, None)
+    except Exception as error:  # whatever its source or its preprocessors raise
+        known = isinstance(error, UserError)
+        verdict, reason = (
+            Verdict.BROKEN,
+            error.what if known else f"{type(error).__name__}: {error}",
+        )
+    return CheckedTask(name, name, verdict, reason, tuple(task.splits), 0, 0, {})
 
 
 def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, str]:

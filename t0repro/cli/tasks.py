@@ -124,6 +124,8 @@ def check_tasks(
 
     # A task and its twin share a prompt, which is checked once.
     tasks = showing.without_twins(select_tasks(mixture, dataset))
+    if dataset is None:
+        tasks += showing.tasks_without_prompts(mixture)
     with count_progress(len(tasks), "checking", "task", "checked") as advance:
         checked = showing.check_tasks(tasks, advance)
     if as_json:

@@ -66,6 +66,8 @@ def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
     if at_hand:
         keep_at_hand(name, inputs.split, use_cached=inputs.use_cached)
     check_readable(name, inputs.split, use_cached=inputs.use_cached)
+    tasks = tasks_with_split(name, inputs.split)
+    check_features(tasks, inputs.split, inputs.sequence_length, use_cached=inputs.use_cached)
 
 
 def note_uncached(use_cached: bool) -> None:
@@ -105,6 +107,18 @@ def check_lengths(name: str, lengths: Mapping[str, int] | None) -> None:
             where="utils.DatasetConfig.task_feature_lengths",
             fix=f"Give a length for each of {', '.join(used)}.",
         )
+
+
+def check_features(
+    tasks: Sequence[Any], split: str, lengths: Mapping[str, int] | None, *, use_cached: bool
+) -> None:
+    """Checks that each task gives its output features; see `seqio_tasks.check_features`."""
+    for task in tasks:
+        # A prompt always gives inputs and targets.
+        if not isinstance(task, DescribedTask) and not isinstance(task.source, PromptedRows):
+            from t0repro.tasks import seqio_tasks
+
+            seqio_tasks.check_features(task, split, lengths, use_cached=use_cached)
 
 
 def splits_of(task: Any) -> Sequence[str]:

@@ -295,6 +295,7 @@ def _data(
     checks.check_shards(name, split, data.num_shards, use_cached=data.use_cached)
     yield "cached" if data.use_cached else "not cached: rendered from rows"
     checks.check_lengths(name, data.sequence_length)
+    checks.check_features(tasks, split, data.sequence_length, use_cached=data.use_cached)
     check_vocabularies(name, *vocabularies)
     check_rows(model.vocab_size, *vocabularies)
     yield f"the tasks' vocabularies are the model's ({model.vocab_size:,} rows)"

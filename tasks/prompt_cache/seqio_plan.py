@@ -81,19 +81,21 @@ def remove_interrupted(tasks: Sequence[seqio.Task], cache_dir: Path) -> list[str
 
 
 def check_readable(tasks: Sequence[seqio.Task]) -> None:
-    """Reads the vocabulary and every row once.
+    """Reads the vocabulary and every row once; of tasks without prompts, checks the features.
 
     Raises:
-      UserError: If a file is missing or broken.
+      UserError: If a file is missing or broken, or a task does not give its features.
     """
-    from t0repro.tasks.seqio_tasks import PromptedSource
+    from t0repro.tasks.seqio_tasks import PromptedSource, check_features
 
     for task in tasks:
         for feature in task.output_features.values():
             check_ids(feature.vocabulary)
-        if isinstance(task.source, PromptedSource):
-            for split in task.splits:
+        for split in task.splits:
+            if isinstance(task.source, PromptedSource):
                 task.source.num_input_examples(split)
+            else:
+                check_features(task, split, None)
 
 
 def spread(tasks: Sequence[seqio.Task], processes: int) -> list[list[str]]:

@@ -1,6 +1,7 @@
 """Data that are not on this machine are named before a run builds or writes anything."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import seqio
@@ -9,6 +10,8 @@ from t0repro import compat
 from t0repro.config.t5x import records
 from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.data.checks import (
+    check_data,
+    check_features,
     check_readable,
     check_rows,
     check_vocabularies,
@@ -208,3 +211,56 @@ def test_seqios_own_vocabulary_is_checked_too(tmp_path):
     with pytest.raises(UserError, match="gives unknown characters padding's id, 0"):
         check_vocabularies("default_ids", record, record)
     seqio.TaskRegistry.remove("default_ids")
+
+
+@pytest.fixture
+def without_inputs():
+    """A task whose preprocessors give `source` where it is registered with `inputs`."""
+    compat.install()
+    import seqio
+    import tensorflow as tf
+
+    def read(split, shuffle_files, seed=None):
+        return tf.data.Dataset.from_tensor_slices({"source": [[1]], "targets": [[2]]})
+
+    feature = seqio.Feature(seqio.PassThroughVocabulary(8), dtype=tf.int32)
+    yield seqio.TaskRegistry.add(
+        "without_inputs",
+        seqio.FunctionDataSource(read, splits=["train"]),
+        output_features={"inputs": feature, "targets": feature},
+    )
+    seqio.TaskRegistry.remove("without_inputs")
+
+
+def test_a_task_that_lacks_a_feature_is_named_by_every_check_before_anything_starts(
+    without_inputs, tmp_path
+):
+    from t0repro.runs import preflight
+    from t0repro.tasks.prompt_cache import seqio_plan
+    from t0repro.tasks.showing import Verdict, check_tasks, tasks_without_prompts
+
+    name, lengths = without_inputs.name, {"inputs": 4, "targets": 4}
+    message = f"The task {name} cannot be read: .*missing expected output feature.*: inputs"
+    inputs = SimpleNamespace(
+        mixture_or_task_name=name, split="train", use_cached=False, sequence_length=lengths
+    )
+    data = SeqioDataConfig(name, lengths, "train", 1, False, 1)
+    checks = [
+        lambda: check_data(inputs),  # Mesh TensorFlow's dialect, on both backends
+        lambda: list(preflight._data(data, None, (None, None), "train")),  # T5X's training
+        lambda: list(preflight._data(data, None, (None, None), "infer")),
+        lambda: seqio_plan.check_readable([without_inputs]),  # scripts/cache.sh
+    ]
+    for check in checks:
+        with pytest.raises(UserError, match=message) as refused:
+            check()
+        assert "output_features" in refused.value.fix
+    assert name in tasks_without_prompts(None)
+    (checked,) = check_tasks([name], lambda count: None)
+    assert checked.verdict is Verdict.BROKEN and "output feature" in checked.reason
+
+
+def test_a_task_without_an_optional_feature_is_read(without_inputs):
+    feature = without_inputs.output_features["inputs"]
+    without_inputs._output_features["inputs"] = dataclasses.replace(feature, required=False)
+    check_features([without_inputs], "train", None, use_cached=True)
