@@ -223,11 +223,16 @@ def _mesh_data(configuration: Configuration, at_hand: bool) -> None:
 
 def _mesh_training_data(configuration: Configuration, jax: bool) -> None:
     from t0repro.data import checks
+    from t0repro.data.truncation import note_truncation
 
     if jax and (data := configuration.run.plan.train_data) is not None:
         name, shards = data.mixture_or_task_name, data.num_shards
         checks.check_shards(name, data.split, shards, use_cached=data.use_cached)
     checks.note_uncached(configuration.inputs.use_cached)
+    inputs = configuration.inputs
+    assert inputs.mixture_or_task_name is not None
+    tasks = checks.tasks_with_split(inputs.mixture_or_task_name, inputs.split)
+    note_truncation(tasks, inputs.split, inputs.sequence_length, use_cached=inputs.use_cached)
 
 
 def _mesh_checkpoints(configuration: Configuration, jax: bool) -> None:
@@ -274,6 +279,7 @@ def _data(
     """
     from t0repro.data import checks
     from t0repro.data.checks import check_rows, check_vocabularies
+    from t0repro.data.truncation import note_truncation
 
     name, split, trains = data.mixture_or_task_name, data.split, reads == "train"
     checks.check_mixture(name)
@@ -299,6 +305,8 @@ def _data(
     check_vocabularies(name, *vocabularies)
     check_rows(model.vocab_size, *vocabularies)
     yield f"the tasks' vocabularies are the model's ({model.vocab_size:,} rows)"
+    if trains and data.trim_output_features:
+        note_truncation(tasks, split, data.sequence_length, use_cached=data.use_cached)
 
 
 def _restored(
