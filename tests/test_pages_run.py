@@ -44,6 +44,7 @@ SKIPPED: dict[tuple[str, str], str] = {
     ("vertex.md", r"t0repro vertex (?!submit .*--dry_run)"): CLOUD,
     ("vertex.md", r"scripts/bench/vertex_cost\.py"): EXTRA,
     ("cache.md", r"gs://BUCKET"): CLOUD,
+    ("README.md", r"gs://bucket"): CLOUD,
     ("benchmarks.md", r"scripts/bench"): ACCELERATOR,
     ("tasks.md", r"tasks fetch-p3|cache_dirs=runs/p3"): HUB,
     ("trackers.md", r"--tracker"): EXTRA,
@@ -102,6 +103,8 @@ TINY: list[tuple[str, str, str]] = [
     ("from_t0.md", r"TRAIN_STEPS=2", "MODEL_GIN=small.gin TRAIN_STEPS=6 TOKENS_PER_BATCH=256"),
     ("howto_checkpoint.md", r"MODEL_GIN=\S+", "MODEL_GIN=small.gin"),
     ("howto_checkpoint.md", r"=my_data", "=rows"),
+    ("howto_encode.md", r"t5_encoder\b", "runs/demo/model"),
+    ("howto_encode.md", r"prompts\.txt", "texts.txt"),
     ("howto_t0_3b.md", r"models/t5\.1\.1\.xl\.gin", "small.gin"),
     ("howto_t0_3b.md", r"runs/lm100k/model\.ckpt-1100000", "runs/demo/mtf/model.ckpt-4"),
     ("howto_t0_3b.md", r"1112200", "6"),
@@ -250,7 +253,7 @@ def _train_the_demo(folder: Path) -> None:
 # Pages whose reader has trained the demo.
 WITH_THE_DEMO = (
     "adapters.md", "checkpoints.md", "evaluation.md", "from_t0.md", "howto_checkpoint.md",
-    "howto_t0_3b.md", "runs.md", "tasks.md",
+    "howto_encode.md", "howto_t0_3b.md", "runs.md", "tasks.md",
 )  # fmt: skip
 
 
