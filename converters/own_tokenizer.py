@@ -56,6 +56,29 @@ def tokenizer_of(
     return {}
 
 
+def own_vocabulary(source: CheckpointRef) -> VocabularyFile | None:
+    """The vocabulary beside a checkpoint, or in diffusers' folder beside it; None if there is none.
+
+    Raises:
+      UserError: If the tokenizer there has no SentencePiece model, and T5's own is another one.
+    """
+    folder, name = os.path.split(storage.normal(source.folder))
+    # diffusers has text_encoder_2/ and tokenizer_2/ in a folder.
+    pipeline = storage.join(folder, name.replace("text_encoder", "tokenizer"))
+    for place in dict.fromkeys((source.folder, pipeline)):
+        names = set(storage.names(place)) if storage.is_directory(place) else set()
+        if PIECES in names:
+            return VocabularyFile(storage.join(place, PIECES))
+        if _SETTINGS in names:
+            if _read(place, _SETTINGS).get("tokenizer_class") == "ByT5Tokenizer":
+                return VocabularyFile(BYTES)
+        if names.intersection(FILES):
+            default = named_vocabulary(None)
+            check_own_tokenizer([place], default)
+            return default
+    return None
+
+
 def check_own_tokenizer(folders: Sequence[str], *vocabularies: Any) -> bool:
     """Checks that vocabularies are that of the tokenizer beside a checkpoint, piece by piece.
 

@@ -10,11 +10,13 @@ from typing import Any, Literal
 import numpy as np
 
 from t0repro.config.run_config import DType
+from t0repro.converters.own_tokenizer import check_own_tokenizer, own_vocabulary
+from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.encoding import Pool, encode_ids
 from t0repro.evaluation.opened import Checkpoint, encoder_shape, open_encoder, opened_once
 from t0repro.progress import say
-from t0repro.tasks.vocabulary import VocabularyFile, named_vocabulary
+from t0repro.tasks.vocabulary import VocabularyFile, check_rows, named_vocabulary
 from t0repro.words import counted
 
 TooLong = Literal["cut", "error"]
@@ -176,5 +178,12 @@ class Tokenizer:
 
     def _vocabulary(self) -> VocabularyFile:
         if self._file is None:
-            self._file = named_vocabulary(self._named)
+            source = find_checkpoint(self._path)
+            own = own_vocabulary(source) if self._named is None else None
+            self._file = own or named_vocabulary(self._named)
+            if own is None:
+                check_own_tokenizer([source.folder], self._file)
+            check_rows(
+                self._file, self._rows, source.path, "Name the vocabulary it was trained with."
+            )
         return self._file

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-VOCABULARY, WIDTH, HEADS, HEAD_DIM, HIDDEN = 40, 8, 2, 4, 12
+VOCABULARY, WIDTH, HEADS, HEAD_DIM, HIDDEN, LAYERS = 40, 8, 2, 4, 12, 2
 FAMILIES = {
     "t5": {"feed_forward_proj": "relu", "architectures": ["T5EncoderModel"]},
     "t5_1_1": {"feed_forward_proj": "gated-gelu", "architectures": ["T5EncoderModel"]},
@@ -19,16 +19,16 @@ FAMILIES = {
 IDS = np.array([[7, 3, 31, 9, 1], [12, 5, 1, 0, 0]])
 
 
-def config(family: str, layers: int = 2) -> dict:
+def config(family: str, rows: int = VOCABULARY) -> dict:
     """The content of config.json."""
     return {
         "model_type": "t5" if family.startswith("t5") else family,
-        "vocab_size": VOCABULARY,
+        "vocab_size": rows,
         "d_model": WIDTH,
         "d_kv": HEAD_DIM,
         "d_ff": HIDDEN,
-        "num_layers": layers,
-        "num_decoder_layers": layers,
+        "num_layers": LAYERS,
+        "num_decoder_layers": LAYERS,
         "num_heads": HEADS,
         "relative_attention_num_buckets": 8,
         "relative_attention_max_distance": 20,
@@ -39,12 +39,12 @@ def config(family: str, layers: int = 2) -> dict:
     }
 
 
-def weights(family: str, layers: int = 2) -> dict[str, np.ndarray]:
+def weights(family: str, rows: int = VOCABULARY) -> dict[str, np.ndarray]:
     """The encoder's tensors, by transformers' names."""
     inner = HEADS * HEAD_DIM
     wi = ("wi",) if family == "t5" else ("wi_0", "wi_1")
-    shapes = {"shared.weight": (VOCABULARY, WIDTH), "encoder.final_layer_norm.weight": (WIDTH,)}
-    for layer in range(layers):
+    shapes = {"shared.weight": (rows, WIDTH), "encoder.final_layer_norm.weight": (WIDTH,)}
+    for layer in range(LAYERS):
         block = f"encoder.block.{layer}.layer"
         for letter in "qkvo":
             shape = (WIDTH, inner) if letter == "o" else (inner, WIDTH)
@@ -65,9 +65,11 @@ def weights(family: str, layers: int = 2) -> dict[str, np.ndarray]:
     }
 
 
-def save_encoder(folder: Path, family: str = "t5", **changes: object) -> Path:
+def save_encoder(
+    folder: Path, family: str = "t5", rows: int = VOCABULARY, **changes: object
+) -> Path:
     """Writes a folder as transformers does; `changes` replace fields of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights(family), folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config(family) | changes))
+    save_file(weights(family, rows), folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config(family, rows) | changes))
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.parameters.shape import ModelShape
 from t0repro.runs.encode import encode
+from t0repro.tasks.demo.datasets import VOCABULARY
+from t0repro.tasks.vocabulary import VocabularyFile
 
 from .encoders import FAMILIES, IDS, save_encoder, weights
 
@@ -164,3 +167,32 @@ def test_a_checkpoint_of_mesh_tensorflow_without_its_decoder_is_incomplete(
     folder = write_mesh_checkpoint(tmp_path / "cut", cut)
     with pytest.raises(UserError, match="decoder are missing, for instance decoder/block_000/"):
         encode(folder, ROWS)
+
+
+@pytest.mark.parametrize("place", ["text_encoder_2", "tokenizer_2"])
+def test_texts_are_encoded_with_the_checkpoints_own_vocabulary(place, tmp_path):
+    folder = save_encoder(tmp_path / "text_encoder_2", rows=1408)
+    (tmp_path / place).mkdir(exist_ok=True)
+    shutil.copy(VOCABULARY, tmp_path / place / "spiece.model")
+    (output,) = encode(folder, ["It rained."])
+    vocabulary = VocabularyFile(str(VOCABULARY))
+    ids = [*vocabulary.encode("It rained."), vocabulary.eos_id]
+    assert output.tobytes() == encode(folder, [ids])[0].tobytes()
+
+
+def test_texts_of_an_encoder_of_bytes_are_bytes(tmp_path):
+    folder = save_encoder(tmp_path, rows=384)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    (output,) = encode(folder, ["aé"])
+    assert output.tobytes() == encode(folder, [[100, 198, 172, 1]])[0].tobytes()
+
+
+def test_another_vocabulary_than_the_checkpoints_own_is_refused(tmp_path):
+    folder = save_encoder(tmp_path, rows=1408)
+    pieces = [["<pad>", 0.0], ["</s>", 0.0], ["<unk>", 0.0], ["a", -1.0]]
+    model = {"model": {"type": "Unigram", "vocab": pieces}}
+    (folder / "tokenizer.json").write_text(json.dumps(model))
+    with pytest.raises(UserError, match="is not the checkpoint's: id 3"):
+        encode(folder, ["It rained."], vocabulary=VOCABULARY)
+    with pytest.raises(UserError, match="more|rows"):
+        encode(save_encoder(tmp_path / "small"), ["It rained."], vocabulary=VOCABULARY)
