@@ -109,8 +109,13 @@ def test_every_yaml_loader_is_a_safe_one():
 
     for loader in (templates._loader(), template_files._Loader):
         assert issubclass(loader, yaml.constructor.SafeConstructor)
-        tags = {str(tag) for tag in (*loader.yaml_constructors, *loader.yaml_multi_constructors)}
-        assert not [tag for tag in tags if "python" in tag]
+        tags = loader.yaml_constructors | loader.yaml_multi_constructors
+        python = {tag: function for tag, function in tags.items() if "python" in str(tag)}
+        # promptsource wrote some names as tuples, which are read as lists.
+        python.pop("tag:yaml.org,2002:python/tuple", None)
+        assert not python
+        tuples = tags.get("tag:yaml.org,2002:python/tuple")
+        assert tuples in (None, yaml.SafeLoader.construct_yaml_seq)
 
 
 # ---- Hostile files on the paths of reading ------------------------------------------------------

@@ -233,7 +233,7 @@ def dropped_rows(name: str, split: str, examples: int) -> list[int] | None:
         return None
     try:
         return task.rows.dropped_rows(split, examples)
-    except UserError:  # a cached task, whose rows are not here
+    except UserError:  # of a cached task, whose rows are missing
         return None
 
 

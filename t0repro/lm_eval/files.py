@@ -282,7 +282,7 @@ def import_results(results: str | os.PathLike[str], folder: Path) -> tuple[Path,
             metrics = found.get("results", {}).get(task, {})
             try:
                 _import_task(task, samples, expected, metrics, staged)
-            except _Unusable as error:
+            except UnusableSamplesError as error:
                 left_out[task] = str(error)
         if left_out.keys() >= {*ranked}:
             raise UserError(
@@ -340,7 +340,8 @@ def _import_task(
 
     Raises:
       UserError: If the samples are missing, fewer than `expected`, or damaged.
-      _Unusable: If they are not scores of the choices of one context, or contradict `metrics`.
+      UnusableSamplesError: If they are not scores of the choices of one context, or contradict
+        `metrics`.
     """
     if not path.is_file():
         raise UserError(f"The samples of {task!r} are missing.", where=str(path), fix=_RUN_AGAIN)
@@ -362,13 +363,15 @@ def _import_task(
             fix="Copy the file again, or run lm_eval again.",
         )
     if len(examples) != len(samples):
-        raise _Unusable("an example has several samples, of several filters")
+        raise UnusableSamplesError("an example has several samples, of several filters")
     right = _right_choices(samples)
     accuracy = float(np.mean([s.best in found for s, found in zip(samples, right, strict=True)]))
     # The harness names a figure by metric and filter; one filter was applied.
     for name, value in metrics.items():
         if name.partition(",")[0] == "acc" and abs(float(value) - accuracy) > 1e-6:
-            raise _Unusable(f"its scores give {name} = {accuracy:g}, and its results say {value}")
+            raise UnusableSamplesError(
+                f"its scores give {name} = {accuracy:g}, and its results say {value}"
+            )
     # Only a task of ours has a twin that ranks the same choices.
     ours = all(sample.is_ours for sample in samples)
     pairs = [pair for s, found in zip(samples, right, strict=True) for pair in s.pairs(found, ours)]
@@ -379,7 +382,7 @@ def _import_task(
             file.write(values)
 
 
-class _Unusable(Exception):
+class UnusableSamplesError(Exception):
     """Why a task's samples cannot be reported as rank classification."""
 
 
@@ -425,7 +428,7 @@ def _sample(fields: Mapping[str, Any]) -> _Sample:
 
     Raises:
       KeyError, TypeError, ValueError, IndexError, OverflowError: If it is damaged.
-      _Unusable: If its scores are not those of the choices of one context.
+      UnusableSamplesError: If its scores are not those of the choices of one context.
     """
     number, arguments = int(fields["doc_id"]), fields["arguments"]
     # Before 0.4.3, the harness wrote lists: [[context, continuation], ...].
@@ -440,7 +443,9 @@ def _sample(fields: Mapping[str, Any]) -> _Sample:
     if not scores:
         raise ValueError("it has no scores")
     if len(scores) != len(texts):
-        raise _Unusable(f"doc_id {number} has {len(texts)} choices and {len(scores)} scores")
+        raise UnusableSamplesError(
+            f"doc_id {number} has {len(texts)} choices and {len(scores)} scores"
+        )
     choices = [str(text) for _, text in texts]
     half = len(texts) // 2
     # For acc_mutual_info the harness scores the choices again, without a context.
@@ -448,10 +453,12 @@ def _sample(fields: Mapping[str, Any]) -> _Sample:
         texts, choices, scores = texts[:half], choices[:half], scores[:half]
     if len({text for text, _ in texts}) > 1:
         # As in WinoGrande, whose samples do not say which context is right.
-        raise _Unusable(f"the choices of doc_id {number} have different contexts")
+        raise UnusableSamplesError(f"the choices of doc_id {number} have different contexts")
     # Not `score > 0`, which is false for NaN.
     if impossible := [score for score in scores if not -np.inf < score <= 0]:
-        raise _Unusable(f"doc_id {number} has {impossible[0]}, which is not a log-likelihood")
+        raise UnusableSamplesError(
+            f"doc_id {number} has {impossible[0]}, which is not a log-likelihood"
+        )
     doc = fields["doc"]
     ours = isinstance(doc, Mapping) and doc.keys() >= _OURS
     example = int(doc["example"]) if ours else number
@@ -472,12 +479,13 @@ def _right_choices(samples: Sequence[_Sample]) -> list[frozenset[int]]:
     """The numbers of each example's right choices, as the harness counted them.
 
     Raises:
-      _Unusable: If the targets are not choices, or give other accuracies than the harness recorded.
+      UnusableSamplesError: If the targets are not choices, or give other accuracies than the
+        harness recorded.
     """
     readings = [[read(sample) for sample in samples] for read in (_by_number, _by_text)]
     possible = [found for found in readings if None not in found]
     if not possible:
-        raise _Unusable("its targets are neither numbers nor texts of choices")
+        raise UnusableSamplesError("its targets are neither numbers nor texts of choices")
     agreeing = [
         found
         for found in possible
@@ -492,9 +500,11 @@ def _right_choices(samples: Sequence[_Sample]) -> list[frozenset[int]]:
             for sample, right in zip(samples, possible[0], strict=True)
             if sample.acc not in (None, float(sample.best in right))
         )
-        raise _Unusable(f"the scores of doc_id {at.example} contradict its acc, {at.acc}")
+        raise UnusableSamplesError(
+            f"the scores of doc_id {at.example} contradict its acc, {at.acc}"
+        )
     if any(found != agreeing[0] for found in agreeing):
-        raise _Unusable("its targets may be numbers or texts of choices")
+        raise UnusableSamplesError("its targets may be numbers or texts of choices")
     return agreeing[0]
 
 
