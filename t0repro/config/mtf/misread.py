@@ -104,7 +104,9 @@ def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
                 read = scopes_read(selector, model_type, argument)
                 key = (scope, selector, argument)
                 is_read = is_shipped(where or "") or _is_read(key, value, (*read, *bindings.scopes))
-                if not is_read and not _is_layered(key, read, bindings):
+                if not (
+                    is_read or _is_layered(key, read, bindings) or _is_twin(key, value, bindings)
+                ):
                     yield _no_effect(key, read, bindings)
 
 
@@ -154,10 +156,28 @@ def _is_read(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
 def _holds_anyway(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
     """Whether an argument has the value in these scopes too."""
     _, selector, argument = key
+    default = _default(selector, argument)
+    return all(gin_door.resolved(x, selector).get(argument, default) == value for x in scopes)
+
+
+def _default(selector: str, argument: str) -> Any:
     parameters = inspect.signature(gin_door.function_of(selector)).parameters
     # A misspelt name has no default if the class takes any keyword.
-    default = parameters[argument].default if argument in parameters else inspect.Parameter.empty
-    return all(gin_door.resolved(x, selector).get(argument, default) == value for x in scopes)
+    return parameters[argument].default if argument in parameters else inspect.Parameter.empty
+
+
+def _is_twin(key: Key, value: Any, bindings: Bindings) -> bool:
+    """Whether a binding for the encoder stands beside the decoder's, as gin itself writes it.
+
+    An operative config has every argument of both towers, whichever of them uses it. The answer is
+    no where the author wanted the encoder's to take effect: see `_is_layered`.
+    """
+    scope, selector, argument = key
+    if (scope, selector) != ("encoder", _UNITRANSFORMER) or argument not in DECODER_ONLY:
+        return False
+    if value == _default(selector, argument):
+        return True
+    return _prevails(bindings.place(("decoder", selector, argument)), key, bindings)
 
 
 def _is_layered(key: Key, read: tuple[str, ...], bindings: Bindings) -> bool:
@@ -171,9 +191,15 @@ def _is_layered(key: Key, read: tuple[str, ...], bindings: Bindings) -> bool:
     winners = {_scope_in_effect(each, selector, argument) for each in read}
     if not all(winner is not None and winner.startswith(scope) for winner in winners):
         return False
-    by_command = "gin_param" in (bindings.place(key) or "")
-    places = [bindings.place((winner or "", selector, argument)) or "" for winner in winners]
-    return all(not is_shipped(at) and (not by_command or "gin_param" in at) for at in places)
+    places = [bindings.place((winner or "", selector, argument)) for winner in winners]
+    return all(_prevails(place, key, bindings) for place in places)
+
+
+def _prevails(place: str | None, key: Key, bindings: Bindings) -> bool:
+    """Whether a binding at a place is one that the author of another may have wanted to win."""
+    if place is None or is_shipped(place):
+        return False
+    return "gin_param" in place or "gin_param" not in (bindings.place(key) or "")
 
 
 def _scope_in_effect(scope: str, selector: str, argument: str) -> str | None:
