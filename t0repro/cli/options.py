@@ -102,13 +102,41 @@ GinImportAllowlist = Annotated[
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class SkippedNames:
+    """The flags of t5_mesh_transformer for gin files with configurables that no longer exist."""
+
+    HEADING: ClassVar = GIN
+
+    skip_all_gin_unknowns: Annotated[
+        bool,
+        typer.Option(
+            "--skip_all_gin_unknowns", help="Ignore bindings of configurables that do not exist."
+        ),
+    ] = False
+    additional_deprecated_gin_references: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Configurables whose bindings are ignored, separated by commas; repeatable."
+        ),
+    ] = None
+
+    @property
+    def skip_unknown(self) -> bool | list[str]:
+        """As in `MeshInputs`."""
+        return self.skip_all_gin_unknowns or _listed(self.additional_deprecated_gin_references)
+
+
 def allowlist_of(values: Sequence[str] | None) -> tuple[str, ...] | None:
     """The modules that `--gin_import_allowlist` names; None if it is not given."""
     # An empty list differs: it allows no import at all.
-    if values is None:
-        return None
-    names = (name.strip() for value in values for name in value.split(","))
-    return tuple(name for name in names if name)
+    return None if values is None else tuple(_listed(values))
+
+
+def _listed(values: Sequence[str] | None) -> list[str]:
+    """The names of an option that is repeatable and takes several, separated by commas."""
+    names = (name.strip() for value in values or () for name in value.split(","))
+    return [name for name in names if name]
 
 
 def gin_folders(words: Sequence[str] | None) -> list[str]:
@@ -122,6 +150,7 @@ def mesh_inputs(
     folders: Sequence[str] | None,
     modules: Sequence[str] | None,
     *,
+    skipped: SkippedNames,
     allowlist: tuple[str, ...] | None = None,
     model_dir: str = "",
 ) -> MeshInputs:
@@ -134,6 +163,7 @@ def mesh_inputs(
         gin_params=params or (),
         location_prefixes=gin_folders(folders),
         module_imports=modules or (),
+        skip_unknown=skipped.skip_unknown,
         import_allowlist=allowlist,
     )
 

@@ -17,8 +17,10 @@ from t0repro.cli.options import (
     GinImportAllowlist,
     GinParams,
     Modules,
+    SkippedNames,
     allowlist_of,
     mesh_inputs,
+    with_groups,
 )
 from t0repro.cli.results import echo, for_people, print_json
 from t0repro.cli.spelling import output, source
@@ -64,8 +66,10 @@ _Inject = Annotated[
 ]
 
 
+@with_groups
 def parity(
     out: _Out,
+    skipped: SkippedNames,
     gin_file: GinFiles = None,
     gin_param: GinParams = None,
     gin_location_prefix: GinFolders = None,
@@ -103,6 +107,7 @@ def parity(
         gin_param,
         gin_location_prefix,
         module_import,
+        skipped=skipped,
         allowlist=allowlist_of(gin_import_allowlist),
         model_dir=str(out / run.MESH_FOLDER),
     )

@@ -23,6 +23,7 @@ from t0repro.cli.options import (
     ProcessOptions,
     RunMode,
     RunModes,
+    SkippedNames,
     allowlist_of,
     gin_folders,
     mesh_inputs,
@@ -53,6 +54,7 @@ class Dialects(enum.StrEnum):
 @with_groups
 def explain(
     logs: LogOptions,
+    skipped: SkippedNames,
     gin_file: GinFiles = None,
     gin_param: GinParams = None,
     gin_location_prefix: GinFolders = None,
@@ -114,7 +116,13 @@ def explain(
     folders = gin_location_prefix
     config = describe_or_load(
         mesh_inputs(
-            gin_file, gin_param, folders, module_import, allowlist=allowlist, model_dir=model_dir
+            gin_file,
+            gin_param,
+            folders,
+            module_import,
+            skipped=skipped,
+            allowlist=allowlist,
+            model_dir=model_dir,
         )
     ).run
     # Printed as bindings of a dialect, so that they can be pasted into a file.
@@ -204,6 +212,7 @@ def _explain_t5x(inputs: T5xInputs, *, as_json: bool, dialect: Dialects | None) 
 def precompile(
     options: T5xOptions,
     processes: ProcessOptions,
+    skipped: SkippedNames,
     gin_param: GinParams = None,
     gin_location_prefix: GinFolders = None,
     topology: Annotated[
@@ -257,7 +266,7 @@ def precompile(
             _check_tasks(*read, options)
         devices, chip, float32 = _devices(topology)
         config = (
-            _mesh_config(options, gin_param, gin_location_prefix, float32)
+            _mesh_config(options, gin_param, gin_location_prefix, skipped, float32)
             if read is None
             else read[1]
         )
@@ -309,12 +318,15 @@ def _mesh_config(
     options: T5xOptions,
     gin_param: list[str] | None,
     gin_location_prefix: list[str] | None,
+    skipped: SkippedNames,
     float32: bool,
 ) -> RunConfig:
     echo("reading gin files ...", err=True)
     from t0repro.config.mtf.dialect import describe_or_load
 
-    inputs = mesh_inputs(options.gin_file, gin_param, gin_location_prefix, options.module_import)
+    inputs = mesh_inputs(
+        options.gin_file, gin_param, gin_location_prefix, options.module_import, skipped=skipped
+    )
     return describe_or_load(inputs, float32_activations=float32).run
 
 

@@ -70,7 +70,7 @@ class LogOptions:
 
 # absl takes one dash or two, and a value for a flag that is on or off.
 _SHORT_VERBOSITY = re.compile(r"-v=(.*)")
-_SWITCH = re.compile(r"--(replace_gin_file|alsologtostderr|logtostderr)=(?i:(true|false))")
+_SWITCH = re.compile(r"--(replace_gin_file|alsologtostderr|logtostderr|sync)=(?i:(true|false))")
 
 
 def as_click_reads(argument: str) -> str | None:
@@ -79,7 +79,7 @@ def as_click_reads(argument: str) -> str | None:
         return f"--verbosity={short[1]}"
     if switch := _SWITCH.fullmatch(argument):
         return f"--{switch[1]}" if switch[2].lower() == "true" else None
-    return argument
+    return None if argument == "--nosync" else argument
 
 
 # ---- How options are spelled: `--at-hand` as `--at_hand`, and T5X's ways -------------------------

@@ -77,7 +77,8 @@ def _say_importing() -> None:
 def _check_places(arguments: Sequence[str]) -> None:
     """Refuses addresses that cannot be opened before the slow imports that define the flags."""
     for argument, following in itertools.pairwise([*arguments, ""]):
-        name, equals, value = canonical(argument.lstrip("-")).partition("=")
+        name, equals, value = argument.lstrip("-").partition("=")
+        name = canonical(name)
         if argument.startswith("-") and name in _PLACES:
             for place in (value if equals else following).split(","):
                 check_readable(place, f"--{name}")
@@ -189,8 +190,8 @@ def _run_mesh_tensorflow(options: Any) -> None:
         if not options.use_model_api:
             raise
     if configuration:
-        for error in configuration.misread:
-            print(printable(f"warning: {error.where}: {error.what}"), file=sys.stderr)
+        for warning in configuration.warnings:
+            print(printable(f"warning: {warning}"), file=sys.stderr)
         check_mesh_transformer(configuration, jax=False, at_hand=options.at_hand)
         print_flag_notes(options, configuration, on_jax=False)
     if options.use_model_api:

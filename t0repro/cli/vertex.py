@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from t0repro.buckets import addresses_of_another_machine
 from t0repro.cli.options import AsJson, GinBindings, GinFiles, with_groups
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
@@ -28,7 +30,7 @@ app = typer.Typer(
     epilog="Example: t0repro vertex status 1234567890 --project P --location europe-west4",
 )
 
-# The second names are those of run.py, T5X's script for Vertex AI.
+# The second names are those of run.py, T5X's script for Vertex AI, whose default is to wait.
 Project = Annotated[
     str, typer.Option("--project", "--project_id", help="The Google Cloud project.")
 ]
@@ -36,7 +38,8 @@ Location = Annotated[
     str, typer.Option("--location", "--region", help="The region, such as europe-west4.")
 ]
 Wait = Annotated[
-    bool, typer.Option("--wait", help="Follow the job, upload its metrics, record its end.")
+    bool,
+    typer.Option("--wait", "--sync", help="Follow the job, upload its metrics, record its end."),
 ]
 PollSeconds = Annotated[
     float, typer.Option(min=0.01, help="With --wait: polling interval in seconds.")
@@ -64,9 +67,10 @@ class JobOptions:
     tpu_topology: Annotated[
         str | None, typer.Option(help="Chips of a slice of TPU v5e or newer: 4x4.")
     ] = None
-    service_account: Annotated[str | None, typer.Option(help="The service account of the job.")] = (
-        None
-    )
+    service_account: Annotated[
+        str | None,
+        typer.Option("--service_account", "--training_sa", help="The service account of the job."),
+    ] = None
     network: Annotated[str | None, typer.Option(help="A network to peer with.")] = None
     labels: Annotated[list[str] | None, typer.Option(help="KEY=VALUE; repeatable.")] = None
 
@@ -178,8 +182,10 @@ class RunOptions:
             *(override(binding) for binding in bindings),
             *(f"--{name}={value}" for name, value in folders.items() if value is not None),
         ]
-        if self.run_mode is not None:
-            return f"--run_mode={self.run_mode}", *flags, *command
+        # As in run.py, whose flag gin_files is.
+        run_mode = self.run_mode or ("train" if self.gin_files else None)
+        if run_mode is not None:
+            return f"--run_mode={run_mode}", *flags, *command
         if flags:
             raise UserError(
                 "--gin_file, --gin, --gin_search_paths and --tfds_data_dir are for run modes.",
@@ -237,11 +243,19 @@ def submit(
         str, typer.Option(help="gs://BUCKET, or a folder in it, for the job's gin files.")
     ],
     image_uri: Annotated[str, typer.Option(help="The container's image.")],
-    display_name: Annotated[str, typer.Option(help="The job's name in the console.")],
     job: JobOptions,
     tracked: TrackingOptions,
     run: RunOptions,
     how: SubmissionOptions,
+    display_name: Annotated[
+        str | None,
+        typer.Option(
+            help="The job's name in the console.", show_default="job_name_prefix and the time"
+        ),
+    ] = None,
+    job_name_prefix: Annotated[
+        str, typer.Option(help="As in T5X's run.py: how a name begins.")
+    ] = "t5x_job",
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -272,7 +286,8 @@ def submit(
     from t0repro.cloud.submission import check_fit
 
     place = Place(project, location, staging_bucket)
-    request = job.request(display_name, image_uri, run.words(command or []))
+    name = display_name or f"{job_name_prefix}_{datetime.datetime.now():%Y%m%d%H%M%S}"
+    request = job.request(name, image_uri, run.words(command or []))
     tracking = tracked.tracking()
     how.check(tracking)
     if how.fit:
@@ -314,10 +329,11 @@ def _check_options(context: typer.Context, arguments: Arguments) -> None:
     group: Any = root.command
     # The first word is --run_mode=MODE, which the image's entry point parses.
     words = with_t5x_overrides(arguments.words[1:])
-    # Parsed as in the container, but not invoked.
-    group.get_command(root, arguments.mode.value).make_context(
-        arguments.mode.value, words, parent=root
-    ).close()
+    # Parsed as in the container, which has the credentials for its addresses, but not invoked.
+    with addresses_of_another_machine():
+        group.get_command(root, arguments.mode.value).make_context(
+            arguments.mode.value, words, parent=root
+        ).close()
 
 
 def _labels(pairs: list[str]) -> dict[str, str]:

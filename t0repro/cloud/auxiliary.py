@@ -38,7 +38,12 @@ class AuxiliaryOptions:
     HEADING: ClassVar = "Auxiliary jobs"
 
     auxiliary_job_mixtures: Annotated[
-        str | None, typer.Option(help="Mixtures, separated by commas; one job for each.")
+        str | None,
+        typer.Option(
+            "--auxiliary_job_mixtures",
+            "--auxiliary_mixtures",
+            help="Mixtures, separated by commas; one job for each.",
+        ),
     ] = None
     auxiliary_job_gin_file: Annotated[
         str | None, typer.Option(help="The gin file of the jobs, in T5X's dialect.")
@@ -53,7 +58,12 @@ class AuxiliaryOptions:
         int, typer.Option(help="0 evaluates each checkpoint; N fine-tunes each for N steps.")
     ] = 0
     auxiliary_job_build_target_path: Annotated[
-        str, typer.Option(help="eval, train, rank-eval (options may follow), or any command.")
+        str,
+        typer.Option(
+            "--auxiliary_job_build_target_path",
+            "--auxiliary_job_build_target",
+            help="eval, train, rank-eval (options may follow), or any command.",
+        ),
     ] = "eval"
     auxiliary_job_platform: Annotated[
         str | None, typer.Option(help="An entry in the file given by --machines.")

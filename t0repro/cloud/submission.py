@@ -442,7 +442,7 @@ def _mesh_transformer(arguments: Arguments) -> Configured:
         run = None  # only what the JAX stack supports can be compiled
     return Configured(
         text=configuration.gin_text,
-        warnings=tuple(f"{error.where}: {error.what}" for error in configuration.misread),
+        warnings=configuration.warnings,
         run=run,
         architecture=_architecture(run.model) if run else "",
         output=arguments.output,

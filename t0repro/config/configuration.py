@@ -94,6 +94,11 @@ class Configuration:
         return self.run_or_refusal
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is misread, in lines; an imported module's own bindings have no place."""
+        return tuple(": ".join(filter(None, (each.where, each.what))) for each in self.misread)
+
+    @property
     def vocabularies(self) -> Vocabularies:
         """SeqIO's vocabularies for inputs and for targets."""
         return self.inputs.vocabularies

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from t0repro.config.ranges import Range
+from t0repro.config.ranges import MOST_32, Range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DecodingConfig:
     keep_top_k: Annotated[int, Range(at_least=1, also=(-1,))]
     length_multiplier: Annotated[float, Range(at_least=0)]
     length_constant: Annotated[float, Range(at_least=0)]
-    max_length: Annotated[int | None, Range(at_least=1)]
+    max_length: Annotated[int | None, Range(at_least=1, at_most=MOST_32)]
     # Mesh TensorFlow's way around a slow top-k on TPUs; in theory it can lose a candidate.
     prefilter: Annotated[int, Range(at_least=0)]
     # Outputs may depend on it: each shard contributes `prefilter` candidates of its own.
@@ -110,13 +110,13 @@ class DecodingPlan:
     prompt_with_targets: bool = False
     eos_id: Annotated[int, Range(at_least=0)] = 1
     alpha: Annotated[float, Range(at_least=0)] = 0.6
-    max_decode_len: Annotated[int | None, Range(at_least=1)] = None
+    max_decode_len: Annotated[int | None, Range(at_least=1, at_most=MOST_32)] = None
     max_decode_step: int = -1
     min_log_prob: float = NEVER
     temperature: Annotated[float, Range(at_least=0)] = 1.0
     topk: Annotated[int, Range(at_least=0)] = 1
     topp: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
-    max_decode_steps: Annotated[int | None, Range(at_least=1)] = None
+    max_decode_steps: Annotated[int | None, Range(at_least=1, at_most=MOST_32)] = None
     rescale_log_probs: bool = True
 
     def function_options(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import PurePath
 from typing import IO, Any, NamedTuple
 
@@ -144,6 +144,17 @@ def is_required(macro: str) -> bool:
     return is_constant and value.scoped_configurable_fn() is gin.REQUIRED
 
 
+def forget_required(read: Collection[str]) -> None:
+    """Drops the macros with the value %gin.REQUIRED that nothing reads, which gin would refuse.
+
+    Args:
+      read: The macros that are read.
+    """
+    for macro in bound_macros() - set(read):
+        if is_required(macro):
+            del gin.config._CONFIG[macro, MACRO]
+
+
 def is_called(value: Any) -> bool:
     """Whether a value is `@name()` or `%macro`, which gin calls itself."""
     return is_reference(value) and value.evaluate
@@ -221,10 +232,8 @@ def scope_of(selector: str, argument: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as gin writes it, macros followed."""
-    text = gin.config._format_value(followed(value))
-    assert text is not None  # references and literals can always be written
-    return text
+    """A value as gin writes it, macros followed; a reference by the name in its own file."""
+    return repr(followed(value))
 
 
 # ---- Where each binding came from ----------------------------------------------------------------

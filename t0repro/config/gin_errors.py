@@ -330,6 +330,7 @@ def check_references(
             place = bindings.places.get((scope, selector, argument)) or _ANYWHERE
             for part in gin_door.parts_of(value):
                 read |= _checked_reference(part, macros, place)
+    gin_door.forget_required(read)
     return check_macros_are_read(
         bindings,
         read,
@@ -399,7 +400,7 @@ def _checked_reference(value: Any, macros: set[str], place: str) -> set[str]:
     name = gin_door.macro_name(value)
     if name is None:
         return set()
-    if name not in macros:
+    if name not in macros or gin_door.is_required(name):
         raise UserError(
             f"The macro {name} has no value.",
             where=place,

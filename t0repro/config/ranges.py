@@ -164,6 +164,10 @@ def declared_arguments(function: Any) -> dict[str, Any]:
 # `check` compares every value of a configuration with its field's annotation.
 
 
+MOST_32, MOST_64 = 2**31 - 1, 2**63 - 1
+"""The largest integers of 32 and 64 bits: JAX counts steps, rows and tokens in 32."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Range:
     """The numbers that a field accepts.
@@ -184,7 +188,7 @@ class Range:
             return True
         return (
             # Without a bound above, Inf would pass every comparison; NaN passes none.
-            math.isfinite(value)
+            (isinstance(value, int) or math.isfinite(value))
             and (self.at_least is None or value >= self.at_least)
             and (self.at_most is None or value <= self.at_most)
             and (self.above is None or value > self.above)
@@ -271,6 +275,14 @@ def check_field(kind: Any, field: str, value: Any, where: str | None, shown: str
 def _check_one(name: str, value: Any, hint: Any, limits: Range | None, where: str | None) -> None:
     """Raises UserError unless a value is of a type and, if it is a number, in a range."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, int) and abs(value) > MOST_64:
+        # Nothing holds more than 64 bits, whatever else the field accepts.
+        given = limits or Range()
+        limits = dataclasses.replace(
+            given,
+            at_least=-MOST_64 if given.at_least is None else given.at_least,
+            at_most=MOST_64 if given.at_most is None else given.at_most,
+        )
     if fits(value, hint) and not (is_number and limits is not None and value not in limits):
         return
     wanted = in_words(hint, limits)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from t0repro.adapters import Adapter, is_even
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
-from t0repro.config.ranges import Range
+from t0repro.config.ranges import MOST_32, Range
 from t0repro.config.training_plan import TrainingPlan
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
@@ -453,7 +453,7 @@ class ScheduleConfig:
     name: str
     arguments: Annotated[Mapping[str, Any], _SCHEDULE_RANGES]
     # A schedule may cover several runs, so this need not be where this one ends.
-    total_train_steps: Annotated[int, Range(at_least=0)]
+    total_train_steps: Annotated[int, Range(at_least=0, at_most=MOST_32)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -520,10 +520,10 @@ class RunConfig:
     optimizer: OptimizerConfig | None
     schedule: ScheduleConfig | None
     eval_data: EvalDataConfig | None
-    sequence_length: Annotated[Mapping[str, int] | None, Range(at_least=1)]
-    batch_size: Annotated[int, Range(at_least=1)]
-    num_microbatches: Annotated[int, Range(at_least=1)]
-    train_steps: Annotated[int, Range(at_least=0)]
+    sequence_length: Annotated[Mapping[str, int] | None, Range(at_least=1, at_most=MOST_32)]
+    batch_size: Annotated[int, Range(at_least=1, at_most=MOST_32)]
+    num_microbatches: Annotated[int, Range(at_least=1, at_most=MOST_32)]
+    train_steps: Annotated[int, Range(at_least=0, at_most=MOST_32)]
     plan: TrainingPlan
     eval_checkpoint_step: Annotated[
         int | tuple[int, ...] | Literal["all"] | None, Range(at_least=0, also=(-1,))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.ranges import Range, check_field
+from t0repro.config.ranges import MOST_32, Range, check_field
 from t0repro.errors import UserError
 
 
@@ -63,9 +63,9 @@ class SeqioDataConfig:
     """
 
     mixture_or_task_name: str
-    sequence_length: Annotated[Mapping[str, int] | None, Range(at_least=1)]
+    sequence_length: Annotated[Mapping[str, int] | None, Range(at_least=1, at_most=MOST_32)]
     split: str
-    batch_size: Annotated[int, Range(at_least=1)]
+    batch_size: Annotated[int, Range(at_least=1, at_most=MOST_32)]
     shuffle: bool
     seed: Annotated[int | None, Range(at_least=0)]
     use_cached: bool = False

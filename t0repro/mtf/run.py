@@ -13,7 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 from t0repro.config.configuration import Configuration, RunInputs
-from t0repro.config.mtf.parser import check_mode, checkpoint_steps, refuse_on_mesh_tensorflow
+from t0repro.config.mtf.parser import (
+    check_mode,
+    checkpoint_steps,
+    deprecated,
+    refuse_on_mesh_tensorflow,
+)
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.mtf import hooks
@@ -119,8 +124,11 @@ def _run_model_api(flags: Any) -> None:
     Raises:
       UserError: If the flags contradict each other.
     """
+    from t5.models import mesh_transformer
     from t5.models.mtf_model import MtfModel
 
+    # MtfModel skips no others where it reads an operative_config.gin.
+    mesh_transformer.DEPRECATED_GIN_REFERENCES = deprecated(mesh_transformer)
     check_mode(flags)
     steps = checkpoint_steps(flags)
     model = MtfModel(

@@ -198,8 +198,12 @@ def check_fits(run: RunConfig, total: int, free: int, devices: int = 1) -> str:
       devices: How many such devices the run is sharded across.
 
     Raises:
-      UserError: If parameters, gradients and slots alone need more than the device has.
+      UserError: If parameters, gradients and slots alone need more than the device has, or the
+        batch's tokens do.
     """
+    check_batch(
+        run.batch_size // devices, run.sequence_length, total, run.provenance.get("batch_size")
+    )
     memory = estimate(run, devices)
     lengths = run.sequence_length or {}
     tokens = " + ".join(str(length) for length in lengths.values()) or "the longest example's"
@@ -224,6 +228,31 @@ def check_fits(run: RunConfig, total: int, free: int, devices: int = 1) -> str:
     if memory.total > free:
         return f"{need}: this may not fit; lower tokens_per_microbatch_per_replica or the batch."
     return f"{need}: it fits."
+
+
+def check_batch(
+    rows: int, lengths: Mapping[str, int] | None, memory: int, where: str | None = None
+) -> None:
+    """Refuses a batch that is larger than a memory, whatever the model.
+
+    Args:
+      rows: The batch's rows.
+      lengths: Tokens per feature; None if no length is bound.
+      memory: The memory of the machine or device that holds the batch, in bytes.
+      where: The place that sets the number of rows.
+
+    Raises:
+      UserError: If the batch's tokens alone need more.
+    """
+    tokens = sum((lengths or {}).values())
+    # A token is an int32.
+    if (size := rows * tokens * 4) > memory:
+        raise UserError(
+            f"A batch of {rows:,} rows of {tokens:,} tokens has {sized(size)}, and the memory"
+            f" {sized(memory)}.",
+            where=where,
+            fix="Bind a smaller batch.",
+        )
 
 
 # ---- A traced program's FLOPs, counted on matmuls ------------------------------------------------

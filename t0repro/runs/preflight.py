@@ -277,11 +277,17 @@ def _data(
       reads: Its reader: "train", "eval" or "infer"; of a training run's evaluations,
         "train_eval" or "infer_eval".
     """
+    import psutil
+
     from t0repro.data import checks
     from t0repro.data.checks import check_rows, check_vocabularies
     from t0repro.data.truncation import note_truncation
+    from t0repro.partitioning.costs import check_batch
 
     name, split, trains = data.mixture_or_task_name, data.split, reads == "train"
+    scope = f"{reads}/" if reads not in ("eval", "infer") else ""
+    where = f"{scope}utils.DatasetConfig.batch_size"
+    check_batch(data.batch_size, data.sequence_length, psutil.virtual_memory().total, where)
     checks.check_mixture(name)
     tasks = checks.tasks_to_train_on(data) if trains else checks.tasks_with_split(name, split)
     if not tasks and reads.endswith("_eval"):

@@ -273,9 +273,15 @@ def _called(value: Any) -> Any:
     """The result of a call of optax; any other value as it is."""
     if isinstance(value, list | tuple):
         return type(value)(_called(item) for item in value)
-    # How a configuration writes a call.
-    if not (isinstance(value, Mapping) and set(value) == {"function", "arguments"}):
+    if not isinstance(value, Mapping):
         return value
+    # How a configuration writes a call.
+    if set(value) != {"function", "arguments"}:
+        # JSON's keys are texts, and those of optax's boundaries are steps.
+        return {int(key) if key.isdecimal() else key: _called(it) for key, it in value.items()}
+    if value["function"] in SCHEDULES:
+        # T5X's, whose factors take no total number of steps.
+        return make_schedule(ScheduleConfig(value["function"], value["arguments"], 0))
     function = getattr(optax, value["function"], None)
     arguments = {name: _called(item) for name, item in value["arguments"].items()}
     try:

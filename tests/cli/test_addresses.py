@@ -66,6 +66,7 @@ NOT_WRITTEN = frozenset(
     --run_name --service_account --split --splits --stderrthreshold --tasks --tensorboard
     --title --topology --tpu_topology --train --train_dataset --train_mixture COMMAND
     EXPERIMENT JOB TASK"""
+    """ --additional_deprecated_gin_references --job_name_prefix"""
     # what has places in it, and names that look like one
     """ --auxiliary_job_gin_file --base_url --checkpoint --gin_files
     --gin_import_allowlist --gin_search_paths --losses --other --tfds_data_dir NAME RUNS"""
@@ -283,7 +284,7 @@ SECONDS = 2.0
 
 
 def test_each_command_says_within_two_seconds_that_there_are_no_credentials(tmp_path):
-    address = "gs://bucket/run"
+    address = "gs://a-bucket/run"  # whose dash is no option's
     assert len(TEXTS) > 20
     lines = [
         ["t0repro", *line(words, parameter, address)]
@@ -294,7 +295,7 @@ def test_each_command_says_within_two_seconds_that_there_are_no_credentials(tmp_
         [*mesh, f"--model_dir={address}", "--gin_file=train.gin", f"--backend={backend}"]
         for backend in ("jax", "mtf")
     ]
-    lines += [[*mesh, "--model_dir=x", f"--gin_file={address}", "--backend=jax"]]
+    lines += [[*mesh, "--model_dir=x", f"--gin-file={address}", "--backend=jax"]]
     timed = subprocess.run(
         [sys.executable, "-P", "-c", _TIMED],
         input=json.dumps(lines),

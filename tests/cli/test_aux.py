@@ -8,6 +8,7 @@ import pytest
 from .. import commands
 from ..jobs.trainings import curve, make_evaluator, save_checkpoints
 from ..own_lines import foreign_lines
+from .commands import run
 
 
 def aux(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -85,3 +86,20 @@ def test_mistakes_are_exit_code_2_and_a_sentence(arguments, complaint):
     done = aux(*arguments, check=False)
     assert done.returncode == 2 and complaint in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_pages_list_of_flags_and_its_script_spell_them_in_two_ways(
+    monkeypatch, capsys, tmp_path
+):
+    """The list has auxiliary_job_build_target, and the script auxiliary_job_build_target_path."""
+    said = [
+        run(
+            monkeypatch, capsys, "aux", f"--model_dir={tmp_path}", "--once",
+            f"--{mixtures}=a_mixture", f"--{target}=no_such_program",
+        )
+        for mixtures, target in (
+            ("auxiliary_job_mixtures", "auxiliary_job_build_target_path"),
+            ("auxiliary_mixtures", "auxiliary_job_build_target"),
+        )
+    ]  # fmt: skip
+    assert said[0] == said[1] and said[0][0] == 2 and "no_such_program" in said[0][2], said

@@ -3,10 +3,24 @@
 import subprocess
 import sys
 
+from t0repro import buckets
 from tests.cli.commands import run
 from tests.cloud.services import LOCATION, PROJECT
 
 SUBMIT = ("--staging_bucket", "gs://bucket", "--image_uri", "image", "--display_name", "small")
+
+
+def no_credentials(monkeypatch, empty):
+    """A machine that is not Google's, without credentials; `empty` is an empty folder."""
+    for variable in (
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "STORAGE_EMULATOR_HOST",
+        "GCE_METADATA_HOST",
+    ):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(empty))
+    for file in ("_MACHINE", "_VENDOR"):
+        monkeypatch.setattr(buckets, file, empty / file)
 
 
 def vertex(monkeypatch, capsys, command, *arguments):

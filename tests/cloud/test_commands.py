@@ -2,11 +2,13 @@
 
 import functools
 import json
+import re
 
 import pytest
 
 from t0repro.event_files import event_writer
 from tests.cloud import commands
+from tests.cloud.commands import no_credentials
 from tests.cloud.services import STORE, JobState
 from tests.own_lines import foreign_lines
 
@@ -155,18 +157,22 @@ def test_t5xs_own_flags_and_those_of_its_script_reach_the_container(
     cloud, experiment, monkeypatch, tmp_path, vertex
 ):
     monkeypatch.chdir(tmp_path)
+    no_credentials(monkeypatch, tmp_path)
     (tmp_path / "mine.gin").write_text("include 't5x/examples/t5/t5_1_1/tiny.gin'\n")
     code, out, err = vertex(
         *("submit", "--project_id=p", "--region=us-central1", "--staging_bucket=gs://bucket"),
-        *("--image_uri=image", "--display_name=d", "--run_mode=infer", "--dry_run"),
+        *("--image_uri=image", "--job_name_prefix=d", "--run_mode=infer", "--dry_run"),
+        *("--training_sa=a@b.c", "--sync=False"),
         *("--accelerator_type=TPU_V2", "--accelerator_count=8"),
         *("--gin_files=mine.gin,t5x/configs/runs/infer.gin", "--gin_search_paths=.,/flaxformer"),
-        "--tfds_data_dir=/gcs/bucket/tfds",
+        # The container has credentials for its addresses, and a dry run needs none.
+        "--tfds_data_dir=gs://bucket/tfds",
         "--gin_overwrites=DROPOUT_RATE=0.0,CHECKPOINT_PATH='gs://bucket/a',MIXTURE_OR_TASK_NAME='t'"
         ",INFER_OUTPUT_DIR='/gcs/bucket/o',TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}",
     )
     assert code == 0, err
-    assert "--tfds_data_dir=/gcs/bucket/tfds" in out
+    assert "--tfds_data_dir=gs://bucket/tfds" in out
+    assert "service_account: a@b.c" in out and re.search(r"display_name: d_\d{14}\n", out), out
     assert "--gin.TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}" in out.replace("''", "'")
     assert ".,/flaxformer" in out and "--gin_file=t5x/configs/runs/infer.gin" in out
 

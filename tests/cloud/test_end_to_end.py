@@ -6,10 +6,9 @@ import re
 import pytest
 import yaml
 
-from t0repro import buckets
 from t0repro.errors import UserError
 from t0repro.partitioning import topologies
-from tests.cloud.commands import SUBMIT, submit, vertex
+from tests.cloud.commands import SUBMIT, no_credentials, submit, vertex
 from tests.cloud.services import STORE
 from tests.cloud.tiny_jobs import TASK
 
@@ -150,11 +149,7 @@ def test_fit_without_the_compiler_is_refused(cloud, monkeypatch, capsys):
 def test_credentials_are_asked_for_before_any_file_is_read(
     named, cloud, monkeypatch, capsys, tmp_path
 ):
-    for variable in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.delenv("GCE_METADATA_HOST", raising=False)
-    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
-    monkeypatch.setattr(buckets, "_MACHINE", tmp_path / "product_name")
+    no_credentials(monkeypatch, tmp_path)
     if named:
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", named)
     # Neither the option's nor the file's fault is met.

@@ -144,7 +144,7 @@ run.vocabulary = @t5.data.sentencepiece_vocabulary.SentencePieceVocabulary()
 t5.data.sentencepiece_vocabulary.SentencePieceVocabulary.extra_ids = 100
 """
 )
-# What t5's own list of deprecated references lacks of it.
+# What the list of deprecated references of t5 0.9.4's own command lacks of it.
 T5_1_0_DEPRECATED = ("t5.data.sentencepiece_vocabulary.SentencePieceVocabulary",)
 # T5 1.1 as T0 continued it: sublayers spelled out, constant rate.
 T5_1_1 = (

@@ -1,8 +1,11 @@
 """Operative configs of released checkpoints load as t5_mesh_transformer loads them."""
 
+import dataclasses
+
 import pytest
 from absl import flags
 
+from t0repro.config.configuration import NotOnJax
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs, parse
 from t0repro.errors import UserError
@@ -25,7 +28,7 @@ def inputs(tmp_path, text, skip_unknown=(), name="operative_config.gin"):
 
 
 def test_t5_1_0s_switches_mean_the_legacy_sublayers_with_their_rate_and_names(tmp_path):
-    config = dialect.load(inputs(tmp_path, files.T5_1_0, files.T5_1_0_DEPRECATED)).run
+    config = dialect.load(inputs(tmp_path, files.T5_1_0)).run
     model = config.model
     assert (model.d_model, model.d_ff, model.num_heads, model.d_kv) == (64, 96, 4, 16)
     assert model.dropout_rate == 0.1 and model.norm_names == "layer_norm"
@@ -58,7 +61,7 @@ def test_gin_holds_the_same_after_t5s_own_command_has_parsed_it(tmp_path, monkey
 
     if fork:
         text += files.FORK.splitlines()[1] + "\n"
-    ours = parse(inputs(tmp_path, text, skip_unknown=fork or files.T5_1_0_DEPRECATED))
+    ours = parse(inputs(tmp_path, text, skip_unknown=fork))
     mine = dict(gin.config._CONFIG)
     gin.clear_config()
     seen = {}
@@ -111,3 +114,40 @@ def test_an_unknown_argument_of_a_known_function_fails_even_then(tmp_path):
     """gin skips unknown functions, not unknown arguments; so does t5_mesh_transformer."""
     with pytest.raises(UserError, match="our_own_summary_steps"):
         dialect.load(inputs(tmp_path, files.T5_1_1 + files.FORK, skip_unknown=True))
+
+
+@pytest.mark.parametrize("bound", ["'a/model.ckpt-1'", "'b/model.ckpt-1'", "None"])
+def test_a_start_that_mesh_tensorflow_no_longer_reads_is_no_random_start(tmp_path, bound):
+    """Today's get_estimator passes run.init_checkpoint, so gin never fills in the estimator's."""
+    text = files.T5_1_1 + "\ntpu_estimator_model_fn.init_checkpoint = 'a/model.ckpt-1'"
+    given = inputs(tmp_path, f"{text}\nrun.init_checkpoint = {bound}\n")
+    if bound == "'a/model.ckpt-1'":
+        start = dialect.load(given).run.plan.restore
+        assert start is not None and start.path == "a/model.ckpt-1"
+        return
+    # Not a NotOnJax, which a run on Mesh TensorFlow would ignore.
+    with pytest.raises(UserError, match="init_checkpoint is 'a/model.ckpt-1'") as error:
+        dialect.load(given)
+    assert not isinstance(error.value, NotOnJax)
+    assert "operative_config.gin" in str(error.value.where)
+    for remedy in ("run.init_checkpoint = 'a/model.ckpt-1'", "init_checkpoint = None"):
+        assert remedy in str(error.value.fix)
+        both = "tpu_estimator_model_fn." if remedy.endswith("None") else ""
+        again = dataclasses.replace(given, gin_params=(*given.gin_params, both + remedy))
+        dialect.load(again)
+    # An evaluation reads its own checkpoints.
+    scored = ("score_eval.gin", "run.dataset_split = 'validation'")
+    dialect.load(
+        dataclasses.replace(
+            given,
+            gin_files=(*given.gin_files, scored[0]),
+            gin_params=(*given.gin_params, scored[1]),
+        )
+    )
+
+
+def test_a_required_macro_is_missed_only_where_something_reads_it(tmp_path):
+    text = files.T5_1_1.replace("dropout_rate = 0.0", "dropout_rate = %gin.REQUIRED")
+    with pytest.raises(UserError, match="The macro dropout_rate has no value"):
+        dialect.load(inputs(tmp_path, text))
+    assert dialect.load(inputs(tmp_path, f"{files.T5_1_1}\nUNUSED = %gin.REQUIRED\n")).run

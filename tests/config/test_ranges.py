@@ -75,6 +75,15 @@ def test_every_number_of_a_run_has_a_range(kind):
         ("Bitransformer.decode.beam_size = 0", "beam_size is 0"),
         ("Bitransformer.decode.temperature = -1.0", "temperature is -1.0"),
         # A list or a mapping is no number, and a number no text.
+        # Too wide for JAX's counts, or for any.
+        ("run.train_steps = 1000000000000000000000000", "at most 2147483647"),
+        ("run.train_steps = 3000000000", "at most 2147483647"),
+        ("run.train_steps = 1e999", "train_steps is inf"),
+        ("run.batch_size = 10000000000", "at most 2147483647"),
+        ("run.batch_size = ('tokens_per_batch', 1e999)", "is inf"),
+        ("run.sequence_length = {'inputs': 10000000000, 'targets': 8}", "at most 2147483647"),
+        ("mesh_train_dataset_fn.seed = 1000000000000000000000", "at most 9223372036854775807"),
+        ("run.keep_checkpoint_max = 1000000000000000000000", "at most 9223372036854775807"),
         ("run.save_checkpoints_steps = [5]", "save_checkpoints_steps is [5]"),
         ("run.train_steps = (3,)", "train_steps is (3,)"),
         ("AdafactorOptimizer.beta1 = [0.9]", "beta1 is [0.9]; it must be a number"),

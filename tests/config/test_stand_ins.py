@@ -83,7 +83,6 @@ def inputs_of(files, params, prefix=".") -> MeshInputs:
         (*PARAMS, *params),
         location_prefixes=(prefix,),
         module_imports=("t0repro.tasks.demo",),
-        skip_unknown=operative_configs.T5_1_0_DEPRECATED,
     )
 
 

@@ -1,4 +1,4 @@
-"""The operative_config.gin that t5_mesh_transformer writes runs again, overridden or not, on JAX."""
+"""The operative_config.gin that t5_mesh_transformer writes runs again on JAX, overridden or not."""
 
 from pathlib import Path
 

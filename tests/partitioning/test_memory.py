@@ -94,6 +94,9 @@ def test_what_fits_says_so_and_what_cannot_fit_is_refused(run):
     needed = costs.estimate(run)
     assert costs.check_fits(run, 10**12, 10**12).endswith("it fits.")
     assert "may not fit" in costs.check_fits(run, 10**12, needed.total - 1)
+    large = dataclasses.replace(run, batch_size=2**31 - 1)
+    with pytest.raises(UserError, match="A batch of 2,147,483,647 rows"):
+        costs.check_fits(large, 10**10, 10**10)
     with pytest.raises(UserError, match="does not fit into memory") as error:
         costs.check_fits(run, needed.certain - 1, needed.certain - 1)
     assert error.value.where and error.value.fix

@@ -258,6 +258,7 @@ KNOWN_BINDINGS: Mapping[str, Any] = {
     f"{UTILS}.tpu_mesh_shape": ...,
     f"{UTILS}.tpu_estimator_model_fn": {
         "model_info_file", "tpu_summaries", "init_variable_filter", "hierarchical_tiling_spec",
+        "init_checkpoint",
     },
     f"{UTILS}.score_with_estimator": set(),
     f"{UTILS}.init_checkpoint_variable_mapping": set(),

@@ -28,6 +28,8 @@ from t0repro.tasks.task import add_cache_dirs, resolved_modules
 from t0repro.words import printable
 
 UTILS = "mesh_tensorflow.transformer.utils"
+# On t5's own list until SeqIO took the vocabularies over; T5 1.0's operative configs have it.
+_ONCE_DEPRECATED = ("t5.data.sentencepiece_vocabulary.SentencePieceVocabulary",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     skip: Any = inputs.skip_unknown
     if skip is not True:
         # t5's list always applies, whatever the user adds.
-        skip = (*mesh_transformer.DEPRECATED_GIN_REFERENCES, *(skip or ()))
+        skip = (*deprecated(mesh_transformer), *(skip or ()))
     # gin's state is global to the process, which may have parsed another command line before.
     gin.clear_config()
     for prefix in mesh_folders(inputs.location_prefixes):
@@ -123,6 +125,11 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     if inputs.tfds_data_dir:
         importlib.import_module("seqio").set_tfds_data_dir_override(inputs.tfds_data_dir)
     return bindings
+
+
+def deprecated(mesh_transformer: Any) -> tuple[str, ...]:
+    """The references that gin skips: those on the list of t5's module, or once on it."""
+    return (*mesh_transformer.DEPRECATED_GIN_REFERENCES, *_ONCE_DEPRECATED)
 
 
 def _import_tasks(modules: Sequence[str]) -> None:
@@ -432,7 +439,7 @@ def _read_operative_config(flags: Any) -> None:
             fix="Give the directory of a trained model.",
         )
     mesh_transformer = importlib.import_module(MESH_TRANSFORMER)
-    gin.parse_config_file(path, skip_unknown=mesh_transformer.DEPRECATED_GIN_REFERENCES)
+    gin.parse_config_file(path, skip_unknown=deprecated(mesh_transformer))
 
 
 def _bind_model() -> None:

@@ -77,12 +77,32 @@ class InputsReader:
                 where=self._gin.bindings.find((), f"{UTILS}.run", "dataset_split"),
                 fix="Training reads the split 'train'; remove the binding.",
             )
+        if mode == "train":
+            self._check_init_checkpoint()
         # In these two modes None stands for the longest example's length.
         if run["sequence_length"] is None and mode not in ("eval", "score_eval"):
             raise UserError(
                 f"run.sequence_length is None, and mode {mode!r} needs one.",
                 where=self._gin.bindings.find((), f"{UTILS}.run", "sequence_length"),
                 fix="Bind run.sequence_length = {'inputs': N, 'targets': N}.",
+            )
+
+    def _check_init_checkpoint(self) -> None:
+        """Refuses a checkpoint to start from where only older versions of Mesh TensorFlow read it.
+
+        Today's gets its `init_checkpoint` from `run`, and without a word starts from random
+        parameters if there is none.
+        """
+        estimator = f"{UTILS}.tpu_estimator_model_fn"
+        start = gin_door.resolved("", estimator).get("init_checkpoint")
+        if start is not None and start != self._gin.run["init_checkpoint"]:
+            raise UserError(
+                f"tpu_estimator_model_fn.init_checkpoint is {start!r}, which Mesh TensorFlow no"
+                " longer reads: it takes run.init_checkpoint,"
+                f" which is {self._gin.run['init_checkpoint']!r}.",
+                where=self._gin.bindings.find((), estimator, "init_checkpoint"),
+                fix=f"Bind run.init_checkpoint = {start!r}; or, not to start from it,"
+                " tpu_estimator_model_fn.init_checkpoint = None.",
             )
 
     def _data_read(self) -> tuple[str | None, bool]:

@@ -46,7 +46,7 @@ class T5xInputs:
 class Value:
     """One argument of the run: its name in gin, its value, and the place that set it.
 
-    `standard` is its name in T5X's class, if a user's class replaces that one.
+    `standard` is its name in T5X's class, by that class's usual name, which the file may not use.
     """
 
     name: str
@@ -101,6 +101,8 @@ def parse(inputs: T5xInputs) -> Parsed:
         reached = _reached(program, bindings)
         warnings = _check_macros(reached, bindings) + _check_overrides(reached, bindings)
         warnings += _absent_modules(inputs, imports.absent)
+        # An override may have replaced what read a macro that the files leave to the user.
+        gin_door.forget_required(_macros(reached))
         gin.finalize()
         try:
             called = _call(program)
@@ -123,8 +125,12 @@ def macros_read(inputs: T5xInputs) -> frozenset[str]:
       UserError, ValueError, TypeError, SyntaxError, OSError: see `parse`; macros are not checked.
     """
     with _files_in_gin(inputs) as (bindings, _):
-        reached = _reached(_program(inputs.run_mode), bindings)
-    return frozenset("/".join(call.scopes) for call in reached if call.selector == MACRO)
+        return frozenset(_macros(_reached(_program(inputs.run_mode), bindings)))
+
+
+def _macros(reached: Iterable[_Call]) -> list[str]:
+    """The names of the macros among the calls."""
+    return ["/".join(call.scopes) for call in reached if call.selector == MACRO]
 
 
 @contextlib.contextmanager
@@ -308,7 +314,7 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> list[str]:
     Raises:
       UserError: naming all of them, and for each the nearest macro that is set but not read.
     """
-    read = ["/".join(call.scopes) for call in reached if call.selector == MACRO]
+    read = _macros(reached)
     bound = gin_door.bound_macros()
     missing = [name for name in read if name not in bound or gin_door.is_required(name)]
     if not missing:
@@ -408,9 +414,9 @@ def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
         if call.selector == MACRO or call.selector == "gin.constant":
             continue
         wrapped = gin_door.function_of(call.selector)
-        replaced = modules.name_of_replaced(wrapped)
+        known = modules.standard_name(wrapped)
         for argument, parameter in inspect.signature(wrapped).parameters.items():
-            standard = replaced and f"{replaced}.{argument}"
+            standard = known and f"{scope + '/' if scope else ''}{known}.{argument}"
             name = f"{scope + '/' if scope else ''}{_short(call.selector)}.{argument}"
             if argument in call.arguments:
                 value = gin_door.as_text(call.arguments[argument])
@@ -433,16 +439,28 @@ _ONLY_T5X = "Remove the binding, or run it with T5X itself."
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Places by gin name, for instance `train/utils.DatasetConfig.pack`."""
+    """Places by gin name, for instance `train/utils.DatasetConfig.pack`.
+
+    Attributes:
+      by_name: Standard names and the files' own -> places.
+      own: Standard name -> the file's own.
+    """
 
     by_name: Mapping[str, str]
+    own: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, values: Iterable[Value]) -> Places:
         """The places of everything that a parsed configuration reads."""
         found = list(values)
         standard = {value.standard: value.place for value in found if value.standard}
-        return cls(standard | {value.name: value.place for value in found})
+        own = {value.standard: value.name for value in found if value.standard}
+        return cls(standard | {value.name: value.place for value in found}, own)
+
+    def said(self, name: str, what: str) -> str:
+        """A line about an argument, with its place if it has one and the file's own name."""
+        place = self.place(name)
+        return f"{f'{place}: ' if place else ''}{self.own.get(name, name)}{what}"
 
     def place(self, name: str) -> str | None:
         """The place of a name, or of the first match that ignores its scope or module.
@@ -461,7 +479,8 @@ class Places:
 
     def refused(self, name: str, value: Any, why: str, fix: str = _ONLY_T5X) -> UserError:
         """An error for an unsupported value, with the place that set it."""
-        return UserError(f"{name} = {value!r}: {why}", where=self.place(name), fix=fix)
+        own = self.own.get(name, name)
+        return UserError(f"{own} = {value!r}: {why}", where=self.place(name), fix=fix)
 
     def check_unset(self, record: Any, name: str, whys: Mapping[str, str]) -> None:
         """Refuses arguments of a record that differ from their defaults.

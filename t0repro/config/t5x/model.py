@@ -242,17 +242,16 @@ def partitioner_differences(partitioner: records.PjitPartitioner, places: Places
     used, *unused = [*_sizes(partitioner), None]
     for name in unused:
         if name is not None:
-            yield (
-                f"{places.place(f'{_PARTITIONER}.{name}')}: {_PARTITIONER}.{name} ="
-                f" {getattr(partitioner, name)!r} has no effect: {used} wins, as in T5X"
+            yield places.said(
+                f"{_PARTITIONER}.{name}",
+                f" = {getattr(partitioner, name)!r} has no effect: {used} wins, as in T5X",
             )
     rules = partitioner.logical_axis_rules
     if isinstance(rules, records.AxisRules) and rules.activation_partitioning_dims == 2:
-        name = f"{_RULES}.activation_partitioning_dims"
-        yield f"{places.place(name)}: {name} = 2: {_NOT_DONE}"
+        yield places.said(f"{_RULES}.activation_partitioning_dims", f" = 2: {_NOT_DONE}")
     for rule in _pairs(rules):
         if rule[1] is not None and rule not in _KNOWN | {_FULLY_SHARDED}:
-            yield f"{places.place(_name_of_rules(rules))}: the rule {rule!r}: {_NOT_DONE}"
+            yield places.said(_name_of_rules(rules), f": the rule {rule!r}: {_NOT_DONE}")
 
 
 def _sizes(partitioner: records.PjitPartitioner) -> dict[str, int]:
@@ -350,7 +349,10 @@ def differences(parsed: Parsed) -> list[str]:
     lines = list(partitioner_differences(program.partitioner, places))
     if getattr(program, "use_hardware_rng", False):
         lines.append(
-            f"{places.place('train.use_hardware_rng')}: train.use_hardware_rng = True: JAX's"
-            " default generator is used all the same, whose numbers are the same on every device"
+            places.said(
+                "train.use_hardware_rng",
+                " = True: JAX's default generator is used all the same, whose numbers are the same"
+                " on every device",
+            )
         )
     return lines

@@ -36,6 +36,21 @@ PROGRAMS = {
     "precompile": ("precompile", programs.PrecompileProgram),
 }
 
+_SEQIO: Mapping[str, Mapping[str, Any]] = {
+    "vocabularies": {
+        "SentencePieceVocabulary": records.SentencePieceVocabulary,
+        "ByteVocabulary": records.ByteVocabulary,
+        "PassThroughVocabulary": records.PassThroughVocabulary,
+    },
+    "dataset_providers": {"Feature": records.Feature},
+    "feature_converters": {"EncDecFeatureConverter": programs.EncDecFeatureConverter},
+    "evaluation": {"Evaluator": records.Evaluator},
+    "loggers": {
+        "PyLoggingLogger": records.PyLoggingLogger,
+        "TensorBoardLogger": records.TensorBoardLogger,
+        "JSONLogger": records.JSONLogger,
+    },
+}
 _MODULES: Mapping[str, Mapping[str, Any]] = {
     "__main__": {
         **dict(PROGRAMS.values()),
@@ -105,17 +120,9 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
         "Transformer": records.Transformer,
         "T5Config": records.GpuT5Config,
     },
-    "seqio": {
-        "SentencePieceVocabulary": records.SentencePieceVocabulary,
-        "ByteVocabulary": records.ByteVocabulary,
-        "PassThroughVocabulary": records.PassThroughVocabulary,
-        "Feature": records.Feature,
-        "EncDecFeatureConverter": programs.EncDecFeatureConverter,
-        "Evaluator": records.Evaluator,
-        "PyLoggingLogger": records.PyLoggingLogger,
-        "TensorBoardLogger": records.TensorBoardLogger,
-        "JSONLogger": records.JSONLogger,
-    },
+    # SeqIO has each name in its package too.
+    "seqio": {name: record for names in _SEQIO.values() for name, record in names.items()},
+    **{f"seqio.{module}": names for module, names in _SEQIO.items()},
 }
 
 
@@ -124,13 +131,12 @@ def records_by_module() -> Mapping[str, Mapping[str, Any]]:
     return _MODULES
 
 
-def name_of_replaced(record: Any) -> str | None:
-    """`trainer.Trainer` for the record of a user's trainer; None for any other record."""
-    if not hasattr(record, "stands_for"):
-        return None
+def standard_name(record: Any) -> str | None:
+    """`trainer.Trainer` for T5X's trainer, by whatever name, or for a user's; else None."""
+    replaces = hasattr(record, "stands_for")
     for module, names in _MODULES.items():
         for name, known in names.items():
-            if issubclass(record, known):
+            if record is known or (replaces and issubclass(record, known)):
                 return f"{module.rpartition('.')[2]}.{name}"
     return None
 
@@ -227,7 +233,9 @@ def served() -> Iterator[Imports]:
             return _Deferred(name if fromlist else root)
         if fromlist:
             return _module(name)
-        if not any(known == name or known.startswith(f"{name}.") for known in _MODULES):
+        if root != "optax" and not any(
+            known == name or known.startswith(f"{name}.") for known in _MODULES
+        ):
             imports.absent.append(name)
         return _module(root)
 

@@ -28,7 +28,8 @@ from t0repro.parameters.shape import (
     factoring,
 )
 
-ADAFACTOR, SCHEDULE = "adafactor.Adafactor", "utils.create_learning_rate_scheduler"
+_T5X_SCHEDULE = "create_learning_rate_scheduler"
+ADAFACTOR, SCHEDULE = "adafactor.Adafactor", f"utils.{_T5X_SCHEDULE}"
 FIELDS = {
     "multiply_by_parameter_scale": "multiply_by_parameter_scale",
     "decay_exponent": "decay_rate",
@@ -261,8 +262,13 @@ def _call(value: Any, places: Places) -> Mapping[str, Any]:
     def plain(name: str, argument: Any) -> Any:
         if isinstance(argument, records.OptaxCall):
             return _call(argument, places)
+        # T5X's own schedule, which optax calls with its count of updates.
+        if isinstance(argument, records.LearningRateSchedule):
+            return {"function": _T5X_SCHEDULE, "arguments": dataclasses.asdict(argument)}
         if isinstance(argument, list | tuple):
             return [plain(name, item) for item in argument]
+        if isinstance(argument, Mapping):
+            return {str(key): plain(name, item) for key, item in argument.items()}
         try:
             # Convert through JSON, so that RunConfig can be written and read back equal.
             return json.loads(json.dumps(argument))
@@ -270,7 +276,7 @@ def _call(value: Any, places: Places) -> Mapping[str, Any]:
             raise places.refused(
                 f"optax.{value.function}.{name}",
                 argument,
-                "only numbers, words and other calls of optax can be arguments.",
+                "only numbers, words, schedules and other calls of optax can be arguments.",
             ) from None
 
     return {
@@ -298,4 +304,4 @@ def schedule_config(trainer: records.Trainer, total_steps: int, places: Places) 
             f"Bind trainer.Trainer.learning_rate_fn = @{SCHEDULE}().",
         )
     arguments = dataclasses.asdict(record)
-    return ScheduleConfig("create_learning_rate_scheduler", arguments, total_steps)
+    return ScheduleConfig(_T5X_SCHEDULE, arguments, total_steps)

@@ -10,6 +10,7 @@ import pytest
 
 import gin
 from t0repro.config.t5x import gin_files, programs, records
+from t0repro.config.t5x.model import differences
 from t0repro.errors import UserError, t5x_command
 
 MODEL = "t5x/examples/t5/t5_1_1/small.gin"
@@ -179,6 +180,106 @@ optax.warmup_cosine_decay_schedule:
     ).program.model.optimizer_def.transformations
     assert clip == records.OptaxCall(function="clip", arguments={"max_delta": 1.0})
     assert adamw.arguments["learning_rate"].arguments["decay_steps"] == 10
+
+
+HEAD = """\
+from __gin__ import dynamic_registration
+from t5x import optimizers
+from t5x import partitioning
+from t5x import utils
+import optax
+"""
+
+
+def file_of(tmp_path, text: str, head: str = HEAD) -> str:
+    """A user's file around T5X's model and run."""
+    path = tmp_path / "mine.gin"
+    path.write_text(f"{head}include '{MODEL}'\ninclude '{PRETRAIN}'\n{text}\n")
+    return str(path)
+
+
+def test_an_import_of_optax_is_no_import_of_tasks(tmp_path):
+    chain = "OPTIMIZER = @optimizers.chain()\noptimizers.chain.transformations = [@optax.lion()]"
+    rate = "optax.lion.learning_rate = 1e-4"
+    assert parse(files=[file_of(tmp_path, f"{chain}\n{rate}")]).warnings == ()
+
+
+def test_a_name_that_two_modules_share_is_the_one_that_its_own_file_imports(tmp_path):
+    (tmp_path / "gpu.gin").write_text(
+        "from __gin__ import dynamic_registration\n"
+        "from t5x.contrib.gpu.t5 import network\n"
+        "network.T5Config.emb_dim = 64\n"
+    )
+    text = f"include '{tmp_path}/gpu.gin'"
+    parsed = parse(files=[file_of(tmp_path, text)])
+    shape = parsed.program.model.module.config
+    assert type(shape) is records.T5Config and shape.emb_dim == 512
+    assert any("does not read network.T5Config.emb_dim" in line for line in parsed.warnings)
+    reference = value(parsed, "MODEL/network.Transformer.config").value
+    assert reference == "@network.T5Config()"
+
+
+# An evaluation without T5X's eval.gin, in the names of 2022.
+EVALUATION = """\
+from __gin__ import dynamic_registration
+import __main__ as eval_script
+from seqio import evaluation
+from seqio import loggers
+from t5x import partitioning
+from t5x import utils
+
+eval_script.evaluate:
+  model = %MODEL
+  dataset_cfg = @utils.DatasetConfig()
+  partitioner = @partitioning.ModelBasedPjitPartitioner()
+  restore_checkpoint_cfg = @utils.RestoreCheckpointConfig()
+  output_dir = 'out'
+  inference_evaluator_cls = @evaluation.Evaluator
+evaluation.Evaluator:
+  logger_cls = [@loggers.JSONLogger]
+  num_examples = 7
+loggers.JSONLogger.write_n_results = 3
+partitioning.ModelBasedPjitPartitioner:
+  num_partitions = 4
+  model_parallel_submesh = (2, 1, 1, 1)
+utils.DatasetConfig:
+  mixture_or_task_name = 'a_task'
+  task_feature_lengths = {'inputs': 8, 'targets': 8}
+  split = 'validation'
+  batch_size = 2
+  shuffle = False
+  seed = None
+utils.RestoreCheckpointConfig:
+  path = 'runs/a'
+"""
+
+
+def test_other_names_for_seqios_and_t5xs_classes_are_known_and_shown(tmp_path):
+    (tmp_path / "mine.gin").write_text(EVALUATION)
+    files = [MODEL, str(tmp_path / "mine.gin")]
+    parsed = parse(files=files, run_mode="eval", required=("DROPOUT_RATE = 0.0",))
+    evaluator = parsed.program.inference_evaluator_cls
+    assert evaluator.num_examples == 7
+    assert evaluator.logger_cls == [records.JSONLogger(write_n_results=3)]
+    (line,) = differences(parsed)
+    name = "partitioning.ModelBasedPjitPartitioner.num_partitions"
+    assert line.startswith(f"{tmp_path}/mine.gin:20: {name} = 4 has no effect"), line
+
+
+def test_a_macro_that_nothing_needs_any_more_may_stay_without_a_value():
+    required = tuple(line for line in REQUIRED if not line.startswith("DROPOUT_RATE"))
+    override = "network.T5Config.dropout_rate = 0.25"
+    parsed = parse(f"from t5x.examples.t5 import network\n{override}", required=required)
+    assert parsed.program.model.module.config.dropout_rate == 0.25
+    with pytest.raises(UserError, match="Macros without a value: DROPOUT_RATE"):
+        parse(required=required)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999"])
+def test_an_infinite_number_is_refused_by_its_name_and_place(number):
+    with pytest.raises(UserError, match=r"batch_size is -?inf; it must be a whole") as caught:
+        parse(f"BATCH_SIZE = {number}")
+    assert f"BATCH_SIZE = {number}" in str(caught.value.where)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """Adafactor's maps by parameter and MultiOptimizer, from a T5X gin file to a RunConfig."""
 
+import jax.numpy as jnp
+import optax
 import pytest
 
 from t0repro.config.run_config import MultiOptimizerConfig, RunConfig
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ALL_HEURISTIC
+from t0repro.training.optimizers import make_optimizer
 
 from ..t5x_trainings import MODEL, PRETRAIN, config
 
@@ -44,7 +47,7 @@ def from_file(folder, text):
     path.write_text(
         "from __gin__ import dynamic_registration\nimport my_filters\n"
         "import optax\nfrom flax import traverse_util\n"
-        "from t5x import adafactor\nfrom t5x import optimizers\n"
+        "from t5x import adafactor\nfrom t5x import optimizers\nfrom t5x import utils\n"
         f"include '{MODEL}'\ninclude '{PRETRAIN}'\n{text}\n"
     )
     return config(files=[str(path)])
@@ -127,3 +130,43 @@ def test_what_no_optimizer_can_do_is_refused_with_its_place(tmp_path, text, comp
     with pytest.raises(UserError, match=complaint) as caught:
         from_file(tmp_path, text)
     assert "run.gin" in (caught.value.where or "")
+
+
+CHAIN = "OPTIMIZER = @optimizers.chain()\noptimizers.chain.transformations = "
+
+
+def rates_of(config: RunConfig, steps: int) -> list[float]:
+    """The rates of the chain's updates, from its updates of a parameter by a gradient of 1."""
+    optimizer = make_optimizer(config.optimizer)
+    params = {"w": jnp.ones(1)}
+    state, rates = optimizer.init(params), []
+    for step in range(steps):
+        updates, state = optimizer.update(
+            {"w": jnp.ones(1)}, state, params, step=jnp.int32(step), learning_rate=jnp.float32(0)
+        )
+        rates.append(-float(updates["w"][0]))
+    return rates
+
+
+def test_a_chain_takes_t5xs_own_schedule(tmp_path):
+    text = (
+        f"{CHAIN}[@optax.sgd()]\n"
+        "optax.sgd.learning_rate = @utils.create_learning_rate_scheduler()\n"
+        "utils.create_learning_rate_scheduler:\n"
+        "  factors = 'constant * linear_warmup'\n  base_learning_rate = 0.5\n  warmup_steps = 4\n"
+    )
+    config = from_file(tmp_path, text)
+    assert RunConfig.from_json(config.to_json()) == config
+    # T5X's factors by hand; the rate is never 0.
+    assert rates_of(config, 6) == pytest.approx([1e-8, 0.125, 0.25, 0.375, 0.5, 0.5])
+
+
+def test_boundaries_of_a_schedule_are_steps_though_json_has_only_texts_as_keys(tmp_path):
+    text = (
+        f"{CHAIN}[@optax.sgd()]\noptax.sgd.learning_rate = @optax.piecewise_constant_schedule()\n"
+        "optax.piecewise_constant_schedule.init_value = 0.5\n"
+        "optax.piecewise_constant_schedule.boundaries_and_scales = {2: 0.5, 4: 0.1}\n"
+    )
+    config = RunConfig.from_json(from_file(tmp_path, text).to_json())
+    peer = optax.piecewise_constant_schedule(0.5, {2: 0.5, 4: 0.1})
+    assert rates_of(config, 6) == pytest.approx([float(peer(step)) for step in range(6)])
