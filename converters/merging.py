@@ -92,14 +92,15 @@ def _merged_from(ref: CheckpointRef) -> tuple[CheckpointRef, str]:
     manifest = read_manifest(ref.folder)
     # A directory has one manifest, which may describe another of its checkpoints.
     is_own = manifest is not None and manifest.is_of(ref)
-    source = json.loads(storage.read(manifest_path(ref)))["source"] if is_own else {}
-    if "base" not in source:
+    source = json.loads(storage.read(manifest_path(ref))).get("source") if is_own else None
+    base = source.get("base") if isinstance(source, dict) else None
+    named = isinstance(base, dict) and {"path", "hash"} <= base.keys()
+    if not named or not all(isinstance(each, str) for each in (source.get("path"), *base.values())):
         raise UserError(
             "The checkpoint does not say which adapter and base it was merged from.",
             where=manifest_path(ref),
             fix=f"Name what `t0repro adapters merge` wrote, with its {MANIFEST}.",
         )
-    base = source["base"]
     return dataclasses.replace(find_adapter(source["path"]), base=base["path"]), base["hash"]
 
 

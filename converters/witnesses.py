@@ -253,7 +253,7 @@ def read_manifest(directory: str) -> Manifest | None:
             norm_names=norm_names.get(content.get("mtf_norm_names")),
             tensors={name: dict(expected) for name, expected in content["tensors"].items()},
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise UserError(
             "The conversion's record is damaged; it holds the step and each tensor's digest.",
             where=path,

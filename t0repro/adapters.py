@@ -159,7 +159,9 @@ def ia3(
 
 
 def _listed(targets: Sequence[str] | str) -> tuple[str, ...]:
-    return tuple(targets) if isinstance(targets, list | tuple) else (targets,)
+    if isinstance(targets, str) or not isinstance(targets, Iterable):
+        return (targets,)  # `checked` refuses what is neither
+    return tuple(targets)
 
 
 def checked(adapter: Adapter) -> Adapter:

@@ -15,14 +15,13 @@ import contextlib
 import functools
 import importlib.util
 import io
-import json
 import logging
 import os
 import re
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -571,12 +570,3 @@ class Stream(io.RawIOBase):
 @functools.cache
 def _readers() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(_PARTS_AT_A_TIME, "reads of buckets")
-
-
-def read_json(address: str) -> Mapping[str, Any] | None:
-    """A JSON object's fields; None if there is none or it is damaged."""
-    try:
-        value = json.loads(read(address))
-    except (FileNotFoundError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -235,8 +235,9 @@ def _is_free(holder: Mapping[str, Any]) -> bool:
         return True
     process = holder.get("process")
     # A damaged record does not show that its owner is dead.
-    known = type(process) is int and 0 < process < 2**31
-    return known and holder.get("machine") == _machine() and not is_alive(process)
+    if type(process) is not int or not 0 < process < 2**31:
+        return False
+    return holder.get("machine") == _machine() and not is_alive(process)
 
 
 def _wait_until_expired(

@@ -346,7 +346,7 @@ def described(
 
 def figures(program: Program, partitioning: Partitioning, chip: Chip | None) -> dict[str, Any]:
     """The same as values: bytes a device, FLOPs of all devices, seconds."""
-    known = chip is not None and not program.refused
+    known = chip if not program.refused else None
     return {
         "name": program.name,
         "seconds_to_compile": program.seconds,
@@ -355,7 +355,7 @@ def figures(program: Program, partitioning: Partitioning, chip: Chip | None) -> 
         "refused": program.refused,
         "flops": program.flops,
         "bytes_sent": None if program.refused else program.sent,
-        "predicted_seconds": predicted_seconds(program, partitioning, chip) if known else None,
+        "predicted_seconds": known and predicted_seconds(program, partitioning, known),
     }
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,6 +78,25 @@ def save_adapter(path: Path, model: ModelConfig, adapter: Adapter, base: Path) -
     digest = open_checkpoint(str(base), None, "float32").digest
     AdapterNote(adapter, str(base), digest).write(path)
     return path
+
+
+Header = dict[str, dict[str, Any]]
+
+
+def rewrite(folder: Path, change: Callable[[Header, bytearray], None]) -> None:
+    """Changes the header and the values of adapter_model.safetensors."""
+    file = folder / "adapter_model.safetensors"
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header, values = json.loads(content[8:end]), bytearray(content[end:])
+    change(header, values)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + values)
+
+
+def forget_hash(folder: Path) -> None:
+    """Leaves of the file's metadata what PEFT writes."""
+    rewrite(folder, lambda header, _: header.update(__metadata__={"format": "pt"}))
 
 
 # ---- PEFT ----------------------------------------------------------------------------------------

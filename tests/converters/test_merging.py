@@ -18,7 +18,7 @@ from t0repro.parameters import naming
 
 from .. import tiny_models as tiny
 from ..cli.commands import run
-from .peft_side import MODELS, save_adapter, save_base, tokens
+from .peft_side import MODELS, forget_hash, save_adapter, save_base, tokens
 
 MODEL = MODELS["gated, untied"]
 KINDS = {"lora": lora(rank=2, alpha=3.0), "ia3": ia3()}
@@ -166,17 +166,33 @@ def test_a_base_that_was_replaced_is_refused_with_both_hashes(own, tmp_path):
     base, adapter, merged = own
     digest = open_checkpoint(str(base), None, "float32").digest
     # PEFT's folder has no hash of its base, but the merged checkpoint has.
-    note = json.loads((adapter / "adapter.json").read_text())
+    convert(adapter, tmp_path / "peft", "peft")
+    forget_hash(tmp_path / "peft")
+    merge(tmp_path / "peft", tmp_path / "of_peft", "jax")
     shutil.rmtree(base.parent)
     save_base(tmp_path / "new", MODEL, seed=5)
     shutil.move(tmp_path / "new" / "base", base.parent)
     here = open_checkpoint(str(base), None, "float32").digest
-    for recorded in (digest, None):
-        (adapter / "adapter.json").write_text(json.dumps({**note, "digest": recorded}))
+    for whole in (merged, tmp_path / "of_peft"):
         with pytest.raises(UserError, match="another base") as refused:
-            unmerge(merged, tmp_path / "back")
+            unmerge(whole, tmp_path / "back")
         assert digest in str(refused.value) and here in str(refused.value)
     assert not (tmp_path / "back").exists()
+
+
+def test_a_damaged_record_of_a_merge_is_refused(own, tmp_path):
+    _, _, merged = own
+    record = merged / "conversion.json"
+    content = json.loads(record.read_text())
+    base = content["source"]["base"]
+    for source in (None, 3, [], {"base": base}, {"path": "x", "base": "y"}, {"path": "x"}):
+        record.write_text(json.dumps({**content, "source": source}))
+        with pytest.raises(UserError, match="does not say which adapter and base"):
+            unmerge(merged, tmp_path / "back")
+    content["source"]["base"]["hash"] = 3
+    record.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="does not say which adapter and base"):
+        unmerge(merged, tmp_path / "back")
 
 
 def test_an_adapter_that_was_changed_is_refused_with_the_tensor(own, tmp_path):

@@ -20,7 +20,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 
 from . import peft_side
-from .peft_side import MODELS, save_adapter, save_base, tokens
+from .peft_side import MODELS, forget_hash, save_adapter, save_base, tokens
 
 # PEFT 0.21.0 asks transformers 5.23 for a property under its former name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
@@ -241,17 +241,6 @@ def test_another_base_is_refused_with_both_hashes(bases, lora_folder, tmp_path):
         sources.open_any(lora_folder)
     assert "google/t5-v1_1-small" in str(refused.value) and "--base" in str(refused.value)
     convert(lora_folder, tmp_path / "out", "jax", base=bases["gated, untied"][1])
-
-
-def forget_hash(folder: Path) -> None:
-    """Leaves of the file's metadata what PEFT writes."""
-    file = folder / "adapter_model.safetensors"
-    content = file.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    header["__metadata__"] = {"format": "pt"}
-    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
-    file.write_bytes(content[:8] + text + content[8 + length :])
 
 
 def test_an_adapter_for_another_size_is_refused(lora_folder, tmp_path):

@@ -22,7 +22,7 @@ from t0repro.converters.merging import merge
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
 
-from .peft_side import MODELS, save_adapter, save_base
+from .peft_side import MODELS, Header, rewrite, save_adapter, save_base
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SHAPE = MODELS["gated, untied"].shape
@@ -39,20 +39,6 @@ def edit(folder: Path, **changes: Any) -> None:
     """Writes other values into adapter_config.json."""
     file = folder / CONFIG
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-Header = dict[str, dict[str, Any]]
-
-
-def rewrite(folder: Path, change: Callable[[Header, bytearray], None]) -> None:
-    """Changes the header and the values of adapter_model.safetensors."""
-    file = folder / WEIGHTS
-    content = file.read_bytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    header, values = json.loads(content[8:end]), bytearray(content[end:])
-    change(header, values)
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + values)
 
 
 def without(folder: Path, names: set[str]) -> None:
