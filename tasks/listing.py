@@ -14,7 +14,14 @@ from rich.text import Text
 
 from t0repro.errors import UserError
 from t0repro.tasks.catalogue import label, p3_sizes
-from t0repro.tasks.showing import VARIABLE_LENGTH, CheckedTask, ShownExample, ShownTask, Verdict
+from t0repro.tasks.showing import (
+    LENGTHS,
+    VARIABLE_LENGTH,
+    CheckedTask,
+    ShownExample,
+    ShownTask,
+    Verdict,
+)
 from t0repro.tasks.task import (
     PromptedTask,
     metric_names,
@@ -25,7 +32,7 @@ from t0repro.tasks.task import (
     task_descriptions,
 )
 from t0repro.terminal import print_table, terminal
-from t0repro.words import counted, printable
+from t0repro.words import counted, printable, some
 
 OVERSAMPLED = 2.0
 """A rate above this multiple of the training examples is marked."""
@@ -331,6 +338,17 @@ def print_checks(checked: Sequence[CheckedTask]) -> None:
     absent = sorted({task.dataset for task in checked if task.verdict is Verdict.NO_ROWS})
     if absent:
         console.print(f"no rows available: {', '.join(absent)}", soft_wrap=True)
+    for feature, length in LENGTHS.items():
+        lost = {
+            task.task: task.cut[feature] / task.examples
+            for task in checked
+            if task.cut.get(feature)
+        }
+        if lost:
+            worst = sorted(lost, key=lambda name: (-lost[name], name))
+            named = some([f"{100 * lost[name]:.0f}% of {name}" for name in worst])
+            line = f"{feature} of more than {counted(length, 'token')} (T0's length) lose their end"
+            console.print(f"{line}: {named}", soft_wrap=True)
     counts = Counter(task.verdict for task in checked)
     kinds = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
     console.print(f"{counted(len(checked), 'task')}: {kinds}.")

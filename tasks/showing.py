@@ -7,12 +7,14 @@ import enum
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalogue import label
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import (
+    ADDS_EOS,
     SCORE_EVAL_SUFFIX,
     PromptedTask,
     find_task,
@@ -32,6 +34,8 @@ ROWS_LOOKED_AT = 5_000
 """Rows read before giving up on a template that gives no example."""
 VARIABLE_LENGTH = 2_048
 """Characters to which promptsource truncates a variable."""
+LENGTHS: Mapping[str, int] = {"inputs": 1024, "targets": 256}
+"""T0's tokens per feature."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +119,7 @@ def show_task(
             f"There is no task {name!r}.",
             fix=f"Nearest: {nearest_names(name, task_descriptions())}.",
         )
-    lengths = lengths or {"inputs": 1024, "targets": 256}
+    lengths = lengths or LENGTHS
     source = description.rows
     split = chosen_split(source, name, split)
     # Render again without truncation, to show what it removes.
@@ -252,6 +256,8 @@ class CheckedTask:
       rows: Number of rows rendered.
       examples: Number of examples that they gave.
       no_example: Reason -> number of rows that gave no example.
+      cut: Feature -> number of examples that lose tokens at T0's `LENGTHS`; empty if the vocabulary
+        is not on this machine.
     """
 
     task: str
@@ -262,6 +268,7 @@ class CheckedTask:
     rows: int
     examples: int
     no_example: Mapping[str, int]
+    cut: Mapping[str, int]
 
     def to_json(self) -> dict[str, Any]:
         """As values for JSON."""
@@ -330,7 +337,29 @@ def _check(name: str) -> CheckedTask:
         rows=sum(each.rows for each in seen),
         examples=sum(each.examples for each in seen),
         no_example=dict(sum((each.no_example for each in seen), Counter())),
+        cut=_count_cut(description.vocabulary, seen),
     )
+
+
+def _count_cut(
+    vocabulary: VocabularyFile | seqio.Vocabulary, seen: Sequence[_Seen]
+) -> dict[str, int]:
+    # A check of prompts must not wait for a download.
+    if isinstance(vocabulary, VocabularyFile) and not Path(vocabulary.address).is_file():
+        return {}
+    tokenizer, _ = _tokenizer(vocabulary)
+    if tokenizer is None:
+        return {}
+    texts = {
+        feature: [text for each in seen for text in each.texts[feature]] for feature in LENGTHS
+    }
+    return {
+        # Targets end in EOS.
+        feature: sum(
+            len(tokenizer.encode(text)) + ADDS_EOS[feature] > length for text in texts[feature]
+        )
+        for feature, length in LENGTHS.items()
+    }
 
 
 def _check_seqios(name: str) -> CheckedTask:
@@ -347,7 +376,7 @@ def _check_seqios(name: str) -> CheckedTask:
             Verdict.BROKEN,
             error.what if known else f"{type(error).__name__}: {error}",
         )
-    return CheckedTask(name, name, verdict, reason, tuple(task.splits), 0, 0, {})
+    return CheckedTask(name, name, verdict, reason, tuple(task.splits), 0, 0, {}, {})
 
 
 def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, str]:
@@ -398,6 +427,7 @@ class _Seen:
       examples: Number of examples that they gave.
       correct: Number of examples whose target is one of the choices.
       no_example: Reason -> number of rows that gave no example.
+      texts: Feature -> its text in each example.
       undefined: Variables that the template reads but rows lack, in words; empty if none.
     """
 
@@ -405,6 +435,7 @@ class _Seen:
         self._source, self.split = source, split
         self.rows = self.examples = self.correct = 0
         self.no_example: Counter[str] = Counter()
+        self.texts: dict[str, list[str]] = {feature: [] for feature in LENGTHS}
         self.undefined = ""
 
     def render_first(self) -> None:
@@ -433,4 +464,6 @@ class _Seen:
             self.no_example[rendering.value] += 1
             return
         self.examples += 1
+        self.texts["inputs"].append(rendering.inputs)
+        self.texts["targets"].append(rendering.targets)
         self.correct += rendering.targets in (rendering.answer_choices or ())

@@ -16,6 +16,7 @@ import seqio
 
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
+from t0repro.tasks.listing import print_checks
 from t0repro.tasks.registration import register_templates
 from t0repro.tasks.showing import Verdict, check_tasks
 from t0repro.tasks.task import prompted_mixtures, task_descriptions
@@ -326,6 +327,20 @@ def test_check_and_the_cache_name_row_and_column_of_a_value_that_is_none(
     assert re.search(place, found.reason)
     with pytest.raises(UserError, match=rf"{reason}(.|\n)*{place}"):
         make(tmp_path / "cache", "my_reviews_*", splits=("train",))
+
+
+def test_check_counts_inputs_that_lose_tokens_at_t0s_length(data, tmp_path, forget, capsys):
+    file = data / "my_reviews" / "default" / "train.jsonl"
+    long = {"text": "soup", "words": ["soup"] * 2000, "label": 1}
+    rows = [{"words": ["soup"], **row} for row in REVIEWS]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, long]))
+    (data / "my_reviews" / "default" / "validation.jsonl").unlink()
+    listed = GOOD.replace("{{text}}", "{% for word in words %}{{word}} {% endfor %}")
+    found = checked(write(tmp_path, HEAD + listed))
+    assert found.verdict is Verdict.OK and found.cut == {"inputs": 1, "targets": 0}
+    print_checks([found])
+    line = "inputs of more than 1,024 tokens (T0's length) lose their end: 20% of my_reviews"
+    assert line in capsys.readouterr().out
 
 
 def test_check_calls_a_prompt_broken_that_never_has_a_target(data, tmp_path, forget):
