@@ -24,6 +24,7 @@ from t0repro.tasks.task import (
 )
 from t0repro.tasks.templates import Drop, Rendering, UndefinedVariable, compile_template
 from t0repro.tasks.vocabulary import VocabularyFile
+from t0repro.words import shortened
 
 if TYPE_CHECKING:
     import seqio
@@ -366,17 +367,18 @@ def _check_seqios(name: str) -> CheckedTask:
     from t0repro.tasks.seqio_tasks import check_features
 
     task: Any = find_task(name)
-    verdict, reason = Verdict.OK if task.splits else Verdict.NO_ROWS, ""
+    splits: tuple[str, ...] = ()
+    verdict, reason = Verdict.NO_ROWS, ""
     try:
-        for split in task.splits:
+        splits = tuple(task.splits)
+        for split in splits:
             check_features(task, split, None)
+            verdict = Verdict.OK
     except Exception as error:  # whatever its source or its preprocessors raise
-        known = isinstance(error, UserError)
-        verdict, reason = (
-            Verdict.BROKEN,
-            error.what if known else f"{type(error).__name__}: {error}",
-        )
-    return CheckedTask(name, name, verdict, reason, tuple(task.splits), 0, 0, {}, {})
+        # TensorFlow Datasets lists all of its datasets in the message about one.
+        raised = shortened(f"{type(error).__name__}: {error}", 200)
+        verdict, reason = Verdict.BROKEN, error.what if isinstance(error, UserError) else raised
+    return CheckedTask(name, name, verdict, reason, splits, 0, 0, {}, {})
 
 
 def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, str]:

@@ -182,6 +182,14 @@ _Loader.add_constructor("tag:yaml.org,2002:python/tuple", yaml.SafeLoader.constr
 
 
 def _load(path: Path) -> _Mapping:
+    if path.suffix == ".py":
+        raise UserError(
+            "This is a Python module, not a file of templates.",
+            where=str(path),
+            fix="Name it with --module_import if it registers tasks. Write prompts, such as FLAN's"
+            " patterns, in promptsource's YAML format: {{premise}} for {premise}, then ||| and the"
+            " target.",
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -40,7 +40,7 @@ from t0repro.tasks.vocabulary import (
     local_copy_of,
     shown,
 )
-from t0repro.words import counted, some
+from t0repro.words import counted, shortened, some
 
 _NAMES_SHOWN = 5
 
@@ -125,9 +125,18 @@ def splits_of(task: Any) -> Sequence[str]:
     """A SeqIO task's splits.
 
     Raises:
-      UserError: If it has none, like a task of TensorFlow Datasets without its data.
+      UserError: If it has none, like a task of TensorFlow Datasets without its data, or its source
+        cannot be opened.
     """
-    splits = task.splits if isinstance(task, DescribedTask) else task.source.splits
+    try:
+        splits = task.splits if isinstance(task, DescribedTask) else task.source.splits
+    except Exception as error:  # each kind of source raises its own
+        raise UserError(
+            f"The data of the task {task.name} cannot be opened:"
+            f" {shortened(f'{type(error).__name__}: {error}', 200)}",
+            fix="Check the name and version of its dataset, and the folder where TensorFlow"
+            f" Datasets prepared it: {of_command('--t5_tfds_data_dir', '--tfds_data_dir')}.",
+        ) from error
     if not splits:
         raise UserError(
             f"The data of the task {task.name} are not on this machine: it has no splits.",

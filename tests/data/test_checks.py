@@ -260,6 +260,27 @@ def test_a_task_that_lacks_a_feature_is_named_by_every_check_before_anything_sta
     assert checked.verdict is Verdict.BROKEN and "output feature" in checked.reason
 
 
+def test_a_source_that_cannot_be_opened_is_named_with_its_task_in_one_line():
+    """As by TensorFlow Datasets, which lists all of its datasets after the one that is missing."""
+    from t0repro.tasks.showing import Verdict, check_tasks
+
+    class Missing(seqio.FunctionDataSource):
+        @property
+        def splits(self):
+            raise LookupError("Dataset few not found. Available: " + "others, " * 1000)
+
+    source = Missing(lambda split, shuffle_files, seed=None: None, splits=[])
+    seqio.TaskRegistry.add("of_few", source, output_features={})
+    try:
+        with pytest.raises(UserError, match="task of_few cannot be opened: LookupError") as refused:
+            check_readable("of_few", "train", use_cached=False)
+        (checked,) = check_tasks(["of_few"], lambda count: None)
+    finally:
+        seqio.TaskRegistry.remove("of_few")
+    assert len(refused.value.what) < 300
+    assert checked.verdict is Verdict.BROKEN and len(checked.reason) <= 200
+
+
 def test_a_task_without_an_optional_feature_is_read(without_inputs):
     feature = without_inputs.output_features["inputs"]
     without_inputs._output_features["inputs"] = dataclasses.replace(feature, required=False)

@@ -134,6 +134,14 @@ def test_a_name_that_is_a_tuple_and_a_subset_called_config_are_read(tmp_path):
     assert content.subset == "cs-en" and content.templates[0].name == "which"
 
 
+def test_a_python_module_of_patterns_is_named_as_what_it_is(tmp_path):
+    path = tmp_path / "templates.py"
+    path.write_text('PATTERNS = {"rte": [("{premise}\\n{hypothesis}?", "{answer}")]}\n')
+    with pytest.raises(UserError, match="a Python module, not a file of templates") as raised:
+        read_template_file(path)
+    assert "--module_import" in raised.value.fix
+
+
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
