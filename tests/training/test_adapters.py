@@ -493,3 +493,19 @@ def test_the_account_of_memory_is_that_of_the_arrays(base, adapter, tmp_path):
     config = config_of(tmp_path, base, None)
     whole = step_memory(config, *held(config, choose(Layout(), DEEP, rows=2)))
     assert counted.total < whole.total
+
+
+@pytest.mark.parametrize(
+    ("make", "argument", "values"),
+    [
+        (lora, "rank", (0, True, 2.5, "8", None)),
+        (lora, "alpha", (0, -1, True, float("nan"), float("inf"), "8", None, 10**400)),
+        (lora, "dropout", (1, -0.1, "0", True, None)),
+        (ia3, "targets", (3, None, [3], [], [None])),
+        (ia3, "base_dtype", ("float16", None, 32)),
+    ],
+)
+def test_an_argument_of_another_type_or_range_is_refused_by_its_name(make, argument, values):
+    for value in values:
+        with pytest.raises(UserError, match=f"{argument} = "):
+            make(**{argument: value})
