@@ -483,7 +483,9 @@ def _right_choices(samples: Sequence[_Sample]) -> list[frozenset[int]]:
         harness recorded.
     """
     readings = [[read(sample) for sample in samples] for read in (_by_number, _by_text)]
-    possible = [found for found in readings if None not in found]
+    possible = [
+        [right for right in found if right is not None] for found in readings if None not in found
+    ]
     if not possible:
         raise UnusableSamplesError("its targets are neither numbers nor texts of choices")
     agreeing = [

@@ -275,8 +275,8 @@ def compare_runs(
     records = read_records(a.eval_dir, step_a)
     # The same rows in both, as just checked.
     ranked = {
-        task: tuple(with_rows(result, records.get(task)) for result in pair)
-        for task, pair in ranked.items()
+        task: (with_rows(ours, records.get(task)), with_rows(theirs, records.get(task)))
+        for task, (ours, theirs) in ranked.items()
     }
     flips = [flip for task in shared for flip in _flips(*ranked[task])]
     return RunComparison(
