@@ -186,7 +186,7 @@ class EarlyStoppingConfig:
     task: str
     metric: str
     mode: Literal["min", "max"]
-    patience: Annotated[int, Range(at_least=1)]
+    patience: Annotated[int, Range(at_least=0)]
     atol: Annotated[float, Range(at_least=0)]
     rtol: Annotated[float, Range(at_least=0)]
     # T5X's rule is the default because a gin file must mean what it means there, although it may

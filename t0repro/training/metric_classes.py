@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import abc
 import concurrent.futures
+import contextlib
 import dataclasses
+import importlib
 import os
 import threading
 import time
@@ -33,12 +35,18 @@ MetricsMap = MetricMap  # T5X's name
 
 
 class Scalar(float):
-    """A metric's value: a number that has T5X's `.value` too."""
+    """A metric's value: a number that is a clu.values.Scalar too, with `.value`."""
 
     @property
     def value(self) -> float:
         """The number."""
         return float(self)
+
+
+# T5X's own actions, and those written like them, act on a clu.values.Scalar and on nothing else.
+# The core has no clu, and then nobody can ask for its class.
+with contextlib.suppress(ImportError):
+    importlib.import_module("clu.values").Scalar.register(Scalar)
 
 
 @flax.struct.dataclass

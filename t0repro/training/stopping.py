@@ -12,6 +12,8 @@ import numpy as np
 
 from t0repro.config.training_plan import ActionConfig, TerminateOnNanConfig, UserClass
 from t0repro.progress import say
+from t0repro.training.metric_classes import Scalar
+from t0repro.training.metrics import kind_of
 from t0repro.training.train_state import single_layers
 
 Results = Mapping[str, Mapping[str, Any]]  # task -> metric -> value
@@ -35,7 +37,7 @@ class BaseAction(abc.ABC):
         Args:
           train_state: the current state.
           metrics_by_task: task -> metric -> value; the training run's own task is `train`.
-            Values are numbers, or have a number as `.value`.
+            A number is a Scalar; other values are arrays, or clu's texts, images and so on.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,8 +59,8 @@ class EarlyStoppingAction(BaseAction):
 
     - reference="previous" is T5X's rule to the letter: it keeps the latest `patience` values and
       stops when none improves on the one before it. A patience of 3 thus means three values and two
-      comparisons, 1 stops at once, and one lucky dip on a plateau starts over. The comparison is in
-      float32, in which NaN counts as an improvement.
+      comparisons, 1 or 0 stops at once, and one lucky dip on a plateau starts over. The comparison
+      is in float32, in which NaN counts as an improvement.
     - reference="best" stops after `patience` evaluations in a row without an improvement on the
       best value before them. NaN never counts as an improvement, not even on nothing.
 
@@ -70,7 +72,7 @@ class EarlyStoppingAction(BaseAction):
       reference: what a value is compared with.
 
     Raises:
-      ValueError: for another mode or reference, a negative tolerance, or a patience below 1.
+      ValueError: for another mode or reference, or a negative tolerance or patience.
     """
 
     def __init__(
@@ -87,15 +89,15 @@ class EarlyStoppingAction(BaseAction):
             raise ValueError(f"mode is 'min' or 'max', not {mode!r}.")
         if reference not in ("best", "previous"):
             raise ValueError(f"reference is 'best' or 'previous', not {reference!r}.")
-        if atol < 0 or rtol < 0 or patience < 1:
-            raise ValueError("atol and rtol are at least 0, and patience at least 1.")
+        if atol < 0 or rtol < 0 or patience < 0:
+            raise ValueError("atol, rtol and patience are at least 0.")
         self._task, self._metric = metric
         self._mode, self._patience, self._atol, self._rtol = mode, patience, atol, rtol
         self._reference = reference
         self._history: list[float] = []  # previous: the window; best: the best, and what came since
 
     def run(self, train_state: Any, metrics_by_task: Results) -> bool:
-        """Whether to stop; False, with a message, if the metric is missing."""
+        """Whether to stop; False, with a message, if the metric is missing or no number."""
         del train_state
         value = _value(metrics_by_task, self._task, self._metric)
         if value is None:
@@ -137,7 +139,7 @@ class EarlyStoppingAction(BaseAction):
         values.append(value)
         if len(values) < self._patience:
             return False
-        # A patience of 1 makes no pairs, and all() of none is true: T5X stops at once, too.
+        # A patience of 1 or 0 makes no pairs, and all() of none is true: T5X stops at once, too.
         pairs = zip(values[1:], values[:-1], strict=True)
         if all(self._is_no_better(current, before) for current, before in pairs):
             return True
@@ -164,7 +166,7 @@ class TerminateOnNanAction(BaseAction):
         self._task, self._metric = task, metric
 
     def run(self, train_state: Any, metrics_by_task: Results) -> bool:
-        """Whether to stop; False, with a message, if the metric is missing."""
+        """Whether to stop; False, with a message, if the metric is missing or no number."""
         del train_state
         value = _value(metrics_by_task, self._task, self._metric)
         if value is None or math.isfinite(value):
@@ -191,6 +193,8 @@ class RunActions:
         """
         if self._reads_state:
             train_state = single_layers(train_state)
+        # The tasks' own metrics are plain numbers.
+        results = {task: _with_scalars(values) for task, values in results.items()}
         # A list, so that every action runs even after one has decided to stop.
         return any([action.run(train_state, results) for action in self.actions])
 
@@ -222,6 +226,14 @@ def _value(results: Results, task: str, metric: str) -> float | None:
     if metric not in results[task]:
         say(f"warning: {task} has no metric {metric}")
         return None
-    # T5X's own metrics are objects with a number as `.value`.
-    value = results[task][metric]
-    return float(getattr(value, "value", value))
+    # clu's values are objects that have what was measured as `.value`.
+    value = getattr(results[task][metric], "value", results[task][metric])
+    if np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number):
+        return float(value)
+    kind = kind_of(results[task][metric])
+    say(f"warning: {metric} of {task} is no number but {kind}: nothing stops on it")
+    return None
+
+
+def _with_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: Scalar(x) if isinstance(x, int | float) else x for name, x in values.items()}

@@ -3,14 +3,24 @@
 import itertools
 import json
 import math
+import re
+import types
 from pathlib import Path
 
+import clu.values
+import numpy as np
 import pytest
 
 from t0repro.config.training_plan import EarlyStoppingConfig, TerminateOnNanConfig
 from t0repro.progress import heard_by
-from t0repro.training.metric_classes import Scalar
-from t0repro.training.stopping import EarlyStoppingAction, TerminateOnNanAction, make_actions
+from t0repro.training.metric_classes import Scalar, Sum, computed
+from t0repro.training.stopping import (
+    BaseAction,
+    EarlyStoppingAction,
+    RunActions,
+    TerminateOnNanAction,
+    make_actions,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +73,7 @@ def test_an_action_that_goes_on_from_its_saved_state_stops_at_the_same_value(ref
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "less"}, {"patience": 0}, {"atol": -1.0}, {"reference": "first"}]
+    "options", [{"mode": "less"}, {"patience": -1}, {"atol": -1.0}, {"reference": "first"}]
 )
 def test_options_that_make_no_rule_are_refused(options):
     with pytest.raises(ValueError):
@@ -95,6 +105,47 @@ def test_a_task_or_metric_that_is_not_there_is_told_and_does_not_stop():
         assert not run(None, {"other": {"loss": math.nan}})
         assert not run(None, {"train": {"accuracy": math.nan}})
     assert "no results of train; there are other" in told[0] and "no metric loss" in told[1]
+
+
+@pytest.mark.parametrize("reference", ["previous", "best"])
+def test_a_patience_of_0_stops_at_once(reference):
+    assert stops_at([1.0, 0.5], patience=0, reference=reference) == 0
+
+
+@pytest.mark.parametrize(
+    "action",
+    [EarlyStoppingAction(("train", "loss"), "min", 1), TerminateOnNanAction("train")],
+)
+@pytest.mark.parametrize(
+    "value, kind",
+    [
+        (clu.values.Text("nan"), "Text"),
+        (clu.values.Histogram(np.ones(4, int), 4), "Histogram"),
+        (np.full(3, math.nan), r"array \[3\]"),
+    ],
+)
+def test_a_value_that_is_no_number_is_told_and_does_not_stop(action, value, kind):
+    told = []
+    with heard_by(told.append):
+        assert action.run(None, {"train": {"loss": value}}) is False
+    assert re.search(rf"loss of train is no number but {kind}", told[0])
+
+
+class HaltsOnClus(BaseAction):
+    """T5X's own idiom: a value that is no clu.values.Scalar is ignored."""
+
+    def run(self, train_state, metrics_by_task):
+        metric = metrics_by_task["task"]["loss"]
+        return isinstance(metric, clu.values.Scalar) and bool(np.isnan(metric.value))
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, Sum(np.float32("nan")).compute_value(), clu.values.Scalar(math.nan)]
+)
+def test_an_action_that_asks_for_clus_scalars_acts_on_every_number(value):
+    state = types.SimpleNamespace(params={}, frozen=None)
+    assert RunActions([HaltsOnClus()])(state, {"task": {"loss": value}})
+    assert isinstance(computed({"x": Sum(np.float32(1))})["x"], clu.values.Value)
 
 
 def test_all_actions_run_whatever_the_first_one_says():
