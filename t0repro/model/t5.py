@@ -14,7 +14,8 @@ Targets may be packed where inputs are not: all segments of a row then read its 
 
 Positions are not read, since relative positions within a segment equal those within the row; that
 is also why Mesh TensorFlow drops them (Unitransformer.call_simple). A negative target carries no
-loss; the decoder reads its absolute value.
+loss; the decoder reads its absolute value. If a batch has `decoder_inputs`, the decoder reads those
+in place of the shifted targets.
 """
 
 from __future__ import annotations
@@ -114,10 +115,47 @@ def text_to_self(
     return result
 
 
-# ---- The model -----------------------------------------------------------------------------------
+# ---- T5X's names of a batch's features -----------------------------------------------------------
 
 
 Batch = Mapping[str, jax.Array | np.ndarray]
+# Positions have no counterpart; loss_weights, [batch, length], weigh the targets' losses.
+OWN_NAMES = {
+    "encoder_input_tokens": "inputs",
+    "decoder_target_tokens": "targets",
+    "decoder_input_tokens": "decoder_inputs",
+    "encoder_segment_ids": "inputs_segmentation",
+    "decoder_segment_ids": "targets_segmentation",
+    "decoder_loss_weights": "loss_weights",
+}
+_POSITIONS = ("encoder_positions", "decoder_positions")
+
+
+def own_features(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A batch under this project's names; one that has them is returned as it is."""
+    if OWN_NAMES.keys().isdisjoint(batch):
+        return batch
+    return {ours: batch[name] for name, ours in OWN_NAMES.items() if name in batch}
+
+
+def _own_call(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of T5's call for those of T5X's network; others are returned as they are."""
+    by_name = "encoder_input_tokens" in kwargs
+    if "method" in kwargs or not (by_name or args and not isinstance(args[0], Mapping)):
+        return args, kwargs
+    if kwargs.pop("decode", False):
+        raise TypeError("This T5 decodes through t0repro.model.t5x_decoding, not with decode=True.")
+    order = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+    named = {name: kwargs.pop(name, None) for name in (*OWN_NAMES, *_POSITIONS)}
+    named |= dict(zip(order, args, strict=False))
+    given = {name: x for name, x in named.items() if x is not None}
+    # T5X's init passes ones of float32 where no type is known.
+    batch = {name: jnp.asarray(x).astype(jnp.int32) for name, x in own_features(given).items()}
+    deterministic = not kwargs.pop("enable_dropout", True)
+    return (batch,), {**kwargs, "deterministic": deterministic}
+
+
+# ---- The model -----------------------------------------------------------------------------------
 
 
 class T5(nn.Module):
@@ -133,9 +171,10 @@ class T5(nn.Module):
     dtypes: DTypePolicy
 
     @nn.nowrap
-    def init(self, *args: Any, **kwargs: Any) -> Any:
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         """Flax's init, without the encoder's parameters if it shares the decoder's."""
-        variables = super().init(*args, **kwargs)
+        args, kwargs = _own_call(args, kwargs)
+        variables = super().init(rngs, *args, **kwargs)
         if self.config.shared_towers:
             # Flax has initialized them, since both towers have modules; `apply` replaces them by
             # the decoder's.
@@ -144,11 +183,15 @@ class T5(nn.Module):
 
     @nn.nowrap
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """Flax's apply; shared parameters serve both towers, and their gradients are summed."""
+        """Flax's apply; shared parameters serve both towers, and their gradients are summed.
+
+        It takes T5X's call, of three arrays of tokens, as well as a batch.
+        """
         if self.config.shared_towers:
             params = variables["params"]
             encoder = encoder_of_decoder(params["decoder"])
             variables = {**variables, "params": {**params, "encoder": encoder}}
+        args, kwargs = _own_call(args, kwargs)
         return super().apply(variables, *args, **kwargs)
 
     def setup(self) -> None:
@@ -177,7 +220,7 @@ class T5(nn.Module):
             batch = text_to_self(self.config, batch)
             targets, segments = batch["targets"], batch.get("targets_segmentation")
             return self.decoder(
-                shift_right(targets, segments),
+                batch.get("decoder_inputs", shift_right(targets, segments)),
                 visible_targets(self.config, targets, segments),
                 nonpadding(segments, self.dtypes),
                 deterministic=deterministic,
@@ -196,6 +239,7 @@ class T5(nn.Module):
             target_segments,
             deterministic=deterministic,
             segments_read=jnp.minimum(target_segments, 1) if several else None,
+            inputs=batch.get("decoder_inputs"),
             hidden=hidden,
         )
 
@@ -223,6 +267,7 @@ class T5(nn.Module):
         *,
         deterministic: bool = True,
         segments_read: Int[Array, "batch length"] | None = None,
+        inputs: Int[Array, "batch length"] | None = None,
         hidden: bool = False,
     ) -> Float[Array, "batch length features"]:
         """Float32 logits of the targets given the encoder's outputs.
@@ -230,16 +275,17 @@ class T5(nn.Module):
         Args:
           encoded: the encoder's outputs, or their `cross_attention_memory`.
           encoder_segments: segments of the inputs.
-          targets: not shifted yet; this method shifts them right.
+          targets: not shifted yet.
           segments: segments of the targets; a position attends to earlier ones of its own segment.
           deterministic: False applies dropout.
           segments_read: the input segment that each target attends to; defaults to `segments`.
+          inputs: what the decoder reads; None for the shifted targets.
           hidden: returns the input of `logits_of` instead of logits.
         """
         reads = segments if segments_read is None else segments_read
         place = jnp.arange(targets.shape[1])[None]
         return self.decoder(
-            shift_right(targets, segments),
+            shift_right(targets, segments) if inputs is None else inputs,
             Visibility(segments, segments, place, place),
             nonpadding(segments, self.dtypes),
             encoded,

@@ -33,7 +33,7 @@ from t0repro.converters import sources
 from t0repro.converters.adapter_files import AdapterNote
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory, output_path
-from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
+from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, own_features, parameter_shapes
 from t0repro.model.towers import by_layer, rows, stacks_in
 from t0repro.partitioning.devices import fetched
 from t0repro.partitioning.processes import SharedSignal, from_first, is_alone, is_first

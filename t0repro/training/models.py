@@ -19,7 +19,7 @@ import numpy as np
 
 from t0repro.config.decoding import DecodingPlan
 from t0repro.config.training_plan import UserClass
-from t0repro.model.t5 import T5, Batch
+from t0repro.model.t5 import T5, Batch, delayed, own_features
 from t0repro.model.t5x_decoding import beam_search, t5_functions, temperature_sample
 from t0repro.model.towers import scanned_towers
 from t0repro.training.losses import (
@@ -37,7 +37,6 @@ from t0repro.training.t5_model import (
     T5Model,
     compute_base_metrics,
     count_packed_examples,
-    own_features,
     t5x_features,
 )
 
@@ -189,9 +188,12 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         default_decoder_params: DecoderParams | None = None,
     ):
         del feature_converter_cls
-        # The network's configuration is where the loss reads its options.
+        # The network's configuration is where the loss reads its options, and how T5X computes it.
         config = dataclasses.replace(
             module.config,
+            arithmetic=dataclasses.replace(
+                module.config.arithmetic, smoothing_spares_target=True, z_loss_in_evaluation=True
+            ),
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             loss_denominator=_denominator(loss_normalizing_factor),
@@ -214,7 +216,10 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
     def configured(
         cls, module: T5, optimizer_def: Optimizer | None, **arguments: Any
     ) -> EncoderDecoderModel:
-        """A model with the loss that the network's configuration sets; `arguments` override it."""
+        """A model with the loss that the network's configuration sets; `arguments` override it.
+
+        Unlike the constructor's, it may be Mesh TensorFlow's loss.
+        """
         config = module.config
         options = {
             "input_vocabulary": None,
@@ -224,7 +229,10 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
             # In a configuration, None divides by all targets; in T5X, None divides by nothing.
             "loss_normalizing_factor": config.loss_denominator or "NUM_TOTAL_TARGET_TOKENS",
         }
-        return cls(module=module, optimizer_def=optimizer_def, **(options | arguments))
+        model = cls(module=module, optimizer_def=optimizer_def, **(options | arguments))
+        config = dataclasses.replace(model.module.config, arithmetic=config.arithmetic)
+        model.module = T5(config, module.dtypes)
+        return model
 
     def has_own_loss(self) -> bool:
         """Whether the loss is this class's: no subclass replaces it, or the logits it reads."""
@@ -251,11 +259,18 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         return super()._loss_divisor(batch)
 
     def _compute_logits(
-        self, params: Any, batch: Batch, dropout_rng: jax.Array | None = None
+        self,
+        params: Any,
+        batch: Batch,
+        dropout_rng: jax.Array | None = None,
+        mutable: Any = False,
+        other_variables: Mapping[str, Any] | None = None,
     ) -> Any:
+        """Logits; with `mutable`, the variables of these collections after the pass too."""
         rngs = None if dropout_rng is None else {"dropout": dropout_rng}
+        variables = {"params": params, **(other_variables or {})}
         return self.module.apply(
-            {"params": params}, own_features(batch), deterministic=rngs is None, rngs=rngs
+            variables, own_features(batch), deterministic=rngs is None, rngs=rngs, mutable=mutable
         )
 
     def features(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -264,9 +279,10 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         Raises:
           UserError: if there are no targets or no inputs.
         """
-        if type(self) is EncoderDecoderModel or "decoder_target_tokens" in batch:
-            return super().features(batch)
-        return t5x_features(super().features(batch))
+        own = super().features(batch)
+        if type(self) is EncoderDecoderModel:
+            return own
+        return t5x_features(own if "inputs" in batch else batch)
 
     def predict_batch_with_aux(
         self,
@@ -285,13 +301,13 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
 
         Args:
           params: the parameters.
-          batch: `inputs` and `targets` under T5X's names or ours; the targets' length is the
-            outputs'.
+          batch: under T5X's names or ours, `inputs` and the decoder's inputs, or the targets in
+            their place; their length is the outputs'.
           rng: PRNG key for sampling.
           decoder_params: arguments of `decode_fn`, besides those that this method gives.
           return_all_decodes: whether all decodes are returned, or the best.
           num_decodes: beams or samples of each row.
-          prompt_with_targets: whether outputs begin with the targets.
+          prompt_with_targets: whether outputs begin with the decoder's inputs.
 
         Raises:
           ValueError: if there are two PRNG keys.
@@ -309,16 +325,17 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
                 )
             options["decode_rng"] = rng
         count = num_decodes or defaults.num_decodes
-        inputs, targets = (jnp.asarray(batch[name], jnp.int32) for name in ("inputs", "targets"))
-        # The prompt is read off the decoder's inputs, which lack the last target.
-        prompt = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
+        inputs, prompt = jnp.asarray(batch["inputs"], jnp.int32), batch.get("decoder_inputs")
+        # The decoder's inputs lack the last target.
+        prompt = delayed(jnp.asarray(batch["targets"])) if prompt is None else jnp.asarray(prompt)
+        prompt = prompt.astype(jnp.int32)
         prompts = (
             defaults.prompt_with_targets if prompt_with_targets is None else prompt_with_targets
         )
         # Without EOS, as in T5X: decoding would end where the prompt does.
         prompt = jnp.where(prompts & (prompt != options["eos_id"]), prompt, 0)
         assert self._decode_fn is not None
-        cache, tokens_to_logits = t5_functions(self.module, params, inputs, count, targets.shape[1])
+        cache, tokens_to_logits = t5_functions(self.module, params, inputs, count, prompt.shape[1])
         tokens, scores = self._decode_fn(
             inputs=prompt,
             cache=cache,

@@ -17,7 +17,14 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.model.t5 import T5, Batch, initial_parameters, text_to_self
+from t0repro.model.t5 import (
+    OWN_NAMES,
+    T5,
+    Batch,
+    initial_parameters,
+    own_features,
+    text_to_self,
+)
 from t0repro.training.losses import (
     CHOICE_LOSSES,
     loss_denominator,
@@ -42,9 +49,6 @@ from t0repro.training.optimizers import Optimizer
 # (params, batch, dropout_rng) -> (loss, metrics); with flax mutables as a fourth argument,
 # (loss, (metrics, mutables after the batch)).
 LossFn = Callable[..., tuple[jax.Array, Any]]
-
-# Features that T5 reads; positions are not among them (t0repro.model.t5).
-FEATURES = ("inputs", "targets", "inputs_segmentation", "targets_segmentation")
 
 
 class BaseModel(abc.ABC):
@@ -232,20 +236,21 @@ class T5Model(BaseModel):
         return loss, metrics_of(sums, packed="targets_segmentation" in batch)
 
     def features(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The features that T5 reads.
+        """The features that T5 and its loss read, under this project's names.
 
         Raises:
           UserError: if there are no targets, or no inputs for an encoder.
         """
+        own = own_features(batch)
         needed = ("targets",) if self.module.config.decoder_only else ("inputs", "targets")
-        missing = [name for name in needed if name not in batch]
+        missing = [name for name in needed if name not in own]
         if missing:
             raise UserError(
                 f"A batch has no {' and no '.join(missing)}; it has {', '.join(sorted(batch))}.",
                 where="the batches",
                 fix=f"Train this model on a task with {' and '.join(needed)}.",
             )
-        return {name: batch[name] for name in FEATURES if name in batch}
+        return {name: own[name] for name in OWN_NAMES.values() if name in own}
 
 
 # ---- Names of a batch's features -----------------------------------------------------------------
@@ -253,42 +258,25 @@ class T5Model(BaseModel):
 #     encoder_input_tokens    inputs                    decoder_target_tokens   targets
 #     encoder_segment_ids     inputs_segmentation       decoder_segment_ids     targets_segmentation
 #     encoder_positions       (from the segments)       decoder_positions       (from the segments)
-#     decoder_loss_weights    loss_weights              decoder_input_tokens    (targets, shifted)
+#     decoder_loss_weights    (of targets > 0)          decoder_input_tokens    (targets, shifted)
 #
-# Those in brackets are derived, as seqio.EncDecFeatureConverter does.
-
-
-_OURS = {
-    "encoder_input_tokens": "inputs",
-    "decoder_target_tokens": "targets",
-    "encoder_segment_ids": "inputs_segmentation",
-    "decoder_segment_ids": "targets_segmentation",
-    "decoder_loss_weights": "loss_weights",
-}
-
-
-def own_features(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A batch under this project's names; one that has them is returned as it is."""
-    if "decoder_target_tokens" not in batch:
-        return batch
-    return {ours: batch[name] for name, ours in _OURS.items() if name in batch}
+# Those in brackets are derived, as seqio.EncDecFeatureConverter does, unless the batch has them.
 
 
 def t5x_features(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A batch of the host under T5X's names, int32; one that has them is returned as it is.
+    """A batch of the host under T5X's names, int32, with those that can be derived.
 
     Args:
-      batch: `inputs` and `targets`, [batch, length], packed or not.
+      batch: `inputs` and `targets`, [batch, length], packed or not; under T5X's names, or ours.
     """
-    if "decoder_target_tokens" in batch:
-        return dict(batch)
+    own = own_features(batch)
     named = {
-        name: np.asarray(batch[ours], np.int32) for name, ours in _OURS.items() if ours in batch
+        name: np.asarray(own[ours], np.int32) for name, ours in OWN_NAMES.items() if ours in own
     }
     targets = named["decoder_target_tokens"]
     # Negative ids are tokens without loss, which the decoder reads like any other.
     read = np.abs(_delayed(targets))
-    named["decoder_loss_weights"] = (targets > 0).astype(np.int32)
+    derived = {"decoder_loss_weights": (targets > 0).astype(np.int32)}
     for side in ("encoder", "decoder"):
         if f"{side}_segment_ids" in named:
             segments = named[f"{side}_segment_ids"]
@@ -297,10 +285,11 @@ def t5x_features(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
             index = np.arange(segments.shape[1], dtype=np.int32)
             first = np.maximum.accumulate(np.where(begins, index, 0), axis=1)
             # Padding is at position 0, as SeqIO packs it.
-            named[f"{side}_positions"] = np.where(segments == 0, 0, index - first)
+            derived[f"{side}_positions"] = np.where(segments == 0, 0, index - first)
             if side == "decoder":
                 read = np.where(begins, 0, read)
-    return named | {"decoder_input_tokens": read}
+    # What the batch has is kept, a user's own features too.
+    return {**derived, "decoder_input_tokens": read, **(named if own is batch else batch)}
 
 
 def _delayed(x: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import pytest
 
 from t0repro.config.decoding import DecodingPlan
 from t0repro.config.run_config import Arithmetic
+from t0repro.model.t5 import own_features
 from t0repro.model.t5x_decoding import generate, temperature_sample
 from t0repro.training import losses, trainer
 from t0repro.training.metric_classes import AveragePerStep
@@ -14,7 +15,6 @@ from t0repro.training.models import (
     BaseTransformerModel,
     EncoderDecoderModel,
     T5Model,
-    own_features,
     t5x_features,
 )
 from t0repro.training.train_state import TrainState
@@ -123,6 +123,98 @@ def test_it_generates_and_scores_what_the_commands_do(params):
     np.testing.assert_allclose(parts["decoder"]["token_scores"][0].sum(-1), scores, rtol=1e-6)
 
 
+# Without padding, so that one pair of sequences is all that a row says.
+TOKENS = {
+    "encoder_input_tokens": [[5, 1, 6, 1], [9, 8, 7, 1]],
+    "decoder_input_tokens": [[0, 9, 9, 2], [0, 4, 5, 6]],
+    "decoder_target_tokens": [[4, 3, 2, 1], [7, 5, 6, 1]],
+}
+TOKENS = {name: np.asarray(rows, np.int32) for name, rows in TOKENS.items()}
+
+
+def test_the_decoder_reads_the_batchs_own_inputs(params):
+    """In the loss, the scores and as a prompt, under T5X's names, whatever the targets are."""
+    read, targets = TOKENS["decoder_input_tokens"], TOKENS["decoder_target_tokens"]
+    model = made()
+    # The decoder reads the same where these are the targets.
+    last = np.ones((2, 1), np.int32)
+    equivalent = {
+        "inputs": TOKENS["encoder_input_tokens"],
+        "targets": np.concatenate([read[:, 1:], last], axis=1),
+    }
+    log_p = np.asarray(jax.nn.log_softmax(model.module.apply({"params": params}, equivalent)))
+    expected = np.take_along_axis(log_p, targets[..., None], -1)[..., 0].sum(axis=-1)
+    for batch in (TOKENS, t5x_features(TOKENS), own_features(TOKENS)):
+        scores = model.score_batch(params, batch)
+        np.testing.assert_allclose(scores, expected, rtol=1e-5)
+        loss, _ = model.loss_fn(params, batch, None)
+        assert loss == pytest.approx(-float(np.sum(scores)), rel=1e-5)
+        from_logits, _ = made(FromLogits).loss_fn(params, t5x_features(batch), None)
+        assert from_logits == pytest.approx(float(loss), rel=1e-5)
+        tokens = model.predict_batch_with_aux(params, batch, prompt_with_targets=True)[0]
+        np.testing.assert_array_equal(tokens[:, :3], read[:, 1:])
+
+
+def test_two_of_t5xs_features_are_enough_to_generate(params):
+    model, alone = made(), dict(TOKENS)
+    targets = alone.pop("decoder_target_tokens")
+    expected = model.predict_batch(
+        params, {"inputs": alone["encoder_input_tokens"], "targets": targets}
+    )
+    np.testing.assert_array_equal(model.predict_batch(params, alone), expected)
+
+
+def test_a_trainer_takes_batches_under_either_names():
+    losses = []
+    for batch in (PACKED, t5x_features(PACKED)):
+        # The trainer reuses the state's buffers.
+        state = TrainState.create(tiny.OPTIMIZER, {"params": tiny.new_state().params})
+        options = (made(), state, None, ["eval"], None, None, jax.random.key(0), lambda _: 0.1, 2)
+        with trainer.Trainer(*options) as training:
+            evaluated = training.eval({"eval": [batch]})["eval"]
+            trained = [training.train(iter([batch]), 1).result()["loss"] for _ in range(2)]
+        losses.append([evaluated["loss"], *trained])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
+def test_an_evaluation_has_z_loss_as_t5xs_has(params):
+    model = EncoderDecoderModel(
+        tiny.model(), None, None, tiny.OPTIMIZER, label_smoothing=0.1, z_loss=0.1
+    )
+    (loss, metrics), (evaluated, same) = (
+        model.loss_fn(params, PACKED, None),
+        model.eval_fn(params, PACKED),
+    )
+    assert evaluated == pytest.approx(float(loss), rel=1e-6) and metrics["z_loss"].total > 0
+    assert same["z_loss"].total == pytest.approx(float(metrics["z_loss"].total), rel=1e-6)
+    # T5X's own way to the same loss.
+    from_logits, _ = BaseTransformerModel.loss_fn(model, params, t5x_features(PACKED), None)
+    assert evaluated == pytest.approx(float(from_logits), rel=1e-6)
+
+
+def test_the_network_takes_t5xs_call(params):
+    module, batch = tiny.model(), t5x_features(PACKED)
+    expected = module.apply({"params": params}, PACKED)
+    names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+    others = {name: x for name, x in batch.items() if name.endswith(("segment_ids", "positions"))}
+    options = {**others, "decode": False, "enable_dropout": False, "rngs": None, "mutable": False}
+    tokens = [batch[name] for name in names]
+    np.testing.assert_array_equal(module.apply({"params": params}, *tokens, **options), expected)
+    by_name = dict(zip(names, tokens, strict=True)) | options
+    np.testing.assert_array_equal(module.apply({"params": params}, **by_name), expected)
+    ones = [jnp.ones((1, 2), jnp.float32)] * 3
+    made = module.init(jax.random.key(0), *ones, decode=False, enable_dropout=False)
+    assert jax.tree.structure(made["params"]) == jax.tree.structure(params)
+    with pytest.raises(TypeError, match="t5x_decoding"):
+        module.apply({"params": params}, *tokens, decode=True)
+
+
+def test_logits_take_t5xs_arguments(params):
+    logits, variables = made()._compute_logits(params, PACKED, None, ["intermediates"], {"a": {}})
+    np.testing.assert_array_equal(logits, made()._compute_logits(params, PACKED))
+    assert "params" not in variables
+
+
 def test_it_is_a_transformer_model_with_vocabularies():
     model = EncoderDecoderModel(tiny.model(), "in", "out", tiny.OPTIMIZER)
     assert isinstance(model, BaseTransformerModel)
@@ -147,7 +239,8 @@ def test_features_are_those_of_seqios_converter():
     converted = seqio.EncDecFeatureConverter(pack=True)(examples, lengths)
     theirs = list(converted.as_numpy_iterator())
     theirs = {name: np.stack([row[name] for row in theirs]) for name in theirs[0]}
-    ours = t5x_features(own_features(theirs))
+    given = {name: x for name, x in own_features(theirs).items() if name != "decoder_inputs"}
+    ours = t5x_features(given)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         np.testing.assert_array_equal(ours[name], value, err_msg=name)

@@ -193,6 +193,12 @@ def _placed(error: WrongArgument, reached: Iterable[_Call], bindings: Bindings) 
     name, argument = error.record.__name__, error.argument
     base = modules.base_class(error.hint)
     fix = f"Bind {error.wanted}{f', or your own subclass of {base}' if base else ''}."
+    if error.hint is records.Transformer:
+        fix = (
+            "Bind @network.Transformer(): the commands run T5 alone. Train a network of your own in"
+            " Python, by t0repro.training.trainer.Trainer and your subclass of models.BaseModel or"
+            " BaseTransformerModel (docs/trainer.md)."
+        )
     own = gin_door.registered_selector(error.record) or name
     # What `loss_fn` binds replaces the model's own arguments, so it is looked at first.
     for call in sorted(reached, key=lambda call: not call.selector.endswith(".loss_fn")):

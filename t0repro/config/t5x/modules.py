@@ -361,6 +361,14 @@ def _fields(record: type[records.Record]) -> dict[str, dataclasses.Field]:
     return {field.name: field for field in fields}
 
 
+def _recorded(default: Any) -> Any:
+    """The record of a default that is one of this project's decoding functions."""
+    if getattr(default, "__module__", None) != "t0repro.model.t5x_decoding":
+        return default
+    record = _MODULES["t5x.decoding"].get(default.__name__)
+    return default if record is None else record()
+
+
 def _own_fields(cls: type, record: type[records.Record]) -> list[tuple[str, Any, Any]]:
     """The fields of a user's arguments, with their defaults, as `make_dataclass` expects them."""
     parameters = inspect.signature(cls).parameters
@@ -368,7 +376,7 @@ def _own_fields(cls: type, record: type[records.Record]) -> list[tuple[str, Any,
     for name, parameter in parameters.items():
         if name in _SUPPLIED or parameter.kind not in _NAMED:
             continue
-        default = parameter.default
+        default = _recorded(parameter.default)
         kind = inherited[name].type if name in inherited else Any
         if default is parameter.empty:
             if name not in inherited:
