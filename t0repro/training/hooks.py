@@ -48,7 +48,6 @@ from t0repro.training.checkpoints import (
 )
 from t0repro.training.metrics import StepMetrics, step_line
 from t0repro.training.models import T5Model, model_of
-from t0repro.training.t5_model import own_features
 from t0repro.training.train_state import TrainState, base_parameters, parameters_from_flat_tree
 from t0repro.training.train_step import microbatch_keys, parameters_of, split_into_microbatches
 from t0repro.words import without_passwords
@@ -76,6 +75,14 @@ class Hook:
 
     def after_step(self, loop: TrainingLoop) -> None:
         """Called after each update, while the device may still be computing it."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether `after_step` has work after this step, which a call of `train` must not pass."""
+        del step
+        return False
+
+    def after_train(self, summary: concurrent.futures.Future) -> None:
+        """Called with what a trainer's own `train` returned, before its last `after_step`."""
 
     def on_metrics(self, metrics: StepMetrics) -> None:
         """Called with each step's metrics once they have been read, one step late."""
@@ -147,7 +154,7 @@ class SaveCheckpoints(Hook):
         # Raises the error of a save that failed, such as a full disk, now and not at the next save.
         if self._writing is not None and self._writing.done():
             self.wait()
-        if self._is_due(loop.step):
+        if self.is_due(loop.step):
             self._save(loop)
 
     def wait(self) -> None:
@@ -169,7 +176,8 @@ class SaveCheckpoints(Hook):
         """Waits after an exception too, so that no save continues while the next run starts."""
         self.wait()
 
-    def _is_due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
+        """Whether the rules save this step."""
         period = self._rules.period
         due = period and ((step - self._first) % period == 0 or step == self._last)
         return bool(due) or step in self._rules.steps

@@ -24,14 +24,23 @@ import numpy as np
 from t0repro.config.training_plan import TrainingPlan
 from t0repro.errors import UserError
 from t0repro.files import output_path, write_atomically
-from t0repro.partitioning.devices import is_sharded
+from t0repro.model.t5 import own_features
 from t0repro.partitioning.processes import from_first, is_alone, is_first
 from t0repro.training.hooks import Hook
-from t0repro.training.losses import count_examples, count_inputs, count_targets
-from t0repro.training.metric_classes import Fetched, computed, with_steps_and_time
 from t0repro.training.metrics import MetricLog, SplitMetrics, StepMetrics
 from t0repro.training.start import Start
+from t0repro.training.step_records import (
+    TrainFeed,
+    counts_of,
+    named_as_t5xs,
+    number,
+    others_of,
+    shared_counts,
+    timed,
+    wrong_train,
+)
 from t0repro.training.stopping import BaseAction, RunActions
+from t0repro.training.t5_model import t5x_features
 from t0repro.training.train_state import TrainState
 from t0repro.training.trainer import BaseTrainer, NumpyBatch, PreemptionError
 
@@ -86,6 +95,8 @@ class TrainingLoop:
         self._may_be_nan, self._synchronous = may_be_nan, synchronous
         self._pending: _Pending | None = None
         self._starts_clock = True
+        # Of a call of a trainer's own `train`: the step it ends at, and whether updates are seen.
+        self._call_ends, self._follows = 0, False
         state = trainer.held_state
         self.step = int(jax.device_get(state.step)) if start_step is None else start_step
         self.error: BaseException | None = None
@@ -141,6 +152,8 @@ class TrainingLoop:
                     started.append(hook)
                     hook.start(self, last_step)
                 self._steps(batches, num_steps)
+                if self.trainer.stop_training:
+                    self.stop("the trainer's stop_training was set")
             except PreemptionError as error:
                 # Not a failure: the hooks save, as after a signal.
                 self.stop(str(error) or "preempted")
@@ -171,19 +184,31 @@ class TrainingLoop:
 
     def _steps(self, batches: Iterable[NumpyBatch], num_steps: int) -> None:
         stopped = self.trainer.stop_training  # before the first step, by an evaluation
-        timed = () if stopped else _timed(itertools.islice(batches, num_steps))
-        for number, (batch, wait) in enumerate(timed):
-            for hook in () if number else self._hooks:
-                hook.before_first_step(self)
+        if self.trainer.overrides("train"):
+            self._calls_of_train(iter(batches), self.step + num_steps)
+            return
+        read = () if stopped else timed(itertools.islice(batches, num_steps))
+        for index, (batch, wait) in enumerate(read):
+            if not index:
+                self._before_first(batch)
             before = self.step
             self._update(batch, wait)
-            if not number:
+            if not index:
                 self._write_start(wait, before)
-            # An update that was not applied does not count as a step.
-            for hook in self._hooks if self.step > before else ():
-                hook.after_step(self)
+            self._after_step(before)
             if self.trainer.stop_training:
                 break
+
+    def _before_first(self, batch: NumpyBatch) -> None:
+        for hook in self._hooks:
+            hook.before_first_step(self)
+        if self.trainer.overrides("compile_train"):
+            self.trainer.compile_train(batch)
+
+    def _after_step(self, before: int) -> None:
+        # An update that was not applied does not count as a step.
+        for hook in self._hooks if self.step > before else ():
+            hook.after_step(self)
 
     def _write_start(self, wait: float, step: int) -> None:
         """Writes T5X's times of how training starts to TensorBoard's events."""
@@ -223,10 +248,19 @@ class TrainingLoop:
         """Starts one update and records the one before."""
         # Count before the update starts: afterwards the counts would queue behind it on the
         # devices.
-        counts = _on_devices(batch) if any(map(is_sharded, batch.values())) else None
+        counts = shared_counts(batch)
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
             fetched = self.trainer.update(batch, input_wait, starts_clock=self._starts_clock)
         self._starts_clock = False
+        self._note(batch, counts, fetched)
+
+    def _note(
+        self,
+        batch: NumpyBatch,
+        counts: Mapping[str, Any] | None,
+        fetched: concurrent.futures.Future,
+    ) -> None:
+        """Counts an update that has started, and records the one before."""
         self.step += 1
         previous = self._pending
         self._pending = _Pending(self.step, batch, counts, fetched)
@@ -237,19 +271,19 @@ class TrainingLoop:
             self._record(pending)
 
     def _record(self, pending: _Pending) -> None:
-        """Waits for an update, then writes its metrics and passes them to the hooks."""
+        """Waits for an update and reports it."""
         fetched = pending.fetched.result()
-        values, counts = fetched.metrics, pending.counts or _counts(pending.batch)
-        loss, tokens = _number(values, "loss"), int(counts["target_tokens"])
+        values, counts = fetched.metrics, pending.counts or counts_of(pending.batch)
+        loss, tokens = number(values, "loss"), int(counts["target_tokens"])
         metrics = StepMetrics(
             step=pending.step,
             loss=loss,
-            learning_rate=_number(values, "learning_rate"),
+            learning_rate=number(values, "learning_rate"),
             seconds=round(fetched.seconds, 6),
             **{name: int(count) for name, count in counts.items()},
             input_wait_seconds=round(fetched.input_wait, 6),
             # Only for the log: a run with summaries writes them there.
-            others={} if self._log is None else _others(fetched),
+            others={} if self._log is None else others_of(fetched),
             loss_per_target_token=self._per_target_token(loss, tokens, pending.batch),
         )
         held = "update_held" in values and bool(values["update_held"].compute())
@@ -257,7 +291,11 @@ class TrainingLoop:
             self.step -= 1  # the state is unchanged, and no update followed
             for hook in self._hooks:
                 hook.on_bad_update(self, pending.batch, metrics)
-        elif not math.isfinite(metrics.loss) and not self._may_be_nan:
+        self._report(metrics, held=held)
+
+    def _report(self, metrics: StepMetrics, *, held: bool = False) -> None:
+        """Writes a step's metrics and passes them to the hooks."""
+        if not held and not math.isfinite(metrics.loss) and not self._may_be_nan:
             raise UserError(
                 f"The loss of step {metrics.step} is {metrics.loss}.",
                 where="training",
@@ -268,51 +306,88 @@ class TrainingLoop:
         for hook in self._hooks:
             hook.on_metrics(metrics)
 
+    # ---- A `train` of the trainer's own ----------------------------------------------------------
+
+    # It is called as T5X calls it: for all steps up to the next one after which a hook has work. If
+    # it updates by the trainer's `update`, as BaseTrainer's does, the loop follows each update
+    # (`_follow`). Otherwise it loops over the train step itself, and the loop learns from the state
+    # and from the summary what it did.
+
+    def _calls_of_train(self, batches: Iterator[NumpyBatch], last_step: int) -> None:
+        feed, first = TrainFeed(batches, self._before_first), self.step
+        self.trainer.on_update = self._follow
+        try:
+            while self.step < last_step and not self.trainer.stop_training:
+                before = self.step
+                try:
+                    self._call_train(feed, last_step)
+                except StopIteration:  # the batches have ended
+                    if feed.counts and not self._follows:
+                        what = "lost its updates when the batches ended"
+                        raise wrong_train(self.trainer, what) from None
+                    break
+                if before == first:
+                    self._write_start(feed.first_wait or 0.0, first)
+        finally:
+            self.trainer.on_update = None
+
+    def _call_train(self, feed: TrainFeed, last_step: int) -> None:
+        """One call, and what follows its last step.
+
+        Raises:
+          StopIteration: if the batches end.
+          UserError: if it does no update, or returns no summary.
+        """
+        before, trainer = self.step, self.trainer
+        steps = range(before + 1, last_step)
+        due = (step for step in steps if any(hook.is_due(step) for hook in self._hooks))
+        self._call_ends, self._follows = next(due, last_step), False
+        feed.counts.clear()
+        started = time.perf_counter()
+        summary = trainer.train(feed, self._call_ends - before, start_step=before)
+        if not self._follows:
+            self.step = int(jax.device_get(trainer.held_state.step))
+        wrong = None if hasattr(summary, "result") else f"returned {summary!r}"
+        if self.step == before and not trainer.stop_training:
+            wrong = f"did no update at step {before:,}"
+        if wrong:
+            raise wrong_train(trainer, wrong)
+        for hook in self._hooks:
+            hook.after_train(summary)
+        if not self._follows:
+            seconds = time.perf_counter() - started
+            self._report(self._mean_step(summary.result(), feed, self.step - before, seconds))
+        elif self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._record(pending)
+        if self.step >= self._call_ends or not self._follows:
+            self._after_step(before)
+
+    def _follow(self, batch: NumpyBatch, fetched: concurrent.futures.Future) -> None:
+        before, self._follows, batch = self.step, True, own_features(batch)
+        counts = shared_counts(batch)
+        self._note(batch, counts, fetched)
+        if self.step < self._call_ends:
+            self._after_step(before)
+
+    def _mean_step(
+        self, values: Mapping[str, Any], feed: TrainFeed, steps: int, seconds: float
+    ) -> StepMetrics:
+        """The metrics of the last of some steps, as means over them."""
+        counts, loss = feed.mean_counts(steps), number(values, "loss")
+        tokens, batch = counts["target_tokens"], own_features(feed.latest)
+        return StepMetrics(
+            step=self.step,
+            loss=loss,
+            learning_rate=number(values, "learning_rate"),
+            seconds=round(seconds / max(steps, 1), 6),
+            **counts,
+            loss_per_target_token=self._per_target_token(loss, tokens, batch),
+        )
+
     def _per_target_token(self, loss: float, tokens: int, batch: NumpyBatch) -> float | None:
         of_model = getattr(self.trainer.model, "per_target_token", None)
         return None if of_model is None else of_model(loss, tokens, batch)
-
-
-def _number(values: Mapping[str, Any], name: str) -> float:
-    if name in values:
-        return float(values[name].compute())
-    raise UserError(
-        f"The train step returns no metric {name!r}; it returns {', '.join(sorted(values))}.",
-        where="the trainer's _partitioned_train_step",
-        fix="Return it: `apply_grads` adds the learning rate, and the model's loss_fn the loss.",
-    )
-
-
-def _counts(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of StepMetrics that count what is in a batch."""
-    return {
-        "target_tokens": count_targets(batch),
-        "examples": count_examples(batch),
-        "input_tokens": count_inputs(batch),
-    }
-
-
-# For a batch sharded across processes; all of them must call it.
-_on_devices = jax.jit(_counts)
-
-
-def _others(fetched: Fetched) -> dict[str, float]:
-    """A step's metrics that StepMetrics has no fields for."""
-    values = computed(with_steps_and_time(fetched.metrics, 1, fetched.seconds))
-    for name in ("loss", "learning_rate", "learning_rate/current", "update_held"):
-        values.pop(name, None)
-    # A line of the log has room for numbers only.
-    return {name: float(x) for name, x in values.items() if isinstance(x, int | float)}
-
-
-def _timed(batches: Iterator[NumpyBatch]) -> Iterator[tuple[NumpyBatch, float]]:
-    """Each batch, with the seconds spent waiting for it."""
-    while True:
-        started = time.perf_counter()
-        batch: Any = next(batches, None)
-        if batch is None:
-            return
-        yield batch, time.perf_counter() - started
 
 
 @contextlib.contextmanager
@@ -329,10 +404,13 @@ def compiled_in_background(
       shapes: [rows, length] of each feature of a batch.
     """
     # Several processes must run their collective work in one order, so they compile no step here.
-    if not is_alone():
+    # A trainer's own `compile_train` is called with the first batch.
+    if not is_alone() or trainer.overrides("compile_train"):
         yield
         return
     example = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
+    if trainer.overrides("train"):
+        example = t5x_features(example)
 
     def compile_step() -> None:
         # The first update with such a batch repeats the error, where it can be reported.
@@ -394,9 +472,13 @@ class CollectGarbage(Hook):
         # Otherwise each process collects after another step, and all of them wait every time.
         gc.disable()
 
+    def is_due(self, step: int) -> bool:
+        """Whether this step ends a period."""
+        return (step - self._first) % self._period == 0
+
     def after_step(self, loop: TrainingLoop) -> None:
         """Collects if a collection is due."""
-        if (loop.step - self._first) % self._period == 0:
+        if self.is_due(loop.step):
             gc.collect()
 
     def end(self, loop: TrainingLoop) -> None:
@@ -409,7 +491,6 @@ class CollectGarbage(Hook):
 # A checkpoint's `progress.json` has the step from which periods are counted, and the state of its
 # actions, such as the history of early stopping. A checkpoint is written before the evaluation of
 # its step, so model_dir/evaluated.json repeats both as they are after the latest evaluation.
-
 
 PROGRESS_FILE = "progress.json"
 EVALUATED_FILE = "evaluated.json"
@@ -516,10 +597,17 @@ class Summarise(Hook):
         """Notes where training ends."""
         self._last, self._loop = last_step, loop
 
+    def is_due(self, step: int) -> bool:
+        """Whether a summary ends at this step."""
+        return (step - self._progress.first_step) % self._period == 0 or step == self._last
+
+    def after_train(self, summary: concurrent.futures.Future) -> None:
+        """Takes the summary that a trainer's own `train` has written, of whatever steps."""
+        self._written = summary
+
     def after_step(self, loop: TrainingLoop) -> None:
         """Starts to write a summary in the background if one is due."""
-        due = (loop.step - self._progress.first_step) % self._period == 0
-        if due or loop.step == self._last:
+        if self._written is None and self.is_due(loop.step):
             self._written = loop.trainer.train_metrics_manager.write_summary(loop.step)
 
     def on_metrics(self, metrics: StepMetrics) -> None:
@@ -571,7 +659,7 @@ class Evaluate(Hook):
         self._period, self._metrics, self._before = period, metrics, before_training
         self._train_eval, self._infer_eval = train_eval, infer_eval
         self._run_actions, self._progress = run_actions or {}, progress
-        self._last = 0
+        self._last, self._is_compiled = 0, False
 
     def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Evaluates the initial step, if the plan says so or that evaluation was interrupted."""
@@ -580,16 +668,17 @@ class Evaluate(Hook):
             file = self._progress.path.name
             loop.stop(f"an action had stopped it at this step; remove {file} to train on")
             return
-        missed = loop.step > self._progress.first_step and self._is_due(loop.step)
+        missed = loop.step > self._progress.first_step and self.is_due(loop.step)
         if (missed and self._progress.evaluated != loop.step) or self._before:
             self.evaluate(loop)
 
     def after_step(self, loop: TrainingLoop) -> None:
         """Evaluates if an evaluation is due."""
-        if self._is_due(loop.step):
+        if self.is_due(loop.step):
             self.evaluate(loop)
 
-    def _is_due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
+        """Whether this step is evaluated."""
         since_first = step - self._progress.first_step
         return bool(self._period) and (since_first % self._period == 0 or step == self._last)
 
@@ -597,7 +686,7 @@ class Evaluate(Hook):
         """Writes the results of both kinds of evaluation; stops training if an action says so."""
         # Write the metrics of earlier steps to the file first.
         loop.flush()
-        self._run("TRAIN_EVAL", loop, loop.trainer.eval(self._train_eval))
+        self._run("TRAIN_EVAL", loop, self._evaluate_training(loop.trainer))
         if self._infer_eval is not None:
             results = self._infer_eval(loop)
             for task, values in results.items():
@@ -614,6 +703,20 @@ class Evaluate(Hook):
         # here the notes of a lost step instead of those of its own.
         loop.wait()
         self._progress.note_evaluated(loop.step, stopped=loop.trainer.stop_training)
+
+    def _evaluate_training(self, trainer: BaseTrainer) -> Mapping[str, Mapping[str, Any]]:
+        batches = self._train_eval
+        if trainer.overrides("compile_eval") and not self._is_compiled:
+            self._is_compiled = True
+            first = {
+                name: named_as_t5xs(batch)
+                for name, each in batches.items()
+                for batch in itertools.islice(each, 1)
+            }
+            trainer.compile_eval(first)
+        if trainer.overrides("eval"):
+            batches = {name: map(named_as_t5xs, each) for name, each in batches.items()}
+        return trainer.eval(batches)
 
     def _run(
         self, mode: str, loop: TrainingLoop, results: Mapping[str, Mapping[str, float]]

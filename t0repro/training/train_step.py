@@ -31,6 +31,7 @@ from t0repro.partitioning.devices import DATA, Partitioning, constrain, sums_ove
 from t0repro.training.metric_classes import (
     Average,
     AverageOfMeasured,
+    AveragePerStep,
     LastValue,
     Metric,
     merge_metrics,
@@ -435,6 +436,16 @@ class WeightMetricsComputer:
     def __init__(self, every: int = 1):
         self._every = every
 
+    @staticmethod
+    def _make_rms_metrics(name: str, tree: Any) -> dict[str, Metric]:
+        """The RMS of each array of a tree, by `name` and its path."""
+        return _by_parameter(name, tree, lambda x: jnp.sqrt(jnp.mean(jnp.square(x))))
+
+    @staticmethod
+    def _make_max_metrics(name: str, tree: Any) -> dict[str, Metric]:
+        """The largest size of an entry of each array of a tree, by `name` and its path."""
+        return _by_parameter(name, tree, lambda x: jnp.max(jnp.abs(x)))
+
     def compute_metrics(
         self, gradients: Any, old_train_state: TrainState, new_train_state: TrainState
     ) -> dict[str, Metric]:
@@ -447,58 +458,51 @@ class WeightMetricsComputer:
         """
         before, after = old_train_state.params, new_train_state.params
         if self._every == 1:
-            values, count = weight_metrics(gradients, before, after), jnp.float32(1.0)
+            values, count = self._measured(gradients, before, after), jnp.float32(1.0)
         else:
             measures = new_train_state.step % self._every == 0
-            shapes = jax.eval_shape(weight_metrics, gradients, before, after)
+            shapes = jax.eval_shape(self._measured, gradients, before, after)
             # `cond` rather than `where`, which would compute both: steps between measurements cost
             # nothing.
             values = jax.lax.cond(
                 measures,
-                weight_metrics,
+                self._measured,
                 lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
                 *(gradients, before, after),
             )
             count = measures.astype(jnp.float32)
         return {name: AverageOfMeasured(value, count) for name, value in values.items()}
 
-
-def weight_metrics(gradients: Any, before: Any, after: Any) -> dict[str, jax.Array]:
-    """Float32 scalars by T5X's names, such as `weight_rms/decoder/decoder_norm/scale`."""
-    # The parameters' actual change, after float32 rounding.
-    updates = jax.tree.map(jnp.subtract, after, before)
-    towers = stacks_in(after)
-    return {
-        **_by_parameter("weight_rms", after, _rms, towers),
-        **_by_parameter("weight_gradient_rms", gradients, _rms, towers),
-        **_by_parameter("weight_update_rms", updates, _rms, towers),
-        # Infinite or NaN where a weight was zero, as in T5X.
-        **_by_parameter(
-            "weight_update_divided_by_weight_rms",
-            jax.tree.map(jnp.divide, updates, before),
-            _rms,
-            towers,
-        ),
-        **_by_parameter("weight_max", after, lambda x: jnp.max(jnp.abs(x)), towers),
-        "weight_gradient_norm": jnp.sqrt(_sum_of_squares(gradients)),
-        "weight_rms_all": jnp.sqrt(_sum_of_squares(after) / _size(after)),
-        "weight_update_rms_all": jnp.sqrt(_sum_of_squares(updates) / _size(after)),
-    }
+    def _measured(self, gradients: Any, before: Any, after: Any) -> dict[str, jax.Array]:
+        """Float32 scalars by T5X's names, such as `weight_rms/decoder/decoder_norm/scale`."""
+        # The parameters' actual change, after float32 rounding.
+        updates = jax.tree.map(jnp.subtract, after, before)
+        of_parameters: dict[str, Any] = {
+            **self._make_rms_metrics("weight_rms", after),
+            **self._make_rms_metrics("weight_gradient_rms", gradients),
+            **self._make_rms_metrics("weight_update_rms", updates),
+            # Infinite or NaN where a weight was zero, as in T5X.
+            **self._make_rms_metrics(
+                "weight_update_divided_by_weight_rms", jax.tree.map(jnp.divide, updates, before)
+            ),
+            **self._make_max_metrics("weight_max", after),
+        }
+        return {name: metric.total for name, metric in of_parameters.items()} | {
+            "weight_gradient_norm": jnp.sqrt(_sum_of_squares(gradients)),
+            "weight_rms_all": jnp.sqrt(_sum_of_squares(after) / _size(after)),
+            "weight_update_rms_all": jnp.sqrt(_sum_of_squares(updates) / _size(after)),
+        }
 
 
-def _by_parameter(name: str, tree: Any, measure: Callable, towers: Towers) -> dict[str, jax.Array]:
+def _by_parameter(name: str, tree: Any, measure: Callable) -> dict[str, Metric]:
     """A measure of every parameter; of each layer separately if layers are stacked."""
 
     def measured(path: Any, value: jax.Array) -> jax.Array:
         return (jax.vmap(measure) if DictKey(LAYERS) in path else measure)(value)
 
-    values = by_layer(jax.tree_util.tree_map_with_path(measured, tree), towers)
+    values = by_layer(jax.tree_util.tree_map_with_path(measured, tree), stacks_in(tree))
     flat: Any = flax.traverse_util.flatten_dict(values, sep="/")
-    return {f"{name}/{path}": value for path, value in flat.items()}
-
-
-def _rms(x: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.mean(jnp.square(x)))
+    return {f"{name}/{path}": AveragePerStep(value) for path, value in flat.items()}
 
 
 def _sum_of_squares(tree: Any) -> jax.Array:

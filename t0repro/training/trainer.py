@@ -14,16 +14,17 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from t0repro.model.towers import released
 from t0repro.partitioning.costs import count_flops
-from t0repro.training.metric_classes import MetricMap, MetricsManager, Scalar, merge_metrics
+from t0repro.training.metric_classes import Metric, MetricMap, MetricsManager, Scalar, merge_metrics
 from t0repro.training.metrics import OpenWriter, SplitMetrics, in_split
 from t0repro.training.models import BaseModel
 from t0repro.training.partitioner import CompiledStep, Partitioner, flops_rates, shapes_of
@@ -47,17 +48,30 @@ from t0repro.training.train_step import (
 __all__ = [
     "ActionMapType",
     "ActionMode",
+    "Array",
     "ArrayMapFuture",
     "BaseAction",
     "BaseTrainer",
     "BaseTrainerConstructor",
+    "BatchSpec",
+    "BatchType",
     "EarlyStoppingAction",
+    "FlaxMutables",
     "LearningRateCallable",
+    "MetricMapSpec",
+    "MetricMapType",
     "MetricValueMapFuture",
+    "MetricValueMapType",
     "MetricsManager",
+    "ModelWeights",
+    "MutableMetricMapType",
+    "PartitionSpec",
     "PartitionedEvalCallable",
     "PartitionedTrainCallable",
     "PreemptionError",
+    "PyTree",
+    "PyTreeDef",
+    "Rng",
     "SummarizeMetricsCallable",
     "TerminateOnNanAction",
     "TimeFuture",
@@ -70,7 +84,21 @@ __all__ = [
     "train_with_lr",
 ]
 
-NumpyBatch = Mapping[str, np.ndarray]
+# The aliases at the head of t5x.trainer.
+Array = np.ndarray | jax.Array
+BatchSpec = Mapping[str, jax.ShapeDtypeStruct]
+BatchType = Mapping[str, np.ndarray]
+FlaxMutables = Mapping[str, Any]  # a frozen dictionary there
+Rng = jax.Array
+MetricMapType = MutableMapping[str, Metric]
+MetricMapSpec = Mapping[str, jax.ShapeDtypeStruct]
+MetricValueMapType = Mapping[str, Any]  # clu's values: a Scalar is one
+ModelWeights = Any
+MutableMetricMapType = dict[str, Metric]
+PyTree = Any
+PyTreeDef = jax.tree_util.PyTreeDef
+
+NumpyBatch = BatchType
 # How many updates may be queued on the device before `train` waits for the oldest.
 _AHEAD = 2
 
@@ -103,11 +131,17 @@ class BaseTrainer(abc.ABC):
       files: where to write metrics, in place of `summary_dir` and `open_writer`.
 
     Attributes:
-      stop_training: set it, or let an action set it, to end the loop around this trainer.
+      stop_training: set it, or let an action set it, to end the loop around this trainer; a call of
+        `train` during which it is set ends after that update.
+      on_update: called after each update with its batch and the future that `update` returns; the
+        commands' loop sets it.
       train_metrics_manager: the manager of the split `train`.
       compilation_seconds: total time spent compiling steps so far.
       eval_metrics_managers: those of `training_eval/<name>`, by name.
     """
+
+    # T5X's own `train`, from which overrides are copied, falls back on `_partitioned_train_step`.
+    _compiled_train_step = None
 
     def __init__(
         self,
@@ -134,6 +168,7 @@ class BaseTrainer(abc.ABC):
         self._compiled_eval_steps: dict[Any, CompiledStep] = {}
         self._compiling = threading.Lock()
         self.stop_training = False
+        self.on_update: Callable[[NumpyBatch, concurrent.futures.Future], None] | None = None
         self._own_files = None
         if files is None and summary_dir is not None and jax.process_index() == 0:
             writers = in_split(summary_dir, open_writer)
@@ -197,6 +232,8 @@ class BaseTrainer(abc.ABC):
     @property
     def held_state(self) -> TrainState:
         """The state as the trainer stores it, perhaps stacked (t0repro.training.train_step)."""
+        if type(self).train_state is not BaseTrainer.train_state:
+            return self.train_state  # what a class of the user's makes of it
         with self._train_state_mutex:
             return self._train_state
 
@@ -210,6 +247,10 @@ class BaseTrainer(abc.ABC):
         """A given state in the form that the trainer stores."""
         return train_state
 
+    def overrides(self, method: str) -> bool:
+        """Whether the method of this name is not BaseTrainer's."""
+        return getattr(getattr(self, method), "__func__", None) is not getattr(BaseTrainer, method)
+
     # ---- Training -------------------------------------------------------------------------------
 
     def train(
@@ -219,25 +260,29 @@ class BaseTrainer(abc.ABC):
 
         Args:
           batch_iter: the batches.
-          num_steps: number of updates; with 0, nothing is done or written.
+          num_steps: number of updates, or fewer if `stop_training` gets set; with 0, nothing is
+            done or written.
           start_step: the global step before the first, if the caller knows it.
 
         Returns:
           A future of the metrics' values by name.
         """
-        manager = self.train_metrics_manager
         with self._train_state_mutex:
             first = int(self._train_state.step) if start_step is None else int(start_step)
+            step, was_stopped = first, self.stop_training
             queued: collections.deque[concurrent.futures.Future] = collections.deque()
-            for step in range(first, first + num_steps):
+            while step < first + num_steps and self.stop_training == was_stopped:
+                started = time.perf_counter()
                 batch = next(batch_iter)
+                wait = time.perf_counter() - started
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                    queued.append(self.update(batch, starts_clock=step == first))
+                    queued.append(self.update(batch, wait, starts_clock=step == first))
+                step += 1
                 # Bound the number of batches in device memory, and raise the error of the oldest
                 # update.
                 if len(queued) > _AHEAD:
                     queued.popleft().result()
-            return manager.write_summary(first + num_steps)
+            return self.train_metrics_manager.write_summary(step)
 
     def update(
         self,
@@ -266,7 +311,10 @@ class BaseTrainer(abc.ABC):
             if starts_clock:
                 self.train_metrics_manager.start_duration_timer()
             self._train_state, metrics = step(self._train_state, features)
-        return self.train_metrics_manager.add({**metrics, **step.rates}, input_wait)
+        fetched = self.train_metrics_manager.add({**metrics, **step.rates}, input_wait)
+        if self.on_update is not None:
+            self.on_update(batch, fetched)
+        return fetched
 
     def compile_train(self, batch: NumpyBatch) -> None:
         """Compiles the train step for batches with this one's features and shapes.

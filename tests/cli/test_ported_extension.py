@@ -49,7 +49,7 @@ my_parts.Largest.scale = 1000.0
 
 
 def test_the_docs_command_trains_the_extension_with_a_partitioner_and_weight_metrics(tmp_path):
-    (_, extension) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    (_, _, extension) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     (gin,) = re.findall(r"```\n(from __gin__.*?)```", DOCS, re.DOTALL)
     (command,) = re.findall(r"`(t0repro train --gin_file=my_run.gin .*?)`", DOCS)
     (tmp_path / "my_extension.py").write_text(extension)

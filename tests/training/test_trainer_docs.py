@@ -29,7 +29,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs/trainer.md"
 
 
 def test_the_docs_own_code_trains_a_student_in_under_sixty_lines(tmp_path):
-    code, _ = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    _, code, _ = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     written = [line for line in code.splitlines() if line.strip() and "import" not in line]
     assert len(written) < 60
     namespace = {"__name__": "the_docs"}
@@ -47,10 +47,21 @@ def test_the_docs_own_code_trains_a_student_in_under_sixty_lines(tmp_path):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_the_t5_made_by_hand_learns_to_copy_and_generates():
+    code, *_ = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    namespace = {"__name__": "the_docs"}
+    exec(compile(code, str(DOCS), "exec"), namespace)
+    losses, network = namespace["losses"], namespace["network"]
+    assert isinstance(network, T5) and losses[-1] < losses[0]
+    # The plain sum over 8 rows of 16 targets, near log(384) each at first.
+    assert 0.5 < losses[0] / (8 * 16 * np.log(384)) < 2
+    assert namespace["generated"].shape == (8, 16)
+
+
 @pytest.fixture
 def extension(tmp_path, monkeypatch):
     """The ported extension's gin file, beside its module, and the bindings of a tiny model."""
-    (_, code), text = (
+    (_, _, code), text = (
         re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL),
         DOCS.read_text(),
     )
