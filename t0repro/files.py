@@ -125,6 +125,22 @@ def check_address(path: str | os.PathLike[str], where: str | None = None) -> Non
         checked(path, where)
 
 
+def check_folder(path: str | os.PathLike[str], where: str | None = None) -> None:
+    """Raises UserError if no folder can be written at a path or an address; writes nothing."""
+    check_address(path, where)
+    folder = _without_file_scheme(path)
+    if is_address(path):
+        return
+    nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    why = _obstacle(folder) or (not os.access(nearest, os.W_OK) and f"{nearest} is read-only")
+    if why:
+        raise UserError(
+            f"No folder can be made or written at {path}: {why}.",
+            where=where,
+            fix="Choose a folder that can be written to.",
+        )
+
+
 def _without_file_scheme(path: str | os.PathLike[str]) -> Path:
     return Path(re.sub("^file:/+", "/", os.fspath(path), flags=re.IGNORECASE))
 

@@ -30,7 +30,7 @@ from t0repro.cli.spelling import LogOptions, source
 from t0repro.cloud.auxiliary import AuxiliaryOptions
 from t0repro.cloud.spec import JobMode
 from t0repro.errors import UserError, needs_reference_tier
-from t0repro.files import check_address, folder_lock, output_path
+from t0repro.files import check_address, check_folder, folder_lock, output_path
 
 if TYPE_CHECKING:
     from t0repro.config.inference_plan import EvalPlan, InferencePlan, InferPlan
@@ -233,7 +233,7 @@ def _check_addresses(plan: InferencePlan, parsed: Parsed, output: str) -> None:
     """
     from t0repro.config.t5x.gin_files import Places
 
-    check_address(plan.output_dir, Places.of(parsed.values).place(output) or output)
+    check_folder(plan.output_dir, Places.of(parsed.values).place(output) or output)
     _check_restored(plan.restore, parsed)
 
 
@@ -383,7 +383,7 @@ def train(
     from t0repro.config.t5x.run import train_config
 
     config, model = train_config(parsed), parsed.program.model
-    check_address(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
+    check_folder(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
     _check_restored(config.plan.restore, parsed)
     with processes.joined(), contextlib.ExitStack() as beside:
         vocabularies = (model.input_vocabulary, model.output_vocabulary)
@@ -392,22 +392,31 @@ def train(
 
         register(parsed, options, lambda: why_not_trained(config, vocabularies))
 
-        check_training(config, vocabularies, typer.echo if options.dry_run else None)
-        if options.dry_run:
-            return
-        from t0repro.cloud.auxiliary import auxiliary_jobs_during_training
+        check_training(
+            config,
+            vocabularies,
+            typer.echo if options.dry_run else None,
+            starts=not options.dry_run,
+            allow_changed=allow_changed,
+        )
+        from t0repro.cloud.auxiliary import auxiliary_jobs_during_training, check_jobs
         from t0repro.data.checks import note_uncached
         from t0repro.partitioning.processes import is_first
 
+        # The training run's bindings do not apply to its jobs.
+        files = dataclasses.replace(inputs, gin_bindings=())
+        if options.dry_run:
+            if jobs.are_given and is_first():
+                check_jobs(jobs, files)
+            return
         # Only one process prints.
         if is_first():
             assert config.plan.train_data is not None
             note_uncached(config.plan.train_data.use_cached)
             beside.enter_context(tracked_training(tracker, Path(config.model_dir), config))
-        if jobs.are_given and is_first():
-            # The training run's bindings do not apply to its jobs.
-            files = dataclasses.replace(inputs, gin_bindings=())
-            beside.enter_context(auxiliary_jobs_during_training(config.model_dir, jobs, files))
+            if jobs.are_given:
+                jobs_beside = auxiliary_jobs_during_training(config.model_dir, jobs, files)
+                beside.enter_context(jobs_beside)
         start(parsed.gin_text, config, vocabularies, allow_changed)
 
 

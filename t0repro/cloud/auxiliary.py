@@ -91,8 +91,9 @@ class AuxiliaryOptions:
 
     @property
     def are_given(self) -> bool:
-        """Whether a training run should have auxiliary jobs."""
-        return self.auxiliary_job_mixtures is not None or self.auxiliary_job_gin_file is not None
+        """Whether a training run should have auxiliary jobs: any option but --machines is set."""
+        # Labels of this machine are looked up in that file too.
+        return dataclasses.replace(self, machines=None) != AuxiliaryOptions()
 
     @property
     def mixtures(self) -> tuple[str, ...]:
@@ -163,9 +164,9 @@ def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
     """Checks everything about the jobs that is known before the first checkpoint.
 
     Raises:
-      UserError: See `commands.check` and `preflight.check_by_dry_run`.
+      UserError: See `commands.check`, `commands.check_by_dry_run` and `engines.make_launcher`.
     """
-    from t0repro.cloud.engines import find_machine
+    from t0repro.cloud.engines import find_machine, make_launcher
     from t0repro.jobs.commands import check, check_by_dry_run
 
     settings = _job_settings(options, gin)
@@ -173,9 +174,11 @@ def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
     machine = find_machine(
         options.machines, options.auxiliary_job_platform, options.auxiliary_job_cell
     )
+    engine = options.launcher or machine.launcher
+    make_launcher(engine, machine)
     # Jobs that run elsewhere may find their rows and caches only there, so of those only the gin
     # files are checked.
-    if (options.launcher or machine.launcher) == "local":
+    if engine == "local":
         check_by_dry_run(settings, macros, machine.environment)
 
 

@@ -90,20 +90,25 @@ def check_mixture(name: str) -> None:
 
 
 def check_lengths(name: str, lengths: Mapping[str, int] | None) -> None:
-    """Checks that the lengths include the features of a batch.
+    """Checks that the lengths are of the features of a batch, as SeqIO's converters require.
 
     Args:
       name: A registered task or mixture.
       lengths: Tokens per feature; None stands for the longest example's.
 
     Raises:
-      UserError: If a length is missing.
+      UserError: If a length is missing, or of another feature.
     """
     features = find_tasks(name)[0].output_features
     used = [each for each in ("inputs", "targets") if each in features]
-    if lengths is not None and (missing := [each for each in used if each not in lengths]):
+    if lengths is None:
+        return
+    missing = [each for each in used if each not in lengths]
+    others = [each for each in lengths if each not in used]
+    if missing or others:
+        verb, names = ("lack", missing) if missing else ("are of other features too:", others)
         raise UserError(
-            f"The lengths lack {' and '.join(missing)}.",
+            f"The lengths {verb} {' and '.join(names)}.",
             where="utils.DatasetConfig.task_feature_lengths",
             fix=f"Give a length for each of {', '.join(used)}.",
         )

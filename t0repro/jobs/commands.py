@@ -160,7 +160,7 @@ def _check_command(build_target: str) -> None:
             where=f"--auxiliary_job_build_target_path={build_target}",
             fix="Close every quote, as for a shell.",
         ) from error
-    if not words:
+    if not any(words):
         raise UserError(
             "The jobs' command is empty.",
             where="--auxiliary_job_build_target_path",

@@ -86,6 +86,24 @@ def test_a_run_goes_on_where_it_was_and_leaves_what_t5x_leaves(tmp_path):
     assert json.loads((tmp_path / "tracking.json").read_text())["tensorboard"]["trained"] == 3
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--final_auxiliary_job_steps=100"], "There are no mixtures for the auxiliary job"),
+        (["--auxiliary_job_mixtures=m", "--final_auxiliary_job_steps=100"], "takes no steps"),
+        (["--auxiliary_job_mixtures=m"], "--replace_gin_file"),
+        (["--auxiliary_job_mixtures=m", "--launcher=nope"], "There is no launcher nope"),
+    ],
+)
+def test_a_dry_run_checks_the_auxiliary_jobs_as_the_run_does(tmp_path, flags, said):
+    if "--launcher=nope" in flags:
+        flags = [*flags, "--auxiliary_job_build_target_path=true"]
+    for more in (["--dry_run"], []):
+        code, _, error = train(tmp_path / "run", 1, *flags, *more)
+        assert code == 2 and said in error, error
+    assert not (tmp_path / "run").exists()
+
+
 def test_one_of_several_processes_has_to_be_told_where_the_first_is(tmp_path):
     # Before any gin file is read: the one named here does not exist.
     code, _, said = train(tmp_path, 3, "--process_count=2", "--gin_file=absent.gin")

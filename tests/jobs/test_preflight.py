@@ -41,6 +41,20 @@ def test_a_split_that_no_task_has_stops_the_training_before_it_starts(tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["my_eval.gin"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"launcher": "nope"}, "There is no launcher nope"),
+        ({"launcher": "vertex"}, "need a project, a location"),
+        ({"auxiliary_job_build_target_path": "''"}, "command is empty"),
+    ],
+)
+def test_what_the_controller_would_refuse_later_is_refused_now(tmp_path, changes, what):
+    options = {"auxiliary_job_mixtures": TASK, "auxiliary_job_build_target_path": "true"}
+    with pytest.raises(UserError, match=what):
+        check_jobs(AuxiliaryOptions(**(options | changes)), NO_GIN)
+
+
 @pytest.mark.slow
 def test_a_rank_evaluations_options_mixture_and_split_are_checked_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
