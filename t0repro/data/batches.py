@@ -30,6 +30,7 @@ from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig
 from t0repro.data.cached import CachedBatches, count_examples
 from t0repro.data.checks import no_task_has
 from t0repro.data.eval_examples import why_not_evaluated, why_not_read
+from t0repro.data.fingerprints import Fingerprint, of_rows
 from t0repro.data.mixing import FEATURES, HELD, Example, MixedBatches
 from t0repro.data.resuming import Batch
 from t0repro.errors import UserError
@@ -259,6 +260,10 @@ class RenderedBatches(MixedBatches):
 
     def _arguments(self) -> dict[str, Any]:
         return {"rendered": self._rates, **super()._arguments()}
+
+    def made_of(self) -> Fingerprint:
+        """See `ResumableBatches`."""
+        return {name: of_rows(task, self._split) for name, task in self._tasks.items()}
 
     def _epochs(self, task: str, seed: int, shard: int) -> Iterator[Iterator[Example]]:
         del seed  # which decides nothing before examples are shuffled

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t0repro.data.fingerprints import Fingerprint, of_cache
 from t0repro.data.mixing import FEATURES, HELD, Example, MixedBatches, ShuffleSeeds, shuffled
 from t0repro.data.resuming import Batch
 from t0repro.errors import UserError
@@ -95,6 +96,10 @@ class CachedBatches(MixedBatches):
 
     def _arguments(self) -> dict[str, Any]:
         return {"cached": self._rates, **super()._arguments()}
+
+    def made_of(self) -> Fingerprint:
+        """See `ResumableBatches`."""
+        return {path.name: of_cache(path, self._split) for path in self._paths.values()}
 
     def _epochs(self, task: str, seed: int, shard: int) -> Iterator[Iterator[Example]]:
         """Each epoch's examples; if shuffled, their files come in random order."""

@@ -5,10 +5,12 @@ A checkpoint's folder `data/` holds position.json:
     batches     number trained on since the data began
     seed        for the order of the data: bound in gin, or picked when the run began
     arguments   whatever else decides the order (the mixture, lengths, the batch size, ...)
+    made_of     the fingerprint of caches, rows, templates and rates (t0repro.data.fingerprints)
 
 and, if configured, the state of tf.data's iterator. Without that state, the batches before the
 position are rebuilt and skipped. This is exact in every case, because a given seed produces the
-same data in every process.
+same data in every process, unless a cache was made again or rows or templates changed: then the
+run is refused.
 
 Batches may be built from shards. Each shard has its own pipeline over its part of the examples and
 supplies an equal part of the rows of every batch. With three shards, a batch of six rows is
@@ -34,11 +36,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from t0repro.errors import UserError
+from t0repro.data.fingerprints import Fingerprint, differences
+from t0repro.errors import UserError, of_command
 from t0repro.files import write_atomically
 from t0repro.partitioning.processes import from_first
 from t0repro.progress import count_progress, say
-from t0repro.words import counted
+from t0repro.words import counted, some
 
 POSITION, ITERATOR = "position.json", "iterator"
 _UNRECORDED = {"num_shards": 1}  # arguments that older versions did not have
@@ -63,6 +66,7 @@ class ResumableBatches(abc.ABC):
         self.num_shards = num_shards
         self._here: Sequence[int] = range(num_shards)
         self._taken = 0
+        self._made_of: Fingerprint = {}
         self._saves_iterator = False
         self._iterators: dict[int, Any] = {}
 
@@ -78,6 +82,9 @@ class ResumableBatches(abc.ABC):
             # The picked seed is never 0, which `or` would treat as not recorded.
             self._seed = from_first(lambda: position.get("seed") or secrets.randbits(31) + 1)
         self._taken = self._first(step, position)
+        self._made_of = self.made_of()
+        if self._taken:
+            self._check_same_data(saved)
         datasets = {index: self.dataset(self._seed, index) for index in self._here}
         # Only a single pipeline's state can be saved; several shards are rebuilt and skipped.
         self._saves_iterator = self.num_shards == 1 and self._can_save_iterator(datasets[0])
@@ -92,11 +99,27 @@ class ResumableBatches(abc.ABC):
     def save(self, folder: Path) -> None:
         """Writes the position after the last batch taken; the pipeline's state if configured."""
         position = {"batches": self._taken, "seed": self._seed, "arguments": self._arguments()}
+        # As they were when the data were opened: they may have changed on the disk since.
+        position["made_of"] = self._made_of
         if self._saves_iterator:
             self._tracked().write(str(folder / ITERATOR))
             position["iterator"] = ITERATOR
         # Written last: a position is read only together with a complete iterator state.
         write_atomically(folder / POSITION, json.dumps(position, indent=1) + "\n")
+
+    def check_resumable(self, step: int, saved: Path | None) -> None:
+        """Checks that a run can go on in the same data, without opening them.
+
+        Args:
+          step: The checkpoint's step.
+          saved: Its folder for the position in the data.
+
+        Raises:
+          UserError: If caches, rows, templates or rates are no longer those of the position.
+        """
+        self._made_of = self.made_of()
+        if self._first(step, self._position(saved)):
+            self._check_same_data(saved)
 
     # ---- What a subclass provides ---------------------------------------------------------------
 
@@ -110,6 +133,10 @@ class ResumableBatches(abc.ABC):
     @abc.abstractmethod
     def _arguments(self) -> dict[str, Any]:
         """Whatever decides the batches apart from the seed; JSON values."""
+
+    def made_of(self) -> Fingerprint:
+        """What the examples are made from, by task; {} for examples without caches or rows."""
+        return {}
 
     @abc.abstractmethod
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
@@ -188,6 +215,34 @@ class ResumableBatches(abc.ABC):
             say(f"data: from the beginning, since {' and '.join(changed)} changed")
             return {}
         return position
+
+    def _check_same_data(self, saved: Path | None) -> None:
+        """Refuses to skip batches of other data than those that the run was trained on.
+
+        Raises:
+          UserError: If caches, rows, templates or rates are no longer those of the position.
+        """
+        if saved is None or not (saved / POSITION).is_file():
+            return
+        position = json.loads((saved / POSITION).read_text())
+        then = position.get("made_of")
+        if then is None:
+            say(
+                "note: an earlier version saved the position in the data, without a fingerprint of"
+                " caches, rows and templates: whether they are still the same is not checked"
+            )
+            return
+        if changed := differences(then, self._made_of):
+            raise UserError(
+                "The training data are no longer those that the run was trained on. After"
+                f" {counted(self._taken, 'batch', 'batches')} it would repeat some examples and"
+                f" leave out others. Changed: {some(changed, 3)}.",
+                where=str(saved / POSITION),
+                fix="Put caches, rows, templates and rates back as they were, or read the former"
+                " cache from another folder. To go on with the changed data from their beginning,"
+                f" bind a seed other than {position['seed']}:"
+                f" {of_command('mesh_train_dataset_fn.seed', 'train/utils.DatasetConfig.seed')}.",
+            )
 
     def _restore_position(
         self, elements: Iterator[Any], saved: Path | None, position: Mapping[str, Any]

@@ -18,6 +18,7 @@ import numpy as np
 from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig, TrainingPlan
 from t0repro.data.batches import MODEL_FEATURES, as_seqio, described_batches, mesh_described_batches
+from t0repro.data.fingerprints import Fingerprint, of_mixture, of_rows
 from t0repro.data.resuming import Batch, ResumableBatches
 from t0repro.errors import UserError
 from t0repro.progress import say
@@ -102,6 +103,13 @@ class SeqioTrainBatches(ResumableBatches):
             for name in values
             if name not in ("seed", "use_memory_cache")  # neither decides a batch's contents
         }
+
+    def made_of(self) -> Fingerprint:
+        """See `ResumableBatches`; nothing without `save_dataset`, which records no position."""
+        data = self._data
+        if not self._save_dataset:
+            return {}
+        return of_mixture(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
 
     def dataset(self, seed: int, shard: int = 0) -> Any:
         """Endless batches of a shard for a seed; see `ResumableBatches`."""
@@ -324,6 +332,11 @@ class TrainBatches(ResumableBatches):
             "num_shards": data.num_shards,
         }
 
+    def made_of(self) -> Fingerprint:
+        """See `ResumableBatches`."""
+        data = self._data
+        return of_mixture(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
+
     def dataset(self, seed: int, shard: int = 0) -> Any:
         """Endless batches as `train_model` makes them: a tf.data.Dataset of int tensors by feature.
 
@@ -508,6 +521,10 @@ class ChoiceBatches(ResumableBatches):
 
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
         return dict(element)
+
+    def made_of(self) -> Fingerprint:
+        """See `ResumableBatches`."""
+        return {name: of_rows(task_descriptions()[name], self._split) for name in self._rates}
 
     def dataset(self, seed: int, shard: int = 0) -> Iterator[Batch]:
         """Endless batches for a seed; see `ResumableBatches`."""

@@ -13,6 +13,7 @@
                               infer_eval
                               choices      TASKS    as above
                               restore      INDEX    names and shapes of the parameters
+                              model_dir    INDEX    checkpoints and data that the run goes on from
     T5X's eval and infer      files        TASKS    files of examples
                               examples     TASKS    as in a training
                               checkpoints  INDEX    names and shapes of the parameters
@@ -24,8 +25,8 @@
 
 The real start, `--dry_run`, `precompile` and auxiliary jobs (by `--dry_run`) run these lists. For
 evaluations, the real start skips the last check, since it opens each checkpoint when its turn
-comes. No check trains, evaluates, writes or reads a parameter. In T5X's modes each check prints a
-line, and all faults are reported at once.
+comes; a training checks its model_dir under the folder's lock. No check trains, evaluates, writes
+or reads a parameter. In T5X's modes each check prints a line, and all faults are reported at once.
 """
 
 from __future__ import annotations
@@ -168,7 +169,12 @@ def check_inference(
 
 
 def check_training(
-    config: RunConfig, vocabularies: tuple[Any, Any], report: Report | None = None
+    config: RunConfig,
+    vocabularies: tuple[Any, Any],
+    report: Report | None = None,
+    *,
+    starts: bool = False,
+    allow_changed: bool = False,
 ) -> None:
     """Checks a training run; see `check_inference`.
 
@@ -176,6 +182,8 @@ def check_training(
       config: The run.
       vocabularies: The records of the model's vocabularies of inputs and targets.
       report: Receives a line about each check.
+      starts: Whether the run begins now, and checks model_dir under its lock.
+      allow_changed: Whether to continue in a model_dir even if settings changed.
     """
     plan = config.plan
     datasets = {
@@ -189,6 +197,8 @@ def check_training(
         if isinstance(data, SeqioDataConfig)
     ]
     listed.extend(_choices(config))
+    if not starts:
+        listed.append(Check("model_dir", Cost.INDEX, lambda: _model_dir(config, allow_changed)))
     if (restore := plan.restore) is not None:
         listed.append(
             Check("restore", Cost.INDEX, lambda: _restored(restore, config, vocabularies))
@@ -325,6 +335,22 @@ def _restored(
         yield f"not read: {config.model_dir} has checkpoints"
         return
     yield from _checkpoints(restore, config.model, vocabularies)
+
+
+def _model_dir(config: RunConfig, allow_changed: bool) -> Iterator[str]:
+    """The checkpoints and the data that a run goes on from in its model_dir."""
+    from t0repro.data.train_data import train_batches
+    from t0repro.training.checkpoints import checkpoint_path, data_folder, latest_step
+    from t0repro.training.start import check_model_dir
+
+    check_model_dir(config.model_dir, "jax", config, allow_changed=allow_changed)
+    step = latest_step(config.model_dir)
+    if step is None:
+        yield f"{config.model_dir} has no checkpoint"
+        return
+    folder = data_folder(checkpoint_path(config.model_dir, step))
+    train_batches(config, resumed=True).check_resumable(step, folder)
+    yield f"{config.model_dir} has checkpoints, the latest of step {step:,}"
 
 
 def _checkpoints(
