@@ -412,9 +412,14 @@ def _resolve(place: HubPlace, split: str) -> tuple[str, list[str]]:
 
 
 def _files(place: HubPlace, split: str, held: Sequence[str]) -> list[str]:
-    """The Parquet files of a split, `<configuration>/<split>/NNNN.parquet`."""
+    """The Parquet files of a split, `<configuration>/<split>/NNNN.parquet`.
+
+    The hub calls a repository's only configuration `default` if the repository names none.
+    """
     pattern = f"{place.configuration}/{split}/*.parquet"
     found = sorted(name for name in held if fnmatch.fnmatchcase(name, pattern))
+    if {name.split("/")[0] for name in held if name.endswith(".parquet")} == {"default"}:
+        found = sorted(name for name in held if fnmatch.fnmatchcase(name, f"default/{split}/*"))
     folders = {name.split("/")[0] for name in found}
     if len(folders) == 1:
         return found
