@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from t0repro.buckets import google_storage
 from t0repro.config.recipe import ADAFACTOR
 from t0repro.errors import UserError, nearest_names
 from t0repro.files import folder_lock, make_folder, naming, write_atomically
@@ -30,7 +31,7 @@ from t0repro.partitioning.costs import slot_bytes
 from t0repro.progress import byte_progress
 
 OPT_IN = "T0REPRO_CHECKPOINT_HUB"
-HUB, STORAGE = "https://huggingface.co", "https://storage.googleapis.com"
+HUB = "https://huggingface.co"
 UNFINISHED = ".fetching"
 """Folder, inside the destination, for incomplete files."""
 SOURCE = "fetched.json"
@@ -265,7 +266,7 @@ def _server(
         address = base_url or os.environ.get("HF_ENDPOINT") or HUB
         return HubRepository(address, place, revision, delays, kind="models"), ""
     bucket, _, folder = place.partition("/")
-    return Bucket(base_url or STORAGE, bucket, delays), folder
+    return Bucket(base_url or google_storage(), bucket, delays), folder
 
 
 def _chosen(

@@ -160,6 +160,11 @@ def place(path: str | os.PathLike[str]) -> Path:
     return cast(Path, epath.Path(spelled(path)))
 
 
+def google_storage() -> str:
+    """Where public files of Google's storage are; its own clients' variable names an emulator."""
+    return os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
+
+
 def use_emulator() -> None:
     """Has TensorStore find the emulator that the other libraries find by STORAGE_EMULATOR_HOST."""
     if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):

@@ -487,7 +487,7 @@ def _fetch(address: str) -> bytes | UserError:
     try:
         # A public bucket answers over HTTPS without credentials.
         if address.startswith(_PUBLIC) or not private:
-            url = "https://storage.googleapis.com/" + address.removeprefix("gs://")
+            url = f"{buckets.google_storage()}/{address.removeprefix('gs://')}"
             with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
                 return response.read()
         return buckets.read(buckets.checked(address, "the vocabulary"))

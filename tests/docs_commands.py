@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +125,29 @@ def commands(page: Path) -> list[str]:
             begun = ""
     assert not begun, f"{page.name}: {begun}"
     return found
+
+
+def failures(
+    page: str, lines: Sequence[str], folder: Path, env: Mapping[str, str]
+) -> Iterator[str]:
+    """Runs a page's commands in one shell; yields those that fail, with what they printed.
+
+    Args:
+      page: The page's name.
+      lines: Its commands.
+      folder: The shell's folder; what the commands print is in a folder `.logs` there.
+      env: The shell's environment.
+    """
+    logs = folder / ".logs" / page
+    logs.mkdir(parents=True)
+    script = [f"{{ {each}\n}} >.logs/{page}/{number} 2>&1 </dev/null; echo $? >>.logs/{page}/codes"
+              for number, each in enumerate(lines)]  # fmt: skip
+    subprocess.run(
+        ["bash", "-c", "\n".join(script)], cwd=folder, env=dict(env), check=False, timeout=1800,
+    )  # fmt: skip
+    codes = (logs / "codes").read_text().split() if lines else []
+    assert len(codes) == len(lines), f"{page}: the shell ended after {len(codes)} commands"
+    for number, (command, code) in enumerate(zip(lines, codes, strict=True)):
+        if code != "0":
+            text = (logs / str(number)).read_text(errors="replace")
+            yield f"{command}\nexit code {code}\n{text[-1500:]}"

@@ -22,7 +22,7 @@ from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.tasks.demo.datasets import VOCABULARY
 
-from .docs_commands import ROOT, commands, pages
+from .docs_commands import ROOT, commands, failures, pages
 from .evaluation.small_model import save_adapter
 
 INDEX = "installs packages from an index"
@@ -291,22 +291,8 @@ def test_every_command_of_a_page_succeeds_in_a_clean_folder(page, once, tmp_path
 
 
 def _failures(page: Path, folder: Path) -> Iterator[str]:
-    """Runs the page's commands in one shell; yields those that fail, with what they printed."""
-    run = [each for each in commands(page) if reason(page, each) is None]
-    logs = folder / ".logs"
-    logs.mkdir()
-    lines = [f"{{ {tiny(page, each)}\n}} >.logs/{number} 2>&1 </dev/null; echo $? >>.logs/codes"
-             for number, each in enumerate(run)]  # fmt: skip
-    subprocess.run(
-        ["bash", "-c", "\n".join(lines)], cwd=folder, env=environment(**ROWS), check=False,
-        timeout=1200,
-    )  # fmt: skip
-    codes = (logs / "codes").read_text().split() if run else []
-    assert len(codes) == len(run), f"{page.name}: the shell ended after {len(codes)} commands"
-    for number, (command, code) in enumerate(zip(run, codes, strict=True)):
-        if code != "0":
-            text = (logs / str(number)).read_text(errors="replace")
-            yield f"{tiny(page, command)}\nexit code {code}\n{text[-1500:]}"
+    run = [tiny(page, each) for each in commands(page) if reason(page, each) is None]
+    yield from failures(page.name, run, folder, environment(**ROWS))
 
 
 def test_every_reason_and_every_replacement_is_of_some_command():

@@ -21,13 +21,15 @@ PAGE = 2  # objects of a bucket's listing; Google Cloud Storage's page has 1,000
 class Server(FileServer):
     """Serves a folder as Google Cloud Storage's bucket `t5-data` and as the hub's repositories."""
 
-    def __init__(self, root: Path):
-        super().__init__(root, _Handler)
+    def __init__(self, root: Path, handler: type[FileHandler] | None = None):
+        super().__init__(root, handler or Handler)
         self.requests = 0
         self.composite = False  # objects put together from parts have no MD5
 
 
-class _Handler(FileHandler):
+class Handler(FileHandler):
+    """Answers requests of both."""
+
     server: Server
 
     def do_GET(self):
