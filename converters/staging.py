@@ -33,6 +33,7 @@ from t0repro.converters.witnesses import MANIFEST, describe
 from t0repro.errors import UserError
 from t0repro.files import (
     LOCK_FILES,
+    check_folder,
     folder_lock,
     make_folder,
     naming,
@@ -206,6 +207,7 @@ class OnDisk:
             if force or all(path.name in ours for path in directory.iterdir()):
                 return
         elif not directory.is_symlink() and not directory.exists():
+            check_folder(directory)
             return
         raise UserError(
             "The destination already exists."

@@ -375,13 +375,30 @@ def file_readers() -> list[tuple[Callable[[str], Any], Callable[[str], bool]]]:
     return readers
 
 
-def read_gin_from_buckets() -> None:
-    """Makes gin read files at addresses, including `include`s, and refuse those out of reach."""
+def extend_readers() -> None:
+    """Makes gin read files at addresses, and take no folder of the user's for a package.
+
+    It refuses addresses out of reach. Both apply to `include`s too.
+    """
+    from gin import resource_reader
+
     readers = file_readers()
+    own = resource_reader.system_path_reader
+    readers[:] = [(own, _is_in_package) if pair[0] is own else pair for pair in readers]
     # Register once per process, however many command lines it parses.
     if (_opened, buckets.is_address) not in readers:
         # Insert first: gin tries its readers in order, and TensorFlow's may be among them.
         readers.insert(0, (_opened, buckets.is_address))
+
+
+def _is_in_package(path: str) -> bool:
+    """Whether gin finds a file in an installed package: for models/x.gin, in the package models."""
+    from gin import resource_reader
+
+    try:
+        return resource_reader.system_path_file_exists(path)
+    except TypeError:
+        return False  # a folder `models` without __init__.py is a package of no file
 
 
 def _opened(path: str) -> IO[str]:

@@ -92,7 +92,7 @@ def list_imports(
     Raises:
       UserError: If a file is missing or is not a gin file, or files include each other.
     """
-    gin_door.read_gin_from_buckets()
+    gin_door.extend_readers()
     from gin.config_parser import BindingStatement, ImportStatement
 
     with configuration_errors():

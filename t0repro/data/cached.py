@@ -45,8 +45,9 @@ class CachedBatches(MixedBatches):
       num_shards: Number of shards of the examples, each of which makes an equal part of the rows.
 
     Raises:
-      UserError: If a folder is not a complete cache of the split, no task has an example, a length
-        is missing, `batch_size` is less than 1, or rates are negative, NaN, infinite or all 0.
+      UserError: If a folder is not a complete cache of the split or holds no tokens, no task has an
+        example, a length is missing, `batch_size` is less than 1, or rates are negative, NaN,
+        infinite or all 0.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class CachedBatches(MixedBatches):
         # What is recorded names folders as they were given; a bucket's have another path here.
         self._paths = {str(folder): input_path(folder) for folder in folders}
         counts = {name: count_examples(path, split) for name, path in self._paths.items()}
+        for path in self._paths.values():
+            _check_tokens(path, split)
         given = dict(folders) if isinstance(folders, Mapping) else counts
         # A task without examples would end the others.
         rates = {str(folder): float(given[folder]) for folder in given if counts[str(folder)]}
@@ -130,6 +133,25 @@ def count_examples(folder: Path, split: str) -> int:
     if stats.is_file():
         return int(json.loads(stats.read_text())["examples"])
     return sum(1 for name in shards_of(folder, split) for _ in read_records(folder / name))
+
+
+def _check_tokens(folder: Path, split: str) -> None:
+    """Refuses a cache of texts, whose tokens SeqIO would make after reading it.
+
+    Raises:
+      UserError: If inputs or targets are not rows of integers.
+    """
+    info = folder / f"info.{split}.json"
+    held = json.loads(info.read_text()).get("features", {})
+    for name in FEATURES:
+        kind = held.get(name, {})
+        if kind and (not kind["dtype"].startswith("int") or len(kind["shape"]) != 1):
+            raise UserError(
+                f"The cached {name} are no tokens: {kind['dtype']} of shape {kind['shape']}.",
+                where=str(info),
+                fix="Train with a command that reads the task by SeqIO, or cache it with its"
+                " tokenizer before SeqIO's CacheDatasetPlaceholder.",
+            )
 
 
 def _ends_in_eos(folder: Path, split: str) -> bool:

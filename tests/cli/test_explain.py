@@ -110,3 +110,15 @@ def test_folders_of_mesh_tensorflows_gin_files_may_be_in_one_word(tmp_path):
 def test_escape_sequences_in_a_value_are_shown_and_not_sent():
     done = explain(*MACROS[1:], "--gin.MODEL_DIR='\x1b]0;title\x07 \x9b2J'")
     assert done.returncode == 0 and not set("\x1b\x07\x9b") & set(done.stdout + done.stderr)
+
+
+def test_a_folder_of_the_users_called_models_hides_no_gin_file_of_t5(tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "mine.gin").write_text("include 'models/t5.1.1.base.gin'\nd_ff = 77\n")
+    done = commands.run(
+        "t0repro", "explain", "--module_import=t0repro.tasks.demo", "--gin_file=dataset.gin",
+        "--gin_file=mine.gin", "--gin_param=MIXTURE_NAME = 'demo_train'",
+        "--gin_param=run.train_steps = 1", "--gin_param=utils.run.mesh_shape = []", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "mine.gin:2" in done.stdout and "models/t5.1.1.base.gin" in done.stdout

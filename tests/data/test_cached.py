@@ -114,6 +114,19 @@ def write_cache(folder, *files) -> None:
     write_records(folder, *([of_sizes(pair) for pair in sizes] for sizes in files))
 
 
+@pytest.mark.parametrize(
+    "held", [{"dtype": "string", "shape": []}, {"dtype": "int32", "shape": [None, 3]}]
+)
+def test_a_cache_without_tokens_is_refused_and_not_trained_on_as_padding(tmp_path, held):
+    write_cache(tmp_path, [(3, 2)] * 4)
+    info = json.loads((tmp_path / "info.train.json").read_text())
+    info["features"] = {name: held for name in ("inputs", "targets")}
+    (tmp_path / "info.train.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match="The cached inputs are no tokens: ") as caught:
+        CachedBatches([tmp_path], {"inputs": 8, "targets": 8}, 2)
+    assert caught.value.where == str(tmp_path / "info.train.json")
+
+
 def assert_equal(ours, theirs):
     assert len(ours) == len(theirs) > 0
     for one, other in zip(ours, theirs, strict=True):

@@ -91,7 +91,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     gin.clear_config()
     for prefix in mesh_folders(inputs.location_prefixes):
         gin.add_config_file_search_path(prefix)
-    gin_door.read_gin_from_buckets()
+    gin_door.extend_readers()
     allowlist = inputs.import_allowlist
     # Modules of --module_import are allowed in gin files too.
     restrict_imports(None if allowlist is None else (*allowlist, *inputs.module_imports))

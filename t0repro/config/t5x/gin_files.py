@@ -138,7 +138,7 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
     """Parses the files and overrides into gin's state; yields their places and other imports."""
     import gin
 
-    gin_door.read_gin_from_buckets()
+    gin_door.extend_readers()
     with (
         configuration_errors(),
         gin_door.left_empty(_is_served),
