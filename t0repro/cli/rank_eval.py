@@ -27,11 +27,14 @@ from t0repro.cli.options import (
 )
 from t0repro.cli.results import echo, for_people, print_json
 from t0repro.cli.spelling import output, source
+from t0repro.cloud.tracker import check_trackers
+from t0repro.files import check_folder
 from t0repro.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from t0repro.config.run_config import ModelConfig
     from t0repro.evaluation.evaluation_folder import EvaluationSettings
     from t0repro.evaluation.opened import Checkpoint
     from t0repro.reports.report import Report
@@ -76,7 +79,9 @@ _Normalize = Annotated[
 ]
 _DryRun = Annotated[
     bool,
-    typer.Option("--dry_run", help="Only check the tasks and their split. Nothing is written."),
+    typer.Option(
+        "--dry_run", help="Only check: tasks, split, checkpoint, folder. Nothing is written."
+    ),
 ]
 _AddStep = Annotated[
     bool,
@@ -206,9 +211,14 @@ def rank_eval(
         extras = [normalize, *(extra.value for extra in also or ())]
         prompts = _prompts(tasks, mixture, settings)
         write = _writer(prompts, head, extras)
+        check_folder(out, "--out")
+        check_trackers(tracker)
         if dry_run:
+            opens = functools.partial(
+                _check_checkpoint, checkpoint, step, computation.model_parallelism, adapters
+            )
             with for_people(as_json):
-                _check(mixture, settings)
+                _check(mixture, settings, opens)
             for label in adapters or ("",):
                 check_settings(out / label, mixture, settings, add_step=add_step, force=force)
             return
@@ -343,16 +353,29 @@ def _evaluate(
     return report
 
 
-def _check(mixture: str, settings: EvaluationSettings) -> None:
-    """Checks what is to be evaluated; the checkpoint may not be there yet."""
-    from t0repro.evaluation.selection import select_tasks
+def _check_checkpoint(
+    path: str, step: int | None, model_parallelism: int, adapters: Mapping[str, str]
+) -> ModelConfig:
+    from t0repro.evaluation.opened import check_checkpoint
+
+    return check_checkpoint(path, step, model_parallelism, adapters.values())
+
+
+def _check(mixture: str, settings: EvaluationSettings, model_at: Callable[[], ModelConfig]) -> None:
+    """Checks what is to be evaluated; the checkpoint only if it must be there already."""
+    from t0repro.evaluation.selection import check_vocabulary, select_tasks
+    from t0repro.runs.preflight import NO_CHECKPOINT_YET
 
     cached, at_hand = settings.use_cached, settings.at_hand
     selected = select_tasks(
         mixture, settings.split, settings.modes, use_cached=cached, at_hand=at_hand
     )
-    count = counted(len(selected.ranked) + len(selected.generated), "task")
-    typer.echo(f"{count} of {mixture} with the split {settings.split!r}")
+    names = (*selected.ranked, *selected.generated)
+    typer.echo(f"{counted(len(names), 'task')} of {mixture} with the split {settings.split!r}")
+    if NO_CHECKPOINT_YET in os.environ:
+        return
+    check_vocabulary(names, model_at().vocab_size, "--checkpoint")
+    typer.echo("the checkpoint's names, shapes and vocabulary fit")
 
 
 def _default_activation() -> DType:

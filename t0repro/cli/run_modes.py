@@ -29,6 +29,7 @@ from t0repro.cli.results import echo
 from t0repro.cli.spelling import LogOptions, source
 from t0repro.cloud.auxiliary import AuxiliaryOptions
 from t0repro.cloud.spec import JobMode
+from t0repro.cloud.tracker import check_trackers
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.files import check_address, check_folder, folder_lock, output_path
 
@@ -370,6 +371,7 @@ def train(
     """
     # First, so that mistakes are reported before joining processes and importing JAX.
     _check_machine(jobs.machines, platform, cell)
+    check_trackers(tracker)
     if name is not None and ":" in name:
         raise UserError(
             f"A run cannot be named {name}: it would be the local folder runs/{name}.",

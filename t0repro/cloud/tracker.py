@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import importlib.util
 import json
 import os
 import re
+import sys
 import threading
 import time
 import zlib
@@ -98,11 +100,23 @@ def open_tracker(name: TrackerName, run: TrackedRun, run_id: str | None) -> Trac
     except ModuleNotFoundError as error:
         if error.name != name:  # a package that the tracker's own package needs
             raise
-        raise UserError(
-            f"--tracker {name} needs the package {error.name}.",
-            where="--tracker",
-            fix=f"Install it: EXTRAS={name} bash scripts/setup.sh",
-        ) from error
+        raise _not_installed(name) from error
+
+
+def check_trackers(names: Iterable[TrackerName] | None) -> None:
+    """Raises UserError for a tracker whose package is not installed; imports none."""
+    for name in names or ():
+        own = name is not TrackerName.TENSORBOARD
+        if own and name not in sys.modules and importlib.util.find_spec(name) is None:
+            raise _not_installed(name)
+
+
+def _not_installed(name: TrackerName) -> UserError:
+    return UserError(
+        f"--tracker {name} needs the package {name}.",
+        where="--tracker",
+        fix=f"Install it: EXTRAS={name} bash scripts/setup.sh",
+    )
 
 
 def _flat(prefix: str, values: Mapping[str, Any]):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -98,6 +98,45 @@ def open_checkpoint(
         where = sources.base_of(ref).path
         base = open_checkpoint(where, None, activation, model_parallelism)
         return with_adapter(base, open_adapter(ref))
+    tree = _with_encoder(ref, path)
+    return _opened(ref, tree, path, activation, model_parallelism)
+
+
+def check_checkpoint(
+    path: str, step: int | None, model_parallelism: int, adapters: Iterable[str] = ()
+) -> ModelConfig:
+    """The model of a checkpoint, after the checks of `open_checkpoint` that read no parameter.
+
+    Args:
+      path: see `open_checkpoint`.
+      step: see `open_checkpoint`.
+      model_parallelism: see `open_checkpoint`.
+      adapters: paths of adapters that are to be attached to it.
+
+    Raises:
+      UserError: see `open_checkpoint`; or if an adapter has other sizes.
+    """
+    from t0repro.converters import sources
+    from t0repro.converters.adapter_files import is_adapter, open_adapter
+    from t0repro.partitioning.devices import choose
+
+    ref = sources.find_checkpoint(path, step)
+    owns = [adapter_at(adapter) for adapter in adapters]
+    if is_adapter(ref):
+        config = check_checkpoint(sources.base_of(ref).path, None, model_parallelism)
+        owns.append(open_adapter(ref))
+    else:
+        _, config = _described(ref, _with_encoder(ref, path), path)
+        choose(Layout(model=model_parallelism), config, where="--model_parallelism")
+    for own in owns:
+        own.check_shape(own.note.adapter, config.shape)
+    return config
+
+
+def _with_encoder(ref: CheckpointRef, path: str) -> Mapping[str, StoredTensor]:
+    """A checkpoint's tensors, of which none is read yet."""
+    from t0repro.converters import sources
+
     tree = sources.open_tree(ref, slots=False)
     if naming.is_decoder_only(tree):
         raise UserError(
@@ -105,7 +144,7 @@ def open_checkpoint(
             where=path,
             fix="Score a language model with t5_mesh_transformer's mode score_from_dataset.",
         )
-    return _opened(ref, tree, path, activation, model_parallelism)
+    return tree
 
 
 def open_encoder(path: str, activation: DType, step: int | None = None) -> Checkpoint:
@@ -185,16 +224,11 @@ def _opened(
     Raises:
       UserError: if the JAX stack cannot compute the model, or it is damaged.
     """
-    from t0repro.converters.model_files import arithmetic, check_run_files, described, gin_text
     from t0repro.model.t5 import T5, held_for_evaluation
-    from t0repro.parameters.shape import recognise
     from t0repro.partitioning.devices import choose, line_of
     from t0repro.training.train_state import checkpoint_shapes
 
-    family = recognise({name: tensor.shape for name, tensor in tree.items()})
-    check_run_files(ref, family)
-    source = described(ref)
-    config = _model_config(family, arithmetic(source, family, gin_text(source)), path)
+    family, config = _described(ref, tree, path)
     layout = Layout(model=model_parallelism)
     devices = choose(layout, config, where="--model_parallelism")
     if devices.mesh.size > 1:
@@ -205,6 +239,19 @@ def _opened(
         tree = {key: tensor for key, tensor in tree.items() if key.startswith(read)}
     held = devices.placed(held_for_evaluation(model, checkpoint_shapes(tree)))
     return dataclasses.replace(on_devices(tree, held, model, path), folders=(ref.folder,))
+
+
+def _described(
+    ref: CheckpointRef, tree: Mapping[str, StoredTensor], path: str
+) -> tuple[ModelShape, ModelConfig]:
+    """The model that an open tree, and the files beside it, are of."""
+    from t0repro.converters.model_files import arithmetic, check_run_files, described, gin_text
+    from t0repro.parameters.shape import recognise
+
+    family = recognise({name: tensor.shape for name, tensor in tree.items()})
+    check_run_files(ref, family)
+    source = described(ref)
+    return family, _model_config(family, arithmetic(source, family, gin_text(source)), path)
 
 
 def adapter_at(path: str) -> AdapterCheckpoint:
