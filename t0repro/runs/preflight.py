@@ -12,8 +12,8 @@
                               train_eval,           lengths, vocabularies of tasks and model
                               infer_eval
                               choices      TASKS    as above
-                              restore      INDEX    names and shapes of the parameters
                               model_dir    INDEX    checkpoints and data that the run goes on from
+                              restore      INDEX    names and shapes of the parameters
     T5X's eval and infer      files        TASKS    files of examples
                               examples     TASKS    as in a training
                               checkpoints  INDEX    names and shapes of the parameters
