@@ -34,7 +34,6 @@ from t0repro.words import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from t0repro.config.run_config import ModelConfig
     from t0repro.evaluation.evaluation_folder import EvaluationSettings
     from t0repro.evaluation.opened import Checkpoint
     from t0repro.reports.report import Report
@@ -355,13 +354,15 @@ def _evaluate(
 
 def _check_checkpoint(
     path: str, step: int | None, model_parallelism: int, adapters: Mapping[str, str]
-) -> ModelConfig:
+) -> Checkpoint:
     from t0repro.evaluation.opened import check_checkpoint
 
     return check_checkpoint(path, step, model_parallelism, adapters.values())
 
 
-def _check(mixture: str, settings: EvaluationSettings, model_at: Callable[[], ModelConfig]) -> None:
+def _check(
+    mixture: str, settings: EvaluationSettings, checkpoint: Callable[[], Checkpoint]
+) -> None:
     """Checks what is to be evaluated; the checkpoint only if it must be there already."""
     from t0repro.evaluation.selection import check_vocabulary, select_tasks
     from t0repro.runs.preflight import NO_CHECKPOINT_YET
@@ -374,7 +375,7 @@ def _check(mixture: str, settings: EvaluationSettings, model_at: Callable[[], Mo
     typer.echo(f"{counted(len(names), 'task')} of {mixture} with the split {settings.split!r}")
     if NO_CHECKPOINT_YET in os.environ:
         return
-    check_vocabulary(names, model_at().vocab_size, "--checkpoint")
+    check_vocabulary(names, checkpoint())
     typer.echo("the checkpoint's names, shapes and vocabulary fit")
 
 

@@ -104,8 +104,8 @@ def open_checkpoint(
 
 def check_checkpoint(
     path: str, step: int | None, model_parallelism: int, adapters: Iterable[str] = ()
-) -> ModelConfig:
-    """The model of a checkpoint, after the checks of `open_checkpoint` that read no parameter.
+) -> Checkpoint:
+    """A checkpoint without parameters, after the checks of `open_checkpoint` that read none.
 
     Args:
       path: see `open_checkpoint`.
@@ -118,19 +118,23 @@ def check_checkpoint(
     """
     from t0repro.converters import sources
     from t0repro.converters.adapter_files import is_adapter, open_adapter
+    from t0repro.model.t5 import T5
     from t0repro.partitioning.devices import choose
 
     ref = sources.find_checkpoint(path, step)
     owns = [adapter_at(adapter) for adapter in adapters]
     if is_adapter(ref):
-        config = check_checkpoint(sources.base_of(ref).path, None, model_parallelism)
+        base = check_checkpoint(sources.base_of(ref).path, None, model_parallelism)
+        found = dataclasses.replace(base, path=path, folders=(ref.folder, *base.folders))
         owns.append(open_adapter(ref))
     else:
         _, config = _described(ref, _with_encoder(ref, path), path)
         choose(Layout(model=model_parallelism), config, where="--model_parallelism")
+        model = T5(config, DTypePolicy("float32", "float32", "float32"))
+        found = Checkpoint(path, 0, "", {}, model, (ref.folder,))
     for own in owns:
-        own.check_shape(own.note.adapter, config.shape)
-    return config
+        own.check_shape(own.note.adapter, found.model.config.shape)
+    return found
 
 
 def _with_encoder(ref: CheckpointRef, path: str) -> Mapping[str, StoredTensor]:
