@@ -425,7 +425,8 @@ def tasks_of_mixture(name: str, option: str = "--mixture") -> Sequence[str]:
       option: The command-line option that named it, for the error.
 
     Raises:
-      UserError: If there is no such mixture; lists the nearest names.
+      UserError: If there is no such mixture, with the nearest names, or its tasks have different
+        vocabularies.
     """
     mixtures = registered_mixtures()
     if name not in mixtures:
@@ -434,6 +435,8 @@ def tasks_of_mixture(name: str, option: str = "--mixture") -> Sequence[str]:
             where=option,
             fix=f"Nearest: {nearest_names(name, mixtures)}; or name its --module_import.",
         )
+    if name not in prompted_mixtures():
+        find_tasks(name)  # checks the vocabularies of what a user's module made
     return mixtures[name]
 
 

@@ -452,9 +452,8 @@ def local_copy_of(vocabulary: VocabularyFile) -> VocabularyFile:
 def shown(vocabulary: Any) -> str:
     """A vocabulary as messages name it."""
     address, extra_ids = _names(vocabulary)
-    parts = [address] if address else []
-    parts += [] if extra_ids is None else [f"extra_ids={extra_ids}"]
-    return f"{type(vocabulary).__name__}({', '.join(parts)})"
+    name = address or type(vocabulary).__name__
+    return name if extra_ids is None else f"{name} (extra_ids={extra_ids})"
 
 
 # ---- Where the file is ---------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from t0repro.errors import UserError, nearest_names
 from t0repro.progress import working
 from t0repro.tasks.prompt_cache import folders
 from t0repro.tasks.registration import load_tasks
+from t0repro.tasks.task import find_tasks
 from t0repro.tasks.vocabulary import check_ids
 from t0repro.words import counted
 
@@ -45,7 +46,7 @@ def selected_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seq
                 f"There is no mixture {mixture!r}.",
                 fix=f"Nearest: {nearest_names(mixture, known)}.",
             )
-        names += [task.name for task in seqio.get_subtasks(seqio.get_mixture_or_task(mixture))]
+        names += [task.name for task in find_tasks(mixture)]
     for pattern in patterns:
         matching = [name for name in seqio.TaskRegistry.names() if re.fullmatch(pattern, name)]
         if not matching:

@@ -15,10 +15,11 @@ from t5.evaluation import metrics
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks, vocabulary
 from t0repro.tasks.demo.datasets import VOCABULARY
+from t0repro.tasks.prompt_cache.seqio_plan import selected_tasks
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.seqio_tasks import postprocess, task_metrics
 from t0repro.tasks.source import PromptedRows, Split
-from t0repro.tasks.task import find_tasks, prompted_mixtures
+from t0repro.tasks.task import find_tasks, prompted_mixtures, tasks_of_mixture
 from t0repro.tasks.templates import load_template
 from t0repro.tasks.vocabulary import VocabularyFile
 from tests.tasks.vocabularies import write_vocabulary
@@ -234,7 +235,9 @@ def test_a_mixture_of_tasks_with_different_vocabularies_is_refused(
             add_mixture("mixed", dict.fromkeys(names, 1.0))
         else:
             seqio.MixtureRegistry.add("mixed", [(name, 1.0) for name in names])
-            find_tasks("mixed")
+            with pytest.raises(UserError, match="different vocabularies"):
+                selected_tasks(["mixed"], [])
+            tasks_of_mixture("mixed")
     for part in (*names, own, str(VOCABULARY), f"T0REPRO_VOCAB={VOCABULARY}"):
         assert part in str(error.value)
     assert made_by == "SeqIO" or "mixed" not in seqio.MixtureRegistry.names()
