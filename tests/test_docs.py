@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from t0repro.buckets import addresses_of_another_machine
 from t0repro.cli import app
 from t0repro.cli.spelling import canonical, with_t5x_overrides
 from t0repro.config.mtf.dialect import KNOWN_BINDINGS
@@ -111,7 +112,8 @@ def refusal(words: list[str]) -> str | None:
             return f"there is no command {path[-1]}"
         command = command.commands[path[-1]]
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        # The reader's machine has credentials for the addresses on a page.
+        with contextlib.redirect_stdout(io.StringIO()), addresses_of_another_machine():
             command.make_context(" ".join(path), words, token_normalize_func=canonical).close()
     except typer.Exit:  # --help
         return None

@@ -90,8 +90,8 @@ class InputsReader:
     def _check_init_checkpoint(self) -> None:
         """Refuses a checkpoint to start from where only older versions of Mesh TensorFlow read it.
 
-        Today's gets its `init_checkpoint` from `run`, and without a word starts from random
-        parameters if there is none.
+        Today's gets its `init_checkpoint` from `run`, and silently starts from random parameters if
+        there is none.
         """
         estimator = f"{UTILS}.tpu_estimator_model_fn"
         start = gin_door.resolved("", estimator).get("init_checkpoint")
