@@ -10,6 +10,7 @@ from t0repro.config.ranges import Range, check, range_of
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 
+from .t5x_trainings import config as t5x_config
 from .test_mtf_gin import load
 
 CONFIGS = [
@@ -151,3 +152,19 @@ def test_a_range_says_its_bounds_in_words():
     assert str(Range(at_least=0, below=1)) == "at least 0 and below 1"
     assert str(Range(at_least=1, also=(-1,))) == "at least 1, or -1"
     assert str(Range()) == "finite"
+
+
+@pytest.mark.parametrize(
+    ("binding", "words"),
+    [
+        ("TRAIN_STEPS = 1000000000000000000000000", "at most 2147483647"),
+        ("BATCH_SIZE = 10000000000", "at most 2147483647"),
+        ("train.random_seed = 1000000000000000000000", "at most 9223372036854775807"),
+        ("BATCH_SIZE = 1e999", "batch_size is inf"),
+        ("Z_LOSS = 1e999", "z_loss is inf"),
+    ],
+)
+def test_a_number_too_wide_for_a_run_of_t5x_is_refused_with_the_place_that_bound_it(binding, words):
+    with pytest.raises(UserError) as error:
+        t5x_config(binding)
+    assert words in str(error.value) and binding in str(error.value.where)
