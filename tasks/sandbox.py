@@ -218,8 +218,8 @@ class _Index(int):
       hidden: Whether a variable is a label that is hidden: -1 or, as in Winogrande, empty.
     """
 
-    described: str
-    hidden: bool
+    described: str = "the index"
+    hidden: bool = False
 
 
 @jinja2.pass_context
@@ -234,6 +234,8 @@ def _index(context: jinja2.runtime.Context, value: Any, *names: str) -> Any:
     return index
 
 
+_NO_INDEX = _Index()
+"""Stands for an index that a template writes as a number, and for a key."""
 # Not an identifier, so that no template can call the filter.
 _INDEX = "computed index"
 
@@ -266,23 +268,25 @@ class StrictEnvironment(PromptEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         """As in Jinja, except that a computed index counts no item from the end.
 
+        Returns:
+          The item, or an undefined value that says why there is none.
+
         Raises:
           NoLabel: For a label that is hidden or null.
-          TemplateFailure: For another index below 0.
         """
         if argument is None and isinstance(obj, list):
             raise NoLabel
-        below = isinstance(argument, _Index) and argument < 0 and isinstance(obj, Sequence)
-        if below and argument.hidden:
+        index = argument if isinstance(argument, _Index) else _NO_INDEX
+        below = index < 0 and isinstance(obj, Sequence)
+        if below and index.hidden:
             raise NoLabel
         found = super().getitem(obj, argument)
         missing = isinstance(found, jinja2.Undefined) and isinstance(obj, list)
         if not below and not missing:
             return found
-        name = argument.described if isinstance(argument, _Index) else "the index"
         many = f"there {'is' if len(obj) == 1 else 'are'} {counted(len(obj), 'choice')}"
         fault = f"but {many}" if isinstance(argument, int) else "which is no whole number"
-        return self.undefined(f"{name} is {argument!r}, {fault}", exc=OutOfRange)
+        return self.undefined(f"{index.described} is {argument!r}, {fault}", exc=OutOfRange)
 
 
 def _text_of(value: Any) -> Any:
