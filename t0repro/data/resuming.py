@@ -9,8 +9,8 @@ A checkpoint's folder `data/` holds position.json:
 
 and, if configured, the state of tf.data's iterator. Without that state, the batches before the
 position are rebuilt and skipped. This is exact in every case, because a given seed produces the
-same data in every process, unless a cache was made again or rows or templates changed: then the
-run is refused.
+same data in every process, unless caches, rows, templates or rates changed: then the run is
+refused.
 
 Batches may be built from shards. Each shard has its own pipeline over its part of the examples and
 supplies an equal part of the rows of every batch. With three shards, a batch of six rows is
@@ -108,7 +108,7 @@ class ResumableBatches(abc.ABC):
         write_atomically(folder / POSITION, json.dumps(position, indent=1) + "\n")
 
     def check_resumable(self, step: int, saved: Path | None) -> None:
-        """Checks that a run can go on in the same data, without opening them.
+        """Checks that a run can continue in the same data, without opening them.
 
         Args:
           step: The checkpoint's step.
@@ -239,7 +239,7 @@ class ResumableBatches(abc.ABC):
                 f" leave out others. Changed: {some(changed, 3)}.",
                 where=str(saved / POSITION),
                 fix="Put caches, rows, templates and rates back as they were, or read the former"
-                " cache from another folder. To go on with the changed data from their beginning,"
+                " cache from another folder. To read the changed data from their beginning,"
                 f" bind a seed other than {position['seed']}:"
                 f" {of_command('mesh_train_dataset_fn.seed', 'train/utils.DatasetConfig.seed')}.",
             )

@@ -12,7 +12,7 @@
                               train_eval,           lengths, vocabularies of tasks and model
                               infer_eval
                               choices      TASKS    as above
-                              model_dir    INDEX    checkpoints and data that the run goes on from
+                              model_dir    INDEX    checkpoints and data that the run continues from
                               restore      INDEX    names and shapes of the parameters
     T5X's eval and infer      files        TASKS    files of examples
                               examples     TASKS    as in a training
@@ -25,8 +25,9 @@
 
 The real start, `--dry_run`, `precompile` and auxiliary jobs (by `--dry_run`) run these lists. For
 evaluations, the real start skips the last check, since it opens each checkpoint when its turn
-comes; a training checks its model_dir under the folder's lock. No check trains, evaluates, writes
-or reads a parameter. In T5X's modes each check prints a line, and all faults are reported at once.
+comes; a training run checks its model_dir under the folder's lock. No check trains, evaluates,
+writes or reads a parameter. In T5X's modes each check prints a line, and all faults are reported at
+once.
 """
 
 from __future__ import annotations
@@ -338,7 +339,7 @@ def _restored(
 
 
 def _model_dir(config: RunConfig, allow_changed: bool) -> Iterator[str]:
-    """The checkpoints and the data that a run goes on from in its model_dir."""
+    """The checkpoints and the data that a run continues from in its model_dir."""
     from t0repro.data.train_data import train_batches
     from t0repro.training.checkpoints import checkpoint_path, data_folder, latest_step
     from t0repro.training.start import check_model_dir
