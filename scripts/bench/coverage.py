@@ -48,6 +48,7 @@ class Suite:
         most rows of a kind that is harder.
       weighted: whether examples weigh 1, 2 or 4.
       spread: half of the range of the prompts' latent thresholds.
+      rare: whether 2% of the examples weigh 50, and are as often wrong as the others are right.
     """
 
     examples: int
@@ -57,6 +58,7 @@ class Suite:
     rows: str = "equal"
     weighted: bool = False
     spread: float = 0.0
+    rare: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +95,17 @@ def draw(rng: np.random.Generator, suite: Suite, count: int) -> tuple[Outcomes, 
     easy_p = ndtr(ndtri(suite.accuracy) + offsets)
     # Kinds differ only if rows depend on them.
     hard_p = easy_p * 0.8 if suite.rows == "unequal" else easy_p
+    share_hard = 0.4
+    if suite.rare:
+        hard, hard_p = rng.random(hard.shape) < 0.02, 1 - easy_p
+        share_hard = 0.02 * 50 / (0.02 * 50 + 0.98)
     right = latent(rng, suite, count)[0] < ndtri(np.where(hard, hard_p, easy_p))
-    share_hard = np.where(np.arange(suite.prompts) % 2 == 1, 0.4 * 0.25 / (0.6 + 0.4 * 0.25), 0.4)
+    if suite.rows == "unequal":
+        dropped = np.arange(suite.prompts) % 2 == 1
+        share_hard = np.where(dropped, 0.4 * 0.25 / (0.6 + 0.4 * 0.25), 0.4)
     truth = 100 * (share_hard * hard_p + (1 - share_hard) * easy_p)
-    return Outcomes(right.astype(float), kept * example_weights(rng, suite, count)), truth
+    weight = kept * example_weights(rng, suite, count) * np.where(suite.rare & hard, 50.0, 1.0)
+    return Outcomes(right.astype(float), weight), truth
 
 
 def example_weights(rng: np.random.Generator, suite: Suite, count: int) -> np.ndarray:
@@ -360,6 +369,7 @@ def published_lines(simulation: Simulation) -> Iterator[str]:
         Suite(277, 0.5, 1.0, 10, "unequal"),
         Suite(64, 0.5, 0.5, 10, "equal", True, 0.3),
         Suite(16, 0.9, 0.0, 10),
+        Suite(56, 0.9, 0.5, 10, rare=True),
     ):
         for name, found in simulation.dataset(suite).items():
             figure = f"{name}'s accuracy" if name == "prompt" else f"{name} over prompts"
@@ -397,7 +407,7 @@ def line_of(interval: str, suite: Suite, found: Coverage) -> str:
     """A line of the published table."""
     what = f"{suite.examples} examples, {suite.prompts} prompts, {100 * suite.accuracy:g}% right"
     what += f", icc {suite.icc:g}" + (", rows dropped" if suite.rows == "unequal" else "")
-    what += ", weighted" if suite.weighted else ""
+    what += ", weighted" if suite.weighted else ", 2% weigh 50" if suite.rare else ""
     return f"| {interval} | {what} | {found.percent:.1f}% | {found.width:.1f} |"
 
 
