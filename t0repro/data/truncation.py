@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,8 +91,23 @@ def _examples(
             described, split, UNCUT, lambda rendered: itertools.islice(rendered, EXAMPLES)
         )
     elif hasattr(task, "get_dataset"):
-        cached = use_cached and task.supports_caching
+        yield from _seqio_examples(task, split, lengths, use_cached)
+
+
+def _seqio_examples(
+    task: Any, split: str, lengths: Mapping[str, int], use_cached: bool
+) -> list[Mapping[str, Any]]:
+    """The first examples of SeqIO's own task, untrimmed."""
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+
+    # Mesh TensorFlow's runs build graphs; these examples must not become part of theirs.
+    with contextlib.nullcontext() if tf.executing_eagerly() else tf.Graph().as_default():
         dataset = task.get_dataset(
-            lengths, split, use_cached=cached, shuffle=False, trim_output_features=False
+            lengths,
+            split,
+            use_cached=use_cached and task.supports_caching,
+            shuffle=False,
+            trim_output_features=False,
         )
-        yield from dataset.take(EXAMPLES).as_numpy_iterator()
+        return list(tfds.as_numpy(dataset.take(EXAMPLES)))
