@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from typing import Any
 
 from t0repro.converters import storage
 from t0repro.converters.adapter_files import MergedReader
@@ -92,8 +93,8 @@ def _merged_from(ref: CheckpointRef) -> tuple[CheckpointRef, str]:
     manifest = read_manifest(ref.folder)
     # A directory has one manifest, which may describe another of its checkpoints.
     is_own = manifest is not None and manifest.is_of(ref)
-    source = json.loads(storage.read(manifest_path(ref))).get("source") if is_own else None
-    base = source.get("base") if isinstance(source, dict) else None
+    source: Any = json.loads(storage.read(manifest_path(ref))).get("source") if is_own else None
+    base: Any = source.get("base") if isinstance(source, dict) else None
     named = isinstance(base, dict) and {"path", "hash"} <= base.keys()
     if not named or not all(isinstance(each, str) for each in (source.get("path"), *base.values())):
         raise UserError(
