@@ -119,7 +119,7 @@ class Pieces:
 _SENTINEL = re.compile("\u2581?(<extra_id_[0-9]+>)")
 
 
-def read_pieces(vocabulary: Path, family: ModelShape) -> Pieces:
+def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = None) -> Pieces:
     """Reads a SentencePiece model.
 
     Ids and special pieces are those that SentencePiece reports, not those of its training: people
@@ -128,6 +128,7 @@ def read_pieces(vocabulary: Path, family: ModelShape) -> Pieces:
     Args:
       vocabulary: the file.
       family: the model, whose embedding the tokens must fit.
+      sentinels: how many the model was trained with, if its gin file says so.
 
     Raises:
       UserError: if the file is no unigram model or has more pieces than the embedding rows.
@@ -167,7 +168,7 @@ def read_pieces(vocabulary: Path, family: ModelShape) -> Pieces:
         scored.append((sentinel[1] if sentinel else piece.piece, piece.score))
         if sentinel or piece.type in (piece.CONTROL, piece.UNKNOWN):
             special.append(token)
-    added, note = _sentinels_to_add(vocabulary, model, eos, family)
+    added, note = _sentinels_to_add(vocabulary, model, eos, family, sentinels)
     # Sentinels count down: <extra_id_0> has the last id.
     scored += [(f"<extra_id_{number}>", 0.0) for number in reversed(range(added))]
     special += range(len(model.pieces), len(scored))
@@ -188,12 +189,13 @@ def read_pieces(vocabulary: Path, family: ModelShape) -> Pieces:
 
 
 def _sentinels_to_add(
-    vocabulary: Path, model: Any, eos: int, family: ModelShape
+    vocabulary: Path, model: Any, eos: int, family: ModelShape, bound: int | None
 ) -> tuple[int, str]:
     """The number of sentinels that a model of pieces lacks, and a sentence if it is assumed."""
     pieces, rows = len(model.pieces), family.vocab_size
     added, assumed_of = sentinels_lacking([piece.piece for piece in model.pieces], eos)
     given = named_vocabulary(vocabulary).given_ids
+    given = bound if given is None else given
     if added and given is not None:
         added = given
     elif pieces + added > rows:

@@ -379,6 +379,20 @@ def master_dtype(path: str | os.PathLike[str]) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def bound_sentinels(text: str, path: Path) -> int | None:
+    """The number of sentinels that gin text adds to a vocabulary's file; None if it adds none.
+
+    0 says only that the file of the run's own vocabulary holds them, as T5's second file does.
+    """
+    bindings: dict[tuple[str, str, str], Bound] = {}
+    list(_read_text(text, path, bindings, [path]))
+    for (_, configurable, argument), binding in bindings.items():
+        if (configurable, argument) == ("SentencePieceVocabulary", "extra_ids"):
+            value = _resolve(binding, bindings).value
+            return value if isinstance(value, int) and value > 0 else None
+    return None
+
+
 def _bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
     """The model arithmetic bound in gin text that the weights do not show.
 

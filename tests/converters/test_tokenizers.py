@@ -10,6 +10,7 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 from sentencepiece import sentencepiece_model_pb2 as pb
 
+from t0repro.converters.convert import convert
 from t0repro.converters.hf_files import Pieces, read_pieces, tokenizer_files
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
@@ -129,3 +130,23 @@ def test_transformers_gives_sentencepiece_s_tokens(tmp_path, write: Callable[[Pa
         assert tokenizer("<extra_id_0>").input_ids == [len(pieces.scored) - 1, 1]
     if write is with_begin:
         assert tokenizer.convert_tokens_to_ids("<s>") == 2
+
+
+@pytest.mark.parametrize(
+    ("binding", "sentinels"),
+    [
+        ("seqio.SentencePieceVocabulary.extra_ids = 12", 12),
+        # T5X's own file binds 0, since the vocabulary that it names holds them.
+        ("seqio.SentencePieceVocabulary.extra_ids = 0", 100),
+        ("N = 7\nsentencepiece_vocabulary.SentencePieceVocabulary.extra_ids = %N", 7),
+        ("", 100),
+    ],
+)
+def test_the_gin_file_beside_a_checkpoint_says_how_many_sentinels_there_are(
+    binding, sentinels, mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(shape(PIECES + 128)))
+    (source / "operative_config.gin").write_text(f"{binding}\n")
+    convert(source, tmp_path / "hf", "hf", vocabulary=str(plain(tmp_path / "vocabulary")))
+    tokens = json.loads((tmp_path / "hf/tokenizer.json").read_text())["model"]["vocab"]
+    assert len(tokens) == PIECES + sentinels
