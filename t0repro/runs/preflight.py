@@ -8,6 +8,7 @@
                               choices      TASKS    room for the choices of an example
                               checkpoints  INDEX    format, step, vocabulary, types
     T5X's training            batch        NAMES    rows and microbatches
+                              schedule     NAMES    the learning rate's factors
                               train,       TASKS    mixture, split, caches or rows, shards,
                               train_eval,           lengths, vocabularies of tasks and model
                               infer_eval
@@ -205,6 +206,7 @@ def check_training(
             Check("restore", Cost.INDEX, lambda: _restored(restore, config, vocabularies))
         )
     listed.insert(0, Check("batch", Cost.NAMES, lambda: _batch(config)))
+    listed.insert(1, Check("schedule", Cost.NAMES, lambda: _schedule(config)))
     run_checks(listed, _named(report))
 
 
@@ -255,6 +257,14 @@ def _mesh_checkpoints(configuration: Configuration, jax: bool) -> None:
 def _batch(config: RunConfig) -> Iterator[str]:
     rows = config.batch_size // config.num_microbatches
     yield f"{counted(config.batch_size, 'row')}, microbatches of {rows}"
+
+
+def _schedule(config: RunConfig) -> None:
+    from t0repro.training.optimizers import make_schedule
+
+    if config.schedule is not None:
+        # Its factors are looked up by their names when it is called.
+        make_schedule(config.schedule)(0)
 
 
 def _choices(config: RunConfig) -> list[Check]:
