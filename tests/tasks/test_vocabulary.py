@@ -21,6 +21,7 @@ from t0repro.tasks.vocabulary import (
     check_ids,
     check_rows,
     default_vocabulary,
+    local_copy_of,
 )
 from tests.tasks.vocabularies import write_vocabulary
 
@@ -332,3 +333,13 @@ def test_a_vocabulary_file_decodes_what_seqios_vocabulary_decodes(seed):
     texts = [file.decode(row) for row in table]
     assert texts == [theirs.decode(row.tolist()) for row in table]
     assert texts == [text.decode() for text in theirs.decode_tf(table).numpy()]
+
+
+def test_t5s_address_is_not_what_the_variable_names(monkeypatch):
+    """A task that names T5's file has T5's tokens, whatever the others have."""
+    monkeypatch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
+    t5s = VocabularyFile(vocabulary.DEFAULT_ADDRESS, 100)
+    assert not are_same(t5s, default_vocabulary())
+    assert local_copy_of(t5s) == default_vocabulary()  # where gin names it for T5's model
+    monkeypatch.delenv("T0REPRO_VOCAB")
+    assert are_same(t5s, default_vocabulary())
