@@ -8,6 +8,7 @@ from typing import Any
 
 from t0repro.config.configuration import RunInputs
 from t0repro.config.gin_errors import unknown_mixture
+from t0repro.config.run_config import ModelConfig
 from t0repro.config.t5x import records
 from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.converters import own_tokenizer
@@ -68,6 +69,10 @@ def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
     check_readable(name, inputs.split, use_cached=inputs.use_cached)
     tasks = tasks_with_split(name, inputs.split)
     check_features(tasks, inputs.split, inputs.sequence_length, use_cached=inputs.use_cached)
+    if inputs.mode == "train" and inputs.sequence_length is not None:
+        # Packing takes every feature's length, also one that no model reads.
+        features = find_tasks(name)[0].output_features
+        _check_no_length_lacks([each for each in features if each not in inputs.sequence_length])
 
 
 def note_uncached(use_cached: bool) -> None:
@@ -103,15 +108,54 @@ def check_lengths(name: str, lengths: Mapping[str, int] | None) -> None:
     used = [each for each in ("inputs", "targets") if each in features]
     if lengths is None:
         return
-    missing = [each for each in used if each not in lengths]
-    others = [each for each in lengths if each not in used]
-    if missing or others:
-        verb, names = ("lack", missing) if missing else ("are of other features too:", others)
+    _check_no_length_lacks([each for each in used if each not in lengths])
+    if others := [each for each in lengths if each not in used]:
         raise UserError(
-            f"The lengths {verb} {' and '.join(names)}.",
+            f"The lengths are of other features too: {' and '.join(others)}.",
             where="utils.DatasetConfig.task_feature_lengths",
             fix=f"Give a length for each of {', '.join(used)}.",
         )
+
+
+def _check_no_length_lacks(missing: Sequence[str]) -> None:
+    if missing:
+        raise UserError(
+            f"The lengths lack {' and '.join(missing)}.",
+            where=of_command("run.sequence_length", "utils.DatasetConfig.task_feature_lengths"),
+            fix=f"Give a length for each of the tasks' features; {missing[0]} has none.",
+        )
+
+
+def check_tokens(tasks: Sequence[Any], model: ModelConfig, *, mesh: bool = False) -> None:
+    """Checks that tasks give what a model reads: a row of tokens for each feature.
+
+    Args:
+      tasks: The tasks to read.
+      model: The model; one without an encoder reads targets alone.
+      mesh: Whether Mesh TensorFlow's functions make the batches, which convert any number.
+
+    Raises:
+      UserError: If a feature is missing, or has another rank or type.
+    """
+    for task in tasks:
+        features = task.output_features
+        needed = ("targets",) if model.decoder_only else ("inputs", "targets")
+        if missing := [each for each in needed if each not in features]:
+            raise UserError(
+                f"The task {task.name} has no {' and no '.join(missing)}; it has"
+                f" {', '.join(features) or 'no features'}.",
+                fix=f"Choose a task with {' and '.join(needed)}, which this model reads.",
+            )
+        for name in ("inputs", "targets"):
+            # A described feature is a row of int32.
+            rank = getattr(features.get(name), "rank", 1)
+            type_ = getattr(features.get(name), "dtype", "int32")
+            if rank != 1 or (type_ != "int32" and not mesh):
+                raise UserError(
+                    f"The {name} of the task {task.name} have rank {rank} and type"
+                    f" {getattr(type_, 'name', type_)}.",
+                    fix="Give the model tokens: a seqio.Feature of rank 1 and int32.",
+                )
 
 
 def check_features(
@@ -120,7 +164,12 @@ def check_features(
     """Checks that each task gives its output features; see `seqio_tasks.check_features`."""
     for task in tasks:
         # A prompt always gives inputs and targets.
-        if not isinstance(task, DescribedTask) and not isinstance(task.source, PromptedRows):
+        if isinstance(task.source, PromptedRows):
+            vocabulary = task.output_features["targets"].vocabulary
+            # Ours is checked when it is opened.
+            if not hasattr(vocabulary, "given_ids"):
+                check_ids(vocabulary)
+        else:
             from t0repro.tasks import seqio_tasks
 
             seqio_tasks.check_features(task, split, lengths, use_cached=use_cached)

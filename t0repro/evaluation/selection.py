@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from t0repro.data.checks import check_readable, no_task_has
+from t0repro.data.checks import check_readable, check_tokens, no_task_has
 from t0repro.data.eval_examples import why_not_evaluated_task
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.opened import Checkpoint
@@ -28,6 +28,7 @@ MODES = ("rank", "generate")
 
 # Mesh TensorFlow pads the vocabulary to a multiple of this (vocab_divisor).
 VOCABULARY_MULTIPLE = 128
+_FIX = f"Give the vocabulary that the checkpoint was trained with ({VOCABULARY_VARIABLE})."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,9 +204,16 @@ def check_vocabulary(names: Sequence[str], checkpoint: Checkpoint) -> Any:
     Raises:
       UserError: see `check_fits`.
     """
+    tasks = [find_task(name) for name in names]
+    model = checkpoint.model.config
+    check_tokens(tasks, model, mesh=True)
     vocabularies: list[Any] = []
-    for name in names:
-        vocabulary = find_task(name).output_features["targets"].vocabulary
+    for task in tasks:
+        inputs, vocabulary = (
+            task.output_features[each].vocabulary for each in ("inputs", "targets")
+        )
+        if inputs != vocabulary:
+            check_rows(inputs, model.vocab_size, checkpoint.path, _FIX)
         if vocabulary not in vocabularies:
             check_fits(vocabulary, checkpoint)
             vocabularies.append(vocabulary)
@@ -226,13 +234,12 @@ def check_fits(vocabulary: Any, checkpoint: Checkpoint) -> None:
     from t0repro.converters.own_tokenizer import PIECES, check_own_tokenizer
 
     rows = checkpoint.model.config.vocab_size
-    fix = f"Give the vocabulary that the checkpoint was trained with ({VOCABULARY_VARIABLE})."
-    check_rows(vocabulary, rows, checkpoint.path, fix)
+    check_rows(vocabulary, rows, checkpoint.path, _FIX)
     padded = padded_rows(vocabulary.vocab_size)
     if not check_own_tokenizer(checkpoint.folders, vocabulary) and rows > padded:
         raise UserError(
             f"The checkpoint's embedding has {rows:,} rows, and the tasks' vocabulary"
             f" {vocabulary.vocab_size:,} pieces ({padded:,} when padded): {shown(vocabulary)}.",
             where=checkpoint.path,
-            fix=f"{fix} If it is this one, put a copy beside the checkpoint, as {PIECES}.",
+            fix=f"{_FIX} If it is this one, put a copy beside the checkpoint, as {PIECES}.",
         )

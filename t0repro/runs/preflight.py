@@ -231,7 +231,11 @@ def _silent(name: str, line: str) -> None:
 def _mesh_data(configuration: Configuration, at_hand: bool) -> None:
     from t0repro.data import checks
 
-    checks.check_data(configuration.inputs, at_hand=at_hand)
+    inputs, config = configuration.inputs, configuration.run_or_refusal
+    checks.check_data(inputs, at_hand=at_hand)
+    if inputs.mixture_or_task_name is not None and isinstance(config, RunConfig):
+        tasks = checks.tasks_with_split(inputs.mixture_or_task_name, inputs.split)
+        checks.check_tokens(tasks, config.model, mesh=True)
 
 
 def _mesh_training_data(configuration: Configuration, jax: bool) -> None:
@@ -327,6 +331,7 @@ def _data(
     checks.check_readable(name, split, use_cached=data.use_cached, tasks=tasks)
     checks.check_shards(name, split, data.num_shards, use_cached=data.use_cached)
     yield "cached" if data.use_cached else "not cached: rendered from rows"
+    checks.check_tokens(tasks, model)
     checks.check_lengths(name, data.sequence_length)
     checks.check_features(tasks, split, data.sequence_length, use_cached=data.use_cached)
     check_vocabularies(name, *vocabularies)

@@ -14,6 +14,7 @@ from t0repro.data.checks import (
     check_features,
     check_readable,
     check_rows,
+    check_tokens,
     check_vocabularies,
     tasks_to_train_on,
     tasks_with_split,
@@ -245,10 +246,11 @@ def test_a_task_that_lacks_a_feature_is_named_by_every_check_before_anything_sta
         mixture_or_task_name=name, split="train", use_cached=False, sequence_length=lengths
     )
     data = SeqioDataConfig(name, lengths, "train", 1, False, 1)
+    model = SimpleNamespace(decoder_only=False)
     checks = [
         lambda: check_data(inputs),  # Mesh TensorFlow's dialect, on both backends
-        lambda: list(preflight._data(data, None, (None, None), "train")),  # T5X's training
-        lambda: list(preflight._data(data, None, (None, None), "infer")),
+        lambda: list(preflight._data(data, model, (None, None), "train")),  # T5X's training
+        lambda: list(preflight._data(data, model, (None, None), "infer")),
         lambda: seqio_plan.check_readable([without_inputs]),  # scripts/cache.sh
     ]
     for check in checks:
@@ -285,3 +287,40 @@ def test_a_task_without_an_optional_feature_is_read(without_inputs):
     feature = without_inputs.output_features["inputs"]
     without_inputs._output_features["inputs"] = dataclasses.replace(feature, required=False)
     check_features([without_inputs], "train", None, use_cached=True)
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"targets": {}}, "task odd has no inputs; it has targets"),
+        (
+            {"inputs": {"rank": 3}, "targets": {}},
+            "inputs of the task odd have rank 3 and type int32",
+        ),
+        ({"inputs": {}, "targets": {"dtype": "float32"}}, "targets .* rank 1 and type float32"),
+        ({"question": {}, "answer": {}}, "task odd has no inputs and no targets; it has question"),
+    ],
+)
+def test_features_that_no_model_reads_are_refused_before_a_run_starts(features, message):
+    """Not after minutes, by SeqIO's converter or Mesh TensorFlow's packing."""
+    vocabulary = seqio.PassThroughVocabulary(8)
+    made = {name: seqio.Feature(vocabulary, **given) for name, given in features.items()}
+    task = SimpleNamespace(name="odd", output_features=made)
+    model = SimpleNamespace(decoder_only=False)
+    for mesh in {False, "float32" not in message}:
+        with pytest.raises(UserError, match=message):
+            check_tokens([task], model, mesh=mesh)
+    if "targets" in features and not features["targets"] and "inputs" not in features:
+        check_tokens([task], SimpleNamespace(decoder_only=True))
+
+
+def test_mesh_tensorflows_lengths_are_of_every_feature(without_inputs, monkeypatch):
+    """Its packing takes them, also of features that no model reads."""
+    monkeypatch.setattr("t0repro.data.checks.check_features", lambda *_, **__: None)
+    inputs = SimpleNamespace(
+        mixture_or_task_name=without_inputs.name, split="train", use_cached=False, mode="train",
+        sequence_length={"targets": 4},
+    )  # fmt: skip
+    with pytest.raises(UserError, match="lengths lack inputs") as error:
+        check_data(inputs)
+    assert error.value.where == "run.sequence_length"

@@ -107,7 +107,8 @@ def test_both_dialects_say_it_in_the_checks_that_a_start_and_a_dry_run_share(tas
     monkeypatch.setattr("t0repro.data.checks.check_vocabularies", lambda *_: None)
     monkeypatch.setattr("t0repro.data.checks.check_rows", lambda *_: None)
     data = SeqioDataConfig(NAME, lengths, "train", 1, False, 1)
+    model = SimpleNamespace(decoder_only=False, vocab_size=1408)
     with heard_by(heard.append):
-        list(preflight._data(data, SimpleNamespace(vocab_size=1408), (None, None), "train"))
-        list(preflight._data(data, SimpleNamespace(vocab_size=1408), (None, None), "infer_eval"))
+        list(preflight._data(data, model, (None, None), "train"))
+        list(preflight._data(data, model, (None, None), "infer_eval"))
     assert [line for line in heard if "lose their end" in line] == notes(task, lengths) * 2

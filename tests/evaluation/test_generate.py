@@ -1,6 +1,7 @@
 """Tasks without answer choices beside ranked ones, in one evaluation and one report."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from t0repro.evaluation.generation import generate_tokens, texts_of
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.outputs import read_records
 from t0repro.evaluation.reading import TaskReader
-from t0repro.evaluation.selection import select_tasks
+from t0repro.evaluation.selection import check_vocabulary, select_tasks
 from t0repro.reports.report import load_report
 from t0repro.runs import rank_eval
 from t0repro.runs.rank_eval import write_results
@@ -144,3 +145,18 @@ def test_tasks_without_a_metric_are_left_out_of_t0s_training_mixture():
     assert "adversarial_qa_dbert_based_on" in selected.generated
     with pytest.raises(UserError, match="have no metric: app_reviews_generate_review"):
         select_tasks("app_reviews_generate_review", "train", ("generate",))
+
+
+def test_a_task_without_inputs_is_refused_before_it_is_read():
+    seqio = pytest.importorskip("seqio")
+    feature = seqio.Feature(seqio.PassThroughVocabulary(8))
+    source = seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: None, ["train"])
+    features = {"question": feature, "answer": feature}
+    seqio.TaskRegistry.add("of_questions", source, preprocessors=[], output_features=features)
+    model = SimpleNamespace(config=SimpleNamespace(decoder_only=False, vocab_size=8))
+    checkpoint = SimpleNamespace(model=model, path="a checkpoint", folders=())
+    try:
+        with pytest.raises(UserError, match="of_questions has no inputs and no targets"):
+            check_vocabulary(["of_questions"], checkpoint)
+    finally:
+        seqio.TaskRegistry.remove("of_questions")
