@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,10 @@ from t0repro.tasks.task import (
     PromptedMixture,
     PromptedTask,
     TaskDescription,
+    check_alike,
     check_rates,
-    check_vocabularies,
-    find_task,
+    find_tasks,
+    may_be_same,
     prompted_mixtures,
     prompted_tasks,
     record_mixture,
@@ -38,6 +40,7 @@ from t0repro.tasks.task import (
 from t0repro.tasks.template_files import TemplateFile, read_template_file
 from t0repro.tasks.templates import fixed_choices, load_template, task_name
 from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
+from t0repro.words import shortened, some
 
 if TYPE_CHECKING:
     import seqio
@@ -94,7 +97,7 @@ def add_prompted_task(
 
     Raises:
       UserError: If the dataset or the template does not exist, the template names a metric that t5
-        does not have, or the name is taken by another task.
+        does not have, the vocabulary has no texts, or the name is taken by another task.
     """
     if template is None:
         template = load_template(dataset, subset, template_name)
@@ -102,6 +105,7 @@ def add_prompted_task(
     if not isinstance(splits, Mapping):
         splits = {split: Split(split) for split in splits}
     _check_metrics(dataset, template)
+    _check_texts(name, vocabulary)
     rows = PromptedRows(name, dataset, subset, template, splits, root)
     # Check before registering anything: SeqIO and the descriptions must not disagree.
     description = _with_most_splits(
@@ -130,18 +134,56 @@ def add_mixture(
       default_rate: Computes a task's rate from its rows.
 
     Raises:
-      UserError: If a rate is negative or non-finite, or all are 0, or the tasks have different
-        vocabularies.
+      UserError: If a rate is missing, negative or non-finite, or all are 0; if a task is not
+        registered, or the tasks have different features or vocabularies; or if there is another
+        mixture of this name.
     """
     rates = tasks if isinstance(tasks, Mapping) else {}
     check_rates(name, rates)
-    known = set(registered_tasks())
-    check_vocabularies(name, [find_task(task) for task in tasks if task in known])
+    mixtures = registered_mixtures()
+    # SeqIO alone mixes mixtures.
+    _check_registered(tasks, {*registered_tasks(), *(mixtures if _seqio_wants_it() else ())})
+    _check_default_rate(name, tasks, default_rate)
+    members = {task.name: task for each in tasks for task in find_tasks(each)}
+    before = prompted_mixtures().get(name)
+    if (name in mixtures and set(mixtures[name]) != set(members)) or (
+        before is not None and before.rates != rates
+    ):
+        raise UserError(
+            f"There is a mixture {name!r} of other tasks or rates already.",
+            fix="Give another name.",
+        )
+    check_alike(name, list(members.values()))
     if _seqio_wants_it():
         from t0repro.tasks.seqio_tasks import add_mixture as add_to_seqio
 
         add_to_seqio(name, tasks, default_rate)
-    record_mixture(PromptedMixture(name, tuple(tasks), rates, default_rate))
+    # One with other tasks, or with mixtures in it, is SeqIO's.
+    if set(tasks) <= prompted_tasks().keys():
+        record_mixture(PromptedMixture(name, tuple(tasks), rates, default_rate))
+
+
+def _check_registered(tasks: Iterable[str], known: Set[str], where: str | None = None) -> None:
+    for task in tasks:
+        if task not in known:
+            raise UserError(
+                f"There is no task {task!r}.",
+                where=where,
+                fix=f"Nearest: {nearest_names(task, sorted(known))}; or name its --module_import.",
+            )
+
+
+def _check_default_rate(name: str, tasks: Iterable[str], rate: Callable[..., float] | None) -> None:
+    if isinstance(tasks, Mapping):
+        return
+    others = [task for task in tasks if task not in prompted_tasks()]
+    if others or not callable(rate):
+        what = f"{some(others)} in mixture {name!r}" if others else f"mixture {name!r}"
+        why = "no prompted task, whose rows" if others else "no function of a task's rows"
+        raise UserError(
+            f"There is no rate for {what}: the default is {why}.",
+            fix="Give each task its rate: add_mixture(name, {task: rate, ...}).",
+        )
 
 
 def _seqio_wants_it() -> bool:
@@ -156,6 +198,16 @@ def _check_metrics(dataset: str, template: Any) -> None:
         raise UserError(
             f"Template {template.name!r} of {dataset} names metrics that t5 lacks: {unknown}.",
             fix=f"Leave the template out, or name others: {', '.join(METRICS)}.",
+        )
+
+
+def _check_texts(task: str, vocabulary: object) -> None:
+    seqio = sys.modules.get("seqio")
+    if seqio is not None and isinstance(vocabulary, seqio.PassThroughVocabulary):
+        raise UserError(
+            f"The task {task} cannot have a PassThroughVocabulary, which takes tokens: a prompt"
+            " gives texts.",
+            fix="Give it a VocabularyFile, or another vocabulary of SeqIO's.",
         )
 
 
@@ -185,6 +237,7 @@ def _with_most_splits(description: TaskDescription) -> TaskDescription:
     if (
         known.prompt != description.prompt
         or theirs.root != ours.root
+        or not may_be_same(known.vocabulary, description.vocabulary)
         or not _agree(theirs.files_of_splits, ours.files_of_splits)
     ):
         raise name_is_taken(description.prompt.name)
@@ -203,7 +256,7 @@ def _agree(one: Mapping[str, Split], other: Mapping[str, Split]) -> bool:
 def name_is_taken(name: str) -> UserError:
     """The error for two different tasks with one name."""
     return UserError(
-        f"A task {name!r} with other data or another prompt is registered already.",
+        f"A task {name!r} with other data, or another prompt or vocabulary, is registered already.",
         fix="Import only one of the modules that register it, or give this one another name.",
     )
 
@@ -289,6 +342,23 @@ def _import(module: str) -> None:
             fix="Name a module that registers tasks, for instance t0repro.tasks.t0. One of your own"
             " is looked for in PYTHONPATH and in the working folder.",
         ) from error
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's module raises, or SeqIO for it
+        if module.startswith(_OWN):
+            raise
+        others = (sys.prefix, sys.base_prefix, str(Path(__file__).parent), "<")
+        own = [
+            f"{frame.filename}:{frame.lineno}"
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith(others)
+        ]
+        raise UserError(
+            f"The module {module!r} cannot be imported:"
+            f" {shortened(f'{type(error).__name__}: {error}', 300)}",
+            where=own[-1] if own else None,
+            fix="Correct the module; --debug shows the traceback.",
+        ) from error
 
 
 # Files of prompts -------------------------------------------------------------------------------
@@ -337,14 +407,8 @@ def register_templates(path: str | Path) -> list[PromptedTask]:
 def _register_mixture(name: str, rates: Mapping[str, float], content: TemplateFile) -> None:
     # Checked here, not by read_template_file: a mixture may name tasks of modules imported since.
     where = f"{content.path}, mixture {name!r}"
-    known = registered_tasks()
-    for task in rates:
-        if task not in known:
-            raise UserError(
-                f"There is no task {task!r}.",
-                where=where,
-                fix=f"Nearest: {nearest_names(task, known)}; or name its --module_import.",
-            )
+    known = set(registered_tasks())
+    _check_registered(rates, known, where)
     mixtures = registered_mixtures()
     before = prompted_mixtures().get(name)
     # The same mixture again is no error: a process may read a file twice.

@@ -24,6 +24,7 @@ from t0repro.tasks.vocabulary import (
     BYTES,
     VocabularyFile,
     are_same,
+    check_ids,
     default_vocabulary,
     local_copy,
 )
@@ -124,8 +125,11 @@ def check_features(
       use_cached: Whether it is read from its cache, if it has a place for one.
 
     Raises:
-      UserError: If a feature is missing, or has another type or rank.
+      UserError: If a feature is missing, or has another type or rank; or if its vocabulary's ids
+        are not what T5 takes them for.
     """
+    for feature in task.output_features.values():
+        check_ids(getattr(feature, "vocabulary", None))
     # Preprocessors may need lengths, but features do not depend on them.
     lengths = lengths or dict.fromkeys(task.output_features, 512)
     cached = use_cached and task.supports_caching

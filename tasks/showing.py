@@ -23,7 +23,7 @@ from t0repro.tasks.task import (
     tasks_of_mixture,
 )
 from t0repro.tasks.templates import Drop, Rendering, UndefinedVariable, compile_template
-from t0repro.tasks.vocabulary import VocabularyFile
+from t0repro.tasks.vocabulary import BYTES, VocabularyFile, address_of, check_ids
 from t0repro.words import shortened
 
 if TYPE_CHECKING:
@@ -322,10 +322,12 @@ def _check(name: str) -> CheckedTask:
     prompted = description.rows
     splits = tuple(prompted.splits_at_hand())
     seen = [_Seen(prompted, split) for split in splits]
+    cut: dict[str, int] = {}
     try:
         for each in seen:
             each.render_first()
         verdict, reason = _judge(seen, description.prompt.has_answer_choices)
+        cut = _count_cut(description.vocabulary, seen)
     except UserError as error:
         where = f" ({error.where})" if error.where else ""
         verdict, reason = Verdict.BROKEN, error.what + where
@@ -338,7 +340,7 @@ def _check(name: str) -> CheckedTask:
         rows=sum(each.rows for each in seen),
         examples=sum(each.examples for each in seen),
         no_example=dict(sum((each.no_example for each in seen), Counter())),
-        cut=_count_cut(description.vocabulary, seen),
+        cut=cut,
     )
 
 
@@ -346,11 +348,13 @@ def _count_cut(
     vocabulary: VocabularyFile | seqio.Vocabulary, seen: Sequence[_Seen]
 ) -> dict[str, int]:
     # A check of prompts must not wait for a download.
-    if isinstance(vocabulary, VocabularyFile) and not Path(vocabulary.address).is_file():
+    address = address_of(vocabulary)
+    if address not in (None, BYTES) and not Path(address).is_file():
         return {}
-    tokenizer, _ = _tokenizer(vocabulary)
-    if tokenizer is None:
-        return {}
+    check_ids(vocabulary)
+    tokenizer: Any = (
+        vocabulary.processor() if isinstance(vocabulary, VocabularyFile) else vocabulary
+    )
     texts = {
         feature: [text for each in seen for text in each.texts[feature]] for feature in LENGTHS
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import os
 import sys
 import types
@@ -188,14 +189,16 @@ def find_tasks(name: str) -> Sequence[DescribedTask | seqio.Task]:
 
     Raises:
       KeyError: If there is neither.
-      UserError: If the tasks have different vocabularies.
+      UserError: If the tasks have different features or vocabularies, or SeqIO cannot mix their
+        rates.
     """
     seqio = sys.modules.get("seqio")
     if seqio is not None and name in seqio.MixtureRegistry.names():
-        tasks = seqio.MixtureRegistry.get(name).tasks
         # A user's module may have made it of any tasks.
-        check_vocabularies(name, tasks)
-        return tasks
+        mixture = seqio.MixtureRegistry.get(name)
+        check_alike(name, mixture.tasks)
+        _check_seqios_rates(mixture)
+        return mixture.tasks
     # By name, as SeqIO sorts them.
     return [
         find_task(each) for each in sorted(_mixtures[name].tasks if name in _mixtures else [name])
@@ -334,31 +337,57 @@ def record_mixture(mixture: PromptedMixture) -> None:
     _mixtures[mixture.name] = mixture
 
 
-def check_vocabularies(mixture: str, tasks: Sequence[DescribedTask | seqio.Task]) -> None:
-    """Checks that the tasks of a mixture have one vocabulary, of inputs and of targets.
+def check_alike(mixture: str, tasks: Sequence[DescribedTask | seqio.Task]) -> None:
+    """Checks that the tasks of a mixture have the same features, of one vocabulary and type each.
 
     A vocabulary that cannot be read here is not compared: whatever needs its tokens says so.
 
     Raises:
       UserError: If two tasks differ; names both, and how to have one vocabulary.
     """
-    for feature in ADDS_EOS:
-        found: list[tuple[Any, list[str]]] = []
-        for task in tasks:
-            if feature not in task.output_features:
-                continue
-            own = task.output_features[feature].vocabulary
-            for known, names in found:
-                if _may_be_same(known, own):
-                    names.append(task.name)
-                    break
-            else:
-                found.append((own, [task.name]))
+    # SeqIO compares them too, but only once a run reads its first examples.
+    _check_same(mixture, "features", {task.name: tuple(task.output_features) for task in tasks})
+    for feature in tasks[0].output_features if tasks else ():
+        own = {task.name: task.output_features[feature] for task in tasks}
+        types = {name: getattr(each, "dtype", "int32") for name, each in own.items()}
+        _check_same(mixture, f"types of {feature}", types)
+        vocabularies = {name: getattr(each, "vocabulary", None) for name, each in own.items()}
+        found = _kinds(vocabularies, may_be_same)
         if len(found) > 1:
             raise _several_vocabularies(mixture, feature, found)
 
 
-def _may_be_same(one: Any, other: Any) -> bool:
+def _check_same(mixture: str, what: str, of_tasks: Mapping[str, Any]) -> None:
+    found = _kinds(of_tasks, operator.eq)
+    if len(found) > 1:
+        sides = [
+            f"{', '.join(own) if isinstance(own, tuple) else getattr(own, 'name', own)} in"
+            f" {some(names, 2)}"
+            for own, names in found
+        ]
+        raise UserError(
+            f"The tasks of mixture {mixture!r} have different {what}: {'; '.join(sides)}.",
+            fix="Mix only tasks with the same output_features; a prompted task has inputs and"
+            " targets, of int32.",
+        )
+
+
+def _kinds(
+    of_tasks: Mapping[str, Any], same: Callable[[Any, Any], bool]
+) -> list[tuple[Any, list[str]]]:
+    """The different values of tasks, each with the names of those that have it."""
+    found: list[tuple[Any, list[str]]] = []
+    for task, own in of_tasks.items():
+        names = next((names for known, names in found if same(known, own)), None)
+        if names is None:
+            found.append((own, [task]))
+        else:
+            names.append(task)
+    return found
+
+
+def may_be_same(one: Any, other: Any) -> bool:
+    """Whether two vocabularies are the same, or one cannot be read here."""
     try:
         return are_same(one, other)
     except (UserError, OSError):
@@ -372,7 +401,7 @@ def _several_vocabularies(
     sides = [f"{shown(vocabulary)} in {some(names, 2)}" for vocabulary, names in found]
     fix = "Register the tasks with one vocabulary"
     # Only tasks with the default vocabulary can be given another one from outside.
-    others = [address_of(own) for own, _ in found if not _may_be_same(own, default)]
+    others = [address_of(own) for own, _ in found if not may_be_same(own, default)]
     if len(others) == len(found) - 1 == 1 and others[0]:
         fix = f"Give all the same: {VOCABULARY_VARIABLE}={others[0]}; or register them with one"
     return UserError(
@@ -402,6 +431,21 @@ def check_rates(mixture: str, rates: Mapping[str, float]) -> None:
             where=", ".join(list(rates)[:5]) + (", ..." if len(rates) > 5 else ""),
             fix="Give at least one of its tasks a rate above 0.",
         )
+
+
+def _check_seqios_rates(mixture: seqio.Mixture) -> None:
+    """Checks the rates of a mixture that is SeqIO's, and those of the mixtures in it."""
+    rates = mixture.rate_per_task_name
+    for part in mixture._sub_mixtures:
+        if callable(rates[part.name]):
+            raise UserError(
+                f"The rate of mixture {part.name!r} in mixture {mixture.name!r} is a function,"
+                " which SeqIO has for tasks alone.",
+                fix="Give it a number.",
+            )
+        _check_seqios_rates(part)
+    # What a function returns may need the rows.
+    check_rates(mixture.name, {name: 1 if callable(r) else r for name, r in rates.items()})
 
 
 def registered_mixtures() -> Mapping[str, Sequence[str]]:

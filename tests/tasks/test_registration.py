@@ -15,9 +15,11 @@ from t5.evaluation import metrics
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks, vocabulary
 from t0repro.tasks.demo.datasets import VOCABULARY
+from t0repro.tasks.listing import list_tasks
 from t0repro.tasks.prompt_cache.seqio_plan import selected_tasks
-from t0repro.tasks.registration import add_mixture, add_prompted_task
+from t0repro.tasks.registration import add_mixture, add_prompted_task, load_tasks
 from t0repro.tasks.seqio_tasks import postprocess, task_metrics
+from t0repro.tasks.showing import Verdict, check_tasks
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.task import find_tasks, prompted_mixtures, tasks_of_mixture
 from t0repro.tasks.templates import load_template
@@ -33,6 +35,7 @@ def add(rows_root, monkeypatch):
     for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
         monkeypatch.setattr(registry, "_REGISTRY", {})
     monkeypatch.setattr("t0repro.tasks.task._tasks", {})
+    monkeypatch.setattr("t0repro.tasks.task._mixtures", {})
     vocabulary = VocabularyFile(str(VOCABULARY))
 
     def add_task(template="GPT-3 style", splits=SPLITS, **options):
@@ -271,3 +274,79 @@ def test_a_mixture_is_made_while_a_vocabulary_is_missing(add, tmp_path):
         for template in ("GPT-3 style", "MNLI crowdsource")
     ]
     add_mixture("unread", dict.fromkeys(names, 1.0))
+
+
+def test_what_add_mixture_cannot_mix_is_refused_by_name(add):
+    """Before SeqIO has it: SeqIO ends with its own errors, some once a run reads examples."""
+    name = add().name
+    feature = seqio.Feature(seqio.SentencePieceVocabulary(str(VOCABULARY), 100))
+    source = seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: None, ["train"])
+    features = dict.fromkeys(("inputs", "targets"), feature)
+    seqio.TaskRegistry.add("seqios", source, preprocessors=[], output_features=features)
+    add_mixture("one", {name: 1.0})
+    for tasks, rate, message in (
+        ({"absent": 1.0}, None, "There is no task 'absent'"),
+        ([name], None, "no rate for mixture 'bad': the default is no function"),
+        ([name], 1.0, "no rate for mixture 'bad': the default is no function"),
+        ([name, "seqios"], lambda rows: 1.0, "no rate for seqios in mixture 'bad'"),
+        ([name, "one"], lambda rows: 1.0, "no rate for one in mixture 'bad'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            add_mixture("bad", tasks, rate)
+    for tasks in ({name: 2.0}, {name: 1.0, "seqios": 1.0}):
+        with pytest.raises(UserError, match="There is a mixture 'one' of other tasks or rates"):
+            add_mixture("one", tasks)
+    add_mixture("one", {name: 1.0})
+    add_mixture("nested", {"one": 1.0, "seqios": 3.0})
+    assert {task.task: task.rate for task in list_tasks("nested")} == {name: 1}
+    assert set(seqio.MixtureRegistry.names()) == {"one", "nested"}
+
+
+def test_rates_that_seqio_cannot_mix_are_refused_where_the_mixture_is_named(add):
+    name = add().name
+    seqio.MixtureRegistry.add("inner", [(name, 1.0)])
+    seqio.MixtureRegistry.add("outer", [("inner", lambda task: 1.0)])
+    seqio.MixtureRegistry.add("negative", [(name, -1.0)])
+    seqio.MixtureRegistry.add("of_negative", [("negative", 1.0)])
+    for mixture, message in (
+        ("outer", "rate of mixture 'inner' in mixture 'outer' is a function"),
+        ("of_negative", "in mixture 'negative' is -1.0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            tasks_of_mixture(mixture)
+
+
+def test_a_task_again_with_another_vocabulary_and_one_of_tokens_are_refused(add, tmp_path):
+    add()
+    with pytest.raises(UserError, match="another prompt or vocabulary, is registered already"):
+        add(vocabulary=VocabularyFile(str(write_vocabulary(tmp_path / "own.model", pieces=2_000))))
+    with pytest.raises(UserError, match="cannot have a PassThroughVocabulary"):
+        add("MNLI crowdsource", vocabulary=seqio.PassThroughVocabulary(8))
+
+
+def test_the_check_of_tasks_opens_their_vocabularies(add, tmp_path):
+    """A run would refuse these ids; bytes have no file, and their tokens are counted too."""
+    path = str(write_vocabulary(tmp_path / "default_ids.model", unk=0, bos=1, eos=2))
+    name, of_bytes = add(vocabulary=VocabularyFile(path)).name, "of_bytes"
+    add("MNLI crowdsource", vocabulary=VocabularyFile("bytes"), name=of_bytes)
+    broken, counted = check_tasks([name, of_bytes], lambda count: None)
+    assert broken.verdict is Verdict.BROKEN and "padding's id, 0" in broken.reason
+    assert counted.verdict is Verdict.OK and counted.cut == {"inputs": 0, "targets": 0}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("seqio.MixtureRegistry.add('bad', [])", "ValueError: Mixture, bad, does not contain any"),
+        ("x = ", "SyntaxError: "),
+    ],
+)
+def test_a_module_that_raises_when_it_is_imported_is_named_with_its_line(
+    tmp_path, monkeypatch, line, said
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / f"raises_{said.partition(':')[0].lower()}.py"
+    file.write_text(f"import seqio\n{line}\n")
+    with pytest.raises(UserError, match=f"'{file.stem}' cannot be imported: {said}") as error:
+        load_tasks([file.stem], into_seqio=False)
+    assert f"{file}:2" == error.value.where or "line 2" in error.value.what
