@@ -290,6 +290,7 @@ HELD = {
     "checkpoint fetch": ("checkpoint", "fetch", "t5_1_1_lm100k_small", "--to=OUT"),
     "compare": ("compare", "SUITE", "SUITE", "--out=OUT"),
     "convert": ("convert", "MODEL", "OUT", "--to=hf"),
+    "encode": ("encode", "--checkpoint=MODEL", "--texts=ROWS", "--out=OUT/x.npz"),
     "eval": (
         *("eval", *T5X, "--gin_file=t5x/configs/runs/eval.gin", "--gin.EVAL_OUTPUT_DIR='OUT'"),
         "--gin.CHECKPOINT_PATH='MODEL/checkpoint_3'",
@@ -313,7 +314,12 @@ HELD = {
     ),
 }
 """Command lines that find their folder held."""
-FOLDERS = {"aux": "auxiliary", "eval": "inference_eval", "infer": ".shard-00000-of-00001"}
+FOLDERS = {
+    "aux": "auxiliary",
+    "encode": ".x.npz.partial",
+    "eval": "inference_eval",
+    "infer": ".shard-00000-of-00001",
+}
 UNLOCKED = {
     *("adapters merge", "adapters unmerge"),
     *("precompile", "run", "t5_mesh_transformer", "vertex status"),

@@ -41,6 +41,7 @@ WRITERS = {
     "checkpoint fetch": ("checkpoint fetch",),
     "compare": ("compare",),
     "convert": ("convert to mtf", "convert to hf"),
+    "encode": ("encode",),
     "eval": ("eval",),
     "infer": ("infer",),
     "parity": ("parity",),
@@ -106,7 +107,13 @@ def make_inputs(root: Path) -> dict[str, Path]:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (root / "train" / "metrics.jsonl").write_text(lines)
     save_checkpoints(root / "model", 3)
-    return {"SUITE": suite.folder, "TRAIN": root / "train", "MODEL": root / "model"}
+    (root / "rows.jsonl").write_text("[5, 9, 1]\n[7, 1]\n" * 20)
+    return {
+        "SUITE": suite.folder,
+        "TRAIN": root / "train",
+        "MODEL": root / "model",
+        "ROWS": root / "rows.jsonl",
+    }
 
 
 @contextlib.contextmanager
@@ -134,6 +141,7 @@ def writers(root: Path, inputs: dict[str, Path]) -> Iterator[dict[str, Job]]:
             "tasks fetch-p3": lambda out: fetch_task(hub.url, out),
             "cache": cache,
             "precompile": precompile,
+            "encode": encode(whole("encode --checkpoint MODEL --texts ROWS --out OUT/x.npz")),
             "score_eval": score_eval,
             "rank-eval": rank_eval,
             "parity": parity,
@@ -175,6 +183,15 @@ def export(out: Path) -> None:
             out,
             "suite",
         )
+
+
+def encode(job: Job) -> Job:
+    def run(out: Path) -> None:
+        # The last sync may fail when the file is there, and whole.
+        if not (out / "x.npz").exists():
+            job(out)
+
+    return run
 
 
 def cache(out: Path) -> None:

@@ -46,7 +46,9 @@ def encode(
     vocab: Annotated[
         str | None,
         typer.Option(
-            help="The SentencePiece model of the texts.", show_default="the checkpoint's own"
+            callback=source,
+            help="The SentencePiece model of the texts.",
+            show_default="the checkpoint's own",
         ),
     ] = None,
     step: Annotated[

@@ -247,7 +247,7 @@ class _Layout:
         if self.suffix == ".npz":
             file.flush()
             complete = complete.with_name("complete.npz")
-            with zipfile.ZipFile(complete, "w") as archive:
+            with open(complete, "wb") as target, zipfile.ZipFile(target, "w") as archive:
                 with archive.open(f"{EMBEDDINGS}.npy", "w", force_zip64=True) as entry:
                     file.seek(0)
                     shutil.copyfileobj(file, entry, 1 << 20)

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import abc
 import concurrent.futures
-import contextlib
 import dataclasses
-import importlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -37,16 +36,18 @@ MetricsMap = MetricMap  # T5X's name
 class Scalar(float):
     """A metric's value: a number that is a clu.values.Scalar too, with `.value`."""
 
+    def __new__(cls, value: float) -> Self:
+        """Makes the number known to clu, if somebody has imported clu and may ask for its class."""
+        # T5X's own actions, and those written like them, act on a clu.values.Scalar and on nothing
+        # else. Importing clu here would import TensorFlow.
+        if values := sys.modules.get("clu.values"):
+            values.Scalar.register(cls)
+        return super().__new__(cls, value)
+
     @property
     def value(self) -> float:
         """The number."""
         return float(self)
-
-
-# T5X's own actions, and those written like them, act on a clu.values.Scalar and on nothing else.
-# The core has no clu, and then nobody can ask for its class.
-with contextlib.suppress(ImportError):
-    importlib.import_module("clu.values").Scalar.register(Scalar)
 
 
 @flax.struct.dataclass

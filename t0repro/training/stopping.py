@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import enum
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -206,6 +208,9 @@ def make_actions(configs: Sequence[ActionConfig]) -> RunActions:
 
 def _made(config: ActionConfig) -> BaseAction:
     if isinstance(config, UserClass):
+        # It may ask for clu's class inside a method, where it imports clu only then.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("clu.values")
         return config.made({}, "train.actions")
     if isinstance(config, TerminateOnNanConfig):
         return TerminateOnNanAction(config.task, config.metric)

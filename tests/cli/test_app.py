@@ -179,7 +179,8 @@ def test_a_command_that_prints_a_table_prints_json_too(command):
 
 # docs/runs.md: "`--json` works with every command that prints a table or a page".
 WITH_JSON = {
-    *("doctor", "explain", "parity", "precompile", "rank-eval", "compare", "runs", "plot"),
+    *("doctor", "encode", "explain", "parity", "precompile", "rank-eval", "compare", "runs"),
+    "plot",
     *("inspect", "diff", "verify", "released", "plan", "status", "make", "history"),
     *("ls", "show", "check", "overlap"),
 }

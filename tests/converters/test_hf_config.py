@@ -90,7 +90,6 @@ def test_distance_and_epsilon_are_read():
         ("model_type", {"model_type": "longt5"}),
         ("model_type", {"model_type": "t5gemma"}),
         ("auto_map", t5(auto_map={"AutoModel": "modeling_own.OwnModel"})),
-        ("architectures", t5(architectures=["T5EncoderModel"])),
         ("architectures", t5(architectures=["T5ForTokenClassification"])),
         ("model_type", {}),
     ],

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from t0repro.evaluation.outputs import ScoredPairs, read_task_scores
 from t0repro.evaluation.task_output import LineFile
 
-floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+floats = st.floats(width=32, max_value=0.0, allow_nan=False, allow_infinity=False)
 pairs = st.lists(
     st.tuples(st.integers(0, 50), st.integers(0, 5), st.booleans(), st.integers(1, 99), floats),
     min_size=1,
