@@ -264,11 +264,13 @@ def _batch(config: RunConfig) -> Iterator[str]:
 
 
 def _schedule(config: RunConfig) -> None:
+    import jax.numpy as jnp
+
     from t0repro.training.optimizers import make_schedule
 
     if config.schedule is not None:
         # Its factors are looked up by their names when it is called.
-        make_schedule(config.schedule)(0)
+        make_schedule(config.schedule)(jnp.asarray(0))
 
 
 def _choices(config: RunConfig) -> list[Check]:
