@@ -36,7 +36,7 @@ MetricsMap = MetricMap  # T5X's name
 class Scalar(float):
     """A metric's value: a number that is a clu.values.Scalar too, with `.value`."""
 
-    def __new__(cls, value: float) -> Self:
+    def __new__(cls, value: float | np.ndarray) -> Self:
         """Makes the number known to clu, if somebody has imported clu and may ask for its class."""
         # T5X's own actions, and those written like them, act on a clu.values.Scalar and on nothing
         # else. Importing clu here would import TensorFlow.
