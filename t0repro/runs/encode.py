@@ -47,7 +47,7 @@ def encode(
       vocabulary: The texts' SentencePiece model; by default the checkpoint's own, or T5's if it has
         none.
       pool: "mean" averages the outputs of a row's tokens; "first" takes the first token's.
-      batch_size: Rows on the devices at once, rounded up to whole blocks of about 512 tokens on a
+      batch_size: Rows on the devices at once, rounded up to whole blocks of about 1,024 tokens on a
         CPU and 16,384 on an accelerator.
       dtype: Type of the activations and the result; float32 by default. A checkpoint that is open
         keeps its own.
