@@ -164,9 +164,10 @@ def open_encoder(path: str, activation: DType, step: int | None = None) -> Check
     """
     from t0repro.converters import sources
 
-    encoder_shape(path, step)
     ref = sources.find_checkpoint(path, step)
     tree = sources.open_tree(ref, slots=False, encoder_only=True)
+    if naming.is_decoder_only(tree):
+        raise _without_encoder(path)
     return _opened(ref, tree, path, activation, encoder_only=True)
 
 
@@ -180,12 +181,16 @@ def encoder_shape(path: str, step: int | None = None) -> ModelShape:
 
     shape = sources.check_checkpoint(sources.open_checkpoint(sources.find_checkpoint(path, step)))
     if shape.decoder_only:
-        raise UserError(
-            "The model has no encoder.",
-            where=path,
-            fix="Give a model with an encoder, or an encoder alone.",
-        )
+        raise _without_encoder(path)
     return shape
+
+
+def _without_encoder(path: str) -> UserError:
+    return UserError(
+        "The model has no encoder.",
+        where=path,
+        fix="Give a model with an encoder, or an encoder alone.",
+    )
 
 
 def opened_once(

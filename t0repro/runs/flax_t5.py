@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t0repro.converters.released import OPT_IN
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import Checkpoint, open_encoder
 from t0repro.model.attention import Visibility
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, nonpadding
 
-HUB_OPT_IN = "T0REPRO_CHECKPOINT_HUB"
 _FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.msgpack", "spiece.model")
 
 
@@ -156,14 +156,14 @@ def _hub_folder(name: str, subfolder: str, revision: str | None) -> str:
                 name,
                 revision=revision,
                 allow_patterns=patterns,
-                local_files_only=os.environ.get(HUB_OPT_IN) != "1",
+                local_files_only=os.environ.get(OPT_IN) != "1",
             )
         except LocalEntryNotFoundError as error:
             found = error
     raise UserError(
         "There is no such folder, and the hub's cache on this machine does not have the model.",
         where=name,
-        fix=f"Give a local folder, or set {HUB_OPT_IN}=1 to allow a download by huggingface_hub.",
+        fix=f"Give a local folder, or set {OPT_IN}=1 to allow a download by huggingface_hub.",
     ) from found
 
 
