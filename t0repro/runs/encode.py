@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -164,8 +165,9 @@ class Tokenizer:
             say(f"{rows} cut to {self._limits.length} tokens")
 
     def identity(self) -> str | None:
-        """The vocabulary's address, if a text has needed it."""
-        return self._file and self._file.address
+        """A hash of the vocabulary, if a text has needed it."""
+        # Not its address: a file may be replaced between an interrupted command and the next.
+        return self._file and hashlib.sha256(self._file.sp_model).hexdigest()
 
     def _check_may_cut(self, tokens: int, where: str) -> None:
         if self._limits.too_long == "error":

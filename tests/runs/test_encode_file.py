@@ -11,7 +11,10 @@ from safetensors.numpy import load_file
 import t0repro
 from t0repro.errors import UserError
 from t0repro.runs import encode_file as module
+from t0repro.runs.encode import Limits, Tokenizer
 from t0repro.runs.encode_file import encode_file
+from t0repro.tasks import vocabulary as vocabularies
+from t0repro.tasks.demo.datasets import VOCABULARY as DEMO_VOCABULARY
 
 from ..converters.encoders import VOCABULARY, save_encoder
 
@@ -127,3 +130,26 @@ def test_an_output_that_exists_or_has_no_format_is_refused(model, texts, tmp_pat
     with pytest.raises(UserError, match="no bfloat16"):
         encode_file(model, texts, tmp_path / "other.npz", dtype="bfloat16")
     assert (tmp_path / "out.npz").read_text() == "mine"
+
+
+def test_a_vocabulary_that_was_replaced_under_its_name_is_another(tmp_path):
+    model = str(save_encoder(tmp_path / "model", rows=1408))
+    vocabulary = tmp_path / "spiece.model"
+    identities = []
+    for content in (DEMO_VOCABULARY.read_bytes(), with_another_score(DEMO_VOCABULARY.read_bytes())):
+        vocabulary.write_bytes(content)
+        # A process opens a file once; the next command is another process.
+        vocabularies._open.cache_clear()
+        tokenizer = Tokenizer(model, vocabulary, 1408, Limits())
+        assert tokenizer.identity() is None
+        tokenizer.ids("It rained.", "row 0")
+        identities.append(tokenizer.identity())
+    assert identities[0] != identities[1]
+
+
+def with_another_score(content: bytes) -> bytes:
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(content)
+    model.pieces[-1].score -= 1.0
+    return model.SerializeToString()
