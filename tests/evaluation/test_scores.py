@@ -7,14 +7,18 @@ from t0repro.evaluation.outputs import ScoredPairs, read_task_scores
 from t0repro.evaluation.task_output import LineFile
 
 floats = st.floats(width=32, max_value=0.0, allow_nan=False, allow_infinity=False)
-pairs = st.lists(
-    st.tuples(st.integers(0, 50), st.integers(0, 5), st.booleans(), st.integers(1, 99), floats),
-    min_size=1,
-    unique_by=lambda pair: pair[:2],
-)
 
 
-@given(pairs=pairs, parts=st.integers(1, 4))
+@st.composite
+def pairs_in_any_order(draw):
+    """(input, choice, correct, length, score) of inputs whose choices count up from 0."""
+    inputs = draw(st.dictionaries(st.integers(0, 50), st.integers(1, 6), min_size=1, max_size=12))
+    values = st.tuples(st.booleans(), st.integers(1, 99), floats)
+    pairs = [(i, c, *draw(values)) for i, choices in inputs.items() for c in range(choices)]
+    return draw(st.permutations(pairs))
+
+
+@given(pairs=pairs_in_any_order(), parts=st.integers(1, 4))
 @settings(deadline=None, max_examples=50)
 def test_files_give_back_the_pairs_sorted_and_metrics_get_them_as_they_came(
     pairs, parts, tmp_path_factory
