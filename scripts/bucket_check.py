@@ -101,7 +101,7 @@ def _losses(lines: bytes) -> dict[int, float]:
 
 def _compared_with(store: str, folder: Path) -> bool:
     """Runs the sequence in a store; prints whether, and how, it differs from a folder's."""
-    import bucket_servers
+    from helpers import bucket_servers
 
     server = bucket_servers.GoogleStorage() if store == "gs" else bucket_servers.S3()
     os.environ.update(server.environment(server.port))

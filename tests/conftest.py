@@ -175,7 +175,7 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def bucket_servers():
     """Starts each store's server once; scheme -> the environment in which its store is found."""
-    from .bucket_servers import S3, GoogleStorage
+    from .helpers.bucket_servers import S3, GoogleStorage
 
     started = {"gs": GoogleStorage(), "s3": S3()}
     yield {scheme: server.environment(server.port) for scheme, server in started.items()}

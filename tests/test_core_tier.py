@@ -12,7 +12,7 @@ import pytest
 
 from t0repro.tasks.registration import load_tasks
 
-from .locks import beyond_the_core, hide_all_but_the_core
+from .helpers.locks import beyond_the_core, hide_all_but_the_core
 from .runs.tiny_gin import MODEL, SIZES
 from .tasks.prompt_caches import files, make
 

@@ -21,7 +21,7 @@ from t0repro.cli.spelling import canonical, with_t5x_overrides
 from t0repro.config.mtf.dialect import KNOWN_BINDINGS
 from t0repro.config.t5x.modules import records_by_module
 
-from .docs_commands import (
+from .helpers.docs_commands import (
     ROOT,
     command_lines,
     fault,

@@ -7,7 +7,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 
-from .docs_commands import ROOT
+from .helpers.docs_commands import ROOT
 
 NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
 

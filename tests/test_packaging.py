@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from .locks import TIERS, locked, normal_name
+from .helpers.locks import TIERS, locked, normal_name
 
 ROOT = Path(__file__).resolve().parents[1]
 

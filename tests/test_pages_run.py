@@ -22,8 +22,8 @@ from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.tasks.demo.datasets import VOCABULARY
 
-from .docs_commands import ROOT, commands, failures, pages
 from .evaluation.small_model import save_adapter
+from .helpers.docs_commands import ROOT, commands, failures, pages
 
 INDEX = "installs packages from an index"
 HUB = "downloads from a hub"

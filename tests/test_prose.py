@@ -7,7 +7,7 @@ import typer
 
 from t0repro.cli import app
 
-from .docs_commands import ROOT
+from .helpers.docs_commands import ROOT
 
 PROSE = runpy.run_path(str(ROOT / "scripts" / "prose.py"))
 

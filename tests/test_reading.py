@@ -30,7 +30,7 @@ from t0repro.tasks.prompt_cache.records import read_records
 from t0repro.tasks.template_files import read_template_file
 from t0repro.training.checkpoints import load_tree, save_tree
 
-from . import tiny_models
+from .helpers import tiny_models
 from .reports.scored_folder import write_scores
 from .tasks.prompt_caches import make
 

@@ -9,7 +9,7 @@ import pytest
 
 import t0repro
 
-from .walk import walk as walk_from
+from .helpers.walk import walk as walk_from
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -22,9 +22,19 @@ import pytest
 from t0repro import files
 
 from .cli.test_addresses import options
+from .helpers.writers import (
+    JOBS,
+    LINES,
+    WRITERS,
+    WRITES_NOTHING,
+    Job,
+    act,
+    command,
+    make_inputs,
+    writers,
+)
 from .runs.tiny_gin import SIZES
 from .tasks.test_p3 import TASK
-from .writers import JOBS, LINES, WRITERS, WRITES_NOTHING, Job, act, command, make_inputs, writers
 
 # Faults ------------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ def main() -> None:
     if arguments.read:
         print(*read(*arguments.read))
         return
-    import bucket_servers
+    from helpers import bucket_servers
 
     from t0repro import buckets
 

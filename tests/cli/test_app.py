@@ -17,7 +17,7 @@ from t0repro.cli.gate import ErrorHandling
 from t0repro.cli.spelling import show_canonical, with_t5x_overrides
 from t0repro.errors import UserError
 
-from ..docs_commands import programs_started
+from ..helpers.docs_commands import programs_started
 from .commands import run
 
 

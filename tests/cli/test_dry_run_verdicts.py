@@ -14,7 +14,7 @@ import pytest
 
 from t0repro.config.t5x.inference import eval_plan
 
-from .. import commands
+from ..helpers import commands
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
 
 TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"

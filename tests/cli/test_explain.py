@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from .. import commands
+from ..helpers import commands
 
 FILES = [
     "--gin_file",

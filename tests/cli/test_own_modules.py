@@ -9,7 +9,7 @@ import pytest
 from t0repro.cli import gate
 from t0repro.progress import NOT_ON_A_TPU, quiet_libtpu
 
-from .. import commands
+from ..helpers import commands
 
 
 def tasks_ls(folder, *arguments):

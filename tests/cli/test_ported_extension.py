@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from .. import commands
+from ..helpers import commands
 from ..runs.tiny_gin import SIZES
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs/trainer.md").read_text()

@@ -10,9 +10,9 @@ from t0repro.adapters import ia3
 from t0repro.config.t5x.inference import eval_plan
 from t0repro.files import folder_lock
 
-from .. import commands
 from ..evaluation.small_model import save_adapter
-from ..own_lines import foreign_lines
+from ..helpers import commands
+from ..helpers.own_lines import foreign_lines
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
 
 EVAL_MACROS = ("MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH", "EVAL_OUTPUT_DIR")

@@ -11,7 +11,7 @@ import pytest
 
 from t0repro.cli import app
 
-from ..own_lines import foreign_lines
+from ..helpers.own_lines import foreign_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = "--module_import=t0repro.tasks.demo"

@@ -10,8 +10,8 @@ from t0repro.config.t5x.inference import eval_plan
 from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint
 
-from .. import commands
-from ..own_lines import foreign_lines
+from ..helpers import commands
+from ..helpers.own_lines import foreign_lines
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
 from ..tasks.prompt_caches import make
 

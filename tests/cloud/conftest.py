@@ -18,7 +18,7 @@ from t0repro.cloud.google import Place, connect
 from tests.cloud import tiny_jobs
 from tests.cloud.services import LOCATION, PROJECT, Services, serving
 from tests.cloud.storage import StorageServer
-from tests.loopback import running
+from tests.helpers.loopback import running
 
 BUCKET = "bucket"
 

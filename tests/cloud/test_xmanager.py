@@ -15,7 +15,7 @@ from t0repro.errors import UserError
 from tests.cloud.commands import submit, vertex
 from tests.cloud.docker_daemon import IMAGE, DockerDaemon
 from tests.cloud.services import JobState
-from tests.loopback import running
+from tests.helpers.loopback import running
 
 pytest.importorskip("xmanager", reason="needs the extra xmanager")
 pytestmark = [

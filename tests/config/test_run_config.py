@@ -21,7 +21,7 @@ from t0repro.config.run_config import (
 from t0repro.config.training_plan import TrainDataConfig, mesh_transformer_plan
 from t0repro.errors import UserError
 
-from ..tiny_models import PLAN, run_config
+from ..helpers.tiny_models import PLAN, run_config
 
 # For the fields that no strategy is given for below: a NaN is not equal to itself.
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-import tests.tiny_models as tiny
+import tests.helpers.tiny_models as tiny
 from t0repro.config.run_config import Arithmetic
 from t0repro.config.t5x import gin_files, run
 from t0repro.config.translation import translated

@@ -18,7 +18,7 @@ from t0repro.evaluation.opened import open_checkpoint
 from t0repro.parameters import naming
 from t0repro.training.checkpoints import checkpoint_path, save_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 _DEEP = tiny.model_config(num_encoder_layers=2, num_decoder_layers=2)
 _RELU = dataclasses.replace(_DEEP, activations=("relu",))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from t0repro.cli import checkpoint
 from t0repro.errors import UserError
 
-from ..own_lines import foreign_lines
+from ..helpers.own_lines import foreign_lines
 from . import tensorflow_tables
 
 

@@ -59,7 +59,7 @@ class JaxStack:
         from t0repro.training.train_state import new_train_state
         from t0repro.training.train_step import make_train_step
 
-        from ..tiny_models import FLOAT32, model_config
+        from ..helpers.tiny_models import FLOAT32, model_config
 
         optimizer = make_optimizer(
             AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 128)

@@ -16,8 +16,8 @@ from t0repro.errors import UserError
 from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
 from t0repro.parameters import naming
 
-from .. import tiny_models as tiny
 from ..cli.commands import run
+from ..helpers import tiny_models as tiny
 from .peft_side import MODELS, forget_hash, save_adapter, save_base, tokens
 
 MODEL = MODELS["gated, untied"]

@@ -27,7 +27,7 @@ from t0repro.tasks.task import not_at_hand
 from t0repro.tasks.vocabulary import DEFAULT_ADDRESS
 from tests.tasks.vocabularies import write_vocabulary
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 @pytest.mark.parametrize("use_cached", [True, False])

@@ -19,7 +19,7 @@ from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.registration import add_mixture, describing
 from t0repro.tasks.task import task_descriptions
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 with describing():
     import t0repro.tasks.demo  # noqa: F401

@@ -22,7 +22,7 @@ from t0repro.tasks.registration import add_prompted_task
 from t0repro.tasks.rows import DATA_VARIABLE
 from t0repro.tasks.task import DescribedTask, task_descriptions
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from ..tasks.prompt_caches import make
 from .test_cached import assert_equal
 

@@ -20,7 +20,7 @@ from t0repro.data.train_data import (
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 compat.install()
 import seqio  # noqa: E402

@@ -17,7 +17,7 @@ from t0repro.evaluation.pairs import distinct_pairs
 from t0repro.model.t5 import T5
 from t0repro.progress import heard_by
 
-from ..plain_scoring import row_scores
+from ..helpers.plain_scoring import row_scores
 from .small_model import CONFIG, MODEL, small_parameters
 
 TOLERANCE = 1e-5  # absolute, per target token

@@ -35,7 +35,7 @@ from t0repro.tasks import task as registry
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.registration import register_templates
 
-from ..plain_scoring import row_scores
+from ..helpers.plain_scoring import row_scores
 from ..tasks.prompt_caches import make
 from .small_model import save_model
 

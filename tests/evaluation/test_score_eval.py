@@ -14,7 +14,7 @@ from t0repro.evaluation import reading
 from t0repro.evaluation.task_output import explaining_incomplete_inputs
 from t0repro.runs import evaluate as score_eval
 
-from ..tiny_models import run_config
+from ..helpers.tiny_models import run_config
 
 SIZES = (3, 4, 2, 9, 1, 1)
 

@@ -29,8 +29,8 @@ from t0repro.training.checkpoints import (
     save_tree,
 )
 
-from ..bucket_servers import S3, GoogleStorage
-from ..faulty_store import FaultyStore
+from ..helpers.bucket_servers import S3, GoogleStorage
+from .faulty_store import FaultyStore
 from .jobs import LAST_STEP, T0REPRO, Job, visible_files, write_checkpoint
 
 pytestmark = pytest.mark.hardlife

@@ -9,7 +9,7 @@ import pytest
 
 from t0repro.converters.sources import load_any
 
-from ..bucket_servers import S3, GoogleStorage, Relay
+from ..helpers.bucket_servers import S3, GoogleStorage, Relay
 from . import jobs
 
 pytestmark = pytest.mark.hardlife

@@ -16,7 +16,7 @@ from t0repro.progress import heard_by
 from t0repro.training.checkpoints import checkpoint_path, save_tree
 from t0repro.training.train_state import to_flat_tree
 
-from ..tiny_models import new_state
+from ..helpers.tiny_models import new_state
 
 # Evaluates "accuracy" as a function of the checkpoint's step, and counts how often it ran.
 EVALUATOR = """

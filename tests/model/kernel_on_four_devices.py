@@ -10,8 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
+from helpers.tiny_models import ADAFACTOR, FLOAT32, SCHEDULE, batches, model_config
 from partitioning.device_steps import run_steps
-from tiny_models import ADAFACTOR, FLOAT32, SCHEDULE, batches, model_config
 
 from t0repro.config.run_config import Layout
 from t0repro.model import attention, gpu_attention, tpu_attention

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tests.tiny_models as tiny
+import tests.helpers.tiny_models as tiny
 from t0repro.config.run_config import Arithmetic
 from t0repro.model.layers import (
     Dropout,

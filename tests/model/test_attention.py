@@ -26,7 +26,7 @@ from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning import costs
 from t0repro.training.train_step import loss_and_gradients
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 needs_compiler = pytest.mark.skipif(not cpu_attention.available(), reason="no C++ compiler here")
 KINDS = ("packed", "causal", "cross", "prefix", "blind")

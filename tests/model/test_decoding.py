@@ -12,7 +12,7 @@ from t0repro.config.decoding import DecodingConfig
 from t0repro.model import decoding
 from t0repro.model.t5 import T5, initial_parameters
 
-from ..tiny_models import FLOAT32, UMT5, model_config
+from ..helpers.tiny_models import FLOAT32, UMT5, model_config
 
 CONFIG = model_config(num_decoder_layers=2, d_kv=8, vocab_size=24)
 TIED = dataclasses.replace(CONFIG, activations=("relu",), logits_from_embedding=True)

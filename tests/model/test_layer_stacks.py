@@ -13,7 +13,7 @@ from t0repro.training.models import T5Model
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 TOWERS = {"encoder": 2, "decoder": 3}
 SCANNED = {"num_encoder_layers": 2, "num_decoder_layers": 3, "scan_layers": True}

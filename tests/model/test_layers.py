@@ -17,7 +17,7 @@ from t0repro.model.layers import (
     relative_position_bucket,
 )
 
-from ..tiny_models import model_config
+from ..helpers.tiny_models import model_config
 
 FLOAT32 = jnp.dtype("float32")
 

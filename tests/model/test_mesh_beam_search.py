@@ -17,7 +17,7 @@ from t0repro.config.decoding import DecodingConfig
 from t0repro.model import decoding
 from t0repro.model.t5 import T5
 
-from ..tiny_models import FLOAT32, model_config
+from ..helpers.tiny_models import FLOAT32, model_config
 
 pytestmark = pytest.mark.mtf
 

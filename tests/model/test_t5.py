@@ -20,7 +20,7 @@ from t0repro.model.t5 import (
 )
 from t0repro.model.towers import Block, Tower
 
-from ..tiny_models import BFLOAT16, FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
+from ..helpers.tiny_models import BFLOAT16, FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
 
 
 @pytest.fixture(scope="module")

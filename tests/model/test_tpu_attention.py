@@ -12,7 +12,7 @@ from t0repro.partitioning.costs import count_flops
 from t0repro.partitioning.devices import choose
 from t0repro.partitioning.topologies import devices_of
 
-from ..tiny_models import model_config
+from ..helpers.tiny_models import model_config
 
 
 @pytest.mark.tpu

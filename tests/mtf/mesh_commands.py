@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
-from commands import ForkServer, serve  # noqa: E402
+from helpers.commands import ForkServer, serve  # noqa: E402
 
 BIN = Path(sys.executable).parent
 

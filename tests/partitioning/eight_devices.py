@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
+from helpers.tiny_models import ADAFACTOR, FLOAT32, batches, model_config, run_config
 from partitioning.device_steps import run_steps
-from tiny_models import ADAFACTOR, FLOAT32, batches, model_config, run_config
 
 from t0repro.config.decoding import DecodingConfig
 from t0repro.config.run_config import (

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
+from helpers.tiny_models import batches, model_config, run_config
 from partitioning.device_steps import run_steps
-from tiny_models import batches, model_config, run_config
 
 from t0repro.config.run_config import Layout, MomentumConfig
 from t0repro.model.t5 import T5

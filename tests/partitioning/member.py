@@ -25,8 +25,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
+from helpers.tiny_models import (
+    FLOAT32,
+    OPTIMIZER,
+    PLAN,
+    batches,
+    mesh_plan,
+    model_config,
+    run_config,
+)
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import FLOAT32, OPTIMIZER, PLAN, batches, mesh_plan, model_config, run_config
 
 from t0repro.config.run_config import DecodingConfig, Layout
 from t0repro.config.training_plan import TerminateOnNanConfig

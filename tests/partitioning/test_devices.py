@@ -9,7 +9,7 @@ from t0repro.config.run_config import Layout
 from t0repro.errors import UserError
 from t0repro.partitioning.devices import choose, line_of
 
-from ..tiny_models import MODEL, model_config
+from ..helpers.tiny_models import MODEL, model_config
 
 EIGHT = jax.devices()[:1] * 8  # only counted: every layout here is refused
 

@@ -9,7 +9,7 @@ from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning.costs import count_flops
 from t0repro.training.train_step import loss_and_gradients
 
-from ..tiny_models import FLOAT32, batches, model_config
+from ..helpers.tiny_models import FLOAT32, batches, model_config
 
 WIDE = {"d_model": 128, "d_ff": 256, "num_heads": 4, "d_kv": 32, "vocab_size": 512}
 

@@ -19,7 +19,7 @@ from t0repro.partitioning.processes import Asked, cluster, is_several, with_envi
 from t0repro.training.checkpoints import list_checkpoints, load_tree, save_tree
 from t0repro.training.hooks import PREEMPTED, replay
 
-from ..tiny_models import batches
+from ..helpers.tiny_models import batches
 from .member import evaluated, trained
 
 MEMBER = Path(__file__).with_name("member.py")

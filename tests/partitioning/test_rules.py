@@ -17,7 +17,7 @@ from t0repro.partitioning.devices import (
     sums_over_groups,
 )
 
-from ..tiny_models import FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
+from ..helpers.tiny_models import FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
 
 LANGUAGE_MODEL = model_config(model_type="lm", num_encoder_layers=0)
 SHARED = model_config(shared_towers=True)

@@ -21,7 +21,7 @@ from t0repro.runs.batch_infer import infer
 from t0repro.runs.checkpoint_choice import chosen, is_there, opened
 
 from ..evaluation.small_model import save_adapter
-from ..own_lines import foreign_lines
+from ..helpers.own_lines import foreign_lines
 from .tiny_gin import parsed, save_checkpoint
 
 TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"

@@ -19,7 +19,7 @@ from t0repro.runs.precompile import (
     train_programs,
 )
 
-from ..tiny_models import BFLOAT16, model_config, run_config
+from ..helpers.tiny_models import BFLOAT16, model_config, run_config
 
 MODEL = model_config(d_model=128, d_ff=256, num_heads=4, d_kv=32, vocab_size=1024)
 TRAINING = run_config(

@@ -22,7 +22,7 @@ from t0repro.runs.checkpoint_choice import chosen, identity, opened
 from t0repro.runs.evaluate import EvaluatedCheckpoints, evaluate_checkpoints
 
 from ..evaluation.small_model import STEP, save_adapter
-from ..own_lines import foreign_lines
+from ..helpers.own_lines import foreign_lines
 from .tiny_gin import parsed, save_checkpoint
 
 GENERATED = "demo_synthetic_glue_mrpc_want_to_know"

@@ -17,8 +17,8 @@ from t0repro.tasks.prompt_cache import seqio_plan
 from t0repro.tasks.prompt_cache.cache import cache_tasks
 from t0repro.tasks.prompt_cache.plan import Request, make_plan
 
-from .. import commands
-from ..own_lines import foreign_lines
+from ..helpers import commands
+from ..helpers.own_lines import foreign_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"

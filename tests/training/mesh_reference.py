@@ -17,7 +17,7 @@ from t0repro.config.run_config import (
 )
 from t0repro.parameters import naming
 
-from ..tiny_models import T5_1_1
+from ..helpers.tiny_models import T5_1_1
 
 SCRIPT = Path(__file__).with_name("run_mesh_model.py")
 ADAFACTOR = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 128)

@@ -22,7 +22,7 @@ from t0repro.training.hooks import Hook
 from t0repro.training.train_state import to_flat_tree
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-import tiny_models as tiny  # noqa: E402 (in the folder above)
+import helpers.tiny_models as tiny  # noqa: E402
 
 TASK = "demo_synthetic_glue_mrpc_paraphrase"
 LAST_STEP = 7

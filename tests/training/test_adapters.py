@@ -34,7 +34,7 @@ from t0repro.training.hooks import replay
 from t0repro.training.start import locked_for_training
 from t0repro.training.train_state import to_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 DEEP = dataclasses.replace(
     tiny.MODEL, num_encoder_layers=3, num_decoder_layers=3, dropout_rate=0.1, scan_layers=True

@@ -19,7 +19,7 @@ from t0repro.training.run_state import read_run_state
 from t0repro.training.train_state import TrainState, to_flat_tree
 from t0repro.training.train_step import train_with_lr
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from .test_planned import planned
 
 STOP = {"TRAIN": (TerminateOnNanConfig("train", "loss"),)}

@@ -19,7 +19,7 @@ from t0repro.progress import heard_by
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.training.checkpoints import checkpoint_path, data_folder
 
-from .. import commands
+from ..helpers import commands
 from ..runs.tiny_gin import MODEL, SIZES
 from ..tasks.prompt_caches import make
 from . import resume_run

@@ -16,7 +16,7 @@ from t0repro.training import checkpoints
 from t0repro.training.checkpoints import remove_interrupted_saves, remove_superfluous
 from t0repro.training.train_state import from_flat_tree, parameters_from_flat_tree, to_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 @pytest.fixture(scope="module")

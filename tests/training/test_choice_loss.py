@@ -26,7 +26,7 @@ from t0repro.training.rematerialization import batch_shapes
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 CHOICES, LENGTHS = 3, {"inputs": 6, "targets": 4}
 FEW = 8  # token ids below it

@@ -16,7 +16,7 @@ from t0repro.runs.train import train
 from t0repro.training import checkpoints
 from t0repro.training.start import locked_for_training
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -132,7 +132,7 @@ def test_a_negative_number_of_checkpoints_to_keep_is_refused(tmp_path):
 SLOW = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-import tiny_models as tiny
+import helpers.tiny_models as tiny
 from t0repro.cli.gate import gate
 from t0repro.runs.train import train
 

@@ -19,7 +19,7 @@ from t0repro.training.train_state import TrainState, single_layers, to_flat_tree
 from t0repro.training.train_step import WeightMetricsComputer, with_stacks
 from t0repro.training.trainer import Trainer
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 DEEP = {"num_encoder_layers": 2, "num_decoder_layers": 3, "scan_layers": True}
 TOWERS = {"encoder": 2, "decoder": 3}

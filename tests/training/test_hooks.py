@@ -17,7 +17,7 @@ from t0repro.training.hooks import Hook, SaveCheckpoints, StoppedBySignal
 from t0repro.training.run_state import read_run_state
 from t0repro.training.train_state import to_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from .test_trainer import make_loop
 
 

@@ -14,7 +14,7 @@ from t0repro.training.checkpoints import (
 )
 from t0repro.training.hooks import Hook, SaveCheckpoints
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from .test_trainer import make_loop
 
 STEPS = [10, 20, 30, 40, 50]

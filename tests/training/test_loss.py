@@ -20,7 +20,7 @@ from t0repro.training.losses import (
     with_loss_weights,
 )
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 def by_hand(logits, targets, *, smoothing=0.0, z_loss=0.0):

@@ -11,8 +11,8 @@ from t0repro.training.optimizers import make_optimizer, make_schedule
 from t0repro.training.train_state import from_flat_tree, new_train_state, to_flat_tree
 from t0repro.training.train_step import loss_and_gradients, make_train_step
 
-from ..plain_scoring import row_scores
-from ..tiny_models import FLOAT32
+from ..helpers.plain_scoring import row_scores
+from ..helpers.tiny_models import FLOAT32
 from . import mesh_reference as reference
 
 pytestmark = pytest.mark.mtf

@@ -18,7 +18,7 @@ from t0repro.training.optimizers import make_optimizer
 from t0repro.training.start import check_model_dir, check_slots, locked_for_training
 from t0repro.training.train_state import state_shapes
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from . import resume_run
 
 

@@ -19,7 +19,7 @@ from t0repro.training.models import (
 )
 from t0repro.training.train_state import TrainState
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 OPTIONS = {
     "label_smoothing": 0.1,

@@ -26,7 +26,7 @@ from t0repro.training.adafactor import Slots
 from t0repro.training.optimizers import make_optimizer, make_schedule
 from t0repro.training.train_state import TrainState, flat_slots, from_flat_tree, to_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 SCRIPT = Path(__file__).with_name("run_mesh_optimizers.py")
 STEPS = 4

@@ -18,7 +18,7 @@ from t0repro.training.checkpoints import list_checkpoints
 from t0repro.training.hooks import Hook, StoppedBySignal
 from t0repro.training.loop import Evaluations
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 CALLS = []
 

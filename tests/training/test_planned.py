@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-import tests.tiny_models as tiny
+import tests.helpers.tiny_models as tiny
 from t0repro.config.run_config import Arithmetic, ScheduleConfig
 from t0repro.config.training_plan import (
     EarlyStoppingConfig,

@@ -18,7 +18,7 @@ from t0repro.training.optimizers import make_optimizer
 from t0repro.training.rematerialization import batch_shapes, decided, step_bytes
 from t0repro.training.train_state import held_shapes
 
-from ..tiny_models import BFLOAT16, model_config, run_config
+from ..helpers.tiny_models import BFLOAT16, model_config, run_config
 
 MODEL = model_config(num_encoder_layers=2, num_decoder_layers=2, d_ff=64)
 RUN = run_config(

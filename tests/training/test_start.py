@@ -13,7 +13,7 @@ from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training.train_state import to_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 def new_tree():

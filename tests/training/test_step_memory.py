@@ -14,7 +14,7 @@ from t0repro.training.optimizers import make_optimizer
 from t0repro.training.rematerialization import batch_shapes, step_memory
 from t0repro.training.train_state import held_shapes
 
-from ..tiny_models import BFLOAT16, model_config, run_config
+from ..helpers.tiny_models import BFLOAT16, model_config, run_config
 
 MODEL = model_config(
     num_encoder_layers=4, num_decoder_layers=4, d_model=32, d_ff=64, num_heads=4, d_kv=8

@@ -14,7 +14,7 @@ from t0repro.training.partitioner import DataLayout, Partitioner
 from t0repro.training.t5x_optimizers import Adafactor, standard_logical_factor_rules
 from t0repro.training.train_state import TrainState
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 @pytest.fixture(scope="module")

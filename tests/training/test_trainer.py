@@ -18,7 +18,7 @@ from t0repro.training.models import T5Model
 from t0repro.training.train_state import to_flat_tree
 from t0repro.training.trainer import Trainer
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 def make_trainer(*, model=None, state=None, microbatches=1, seed=0, eval_names=(), **options):

@@ -21,7 +21,7 @@ from t0repro.runs.checkpoint_choice import generating_model
 from t0repro.training.checkpoints import load_tree, save_checkpoint
 from t0repro.training.train_state import from_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from ..runs.tiny_gin import SIZES
 
 EVALUATED = "demo_synthetic_glue_mrpc_want_to_know"

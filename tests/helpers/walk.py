@@ -10,7 +10,7 @@ written to a disk or bucket, which are journeys of their own. Counted are
     files     different files among the stops
     climbs    stops in a package above the one before, by the contract's order in pyproject.toml
 
-    python tests/walk.py t0repro.runs.start start_training config
+    python tests/helpers/walk.py t0repro.runs.start start_training config
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KNOWN = {"t0repro.errors", "t0repro.progress", "t0repro.words"}
 # Entered, and left at once.
 DISK_OR_BUCKET = ("t0repro.files", "t0repro.buckets", "t0repro.working_copies")

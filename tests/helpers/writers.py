@@ -22,12 +22,12 @@ from t0repro.cli.gate import gate
 from t0repro.files import write_atomically
 from t0repro.reports.make_report import write_files
 
-from .converters.released_servers import serving as serving_checkpoints
-from .jobs.trainings import save_checkpoints
-from .reports.suites import small_suite
-from .runs.tiny_gin import parsed
-from .tasks import p3_server
-from .tasks.test_p3 import TASK, write_task
+from ..converters.released_servers import serving as serving_checkpoints
+from ..jobs.trainings import save_checkpoints
+from ..reports.suites import small_suite
+from ..runs.tiny_gin import parsed
+from ..tasks import p3_server
+from ..tasks.test_p3 import TASK, write_task
 from .tiny_models import run_config
 
 Job = Callable[[Path], None]

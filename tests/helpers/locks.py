@@ -5,7 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[1] / "requirements"
+FOLDER = Path(__file__).resolve().parents[2] / "requirements"
 TIERS = ("core", "reference", "tests")
 
 # Python imports sitecustomize when it starts. What is hidden is as if it were not installed.
