@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from t0repro.converters import adapter_files, hf, jax_tree, model_files, staging, storage
+from t0repro.converters import adapter_files, hf, jax_tree, model_gin, staging, storage
 from t0repro.converters.adapter_files import AdapterNote, MergedReader, check_is_adapter
 from t0repro.converters.conversion import (
     Cast,
@@ -155,7 +155,7 @@ def _planned(
     if options.gin_file is not None:
         notes += [
             f"{name}, which the gin file includes, is missing; what it binds is not checked."
-            for name in model_files.check_gin_file(options.gin_file, family)
+            for name in model_gin.check_gin_file(options.gin_file, family)
         ]
     check_step(reader, ref)
     check_slots_step(reader)
@@ -263,7 +263,7 @@ def _dtype(to: Target, options: Options) -> tuple[str | None, str]:
     if options.master_dtype:
         return options.master_dtype, "--master_dtype"
     if to == "mtf" and options.gin_file is not None:
-        return model_files.master_dtype(options.gin_file), f"master_dtype in {options.gin_file}"
+        return model_gin.master_dtype(options.gin_file), f"master_dtype in {options.gin_file}"
     return None, ""
 
 

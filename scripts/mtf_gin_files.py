@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gin import config_parser
-from t0repro.config.gin_imports import DEFAULTS, package_folder
+from t0repro.config.gin.folders import DEFAULTS, package_folder
 
 FOLDER = Path(__file__).parent.parent / "gin" / "mtf"
 

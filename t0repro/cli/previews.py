@@ -152,17 +152,16 @@ def _list_imports(
     as_json: bool,
 ) -> None:
     """Prints each module that the files would import, the line, and whether it is allowed."""
-    from t0repro.config import gin_imports
     from t0repro.config.configuration import in_columns
+    from t0repro.config.gin.folders import mesh_folders, shipped_files
+    from t0repro.config.gin.imports import list_imports
 
     if run_mode:
-        from t0repro.config.t5x.gin_files import shipped_files
-
         # This package's files come last, in the order in which a run searches.
         folders = [*folders, str(shipped_files())]
     else:
-        folders = gin_imports.mesh_folders(folders)
-    found = gin_imports.list_imports(files, overrides, folders, allowlist)
+        folders = mesh_folders(folders)
+    found = list_imports(files, overrides, folders, allowlist)
     if as_json:
         print_json(found)
     elif found:
@@ -342,8 +341,8 @@ def _t5x_mode(
 
 def _import_t5x(options: T5xOptions) -> bool:
     """Whether a gin file imports T5X or its script, as all of T5X's do."""
-    from t0repro.config.gin_imports import list_imports
-    from t0repro.config.t5x.gin_files import shipped_files
+    from t0repro.config.gin.folders import shipped_files
+    from t0repro.config.gin.imports import list_imports
 
     folders = [*options.gin_search_paths.split(","), str(shipped_files())]
     try:
@@ -371,7 +370,7 @@ def _suggestions(config: RunConfig, devices: Any, chip: Any) -> Iterator[str]:
 
 def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, RunConfig]:
     """T5X's parsed gin files, and the training run that they describe."""
-    from t0repro.config.gin_errors import configuration_errors
+    from t0repro.config.gin.errors import configuration_errors
     from t0repro.config.t5x.run import precompile_config, train_config
 
     readers = {"train": train_config, "precompile": precompile_config}

@@ -29,7 +29,7 @@ from t0repro.cli.spelling import canonical, canonical_arguments, help_page
 from t0repro.cloud.auxiliary import AuxiliaryOptions
 from t0repro.cloud.tracker import TrackerName
 from t0repro.config.configuration import Configuration, NotOnJax
-from t0repro.config.gin_imports import package_folder
+from t0repro.config.gin.folders import package_folder
 from t0repro.config.mtf.packages import recorded
 from t0repro.errors import UserError
 from t0repro.files import input_path

@@ -31,7 +31,7 @@ from t0repro import compat, event_files
 from t0repro.buckets import check_inside
 from t0repro.cloud.google import Place, cloud_errors, connect, storage_client
 from t0repro.cloud.spec import MOUNT, Arguments, gin_files_replaced
-from t0repro.config.gin_imports import Unresolved
+from t0repro.config.gin.statements import IncludeStatement, parse_statements
 from t0repro.errors import UserError
 from t0repro.files import make_folder, naming, write_atomically
 from t0repro.progress import say
@@ -128,14 +128,12 @@ def _add_included(path: Path, search_paths: Sequence[str], found: dict[str, byte
 
 def _includes(path: Path) -> Iterator[str]:
     """The files in a gin file's `include` lines."""
-    from gin import config_parser
-
     try:
-        statements = list(config_parser.ConfigParser(path.read_text(), Unresolved()))
+        statements = parse_statements(path.read_text(), path)
     except SyntaxError:
         return  # the configuration's check reports it, with its place
     for statement in statements:
-        if isinstance(statement, config_parser.IncludeStatement):
+        if isinstance(statement, IncludeStatement):
             # `a/../x.gin` is x.gin: only a path that leads out of the folder is refused.
             yield posixpath.normpath(statement.filename) if statement.filename else ""
 

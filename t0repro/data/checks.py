@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.configuration import RunInputs
-from t0repro.config.gin_errors import unknown_mixture
+from t0repro.config.gin.errors import unknown_mixture
 from t0repro.config.run_config import ModelConfig
 from t0repro.config.t5x import records
 from t0repro.config.training_plan import SeqioDataConfig

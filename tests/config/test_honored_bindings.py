@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from t0repro.config import gin_door
+from t0repro.config.gin import door
 from t0repro.config.mtf import dialect, parser
 from t0repro.config.mtf.dialect import KNOWN_BINDINGS
 from t0repro.config.mtf.parser import MeshInputs
@@ -329,7 +329,7 @@ def test_a_filter_of_variables_freezes_the_others():
 
 def known_arguments() -> dict[str, Any]:
     """Every argument that a run may bind, by its full name, with its default."""
-    functions = {selector: gin_door.function_of(selector) for selector in KNOWN_BINDINGS}
+    functions = {selector: door.function_of(selector) for selector in KNOWN_BINDINGS}
     functions |= {
         parser.JAX_MODEL: parser.jax_model,
         parser.JAX_TRAINING: parser.jax_training,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config import configuration, gin_door
+from t0repro.config import configuration
+from t0repro.config.gin import door
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.dialect import KNOWN_BINDINGS
 from t0repro.config.mtf.parser import MeshInputs
@@ -47,7 +48,7 @@ def arguments() -> dict:
         f"{selector}.{name}": parameter.default
         for selector in KNOWN_BINDINGS
         if not any(part in selector for part in NOT_CALLED)
-        for name, parameter in inspect.signature(gin_door.function_of(selector)).parameters.items()
+        for name, parameter in inspect.signature(door.function_of(selector)).parameters.items()
         if name != "self"
     }
 
@@ -56,7 +57,7 @@ def says_nothing_new(line: str) -> bool:
     """Whether a binding is inert, or binds an argument to its default."""
     name, _, value = line.partition(" = ")
     selector, _, argument = name.rpartition("/")[2].rpartition(".")
-    default = inspect.signature(gin_door.function_of(selector)).parameters[argument].default
+    default = inspect.signature(door.function_of(selector)).parameters[argument].default
     return any(part in name for part in INERT) or value == repr(default)
 
 

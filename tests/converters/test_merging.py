@@ -11,7 +11,7 @@ from t0repro.adapters import ia3, lora
 from t0repro.converters import sources
 from t0repro.converters.convert import convert
 from t0repro.converters.merging import merge, unmerge
-from t0repro.converters.model_files import without_adapter
+from t0repro.converters.model_gin import without_adapter
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
 from t0repro.parameters import naming

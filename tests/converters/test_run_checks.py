@@ -2,7 +2,7 @@
 
 import pytest
 
-from t0repro.config.gin_errors import configuration_errors
+from t0repro.config.gin.errors import configuration_errors
 from t0repro.converters import restoring as checks
 from t0repro.converters.convert import convert
 from t0repro.errors import UserError

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from t0repro import compat
-from t0repro.config import gin_door, ranges
+from t0repro.config import ranges
 from t0repro.config.configuration import (
     Configuration,
     NotOnJax,
@@ -23,8 +23,9 @@ from t0repro.config.configuration import (
     check_adapter,
     check_choice_loss,
 )
-from t0repro.config.gin_door import Bindings
-from t0repro.config.gin_errors import configuration_errors
+from t0repro.config.gin import door
+from t0repro.config.gin.door import Bindings
+from t0repro.config.gin.errors import configuration_errors
 from t0repro.config.mtf import model as mtf_model
 from t0repro.config.mtf import optimizer as mtf_optimizer
 from t0repro.config.mtf import packages
@@ -233,7 +234,7 @@ def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True
     except NotOnJax as refusal:
         run = refusal
     # Calls made here must not appear in the operative_config.gin of a Mesh TensorFlow run.
-    gin_door.forget_calls()
+    door.forget_calls()
     text = without_passwords(gin.config_str())
     return Configuration(inputs, run, text, misread=warnings)
 
@@ -413,14 +414,14 @@ class _ConfigReader:
 
     def _refuse_unknown_bindings(self) -> None:
         """Refuses a supported configurable's argument that is neither read nor at its default."""
-        for (scope, selector), arguments in gin_door.bound().items():
+        for (scope, selector), arguments in door.bound().items():
             known = KNOWN_BINDINGS.get(selector)
             if known is None or known is ...:
                 continue
-            parameters = inspect.signature(gin_door.function_of(selector)).parameters
+            parameters = inspect.signature(door.function_of(selector)).parameters
             # Compare with the signature's defaults: binding a default changes nothing.
             for argument in set(arguments) - set(known):
-                value = gin_door.resolved(scope, selector)[argument]
+                value = door.resolved(scope, selector)[argument]
                 if argument in parameters and value == parameters[argument].default:
                     continue
                 self._gin.refuse(argument, f"{argument} = {value!r}", selector, scope)
@@ -465,7 +466,7 @@ class _ConfigReader:
         """Checks numbers of layers before Mesh TensorFlow makes an object for each."""
         selector = "mesh_tensorflow.transformer.transformer.make_layer_stack"
         for scope in ("", "encoder", "decoder"):
-            depth = gin_door.resolved(scope, selector).get("num_layers")
+            depth = door.resolved(scope, selector).get("num_layers")
             place = self._gin.bindings.find((scope,), selector, "num_layers")
             if depth is not None:
                 ranges.check_field(ModelConfig, "num_decoder_layers", depth, place, "num_layers")

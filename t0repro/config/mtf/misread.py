@@ -11,10 +11,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
-from t0repro.config.gin_door import Bindings, Key
-from t0repro.config.gin_errors import is_shipped
+from t0repro.config.gin import door
+from t0repro.config.gin.door import Bindings, Key
+from t0repro.config.gin.folders import is_shipped
 from t0repro.config.mtf.packages import TRANSFORMER
 from t0repro.config.ranges import alternatives, declared_arguments, fits, in_words
 from t0repro.errors import UserError, nearest_names
@@ -87,11 +87,11 @@ def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
     Yields:
       An error for each such binding, which a run on Mesh TensorFlow may print as a warning.
     """
-    for (scope, selector), arguments in gin_door.bound().items():
-        if selector in (gin_door.MACRO, "gin.constant"):
+    for (scope, selector), arguments in door.bound().items():
+        if selector in (door.MACRO, "gin.constant"):
             continue
-        hints = declared_arguments(gin_door.function_of(selector))
-        for argument, value in gin_door.resolved(scope, selector).items():
+        hints = declared_arguments(door.function_of(selector))
+        for argument, value in door.resolved(scope, selector).items():
             if argument not in arguments:
                 continue  # bound in an enclosing scope
             where = bindings.place((scope, selector, argument))
@@ -120,19 +120,19 @@ def scoped_calls(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
       An error for each such binding that this stack would not read in its scope.
     """
     references = (
-        gin_door.reference_to(part)
-        for arguments in gin_door.bound().values()
+        door.reference_to(part)
+        for arguments in door.bound().values()
         for value in arguments.values()
-        for part in gin_door.parts_of(value)
+        for part in door.parts_of(value)
     )
     entered = {scope for each in references if each for scope in each.scopes if scope}
-    for (scope, selector), arguments in gin_door.bound().items():
-        if scope not in entered or selector == gin_door.MACRO:
+    for (scope, selector), arguments in door.bound().items():
+        if scope not in entered or selector == door.MACRO:
             continue
         read = scopes_read(selector, model_type)
         if selector.startswith(_READ_IN_ANY_SCOPE) or scope in read:
             continue
-        values = gin_door.resolved(scope, selector)
+        values = door.resolved(scope, selector)
         for argument in arguments:
             key = (scope, selector, argument)
             if not _holds_anyway(key, values[argument], read):
@@ -157,11 +157,11 @@ def _holds_anyway(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
     """Whether an argument has the value in these scopes too."""
     _, selector, argument = key
     default = _default(selector, argument)
-    return all(gin_door.resolved(x, selector).get(argument, default) == value for x in scopes)
+    return all(door.resolved(x, selector).get(argument, default) == value for x in scopes)
 
 
 def _default(selector: str, argument: str) -> Any:
-    parameters = inspect.signature(gin_door.function_of(selector)).parameters
+    parameters = inspect.signature(door.function_of(selector)).parameters
     # A misspelt name has no default if the class takes any keyword.
     return parameters[argument].default if argument in parameters else inspect.Parameter.empty
 
@@ -204,8 +204,8 @@ def _prevails(place: str | None, key: Key, bindings: Bindings) -> bool:
 
 def _scope_in_effect(scope: str, selector: str, argument: str) -> str | None:
     """The innermost scope enclosing `scope` that binds the argument; None if none does."""
-    around = reversed(gin_door.enclosing(scope))
-    return next((x for x in around if argument in gin_door.bound().get((x, selector), {})), None)
+    around = reversed(door.enclosing(scope))
+    return next((x for x in around if argument in door.bound().get((x, selector), {})), None)
 
 
 def _short(selector: str) -> str:
@@ -218,20 +218,20 @@ def check_types(bindings: Bindings) -> None:
     Raises:
       UserError: for a value whose type is not its argument's, which is that of the default.
     """
-    for (scope, selector), arguments in gin_door.bound().items():
-        if selector in (gin_door.MACRO, "gin.constant"):
+    for (scope, selector), arguments in door.bound().items():
+        if selector in (door.MACRO, "gin.constant"):
             continue
-        parameters = inspect.signature(gin_door.function_of(selector)).parameters
+        parameters = inspect.signature(door.function_of(selector)).parameters
         for argument, raw in arguments.items():
-            value = gin_door.followed(raw)
+            value = door.followed(raw)
             hint = _TYPES.get(argument)
             if hint is None and argument in parameters:
                 hint = _hint_of_default(parameters[argument].default)
             # A reference's value is known only when it is called.
             known = value
             if isinstance(value, list | tuple):
-                known = [x for x in value if not gin_door.is_reference(gin_door.followed(x))]
-            if hint is None or gin_door.is_reference(value) or fits(known, hint):
+                known = [x for x in value if not door.is_reference(door.followed(x))]
+            if hint is None or door.is_reference(value) or fits(known, hint):
                 continue
             wanted = in_words(hint)
             raise UserError(

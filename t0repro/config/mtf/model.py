@@ -10,10 +10,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
-from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
-from t0repro.config.gin_door import Bindings
-from t0repro.config.gin_errors import is_shipped
+from t0repro.config.gin import door
+from t0repro.config.gin.door import Bindings
+from t0repro.config.gin.folders import is_shipped
 from t0repro.config.mtf.packages import TRANSFORMER
 from t0repro.config.mtf.parser import JAX_MODEL, jax_model
 from t0repro.config.run_config import Activation, ModelConfig, Recompute
@@ -429,7 +429,7 @@ class _ModelReader:
     def norm_epsilon(self) -> float:
         """What every layer norm adds to the mean square; `misread` has refused scoped bindings."""
         # Nothing bound means 1e-6, the default of Mesh TensorFlow's sublayer_rms_norm.
-        return float(gin_door.resolved("", _RMS_NORM).get("epsilon", 1e-6))
+        return float(door.resolved("", _RMS_NORM).get("epsilon", 1e-6))
 
     def dropout_rate(self, towers: Mapping[str, Any]) -> float:
         """The one rate of all dropouts."""
@@ -463,4 +463,4 @@ class _ModelReader:
         # Layers are built in their tower's scope, but sublayers are called outside of it, where a
         # scoped binding would have no effect; `misread` has refused those.
         # Nothing bound means 0, the default of Mesh TensorFlow's sublayer_dropout.
-        return gin_door.resolved("", _DROPOUT).get("dropout_rate", 0.0)
+        return door.resolved("", _DROPOUT).get("dropout_rate", 0.0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from t0repro.config.configuration import NotOnJax
-from t0repro.config.gin_door import Bindings, Reference, followed, reference_to, resolved, value_of
+from t0repro.config.gin.door import Bindings, Reference, followed, reference_to, resolved, value_of
 from t0repro.config.mtf import packages
 from t0repro.config.run_config import (
     AdafactorConfig,

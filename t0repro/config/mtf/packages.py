@@ -24,9 +24,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import gin
-from t0repro.config import gin_door
-from t0repro.config.gin_errors import not_described
-from t0repro.config.gin_imports import has_module
+from t0repro.config.gin import door
+from t0repro.config.gin.errors import not_described
+from t0repro.config.gin.folders import has_module
 from t0repro.tasks import task
 from t0repro.tasks.vocabulary import default_vocabulary
 
@@ -74,9 +74,9 @@ def described() -> Iterator[None]:
     """
     global _stand_ins
     with (
-        gin_door.left_empty(lambda name: name == __name__),
-        gin_door.search_path_restored(),
-        gin_door.importing_with(_import),
+        door.left_empty(lambda name: name == __name__),
+        door.search_path_restored(),
+        door.importing_with(_import),
     ):
         _stand_ins = registered()
         try:

@@ -12,12 +12,13 @@ from typing import Any, NoReturn, Protocol, get_args
 
 import gin
 from t0repro import adapters
-from t0repro.config import gin_door
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import NotOnJax
-from t0repro.config.gin_door import Bindings, record_bindings
-from t0repro.config.gin_errors import check_references, configuration_errors
-from t0repro.config.gin_imports import default_bindings, mesh_folders, restrict_imports
+from t0repro.config.gin import door
+from t0repro.config.gin.door import Bindings, record_bindings
+from t0repro.config.gin.errors import check_references, configuration_errors
+from t0repro.config.gin.folders import default_bindings, mesh_folders
+from t0repro.config.gin.imports import restrict_imports
 from t0repro.config.mtf import packages
 from t0repro.config.mtf.packages import MESH_TRANSFORMER
 from t0repro.config.run_config import Recompute
@@ -40,7 +41,7 @@ class MeshInputs:
       skip_unknown: True to ignore every unknown configurable, or the names of those to ignore in
         addition to t5's own list of deprecated references.
       tfds_data_dir: TensorFlow Datasets' data folder, in place of each task's own.
-      import_allowlist: modules that gin files may import; see gin_imports. None allows all.
+      import_allowlist: modules that gin files may import; see gin.imports. None allows all.
     """
 
     model_dir: str
@@ -91,7 +92,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     gin.clear_config()
     for prefix in mesh_folders(inputs.location_prefixes):
         gin.add_config_file_search_path(prefix)
-    gin_door.extend_readers()
+    door.extend_readers()
     allowlist = inputs.import_allowlist
     # Modules of --module_import are allowed in gin files too.
     restrict_imports(None if allowlist is None else (*allowlist, *inputs.module_imports))
@@ -106,7 +107,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
             # Finalizing would lock the configuration before the vocabulary is bound.
             finalize_config=False,
         )
-    gin_door.check_bound_addresses(bindings)
+    door.check_bound_addresses(bindings)
     # Released operative configs bind the vocabulary to functions that no longer exist. t5 overrides
     # that binding, so drop it before checking references.
     gin.bind_parameter("run.vocabulary", None)
@@ -186,12 +187,12 @@ class RunArguments:
             if parameter.default is not parameter.empty
         }
         # Bindings win over defaults, as in a call through gin.
-        return {**defaults, **gin_door.resolved(scope, selector)}
+        return {**defaults, **door.resolved(scope, selector)}
 
     def argument(self, selector: str, name: str) -> Any:
         """The value that an argument is bound to, or None; noted as the field of the same name."""
         self.note(name, selector, name)
-        return gin_door.resolved("", selector).get(name)
+        return door.resolved("", selector).get(name)
 
     def note(self, field: str, selector: str, argument: str, scopes: tuple[str, ...] = ()) -> None:
         """Notes that a field of the RunConfig takes its value from an argument."""
@@ -445,7 +446,7 @@ def _read_operative_config(flags: Any) -> None:
 def _bind_model() -> None:
     """Binds MtfModel's bound values, or its defaults, to `run`."""
     importlib.import_module("t5.models.mtf_model")
-    given: Mapping[str, Any] = gin_door.bound().get(("", _MODEL), {})
+    given: Mapping[str, Any] = door.bound().get(("", _MODEL), {})
     for name in _NOT_SUPPORTED:
         if given.get(name) is not None:
             raise NotOnJax(f"The JAX stack does not support MtfModel.{name}.", fix="Unbind it.")

@@ -7,10 +7,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from t0repro.config import gin_door, ranges
+from t0repro.config import ranges
 from t0repro.config.configuration import NotOnJax, RunInputs
 from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
-from t0repro.config.gin_door import Bindings
+from t0repro.config.gin import door
+from t0repro.config.gin.door import Bindings
 from t0repro.config.mtf import packages
 from t0repro.config.mtf.misread import scopes_read
 from t0repro.config.mtf.packages import MESH_TRANSFORMER, TRANSFORMER
@@ -94,7 +95,7 @@ class InputsReader:
         there is none.
         """
         estimator = f"{UTILS}.tpu_estimator_model_fn"
-        start = gin_door.resolved("", estimator).get("init_checkpoint")
+        start = door.resolved("", estimator).get("init_checkpoint")
         if start is not None and start != self._gin.run["init_checkpoint"]:
             raise UserError(
                 f"tpu_estimator_model_fn.init_checkpoint is {start!r}, which Mesh TensorFlow no"
@@ -120,7 +121,7 @@ class InputsReader:
         bound = self._gin.arguments(
             f"{MESH_TRANSFORMER}.{function}",
             getattr(self._gin.mesh_transformer, function),
-            gin_door.scope_of(*reader),
+            door.scope_of(*reader),
         )
         return bound.get("mixture_or_task_name"), bound["use_cached"]
 
@@ -128,8 +129,8 @@ class InputsReader:
         """The device mesh for a TPU's topology, if run.mesh_shape calls for one."""
         # Read the binding as written: after the call it is a Shape, which no longer shows its
         # origin.
-        bound = gin_door.value_of(f"{UTILS}.run", "mesh_shape")
-        if gin_door.selector_of(bound) != f"{UTILS}.tpu_mesh_shape":
+        bound = door.value_of(f"{UTILS}.run", "mesh_shape")
+        if door.selector_of(bound) != f"{UTILS}.tpu_mesh_shape":
             return None
         dimensions = self._gin.run["mesh_shape"].dims
         return ",".join(f"{item.name}:{item.size}" for item in dimensions) or None
@@ -555,7 +556,7 @@ class DatasetReader:
     ) -> dict[str, Any]:
         """The arguments of the function bound to the caller's argument, in its scope."""
         selector = f"{MESH_TRANSFORMER}.{function.__name__}"
-        scope = gin_door.scope_of(caller, argument)
+        scope = door.scope_of(caller, argument)
         arguments = self._gin.arguments(selector, function, scope)
         if "mixture_or_task_name" not in arguments:
             raise UserError(
@@ -564,7 +565,7 @@ class DatasetReader:
             )
         # Note every argument, even at its default, so that explain can show it.
         for argument in DATA_BINDINGS[selector]:
-            self._gin.note(f"{field}.{argument}", selector, argument, gin_door.enclosing(scope))
+            self._gin.note(f"{field}.{argument}", selector, argument, door.enclosing(scope))
         return arguments
 
 

@@ -10,13 +10,13 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from t0repro.config import gin_door
-from t0repro.config.gin_door import MACRO, Bindings, record_bindings
-from t0repro.config.gin_errors import check_macros_are_read, configuration_errors
-from t0repro.config.gin_imports import check_allowed, list_imports, restrict_imports
+from t0repro.config.gin import door
+from t0repro.config.gin.door import MACRO, Bindings, record_bindings
+from t0repro.config.gin.errors import check_macros_are_read, configuration_errors
+from t0repro.config.gin.folders import shipped_files
+from t0repro.config.gin.imports import check_allowed, list_imports, restrict_imports
 from t0repro.config.t5x import modules, programs, records
 from t0repro.config.t5x.records import WrongArgument
 from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
@@ -32,7 +32,7 @@ class T5xInputs:
       gin_bindings: statements such as `MODEL_DIR = 'runs/a'`; they override files.
       gin_search_paths: folders to search for files and includes; the first match wins, and the
         files of this package come last.
-      import_allowlist: modules that gin files may import; see gin_imports. None allows all.
+      import_allowlist: modules that gin files may import; see gin.imports. None allows all.
     """
 
     run_mode: str
@@ -75,13 +75,6 @@ class Parsed:
     gin_text: str = ""
 
 
-def shipped_files() -> Path:
-    """The folder that contains `t5x/configs/runs/pretrain.gin` and the other gin files."""
-    import t0repro.gin
-
-    return Path(str(t0repro.gin.__file__)).parent
-
-
 def parse(inputs: T5xInputs) -> Parsed:
     """Parses and checks a run's gin files without importing anything heavy.
 
@@ -102,7 +95,7 @@ def parse(inputs: T5xInputs) -> Parsed:
         warnings = _check_macros(reached, bindings) + _check_overrides(reached, bindings)
         warnings += _absent_modules(inputs, imports.absent)
         # An override may have replaced what read a macro that the files leave to the user.
-        gin_door.forget_required(_macros(reached))
+        door.forget_required(_macros(reached))
         gin.finalize()
         try:
             called = _call(program)
@@ -138,20 +131,20 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
     """Parses the files and overrides into gin's state; yields their places and other imports."""
     import gin
 
-    gin_door.extend_readers()
+    door.extend_readers()
     with (
         configuration_errors(),
-        gin_door.left_empty(_is_served),
+        door.left_empty(_is_served),
         modules.served() as imports,
         record_bindings("--gin_bindings") as bindings,
-        gin_door.looking_in(*inputs.gin_search_paths, str(shipped_files())),
+        door.looking_in(*inputs.gin_search_paths, str(shipped_files())),
     ):
         # Check module imports while parsing, because that is when gin runs them.
         restrict_imports(inputs.import_allowlist)
         gin.parse_config_files_and_bindings(
             list(inputs.gin_files), list(inputs.gin_bindings), finalize_config=False
         )
-        gin_door.check_bound_addresses(bindings)
+        door.check_bound_addresses(bindings)
         yield bindings, imports
 
 
@@ -199,7 +192,7 @@ def _placed(error: WrongArgument, reached: Iterable[_Call], bindings: Bindings) 
             " Python, by t0repro.training.trainer.Trainer and your subclass of models.BaseModel or"
             " BaseTransformerModel (docs/trainer.md)."
         )
-    own = gin_door.registered_selector(error.record) or name
+    own = door.registered_selector(error.record) or name
     # What `loss_fn` binds replaces the model's own arguments, so it is looked at first.
     for call in sorted(reached, key=lambda call: not call.selector.endswith(".loss_fn")):
         # Arguments of a model's method belong to another record.
@@ -210,7 +203,7 @@ def _placed(error: WrongArgument, reached: Iterable[_Call], bindings: Bindings) 
             name = f"{scope + '/' if scope else ''}{_short(call.selector)}"
             place = call.place(bindings, argument)
             if place is not None:
-                value = gin_door.as_text(call.arguments[argument])
+                value = door.as_text(call.arguments[argument])
                 return UserError(
                     f"{name}.{argument} is {value}; it must be {error.wanted}.",
                     where=_without_folder(place),
@@ -232,7 +225,7 @@ class _Call:
 
     def place(self, bindings: Bindings, argument: str) -> str | None:
         """Where the call's argument is bound, if anywhere."""
-        return bindings.find(gin_door.enclosing("/".join(self.scopes)), self.selector, argument)
+        return bindings.find(door.enclosing("/".join(self.scopes)), self.selector, argument)
 
 
 def _program(run_mode: str) -> str:
@@ -258,8 +251,8 @@ def _program(run_mode: str) -> str:
 
 def _configured(record: type) -> str | None:
     """The selector under which gin binds arguments of a record, if it binds any."""
-    selector = gin_door.registered_selector(record)
-    return selector if any(key == selector for _, key in gin_door.bound()) else None
+    selector = door.registered_selector(record)
+    return selector if any(key == selector for _, key in door.bound()) else None
 
 
 def _reached(selector: str, bindings: Bindings) -> list[_Call]:
@@ -285,14 +278,14 @@ def _reached(selector: str, bindings: Bindings) -> list[_Call]:
         if (scopes, selector) in calls:
             return
         within.append((scopes, selector))
-        arguments = gin_door.written(selector, "/".join(scopes))
+        arguments = door.written(selector, "/".join(scopes))
         calls[scopes, selector] = _Call(scopes, selector, arguments)
-        for value in gin_door.parts_of(arguments):
-            if gin_door.is_reference(value):
+        for value in door.parts_of(arguments):
+            if door.is_reference(value):
                 visit(tuple(value.scopes) or scopes, value.configurable.selector)
         within.pop()
         # The program reads the arguments of a record's methods when it calls them.
-        for _, other in gin_door.bound():
+        for _, other in door.bound():
             if other.startswith(f"{selector}."):
                 visit(scopes, other)
 
@@ -303,11 +296,11 @@ def _reached(selector: str, bindings: Bindings) -> list[_Call]:
 def _places_of(calls: Sequence[tuple[tuple[str, ...], str]], bindings: Bindings) -> Iterator[str]:
     """The places that bind the references from each call to the next, and back."""
     for (scopes, selector), (_, following) in zip(calls, [*calls[1:], calls[0]], strict=True):
-        arguments = gin_door.written(selector, "/".join(scopes))
+        arguments = door.written(selector, "/".join(scopes))
         for argument, value in arguments.items():
-            parts = gin_door.parts_of(value)
-            if any(gin_door.selector_of(part) == following for part in parts):
-                place = bindings.find(gin_door.enclosing("/".join(scopes)), selector, argument)
+            parts = door.parts_of(value)
+            if any(door.selector_of(part) == following for part in parts):
+                place = bindings.find(door.enclosing("/".join(scopes)), selector, argument)
                 yield _without_folder(place or f"default of {_short(selector)}.{argument}")
 
 
@@ -321,8 +314,8 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> list[str]:
       UserError: naming all of them, and for each the nearest macro that is set but not read.
     """
     read = _macros(reached)
-    bound = gin_door.bound_macros()
-    missing = [name for name in read if name not in bound or gin_door.is_required(name)]
+    bound = door.bound_macros()
+    missing = [name for name in read if name not in bound or door.is_required(name)]
     if not missing:
         return check_macros_are_read(
             bindings,
@@ -419,13 +412,13 @@ def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
         # Their values are shown where arguments take them.
         if call.selector == MACRO or call.selector == "gin.constant":
             continue
-        wrapped = gin_door.function_of(call.selector)
+        wrapped = door.function_of(call.selector)
         known = modules.standard_name(wrapped)
         for argument, parameter in inspect.signature(wrapped).parameters.items():
             standard = known and f"{scope + '/' if scope else ''}{known}.{argument}"
             name = f"{scope + '/' if scope else ''}{_short(call.selector)}.{argument}"
             if argument in call.arguments:
-                value = gin_door.as_text(call.arguments[argument])
+                value = door.as_text(call.arguments[argument])
                 place = call.place(bindings, argument) or ""
                 yield Value(name, value, _without_folder(place), standard)
             elif parameter.default is not parameter.empty:

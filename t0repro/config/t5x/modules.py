@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from t0repro.config import gin_door
+from t0repro.config.gin import door
 from t0repro.config.ranges import alternatives
 from t0repro.config.t5x import programs, records
 from t0repro.config.training_plan import UserClass
@@ -239,7 +239,7 @@ def served() -> Iterator[Imports]:
             imports.absent.append(name)
         return _module(root)
 
-    with gin_door.importing_with(import_for_gin):
+    with door.importing_with(import_for_gin):
         yield imports
 
 

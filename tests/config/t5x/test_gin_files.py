@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gin
+from t0repro.config.gin import folders
 from t0repro.config.t5x import gin_files, programs, records
 from t0repro.config.t5x.model import differences
 from t0repro.errors import UserError, t5x_command
@@ -365,7 +366,7 @@ def test_what_a_file_binds_for_an_evaluation_that_is_off_is_a_warning(tmp_path):
 def test_each_shipped_file_needs_the_macros_that_t5xs_own_needs():
     """Model files are parsed with T5X's own pretraining file; run files with a model of T5X's."""
     table = json.loads(MACROS.read_text())["files"]
-    shipped = [name for name in table if (gin_files.shipped_files() / name).is_file()]
+    shipped = [name for name in table if (folders.shipped_files() / name).is_file()]
     assert len(shipped) >= 35
     for name in shipped:
         facts = table[name]

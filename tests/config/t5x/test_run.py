@@ -9,6 +9,7 @@ import pytest
 from t0repro.adapters import Adapter
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import render
+from t0repro.config.gin.folders import shipped_files
 from t0repro.config.run_config import (
     AdafactorConfig,
     Arithmetic,
@@ -17,7 +18,7 @@ from t0repro.config.run_config import (
     ScheduleConfig,
 )
 from t0repro.config.t5x import programs, records
-from t0repro.config.t5x.gin_files import T5xInputs, parse, shipped_files
+from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.t5x.model import differences
 from t0repro.config.training_plan import (
     BestCheckpoints,

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import re
 import tokenize
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from t0repro import compat
-from t0repro.config import gin_door
-from t0repro.config.gin_door import MACRO, Bindings, Key
+from t0repro.config.gin import door
+from t0repro.config.gin.door import MACRO, Bindings, Key
+from t0repro.config.gin.folders import is_shipped, nearest_gin_files
 from t0repro.errors import UserError, nearest_names, of_command
 from t0repro.tasks.task import registered_mixtures, registered_tasks
 
@@ -39,7 +38,7 @@ def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
       bindings: Where the bindings were set, once they are parsed; for errors raised while gin calls
         the functions it configured.
     """
-    with gin_door.noting_files() as files:
+    with door.noting_files() as files:
         try:
             yield
         except UserError as error:
@@ -214,10 +213,10 @@ def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
 
     def calls(key: Key) -> bool:
         """Whether a binding's value is `@name()` of the configurable called."""
-        value = gin_door.bound().get(key[:2], {}).get(key[2])
+        value = door.bound().get(key[:2], {}).get(key[2])
         return any(
-            gin_door.is_called(part) and is_named(gin_door.selector_of(part) or "")
-            for part in gin_door.parts_of(value)
+            door.is_called(part) and is_named(door.selector_of(part) or "")
+            for part in door.parts_of(value)
         )
 
     # List the bindings that request the call first, then those of the configurable called.
@@ -238,12 +237,12 @@ def _nearest_parameter(text: str) -> str | None:
     )
     if argument:
         selector = argument.group(1)
-        known = gin_door.argument_names(selector)
+        known = door.argument_names(selector)
         return f"Nearest: {nearest_names(argument.group(2), known, 3)}. {_FIX}" if known else None
     name = re.search(r"No configurable matching (?:reference )?'@?([\w./]+?)(?:\(\))?'", text)
     if name:
         wanted = name.group(1).rpartition(".")[2]
-        return f"Nearest: {nearest_names(wanted, gin_door.short_names(), 3)}. {_FIX}"
+        return f"Nearest: {nearest_names(wanted, door.short_names(), 3)}. {_FIX}"
     return None
 
 
@@ -252,8 +251,8 @@ def _places_of_loops(bindings: Bindings | None) -> str | None:
     found = [
         place
         for (scope, selector, argument), place in (bindings.places if bindings else {}).items()
-        for part in gin_door.parts_of(gin_door.bound().get((scope, selector), {}).get(argument))
-        if gin_door.is_called(part) and gin_door.selector_of(part) == selector
+        for part in door.parts_of(door.bound().get((scope, selector), {}).get(argument))
+        if door.is_called(part) and door.selector_of(part) == selector
     ]
     return "; ".join(found) or None
 
@@ -265,7 +264,7 @@ def _places_of_value(value: Any, bindings: Bindings | None) -> str | None:
     found = [
         bindings.place(key)
         for key in bindings.places
-        if gin_door.followed(gin_door.bound().get(key[:2], {}).get(key[2])) == value
+        if door.followed(door.bound().get(key[:2], {}).get(key[2])) == value
     ]
     return "; ".join(dict.fromkeys(place for place in found if place)) or None
 
@@ -323,14 +322,14 @@ def check_references(
       UserError: For a reference without a target, and for a macro on the command line that nothing
         reads, which is usually misspelt; with the nearest known names.
     """
-    macros, read = gin_door.bound_macros(), set(read_by_t5)
+    macros, read = door.bound_macros(), set(read_by_t5)
     # Unread macros are found by exclusion, so look at every binding.
-    for (scope, selector), arguments in gin_door.bound().items():
+    for (scope, selector), arguments in door.bound().items():
         for argument, value in arguments.items():
             place = bindings.places.get((scope, selector, argument)) or _ANYWHERE
-            for part in gin_door.parts_of(value):
+            for part in door.parts_of(value):
                 read |= _checked_reference(part, macros, place)
-    gin_door.forget_required(read)
+    door.forget_required(read)
     return check_macros_are_read(
         bindings,
         read,
@@ -391,16 +390,16 @@ def check_macros_are_read(
 def _checked_reference(value: Any, macros: set[str], place: str) -> set[str]:
     """The macro that a value refers to, if any; raises UserError for a missing target."""
     # With skip_unknown, gin keeps such a reference and fails only when something reads it.
-    if gin_door.is_unknown_reference(value):
+    if door.is_unknown_reference(value):
         raise UserError(
             f"No configurable matching '@{value.selector}'.",
             where=place,
             fix=_nearest_parameter(f"No configurable matching '{value.selector}'"),
         )
-    name = gin_door.macro_name(value)
+    name = door.macro_name(value)
     if name is None:
         return set()
-    if name not in macros or gin_door.is_required(name):
+    if name not in macros or door.is_required(name):
         raise UserError(
             f"The macro {name} has no value.",
             where=place,
@@ -417,51 +416,6 @@ def _instead(name: str, read: set[str]) -> str:
     # A misspelt macro may have been intended as an argument of `run`.
     known = [
         *sorted(read),
-        *(f"run.{argument}" for argument in gin_door.argument_names("utils.run")),
+        *(f"run.{argument}" for argument in door.argument_names("utils.run")),
     ]
     return f"nearest: {nearest_names(name, known, 3)}"
-
-
-def is_shipped(place: str) -> bool:
-    """Whether a file came with t5, Mesh TensorFlow or this package: its macros serve many runs."""
-    import t0repro.gin
-
-    # Copies of the packages' files, for machines without the packages, in a checkout.
-    recorded = f"{Path(str(t0repro.gin.__file__)).parent}/mtf/"
-    shipped = ("t5/", "mesh_tensorflow/", "t0repro/", recorded)
-    return place.startswith(shipped) or "/t0repro/gin/" in place
-
-
-# ---- Suggestions for the name of a missing gin file ----------------------------------------------
-
-
-def nearest_gin_files(name: str, folders: Iterable[str]) -> str:
-    """Up to three files whose names have the same words in another order, or similar ones.
-
-    Args:
-      name: the name of a file that does not exist.
-      folders: where it was searched; candidates are the files in the folder where it would be, and
-        all files that this package ships.
-    """
-    import t0repro.gin
-
-    shipped = Path(str(t0repro.gin.__file__)).parent
-    beside = str(PurePosixPath(name).parent)
-    found = {
-        path.relative_to(folder).as_posix(): path
-        for folder in map(Path, folders)
-        for path in sorted((folder / beside).glob("*.gin"))
-        if path.is_relative_to(folder)
-    }
-    found |= {path.relative_to(shipped).as_posix(): path for path in shipped.rglob("*.gin")}
-    by_words: dict[str, list[str]] = {}
-    for file in found:
-        by_words.setdefault(_words_of(file), []).append(file)
-    near = difflib.get_close_matches(_words_of(name), by_words, n=3, cutoff=0.5)
-    files = [file for words in near for file in by_words[words]][:3]
-    return f"nearest: {', '.join(files)}" if files else "no file has a similar name"
-
-
-def _words_of(name: str) -> str:
-    """The words of a file's name, in alphabetical order."""
-    return " ".join(sorted(re.split(r"[\W_]+", PurePosixPath(name).stem)))

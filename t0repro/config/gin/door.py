@@ -459,14 +459,14 @@ def noting_files() -> Iterator[list[str]]:
         gin.config.parse_config_file = parse_config_file
 
 
-def check_imports(check: Callable[[str, Any], None]) -> None:
-    """Calls a check with each module that a gin file imports, and its line, before the import."""
+def check_imports(check: Callable[[Any], None]) -> None:
+    """Calls a check with each `import` statement of a gin file before it is executed."""
     context: Any = gin.config.ParseContext
     # If called again in this process, replace the earlier wrapper rather than wrap it.
     original = getattr(context.process_import, "unchecked", context.process_import)
 
     def process_import(self: Any, statement: Any) -> None:
-        check(statement.module, statement.location)
+        check(statement)
         original(self, statement)
 
     process_import.unchecked = original  # pyright: ignore[reportFunctionMemberAccess]
