@@ -33,7 +33,7 @@ class UserError(Exception):
         if self.where:
             lines.append(f"  where: {self.where}")
         if self.fix:
-            lines.append(f"  to do: {self.fix}")
+            lines.append(f"  fix: {self.fix}")
         # Here, so that no message shows the password of an address.
         return without_passwords(as_shown("\n".join(lines)))
 

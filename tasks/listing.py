@@ -76,7 +76,7 @@ def list_tasks(
     dataset: str | None = None,
     caches: Sequence[Path] = (),
     *,
-    at_hand: bool = False,
+    skip_missing: bool = False,
 ) -> list[ListedTask]:
     """The registered prompted tasks, sorted by name.
 
@@ -84,7 +84,7 @@ def list_tasks(
       mixture: Only tasks of this mixture; defaults to all.
       dataset: Only tasks of this dataset, given as `dataset` or `dataset/subset`.
       caches: SeqIO cache folders to look for each task in; the first that has it wins.
-      at_hand: Only tasks that are cached there, or have a split with rows on this machine.
+      skip_missing: Only tasks that are cached there, or have a split with rows on this machine.
 
     Raises:
       UserError: If the mixture or the dataset does not exist; lists the nearest names.
@@ -93,10 +93,10 @@ def list_tasks(
     names = select_tasks(mixture, dataset)
     mixtures = _mixtures_of_tasks() if mixture is None else {name: mixture for name in names}
     found = [_listed(known[name], mixtures.get(name), caches) for name in names]
-    if not at_hand:
+    if not skip_missing:
         return found
     rows = {name: task_descriptions()[name].rows for name in names}
-    return [task for task in found if task.cached or rows[task.task].splits_at_hand()]
+    return [task for task in found if task.cached or rows[task.task].available_splits()]
 
 
 def _mixtures_of_tasks() -> dict[str, str]:

@@ -160,9 +160,9 @@ def chosen_split(source: PromptedRows, name: str, split: str | None) -> str:
         return split
     order = {"train": 0, "validation": 1, "test": 2}
     splits.sort(key=lambda name: order.get(name, 3))
-    at_hand = set(source.splits_at_hand())
+    available = set(source.available_splits())
     # If none is available, take the first: its reader's error lists every way to get the rows.
-    return next((split for split in splits if split in at_hand), splits[0])
+    return next((split for split in splits if split in available), splits[0])
 
 
 def _tokenizer(
@@ -320,7 +320,7 @@ def without_twins(tasks: Sequence[str]) -> list[str]:
 def _check(name: str) -> CheckedTask:
     description = task_descriptions()[name]
     prompted = description.rows
-    splits = tuple(prompted.splits_at_hand())
+    splits = tuple(prompted.available_splits())
     seen = [_Seen(prompted, split) for split in splits]
     cut: dict[str, int] = {}
     try:

@@ -144,7 +144,7 @@ class PromptedRows:
             self.root, self.dataset, self.subset, self.files_of_splits[split].file
         )
 
-    def splits_at_hand(self) -> list[str]:
+    def available_splits(self) -> list[str]:
         """The splits with rows on this machine; reads no row."""
         files = {
             name: readers.local_reader(self.root, self.dataset, self.subset, split.file)

@@ -545,7 +545,7 @@ def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
     return None
 
 
-def rows_at_hand(tasks: Iterable[str], split: str) -> list[str]:
+def tasks_with_rows(tasks: Iterable[str], split: str) -> list[str]:
     """The tasks that have the split and whose rows for it are available here.
 
     Raises:
@@ -561,7 +561,7 @@ def rows_at_hand(tasks: Iterable[str], split: str) -> list[str]:
     if not found:
         raise UserError(
             f"None of {counted(len(names), 'task')} has rows of split {split!r} on this machine.",
-            where="--at_hand",
+            where="--skip_missing",
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
         )
     return found
@@ -575,7 +575,7 @@ def lacks_cache(task: DescribedTask | seqio.Task) -> bool:
     return task.supports_caching and not task.cache_dir
 
 
-def not_at_hand(
+def missing_tasks(
     tasks: Iterable[DescribedTask | seqio.Task], split: str, *, use_cached: bool
 ) -> dict[str, str]:
     """Task -> why its split cannot be read here; tasks that have no such split are skipped.
@@ -599,7 +599,7 @@ def not_at_hand(
     return found
 
 
-def keep_at_hand(name: str, split: str, *, use_cached: bool) -> None:
+def drop_missing_tasks(name: str, split: str, *, use_cached: bool) -> None:
     """Drops tasks that cannot be read here from a mixture; the others keep their rates.
 
     Args:
@@ -613,7 +613,7 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool) -> None:
     if name not in registered_mixtures():
         return
     tasks = find_tasks(name)
-    missing = not_at_hand(tasks, split, use_cached=use_cached)
+    missing = missing_tasks(tasks, split, use_cached=use_cached)
     if not missing:
         return
     kept = [task for task in tasks if task.name not in missing]
@@ -622,7 +622,7 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool) -> None:
         raise UserError(
             f"Nothing of {name!r} is available: split {split!r} of {counted(len(missing), 'task')},"
             f" {' or '.join(sorted(set(missing.values())))}.",
-            where="--at_hand",
+            where="--skip_missing",
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name a folder of caches by"
             " --additional_task_cache_dirs.",
         )

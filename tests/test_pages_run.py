@@ -115,7 +115,7 @@ TINY: list[tuple[str, str, str]] = [
     ("parity.md", r"--steps 20", "--steps 2"),
     ("scaling.md", r"train \.\.\. (.*)HOST:PORT (.*)$", r"train --help"),
     ("tasks.md", r"(t0repro rank-eval .*) \.\.\.", r"\1 --checkpoint runs/demo/model --out runs/e"),
-    ("tasks.md", r"(t0repro cache .*) \.\.\.", r"\1 --output_cache_dir runs/at_hand"),
+    ("tasks.md", r"(t0repro cache .*) \.\.\.", r"\1 --output_cache_dir runs/available"),
 ]
 
 # These take seconds; the others are slow.

@@ -165,7 +165,7 @@ def visible_files(folder: Path) -> dict[str, bytes]:
 def check(name: str, code: int, out: Path, expected: dict[str, bytes], said: str) -> None:
     """A command that failed says so in one message, and nothing half has a final name."""
     assert code == 2 and "Traceback" not in said, said
-    assert re.search(r"to do: \S", said) and re.search(rf"where: {out.parent}", said), said
+    assert re.search(r"fix: \S", said) and re.search(rf"where: {out.parent}", said), said
     for file, content in visible_files(out).items():
         if name in LINES and file != "report.json":
             assert expected[file].startswith(content[: content.rfind(b"\n") + 1]), file
@@ -356,7 +356,7 @@ def test_a_command_whose_folder_is_held_is_refused_at_once_and_writes_nothing(
         assert sorted(out.rglob("*")) == before
     assert code == 2, said
     assert f"holds this folder for a run of mine (process {os.getpid()} on " in said
-    assert re.search(r"to do: \S", said) and f"where: {out}" in said
+    assert re.search(r"fix: \S", said) and f"where: {out}" in said
 
 
 LOCKED = [name for name in JOBS if name not in (*UNLOCKED, "score_eval", "infer (Mesh TensorFlow)")]

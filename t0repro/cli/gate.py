@@ -109,7 +109,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
             raise
         text = without_secrets(" ".join(str(error).split())) or "no message"
         echo(f"{command}: {type(error).__name__}: {text}", err=True)
-        print(f"  to do: '{command} --debug ...' shows where this happened.", file=sys.stderr)
+        print(f"  fix: '{command} --debug ...' shows where this happened.", file=sys.stderr)
         sys.exit(FAILURE)
 
 
@@ -168,7 +168,7 @@ class _DeliveringHook:
 def _end_interrupted(command: str, how_to_continue: str) -> None:
     # Without this, a second Ctrl-C while threads and files are being closed prints a traceback.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
-    print(f"\n{command}: interrupted.\n  to do: {how_to_continue}", file=sys.stderr, flush=True)
+    print(f"\n{command}: interrupted.\n  fix: {how_to_continue}", file=sys.stderr, flush=True)
     sys.exit(INTERRUPTED)
 
 
@@ -180,7 +180,7 @@ def _end_unread(command: str, settings: ErrorHandling) -> None:
         sys.exit(0)
     print(
         f"{command}: the program that read its output has ended.\n"
-        f"  to do: {settings.how_to_continue}",
+        f"  fix: {settings.how_to_continue}",
         file=sys.stderr,
     )
     sys.exit(FAILURE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import functools
 import json
 import os
@@ -39,12 +38,6 @@ if TYPE_CHECKING:
     from t0repro.reports.report import Report
     from t0repro.reports.run import PromptInfo
     from t0repro.runs.rank_eval import Outcome
-
-
-class Extra(enum.Enum):
-    """Definitions of a score that can be reported in addition to T0's."""
-
-    calibrated = "calibrated"
 
 
 _Checkpoint = Annotated[
@@ -95,9 +88,9 @@ _Format = Annotated[
         "--format", help="Also write lm-evaluation-harness's results and samples, to OUT/lm_eval."
     ),
 ]
-_Also = Annotated[
-    list[Extra] | None,
-    typer.Option(help="Also report contextual calibration (Zhao et al. 2021)."),
+_Calibrated = Annotated[
+    bool,
+    typer.Option("--calibrated", help="Also report contextual calibration (Zhao et al. 2021)."),
 ]
 
 
@@ -116,9 +109,11 @@ class TaskOptions:
     cache_dir: Annotated[
         Path | None, typer.Option(help="Read the tasks from this SeqIO cache.")
     ] = None
-    at_hand: Annotated[
+    skip_missing: Annotated[
         bool,
-        typer.Option("--at_hand", help="Leave out tasks whose rows are missing, and list them."),
+        typer.Option(
+            "--skip_missing", help="Leave out tasks whose rows are missing, and list them."
+        ),
     ] = False
     # By a hash of the input's number, so that prompts over the same rows get the same inputs.
     limit: Annotated[
@@ -167,7 +162,7 @@ def rank_eval(
     adapter: _Adapters = None,
     modes: _Modes = "rank",
     normalize: _Normalize = "none",
-    also: _Also = None,
+    calibrated: _Calibrated = False,
     also_format: _Format = None,
     add_step: _AddStep = False,
     force: _Force = False,
@@ -203,11 +198,11 @@ def rank_eval(
             activation=computation.activation or _default_activation(),
             tokens_per_batch=computation.tokens_per_batch,
             use_cached=tasks.cache_dir is not None,
-            calibrated=bool(also),
+            calibrated=calibrated,
             modes=tuple(modes.split(",")),
-            at_hand=tasks.at_hand,
+            skip_missing=tasks.skip_missing,
         )
-        extras = [normalize, *(extra.value for extra in also or ())]
+        extras = [normalize, *(["calibrated"] if calibrated else [])]
         prompts = _prompts(tasks, mixture, settings)
         write = _writer(prompts, head, extras)
         check_folder(out, "--out")
@@ -367,9 +362,9 @@ def _check(
     from t0repro.evaluation.selection import check_vocabulary, select_tasks
     from t0repro.runs.preflight import NO_CHECKPOINT_YET
 
-    cached, at_hand = settings.use_cached, settings.at_hand
+    cached, skip_missing = settings.use_cached, settings.skip_missing
     selected = select_tasks(
-        mixture, settings.split, settings.modes, use_cached=cached, at_hand=at_hand
+        mixture, settings.split, settings.modes, use_cached=cached, skip_missing=skip_missing
     )
     names = (*selected.ranked, *selected.generated)
     typer.echo(f"{counted(len(names), 'task')} of {mixture} with the split {settings.split!r}")

@@ -82,7 +82,7 @@ def as_click_reads(argument: str) -> str | None:
     return None if argument == "--nosync" else argument
 
 
-# ---- How options are spelled: `--at-hand` as `--at_hand`, and T5X's ways -------------------------
+# ---- How options are spelled: `--dry-run` as `--dry_run`, and T5X's ways -----------------------
 
 
 def canonical(name: str) -> str:

@@ -1,9 +1,9 @@
 """The command t5_mesh_transformer: t5 0.9.4's, on Mesh TensorFlow or on JAX.
 
 It takes every flag of t5's command (t5 itself defines them) and more: --backend, --vocab,
---at_hand, --allow_changed, --gin_import_allowlist, --tracker, --debug, and those of auxiliary jobs
-(docs/auxiliary_jobs.md). Inputs are checked before anything is built or written; a mistake ends
-with a message on stderr and exit code 2.
+--skip_missing, --allow_changed, --gin_import_allowlist, --tracker, --debug, and those of auxiliary
+jobs (docs/auxiliary_jobs.md). Inputs are checked before anything is built or written; a mistake
+ends with a message on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _run_jax(options: Any) -> None:
         configuration = _described(options, float32_activations=float32)
         if configuration is None:
             configuration = _load(options, float32_activations=float32)
-        check_mesh_transformer(configuration, jax=True, at_hand=options.at_hand)
+        check_mesh_transformer(configuration, jax=True, skip_missing=options.skip_missing)
         # Checked and reported before anything is written.
         print_flag_notes(options, configuration, on_jax=True)
         with contextlib.ExitStack() as beside:
@@ -192,7 +192,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
     if configuration:
         for warning in configuration.warnings:
             print(printable(f"warning: {warning}"), file=sys.stderr)
-        check_mesh_transformer(configuration, jax=False, at_hand=options.at_hand)
+        check_mesh_transformer(configuration, jax=False, skip_missing=options.skip_missing)
         print_flag_notes(options, configuration, on_jax=False)
     if options.use_model_api:
         # t5's MtfModel builds the run from the flags itself, so `run` must be bound only to what
@@ -441,7 +441,7 @@ def _define_own() -> None:
             "A local copy of the SentencePiece model that the tasks use (sets T0REPRO_VOCAB).",
         )
         flags.DEFINE_boolean(
-            "at_hand",
+            "skip_missing",
             False,
             "Use only the tasks of the mixture whose rows or caches are on this machine, with their"
             " rates, and list the others.",
@@ -541,7 +541,7 @@ _HEADINGS = {
         "skip_all_gin_unknowns", "additional_deprecated_gin_references",
     ),
     "Tasks": (
-        "module_import", "additional_task_cache_dirs", "at_hand", "vocab", "t5_tfds_data_dir",
+        "module_import", "additional_task_cache_dirs", "skip_missing", "vocab", "t5_tfds_data_dir",
     ),
     "The run": ("model_dir", "backend", "allow_changed", "tracker", "debug"),
     "Several processes": tuple(field.name for field in dataclasses.fields(ProcessOptions)),

@@ -48,10 +48,10 @@ def list_tasks(
         list[Path] | None,
         typer.Option(help="Show which tasks are cached in this folder; repeatable."),
     ] = None,
-    at_hand: Annotated[
+    skip_missing: Annotated[
         bool,
         typer.Option(
-            "--at_hand", help="Only tasks with available rows, or with a cache in --cache."
+            "--skip_missing", help="Only tasks with available rows, or with a cache in --cache."
         ),
     ] = False,
     module_import: ModulesOrT0 = None,
@@ -69,7 +69,7 @@ def list_tasks(
     from t0repro.tasks import listing
 
     caches = list(cache or ())
-    found = listing.list_tasks(mixture, dataset, caches, at_hand=at_hand)
+    found = listing.list_tasks(mixture, dataset, caches, skip_missing=skip_missing)
     if as_json:
         print_json(listing.as_json(found))
     else:
@@ -153,8 +153,8 @@ def export_tasks(
         str | None,
         typer.Option(help="Name of the group of all datasets.", show_default="the mixture's"),
     ] = None,
-    at_hand: Annotated[
-        bool, typer.Option("--at_hand", help="Only tasks with available rows.")
+    skip_missing: Annotated[
+        bool, typer.Option("--skip_missing", help="Only tasks with available rows.")
     ] = False,
     module_import: ModulesOrT0 = None,
     templates: Templates = None,
@@ -163,16 +163,16 @@ def export_tasks(
 
     Every example is rendered here, so that the harness needs neither templates nor a download.
 
-    Example: t0repro tasks export --mixture t0_eval_score_eval --at_hand runs/lm_eval
+    Example: t0repro tasks export --mixture t0_eval_score_eval --skip_missing runs/lm_eval
     """
     _register(module_import, templates)
     from t0repro.lm_eval.files import export_tasks
     from t0repro.progress import count_progress
-    from t0repro.tasks.task import rows_at_hand, select_tasks
+    from t0repro.tasks.task import select_tasks, tasks_with_rows
 
     tasks = select_tasks(mixture, dataset)
-    if at_hand:
-        tasks = rows_at_hand(tasks, split)
+    if skip_missing:
+        tasks = tasks_with_rows(tasks, split)
     # The harness ranks choices itself, so it gets the prompts and not their `_score_eval` twins.
     suite = name or mixture.removesuffix("_score_eval")
     with count_progress(len(tasks), "rendering", "task", "rendered") as advance:
@@ -275,9 +275,9 @@ _Mixtures = Annotated[str, typer.Option(help="Mixtures whose tasks to cache.", m
 _Splits = Annotated[
     str, typer.Option(help="Only these splits.", metavar="SPLIT,...", show_default="all")
 ]
-_AtHand = Annotated[
+_SkipMissing = Annotated[
     bool,
-    typer.Option("--at_hand", help="Leave out splits whose rows are missing, and list them."),
+    typer.Option("--skip_missing", help="Leave out splits whose rows are missing, and list them."),
 ]
 _Workers = Annotated[
     int | None,
@@ -307,7 +307,7 @@ def cache(
     module_import: ModulesOrT0 = None,
     templates: Templates = None,
     splits: _Splits = "",
-    at_hand: _AtHand = False,
+    skip_missing: _SkipMissing = False,
     workers: _Workers = None,
     seed: _Seed = 0,
     # As many as SeqIO's reader interleaves; within a file, examples are shuffled already.
@@ -316,7 +316,7 @@ def cache(
 ) -> None:
     """Cache prompted tasks in SeqIO's format; keeps tasks that are already cached.
 
-    Example: t0repro cache --mixture t0_eval_score_eval --at_hand --output_cache_dir runs/cache
+    Example: t0repro cache --mixture t0_eval_score_eval --skip_missing --output_cache_dir runs/cache
     """
     from t0repro.errors import UserError
 
@@ -337,7 +337,7 @@ def cache(
         mixtures=_names(mixture),
         folder=str(output_cache_dir),
         splits=_names(splits) or None,
-        at_hand=at_hand,
+        skip_missing=skip_missing,
         seed=seed,
         min_shards=min_shards,
     )

@@ -21,8 +21,8 @@ from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import (
     DescribedTask,
     cache_dirs,
+    drop_missing_tasks,
     find_tasks,
-    keep_at_hand,
     lacks_cache,
     metric_names,
     prompted_mixtures,
@@ -46,7 +46,7 @@ from t0repro.words import counted, shortened, some
 _NAMES_SHOWN = 5
 
 
-def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
+def check_data(inputs: RunInputs, *, skip_missing: bool = False) -> None:
     """Checks that the run's mixture is registered and its rows are available.
 
     A run that reads text files, or uses a dataset function other than t5's, names no mixture and is
@@ -54,7 +54,7 @@ def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
 
     Args:
       inputs: The run's inputs.
-      at_hand: Whether to drop tasks from the mixture that cannot be read here, and list them on
+      skip_missing: Whether to drop tasks from the mixture that cannot be read, and list them on
         stderr.
 
     Raises:
@@ -64,8 +64,8 @@ def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
     if name is None:
         return
     check_mixture(name)
-    if at_hand:
-        keep_at_hand(name, inputs.split, use_cached=inputs.use_cached)
+    if skip_missing:
+        drop_missing_tasks(name, inputs.split, use_cached=inputs.use_cached)
     check_readable(name, inputs.split, use_cached=inputs.use_cached)
     tasks = tasks_with_split(name, inputs.split)
     check_features(tasks, inputs.split, inputs.sequence_length, use_cached=inputs.use_cached)

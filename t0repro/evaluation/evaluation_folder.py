@@ -163,7 +163,7 @@ class EvaluationSettings:
       use_cached: read tasks from SeqIO's cache.
       calibrated: also score every choice given a content-free input.
       modes: some of selection.MODES: "rank" ranks answer choices, "generate" decodes.
-      at_hand: leave out tasks whose rows are not on this machine.
+      skip_missing: leave out tasks whose rows are not on this machine.
     """
 
     split: str = "validation"
@@ -176,7 +176,7 @@ class EvaluationSettings:
     use_cached: bool = False
     calibrated: bool = False
     modes: tuple[str, ...] = ("rank",)
-    at_hand: bool = False
+    skip_missing: bool = False
 
 
 class EvaluationFolder:
@@ -314,7 +314,7 @@ def _decisive(mixture: str, settings: EvaluationSettings) -> dict[str, Any]:
     """What makes two evaluations of one checkpoint different, in JSON's types."""
     found = {"mixture": mixture, **dataclasses.asdict(settings)}
     # The first changes scores by rounding alone, and the second adds rows that came since.
-    del found["tokens_per_batch"], found["at_hand"]
+    del found["tokens_per_batch"], found["skip_missing"]
     # Not asdict's copy, which keeps the type of the mapping.
     return json.loads(json.dumps({**found, "lengths": dict(settings.lengths)}))
 

@@ -17,7 +17,7 @@ from t0repro.tasks.task import (
     find_task,
     find_tasks,
     metric_names,
-    not_at_hand,
+    missing_tasks,
     registered_mixtures,
     registered_tasks,
 )
@@ -73,7 +73,7 @@ def select_tasks(
     modes: Sequence[str],
     *,
     use_cached: bool = False,
-    at_hand: bool = False,
+    skip_missing: bool = False,
 ) -> Selection:
     """Selects the mixture's tasks that have the split: those to rank and those to decode.
 
@@ -86,17 +86,17 @@ def select_tasks(
       split: the split of every task.
       modes: some of MODES.
       use_cached: whether tasks are read from SeqIO's cache.
-      at_hand: leave out tasks whose rows are not on this machine; otherwise reading them fails.
+      skip_missing: leave out tasks whose rows are missing; otherwise reading them fails.
 
     Raises:
       UserError: if there is no such mixture or task, if a task cannot be evaluated in these modes,
-        or if no task has the split (or, with `at_hand`, its rows).
+        or if no task has the split (or, with `skip_missing`, its rows).
     """
     tasks = _asked(mixture, modes)
     ranked = [task for task in tasks if _ranks(task)]
     others = [task for task in tasks if not _ranks(task)]
     _check_modes(mixture, modes, ranked, others)
-    left_out = _left_out(mixture, tasks, split, only_at_hand=at_hand and not use_cached)
+    left_out = _left_out(mixture, tasks, split, skip_missing=skip_missing and not use_cached)
     # Caches first: reading one that is damaged would fail hours later.
     if use_cached:
         held = [task for task in tasks if task.name not in left_out]
@@ -152,15 +152,15 @@ def _check_modes(
         )
 
 
-def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool) -> dict[str, str]:
-    """Tasks without metrics, the split or, with `only_at_hand`, its rows; each with the reason."""
+def _left_out(mixture: str, tasks: Sequence[Any], split: str, skip_missing: bool) -> dict[str, str]:
+    """Tasks without metrics, the split or, with `skip_missing`, its rows; each with the reason."""
     if not any(split in task.splits for task in tasks):
         raise no_task_has(mixture, split, "--split")
     left_out = {task.name: f"no split {split}" for task in tasks if split not in task.splits}
     # Nothing would be reported of such a task.
     left_out |= {task.name: "no metric" for task in tasks if not _has_metric(task)}
-    if only_at_hand:
-        left_out |= not_at_hand(tasks, split, use_cached=False)
+    if skip_missing:
+        left_out |= missing_tasks(tasks, split, use_cached=False)
     if len(left_out) == len(tasks):
         raise UserError(
             f"No task of {mixture!r} has rows of split {split!r} here.",

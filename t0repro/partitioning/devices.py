@@ -208,12 +208,12 @@ class Partitioning:
     Attributes:
       mesh: devices by (data, model).
       fully_sharded: whether parameters and slots are sharded along `data` too.
-      at_hand: number of devices available, used or not.
+      available: number of devices available, used or not.
     """
 
     mesh: Mesh
     fully_sharded: bool
-    at_hand: int
+    available: int
 
     @property
     def data(self) -> int:
@@ -232,7 +232,7 @@ class Partitioning:
 
     def __str__(self) -> str:
         kind = self.mesh.devices.flat[0].device_kind
-        of = f" of {self.at_hand}" if self.at_hand > self.mesh.size else ""
+        of = f" of {self.available}" if self.available > self.mesh.size else ""
         fully = ", fully sharded" if self.fully_sharded else ""
         return (
             f"devices: {self.mesh.size}{of} x {kind}, data {self.data}, model {self.model}{fully}"
@@ -493,7 +493,7 @@ def line_of(partitioning: Partitioning, layout: Layout) -> str:
 
 
 def _arranged(
-    devices: Sequence[Any], data: int, model: int, fully_sharded: bool, at_hand: int
+    devices: Sequence[Any], data: int, model: int, fully_sharded: bool, available: int
 ) -> Partitioning:
     """The first devices as a device mesh; on TPUs, neighbors share a model."""
     chosen = list(devices)[: data * model]
@@ -506,7 +506,7 @@ def _arranged(
         array = np.array(chosen, dtype=object).reshape(data, model)
     # Auto: XLA decides whatever `constrain` leaves open.
     mesh = Mesh(array, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
-    return Partitioning(mesh, fully_sharded, at_hand)
+    return Partitioning(mesh, fully_sharded, available)
 
 
 def _name(path: Any) -> str:

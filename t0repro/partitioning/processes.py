@@ -500,7 +500,7 @@ class Watch:
         name = f" on {self._names[lost]}" if lost in self._names else ""
         print(
             f"Process {lost} of {self._count}{name} has ended, so process {self._index} ends too.\n"
-            "  to do: Look at its own messages; then start all processes again with the same"
+            "  fix: Look at its own messages; then start all processes again with the same"
             " command, which continues where it stopped.",
             # Not sys.stderr, which `joined` has redirected to nowhere in all processes but the
             # first.

@@ -112,13 +112,13 @@ def run_checks(
 # ---- The lists -----------------------------------------------------------------------------------
 
 
-def check_mesh_transformer(configuration: Configuration, *, jax: bool, at_hand: bool) -> None:
+def check_mesh_transformer(configuration: Configuration, *, jax: bool, skip_missing: bool) -> None:
     """Checks what a run of Mesh TensorFlow's dialect reads and where it writes.
 
     Args:
       configuration: The run.
       jax: Whether the JAX stack runs it.
-      at_hand: Whether to drop tasks from the mixture that cannot be read here.
+      skip_missing: Whether to drop tasks from the mixture that cannot be read here.
 
     Raises:
       UserError: For the first fault.
@@ -128,7 +128,7 @@ def check_mesh_transformer(configuration: Configuration, *, jax: bool, at_hand: 
     listed = [Check("addresses", Cost.FILES, lambda: check_addresses(inputs, jax=jax))]
     if isinstance(config, RunConfig):
         listed.insert(0, Check("outputs", Cost.NAMES, lambda: check_outputs(config, jax=jax)))
-    listed.append(Check("data", Cost.TASKS, lambda: _mesh_data(configuration, at_hand)))
+    listed.append(Check("data", Cost.TASKS, lambda: _mesh_data(configuration, skip_missing)))
     if trains:
         listed.append(Check("shards", Cost.TASKS, lambda: _mesh_training_data(configuration, jax)))
     if jax and trains and isinstance(config, RunConfig):
@@ -228,11 +228,11 @@ def _silent(name: str, line: str) -> None:
 # ---- The checks ----------------------------------------------------------------------------------
 
 
-def _mesh_data(configuration: Configuration, at_hand: bool) -> None:
+def _mesh_data(configuration: Configuration, skip_missing: bool) -> None:
     from t0repro.data import checks
 
     inputs, config = configuration.inputs, configuration.run_or_refusal
-    checks.check_data(inputs, at_hand=at_hand)
+    checks.check_data(inputs, skip_missing=skip_missing)
     if inputs.mixture_or_task_name is not None and isinstance(config, RunConfig):
         tasks = checks.tasks_with_split(inputs.mixture_or_task_name, inputs.split)
         checks.check_tokens(tasks, config.model, mesh=True)

@@ -133,7 +133,7 @@ def rank_eval(
         settings.split,
         settings.modes,
         use_cached=settings.use_cached,
-        at_hand=settings.at_hand,
+        skip_missing=settings.skip_missing,
     )
     if selected.left_out:
         say(f"Left out: {reasons_in_words(selected.left_out)}.")

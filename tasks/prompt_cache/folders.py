@@ -337,7 +337,7 @@ def rows_changed(description: TaskDescription, split: str, made: Mapping[str, An
       False also if the rows are missing or the cache does not record their checksum.
     """
     then = made.get("origin", {})
-    if "sha256" not in then or split not in description.rows.splits_at_hand():
+    if "sha256" not in then or split not in description.rows.available_splits():
         return False
     reader = description.rows.reader(split)
     # The size reveals most changes without reading the file.

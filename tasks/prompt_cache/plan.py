@@ -152,7 +152,7 @@ class Request:
       mixtures: Mixtures whose tasks to cache.
       folder: The cache folder.
       splits: Only these splits; None caches all splits of a task.
-      at_hand: Leave out splits whose rows are missing, rather than stop.
+      skip_missing: Leave out splits whose rows are missing, rather than stop.
       seed: Seed for the templates' random choices and the order of examples.
       min_shards: Minimum number of files per split.
       templates: Files of the user's own templates.
@@ -163,7 +163,7 @@ class Request:
     mixtures: tuple[str, ...]
     folder: str
     splits: tuple[str, ...] | None = None
-    at_hand: bool = False
+    skip_missing: bool = False
     seed: int = 0
     min_shards: int = 16
     templates: tuple[str, ...] = ()
@@ -196,7 +196,7 @@ def make_plan(request: Request) -> CachePlan:
     planner = _Planner(request)
     for name in names:
         planner.add(descriptions[name])
-    planner.check_at_hand(len(names))
+    planner.check_missing(len(names))
     return CachePlan(
         prompts=planner.prompts(),
         vocabularies=planner.vocabularies,
@@ -274,7 +274,7 @@ class _Planner:
             self._check_same(task, self.folder / folder, [s for s in wanted if s in cached])
         # Cached splits are not checked again, so their rows may be gone.
         splits = [split for split in wanted if split not in (cached or ())]
-        splits = [split for split in splits if self._at_hand(task, split)]
+        splits = [split for split in splits if self._has_rows(task, split)]
         if not splits:
             return
         # Only if something is left to write: never touch the folder of a complete task.
@@ -284,16 +284,16 @@ class _Planner:
         )
         self._made_of[rows.name] = task
 
-    def check_at_hand(self, selected: int) -> None:
+    def check_missing(self, selected: int) -> None:
         """Raises UserError if rows are missing, unless such splits are to be left out."""
-        if self._missing and not self.request.at_hand:
+        if self._missing and not self.request.skip_missing:
             first = next(iter(self._missing.values()))
             places = sorted(self._missing)
             raise UserError(
                 f"The rows of {counted(len(places), 'split')} are missing: {', '.join(places[:8])}"
                 f"{', ...' if len(places) > 8 else ''}. The first: {first.what}",
                 where=first.where,
-                fix=f"{first.fix} Or leave such splits out with --at_hand, or name others with"
+                fix=f"{first.fix} Or leave such splits out with --skip_missing, or name others with"
                 " --splits.",
             )
         # All requested splits lack rows, and no earlier run cached any of them.
@@ -305,7 +305,7 @@ class _Planner:
                 fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
             )
 
-    def _at_hand(self, task: TaskDescription, split: str) -> bool:
+    def _has_rows(self, task: TaskDescription, split: str) -> bool:
         error = missing_rows(task.rows, split)
         if error is not None:
             place = "/".join(filter(None, (task.rows.dataset, task.rows.subset)))

@@ -159,7 +159,7 @@ def test_an_address_is_refused_at_once_and_nothing_is_made(entry, monkeypatch, c
         assert code == 2, said
         assert f"{address} cannot be opened" in said and why in said
         assert f"where: {name_of(parameter)}" in said
-        assert "to do: " in said and not any(tmp_path.iterdir())
+        assert "fix: " in said and not any(tmp_path.iterdir())
 
 
 T5X = ["--gin_file", MODEL, "--gin.DROPOUT_RATE=0.0", "--gin.MIXTURE_OR_TASK_NAME='m'"]
@@ -313,7 +313,7 @@ def test_each_command_says_within_two_seconds_that_there_are_no_credentials(tmp_
             (code, seconds < SECONDS) == (2, True)
             and f"{address} cannot be opened" in said
             and "no Google Cloud credentials" in said
-            and "to do: " in said
+            and "fix: " in said
         )
     ]
     assert not wrong and not any(tmp_path.iterdir()), wrong

@@ -38,7 +38,7 @@ def test_a_user_error_is_printed_to_stderr_and_exits_with_2(monkeypatch, capsys,
     failing(UserError("No such thing.", where="here:1", fix="Make one."))
     code, out, err = run(monkeypatch, capsys, "doctor")
     assert code == 2
-    assert err.endswith(" ...\nt0repro: No such thing.\n  where: here:1\n  to do: Make one.\n")
+    assert err.endswith(" ...\nt0repro: No such thing.\n  where: here:1\n  fix: Make one.\n")
     assert out == ""
 
 

@@ -108,11 +108,11 @@ def test_ls_shows_every_task_with_choices_metrics_and_rate(run):
 
 def test_ls_can_leave_out_what_is_not_on_this_machine(run, own):
     rows = [{"text": "a", "label": 0}]
-    path = own("at_hand_reviews", rows, one={"jinja": "{{text}} ||| {{label}}"})
+    path = own("reviews_here", rows, one={"jinja": "{{text}} ||| {{label}}"})
     arguments = ("ls", DEMO, "--module_import=t0repro.tasks.t0", f"--templates={path}", "--json")
     everything = {task["task"] for task in json.loads(run(*arguments)[1])}
-    here = {task["task"] for task in json.loads(run(*arguments, "--at_hand")[1])}
-    assert "at_hand_reviews_one" in here and here < everything
+    here = {task["task"] for task in json.loads(run(*arguments, "--skip_missing")[1])}
+    assert "reviews_here_one" in here and here < everything
     assert "super_glue_rte_GPT_3_style" in everything - here
 
 

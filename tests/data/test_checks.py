@@ -23,7 +23,7 @@ from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.registration import add_prompted_task
-from t0repro.tasks.task import not_at_hand
+from t0repro.tasks.task import missing_tasks
 from t0repro.tasks.vocabulary import DEFAULT_ADDRESS
 from tests.tasks.vocabularies import write_vocabulary
 
@@ -119,7 +119,8 @@ def batches_of(task, **changes):
 def test_a_task_that_seqio_cannot_cache_is_read_without(without_placeholder):
     check_readable(without_placeholder, "train", use_cached=True)
     assert (
-        not_at_hand(tasks_with_split(without_placeholder, "train"), "train", use_cached=True) == {}
+        missing_tasks(tasks_with_split(without_placeholder, "train"), "train", use_cached=True)
+        == {}
     )
     assert next(batches_of(without_placeholder))["inputs"].tolist() == [[2, 3, 0, 0]] * 3
 

@@ -653,7 +653,7 @@ def test_tasks_without_rows_here_are_an_error_or_left_out_and_named(model_dir, p
     seqio.MixtureRegistry.add("with_a_task_without_rows", [absent, other], default_rate=1)
     with pytest.raises(UserError, match="copa"):
         evaluate(model_dir, tmp_path / "out", mixture="with_a_task_without_rows")
-    settings, said = dataclasses.replace(SETTINGS, at_hand=True), []
+    settings, said = dataclasses.replace(SETTINGS, skip_missing=True), []
     mixture = "with_a_task_without_rows"
     outcome = evaluate(model_dir, tmp_path / "out", settings, mixture, said)
     assert outcome.tasks == (other,)
@@ -691,7 +691,7 @@ def test_the_command_goes_on_after_a_kill_and_writes_a_report(model_dir, tmp_pat
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    done = start(model_dir, tmp_path, "--also=calibrated", "--tracker=tensorboard", *arguments)
+    done = start(model_dir, tmp_path, "--calibrated", "--tracker=tensorboard", *arguments)
     output, _ = done.communicate(timeout=300)
     assert done.returncode == 0, output
     (tracked,) = json.loads((tmp_path / "tracking.json").read_text()).values()

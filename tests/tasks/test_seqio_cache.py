@@ -88,7 +88,7 @@ def test_missing_rows_end_with_one_message_and_exit_code_2(tmp_path):
         T0REPRO_VOCAB=str(ROOT / "tasks" / "demo" / "sentencepiece.model"),
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert "train.jsonl" in done.stderr and "to do:" in done.stderr
+    assert "train.jsonl" in done.stderr and "fix:" in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "cache").exists()
 
 

@@ -188,7 +188,7 @@ def test_story_cloze_says_where_to_ask_and_is_read_as_it_is_sent(monkeypatch, tm
         "sentence_quiz2": "She flew.",
         "answer_right_ending": 1,
     }
-    assert source.splits_at_hand() == ["validation"]
+    assert source.available_splits() == ["validation"]
     assert source.origin("validation")["source"] == "manual"
     assert source.num_input_examples("validation") == 1
     assert next(source.examples("validation"))["targets"] == "She slept."

@@ -458,7 +458,7 @@ def test_seqio_caches_ones_own_prompts_and_both_read_the_cache_as_it_renders(
         "--model_dir=model",
         f"--additional_task_cache_dirs={tmp_path / 'cache'}",
         "--gin_file=dataset.gin",
-        "--at_hand",  # the other task of the mixture is not cached
+        "--skip_missing",  # the other task of the mixture is not cached
         "--gin_param=MIXTURE_NAME = 'my_mixture'",
         "--gin_file=demo/t5.1.1.demo.gin",
         "--gin_file=learning_rate_schedules/constant_0_001.gin",

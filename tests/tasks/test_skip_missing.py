@@ -11,8 +11,8 @@ from t0repro.tasks.demo.datasets import FOLDER
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.task import (
     PromptedMixture,
+    drop_missing_tasks,
     find_tasks,
-    keep_at_hand,
     prompted_mixtures,
     record_mixture,
     record_task,
@@ -45,7 +45,7 @@ def test_what_is_missing_is_taken_out_and_named_and_rates_are_kept(mixture):
     name, here, also, away = mixture
     said = []
     with heard_by(said.append):
-        keep_at_hand(name, "validation", use_cached=False)
+        drop_missing_tasks(name, "validation", use_cached=False)
     assert rates(name) == {here: 3.0, also: 7.0}
     assert said == [
         f"{name}: 2 of 3 tasks, with the rates that they have in the full mixture."
@@ -56,7 +56,7 @@ def test_what_is_missing_is_taken_out_and_named_and_rates_are_kept(mixture):
 def test_rates_that_count_rows_are_those_of_what_is_kept(tmp_path):
     here, away = task("counts_here", FOLDER), task("counts_away", tmp_path)
     add_mixture("counts", [here, away], lambda rows: rows.num_input_examples("validation"))
-    keep_at_hand("counts", "validation", use_cached=False)
+    drop_missing_tasks("counts", "validation", use_cached=False)
     assert rates("counts") == {here: 64}
 
 
@@ -65,12 +65,12 @@ def test_of_cached_tasks_those_that_are_cached_are_kept(mixture, tmp_path, monke
     monkeypatch.setattr(seqio.TaskRegistry.get(also), "_cache_dir", str(tmp_path))
     said = []
     with heard_by(said.append):
-        keep_at_hand(name, "validation", use_cached=True)
+        drop_missing_tasks(name, "validation", use_cached=True)
     assert rates(name) == {also: 7.0} and f"{here} (not cached)" in said[0]
 
 
 def test_a_mixture_that_seqio_does_not_have_keeps_its_cached_tasks(tmp_path, monkeypatch):
-    described = task_descriptions()[task("described_at_hand", FOLDER)]
+    described = task_descriptions()[task("described_available", FOLDER)]
     for name in ("described_one", "described_two"):
         prompt = dataclasses.replace(described.prompt, name=name)
         record_task(dataclasses.replace(described, prompt=prompt))
@@ -81,7 +81,7 @@ def test_a_mixture_that_seqio_does_not_have_keeps_its_cached_tasks(tmp_path, mon
     monkeypatch.setattr("t0repro.tasks.task.cache_dirs", lambda: [str(tmp_path)])
     said = []
     with heard_by(said.append):
-        keep_at_hand("described", "validation", use_cached=True)
+        drop_missing_tasks("described", "validation", use_cached=True)
     assert [task.name for task in find_tasks("described")] == ["described_two"]
     assert prompted_mixtures()["described"].rate("described_two") == 7.0
     assert "Left out: described_one (not cached)" in said[0]
@@ -92,7 +92,7 @@ def test_a_whole_mixture_is_left_as_it_is(tmp_path):
     add_mixture("whole_mixture", {here: 2.0})
     before = seqio.MixtureRegistry.get("whole_mixture")
     with heard_by(pytest.fail):
-        keep_at_hand("whole_mixture", "validation", use_cached=False)
+        drop_missing_tasks("whole_mixture", "validation", use_cached=False)
     assert seqio.MixtureRegistry.get("whole_mixture") is before
 
 
@@ -100,4 +100,4 @@ def test_nothing_at_hand_is_an_error(tmp_path):
     away = task("nothing_away", tmp_path)
     add_mixture("nothing", {away: 2.0})
     with heard_by(pytest.fail), pytest.raises(UserError, match="'nothing' is available"):
-        keep_at_hand("nothing", "validation", use_cached=False)
+        drop_missing_tasks("nothing", "validation", use_cached=False)
