@@ -1,6 +1,6 @@
-"""Prints docs/licences.md: every package of requirements/ with its version and licence.
+"""Prints docs/evidence/licenses.md: every package of requirements/ with its version and licence.
 
-    .venv/bin/python -P scripts/licences.py > docs/licences.md
+    .venv/bin/python -P scripts/licences.py > docs/evidence/licenses.md
 
 Licences are those that the installed packages state about themselves; nothing is looked up.
 """

@@ -4,7 +4,7 @@
   .venv/bin/python scripts/mutation.py                            # all modules: 45 minutes
   .venv/bin/python scripts/mutation.py t0repro/training/losses.py   # these
 
-Prints each change that no test noticed, as a diff; docs/reliability.md explains them.
+Prints each change that no test noticed, as a diff; docs/evidence/reliability.md explains them.
 
 mutmut generates the changes and selects one at each call. `mutmut run` starts a process and
 collects the tests for every change. This script tries all changes of a module in one process: it

@@ -40,9 +40,9 @@ twine check --strict dist/*
 python -P -m pytest -q tests/test_wheel.py -m "not slow"
 
 echo "== licences"
-python -P scripts/licences.py | diff docs/licences.md - >/dev/null ||
-  fail "docs/licences.md is not what scripts/licences.py prints: write it again"
-if grep "not stated" docs/licences.md; then fail "these state no licence: see to them"; fi
+python -P scripts/licences.py | diff docs/evidence/licenses.md - >/dev/null ||
+  fail "docs/evidence/licenses.md is not what scripts/licences.py prints: write it again"
+if grep "not stated" docs/evidence/licenses.md; then fail "these state no licence: see to them"; fi
 
 echo "== bill of materials"
 cat requirements/{core,reference}.lock >"$tree/locked.txt"

@@ -1,4 +1,4 @@
-"""Dry-runs public files that people wrote against T5, T5X and SeqIO: writes docs/resurrection.md.
+"""Dry-runs public files that people wrote against T5, T5X and SeqIO; writes the page of outcomes.
 
     .venv/bin/python scripts/resurrection.py CHECKOUTS T5X_CHECKOUT [REPOSITORY ...]
     .venv/bin/python scripts/resurrection.py        # the page alone, from the outcomes
@@ -41,7 +41,7 @@ import t5x_gin_files as t5x
 
 LIST = Path(__file__).with_suffix(".csv")
 OUTCOMES = LIST.with_name("resurrection_outcomes.csv")
-PAGE = t5x.ROOT / "docs/resurrection.md"
+PAGE = t5x.ROOT / "docs/evidence/resurrection.md"
 # Limits for one file, in seconds: processor time, which does not depend on the machine's load, and
 # wall-clock time.
 LIMIT, WAITING = 300, 3000

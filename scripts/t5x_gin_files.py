@@ -1,4 +1,4 @@
-"""Runs each gin file of T5X and writes docs/t5x_gin_files.md.
+"""Runs each gin file of T5X and writes docs/evidence/t5x_gin_files.md.
 
     .venv/bin/python scripts/t5x_gin_files.py T5X_CHECKOUT [T5X_ON_VERTEX_AI_CHECKOUT]
 
@@ -25,7 +25,7 @@ from t0repro.cli.app import command
 from t0repro.cli.gate import ErrorHandling, find_user_error
 
 ROOT = Path(__file__).parents[1]
-OUT = ROOT / "docs/t5x_gin_files.md"
+OUT = ROOT / "docs/evidence/t5x_gin_files.md"
 VOCABULARY = ROOT / "tasks/demo/sentencepiece.model"
 LENGTHS = "{'inputs': 64, 'targets': 16}"
 # Values of the macros that T5X's files leave to the user.
@@ -216,7 +216,7 @@ def table(rows: Sequence[tuple[str, str, str, str]]) -> str:
         "",
         "Names only: the files are T5X's (google-research/t5x at cc342d4) and those of its samples"
         " for Vertex AI\n(`configs/`). `scripts/t5x_gin_files.py` writes this page; its header says"
-        " how each file is run. [T5X's gin\nfiles](t5x.md) says what is supported and what is"
+        " how each file is run. [T5X's gin\nfiles](../t5x.md) says what is supported and what is"
         " refused.",
         "",
         f"Of {len(rows)} files, `explain` reads {counted[True, True] + counted[True, False]} and"

@@ -380,7 +380,7 @@ def _parsed(model: bytes) -> tuple[list[tuple[str, float, int]], bool, int, byte
 
 def are_same(one: Any, other: Any) -> bool:
     """Whether two vocabularies give the same tokens and sentinels, wherever their files are."""
-    # SeqIO compares addresses, and T5's vocabulary has several (docs/lab_log.md).
+    # SeqIO compares addresses, and T5's vocabulary has several (docs/evidence/lab_log.md).
     if _is_t5s(one) and _is_t5s(other) or (address_of(one) and _names(one) == _names(other)):
         return True
     # Compare the models: copies of one file under different names encode alike.

@@ -62,7 +62,7 @@ def test_every_file_that_these_pages_name_exists():
     ],
 )
 def test_the_way_from_a_command_to_the_first_update_grows_no_longer(start, most):
-    """The counts are in docs/lab_log.md. Who makes the way shorter lowers them here."""
+    """The counts are in docs/evidence/lab_log.md. Who makes the way shorter lowers them here."""
     walk = walk_from(*start)
     way = " ".join(stop.removeprefix("t0repro.") for stop in walk.stops)
     found = len(walk.stops), len(walk.files), walk.climbs

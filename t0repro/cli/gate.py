@@ -242,7 +242,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 # XLA takes a step's temporaries from the system and gives them back afterwards, so the system
 # zeroes them again in the next step, page by page. Pages of 2 MiB instead of 4 KiB made a train
-# step 10% to 30% faster on one machine and 14% slower on another (docs/lab_log.md), so each start
+# step 10% to 30% faster on one machine and 14% slower on another (the lab log), so each start
 # measures.
 
 _VARIABLE = "GLIBC_TUNABLES"
@@ -254,7 +254,7 @@ _BYTES = 32 << 20
 # The fastest counts, because the first huge pages of a new virtual machine took twenty times as
 # long: its host had not given it the memory yet.
 _ROUNDS = 3
-# Where steps took 6% to 13% less time, huge pages were zeroed 5 times as fast (docs/lab_log.md).
+# Where steps took 6% to 13% less time, huge pages were zeroed 5 times as fast (the lab log).
 _MUCH_FASTER = 1.5
 
 

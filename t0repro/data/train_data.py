@@ -416,7 +416,7 @@ def reading_shard(name: str, shard: int, num_shards: int) -> Iterator[None]:
 # SeqIO and Mesh TensorFlow map a function over single examples seven or more times, to select, cast
 # and truncate features, each time with `num_parallel_calls=AUTOTUNE`. Such a function takes a
 # microsecond or two. Passing the example to another thread and back, and AUTOTUNE's modeling of
-# that time, took ten times as long as everything else (docs/benchmarks.md, "Full batches"). A
+# that time, took ten times as long as everything else (benchmarks.md, "Full batches"). A
 # parallel map keeps its order, so the examples and their order do not change.
 
 

@@ -41,9 +41,9 @@ PARAMS = (
 
 @pytest.fixture(scope="module")
 def rows():
-    """What the last column says of each binding."""
+    """What the page says of each binding; after *JAX:*, how the JAX stack differs."""
     text = (ROOT / "docs" / "gin.md").read_text()
-    found = re.findall(r"^\| `([^`]+)` \|.*\| ([^|]+) \|$", text, re.MULTILINE)
+    found = re.findall(r"^\| `([^`]+)` \| (.*) \|$", text, re.MULTILINE)
     assert len(found) == len(dict(found)), "a binding has two rows"
     return dict(found)
 
@@ -85,7 +85,7 @@ def test_what_the_table_calls_the_same_is_known_to_the_reader(rows):
 
     checked = 0
     for name, says in rows.items():
-        if "same on both" not in says or "." not in name:
+        if "*JAX:*" in says or "." not in name or name.startswith("t0repro."):
             continue
         selector, _, argument = name.rpartition("/")[2].rpartition(".")
         matches = [known for known in KNOWN_BINDINGS if f".{known}".endswith(f".{selector}")]
@@ -102,7 +102,7 @@ def test_what_the_table_calls_the_same_is_known_to_the_reader(rows):
 
 def test_what_the_table_calls_without_effect_is_no_error(rows, bindings):
     """The T0 commands load as they are; so the bindings without effect in them are passed over."""
-    assert any(says.startswith("no effect") for says in rows.values())
+    assert any("*JAX:* no effect" in says for says in rows.values())
     inputs = MeshInputs(
         "a_model_dir",
         FILES[:3],

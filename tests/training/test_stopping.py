@@ -34,8 +34,8 @@ def stops_at(values, mode="min", patience=3, atol=0.0, rtol=0.0, reference="prev
 
 
 def rows_of_the_docs():
-    """(values, options, where T5X's rule stops, where ours does) of docs/trainer.md's table."""
-    lines = (ROOT / "docs/trainer.md").read_text().splitlines()
+    """(values, options, where T5X's rule stops, where ours does) of docs/t5x_names.md's table."""
+    lines = (ROOT / "docs/t5x_names.md").read_text().splitlines()
     header = next(n for n, line in enumerate(lines) if line.startswith("| values | mode |"))
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[header + 2 :])
     for row in rows:

@@ -1,7 +1,9 @@
-"""The code of docs/trainer.md runs as it is printed there, and learns."""
+"""The code of docs/trainer.md and of its examples runs as it is, and learns."""
 
 import json
 import re
+import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -28,12 +30,8 @@ EVALUATED = "demo_synthetic_glue_mrpc_want_to_know"
 DOCS = Path(__file__).resolve().parents[2] / "docs/trainer.md"
 
 
-def test_the_docs_own_code_trains_a_student_in_under_sixty_lines(tmp_path):
-    _, code, _ = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    written = [line for line in code.splitlines() if line.strip() and "import" not in line]
-    assert len(written) < 60
-    namespace = {"__name__": "the_docs"}
-    exec(compile(code, str(DOCS), "exec"), namespace)
+def test_the_example_of_distillation_trains_a_student(tmp_path):
+    namespace = runpy.run_path(str(DOCS.parents[1] / "scripts/demo/distill.py"))
     module = tiny.model(vocab_size=1408)
     teacher = tiny.new_state(seed=5, vocab_size=1408).params
     state, (first, second) = namespace["imitate"](module, teacher, str(tmp_path), 8)
@@ -61,12 +59,9 @@ def test_the_t5_made_by_hand_learns_to_copy_and_generates():
 @pytest.fixture
 def extension(tmp_path, monkeypatch):
     """The ported extension's gin file, beside its module, and the bindings of a tiny model."""
-    (_, _, code), text = (
-        re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL),
-        DOCS.read_text(),
-    )
-    (gin,) = re.findall(r"```\n(from __gin__.*?)```", text, re.DOTALL)
-    (tmp_path / "my_extension.py").write_text(code)
+    example = DOCS.parents[1] / "scripts/demo/t5x_extension"
+    gin = (example / "my_run.gin").read_text()
+    shutil.copy(example / "my_extension.py", tmp_path)
     (tmp_path / "my_run.gin").write_text("\n".join([gin, "import seqio", *SIZES, ""]))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_extension", raising=False)

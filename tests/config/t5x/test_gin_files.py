@@ -392,7 +392,7 @@ def test_the_table_of_t5xs_files_has_the_counts_that_the_page_states():
     docs = Path(__file__).parents[3] / "docs"
     rows = [
         [cell.strip() for cell in line.split(" | ")]
-        for line in (docs / "t5x_gin_files.md").read_text().splitlines()
+        for line in (docs / "evidence" / "t5x_gin_files.md").read_text().splitlines()
         if line.startswith("| `")
     ]
     read = [row for row in rows if row[2] == "runs"]
@@ -402,5 +402,6 @@ def test_the_table_of_t5xs_files_has_the_counts_that_the_page_states():
         f"T5X and its samples for Vertex AI have {len(rows)} gin files: `explain` reads"
         f" {len(read)} of them and `--dry_run` accepts {len(accepted)}."
     ) in page
-    reasons = re.findall(r"^\| (\d+) \| ", (docs / "t5x_gin_files.md").read_text(), re.MULTILINE)
+    outcomes = (docs / "evidence" / "t5x_gin_files.md").read_text()
+    reasons = re.findall(r"^\| (\d+) \| ", outcomes, re.MULTILINE)
     assert sum(map(int, reasons)) == len(rows) - len(read)
