@@ -94,11 +94,11 @@ TINY: list[tuple[str, str, str]] = [
     ("checkpoints.md", r"verify runs/demo/model --json", "verify runs/demo/model"),
     ("checkpoints.md", r"diff A B \[--tol 1e-6\]", "diff runs/demo/model runs/t0_3b_hf --tol 1e-6"),
     ("evaluation.md", r"MODEL_DIR/validation_eval", "runs/demo/model/validation_eval"),
-    ("evaluation.md", r"runs/mtf/", "runs/a/"),
-    ("evaluation.md", r"runs/jax/", "runs/b/"),
-    ("evaluation.md", r"--step 200 --step 400", "--step 2 --step 4"),
-    ("evaluation.md", r"runs/seed[01]", "runs/a"),
-    ("evaluation.md", r"runs/seed2|runs/other\d", "runs/b"),
+    ("compare.md", r"runs/mtf/", "runs/a/"),
+    ("compare.md", r"runs/jax/", "runs/b/"),
+    ("compare.md", r"--step 200 --step 400", "--step 2 --step 4"),
+    ("compare.md", r"runs/seed[01]", "runs/a"),
+    ("compare.md", r"runs/seed2|runs/other\d", "runs/b"),
     # Where the folder's model of 4 steps is, training continues from it.
     ("from_t0.md", r"TRAIN_STEPS=2", "MODEL_GIN=small.gin TRAIN_STEPS=6 TOKENS_PER_BATCH=256"),
     ("howto_checkpoint.md", r"MODEL_GIN=\S+", "MODEL_GIN=small.gin"),
@@ -252,7 +252,7 @@ def _train_the_demo(folder: Path) -> None:
 
 # Pages whose reader has trained the demo.
 WITH_THE_DEMO = (
-    "adapters.md", "checkpoints.md", "evaluation.md", "from_t0.md", "howto_checkpoint.md",
+    "adapters.md", "checkpoints.md", "compare.md", "evaluation.md", "from_t0.md", "howto_checkpoint.md",
     "howto_encode.md", "howto_t0_3b.md", "runs.md", "tasks.md",
 )  # fmt: skip
 
