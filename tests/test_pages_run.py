@@ -252,8 +252,8 @@ def _train_the_demo(folder: Path) -> None:
 
 # Pages whose reader has trained the demo.
 WITH_THE_DEMO = (
-    "adapters.md", "checkpoints.md", "compare.md", "evaluation.md", "from_t0.md", "howto_checkpoint.md",
-    "howto_encode.md", "howto_t0_3b.md", "runs.md", "tasks.md",
+    "adapters.md", "checkpoints.md", "compare.md", "evaluation.md", "from_t0.md",
+    "howto_checkpoint.md", "howto_encode.md", "howto_t0_3b.md", "runs.md", "tasks.md",
 )  # fmt: skip
 
 

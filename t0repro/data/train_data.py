@@ -245,7 +245,7 @@ def runs_python(dataset: Any) -> bool:
     """Whether a tf.data pipeline calls Python functions, whose state TensorFlow cannot save.
 
     TensorFlow does not report it: it saves such a pipeline's state without an error, and restores
-    it to another place (docs/evidence/decisions/0012).
+    it to another place (decision 12).
     """
     import tensorflow as tf
 
@@ -306,7 +306,7 @@ class TrainBatches(ResumableBatches):
         if not self._data.checkpoint_input_pipeline:
             return False
         # tf.data saves the state of Python generators without an error, even with the
-        # external-state policy FAIL (docs/evidence/decisions/0012). Even with use_cached, tasks that SeqIO
+        # external-state policy FAIL (decision 12). Even with use_cached, tasks that SeqIO
         # cannot cache may run such generators.
         described = is_described(self._data.mixture_or_task_name)
         if not self._data.use_cached or (not described and runs_python(dataset)):
