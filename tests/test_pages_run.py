@@ -42,7 +42,7 @@ SKIPPED: dict[tuple[str, str], str] = {
     ("", r"bash scripts/test\.sh|bash \.ci/run|-m pytest|scripts/mutation\.py"): SUITE,
     ("", r"^gcloud |^docker |google\.cloud"): CLOUD,
     ("vertex.md", r"t0repro vertex (?!submit .*--dry_run)"): CLOUD,
-    ("vertex.md", r"scripts/bench/vertex_cost\.py"): EXTRA,
+    ("scaling.md", r"scripts/bench/vertex_cost\.py"): EXTRA,
     ("cache.md", r"gs://BUCKET"): CLOUD,
     ("README.md", r"gs://bucket"): CLOUD,
     ("benchmarks.md", r"scripts/bench"): ACCELERATOR,
