@@ -3,6 +3,7 @@
 mkdocs.yml runs this as a hook whenever the site is built, so the page always matches the code.
 """
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -13,17 +14,14 @@ from typing import Any
 import gin
 from t0repro import compat
 from t0repro.config.decoding import DecodingConfig
+from t0repro.config.model import Layout, ModelConfig
 from t0repro.config.mtf.dialect import KNOWN_BINDINGS
 from t0repro.config.mtf.packages import MESH_TRANSFORMER
 from t0repro.config.mtf.parser import UTILS
+from t0repro.config.names import arguments_of
+from t0repro.config.optimizer import AdafactorConfig, AdamWeightDecayConfig
 from t0repro.config.ranges import range_of
-from t0repro.config.run_config import (
-    AdafactorConfig,
-    AdamWeightDecayConfig,
-    Layout,
-    ModelConfig,
-    RunConfig,
-)
+from t0repro.config.run import RunConfig
 from t0repro.config.t5x.modules import records_by_module
 
 JAX_MODEL = "t0repro.config.mtf.parser"  # registers its configurables when it is imported
@@ -52,9 +50,11 @@ def default_of(field: dataclasses.Field) -> str:
 
 
 def type_of(field: dataclasses.Field) -> str:
-    # Annotations are strings here; the range has its own column.
-    text = re.sub(r"^Annotated\[(.*), Range\(.*\)\]$", r"\1", " ".join(str(field.type).split()))
-    return f"`{cell(text)}`"
+    # Annotations are strings here; ranges and gin names have their own columns.
+    hint = ast.parse(" ".join(str(field.type).split()), mode="eval").body
+    if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "Annotated":
+        hint = hint.slice.elts[0]
+    return f"`{cell(ast.unparse(hint))}`"
 
 
 def t5x_tables() -> Iterator[str]:
@@ -122,14 +122,16 @@ def range_tables() -> Iterator[str]:
     for kind in kinds:
         yield f"### {kind.__name__}\n"
         said = attributes(kind)
-        yield "| field | type | range | default | |\n|---|---|---|---|---|"
+        head = "field | type | range | default | T5X | Mesh TensorFlow | "
+        yield f"| {head} |\n|{6 * '---|'}---|"
+        names = [arguments_of(kind, dialect) for dialect in ("t5x", "mtf")]
         for field in dataclasses.fields(kind):
             bounds = range_of(kind, field.name)
             shown = "" if bounds is None else cell(bounds)
             meaning = said.get(field.name, "")
-            yield (
-                f"| `{field.name}` | {type_of(field)} | {shown} | {default_of(field)} | {meaning} |"
-            )
+            bound = [f"`{of[field.name].name}`" if field.name in of else "" for of in names]
+            cells = (f"`{field.name}`", type_of(field), shown, default_of(field), *bound, meaning)
+            yield f"| {' | '.join(cells)} |"
         yield ""
 
 

@@ -10,7 +10,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.evaluation import engine
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training import losses

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
 from t0repro.converters.restoring import starting_tree

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import jax
 
-from t0repro.config.run_config import Recompute, RunConfig
+from t0repro.config.model import Recompute
+from t0repro.config.run import RunConfig
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
 from t0repro.model.t5 import T5

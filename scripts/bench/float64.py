@@ -213,7 +213,7 @@ def jax_in_float64(out: Path) -> None:
     jax.config.update("jax_enable_x64", True)
     jax.numpy.float32 = jax.numpy.float64
     jax.numpy.dtype = lambda x: np.dtype("float64" if x == "float32" else x)
-    from t0repro.config.run_config import DTypePolicy
+    from t0repro.config.model import DTypePolicy
     from t0repro.parity.jax_run import run_jax
     from t0repro.training import train_state
 

@@ -42,7 +42,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from t0repro.config.run_config import RunConfig
+    from t0repro.config.run import RunConfig
     from t0repro.partitioning.devices import Partitioning
 
 os.environ["JAX_PLATFORMS"] = "cpu"

@@ -237,8 +237,8 @@ def print_line(label: str, harness: str, found: list[dict], ours_of: dict) -> No
 def random_model(size: dict):
     import jax
 
+    from t0repro.config.model import DTypePolicy
     from t0repro.config.recipe import t5_1_1
-    from t0repro.config.run_config import DTypePolicy
     from t0repro.model.t5 import T5, initial_parameters
 
     widths = {name: value for name, value in size.items() if name != "layers"}

@@ -36,7 +36,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.evaluation.engine import Engine, decode, encode, suited_tokens
 from t0repro.evaluation.grouping import Batching, PlannedBatch, make_batching
 from t0repro.evaluation.pairs import Pairs

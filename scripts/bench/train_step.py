@@ -34,14 +34,13 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from t0repro.config.run_config import (  # noqa: E402
-    AdafactorConfig,
+from t0repro.config.model import (  # noqa: E402
     Arithmetic,
     DTypePolicy,
     Layout,
     ModelConfig,
-    ScheduleConfig,
 )
+from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig  # noqa: E402
 from t0repro.model import attention  # noqa: E402
 from t0repro.model.t5 import T5, initial_parameters  # noqa: E402
 from t0repro.partitioning import costs as device_memory  # noqa: E402

@@ -21,8 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from t0repro.config.model import DTypePolicy
 from t0repro.config.recipe import ADAFACTOR, t5_1_1
-from t0repro.config.run_config import DTypePolicy
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer

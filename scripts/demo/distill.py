@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data.train_data import SeqioTrainBatches
 from t0repro.model.t5 import initial_parameters
 from t0repro.training import trainer

@@ -24,7 +24,7 @@ from t0repro.words import without_passwords
 
 if TYPE_CHECKING:
     from t0repro.config.mtf.parser import MeshInputs
-    from t0repro.config.run_config import RunConfig
+    from t0repro.config.run import RunConfig
     from t0repro.config.t5x.gin_files import T5xInputs
 
 

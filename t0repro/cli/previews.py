@@ -37,7 +37,7 @@ from t0repro.errors import UserError, t5x_command
 from t0repro.files import check_address
 
 if TYPE_CHECKING:
-    from t0repro.config.run_config import RunConfig
+    from t0repro.config.run import RunConfig
     from t0repro.config.t5x.gin_files import Parsed, T5xInputs
 
 

@@ -34,10 +34,14 @@ from t0repro.errors import UserError, needs_reference_tier
 from t0repro.files import check_address, check_folder, folder_lock, output_path
 
 if TYPE_CHECKING:
-    from t0repro.config.inference_plan import EvalPlan, InferencePlan, InferPlan
-    from t0repro.config.run_config import RunConfig
+    from t0repro.config.checkpoints import RestoreConfig
+    from t0repro.config.run import (
+        EvalPlan,
+        InferencePlan,
+        InferPlan,
+        RunConfig,
+    )
     from t0repro.config.t5x.gin_files import Parsed, T5xInputs
-    from t0repro.config.training_plan import RestoreConfig
 
 
 _Adapter = Annotated[

@@ -38,8 +38,9 @@ from t0repro.cloud.spec import (
     read_arguments,
     tpu_slice,
 )
-from t0repro.config.run_config import ModelConfig, RunConfig
-from t0repro.config.training_plan import RestoreConfig
+from t0repro.config.checkpoints import RestoreConfig
+from t0repro.config.model import ModelConfig
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 from t0repro.runs.preflight import Check, Cost, run_checks
 

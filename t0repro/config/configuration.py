@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from t0repro import buckets
-from t0repro.config.run_config import MultiOptimizerConfig, RunConfig
+from t0repro.config.optimizer import MultiOptimizerConfig
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 from t0repro.files import check_address, output_path, write_atomically
 from t0repro.words import without_passwords

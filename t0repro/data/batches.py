@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from t0repro import compat
-from t0repro.config.run_config import EvalDataConfig, RunConfig
+from t0repro.config.data import EvalDataConfig, SeqioDataConfig, TrainDataConfig
+from t0repro.config.run import RunConfig
 from t0repro.config.t5x import records
-from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig
 from t0repro.data.cached import CachedBatches, count_examples
 from t0repro.data.checks import no_task_has
 from t0repro.data.eval_examples import why_not_evaluated, why_not_read

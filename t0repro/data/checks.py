@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.configuration import RunInputs
+from t0repro.config.data import SeqioDataConfig
 from t0repro.config.gin.errors import unknown_mixture
-from t0repro.config.run_config import ModelConfig
+from t0repro.config.model import ModelConfig
 from t0repro.config.t5x import records
-from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.converters import own_tokenizer
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.cached import count_examples, shards_of

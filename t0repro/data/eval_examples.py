@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from t0repro.config.data import EvalDataConfig
 from t0repro.config.gin.errors import not_described
-from t0repro.config.run_config import EvalDataConfig
 from t0repro.data.cached import by_turns, of_shard
 from t0repro.data.mixing import FEATURES
 from t0repro.tasks.prompt_cache.folders import PROVENANCE

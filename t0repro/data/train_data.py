@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.run_config import RunConfig
-from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig, TrainingPlan
+from t0repro.config.data import SeqioDataConfig, TrainDataConfig
+from t0repro.config.run import RunConfig, TrainingPlan
 from t0repro.data.batches import MODEL_FEATURES, as_seqio, described_batches, mesh_described_batches
 from t0repro.data.fingerprints import Fingerprint, of_mixture, of_rows
 from t0repro.data.resuming import Batch, ResumableBatches

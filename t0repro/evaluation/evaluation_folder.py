@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.compat import installed_version
-from t0repro.config.run_config import DType
+from t0repro.config.model import DType
 from t0repro.errors import UserError
 from t0repro.evaluation import outputs
 from t0repro.evaluation.opened import Checkpoint

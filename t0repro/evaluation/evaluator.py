@@ -23,9 +23,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from t0repro.config.data import (
+    EvaluatorConfig,
+    LoggerConfig,
+    SeqioDataConfig,
+)
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.run_config import RunConfig
-from t0repro.config.training_plan import EvaluatorConfig, LoggerConfig, SeqioDataConfig
+from t0repro.config.run import RunConfig
 from t0repro.data.eval_examples import described_with_metrics, eval_examples
 from t0repro.data.mixing import FEATURES
 from t0repro.errors import UserError

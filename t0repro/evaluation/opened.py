@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from t0repro.config.run_config import Activation, DType, DTypePolicy, Layout, ModelConfig
+from t0repro.config.model import (
+    Activation,
+    DType,
+    DTypePolicy,
+    Layout,
+    ModelConfig,
+)
 from t0repro.converters.witnesses import ParametersDigest
 from t0repro.errors import UserError
 from t0repro.parameters import naming

@@ -10,7 +10,7 @@ import numpy as np
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
 from t0repro.config.decoding import GREEDY
-from t0repro.config.run_config import DType
+from t0repro.config.model import DType
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.engine import Engine, suited_tokens
 from t0repro.evaluation.generation import generate_tokens

@@ -27,7 +27,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from t0repro.adapters import IA3_INPUT, IA3_OUTPUT, LORA_A, LORA_B
-from t0repro.config.run_config import ModelConfig
+from t0repro.config.model import ModelConfig
 from t0repro.model.attention import Visibility, attention
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.parameters.naming import layer_name
@@ -383,7 +383,7 @@ def relative_position_bucket(
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """The activation of this name; see t0repro.config.run_config.Activation.
+    """The activation of this name; see t0repro.config.model.Activation.
 
     Mesh TensorFlow's gelu is the tanh approximation (mesh_tensorflow.ops.gelu), and so is T5X's;
     transformers' "gelu" is the exact one, and its "gelu_new" is this gelu.

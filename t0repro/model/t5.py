@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.adapters import LORA_A, LORA_B
-from t0repro.config.run_config import DTypePolicy, ModelConfig
+from t0repro.config.model import DTypePolicy, ModelConfig
 from t0repro.model.attention import Visibility
 from t0repro.model.layers import (
     Embedding,

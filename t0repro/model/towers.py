@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 
-from t0repro.config.run_config import ModelConfig, Recompute
+from t0repro.config.model import ModelConfig, Recompute
 from t0repro.model.attention import Visibility, implementation
 from t0repro.model.layers import (
     MLP,

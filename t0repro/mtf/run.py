@@ -19,7 +19,7 @@ from t0repro.config.mtf.parser import (
     deprecated,
     refuse_on_mesh_tensorflow,
 )
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 from t0repro.mtf import hooks
 from t0repro.progress import working

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.converters.sources import load_any
 from t0repro.converters.tensors import FlatTree
 from t0repro.errors import UserError

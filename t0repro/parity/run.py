@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from t0repro.config.data import EvalDataConfig
 from t0repro.config.mtf.parser import MeshInputs, refuse_on_mesh_tensorflow
-from t0repro.config.run_config import EvalDataConfig, RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.converters.tensors import FlatTree
 from t0repro.data.batches import eval_tasks
 from t0repro.data.train_data import TrainBatches

@@ -17,15 +17,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from t0repro.config.run_config import (
+from t0repro.config.model import ModelConfig
+from t0repro.config.optimizer import (
     AdafactorConfig,
     AdamWeightDecayConfig,
-    ModelConfig,
     MomentumConfig,
     MultiOptimizerConfig,
     OptimizerConfig,
-    RunConfig,
 )
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 from t0repro.parameters.shape import factoring
 from t0repro.words import counted, sized

@@ -28,7 +28,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from t0repro.config.run_config import Layout, ModelConfig
+from t0repro.config.model import Layout, ModelConfig
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.partitioning.topologies import memory_of

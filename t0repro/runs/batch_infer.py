@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from t0repro.config.inference_plan import InferPlan
+from t0repro.config.run import InferPlan
 from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.checks import check_own_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.inference_plan import InferencePlan
+from t0repro.config.run import InferencePlan
 from t0repro.files import make_folder, write_atomically
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import naming

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.config.run_config import DType
+from t0repro.config.model import DType
 from t0repro.converters.own_tokenizer import check_own_tokenizer, own_vocabulary
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError

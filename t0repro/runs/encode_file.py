@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from t0repro.config.run_config import DType
+from t0repro.config.model import DType
 from t0repro.errors import UserError
 from t0repro.evaluation.encoding import Pool, encode_ids
 from t0repro.evaluation.opened import encoder_shape, open_encoder

@@ -20,8 +20,7 @@ import jax
 import numpy as np
 
 from t0repro.config.configuration import Configuration
-from t0repro.config.inference_plan import EvalPlan
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import EvalPlan, RunConfig
 from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.batches import eval_tasks, perplexity_batches

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
+from t0repro.config.model import ModelConfig, Recompute
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 from t0repro.evaluation import engine
 from t0repro.files import write_atomically

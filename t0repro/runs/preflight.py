@@ -39,10 +39,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.configuration import Configuration, check_addresses, check_outputs
-from t0repro.config.inference_plan import EvalPlan, InferencePlan, InferPlan
-from t0repro.config.run_config import ModelConfig, RunConfig
-from t0repro.config.training_plan import RestoreConfig, SeqioDataConfig
+from t0repro.config.data import SeqioDataConfig
+from t0repro.config.model import ModelConfig
+from t0repro.config.run import (
+    EvalPlan,
+    InferencePlan,
+    InferPlan,
+    RunConfig,
+)
 from t0repro.converters.tensors import CheckpointRef, TensorInfo
 from t0repro.errors import UserError
 from t0repro.words import counted, some

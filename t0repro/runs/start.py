@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.configuration import Configuration
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.converters import sources
 from t0repro.converters.restoring import starting_tree
 from t0repro.data.train_data import train_batches, train_eval

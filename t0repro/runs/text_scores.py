@@ -18,7 +18,7 @@ import numpy as np
 
 from t0repro.config.configuration import Configuration
 from t0repro.config.decoding import InferConfig, ScoreStringsConfig
-from t0repro.config.run_config import DType
+from t0repro.config.model import DType
 from t0repro.data.batches import scored_examples
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples

@@ -12,10 +12,7 @@ from typing import Any
 
 import jax
 
-from t0repro.config.run_config import (
-    RunConfig,
-)
-from t0repro.config.training_plan import Replaced
+from t0repro.config.run import Replaced, RunConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning, choose, line_of

@@ -33,7 +33,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t0repro.config.run_config import AdafactorConfig
+from t0repro.config.optimizer import AdafactorConfig
 from t0repro.parameters.shape import Factoring, factoring
 
 

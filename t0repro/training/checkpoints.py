@@ -43,7 +43,7 @@ from t0repro.buckets import (
     remove_all,
     upload_tree,
 )
-from t0repro.config.training_plan import SaveConfig
+from t0repro.config.checkpoints import SaveConfig
 from t0repro.converters.jax_tree import jax_ref, jax_refs
 from t0repro.converters.orbax_dir import COMMITTED, METADATA, OrbaxArrays, is_orbax
 from t0repro.converters.storage import LocalCopy, names

@@ -27,8 +27,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from t0repro.adapters import joined
-from t0repro.config.run_config import RunConfig
-from t0repro.config.training_plan import SaveConfig
+from t0repro.config.checkpoints import SaveConfig
+from t0repro.config.run import RunConfig
 from t0repro.converters import sources
 from t0repro.converters.adapter_files import AdapterNote
 from t0repro.errors import UserError

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.training_plan import TrainingPlan
+from t0repro.config.run import TrainingPlan
 from t0repro.errors import UserError
 from t0repro.files import output_path, write_atomically
 from t0repro.model.t5 import own_features

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.choices import ChoiceLoss
-from t0repro.config.run_config import ModelConfig
+from t0repro.config.model import ModelConfig
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, Batch, logits_of, of_inputs, text_to_self
 from t0repro.partitioning.devices import parts_of

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.training_plan import UserClass
+from t0repro.config.run import UserClass
 from t0repro.model.t5 import T5, Batch, delayed, own_features
 from t0repro.model.t5x_decoding import beam_search, t5_functions, temperature_sample
 from t0repro.model.towers import scanned_towers

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey
 
-from t0repro.config.run_config import (
+from t0repro.config.optimizer import (
     AdafactorConfig,
     AdamWeightDecayConfig,
     MomentumConfig,

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
+from t0repro.config.model import ModelConfig, Recompute
+from t0repro.config.run import RunConfig
 from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
 from t0repro.model.towers import is_scanned
 from t0repro.parameters.naming import LAYERS, layer_name

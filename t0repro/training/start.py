@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax
 from jax.sharding import NamedSharding
 
-from t0repro.config.run_config import OptaxConfig, RunConfig
-from t0repro.config.training_plan import TrainingPlan
+from t0repro.config.optimizer import OptaxConfig
+from t0repro.config.run import RunConfig, TrainingPlan
 from t0repro.converters import sources, storage
 from t0repro.converters.adapter_files import (
     AdapterNote,

@@ -12,7 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.config.training_plan import ActionConfig, TerminateOnNanConfig, UserClass
+from t0repro.config.run import (
+    ActionConfig,
+    TerminateOnNanConfig,
+    UserClass,
+)
 from t0repro.progress import say
 from t0repro.training.metric_classes import Scalar
 from t0repro.training.metrics import kind_of

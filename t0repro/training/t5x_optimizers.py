@@ -16,7 +16,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
-from t0repro.config.run_config import AdafactorConfig
+from t0repro.config.optimizer import AdafactorConfig
 from t0repro.parameters.shape import ALL_HEURISTIC, HEURISTIC, UNFACTORED
 from t0repro.training.optimizers import Optimizer, by_parts, make_optimizer
 

@@ -36,7 +36,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from t0repro.adapters import joined
-from t0repro.config.run_config import ModelConfig
+from t0repro.config.model import ModelConfig
 from t0repro.converters.tensors import StoredTensor
 from t0repro.converters.witnesses import ParametersDigest
 from t0repro.errors import UserError

@@ -6,7 +6,7 @@ from t0repro.adapters import lora
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs, refuse_on_mesh_tensorflow
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 
 pytestmark = pytest.mark.mtf

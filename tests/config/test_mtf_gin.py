@@ -4,16 +4,16 @@ import dataclasses
 
 import pytest
 
+from t0repro.config.model import Layout
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run_config import (
+from t0repro.config.optimizer import (
     AdamWeightDecayConfig,
-    Layout,
     MomentumConfig,
-    RunConfig,
     ScheduleConfig,
     SgdConfig,
 )
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 
 FILES = ("dataset.gin", "demo/t5.1.1.demo.gin", "learning_rate_schedules/constant_0_001.gin")

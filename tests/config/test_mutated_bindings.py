@@ -13,7 +13,7 @@ from t0repro.config.gin import door
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.dialect import KNOWN_BINDINGS
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 
 from .mutations import mutated_binding

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.adapters import Adapter
-from t0repro.config.run_config import ModelConfig
+from t0repro.config.model import ModelConfig
 from t0repro.converters.adapter_files import AdapterNote
 from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint

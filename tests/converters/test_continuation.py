@@ -50,10 +50,7 @@ class JaxStack:
     def __init__(self):
         import jax
 
-        from t0repro.config.run_config import (
-            AdafactorConfig,
-            ScheduleConfig,
-        )
+        from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
         from t0repro.model.t5 import T5, initial_parameters
         from t0repro.training.optimizers import make_optimizer, make_schedule
         from t0repro.training.train_state import new_train_state

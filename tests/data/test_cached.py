@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from t0repro import compat
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data import cached
 from t0repro.data.cached import CachedBatches
 from t0repro.data.train_data import EvalBatches, renamed, seqio_dataset

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from t0repro.config.choices import ChoiceLoss
-from t0repro.config.training_plan import TrainDataConfig
+from t0repro.config.data import TrainDataConfig
 from t0repro.data.train_data import ChoiceBatches, examples_of
 from t0repro.errors import UserError
 from t0repro.tasks.prompted_examples import prompted_examples

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import seqio
 
+from t0repro.config.data import (
+    EvalDataConfig,
+    EvaluatorConfig,
+    LoggerConfig,
+    SeqioDataConfig,
+)
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.run_config import EvalDataConfig
-from t0repro.config.training_plan import EvaluatorConfig, LoggerConfig, SeqioDataConfig
 from t0repro.data.batches import eval_tasks
 from t0repro.data.eval_examples import eval_examples
 from t0repro.errors import UserError

@@ -10,8 +10,7 @@ import seqio
 from seqio import dataset_providers
 
 from t0repro import compat
-from t0repro.config.run_config import EvalDataConfig
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config.data import EvalDataConfig, SeqioDataConfig
 from t0repro.data import batches, cached
 from t0repro.data.batches import RenderedBatches
 from t0repro.data.cached import CachedBatches

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t0repro import compat
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data.train_data import (
     EvalBatches,
     SeqioTrainBatches,

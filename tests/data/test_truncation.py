@@ -5,7 +5,7 @@ import re
 import pytest
 
 from t0repro import compat
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data.truncation import EXAMPLES, note_truncation
 from t0repro.progress import heard_by
 from t0repro.tasks.registration import load_tasks

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.config.decoding import GREEDY
-from t0repro.config.run_config import DTypePolicy
+from t0repro.config.model import DTypePolicy
 from t0repro.errors import UserError
 from t0repro.evaluation import engine, grouping
 from t0repro.evaluation.engine import Engine, score_examples, score_pairs

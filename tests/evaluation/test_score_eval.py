@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import EvalDataConfig
+from t0repro.config.data import EvalDataConfig
 from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
 from t0repro.evaluation import reading

@@ -14,7 +14,7 @@ import flax.traverse_util
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import DTypePolicy, ModelConfig
+from t0repro.config.model import DTypePolicy, ModelConfig
 from t0repro.data.cached import CachedBatches
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens

@@ -28,7 +28,7 @@ MIXTURES = ("a", "b")
 # Continues from its latest checkpoint, saves every second step and keeps the two latest.
 TRAINING = f"""
 import sys, time
-from t0repro.config.training_plan import SaveConfig
+from t0repro.config.checkpoints import SaveConfig
 from t0repro.training.checkpoints import latest_step, save_checkpoint
 from t0repro.training.checkpoints import remove_interrupted_saves
 from t0repro.training.checkpoints import remove_superfluous

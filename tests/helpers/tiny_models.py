@@ -9,22 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t0repro.config.checkpoints import CheckpointChoice, SaveConfig
+from t0repro.config.data import SeqioDataConfig, TrainDataConfig
 from t0repro.config.decoding import DecodingConfig
-from t0repro.config.run_config import (
-    AdafactorConfig,
-    CheckpointChoice,
-    DTypePolicy,
-    ModelConfig,
-    RunConfig,
-    ScheduleConfig,
-)
-from t0repro.config.training_plan import (
-    SaveConfig,
-    SeqioDataConfig,
-    TrainDataConfig,
-    TrainingPlan,
-    mesh_transformer_plan,
-)
+from t0repro.config.model import DTypePolicy, ModelConfig
+from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
+from t0repro.config.run import RunConfig, TrainingPlan, mesh_transformer_plan
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.optimizers import make_optimizer, make_schedule
 from t0repro.training.train_state import new_train_state

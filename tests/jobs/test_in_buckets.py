@@ -12,7 +12,7 @@ import pytest
 
 from t0repro import buckets, leases, working_copies
 from t0repro.buckets import place
-from t0repro.config.training_plan import SaveConfig
+from t0repro.config.checkpoints import SaveConfig
 from t0repro.files import input_path
 from t0repro.jobs.journal import read_status
 from t0repro.jobs.worker import LocalLauncher

@@ -13,7 +13,7 @@ import jax
 from helpers.tiny_models import ADAFACTOR, FLOAT32, SCHEDULE, batches, model_config
 from partitioning.device_steps import run_steps
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.model import attention, gpu_attention, tpu_attention
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import choose

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tests.helpers.tiny_models as tiny
-from t0repro.config.run_config import Arithmetic
+from t0repro.config.model import Arithmetic
 from t0repro.model.layers import (
     Dropout,
     Embedding,

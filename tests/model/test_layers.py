@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.config.run_config import Activation
+from t0repro.config.model import Activation
 from t0repro.model.attention import Visibility, attention_weights
 from t0repro.model.layers import (
     Dropout,

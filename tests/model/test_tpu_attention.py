@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.model import attention as attending
 from t0repro.model.attention import Visibility, attention
 from t0repro.partitioning.costs import count_flops

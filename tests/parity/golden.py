@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.parity.jax_run import StackResult, as_stack_result, run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
 

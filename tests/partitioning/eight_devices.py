@@ -18,9 +18,9 @@ from helpers.tiny_models import ADAFACTOR, FLOAT32, batches, model_config, run_c
 from partitioning.device_steps import run_steps
 
 from t0repro.config.decoding import DecodingConfig
-from t0repro.config.run_config import (
+from t0repro.config.model import Layout
+from t0repro.config.optimizer import (
     AdamWeightDecayConfig,
-    Layout,
     MomentumConfig,
     ScheduleConfig,
     SgdConfig,

@@ -22,7 +22,8 @@ import numpy as np
 from helpers.tiny_models import batches, model_config, run_config
 from partitioning.device_steps import run_steps
 
-from t0repro.config.run_config import Layout, MomentumConfig
+from t0repro.config.model import Layout
+from t0repro.config.optimizer import MomentumConfig
 from t0repro.model.t5 import T5
 from t0repro.partitioning.costs import collectives, counts
 from t0repro.partitioning.devices import choose, fetched

@@ -36,8 +36,9 @@ from helpers.tiny_models import (
 )
 from jax.sharding import NamedSharding, PartitionSpec
 
-from t0repro.config.run_config import DecodingConfig, Layout
-from t0repro.config.training_plan import TerminateOnNanConfig
+from t0repro.config.decoding import DecodingConfig
+from t0repro.config.model import Layout
+from t0repro.config.run import TerminateOnNanConfig
 from t0repro.data.resuming import ResumableBatches
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens

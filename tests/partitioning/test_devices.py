@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.errors import UserError
 from t0repro.partitioning.devices import choose, line_of
 

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.t5x.inference import eval_plan
-from t0repro.config.training_plan import RestoreConfig
 from t0repro.converters import storage
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint

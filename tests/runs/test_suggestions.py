@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.partitioning.devices import choose
 from t0repro.partitioning.topologies import devices_of
 from t0repro.runs.precompile import suggest, variants

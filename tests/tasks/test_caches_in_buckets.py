@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t0repro import buckets, compat, working_copies
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data.cached import CachedBatches
 from t0repro.data.train_data import runs_python, seqio_dataset
 from t0repro.errors import UserError

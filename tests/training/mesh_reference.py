@@ -10,11 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from t0repro.config.run_config import (
-    AdafactorConfig,
-    ModelConfig,
-    ScheduleConfig,
-)
+from t0repro.config.model import ModelConfig
+from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
 from t0repro.parameters import naming
 
 from ..helpers.tiny_models import T5_1_1

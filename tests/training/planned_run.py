@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import tests.helpers.tiny_models as tiny  # noqa: E402
-from t0repro.config.training_plan import EarlyStoppingConfig  # noqa: E402
+from t0repro.config.run import EarlyStoppingConfig  # noqa: E402
 from t0repro.runs.train import train  # noqa: E402
 from t0repro.training.hooks import Hook  # noqa: E402
 from t0repro.training.loop import Evaluations

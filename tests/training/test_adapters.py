@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from t0repro.adapters import ia3, joined, lora
+from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.configuration import check_adapter
-from t0repro.config.run_config import AdamWeightDecayConfig, Layout
-from t0repro.config.training_plan import RestoreConfig, TerminateOnNanConfig
+from t0repro.config.model import Layout
+from t0repro.config.optimizer import AdamWeightDecayConfig
+from t0repro.config.run import TerminateOnNanConfig
 from t0repro.converters import sources
 from t0repro.converters.adapter_files import (
     AdapterNote,
@@ -231,7 +233,7 @@ ON_FOUR = """
 import sys
 from pathlib import Path
 from tests.training import test_adapters as t
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 folder, base = map(Path, sys.argv[1:])
 opened = t.open_checkpoint(str(base), None, "float32", model_parallelism=2)
 for name in ("ia3", "lora"):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from t0repro.config.training_plan import TerminateOnNanConfig
+from t0repro.config.run import TerminateOnNanConfig
 from t0repro.errors import UserError
 from t0repro.training.checkpoints import list_checkpoints, load_tree
 from t0repro.training.hooks import first_bad_tensor, replay

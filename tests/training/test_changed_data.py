@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data.batches import RenderedBatches
 from t0repro.data.cached import CachedBatches
 from t0repro.data.resuming import POSITION

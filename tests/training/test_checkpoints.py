@@ -8,7 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from t0repro.config.training_plan import SaveConfig
+from t0repro.config.checkpoints import SaveConfig
 from t0repro.converters import sources
 from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError

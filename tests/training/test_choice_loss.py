@@ -15,8 +15,8 @@ import pytest
 from t0repro.adapters import ia3
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import check_choice_loss
-from t0repro.config.run_config import RunConfig
-from t0repro.config.training_plan import TrainDataConfig
+from t0repro.config.data import TrainDataConfig
+from t0repro.config.run import RunConfig
 from t0repro.data.train_data import Choices, to_batch
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
@@ -154,7 +154,7 @@ def test_gradients_are_finite_differences_of_the_independent_loss(params, microb
 ON_FOUR = """
 import sys
 from pathlib import Path
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from tests.training import test_choice_loss as t
 for name, layout in (("four", Layout(data=2, model=2)), ("sharded", Layout(fully_sharded=True))):
     t.trained(Path(sys.argv[1]) / name, layout=layout)

@@ -8,7 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
+from t0repro.config.optimizer import (
+    AdamWeightDecayConfig,
+    MomentumConfig,
+    SgdConfig,
+)
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.model.towers import released, stacked, stacks_in
 from t0repro.training.models import T5Model

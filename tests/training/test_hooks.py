@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from t0repro.config.training_plan import SaveConfig
+from t0repro.config.checkpoints import SaveConfig
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.runs.train import train

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from t0repro.config.training_plan import BestCheckpoints, SaveConfig
+from t0repro.config.checkpoints import BestCheckpoints, SaveConfig
 from t0repro.training.checkpoints import (
     PINNED,
     list_checkpoints,

@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from t0repro.config.configuration import Configuration, RunInputs
-from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
+from t0repro.config.optimizer import (
+    AdamWeightDecayConfig,
+    MomentumConfig,
+    SgdConfig,
+)
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
 from t0repro.parameters.shape import ALL_HEURISTIC

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.run_config import Arithmetic
+from t0repro.config.model import Arithmetic
 from t0repro.model.t5 import own_features
 from t0repro.model.t5x_decoding import generate, temperature_sample
 from t0repro.training import losses, trainer

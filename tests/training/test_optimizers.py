@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from t0repro.config.run_config import (
+from t0repro.config.optimizer import (
     AdafactorConfig,
     AdamWeightDecayConfig,
     MomentumConfig,

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.config.training_plan import TerminateOnNanConfig, UserClass
+from t0repro.config.run import TerminateOnNanConfig, UserClass
 from t0repro.errors import UserError
 from t0repro.runs.train import train
 from t0repro.training import trainer

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 import tests.helpers.tiny_models as tiny
-from t0repro.config.run_config import Arithmetic, ScheduleConfig
-from t0repro.config.training_plan import (
-    EarlyStoppingConfig,
-    TerminateOnNanConfig,
-)
+from t0repro.config.model import Arithmetic
+from t0repro.config.optimizer import ScheduleConfig
+from t0repro.config.run import EarlyStoppingConfig, TerminateOnNanConfig
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.runs.train import train

@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning, choose
 from t0repro.runs.precompile import train_programs

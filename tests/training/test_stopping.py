@@ -11,7 +11,7 @@ import clu.values
 import numpy as np
 import pytest
 
-from t0repro.config.training_plan import EarlyStoppingConfig, TerminateOnNanConfig
+from t0repro.config.run import EarlyStoppingConfig, TerminateOnNanConfig
 from t0repro.progress import heard_by
 from t0repro.training.metric_classes import Scalar, Sum, computed
 from t0repro.training.stopping import (

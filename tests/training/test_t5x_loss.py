@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tests.helpers.tiny_models as tiny
-from t0repro.config.run_config import Arithmetic
+from t0repro.config.model import Arithmetic
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.losses import (
     cross_entropy,

@@ -7,7 +7,7 @@ import pytest
 from flax.linen.partitioning import AxisMetadata
 from jax.sharding import PartitionSpec
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.errors import UserError
 from t0repro.partitioning.devices import choose
 from t0repro.training.partitioner import DataLayout, Partitioner

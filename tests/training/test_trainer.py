@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.config.training_plan import SaveConfig
+from t0repro.config.checkpoints import SaveConfig
 from t0repro.errors import UserError
 from t0repro.training.checkpoints import list_checkpoints
 from t0repro.training.hooks import Hook, SaveCheckpoints, ShowProgress

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from t0repro.cli.run_modes import start
+from t0repro.config.run import UserClass
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.inference import eval_plan
 from t0repro.config.t5x.run import train_config
-from t0repro.config.training_plan import UserClass
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluator import functions_of
 from t0repro.model.t5 import T5

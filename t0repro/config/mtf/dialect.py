@@ -23,9 +23,16 @@ from t0repro.config.configuration import (
     check_adapter,
     check_choice_loss,
 )
+from t0repro.config.data import TrainDataConfig
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings
 from t0repro.config.gin.errors import configuration_errors
+from t0repro.config.model import (
+    DType,
+    DTypePolicy,
+    Layout,
+    ModelConfig,
+)
 from t0repro.config.mtf import model as mtf_model
 from t0repro.config.mtf import optimizer as mtf_optimizer
 from t0repro.config.mtf import packages
@@ -53,15 +60,8 @@ from t0repro.config.mtf.run_inputs import (
     InputsReader,
     dtype_name,
 )
-from t0repro.config.run_config import (
-    DType,
-    DTypePolicy,
-    Layout,
-    ModelConfig,
-    RunConfig,
-    ScheduleConfig,
-)
-from t0repro.config.training_plan import TrainDataConfig, TrainingPlan, mesh_transformer_plan
+from t0repro.config.optimizer import ScheduleConfig
+from t0repro.config.run import RunConfig, TrainingPlan, mesh_transformer_plan
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.tasks.vocabulary import BYTES, VocabularyFile
 from t0repro.words import without_passwords

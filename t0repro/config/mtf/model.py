@@ -14,9 +14,13 @@ from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings
 from t0repro.config.gin.folders import is_shipped
+from t0repro.config.model import (
+    Activation,
+    ModelConfig,
+    Recompute,
+)
 from t0repro.config.mtf.packages import TRANSFORMER
 from t0repro.config.mtf.parser import JAX_MODEL, jax_model
-from t0repro.config.run_config import Activation, ModelConfig, Recompute
 from t0repro.errors import UserError
 from t0repro.parameters.naming import SHARED_LAYERS
 

@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin.door import Bindings, Reference, followed, reference_to, resolved, value_of
+from t0repro.config.model import ModelConfig
 from t0repro.config.mtf import packages
-from t0repro.config.run_config import (
+from t0repro.config.optimizer import (
     AdafactorConfig,
     AdamWeightDecayConfig,
-    ModelConfig,
     MomentumConfig,
     OptimizerConfig,
     ScheduleConfig,

@@ -19,9 +19,9 @@ from t0repro.config.gin.door import Bindings, record_bindings
 from t0repro.config.gin.errors import check_references, configuration_errors
 from t0repro.config.gin.folders import default_bindings, mesh_folders
 from t0repro.config.gin.imports import restrict_imports
+from t0repro.config.model import Recompute
 from t0repro.config.mtf import packages
 from t0repro.config.mtf.packages import MESH_TRANSFORMER
-from t0repro.config.run_config import Recompute
 from t0repro.errors import UserError
 from t0repro.files import check_address
 from t0repro.tasks.registration import hand_to_seqio, load_tasks

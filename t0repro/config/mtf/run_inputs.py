@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from t0repro.config import ranges
+from t0repro.config.checkpoints import CheckpointChoice
 from t0repro.config.configuration import NotOnJax, RunInputs
+from t0repro.config.data import EvalDataConfig, TrainDataConfig
 from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings
+from t0repro.config.model import DType
 from t0repro.config.mtf import packages
 from t0repro.config.mtf.misread import scopes_read
 from t0repro.config.mtf.packages import MESH_TRANSFORMER, TRANSFORMER
@@ -21,8 +24,7 @@ from t0repro.config.mtf.parser import (
     RunArguments,
     jax_training,
 )
-from t0repro.config.run_config import CheckpointChoice, DType, EvalDataConfig, RunConfig
-from t0repro.config.training_plan import TrainDataConfig
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 
 DTYPES = f"{UTILS}.get_variable_dtype"

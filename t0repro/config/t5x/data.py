@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from t0repro.config.t5x import modules, programs, records
-from t0repro.config.t5x.gin_files import Places
-from t0repro.config.training_plan import (
-    ActionConfig,
-    ActionMode,
+from t0repro.config.checkpoints import (
     BestCheckpoints,
-    EarlyStoppingConfig,
-    EvaluatorConfig,
-    LoggerConfig,
     RestoreConfig,
     SaveConfig,
+)
+from t0repro.config.data import (
+    EvaluatorConfig,
+    LoggerConfig,
     SeqioDataConfig,
+)
+from t0repro.config.run import (
+    ActionConfig,
+    ActionMode,
+    EarlyStoppingConfig,
     TerminateOnNanConfig,
 )
+from t0repro.config.t5x import modules, programs, records
+from t0repro.config.t5x.gin_files import Places
 from t0repro.errors import UserError
 
 DATA, SAVE = "utils.DatasetConfig", "utils.SaveCheckpointConfig"
@@ -106,8 +110,6 @@ def save_config(record: records.SaveCheckpointConfig | None, places: Places) -> 
         keep=record.keep,
         dtype=_one_of(record.dtype, (None, "float32", "bfloat16"), f"{SAVE}.dtype", places),
         data=record.save_dataset,
-        # T5X's default manager ignores it, and so does this project.
-        keep_data=record.keep_dataset_checkpoints,
         best=None if best is None else _best(best, places),
         keep_period=record.keep_period or (best and best.force_keep_period),
     )
@@ -252,7 +254,6 @@ _SAVE = {
     "keep": "keep",
     "dtype": "dtype",
     "data": "save_dataset",
-    "keep_data": "keep_dataset_checkpoints",
     "keep_period": "keep_period",
 }
 _RESTORE = (

@@ -8,8 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from t0repro.config import ranges
+from t0repro.config.data import ExampleFiles
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.inference_plan import EvalPlan, ExampleFiles, InferMode, InferPlan
+from t0repro.config.run import (
+    EvalPlan,
+    InferMode,
+    InferPlan,
+)
 from t0repro.config.t5x import data, modules, programs, records
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x.gin_files import Parsed, Places, check_summary, provenance

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from t0repro.config.run_config import (
+from t0repro.config.model import (
     Activation,
     Arithmetic,
     DType,

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from t0repro.config.gin import door
 from t0repro.config.ranges import alternatives
+from t0repro.config.run import UserClass
 from t0repro.config.t5x import programs, records
-from t0repro.config.training_plan import UserClass
 from t0repro.errors import UserError, nearest_names
 
 if TYPE_CHECKING:  # for types only: config imports the modules that serve these classes

@@ -8,9 +8,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from t0repro.config.run_config import (
+from t0repro.config.model import ModelConfig
+from t0repro.config.optimizer import (
     AdafactorConfig,
-    ModelConfig,
     MultiOptimizerConfig,
     OptaxConfig,
     OptimizerConfig,

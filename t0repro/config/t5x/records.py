@@ -116,6 +116,7 @@ class SaveCheckpointConfig(Record):
     keep: int | None = None
     # Not in T5X, where only SaveBestCheckpointer has it (force_keep_period).
     keep_period: int | None = None
+    # Ignored, as T5X's default manager does.
     keep_dataset_checkpoints: int | None = None
     save_dataset: bool = False
     checkpointer_cls: Any = None

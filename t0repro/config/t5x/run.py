@@ -8,17 +8,24 @@ from typing import Any
 
 from t0repro.adapters import Adapter
 from t0repro.config import ranges
+from t0repro.config.checkpoints import CheckpointChoice
 from t0repro.config.configuration import check_adapter, check_choice_loss
+from t0repro.config.data import SeqioDataConfig
 from t0repro.config.decoding import GREEDY
-from t0repro.config.inference_plan import EvalPlan, InferPlan
-from t0repro.config.run_config import CheckpointChoice, RunConfig
+from t0repro.config.run import (
+    EvalPlan,
+    InferPlan,
+    Replaced,
+    RunConfig,
+    TrainingPlan,
+    UserClass,
+)
 from t0repro.config.t5x import data, inference, modules, programs, records
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x import optimizer as t5x_optimizer
 from t0repro.config.t5x.gin_files import Parsed, Places, check_summary, provenance
 from t0repro.config.t5x.inference import decoding_fields, decoding_plan
 from t0repro.config.t5x.model import layout_of
-from t0repro.config.training_plan import Replaced, SeqioDataConfig, TrainingPlan, UserClass
 from t0repro.errors import UserError
 
 _FIELDS = {

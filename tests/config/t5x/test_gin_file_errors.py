@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import converted
 from t0repro.errors import UserError

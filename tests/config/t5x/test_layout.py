@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.config.t5x.gin_files import Places
 from t0repro.config.t5x.model import layout_of, partitioner_differences
 from t0repro.config.t5x.records import AxisRules, PjitPartitioner

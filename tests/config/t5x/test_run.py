@@ -7,26 +7,25 @@ from pathlib import Path
 import pytest
 
 from t0repro.adapters import Adapter
-from t0repro.config.choices import ChoiceLoss
-from t0repro.config.configuration import render
-from t0repro.config.gin.folders import shipped_files
-from t0repro.config.run_config import (
-    AdafactorConfig,
-    Arithmetic,
-    OptaxConfig,
-    RunConfig,
-    ScheduleConfig,
-)
-from t0repro.config.t5x import programs, records
-from t0repro.config.t5x.gin_files import T5xInputs, parse
-from t0repro.config.t5x.model import differences
-from t0repro.config.training_plan import (
+from t0repro.config.checkpoints import (
     BestCheckpoints,
-    EarlyStoppingConfig,
-    EvaluatorConfig,
     RestoreConfig,
     SaveConfig,
 )
+from t0repro.config.choices import ChoiceLoss
+from t0repro.config.configuration import render
+from t0repro.config.data import EvaluatorConfig
+from t0repro.config.gin.folders import shipped_files
+from t0repro.config.model import Arithmetic
+from t0repro.config.optimizer import (
+    AdafactorConfig,
+    OptaxConfig,
+    ScheduleConfig,
+)
+from t0repro.config.run import EarlyStoppingConfig, RunConfig
+from t0repro.config.t5x import programs, records
+from t0repro.config.t5x.gin_files import T5xInputs, parse
+from t0repro.config.t5x.model import differences
 from t0repro.converters.released import catalogue
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ALL_HEURISTIC
