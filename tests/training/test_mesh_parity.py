@@ -21,9 +21,10 @@ OPTIMIZER = make_optimizer(reference.ADAFACTOR)
 
 
 @pytest.fixture(scope="session")
-def mesh_runs(tmp_path_factory):
+def mesh_runs(once):
     """Everything that Mesh TensorFlow computes for this module, in one process of its own."""
-    return reference.run_cases(tmp_path_factory.mktemp("mesh"))
+    folder = once("mesh_parity", reference.run_cases, *reference.SOURCES)
+    return reference.read_cases(folder)
 
 
 @pytest.fixture(params=reference.CASES, ids=lambda case: case.name, scope="module")
