@@ -95,6 +95,14 @@ TINY: list[tuple[str, str, str]] = [
     ("checkpoints.md", r"diff A B \[--tol 1e-6\]", "diff runs/demo/model runs/t0_3b_hf --tol 1e-6"),
     ("evaluation.md", r"MODEL_DIR/validation_eval", "runs/demo/model/validation_eval"),
     ("compare.md", r"runs/mtf/", "runs/a/"),
+    # The evaluation of evaluation.md, whose reader has it.
+    (
+        "compare.md",
+        r"t0repro report verify",
+        "t0repro rank-eval --checkpoint runs/demo/model --mixture demo_eval_score_eval"
+        " --module_import t0repro.tasks.demo --limit 4 --out runs/demo/rank_eval"
+        " && t0repro report verify",
+    ),
     ("compare.md", r"runs/jax/", "runs/b/"),
     ("compare.md", r"--step 200 --step 400", "--step 2 --step 4"),
     ("compare.md", r"runs/seed[01]", "runs/a"),
