@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from t0repro import storage
 from t0repro.adapters import (
     IA3_INPUT,
     IA3_OUTPUT,
@@ -28,7 +29,6 @@ from t0repro.adapters import (
     checked,
     kernels,
 )
-from t0repro.converters import storage
 from t0repro.converters.jax_tree import Renamed
 from t0repro.converters.orbax_dir import OrbaxArrays
 from t0repro.converters.peft_config import PEFT_CONFIG, PeftConfig
@@ -44,9 +44,9 @@ from t0repro.converters.tensors import (
 )
 from t0repro.converters.witnesses import ADAPTER
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
+from t0repro.storage import write_atomically
 from t0repro.words import counted, some
 
 

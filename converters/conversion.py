@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from t0repro import storage
 from t0repro.compat import installed_version
 from t0repro.converters import (
     adapter_files,
@@ -20,7 +21,6 @@ from t0repro.converters import (
     jax_tree,
     model_gin,
     mtf,
-    storage,
 )
 from t0repro.converters.adapter_files import AdapterCheckpoint, AdapterNote
 from t0repro.converters.jax_tree import Layout

@@ -14,7 +14,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from t0repro.converters import adapter_files, hf, jax_tree, model_gin, staging, storage
+from t0repro import storage
+from t0repro.converters import adapter_files, hf, jax_tree, model_gin, staging
 from t0repro.converters.adapter_files import AdapterNote, MergedReader, check_is_adapter
 from t0repro.converters.conversion import (
     Cast,
@@ -277,7 +278,7 @@ def _left_behind(reader: CheckpointReader) -> list[str]:
     """Notes about the parts of a T5X checkpoint that no other format can store."""
     files = jax_tree.dataset_state(reader.ref.path) if isinstance(reader, JaxReader) else []
     return [
-        f"T5X's place in its training data ({storage.name(file)}) is left out: it is one of"
+        f"T5X's place in its training data ({storage.base_name(file)}) is left out: it is one of"
         " tf.data's iterators, which only the same SeqIO pipeline can take up again."
         # Each host has a file of its own; one stands for all.
         for file in files[:1]
@@ -399,7 +400,9 @@ def _write(
                     fix="Wait until its writer has finished, then convert again.",
                 )
             for name in conversion.small_files.keys() - last:
-                storage.write(storage.join(staged.path, name), conversion.small_files[name])
+                storage.write_atomically(
+                    storage.join(staged.path, name), conversion.small_files[name]
+                )
             writer.close()
         finally:
             writer.abandon()

@@ -13,9 +13,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from t0repro import storage
 from t0repro.adapters import NAMES
 from t0repro.config.model import ModelConfig
-from t0repro.converters import adapter_files, hf, hf_config, mtf, sources, storage
+from t0repro.converters import adapter_files, hf, hf_config, mtf, sources
 from t0repro.converters.model_gin import (
     bound_arithmetic,
     check_gin_text,

@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from t0repro import storage
 from t0repro.adapters import Adapter, Kind
-from t0repro.converters import storage
 from t0repro.errors import UserError
 
 PEFT_CONFIG = "adapter_config.json"

@@ -61,10 +61,10 @@ def sequence(place: str, steps: int = STEPS) -> None:
 
 def differences(address: str, folder: Path, steps: int = STEPS) -> Iterator[str]:
     """The differences between a bucket's files and a folder's, one sentence each."""
-    from t0repro import buckets
+    from t0repro import storage
     from t0repro.training.checkpoints import load_tree
 
-    there = set(buckets.objects(address))
+    there = set(storage.file_sizes(address))
     here = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     compared = {
         name
@@ -78,10 +78,10 @@ def differences(address: str, folder: Path, steps: int = STEPS) -> Iterator[str]
     for name in sorted(compared):
         if name not in there or name not in here:
             yield f"{name} is only {'on this disk' if name in here else 'in the bucket'}"
-        elif buckets.read(f"{address}/{name}") != (folder / name).read_bytes():
+        elif storage.read(f"{address}/{name}") != (folder / name).read_bytes():
             yield f"{name} differs"
     print(f"{len(compared)} files were compared byte for byte")
-    curve = [_losses(buckets.read(f"{address}/model/metrics.jsonl"))]
+    curve = [_losses(storage.read(f"{address}/model/metrics.jsonl"))]
     curve.append(_losses((folder / "model" / "metrics.jsonl").read_bytes()))
     if curve[0] != curve[1] or len(curve[0]) < steps:
         yield f"losses differ: {curve}"

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from t0repro.files import write_atomically
+from t0repro.storage import write_atomically
 
 TESTS = Path(__file__).resolve().parents[1] / "tests" / "parity"
 sys.path.append(str(TESTS))

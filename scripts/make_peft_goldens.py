@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from t0repro.files import write_atomically
+from t0repro.storage import write_atomically
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tests.converters.peft_side import (  # noqa: E402 - the cases, which are beside their test

@@ -80,7 +80,7 @@ def svg_of(text: str) -> str:
 def import_layers(root: Path = ROOT) -> str:
     """The SVG of the packages, each layer above the layers that it may import."""
     linter = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]
-    (layers,) = (each["layers"] for each in linter["contracts"] if each["type"] == "layers")
+    (layers,) = (each["layers"] for each in linter["contracts"] if each["id"] == "layers")
     parts = []
     for at, layer in enumerate(layers):
         y = TOP + BAND * at

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
 from t0repro.progress import count_progress
+from t0repro.storage import write_atomically
 from t0repro.tasks.catalogue import label
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import missing_rows, task_descriptions, tasks_of_mixture

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.storage import write_atomically
 from t0repro.tasks import rows
 from t0repro.tasks.catalogue import CatalogueEntry, HubPlace, catalogue, label
 

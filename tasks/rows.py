@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.files import input_path
+from t0repro.storage import input_path
 
 DATA_VARIABLE = "T0REPRO_DATA_DIR"
 SUFFIXES = (".jsonl", ".parquet")

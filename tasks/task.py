@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import input_path
 from t0repro.progress import say
+from t0repro.storage import input_path
 from t0repro.tasks.catalogue import is_synthetic, label, modelled_on
 from t0repro.tasks.vocabulary import (
     VOCABULARY_VARIABLE,

@@ -140,11 +140,12 @@ def bucket_servers():
 @pytest.fixture(params=["memory", "gs", "s3"])
 def bucket(request, bucket_servers, monkeypatch):
     """The address of a folder in a bucket, which is empty; of a bucket of each scheme in turn."""
-    from t0repro import buckets, working_copies
+    from t0repro import storage
+    from t0repro.storage import stores
 
     for name, value in bucket_servers.get(request.param, {}).items():
         monkeypatch.setenv(name, value)
-    buckets.file_system.cache_clear()
+    stores.file_system.cache_clear()
     yield f"{request.param}://bucket/{request.node.name.partition('[')[0]}"
-    working_copies.close_all()
-    buckets.file_system.cache_clear()
+    storage.close_copies()
+    stores.file_system.cache_clear()

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from t0repro.buckets import addresses_of_another_machine
 from t0repro.cli import app
 from t0repro.cli.spelling import canonical, with_t5x_overrides
 from t0repro.config.mtf.dialect import KNOWN_BINDINGS
 from t0repro.config.t5x.modules import records_by_module
+from t0repro.storage.access import addresses_of_another_machine
 
 from .helpers.docs_commands import (
     ROOT,

@@ -31,7 +31,6 @@ from t0repro.data.train_data import Choices, examples_of, to_batch
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.outputs import TaskScores
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.files import write_atomically
 from t0repro.model.t5 import T5
 from t0repro.reports.page import markdown_table
 from t0repro.reports.statistics import (
@@ -42,6 +41,7 @@ from t0repro.reports.statistics import (
     reweighted,
 )
 from t0repro.runs.train import train
+from t0repro.storage import write_atomically
 from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
 from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.registration import add_prompted_task, describing

@@ -55,7 +55,7 @@ def write_cache(folder: Path, examples: int) -> int:
 
 def read(place: str, reader: str) -> tuple[float, float]:
     """Examples per second of one pass over a cache, and per second of this process's processors."""
-    from t0repro.files import input_path
+    from t0repro.storage import input_path
     from t0repro.tasks.prompt_cache.folders import shard_names
 
     folder = input_path(place)
@@ -105,7 +105,7 @@ def main() -> None:
         return
     from helpers import bucket_servers
 
-    from t0repro import buckets
+    from t0repro import storage
 
     socketserver.BaseServer.handle_error = lambda *_: None
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +119,7 @@ def main() -> None:
             server = kind()
             os.environ.update(server.environment(server.port))
             try:
-                buckets.upload_tree(Path(folder), f"{server.address}/cache")
+                storage.put_tree(Path(folder), f"{server.address}/cache")
                 report(
                     f"{server.address.partition(':')[0]}:// on loopback", f"{server.address}/cache"
                 )

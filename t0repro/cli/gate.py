@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro import compat, working_copies
+from t0repro import compat, storage
 from t0repro.cli.results import echo
 from t0repro.errors import INSTALL_REFERENCE, UserError
-from t0repro.files import storage_error
 from t0repro.progress import quiet_libtpu
+from t0repro.storage.disk import disk_error
 from t0repro.words import printable, without_secrets
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
@@ -87,7 +87,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
         finally:
             # Here, so that its errors are reported like any other. Even after an error, the
             # bucket holds what was finished.
-            working_copies.close_all()
+            storage.close_copies()
     except (KeyboardInterrupt, SystemExit) as end:
         # Click and Rich end a command with sys.exit when its output can no longer be written.
         if any(isinstance(cause, BrokenPipeError) for cause in _causes(end)):
@@ -221,7 +221,7 @@ def find_user_error(error: BaseException | None) -> str | None:
             return str(explain_damaged_record(str(cause)))
     # Only after all causes, because a UserError above the system's error says more.
     for cause in _causes(error):
-        of_disk = storage_error(cause)
+        of_disk = disk_error(cause)
         if of_disk:
             return str(of_disk)
     return None

@@ -98,9 +98,9 @@ def parity(
         --gin_param "dropout_rate = 0.0" --steps 20 --out runs/parity
     """
     echo("reading gin files and data, with t5 and Mesh TensorFlow ...", err=True)
-    from t0repro.files import folder_lock
     from t0repro.parity import report, run
     from t0repro.progress import working
+    from t0repro.storage import lock_folder
 
     inputs = mesh_inputs(
         gin_file,
@@ -112,7 +112,7 @@ def parity(
         model_dir=str(out / run.MESH_FOLDER),
     )
     # A second comparison would delete this one's files.
-    with folder_lock(
+    with lock_folder(
         out, "a comparison of the stacks", fix="Wait for it to end, or choose another --out."
     ):
         job = run.make_job(inputs, out, steps=steps, start=start, dtype=dtype, eval_task=eval_task)

@@ -34,7 +34,7 @@ from t0repro.cli.results import echo, print_json
 from t0repro.cli.run_modes import T5xOptions, gin_inputs, parse_files, register
 from t0repro.cli.spelling import LogOptions, output
 from t0repro.errors import UserError, t5x_command
-from t0repro.files import check_address
+from t0repro.storage import check_address
 
 if TYPE_CHECKING:
     from t0repro.config.run import RunConfig

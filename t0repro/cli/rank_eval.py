@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
-from t0repro.buckets import check_readable
 from t0repro.cli.options import (
     AsJson,
     DType,
@@ -27,7 +26,7 @@ from t0repro.cli.options import (
 from t0repro.cli.results import echo, for_people, print_json
 from t0repro.cli.spelling import output, source
 from t0repro.cloud.tracker import check_trackers
-from t0repro.files import check_folder
+from t0repro.storage import check_folder, check_readable
 from t0repro.words import counted
 
 if TYPE_CHECKING:
@@ -187,8 +186,8 @@ def rank_eval(
 
     with processes.joined():
         from t0repro.cli.report import compare
-        from t0repro.files import folder_lock
         from t0repro.partitioning.processes import held_by_first, is_first, output_folder
+        from t0repro.storage import lock_folder
 
         # Only now that the processes have joined: the default activation asks JAX for its backend.
         settings = EvaluationSettings(
@@ -220,7 +219,7 @@ def rank_eval(
         track = functools.partial(tracked_evaluation, tracker)
         # The reports read what the evaluations wrote, so one lock has to cover all.
         fix = "Wait for it to end, or choose another --out."
-        with held_by_first(lambda: folder_lock(out, "rank evaluation", fix=fix)):
+        with held_by_first(lambda: lock_folder(out, "rank evaluation", fix=fix)):
             out = output_folder(out, resumed=True)
             parallel = computation.model_parallelism
             reports = {}

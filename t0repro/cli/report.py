@@ -136,9 +136,9 @@ def make(
     --module_import t0repro.tasks.t0
     """
     echo(f"reading {eval_dir} ...", err=True)
-    from t0repro.files import folder_lock
     from t0repro.reports.make_report import make_report, write_report
     from t0repro.reports.run import Run, load_prompts
+    from t0repro.storage import lock_folder
 
     left_out: Mapping[str, str] = {}
     if source is not None:
@@ -156,7 +156,7 @@ def make(
     run = Run(head.label, eval_dir, step)
     report = make_report(run, prompts, options, _extra_content(head.label, shown))
     # Two commands that write into one folder would mix their files.
-    with folder_lock(out, "writing a report"):
+    with lock_folder(out, "writing a report"):
         paths = write_report(report, out)
     if as_json:
         print_json(json.loads(report.to_json()))

@@ -77,9 +77,9 @@ def show_page(
       as_json: whether to print the content instead of the page.
       lines: printed below the page.
     """
-    from t0repro.files import folder_lock
     from t0repro.reports.make_report import write_page
     from t0repro.reports.page import print_page
+    from t0repro.storage import lock_folder
 
     if as_json:
         print_json(json.loads(content))
@@ -89,7 +89,7 @@ def show_page(
             typer.echo(line)
     if out:
         # Two commands that write into one folder would mix their files.
-        with folder_lock(out, f"writing {name}.html"):
+        with lock_folder(out, f"writing {name}.html"):
             paths = write_page(name, page, content, out)
         print_written(paths, as_json=as_json)
 

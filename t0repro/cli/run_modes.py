@@ -31,7 +31,7 @@ from t0repro.cloud.auxiliary import AuxiliaryOptions
 from t0repro.cloud.spec import JobMode
 from t0repro.cloud.tracker import check_trackers
 from t0repro.errors import UserError, needs_reference_tier
-from t0repro.files import check_address, check_folder, folder_lock, output_path
+from t0repro.storage import check_address, check_folder, lock_folder, output_path
 
 if TYPE_CHECKING:
     from t0repro.config.checkpoints import RestoreConfig
@@ -135,7 +135,7 @@ def evaluate(
         # Not EVAL_OUTPUT_DIR itself, which a training run may have locked.
         results = output_path(plan.output_dir) / FOLDER
         fix = "Wait for it to end, or bind another EVAL_OUTPUT_DIR."
-        with held_by_first(lambda: folder_lock(results, "evaluation", fix=fix)):
+        with held_by_first(lambda: lock_folder(results, "evaluation", fix=fix)):
             plan = _with_own_output(plan)
             evaluate_checkpoints(
                 plan,
@@ -185,7 +185,7 @@ def infer(
         # Several shards may run at the same time in one folder.
         shard = output_path(plan.output_dir) / f".shard-{plan.shard_id:05}-of-{plan.num_shards:05}"
         fix = "Wait for it to end, or bind another INFER_OUTPUT_DIR."
-        with held_by_first(lambda: folder_lock(shard, "inference", fix=fix)):
+        with held_by_first(lambda: lock_folder(shard, "inference", fix=fix)):
             plan = _with_own_output(plan)
             batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
 

@@ -12,9 +12,8 @@ from typing import Annotated, Any, ClassVar
 import click
 import typer
 
-from t0repro.buckets import check_readable
 from t0repro.errors import UserError
-from t0repro.files import check_address, input_path, output_path
+from t0repro.storage import check_address, check_readable, input_path, output_path
 
 _STANDARD_ERROR = "Accepted for T5X's commands: the log always goes to standard error."
 _THRESHOLDS = ("debug", "info", "warning", "error", "fatal")

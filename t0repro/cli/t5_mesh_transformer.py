@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from absl import app, flags, logging
 
-from t0repro.buckets import check_readable
 from t0repro.cli.gate import USER_ERROR, gate, use_huge_pages_where_faster
 from t0repro.cli.options import TRACKER_HELP, ProcessOptions, allowlist_of, tracked_training
 from t0repro.cli.results import echo
@@ -32,8 +31,8 @@ from t0repro.config.configuration import Configuration, NotOnJax
 from t0repro.config.gin.folders import package_folder
 from t0repro.config.mtf.packages import recorded
 from t0repro.errors import UserError
-from t0repro.files import input_path
 from t0repro.progress import SeqioOnce
+from t0repro.storage import check_readable, input_path
 from t0repro.tasks.task import resolved_modules
 from t0repro.words import printable
 

@@ -13,8 +13,8 @@ import typer
 from t0repro.cli.options import AsJson, ModulesOrT0, Templates, modules_or_t0
 from t0repro.cli.results import echo, for_people, print_json
 from t0repro.cli.spelling import output
+from t0repro.storage import address_of
 from t0repro.words import counted, sized
-from t0repro.working_copies import address_of
 
 if TYPE_CHECKING:
     from t0repro.tasks.prompt_cache.cache import Summary

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from t0repro.buckets import addresses_of_another_machine
 from t0repro.cli.options import AsJson, GinBindings, GinFiles, with_groups
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
 from t0repro.cloud.spec import MESH_TRANSFORMER, check_not_export
 from t0repro.cloud.xmanager import Executor
 from t0repro.errors import UserError
+from t0repro.storage.access import addresses_of_another_machine
 
 if TYPE_CHECKING:
     from t0repro.cloud.experiments import Tracking

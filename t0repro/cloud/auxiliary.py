@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from t0repro import working_copies
+from t0repro import storage
 from t0repro.errors import UserError
-from t0repro.files import check_address
 from t0repro.progress import heard_by
+from t0repro.storage import check_address
 
 if TYPE_CHECKING:
     from t0repro.config.t5x.gin_files import T5xInputs
@@ -246,7 +246,7 @@ def _main(model_dir: str, asked: str) -> None:
         with heard_by(prefixed):
             done = make_controller(model_dir, options, gin).run(training_continues)
             # A model_dir in a bucket is a working copy here; this uploads the rest of it.
-            working_copies.close_all()
+            storage.close_copies()
     except UserError as error:
         prefixed(str(error))
         done = False

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from t0repro.buckets import has_google_credentials
 from t0repro.errors import UserError
 from t0repro.progress import say
+from t0repro.storage.access import has_google_credentials
 
 # The names of services in gcloud's own variables for other endpoints, as private networks need.
 VERTEX, LOGGING = "AIPLATFORM", "LOGGING"

@@ -28,13 +28,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from t0repro import compat, event_files
-from t0repro.buckets import check_inside
 from t0repro.cloud.google import Place, cloud_errors, connect, storage_client
 from t0repro.cloud.spec import MOUNT, Arguments, gin_files_replaced
 from t0repro.config.gin.statements import IncludeStatement, parse_statements
 from t0repro.errors import UserError
-from t0repro.files import make_folder, naming, write_atomically
 from t0repro.progress import say
+from t0repro.storage import make_folder, write_atomically
+from t0repro.storage.disk import name_in_errors
+from t0repro.storage.names import check_inside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +221,7 @@ def _copy(blob: Any, target: Path) -> None:
     if blob.size > here:
         # Read up to the listed size: the file may grow meanwhile, and is then listed again.
         data = blob.download_as_bytes(start=here, end=blob.size - 1)
-        with naming(target), target.open("ab") as file:
+        with name_in_errors(target), target.open("ab") as file:
             file.write(data)
 
 

@@ -24,8 +24,8 @@ from typing import Any, Literal, Protocol
 
 from t0repro.errors import UserError
 from t0repro.event_files import event_writer
-from t0repro.files import make_folder, write_atomically
 from t0repro.progress import say
+from t0repro.storage import make_folder, write_atomically
 
 Outcome = Literal["finished", "failed", "stopped"]
 

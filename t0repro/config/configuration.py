@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from t0repro import buckets
+from t0repro import storage
 from t0repro.config.optimizer import MultiOptimizerConfig
 from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
-from t0repro.files import check_address, output_path, write_atomically
+from t0repro.storage import access, check_address, output_path, write_atomically
 from t0repro.words import without_passwords
 
 Vocabularies = tuple[Any, Any]  # SeqIO's, for inputs and for targets
@@ -254,8 +254,8 @@ def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
       UserError: Without credentials, or for a model_dir that the stack cannot write to.
     """
     check_model_dir(inputs.model_dir, jax=jax)
-    buckets.check_credentials(inputs.model_dir, "--model_dir")
-    buckets.check_readable(inputs.init_checkpoint or "", "run.init_checkpoint")
+    access.check_credentials(inputs.model_dir, "--model_dir")
+    storage.check_readable(inputs.init_checkpoint or "", "run.init_checkpoint")
 
 
 def check_model_dir(model_dir: str, *, jax: bool) -> None:
@@ -285,7 +285,7 @@ def check_outputs(config: RunConfig, *, jax: bool = True) -> None:
 
 
 def _check_output(path: str, where: str, *, jax: bool) -> None:
-    scheme = buckets.scheme_of(path)
+    scheme = storage.scheme_of(path)
     if jax or scheme is None:
         check_address(path, where)
     elif scheme != "gs":

@@ -16,8 +16,8 @@ from t0repro.data.fingerprints import Fingerprint, of_cache
 from t0repro.data.mixing import FEATURES, HELD, Example, MixedBatches, ShuffleSeeds, shuffled
 from t0repro.data.resuming import Batch
 from t0repro.errors import UserError
-from t0repro.files import input_path
 from t0repro.progress import say
+from t0repro.storage import input_path
 from t0repro.tasks.prompt_cache.folders import PROVENANCE, damage, shard_names
 from t0repro.tasks.prompt_cache.records import RecordsInTurns, integers, read_records
 from t0repro.words import counted

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t0repro.storage import is_streamed
 from t0repro.tasks.prompt_cache.folders import PROVENANCE, shard_names, template_digest
 from t0repro.tasks.task import (
     DescribedTask,
@@ -22,7 +23,6 @@ from t0repro.tasks.task import (
     registered_mixtures,
     task_descriptions,
 )
-from t0repro.working_copies import is_streamed
 
 Fingerprint = Mapping[str, Mapping[str, Any]]
 

@@ -38,9 +38,9 @@ import numpy as np
 
 from t0repro.data.fingerprints import Fingerprint, differences
 from t0repro.errors import UserError, of_command
-from t0repro.files import write_atomically
 from t0repro.partitioning.processes import from_first
 from t0repro.progress import count_progress, say
+from t0repro.storage import write_atomically
 from t0repro.words import counted, some
 
 POSITION, ITERATOR = "position.json", "iterator"

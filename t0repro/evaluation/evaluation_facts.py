@@ -16,7 +16,8 @@ from t0repro.compat import installed_version
 from t0repro.errors import as_shown
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.outputs import digest_of_texts, read_records
-from t0repro.files import naming, write_atomically
+from t0repro.storage import write_atomically
+from t0repro.storage.disk import name_in_errors
 from t0repro.words import counted, without_passwords
 
 # An evaluation may leave this file beside its outputs: a JSON object with any of the fields
@@ -115,7 +116,7 @@ def scores_sha256(folder: Path, records: Mapping[str, Mapping[str, Any]]) -> str
     for name in sorted(records):
         digest.update(f"{name}\n".encode())
         path = folder / f"{name}_{records[name]['key']['step']}_predictions"
-        with naming(path), open(path, "rb") as file:
+        with name_in_errors(path), open(path, "rb") as file:
             # In blocks: an evaluation's memory must not grow with its tasks' files.
             while block := file.read(1 << 20):
                 digest.update(block)

@@ -18,7 +18,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation import outputs
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.task_output import TaskResult
-from t0repro.files import write_atomically
+from t0repro.storage import write_atomically
 from t0repro.words import without_passwords
 
 _ROOT = "t0repro"

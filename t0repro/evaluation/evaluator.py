@@ -36,12 +36,12 @@ from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.task_output import judge_of_registered, numbers
 from t0repro.event_files import EventWriter, event_writer
-from t0repro.files import write_atomically
 from t0repro.model.t5 import T5
 from t0repro.model.t5x_decoding import generate
 from t0repro.model.towers import by_layer, stacks_in
 from t0repro.partitioning.devices import across_devices_of, data_parts, fetched
 from t0repro.progress import only_records, say
+from t0repro.storage import write_atomically
 from t0repro.tasks.task import DescribedTask, is_described
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import write_atomically
+from t0repro.storage import write_atomically
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.files import make_folder, naming
 from t0repro.model.shapes import Float, Int
+from t0repro.storage import make_folder
+from t0repro.storage.disk import name_in_errors
 
 Tokens = Int[np.ndarray, " length"]
 
@@ -201,7 +202,7 @@ class ScoreJournal:
         records["joules"] = np.nan if joules is None else joules
         records["checksum"] = _checksums(records)
         # Flush at once, so that a killed process loses only batches that were still being computed.
-        with naming(self._path):
+        with name_in_errors(self._path):
             self._file.write(records.tobytes())
             self._file.flush()
             if time.monotonic() - self._synced >= _SECONDS_BETWEEN_SYNCS:
@@ -210,7 +211,7 @@ class ScoreJournal:
 
     def close(self) -> None:
         """Syncs and closes the file."""
-        with naming(self._path):
+        with name_in_errors(self._path):
             with self._file:
                 self._file.flush()
                 os.fsync(self._file.fileno())

@@ -30,7 +30,8 @@ from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import ScoredPairs
 from t0repro.evaluation.rank import rank_metrics, ranked_target, without_tokens
-from t0repro.files import make_folder, naming
+from t0repro.storage import make_folder
+from t0repro.storage.disk import name_in_errors
 from t0repro.tasks.prompted_examples import metrics_of, postprocess
 from t0repro.tasks.task import DescribedTask
 
@@ -344,7 +345,7 @@ class LineFile:
 
     def write(self, values: Iterable[Any]) -> None:
         """Appends lines; a newline within a value becomes a space."""
-        with naming(self.path):
+        with name_in_errors(self.path):
             for value in values:
                 line = (str(value).replace("\n", " ") + "\n").encode()
                 self._digest.update(line)
@@ -352,7 +353,7 @@ class LineFile:
 
     def commit(self) -> str:
         """Syncs the file and renames it into place; returns its digest, 16 hex digits."""
-        with naming(self.path):
+        with name_in_errors(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()

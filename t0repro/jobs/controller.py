@@ -23,29 +23,30 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from t0repro import buckets, leases, working_copies
-from t0repro.buckets import absolute
+from t0repro import storage
 from t0repro.converters import sources
 from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.event_files import MARK, read_scalars
-from t0repro.files import (
-    LOCK_FILES,
-    atomic_directory,
-    folder_lock,
-    make_folder,
-    output_path,
-    put_file,
-    write_atomically,
-)
 from t0repro.jobs import commands
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.journal import FOLDER, JobJournal, Point, PointProgress
 from t0repro.jobs.worker import Job, Launcher, Limits
 from t0repro.progress import say
+from t0repro.storage import (
+    absolute_place,
+    address_of,
+    leases,
+    lock_folder,
+    make_folder,
+    output_path,
+    put_file,
+    write_atomically,
+)
+from t0repro.storage.disk import atomic_directory
+from t0repro.storage.locks import LOCK_FILES
 from t0repro.words import counted
-from t0repro.working_copies import address_of
 
 SETTINGS = "settings.json"
 # Engines show a newly accepted job with a delay.
@@ -95,7 +96,7 @@ class Controller:
         Raises:
           UserError: if a job could not work; see `commands.check`.
         """
-        self._model_dir = absolute(model_dir)
+        self._model_dir = absolute_place(model_dir)
         # In a bucket, jobs write to a working copy, which is uploaded.
         self._folder = output_path(self._model_dir / FOLDER)
         self._pins = _pins_of(self._model_dir, self._folder)
@@ -126,7 +127,7 @@ class Controller:
         """
         inspect = f"`t0repro aux status {self._model_dir}`"
         fix = f"A controller is already running; inspect it with {inspect}."
-        with folder_lock(self._folder, "auxiliary jobs", fix=fix):
+        with lock_folder(self._folder, "auxiliary jobs", fix=fix):
             self._journal = JobJournal(self._folder)
             self._check_settings()
             self._try_again()
@@ -252,11 +253,11 @@ class Controller:
             # checkpoints.
             shutil.rmtree(self._results_of(point), ignore_errors=True)
             if self._address:
-                buckets.remove_all(self._place_of(point))
+                storage.remove_all(self._place_of(point))
         make_folder(self._results_of(point))
         # Record it before submitting, so that no job runs that the journal lacks.
         self._journal.add("started", point, attempt=attempt)
-        working_copies.upload(self._model_dir / FOLDER)
+        storage.upload(self._model_dir / FOLDER)
         self._launcher.submit(job)
         self._running[point] = job
         say(f"step {point.step:,}, {point.mixture}: started ({job.name})")
@@ -311,7 +312,7 @@ class Controller:
     def _finished_results(self, point: Point) -> contextlib.AbstractContextManager[Path]:
         """A context with the files that a job has written."""
         if self._settings.target == "train":  # in a bucket it writes there by itself
-            return working_copies.fetched(self._place_of(point))
+            return storage.fetch(self._place_of(point))
         return contextlib.nullcontext(self._results_of(point))
 
     # ---- Results -------------------------------------------------------------------------------
@@ -473,7 +474,7 @@ def _complete_checkpoints(model_dir: Path) -> dict[int, CheckpointRef]:
 
 def _pins_of(model_dir: Path, folder: Path) -> Pins:
     """A training run's pins; `folder` stores them on a disk."""
-    return _Leases(model_dir) if buckets.is_address(model_dir) else _Links(folder)
+    return _Leases(model_dir) if storage.is_address(model_dir) else _Links(folder)
 
 
 class Pins(Protocol):
@@ -572,7 +573,7 @@ class _Leases:
                 # Imported here, since it brings JAX.
                 from t0repro.training.checkpoints import remove_checkpoint
 
-                remove_checkpoint(buckets.place(checkpoint))
+                remove_checkpoint(storage.place(checkpoint))
 
 
 def _link(ref: CheckpointRef, place: Path) -> None:

@@ -22,8 +22,13 @@ from typing import IO, ClassVar, Literal, Protocol
 
 import psutil
 
-from t0repro import buckets, working_copies
-from t0repro.files import input_path, make_folder, output_path, write_atomically
+from t0repro import storage
+from t0repro.storage import (
+    input_path,
+    make_folder,
+    output_path,
+    write_atomically,
+)
 from t0repro.words import is_secret
 
 _POLL_SECONDS = 0.2
@@ -153,8 +158,8 @@ class Job:
         """
         name = f"{self.name}.exit.json"
         ending = Ending.read(self.folder / name)
-        if ending is None and self.address and buckets.exists(f"{self.address}/{name}"):
-            working_copies.refetch(self.folder)
+        if ending is None and self.address and storage.exists(f"{self.address}/{name}"):
+            storage.refetch(self.folder)
             ending = Ending.read(self.folder / name)
         return ending
 
@@ -190,7 +195,7 @@ class Job:
             dies_with_parent=dies_with_parent,
         ).write(path)
         if self.address:
-            working_copies.upload(self.address)
+            storage.upload(self.address)
         return f"{place}/{path.name}"
 
 
@@ -341,10 +346,10 @@ def main(job_file: str) -> None:
         os.write(lock, str(os.getpid()).encode())
     ending = _run(work, lock, asked_to_end)
     # The log first: the controller fetches both once there is an exit file.
-    working_copies.upload(work.log_file)
+    storage.upload(work.log_file)
     if ending is not None:
         write_atomically(work.exit_file, json.dumps(dataclasses.asdict(ending)) + "\n")
-    working_copies.close_all()
+    storage.close_copies()
     # This also ends the worker; the exit file is on disk by now.
     os.killpg(0, signal.SIGKILL)
 

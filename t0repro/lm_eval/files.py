@@ -30,16 +30,12 @@ import numpy as np
 import yaml
 
 from t0repro.errors import UserError
-from t0repro.files import (
-    atomic_directory,
-    check_is_name,
-    naming,
-    write_atomically,
-)
+from t0repro.storage import address_of, write_atomically
+from t0repro.storage.disk import atomic_directory, name_in_errors
+from t0repro.storage.names import check_is_name
 from t0repro.tasks.catalogue import label
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX, TaskDescription, task_descriptions
 from t0repro.words import counted
-from t0repro.working_copies import address_of
 
 # Evaluations import JAX, which takes seconds that exporting tasks does without.
 if TYPE_CHECKING:
@@ -139,7 +135,7 @@ def _export(
 def _write_rows(task: TaskDescription, split: str, path: Path) -> int:
     """Writes the split's rendered examples; returns their number."""
     examples = 0
-    with naming(path), open(path, "w", encoding="utf-8") as file:
+    with name_in_errors(path), open(path, "w", encoding="utf-8") as file:
         for row in _rendered(task, split):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             examples += 1

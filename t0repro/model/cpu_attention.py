@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from t0repro.files import make_folder
 from t0repro.model.shapes import Array, Float
 from t0repro.partitioning.costs import ATTENDED, KERNEL_MATMULS
+from t0repro.storage import make_folder
 
 _SOURCE = Path(__file__).with_name("attention.cc")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")

@@ -27,7 +27,6 @@ from typing import Any
 
 import tensorflow
 
-from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
 from t0repro.evaluation import outputs
 from t0repro.evaluation.evaluation_facts import print_results, write_facts
@@ -43,7 +42,8 @@ from t0repro.evaluation.task_output import (
     ranks_choices,
     without_padding,
 )
-from t0repro.files import make_folder, naming, write_atomically
+from t0repro.storage import make_folder, scheme_of, write_atomically
+from t0repro.storage.disk import name_in_errors
 from t0repro.training.metrics import METRICS_FILE, drop_partial_line, step_line
 
 tf = tensorflow.compat.v1
@@ -92,7 +92,7 @@ class MetricsFile:
             # A killed run can leave a partial line, which would corrupt the next one.
             drop_partial_line(self._path)
             self._appended = True
-        with naming(self._path), open(self._path, "a", encoding="utf-8") as file:
+        with name_in_errors(self._path), open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def drop_training_after(self, step: int) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.files import make_folder, write_atomically
 from t0repro.parity.mesh_jobs import ARRAYS, DONE, MeshJob, load_batches
+from t0repro.storage import make_folder, write_atomically
 
 Arrays = dict[str, np.ndarray]
 

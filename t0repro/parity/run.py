@@ -20,7 +20,6 @@ from t0repro.data.batches import eval_tasks
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
 from t0repro.evaluation.task_output import Judge, judge_of
-from t0repro.files import output_path
 from t0repro.parity.jax_run import (
     Error,
     StackResult,
@@ -31,6 +30,7 @@ from t0repro.parity.jax_run import (
     without_exchange,
 )
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
+from t0repro.storage import output_path
 
 PAIRS = 128  # maximum number of (input, choice) pairs to score from an evaluation task
 ROWS = 16  # rows in a batch of pairs

@@ -37,7 +37,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from t0repro.errors import UserError
-from t0repro.files import output_path
+from t0repro.storage import output_path
 
 Value = TypeVar("Value")
 

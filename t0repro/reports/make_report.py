@@ -24,7 +24,6 @@ from t0repro.evaluation.outputs import (
     read_records,
 )
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.files import make_folder, output_path, sync_directory, sync_tree, write_atomically
 from t0repro.reports.comparison import RunComparison, compare_runs
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
 from t0repro.reports.models import corrected as corrected_comparisons
@@ -63,6 +62,8 @@ from t0repro.reports.statistics import (
     random_prompts_interval,
     reweighted,
 )
+from t0repro.storage import make_folder, output_path, write_atomically
+from t0repro.storage.disk import sync, sync_tree
 
 _Path = str | os.PathLike[str]
 
@@ -446,7 +447,7 @@ def _all_or_none(out: str | os.PathLike[str]) -> Iterator[Path]:
         # By now everything is on disk, so running out of space is unlikely from here on.
         for path in sorted(staging.iterdir()):
             os.replace(path, out / path.name)
-        sync_directory(out)
+        sync(out)
     except OSError as error:
         # Named as in the user's folder: the temporary one is gone when the message is read.
         at_fault = Path(error.filename or staging)

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 from t0repro.errors import UserError, as_shown
 from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versions
-from t0repro.files import input_path
-from t0repro.working_copies import address_of
+from t0repro.storage import address_of, input_path
 
 _FIX = "Give the <split>_eval folder, the --out folder of rank-eval, or a report.json."
 

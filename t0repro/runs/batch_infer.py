@@ -38,7 +38,6 @@ from t0repro.errors import UserError
 from t0repro.evaluation.evaluator import functions_of, model_features
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.outputs import file_digest
-from t0repro.files import make_folder, naming, sync_directory, write_atomically
 from t0repro.runs.checkpoint_choice import (
     chosen,
     generating_model,
@@ -48,6 +47,8 @@ from t0repro.runs.checkpoint_choice import (
     own_path,
 )
 from t0repro.runs.preflight import check_inference
+from t0repro.storage import make_folder, write_atomically
+from t0repro.storage.disk import name_in_errors, sync
 from t0repro.tasks.task import DescribedTask, find_tasks
 from t0repro.tasks.vocabulary import VocabularyFile
 from t0repro.words import counted
@@ -318,14 +319,14 @@ class _TaskJob:
         """Concatenates the chunks and removes them."""
         # Written apart and renamed, so that a partial file is never mistaken for the result.
         whole = self.output.with_name(f".{self.output.name}.tmp")
-        with naming(self.output), open(whole, "wb") as merged:
+        with name_in_errors(self.output), open(whole, "wb") as merged:
             for number in range(count):
                 with open(self._chunk(number), "rb") as chunk:
                     shutil.copyfileobj(chunk, merged)
             merged.flush()
             os.fsync(merged.fileno())
         os.replace(whole, self.output)
-        sync_directory(self.output.parent)
+        sync(self.output.parent)
         # Mark the output before removing chunks: an interruption leaves at least one of the two.
         _mark(self.output, file_digest(self.output) or "", *self._made_of())
         shutil.rmtree(self._chunks)

@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from t0repro import storage
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.configuration import Configuration
 from t0repro.config.run import InferencePlan, RunConfig
-from t0repro.converters import jax_tree, sources, storage
+from t0repro.converters import jax_tree, sources
 from t0repro.converters.model_files import open_configured
 from t0repro.converters.tensors import CheckpointRef, with_parameters_in
 from t0repro.converters.witnesses import INTEGRITY

@@ -27,9 +27,10 @@ from t0repro.config.model import DType
 from t0repro.errors import UserError
 from t0repro.evaluation.encoding import Pool, encode_ids
 from t0repro.evaluation.opened import encoder_shape, open_encoder
-from t0repro.files import folder_lock, sync, sync_directory, write_atomically, writing
 from t0repro.progress import count_progress, say, working
 from t0repro.runs.encode import Limits, Tokenizer, TooLong
+from t0repro.storage import explain_errors, lock_folder, write_atomically
+from t0repro.storage.disk import sync
 
 SUFFIXES = (".safetensors", ".npz")
 EMBEDDINGS, OFFSETS = "embeddings", "offsets"
@@ -96,7 +97,7 @@ def encode_file(
     row_sizes = counts if pool is None else np.ones_like(counts)
     offsets = np.concatenate([[0], np.cumsum(row_sizes)]).astype(np.int64)
     partial = out.with_name(f".{out.name}.partial")
-    with folder_lock(partial, "encoding", fix="Wait for it to end, or choose another --out."):
+    with lock_folder(partial, "encoding", fix="Wait for it to end, or choose another --out."):
         with working(f"reading {checkpoint}"):
             model = open_encoder(checkpoint, dtype, step)
         request = {
@@ -110,7 +111,7 @@ def encode_file(
         parts = _Partial(partial, request, layout)
         rows = islice(_rows(source, tokenizer), parts.done, None)
         with (
-            writing(out),
+            explain_errors(out),
             count_progress(len(counts), "encoding", "row", "encoded") as progress,
             parts.open() as file,
         ):
@@ -258,7 +259,7 @@ class _Layout:
             file.flush()
         sync(complete)
         os.replace(complete, out)
-        sync_directory(out.parent)
+        sync(out.parent)
 
 
 class _Partial:

@@ -45,7 +45,6 @@ from t0repro.evaluation.task_output import (
     judge_of_registered,
 )
 from t0repro.event_files import event_writer
-from t0repro.files import output_path
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import across_devices_of, data_parts, padded_rows
 from t0repro.partitioning.processes import is_first, output_folder
@@ -63,6 +62,7 @@ from t0repro.runs.checkpoint_choice import (
 )
 from t0repro.runs.preflight import check_inference
 from t0repro.runs.text_scores import ScoreFiles
+from t0repro.storage import output_path
 from t0repro.tasks.task import find_task, is_described
 from t0repro.training.losses import evaluation_metrics, evaluation_sums, loss_denominator
 from t0repro.training.metrics import MetricLog

@@ -22,13 +22,13 @@ from t0repro.config.model import ModelConfig, Recompute
 from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 from t0repro.evaluation import engine
-from t0repro.files import write_atomically
 from t0repro.model.decoding import generate
 from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
 from t0repro.partitioning.costs import Collective, Memory, assumed_length, collectives, count_flops
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.topologies import GIB, Chip
 from t0repro.progress import working
+from t0repro.storage import write_atomically
 from t0repro.training.optimizers import make_optimizer, make_schedule
 from t0repro.training.rematerialization import (
     batch_shapes,

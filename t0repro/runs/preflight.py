@@ -353,7 +353,8 @@ def _restored(
     restore: RestoreConfig, config: RunConfig, vocabularies: tuple[Any, Any]
 ) -> Iterator[str]:
     """The checkpoint that a training run starts from unless it resumes from one of its own."""
-    from t0repro.converters import sources, storage
+    from t0repro import storage
+    from t0repro.converters import sources
 
     if storage.is_directory(config.model_dir) and sources.list_checkpoints(config.model_dir):
         yield f"not read: {config.model_dir} has checkpoints"

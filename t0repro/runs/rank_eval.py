@@ -38,12 +38,12 @@ from t0repro.evaluation.rank_run import RankRun, ScoredPart
 from t0repro.evaluation.reading import PARTS_IN_WINDOW, TaskReader, windows
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
-from t0repro.files import output_path, write_atomically
 from t0repro.progress import say
 from t0repro.reports.make_report import ReportOptions, make_report, write_report, write_tables
 from t0repro.reports.report import Report
 from t0repro.reports.run import PromptInfo, Run, training_datasets
 from t0repro.reports.statistics import Bootstrap
+from t0repro.storage import output_path, write_atomically
 from t0repro.words import counted
 
 CONTENT_FREE = "N/A"

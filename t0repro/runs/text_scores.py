@@ -31,7 +31,6 @@ from t0repro.evaluation.opened import (
 )
 from t0repro.evaluation.selection import check_fits
 from t0repro.evaluation.task_output import LineFile, check_finite
-from t0repro.files import output_path, write_atomically
 from t0repro.model.shapes import Int
 from t0repro.runs.checkpoint_choice import (
     chosen_checkpoints,
@@ -39,6 +38,7 @@ from t0repro.runs.checkpoint_choice import (
     loaded,
     one_checkpoint,
 )
+from t0repro.storage import output_path, write_atomically
 from t0repro.tasks.vocabulary import VocabularyFile, named_vocabulary
 from t0repro.words import counted
 

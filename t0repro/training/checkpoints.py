@@ -33,20 +33,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from t0repro import leases
-from t0repro.buckets import (
-    absolute,
-    exists,
-    is_address,
-    orbax_writes_to,
-    place,
-    remove_all,
-    upload_tree,
-)
 from t0repro.config.checkpoints import SaveConfig
 from t0repro.converters.jax_tree import jax_ref, jax_refs
 from t0repro.converters.orbax_dir import COMMITTED, METADATA, OrbaxArrays, is_orbax
-from t0repro.converters.storage import LocalCopy, names
 from t0repro.converters.tensors import with_parameters_in
 from t0repro.converters.witnesses import (
     INTEGRITY,
@@ -57,7 +46,6 @@ from t0repro.converters.witnesses import (
     write_integrity,
 )
 from t0repro.errors import UserError
-from t0repro.files import atomic_directory, check_is_no_pattern, input_path, output_path, writing
 from t0repro.partitioning.processes import (
     from_first,
     is_alone,
@@ -66,9 +54,27 @@ from t0repro.partitioning.processes import (
     wait_for_all,
 )
 from t0repro.progress import only_records
+from t0repro.storage import (
+    absolute_place,
+    copy_here,
+    exists,
+    explain_errors,
+    input_path,
+    is_address,
+    leases,
+    list_names,
+    orbax_writes_to,
+    output_path,
+    place,
+    put_tree,
+    remove_all,
+    scratch_folder,
+    upload,
+)
+from t0repro.storage.disk import atomic_directory
+from t0repro.storage.names import check_is_no_pattern
 from t0repro.training.metrics import METRICS_FILE
 from t0repro.training.train_state import TrainState, flat_arrays, to_flat_tree
-from t0repro.working_copies import Scratch, upload
 
 DATA = "data"  # the checkpoint's folder for the position in the data
 # A slow disk may need longer than the ten minutes after which Orbax gives up by default.
@@ -180,14 +186,14 @@ def _start_saving(
     import orbax.checkpoint as ocp
     from orbax.checkpoint._src.metadata.checkpoint import metadata_store
 
-    path = absolute(path)
+    path = absolute_place(path)
     check_is_no_pattern(path, "Checkpoints")
     arrays = {name: np.asarray(value) if is_alone() else value for name, value in tree.items()}
     nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
     # Here and not in `finish`: processes number their meetings in the main thread's order.
     whole = meeting_point()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(writing(path))
+        stack.enter_context(explain_errors(path))
         commit = stack.enter_context(_committing(path))
         temporary = commit.files
         if is_first():
@@ -216,7 +222,7 @@ def _start_saving(
             if is_first():
                 commit.finish()
         if is_first() and then is not None:
-            with writing(path):
+            with explain_errors(path):
                 then()
         whole()
 
@@ -270,7 +276,7 @@ def load_tree(path: PathLike) -> dict[str, np.ndarray]:
     Raises:
       UserError: if there is no checkpoint, or one of its files is missing or damaged.
     """
-    path = absolute(path)
+    path = absolute_place(path)
     with _reading(path):
         check_contents(path, _written(path))
         return _restored(path, {})
@@ -291,7 +297,7 @@ def load_sharded_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray 
     Raises:
       UserError: if there is no checkpoint, or one of its files is missing or damaged.
     """
-    path = absolute(path)
+    path = absolute_place(path)
     places = {
         name: leaf
         for name, leaf in flat_arrays(like).items()
@@ -474,7 +480,7 @@ def _committing(path: Path) -> contextlib.AbstractContextManager[Commit]:
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[Path]:
     """Where Orbax can read a checkpoint: the path itself, or a copy that lasts for the block."""
-    copy = None if orbax_writes_to(path) else LocalCopy(os.fspath(path))
+    copy = None if orbax_writes_to(path) else copy_here(os.fspath(path))
     yield path if copy is None else Path(copy.path)
 
 
@@ -483,7 +489,7 @@ def remove_interrupted_saves(model_dir: str | os.PathLike[str]) -> None:
     if not is_first():
         return
     if is_address(model_dir):
-        for name in names(str(place(model_dir))):
+        for name in list_names(str(place(model_dir))):
             path = str(place(model_dir) / name)
             if name.startswith("checkpoint_") and jax_ref(path, None) is None:
                 # Without the other description, this one alone would pass for an older checkpoint.
@@ -544,7 +550,7 @@ def _marked(path: Path) -> Iterator[Commit]:
             async def finalize(self) -> None:
                 # The log first: a checkpoint is never ahead of the metrics of its steps.
                 await asyncio.to_thread(upload, path.parent)
-                await asyncio.to_thread(upload_tree, files, address)
+                await asyncio.to_thread(put_tree, files, address)
                 # Orbax removes it before it writes it. A removal that was sent twice, since its
                 # answer was late, may have come after the writing.
                 if not await asyncio.to_thread(exists, f"{address}/{METADATA}"):
@@ -574,7 +580,7 @@ def _uploaded(path: Path) -> Iterator[Commit]:
             upload(path.parent)
             # Orbax's marker is among the files; a checkpoint that has it is taken to be complete.
             last = ("_METADATA", "_CHECKPOINT_METADATA", COMMITTED, INTEGRITY)
-            upload_tree(files, str(path), last)
+            put_tree(files, str(path), last)
 
         yield Commit(files, arrays, finish)
 
@@ -584,11 +590,8 @@ def _new_files(path: Path) -> Iterator[Path]:
     """A folder of this machine for the files of a checkpoint that a bucket does not have yet."""
     if is_first() and is_orbax(os.fspath(path)):
         raise _exists(path)
-    scratch = Scratch()
-    try:
-        yield scratch.path
-    finally:
-        scratch.remove()
+    with scratch_folder() as folder:
+        yield folder
 
 
 def _exists(path: Path) -> UserError:

@@ -32,12 +32,13 @@ from t0repro.config.run import RunConfig
 from t0repro.converters import sources
 from t0repro.converters.adapter_files import AdapterNote
 from t0repro.errors import UserError
-from t0repro.files import atomic_directory, output_path
 from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, own_features, parameter_shapes
 from t0repro.model.towers import by_layer, rows, stacks_in
 from t0repro.partitioning.devices import fetched
 from t0repro.partitioning.processes import SharedSignal, from_first, is_alone, is_first
 from t0repro.progress import say, working
+from t0repro.storage import output_path
+from t0repro.storage.disk import atomic_directory
 from t0repro.training.checkpoints import (
     checkpoint_path,
     list_checkpoints,

@@ -23,9 +23,9 @@ import numpy as np
 
 from t0repro.config.run import TrainingPlan
 from t0repro.errors import UserError
-from t0repro.files import output_path, write_atomically
 from t0repro.model.t5 import own_features
 from t0repro.partitioning.processes import from_first, is_alone, is_first
+from t0repro.storage import output_path, write_atomically
 from t0repro.training.hooks import Hook
 from t0repro.training.metrics import MetricLog, SplitMetrics, StepMetrics
 from t0repro.training.start import Start

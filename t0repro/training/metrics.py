@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t0repro.files import append_or_undo, make_folder, naming, write_atomically
+from t0repro.storage import make_folder, write_atomically
+from t0repro.storage.disk import append_or_undo, name_in_errors
 
 METRICS_FILE = "metrics.jsonl"
 OpenWriter = Callable[[str], "Writer"]
@@ -305,7 +306,7 @@ class JsonLines:
 
     def sync(self) -> None:
         """Waits until every line is on disk."""
-        with naming(self._path):
+        with name_in_errors(self._path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -17,8 +17,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Literal
 
 from t0repro.errors import UserError
-from t0repro.files import input_path, output_path, write_atomically, writing
-from t0repro.leases import is_alive
+from t0repro.storage import explain_errors, input_path, output_path, write_atomically
+from t0repro.storage.leases import is_alive
 from t0repro.training.hooks import Hook
 from t0repro.training.metrics import StepMetrics
 
@@ -161,7 +161,7 @@ class RecordRunState(Hook):
             host=socket.gethostname(),
             process=os.getpid(),
         )
-        with writing(self._path):
+        with explain_errors(self._path):
             write_atomically(self._path, json.dumps(dataclasses.asdict(values), indent=1) + "\n")
         self._written_at = time.monotonic()
 

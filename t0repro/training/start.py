@@ -15,9 +15,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax
 from jax.sharding import NamedSharding
 
+from t0repro import storage
 from t0repro.config.optimizer import OptaxConfig
 from t0repro.config.run import RunConfig, TrainingPlan
-from t0repro.converters import sources, storage
+from t0repro.converters import sources
 from t0repro.converters.adapter_files import (
     AdapterNote,
     AdapterReader,
@@ -25,13 +26,14 @@ from t0repro.converters.adapter_files import (
 )
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, FlatTree, differing_shapes
 from t0repro.errors import UserError, of_command
-from t0repro.files import check_is_no_pattern, folder_lock, output_path, write_atomically, writing
 from t0repro.model.t5 import initial_adapter, initial_parameters
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.partitioning.devices import Partitioning, put
 from t0repro.partitioning.processes import from_first, held_by_first, is_alone, is_first
 from t0repro.progress import say
+from t0repro.storage import explain_errors, lock_folder, output_path, write_atomically
+from t0repro.storage.names import check_is_no_pattern
 from t0repro.training.checkpoints import (
     checkpoint_path,
     data_folder,
@@ -104,7 +106,7 @@ def locked_for_training(
     def checked() -> Iterator[None]:
         nonlocal reader
         fix = f"Wait for it to end, or train in another {of_command('--model_dir', 'MODEL_DIR')}."
-        with folder_lock(output_path(model_dir), "training", fix=fix):
+        with lock_folder(output_path(model_dir), "training", fix=fix):
             reader = check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
             yield
 
@@ -114,7 +116,7 @@ def locked_for_training(
         if reader is not None and shapes is not None and not allow_changed:
             check_slots(reader, shapes)
         # Only now: a refused run must leave the record of what trained the checkpoints.
-        with writing(output_path(model_dir) / RECORD):
+        with explain_errors(output_path(model_dir) / RECORD):
             settings = json.dumps(_settings(config), indent=1)
             write_atomically(output_path(model_dir) / RECORD, settings + "\n")
 

@@ -19,14 +19,10 @@ from typing import Any
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.files import (
-    FULL_NUMBERS,
-    check_is_no_pattern,
-    make_folder,
-    output_path,
-    write_atomically,
-)
 from t0repro.progress import working
+from t0repro.storage import make_folder, output_path, write_atomically
+from t0repro.storage.disk import FULL_NUMBERS
+from t0repro.storage.names import check_is_no_pattern
 from t0repro.tasks.prompt_cache import folders, shards
 from t0repro.tasks.prompt_cache.plan import (
     CachedTask,

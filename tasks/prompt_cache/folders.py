@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import t0repro
 from t0repro.compat import installed_version
 from t0repro.errors import UserError
-from t0repro.files import folder_lock, make_folder, sync_directory, write_atomically
 from t0repro.progress import say
+from t0repro.storage import is_streamed, lock_folder, make_folder, write_atomically
+from t0repro.storage.disk import sync
 from t0repro.tasks.prompt_cache.records import count_records, features, is_damaged_at, read_records
 from t0repro.tasks.task import TaskDescription, task_descriptions
 from t0repro.tasks.vocabulary import model_of
 from t0repro.words import some
-from t0repro.working_copies import is_streamed
 
 if TYPE_CHECKING:
     import seqio
@@ -51,7 +51,7 @@ def locked(folder: Path) -> Iterator[Path]:
     Raises:
       UserError: If another run holds the folder; names that run.
     """
-    with folder_lock(folder, "caching", fix="Wait for it, or give another --output_cache_dir."):
+    with lock_folder(folder, "caching", fix="Wait for it, or give another --output_cache_dir."):
         staging = folder / STAGING
         shutil.rmtree(staging, ignore_errors=True)  # left by a run that was killed
         staging.mkdir()
@@ -106,9 +106,9 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
         make_folder(folder.parent)
         # The staged files must be in their folder on the disk before the folder gets its final
         # name.
-        sync_directory(staged)
+        sync(staged)
         os.rename(staged, folder)
-        sync_directory(folder.parent)
+        sync(folder.parent)
         return
     for split in splits:
         # Left over from a run killed between the renames below.
@@ -119,9 +119,9 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
         for name in (f"stats.{split}.json", PROVENANCE, f"info.{split}.json"):
             if (staged / name).exists():
                 # Sync before the next rename, which marks these files as complete.
-                sync_directory(folder)
+                sync(folder)
                 os.rename(staged / name, folder / name)
-    sync_directory(folder)
+    sync(folder)
     shutil.rmtree(staged)
 
 

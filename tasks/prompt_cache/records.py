@@ -22,9 +22,9 @@ import google_crc32c
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.files import naming
+from t0repro.storage import address_of, is_streamed, open_file
+from t0repro.storage.disk import name_in_errors
 from t0repro.tasks.vocabulary import processor_of
-from t0repro.working_copies import copy_with, is_streamed, opened
 
 if TYPE_CHECKING:
     from t0repro.tasks.templates import Rendering
@@ -109,13 +109,13 @@ class RecordFile:
             self.bytes += self._file.write(framed)
         except OSError:
             # Only on an error: entering a context for each of millions of records takes time.
-            with naming(self._path):
+            with name_in_errors(self._path):
                 raise
         self.records += 1
 
     def close(self) -> None:
         """Syncs and closes the file."""
-        with naming(self._path):
+        with name_in_errors(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -153,7 +153,7 @@ class RecordsInTurns:
 
     def __init__(self, path: Path):
         self._path, self._start = path, 0
-        self._held = opened(path) if is_streamed(path) else None
+        self._held = open_file(path) if is_streamed(path) else None
 
     def take(self, count: int) -> list[bytes]:
         """Up to `count` records; fewer only at the end.
@@ -207,7 +207,7 @@ def _heads(
       held: The file if it is open, and stays so.
     """
     end = path.stat().st_size
-    with contextlib.nullcontext(held) if held else opened(path) as file:
+    with contextlib.nullcontext(held) if held else open_file(path) as file:
         file.seek(place)
         # TFRecord puts 16 bytes around a record: its length (8), the length's checksum (4), its own
         # (4).
@@ -329,7 +329,7 @@ def stream_into_seqio() -> None:
 
         def __init__(self, cache_dir: str, *args: Any, **kwargs: Any):
             super().__init__(cache_dir, *args, **kwargs)
-            if copy_with(Path(cache_dir)) is None:
+            if address_of(Path(cache_dir)) is None:
                 return
             read: Any = self._reader
 

@@ -26,7 +26,7 @@ import dacite
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.storage import write_atomically
 from t0repro.tasks import sandbox
 from t0repro.tasks.prompt_cache.folders import shard_names
 from t0repro.tasks.prompt_cache.plan import Prompt, RowsOfSplit

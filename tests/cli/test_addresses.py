@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 import typer
 
-from t0repro import buckets
 from t0repro.cli import app
 from t0repro.cli.spelling import output, source, target
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
-from t0repro.files import make_folder, output_path, write_atomically
+from t0repro.storage import access, make_folder, output_path, write_atomically
 
 from ..runs.tiny_gin import MODEL
 from .commands import run
@@ -47,7 +46,7 @@ def no_credentials(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(home / "gcloud"))
     for file in ("_MACHINE", "_VENDOR"):
-        monkeypatch.setattr(buckets, file, home / file)
+        monkeypatch.setattr(access, file, home / file)
 
     def refuse(*args, **kwargs):
         raise AssertionError("a network connection was tried")
@@ -247,15 +246,15 @@ def test_all_folders_are_made_in_one_place():
         for text in [path.read_text(encoding="utf-8")]
         if "parents=True" in text or "os.makedirs" in text
     }
-    assert found == {"files.py", "working_copies.py"}
+    assert found == {"disk.py", "working_copies.py"}
 
 
 # Runs each command line in a process of its own, which begins with what the program itself imports;
 # prints (exit code, CPU seconds with those imports, what it said).
 _TIMED = """
 import json, os, pathlib, resource, signal, sys
-from t0repro import buckets
-buckets._MACHINE = buckets._VENDOR = pathlib.Path("/not/there")
+from t0repro.storage import access
+access._MACHINE = access._VENDOR = pathlib.Path("/not/there")
 from t0repro.cli import app, t5_mesh_transformer
 own = resource.getrusage(resource.RUSAGE_SELF)
 for line in json.load(sys.stdin):

@@ -8,7 +8,7 @@ import pytest
 
 from t0repro.adapters import ia3
 from t0repro.config.t5x.inference import eval_plan
-from t0repro.files import folder_lock
+from t0repro.storage import lock_folder
 
 from ..evaluation.small_model import save_adapter
 from ..helpers import commands
@@ -106,7 +106,7 @@ def test_a_refused_run_leaves_no_folder(checkpoint, tmp_path, mode, spoiled):
     ],
 )
 def test_a_second_run_into_one_folder_is_refused(checkpoint, tmp_path, mode, held, what):
-    with folder_lock(tmp_path / "out" / held, what):
+    with lock_folder(tmp_path / "out" / held, what):
         code, _, said = run(mode, *macros_of(mode, checkpoint, tmp_path / "out"))
     assert code == 2 and f"Another run holds this folder for {what}" in said
     assert f"another {mode.upper()}_OUTPUT_DIR" in said

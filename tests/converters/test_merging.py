@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from t0repro import buckets
+from t0repro import storage
 from t0repro.adapters import ia3, lora
 from t0repro.converters import sources
 from t0repro.converters.convert import convert
@@ -15,6 +15,7 @@ from t0repro.converters.model_gin import without_adapter
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
 from t0repro.parameters import naming
+from t0repro.storage import buckets
 
 from ..cli.commands import run
 from ..helpers import tiny_models as tiny
@@ -124,7 +125,7 @@ def test_an_adapter_and_its_base_are_merged_and_scored_in_a_bucket(
     base, _, adapters = made
     at, own = f"{bucket}/base/{base.name}", f"{bucket}/own/{adapters['lora'].name}"
     for place, address in ((base, at), (adapters["lora"], own)):
-        buckets.upload_tree(place, address)
+        storage.put_tree(place, address)
     note = json.loads((adapters["lora"] / "adapter.json").read_text())
     buckets.write(f"{own}/adapter.json", json.dumps({**note, "base": at}).encode())
     for words in (

@@ -21,7 +21,6 @@ from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSet
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.outputs import read_records, read_task_scores, write_record
 from t0repro.evaluation.task_output import LineFile, TruncationCounter
-from t0repro.files import folder_lock
 from t0repro.progress import heard_by
 from t0repro.reports import load_report
 from t0repro.reports.comparison import compare_runs, read_history
@@ -31,6 +30,7 @@ from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap, Outcomes
 from t0repro.runs import rank_eval
 from t0repro.runs.rank_eval import write_results
+from t0repro.storage import lock_folder
 from t0repro.tasks import task as registry
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.registration import register_templates
@@ -716,7 +716,7 @@ def test_the_command_goes_on_after_a_kill_and_writes_a_report(model_dir, tmp_pat
 
 
 def test_a_second_run_into_the_same_folder_is_refused_at_once(model_dir, tmp_path):
-    with folder_lock(tmp_path, "rank evaluation"):
+    with lock_folder(tmp_path, "rank evaluation"):
         second = start(model_dir, tmp_path, "--limit=1")
         output, _ = second.communicate(timeout=120)
     assert second.returncode == 2, output

@@ -16,11 +16,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from t0repro import files
 from t0repro.cli import app
 from t0repro.cli.gate import gate
-from t0repro.files import write_atomically
 from t0repro.reports.make_report import write_files
+from t0repro.storage import lock_folder, write_atomically
 
 from ..converters.released_servers import serving as serving_checkpoints
 from ..jobs.trainings import save_checkpoints
@@ -237,7 +236,7 @@ def score_eval(out: Path) -> None:
 def rank_eval(out: Path) -> None:
     from t0repro.evaluation.pairs import DIGEST, ScoreJournal
 
-    with files.folder_lock(out, "rank evaluation"):
+    with lock_folder(out, "rank evaluation"):
         digests = np.array([b"%16d" % number for number in range(300)], DIGEST)
         with contextlib.closing(ScoreJournal(out / ".journal" / "scores")) as journal:
             missing = np.isnan(journal.look_up(digests)[0])
@@ -252,7 +251,7 @@ def parity(out: Path) -> None:
     from t0repro.reports.make_report import write_page
     from t0repro.reports.page import Page, Section
 
-    with files.folder_lock(out, "a comparison of the stacks"):
+    with lock_folder(out, "a comparison of the stacks"):
         batch = {"inputs": np.arange(400).reshape(4, 100)}
         save_batches(out / "mesh_tensorflow" / "batches.npz", [batch, batch])
         write_page("parity", Page("Compared", (Section("Outcome", ("agree",)),)), "{}", out)
@@ -279,7 +278,7 @@ def evaluate(out: Path) -> None:
     from t0repro.converters.tensors import CheckpointRef
     from t0repro.runs.evaluate import EvaluatedCheckpoints
 
-    with files.folder_lock(out / "inference_eval", "evaluation"):
+    with lock_folder(out / "inference_eval", "evaluation"):
         record = EvaluatedCheckpoints(t5x_plan("eval", out))
         ref = CheckpointRef("jax", "model/checkpoint_3", 3)
         if record.has(ref, "its identity"):
@@ -302,7 +301,7 @@ def infer(out: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_infer, "functions_of", lambda *_, **__: scores)
         patch.setattr(batch_infer, "generating_model", lambda *_: None)
-        with files.folder_lock(out / ".shard-00000-of-00001", "inference"):
+        with lock_folder(out / ".shard-00000-of-00001", "inference"):
             features = {"targets": SimpleNamespace(vocabulary=None)}
             named = SimpleNamespace(name="task", output_features=features)
             job = Task(plan, named, "model/checkpoint_3", "its identity")
@@ -342,7 +341,7 @@ def mesh_records(out: Path) -> None:
 def aux(out: Path) -> None:
     from t0repro.jobs.journal import JobJournal, Point
 
-    with files.folder_lock(out / "auxiliary", "auxiliary jobs"):
+    with lock_folder(out / "auxiliary", "auxiliary jobs"):
         journal = JobJournal(out / "auxiliary")
         for step in range(1, 41):
             point = Point(step, "m")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from t0repro import buckets
+from t0repro.storage import buckets
 
 from ..cli.commands import run
 

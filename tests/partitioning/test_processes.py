@@ -13,9 +13,9 @@ import flax.traverse_util
 import numpy as np
 import pytest
 
-from t0repro import buckets
 from t0repro.errors import UserError
 from t0repro.partitioning.processes import Asked, cluster, is_several, with_environment
+from t0repro.storage import buckets, stores
 from t0repro.training.checkpoints import list_checkpoints, load_tree, save_tree
 from t0repro.training.hooks import PREEMPTED, replay
 
@@ -324,7 +324,7 @@ def test_two_processes_write_one_checkpoint_to_a_bucket_as_one_process_does(
 ):
     for name, value in bucket_servers["gs"].items():
         monkeypatch.setenv(name, value)
-    buckets.file_system.cache_clear()
+    stores.file_system.cache_clear()
     address = "gs://bucket/two_processes"
     codes, _, errors, _ = members(2, folder=address, steps=4, data=2)
     assert codes == [0, 0], errors
@@ -337,4 +337,4 @@ def test_two_processes_write_one_checkpoint_to_a_bucket_as_one_process_does(
     (tmp_path / "metrics.jsonl").write_bytes(buckets.read(f"{address}/metrics.jsonl"))
     save_tree(tmp_path / "checkpoint_6", load_tree(f"{address}/checkpoint_6"))
     assert_same(tmp_path, one_process, 6)
-    buckets.file_system.cache_clear()
+    stores.file_system.cache_clear()

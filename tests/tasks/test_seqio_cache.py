@@ -12,7 +12,7 @@ import seqio
 import tensorflow as tf
 
 from t0repro.errors import UserError
-from t0repro.files import folder_lock
+from t0repro.storage import lock_folder
 from t0repro.tasks.prompt_cache import seqio_plan
 from t0repro.tasks.prompt_cache.cache import cache_tasks
 from t0repro.tasks.prompt_cache.plan import Request, make_plan
@@ -158,7 +158,7 @@ def test_t0repro_cache_writes_what_seqio_cache_tasks_writes(cache, tmp_path):
 
 
 def test_neither_command_caches_into_a_folder_that_the_other_holds(tmp_path):
-    with folder_lock(tmp_path, "caching"):
+    with lock_folder(tmp_path, "caching"):
         done = run_script(tmp_path)
     assert done.returncode == 2 and "another run is caching into" in done.stderr
 
@@ -166,7 +166,7 @@ def test_neither_command_caches_into_a_folder_that_the_other_holds(tmp_path):
     hold = f'exec 9>"{tmp_path}/.t0repro.lock"; flock --nonblock 9; echo held; exec sleep 60'
     with subprocess.Popen(["bash", "-c", hold], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="holds this folder"), folder_lock(tmp_path, "caching"):
+        with pytest.raises(UserError, match="holds this folder"), lock_folder(tmp_path, "caching"):
             pass
         holder.kill()
 

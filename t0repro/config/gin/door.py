@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 import gin.config
 
 import gin
-from t0repro import buckets
+from t0repro import storage
 from t0repro.errors import UserError
 from t0repro.progress import only_records
 
@@ -363,7 +363,7 @@ def check_bound_addresses(bindings: Bindings) -> None:
                 if isinstance(part, str) and "://" in part:
                     name = scope if selector == MACRO else f"{selector}.{argument}"
                     place = bindings.place((scope, selector, argument))
-                    buckets.check_scheme(part, place or name)
+                    storage.check_scheme(part, place or name)
 
 
 # ---- Files and imports ---------------------------------------------------------------------------
@@ -386,9 +386,9 @@ def extend_readers() -> None:
     own = resource_reader.system_path_reader
     readers[:] = [(own, _is_in_package) if pair[0] is own else pair for pair in readers]
     # Register once per process, however many command lines it parses.
-    if (_opened, buckets.is_address) not in readers:
+    if (_opened, storage.is_address) not in readers:
         # Insert first: gin tries its readers in order, and TensorFlow's may be among them.
-        readers.insert(0, (_opened, buckets.is_address))
+        readers.insert(0, (_opened, storage.is_address))
 
 
 def _is_in_package(path: str) -> bool:
@@ -403,9 +403,9 @@ def _is_in_package(path: str) -> bool:
 
 def _opened(path: str) -> IO[str]:
     where = "--gin_file, --gin_location_prefix, or an `include` line of a gin file"
-    address = buckets.checked(path, where)
+    address = storage.check_address(path, where)
     try:
-        return io.StringIO(buckets.read(address).decode())
+        return io.StringIO(storage.read(address).decode())
     except FileNotFoundError as error:
         raise UserError(
             f"There is no gin file {address}.", where=where, fix="Correct the address."

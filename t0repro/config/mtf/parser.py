@@ -23,7 +23,7 @@ from t0repro.config.model import Recompute
 from t0repro.config.mtf import packages
 from t0repro.config.mtf.packages import MESH_TRANSFORMER
 from t0repro.errors import UserError
-from t0repro.files import check_address
+from t0repro.storage import check_address
 from t0repro.tasks.registration import hand_to_seqio, load_tasks
 from t0repro.tasks.task import add_cache_dirs, resolved_modules
 from t0repro.words import printable

@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from t0repro import buckets
 from t0repro.errors import UserError
 from t0repro.progress import say
+from t0repro.storage import buckets
 from t0repro.words import without_passwords
 
 LEASES = ".t0repro.lease"
@@ -38,7 +38,7 @@ _KEPT_RECORDS = 10
 
 
 class Lease:
-    """A lease on an address, as `held` yields it.
+    """A lease on an address, as `hold` yields it.
 
     Args:
       address: what is held.
@@ -179,7 +179,7 @@ def is_unwanted(checkpoint: str) -> bool:
 
 def _pin_of(checkpoint: str) -> str:
     """Beside the checkpoint, since a removed one takes what is in it along."""
-    folder, _, name = buckets.spelled(checkpoint).rpartition("/")
+    folder, _, name = checkpoint.rpartition("/")
     return f"{folder}/{_PINS}/{name}"
 
 
@@ -187,7 +187,7 @@ def _pin_of(checkpoint: str) -> str:
 
 
 @contextlib.contextmanager
-def held(address: str, purpose: str, *, fix: str) -> Iterator[Lease]:
+def hold(address: str, purpose: str, *, fix: str) -> Iterator[Lease]:
     """Holds the lease on an address within the block.
 
     Args:

@@ -11,7 +11,7 @@ and perhaps the beginning of what was not.
 
 Checkpoints are not fetched, only uploaded: training reads and writes them in the bucket itself.
 The shards of a cache are not fetched either: in the copy they are files of the same size that take
-no space, and `opened` reads their bytes from the bucket, in order, the next ones ahead.
+no space, and `open_file` reads their bytes from the bucket, in order, the next ones ahead.
 What begins with a dot stays on this machine (locks, and files that are not finished), except Zarr's
 descriptions of arrays.
 """
@@ -28,6 +28,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,8 +36,10 @@ from typing import BinaryIO
 
 import filelock
 
-from t0repro import buckets, leases
 from t0repro.errors import UserError, show_as
+from t0repro.progress import byte_progress
+from t0repro.storage import buckets, leases
+from t0repro.words import sized
 
 _SECONDS_BETWEEN_UPLOADS = 10.0
 _REQUESTS = 8  # at a time
@@ -64,7 +67,7 @@ class WorkingCopy:
     """A folder or file of a bucket, and its copy on this machine.
 
     Args:
-      address: The address, as `buckets.checked` returns it.
+      address: The address, as `storage.check_address` returns it.
       writes: Whether changes are uploaded.
 
     Attributes:
@@ -98,12 +101,12 @@ class WorkingCopy:
         return self._above if name == "." else f"{self._above}/{name}"
 
     @contextlib.contextmanager
-    def held(self, path: Path, purpose: str, *, fix: str) -> Iterator[None]:
+    def lock(self, path: Path, purpose: str, *, fix: str) -> Iterator[None]:
         """Holds the lease on what a path stands for, and begins with what the bucket then holds.
 
-        See `t0repro.files.folder_lock` for the arguments and errors.
+        See `t0repro.storage.lock_folder` for the arguments and errors.
         """
-        with leases.held(self.address_of(path), purpose, fix=fix) as lease:
+        with leases.hold(self.address_of(path), purpose, fix=fix) as lease:
             if not self._leases:
                 # Before, another run may have been writing.
                 self.fetch()
@@ -128,7 +131,7 @@ class WorkingCopy:
                 for name, size in found.items()
                 if not (_HIDDEN.search(name) or _CHECKPOINT.search(name))
             }
-            if not found and prefix and buckets.is_object(self.address):
+            if not found and prefix and buckets.kind_of(self.address) == "file":
                 names = {self.path.name: -1}  # one file
             with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
                 # An error of a download is raised only where its result is asked for.
@@ -195,7 +198,7 @@ class WorkingCopy:
         length, crc = self._appended.get(name, (0, 0))
         whole = content
         # A file that does not begin with what was sent was rewritten, and replaces the object.
-        if zlib.crc32(content[:length]) == crc and buckets.is_object(address):
+        if zlib.crc32(content[:length]) == crc and buckets.kind_of(address) == "file":
             there, new = buckets.read(address), content[length:]
             # An upload whose answer was lost may have added them.
             whole = there if new in there else there + new
@@ -290,7 +293,7 @@ def is_streamed(path: Path) -> bool:
     return found is not None and path.is_file() and _stamp(path) == found[0]
 
 
-def opened(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BinaryIO:
     """A file that is open for reading; a shard in a working copy is read from the bucket."""
     if not is_streamed(path):
         return open(path, "rb", buffering=_BUFFER_BYTES)
@@ -298,44 +301,60 @@ def opened(path: Path) -> BinaryIO:
     return io.BufferedReader(buckets.Stream(address, stamp[0]), _BUFFER_BYTES)
 
 
+class TemporaryCopy:
+    """A complete copy of a directory in a bucket, its checkpoints too, which is only read.
+
+    The copy is removed when this object is deleted, or at the latest when the process ends.
+
+    Args:
+      address: The directory.
+
+    Attributes:
+      path: The copy.
+
+    Raises:
+      UserError: If there is not enough space for the copy.
+    """
+
+    def __init__(self, address: str):
+        scratch = Scratch()
+        self.path = str(scratch.path)
+        # Not `__del__`, which Python need not call for objects that are alive when it exits.
+        weakref.finalize(self, scratch.remove)
+        files = buckets.objects(address)
+        needed = sum(files.values())
+        if (free := shutil.disk_usage(self.path).free) < needed:
+            raise UserError(
+                f"{address} must be copied here to be read, which takes {sized(needed)}; only"
+                f" {sized(free)} are free.",
+                where=tempfile.gettempdir(),
+                fix="Free some space, or name another place for such files in TMPDIR.",
+            )
+        with byte_progress("Copying", needed) as done:
+
+            def copy(name: str) -> int:
+                target = Path(self.path, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                buckets.download(f"{address}/{name}", target)
+                return files[name]
+
+            with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
+                for count in pool.map(copy, files):
+                    done(count)
+
+
 # ---- The copies of this process ------------------------------------------------------------------
 
 _copies: dict[tuple[str, bool], WorkingCopy] = {}
 
 
-def written_at(path: str | os.PathLike[str], where: str | None = None) -> Path:
-    """Where to write what belongs at an address: in a working copy, which is opened if need be.
+def open_copy(address: str, *, writes: bool) -> Path:
+    """Where to read, or write, what is at an address: in a working copy, made if need be.
 
     Args:
-      path: An address.
-      where: The option or gin binding that names it, for the message.
-
-    Raises:
-      UserError: If the address cannot be opened.
+      address: The address, as `storage.check_address` returns it.
+      writes: Whether changes are uploaded.
     """
-    return _opened(path, where, writes=True)
-
-
-def read_at(path: str | os.PathLike[str], where: str | None = None) -> Path:
-    """Where to read what is at an address: in a working copy; see `written_at`."""
-    return _opened(path, where, writes=False)
-
-
-@contextlib.contextmanager
-def fetched(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """What an address holds now, in a copy that lasts for the block; a local path is itself."""
-    if not buckets.is_address(path):
-        yield Path(path)
-        return
-    copy = WorkingCopy(buckets.checked(path), writes=False)
-    try:
-        yield copy.path
-    finally:
-        copy.close()
-
-
-def _opened(path: str | os.PathLike[str], where: str | None, *, writes: bool) -> Path:
-    address = buckets.checked(path, where)
     for copy in _copies.values():
         if writes and not copy.writes:
             continue
@@ -347,28 +366,15 @@ def _opened(path: str | os.PathLike[str], where: str | None, *, writes: bool) ->
     return copy.path
 
 
-def address_of(path: Path) -> str | None:
-    """The address that a path in a working copy stands for; None for any other path."""
-    copy = copy_with(path)
-    return copy and copy.address_of(path)
-
-
-def refetch(folder: Path) -> None:
-    """Fetches what another machine has written below a folder of a working copy."""
-    copy = copy_with(folder)
-    assert copy is not None
-    copy.refetch(folder)
-
-
 def copy_with(path: Path) -> WorkingCopy | None:
     """The working copy that a local path is in."""
     return next((copy for copy in _copies.values() if path.is_relative_to(copy.path)), None)
 
 
-def upload(path: str | os.PathLike[str]) -> None:
-    """Uploads what changed in the working copy of an address; nothing for any other path."""
+def upload(address: str) -> None:
+    """Uploads what changed in the working copies that an address is in."""
     for copy in list(_copies.values()):
-        if buckets.is_address(path) and buckets.spelled(path).startswith(copy.address):
+        if address.startswith(copy.address):
             copy.upload()
 
 
