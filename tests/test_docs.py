@@ -251,8 +251,8 @@ def test_on_a_phone_no_table_runs_off_the_page_and_no_command_breaks_inside_a_wo
 
 
 def test_the_diagrams_show_their_texts_and_the_import_contract():
-    script = runpy.run_path(str(ROOT / "scripts" / "pictures.py"))
+    script = runpy.run_path(str(ROOT / "scripts" / "dev" / "pictures.py"))
     pictures = script["pictures"]()
     assert pictures
     for path, svg in pictures.items():
-        assert path.read_text() == svg, f"run scripts/pictures.py: {path.name} is older"
+        assert path.read_text() == svg, f"run scripts/dev/pictures.py: {path.name} is older"

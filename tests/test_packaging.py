@@ -56,7 +56,7 @@ def test_ci_compiles_for_tpus_with_the_libtpu_that_the_locked_jax_asks_for():
 
 
 def test_every_script_is_valid_bash():
-    scripts = [*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"]
+    scripts = [*(ROOT / "scripts").rglob("*.sh"), ROOT / ".ci" / "run"]
     assert {path.name for path in scripts} >= {"setup.sh", "quickstart.sh", "test.sh", "run"}
     for path in scripts:
         subprocess.run(["bash", "-n", str(path)], check=True)

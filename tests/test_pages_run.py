@@ -39,7 +39,7 @@ SKIPPED: dict[tuple[str, str], str] = {
     ("", r"^T0REPRO_DATA_DIR=DIR "): REAL,
     ("README.md", r"^bash scripts/quickstart\.sh"): "quickstart.md, which has it too, runs it",
     ("", r"^T0REPRO_CHECKPOINT_HUB=1 "): HUB,
-    ("", r"bash scripts/test\.sh|bash \.ci/run|-m pytest|scripts/mutation\.py"): SUITE,
+    ("", r"bash scripts/test\.sh|bash \.ci/run|-m pytest|scripts/dev/mutation\.py"): SUITE,
     ("", r"^gcloud |^docker |google\.cloud"): CLOUD,
     ("vertex.md", r"t0repro vertex (?!submit .*--dry_run)"): CLOUD,
     ("scaling.md", r"scripts/bench/vertex_cost\.py"): EXTRA,

@@ -154,7 +154,7 @@ def test_a_missing_module_is_named_with_the_module_that_imports_it(stranger):
 
 
 def test_recorded_gin_files_are_those_of_mesh_tensorflow_and_t5():
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "mtf_gin_files.py"))
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts/dev/mtf_gin_files.py"))
     sources = {name: path for name, _, path in script["sources"]()}
     recorded = {str(path.relative_to(script["FOLDER"])) for path in script["FOLDER"].rglob("*.gin")}
     assert recorded == sources.keys()

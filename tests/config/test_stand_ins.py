@@ -166,7 +166,7 @@ def test_what_is_not_recorded_is_left_to_the_real_packages(results, name):
 
 
 def test_the_recorded_signatures_are_those_of_the_installed_packages():
-    script = runpy.run_path(str(ROOT / "scripts" / "mtf_signatures.py"))
+    script = runpy.run_path(str(ROOT / "scripts" / "dev" / "mtf_signatures.py"))
     assert packages.recorded() == script["record"]()
 
 

@@ -30,7 +30,7 @@ MODELS = {
 }
 
 GOLDENS = {"lora": "gated, untied", "ia3": "relu, tied"}
-"""Folders that PEFT wrote, by name, and the models below them: scripts/make_peft_goldens.py."""
+"""Folders that PEFT wrote, by name, and the models below them: scripts/dev/make_peft_goldens.py."""
 GOLDEN_FILES = Path(__file__).parent / "peft_goldens"
 
 

@@ -1,7 +1,7 @@
 """Mesh TensorFlow's and t5's modules: the real ones, or stand-ins that import no TensorFlow.
 
 With stand-ins, gin parses Mesh TensorFlow's files without importing TensorFlow: every name,
-argument and default is the real one's (`signatures.json`, which `scripts/mtf_signatures.py`
+argument and default is the real one's (`signatures.json`, which `scripts/dev/mtf_signatures.py`
 writes). The few that are called while a configuration is read are written out below; the rest needs
 the real packages.
 """
@@ -181,7 +181,7 @@ class _StandIns:
         return function(transformer, **arguments)
 
     def _default(self, node: ast.expr) -> Any:
-        """The value of a default as recorded (see scripts/mtf_signatures.py)."""
+        """The value of a default as recorded (see scripts/dev/mtf_signatures.py)."""
         text = ast.unparse(node)
         if text == "...":
             return _OPAQUE

@@ -1,6 +1,6 @@
 """Writes the golden files of tests/parity/goldens with the real Mesh TensorFlow; about a minute.
 
-.venv/bin/python -P scripts/make_goldens.py [CASE ...]
+.venv/bin/python -P scripts/dev/make_goldens.py [CASE ...]
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from t0repro.storage import write_atomically
 
-TESTS = Path(__file__).resolve().parents[1] / "tests" / "parity"
+TESTS = Path(__file__).resolve().parents[2] / "tests" / "parity"
 sys.path.append(str(TESTS))
 import golden  # noqa: E402 - the cases, which are beside their test
 

@@ -1,6 +1,6 @@
 """Records the signatures of Mesh TensorFlow's and t5's configurables, from the real packages.
 
-    python scripts/mtf_signatures.py
+    python scripts/dev/mtf_signatures.py
 
 It writes t0repro/config/mtf/signatures.json, with which the JAX stack reads Mesh TensorFlow's gin
 files without importing TensorFlow. Run it after an update of mesh_tensorflow, t5 or gin-config;
@@ -28,7 +28,7 @@ from typing import Any
 
 import gin.config
 
-FILE = Path(__file__).parent.parent / "t0repro" / "config" / "mtf" / "signatures.json"
+FILE = Path(__file__).parents[2] / "t0repro" / "config" / "mtf" / "signatures.json"
 PACKAGES = ("mesh-tensorflow", "t5", "gin-config")
 _RECORDED = ("mesh_tensorflow", "t5", "seqio")
 

@@ -1,9 +1,9 @@
 """Dry-runs public files that people wrote against T5, T5X and SeqIO; writes the page of outcomes.
 
-    .venv/bin/python scripts/resurrection.py CHECKOUTS T5X_CHECKOUT [REPOSITORY ...]
-    .venv/bin/python scripts/resurrection.py        # the page alone, from the outcomes
+    .venv/bin/python scripts/dev/resurrection.py CHECKOUTS T5X_CHECKOUT [REPOSITORY ...]
+    .venv/bin/python scripts/dev/resurrection.py        # the page alone, from the outcomes
 
-CHECKOUTS holds a checkout of each repository of scripts/resurrection.csv at its commit, in
+CHECKOUTS holds a checkout of each repository of scripts/dev/resurrection.csv at its commit, in
 OWNER/NAME. The list was frozen before the first run, and nobody's file is changed. Each file runs
 in a process of its own, in the folder and with the arguments that its repository's scripts give:
 
@@ -105,7 +105,7 @@ CLASSES = {
 }
 HEAD = """# Public code, run unmodified
 
-Names and outcomes only; the files are their authors'. `scripts/resurrection.py` runs them and
+Names and outcomes only; the files are their authors'. `scripts/dev/resurrection.py` runs them and
 writes this page.
 
 **{runs} of {done} files run** ({kinds}). The list has {listed} files of {repositories} public
@@ -116,7 +116,7 @@ repositories; it was committed before any of them was counted.
   TensorFlow's dialect runs if `explain` reads it for the JAX stack. A module of tasks runs if
   it imports and registers.
 - No file was changed. Each ran in the folder and with the arguments that its repository's
-  scripts or page give (`scripts/resurrection.csv`).
+  scripts or page give (`scripts/dev/resurrection.csv`).
 - There was no network, so whatever an author keeps in a bucket was replaced: a mixture by one
   with a single task, a vocabulary by T5's. Training runs started without a checkpoint. This
   page therefore counts configurations and code that are accepted, not reproduced results.
@@ -136,7 +136,7 @@ To repeat it, check out each repository at its commit in `CHECKOUTS/OWNER/NAME`,
 
 ```text
 export T0REPRO_VOCAB=/path/sentencepiece.model
-.venv/bin/python scripts/resurrection.py CHECKOUTS T5X_CHECKOUT
+.venv/bin/python scripts/dev/resurrection.py CHECKOUTS T5X_CHECKOUT
 ```
 
 ## Why files are refused

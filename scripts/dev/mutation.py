@@ -1,8 +1,8 @@
 """Mutation testing: each small change to a parity-critical module should make a test of it fail.
 
   EXTRAS=mutation bash scripts/setup.sh                           # mutmut, once
-  .venv/bin/python scripts/mutation.py                            # all modules: 45 minutes
-  .venv/bin/python scripts/mutation.py t0repro/training/losses.py   # these
+  .venv/bin/python scripts/dev/mutation.py                            # all modules: 45 minutes
+  .venv/bin/python scripts/dev/mutation.py t0repro/training/losses.py   # these
 
 Prints each change that no test noticed, as a diff; docs/evidence/reliability.md explains them.
 
@@ -33,7 +33,7 @@ try:
 except ImportError:
     sys.exit("mutation: mutmut is not installed: EXTRAS=mutation bash scripts/setup.sh")
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Modules whose arithmetic and names must equal other systems', with the tests that should notice
 # their changes.

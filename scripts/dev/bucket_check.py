@@ -1,7 +1,7 @@
 """Compares T0's commands (cache, train, evaluate) in buckets and in a local folder.
 
-    .venv/bin/python scripts/bucket_check.py                 # both stores
-    .venv/bin/python scripts/bucket_check.py --store s3      # one: gs (an emulator), s3 (moto)
+    .venv/bin/python scripts/dev/bucket_check.py                 # both stores
+    .venv/bin/python scripts/dev/bucket_check.py --store s3      # one: gs (an emulator), s3 (moto)
 
 The commands of T0's README run on the embedded demo with its variables BUCKET, CACHE_DIR and
 MODEL_DIR, once with BUCKET=gs://bucket/t0 or s3://bucket/t0 and once with a folder. Cached shards,
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 
 # Files that contain times, paths or the machine's name.

@@ -1,6 +1,6 @@
 """Runs each gin file of T5X and writes docs/evidence/t5x_gin_files.md.
 
-    .venv/bin/python scripts/t5x_gin_files.py T5X_CHECKOUT [T5X_ON_VERTEX_AI_CHECKOUT]
+    .venv/bin/python scripts/dev/t5x_gin_files.py T5X_CHECKOUT [T5X_ON_VERTEX_AI_CHECKOUT]
 
 Each file is read as a user would run it: a part without a run gets pretrain.gin, one without a
 model gets small.gin, and macros that nothing sets get a value. `explain` reads the files as they
@@ -24,7 +24,7 @@ from t0repro import compat
 from t0repro.cli.app import command
 from t0repro.cli.gate import ErrorHandling, find_user_error
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OUT = ROOT / "docs/evidence/t5x_gin_files.md"
 VOCABULARY = ROOT / "tasks/demo/sentencepiece.model"
 LENGTHS = "{'inputs': 64, 'targets': 16}"
@@ -215,9 +215,9 @@ def table(rows: Sequence[tuple[str, str, str, str]]) -> str:
         "# What t0repro does with each gin file of T5X",
         "",
         "Names only: the files are T5X's (google-research/t5x at cc342d4) and those of its samples"
-        " for Vertex AI\n(`configs/`). `scripts/t5x_gin_files.py` writes this page; its header says"
-        " how each file is run. [T5X's gin\nfiles](../t5x.md) says what is supported and what is"
-        " refused.",
+        " for Vertex AI\n(`configs/`). `scripts/dev/t5x_gin_files.py` writes this page; its header"
+        " says how each file is run. [T5X's gin\nfiles](../t5x.md) says what is supported and what"
+        " is refused.",
         "",
         f"Of {len(rows)} files, `explain` reads {counted[True, True] + counted[True, False]} and"
         f" `--dry_run` accepts {counted[True, True]}. The others are refused with their line:",

@@ -1,6 +1,6 @@
 """Records tests/goldens/ from the real Mesh TensorFlow, t5, SeqIO and promptsource; two minutes.
 
-.venv/bin/python -P scripts/make_reference_goldens.py
+.venv/bin/python -P scripts/dev/make_reference_goldens.py
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from t0repro import compat
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 from tests.goldens import cases  # noqa: E402 - the cases, which are beside their test
 

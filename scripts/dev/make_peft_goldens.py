@@ -1,6 +1,6 @@
 """Makes tests/converters/peft_goldens with the real PEFT (extra hf), for checks without it.
 
-.venv/bin/python -P scripts/make_peft_goldens.py
+.venv/bin/python -P scripts/dev/make_peft_goldens.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from t0repro.storage import write_atomically
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tests.converters.peft_side import (  # noqa: E402 - the cases, which are beside their test
     GOLDEN_FILES,
     GOLDENS,

@@ -2,9 +2,9 @@
 # All checks before a release except the tests: version, changelog, citation, contents of the source distribution
 # and the wheel, licences of all dependencies, a bill of materials.
 #   EXTRAS=release bash scripts/setup.sh     # the tools, once
-#   bash scripts/release_check.sh            # writes both packages and sbom.json to dist/
+#   bash scripts/dev/release_check.sh            # writes both packages and sbom.json to dist/
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PATH="$PWD/.venv/bin:$PATH"
 
 fail() { echo "release_check: $1" >&2; exit 1; }
@@ -40,8 +40,8 @@ twine check --strict dist/*
 python -P -m pytest -q tests/test_wheel.py -m "not slow"
 
 echo "== licences"
-python -P scripts/licences.py | diff docs/evidence/licenses.md - >/dev/null ||
-  fail "docs/evidence/licenses.md is not what scripts/licences.py prints: write it again"
+python -P scripts/dev/licences.py | diff docs/evidence/licenses.md - >/dev/null ||
+  fail "docs/evidence/licenses.md is not what scripts/dev/licences.py prints: write it again"
 if grep "not stated" docs/evidence/licenses.md; then fail "these state no licence: see to them"; fi
 
 echo "== bill of materials"

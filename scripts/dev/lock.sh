@@ -3,7 +3,7 @@
 # every system and Python that a package has wheels for. Each lock names what it adds to those before it.
 # Needs uv (pip install uv) and the package index. Versions already locked are kept where they still fit.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 if ! command -v uv >/dev/null; then
   echo "lock: uv is not installed: python -m pip install uv" >&2
   exit 2

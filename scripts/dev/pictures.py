@@ -1,6 +1,6 @@
 """Draws the diagrams of the pages: docs/images/NAME.svg from docs/images/NAME.txt.
 
-    python scripts/pictures.py
+    python scripts/dev/pictures.py
 
 The first line of a text is the title. In the others, `[a / b]` is a box with one line for each
 part, and `-words->` an arrow to the next box. A line without a box is a caption. house.svg has no
@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Its own background makes a picture readable on light and dark pages.
 STYLE = """<style>

@@ -1,6 +1,6 @@
 """Prints docs/evidence/licenses.md: every package of requirements/ with its version and licence.
 
-    .venv/bin/python -P scripts/licences.py > docs/evidence/licenses.md
+    .venv/bin/python -P scripts/dev/licences.py > docs/evidence/licenses.md
 
 Licences are those that the installed packages state about themselves; nothing is looked up.
 """
@@ -9,13 +9,13 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-LOCKS = Path(__file__).resolve().parents[1] / "requirements"
+LOCKS = Path(__file__).resolve().parents[2] / "requirements"
 TIERS = ("core", "reference", "tests")
 HEAD = """# Licences
 
 t0repro is under the Apache License 2.0. These are the packages that the locks in `requirements/`
-name, with the licences that their own metadata state; `scripts/licences.py` prints the page. *Not
-installed* marks packages that only another operating system or Python version needs.
+name, with the licences that their own metadata state; `scripts/dev/licences.py` prints the page.
+*Not installed* marks packages that only another operating system or Python version needs.
 
 | package | version | tier | licence |
 |---|---|---|---|"""

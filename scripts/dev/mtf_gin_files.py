@@ -1,6 +1,6 @@
 """Records the bindings of Mesh TensorFlow's and t5's gin files, from the real packages.
 
-    python scripts/mtf_gin_files.py
+    python scripts/dev/mtf_gin_files.py
 
 It writes gin/mtf/, which stands in for the packages' folders of gin files where they are not
 installed. Run it after an update of mesh_tensorflow or t5; tests/config/test_gin_imports.py
@@ -17,7 +17,7 @@ from typing import Any
 from gin import config_parser
 from t0repro.config.gin.folders import DEFAULTS, package_folder
 
-FOLDER = Path(__file__).parent.parent / "gin" / "mtf"
+FOLDER = Path(__file__).parents[2] / "gin" / "mtf"
 
 
 class _Text(str):
@@ -69,7 +69,7 @@ def main() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         lines = [
             f"# The bindings of {package} {version(package)}'s {name}, as recorded by"
-            " scripts/mtf_gin_files.py."
+            " scripts/dev/mtf_gin_files.py."
         ]
         target.write_text("\n".join([*lines, *statements(path)]) + "\n", encoding="utf-8")
     print(FOLDER)

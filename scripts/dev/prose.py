@@ -1,9 +1,8 @@
 """Finds private words in the pages, help texts, messages, docstrings and comments.
 
-    python scripts/prose.py [FOLDER ...]      # file:line, the word, what to write instead
+    python scripts/dev/prose.py [FOLDER ...]      # file:line, the word, what to write instead
 
-`WORDS` pairs each pattern with what engineers of this field write. tests/test_prose.py runs this
-over everything that people read.
+`WORDS` pairs each pattern with what engineers of this field write. No test runs this.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KINDS = (".md", ".py", ".sh")
 PAGES = ("README.md", "docs")
 CODE = ("t0repro", "tasks", "converters", "scripts")
