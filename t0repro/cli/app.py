@@ -27,9 +27,15 @@ from t0repro.cli import (
 from t0repro.cli.gate import gate, use_huge_pages_where_faster
 from t0repro.cli.options import AsJson
 from t0repro.cli.results import print_json
-from t0repro.cli.spelling import canonical, check_inputs, show_canonical, with_t5x_overrides
-from t0repro.errors import t5x_command
+from t0repro.cli.spelling import (
+    T5X_NAMES,
+    canonical,
+    check_inputs,
+    show_canonical,
+    with_t5x_overrides,
+)
 from t0repro.progress import working
+from t0repro.words import shown_as
 
 app = typer.Typer(
     name="t0repro",
@@ -162,7 +168,7 @@ def _global_options(
     )
     # Messages then name T5X's flags instead of t5_mesh_transformer's.
     if context.invoked_subcommand in _T5X_MODES:
-        context.with_resource(t5x_command())
+        context.with_resource(shown_as(T5X_NAMES))
     works = context.invoked_subcommand in _LONG_WORK
     # A pipe that `train --help | head` closes interrupts no work.
     settings.long_work = works and "--help" not in sys.argv

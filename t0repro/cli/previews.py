@@ -32,9 +32,10 @@ from t0repro.cli.options import (
 )
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.run_modes import T5xOptions, gin_inputs, parse_files, register
-from t0repro.cli.spelling import LogOptions, output
-from t0repro.errors import UserError, t5x_command
+from t0repro.cli.spelling import T5X_NAMES, LogOptions, output
+from t0repro.errors import UserError
 from t0repro.storage import check_address
+from t0repro.words import shown_as
 
 if TYPE_CHECKING:
     from t0repro.config.run import RunConfig
@@ -99,7 +100,7 @@ def explain(
         return
     if run_mode:
         inputs = t5x_inputs(run_mode, gin_file, gin_bindings, gin_search_paths, allowlist)
-        with t5x_command():
+        with shown_as(T5X_NAMES):
             _explain_t5x(inputs, as_json=as_json, dialect=dialect)
         return
     if gin_bindings:

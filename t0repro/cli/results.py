@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from t0repro.errors import as_shown
-from t0repro.words import printable, without_passwords
+from t0repro.words import as_reader_knows, printable, without_passwords
 
 if TYPE_CHECKING:
     from t0repro.reports.page import Page
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 def echo(text: str, *, err: bool = False) -> None:
     """Prints a text's lines on stdout or stderr, without passwords; escape sequences are shown."""
-    typer.echo(printable(without_passwords(as_shown(text)), keep="\n"), err=err)
+    typer.echo(printable(without_passwords(as_reader_knows(text)), keep="\n"), err=err)
 
 
 # ---- How commands show what they found: a page or a table for people, JSON for programs ----------

@@ -18,6 +18,20 @@ from t0repro.storage import check_address, check_readable, input_path, output_pa
 _STANDARD_ERROR = "Accepted for T5X's commands: the log always goes to standard error."
 _THRESHOLDS = ("debug", "info", "warning", "error", "fatal")
 
+T5X_NAMES = {
+    "another --model_dir": "another MODEL_DIR",
+    "--gin_location_prefix": "--gin_search_paths",
+    "--t5_tfds_data_dir": "--tfds_data_dir",
+    "--additional_task_cache_dirs": "--seqio_additional_cache_dirs",
+    "cache: use_cached = False": "cache: USE_CACHED_TASKS = False",
+    "bind use_cached = True": "bind USE_CACHED_TASKS = True",
+    "run.sequence_length": "utils.DatasetConfig.task_feature_lengths",
+    "mesh_train_dataset_fn.seed": "train/utils.DatasetConfig.seed",
+    "utils.run.init_checkpoint": "utils.RestoreCheckpointConfig.path",
+    ", or continue with --backend=mtf": "",
+}
+"""What T5X's commands say for flags, macros and bindings of t5_mesh_transformer."""
+
 
 def _print_log(level: int | None) -> int | None:
     """Prints records up to absl's level: -1 warnings, 0 information, 1 and above everything."""

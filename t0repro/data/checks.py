@@ -14,7 +14,7 @@ from t0repro.config.t5x import records
 from t0repro.converters import own_tokenizer
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.cached import count_examples, shards_of
-from t0repro.errors import UserError, of_command
+from t0repro.errors import UserError
 from t0repro.progress import say
 from t0repro.tasks import vocabulary as tasks_vocabulary
 from t0repro.tasks.source import PromptedRows
@@ -121,7 +121,7 @@ def _check_no_length_lacks(missing: Sequence[str]) -> None:
     if missing:
         raise UserError(
             f"The lengths lack {' and '.join(missing)}.",
-            where=of_command("run.sequence_length", "utils.DatasetConfig.task_feature_lengths"),
+            where="run.sequence_length",
             fix=f"Give a length for each of the tasks' features; {missing[0]} has none.",
         )
 
@@ -189,13 +189,12 @@ def splits_of(task: Any) -> Sequence[str]:
             f"The data of the task {task.name} cannot be opened:"
             f" {shortened(f'{type(error).__name__}: {error}', 200)}",
             fix="Check the name and version of its dataset, and the folder where TensorFlow"
-            f" Datasets prepared it: {of_command('--t5_tfds_data_dir', '--tfds_data_dir')}.",
+            " Datasets prepared it: --t5_tfds_data_dir.",
         ) from error
     if not splits:
         raise UserError(
             f"The data of the task {task.name} are not on this machine: it has no splits.",
-            fix="Name the folder where TensorFlow Datasets prepared them:"
-            f" {of_command('--t5_tfds_data_dir', '--tfds_data_dir')}.",
+            fix="Name the folder where TensorFlow Datasets prepared them: --t5_tfds_data_dir.",
         )
     return splits
 
@@ -298,8 +297,8 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
         f" {some(missing, _NAMES_SHOWN)}.",
         where="searched " + (", ".join(searched) or "nowhere: no folder of caches is named"),
         fix=f"{command}, with this run's --module_import. Name the folder with"
-        f" {of_command('--additional_task_cache_dirs', '--seqio_additional_cache_dirs')}; or read"
-        f" without a cache: {of_command('use_cached', 'USE_CACHED_TASKS')} = False.",
+        f" --additional_task_cache_dirs; or read"
+        f" without a cache: use_cached = False.",
     )
 
 
@@ -370,8 +369,7 @@ def _check_rows(split: str, tasks: Sequence[Any]) -> None:
         raise UserError(
             f"The task {needing[0]} can only be read from a cache: its CacheDatasetPlaceholder"
             " is required.",
-            fix="Cache it with seqio_cache_tasks, and bind"
-            f" {of_command('use_cached', 'USE_CACHED_TASKS')} = True.",
+            fix="Cache it with seqio_cache_tasks, and bind use_cached = True.",
         )
     for task in tasks:
         if isinstance(task.source, PromptedRows):

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from t0repro.data.fingerprints import Fingerprint, differences
-from t0repro.errors import UserError, of_command
+from t0repro.errors import UserError
 from t0repro.partitioning.processes import from_first
 from t0repro.progress import count_progress, say
 from t0repro.storage import write_atomically
@@ -241,7 +241,7 @@ class ResumableBatches(abc.ABC):
                 fix="Put caches, rows, templates and rates back as they were, or read the former"
                 " cache from another folder. To read the changed data from their beginning,"
                 f" bind a seed other than {position['seed']}:"
-                f" {of_command('mesh_train_dataset_fn.seed', 'train/utils.DatasetConfig.seed')}.",
+                f" mesh_train_dataset_fn.seed.",
             )
 
     def _restore_position(

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.compat import installed_version
-from t0repro.errors import as_shown
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.outputs import digest_of_texts, read_records
 from t0repro.storage import write_atomically
 from t0repro.storage.disk import name_in_errors
-from t0repro.words import counted, without_passwords
+from t0repro.words import as_reader_knows, counted, without_passwords
 
 # An evaluation may leave this file beside its outputs: a JSON object with any of the fields
 # step, checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source,
@@ -162,7 +161,7 @@ def print_results(
       step: the checkpoint's step.
       folder: the `<split>_eval` folder that holds the files, or a model_dir without any.
     """
-    print("\n".join(map(as_shown, result_lines(metrics, step, Path(folder)))), flush=True)
+    print("\n".join(map(as_reader_knows, result_lines(metrics, step, Path(folder)))), flush=True)
 
 
 def result_lines(metrics: Mapping[str, Mapping[str, float]], step: int, folder: Path) -> list[str]:

@@ -15,9 +15,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from t0repro.errors import UserError, as_shown
+from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versions
 from t0repro.storage import address_of, input_path
+from t0repro.words import as_reader_knows
 
 _FIX = "Give the <split>_eval folder, the --out folder of rank-eval, or a report.json."
 
@@ -149,7 +150,7 @@ def collect_provenance(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         label=run.label,
         # A bucket's address, if the folder is a working copy of it.
-        eval_dir=as_shown(str(run.eval_dir)),
+        eval_dir=as_reader_knows(str(run.eval_dir)),
         checkpoint=checkpoint or facts.get("checkpoint"),
         step=step,
         device=device or facts.get("device"),

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.errors import UserError, as_shown, nearest_names
+from t0repro.errors import UserError, nearest_names
 from t0repro.event_files import MARK, read_scalars
 from t0repro.reports.losses import MAX_CURVE_POINTS, metric_rows, thinned
 from t0repro.reports.page import Column, Page, Section
@@ -19,7 +19,7 @@ from t0repro.reports.plots import curves_plot
 from t0repro.terminal import bars
 from t0repro.training.metrics import METRICS_FILE
 from t0repro.training.run_state import RUN_STATE_FILE, RunState, read_run_state
-from t0repro.words import counted
+from t0repro.words import as_reader_knows, counted
 
 HEADER = ("run", "state", "step", "loss", "tokens", "tokens/s", "left")
 # Far longer than a step: each step rewrites the record once it is 5 seconds old.
@@ -78,7 +78,7 @@ def run_rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:
     """The cells of a table with the columns of HEADER."""
     return [
         (
-            as_shown(str(path)),
+            as_reader_knows(str(path)),
             _state(run),
             f"{run.step:,} of {run.last_step:,}",
             "" if run.loss is None else f"{run.loss:.4f}",
@@ -111,7 +111,10 @@ def _left(run: RunState) -> str:
 
 def to_json(runs: Mapping[Path, RunState]) -> list[dict[str, Any]]:
     """One object for each run: its folder, and the fields of its record."""
-    return [{"folder": as_shown(str(path))} | dataclasses.asdict(run) for path, run in runs.items()]
+    return [
+        {"folder": as_reader_knows(str(path))} | dataclasses.asdict(run)
+        for path, run in runs.items()
+    ]
 
 
 # ---- Curves: a metric of several runs by step, for a terminal and as a page ----------------------
@@ -177,7 +180,7 @@ def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
     labels = []
     for folder, place in curves:
         # Two runs may have folders of the same name, such as a/model and b/model.
-        run = folder.resolve().name if len(names) == len(runs) else as_shown(str(folder))
+        run = folder.resolve().name if len(names) == len(runs) else as_reader_knows(str(folder))
         shown = place.rpartition("/")[2] if len(last) == len(places) else place
         of_the_run = place in (_TRAIN, _TOP)
         parts = [run] if len(runs) > 1 or of_the_run else []

@@ -36,10 +36,10 @@ from typing import BinaryIO
 
 import filelock
 
-from t0repro.errors import UserError, show_as
+from t0repro.errors import UserError
 from t0repro.progress import byte_progress
 from t0repro.storage import buckets, leases
-from t0repro.words import sized
+from t0repro.words import show_as, sized
 
 _SECONDS_BETWEEN_UPLOADS = 10.0
 _REQUESTS = 8  # at a time

@@ -25,7 +25,7 @@ from t0repro.converters.adapter_files import (
     is_adapter,
 )
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, FlatTree, differing_shapes
-from t0repro.errors import UserError, of_command
+from t0repro.errors import UserError
 from t0repro.model.t5 import initial_adapter, initial_parameters
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ALL_HEURISTIC
@@ -105,7 +105,7 @@ def locked_for_training(
     @contextlib.contextmanager
     def checked() -> Iterator[None]:
         nonlocal reader
-        fix = f"Wait for it to end, or train in another {of_command('--model_dir', 'MODEL_DIR')}."
+        fix = "Wait for it to end, or train in another --model_dir."
         with lock_folder(output_path(model_dir), "training", fix=fix):
             reader = check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
             yield
@@ -195,10 +195,7 @@ def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) ->
         raise UserError(
             f"{mesh.path} is later than the JAX checkpoints beside it.",
             where=model_dir,
-            fix=of_command(
-                "Move one kind elsewhere, or continue with --backend=mtf.",
-                "Move one kind elsewhere.",
-            ),
+            fix="Move one kind elsewhere, or continue with --backend=mtf.",
         )
 
 
@@ -211,7 +208,7 @@ def _check_kind(ref: CheckpointRef, config: RunConfig | None) -> None:
             f"The folder holds checkpoints of {kinds[not trains]}, and the run trains"
             f" {('a whole model', kinds[1])[trains]}.",
             where=ref.path,
-            fix=f"Give another {of_command('--model_dir', 'MODEL_DIR')}.",
+            fix="Give another --model_dir.",
         )
 
 
@@ -319,7 +316,7 @@ def _check_record(path: Path, config: RunConfig) -> None:
             f" {shown}{'; ...' if len(changed) > 5 else ''}.",
             where=str(path),
             fix="Bind these as they were, or give another"
-            f" {of_command('--model_dir', 'MODEL_DIR')}; or add --allow_changed to continue with"
+            " --model_dir; or add --allow_changed to continue with"
             " the new settings.",
         )
 
@@ -469,10 +466,7 @@ def _beside_base(
         raise UserError(
             "An adapter is trained on a base, and nothing names one.",
             where=config.provenance.get("model.adapter"),
-            fix=of_command(
-                "Bind utils.run.init_checkpoint to a checkpoint in any format.",
-                "Bind utils.RestoreCheckpointConfig.path to a checkpoint in any format.",
-            ),
+            fix="Bind utils.run.init_checkpoint to a checkpoint in any format.",
         )
     where = "init_checkpoint"
     if isinstance(tree, str | os.PathLike):

@@ -19,7 +19,7 @@ from t0repro import compat
 from t0repro.config.gin import door
 from t0repro.config.gin.door import MACRO, Bindings, Key
 from t0repro.config.gin.folders import is_shipped, nearest_gin_files
-from t0repro.errors import UserError, nearest_names, of_command
+from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.task import registered_mixtures, registered_tasks
 
 _ANYWHERE = "the gin files and the command line of this run"
@@ -28,7 +28,7 @@ _LONGEST = 400  # characters kept of an exception's message
 
 
 @contextlib.contextmanager
-def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
+def configuration_errors(bindings: Bindings | None = None, *, t5x: bool = False) -> Iterator[None]:
     """Turns an exception inside the block into a UserError with a place, keeping gin's message.
 
     Any failure there comes from a user's file or override; the original exception stays attached as
@@ -37,6 +37,7 @@ def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
     Args:
       bindings: Where the bindings were set, once they are parsed; for errors raised while gin calls
         the functions it configured.
+      t5x: Whether T5X's gin files are read, in which names are imported.
     """
     with door.noting_files() as files:
         try:
@@ -49,7 +50,7 @@ def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
             where = error.where or _place_in(str(error)) or _ANYWHERE
             raise kind(error.what, where=where, fix=error.fix or _FIX) from error
         except Exception as error:
-            raise _described(error, files, bindings) from error
+            raise _described(error, files, bindings, t5x) from error
 
 
 def _unwrapped(kind: type[UserError]) -> type[UserError]:
@@ -58,7 +59,9 @@ def _unwrapped(kind: type[UserError]) -> type[UserError]:
     return next(base for base in kind.__mro__ if base is UserError or "__init__" not in vars(base))
 
 
-def _described(error: Exception, files: list[str], bindings: Bindings | None) -> UserError:
+def _described(
+    error: Exception, files: list[str], bindings: Bindings | None, t5x: bool
+) -> UserError:
     """The UserError for an exception raised while `files`, innermost last, were being parsed."""
     text, file = str(error), files[-1] if files else None
     # seqio's own message, which has no class of its own.
@@ -75,15 +78,15 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
         )
     missing = re.match(r"Unable to open file: (.*?)\. Searched config paths: (.*?)\.(\n|$)", text)
     if missing:
-        folders = of_command("--gin_location_prefix", "--gin_search_paths")
         return UserError(
             f"There is no gin file {missing.group(1)}.",
             where=_place_in(text) or "--gin_file",
             fix=f"Correct the name: {nearest_gin_files(missing[1], _listed(missing[2]))}; or name"
-            f" the file's folder with {folders}. Searched config paths: {_short(missing[2])}.",
+            " the file's folder with --gin_location_prefix. Searched config paths:"
+            f" {_short(missing[2])}.",
         )
     if re.match(r"'[\w.]+' was not provided by an import statement", text):
-        return _without_import(text, _place_in(text) or file or _ANYWHERE)
+        return _without_import(text, _place_in(text) or file or _ANYWHERE, t5x)
     # gin does not say which file it could not decode, so no place is in the message.
     if isinstance(error, UnicodeDecodeError):
         return UserError(
@@ -115,10 +118,10 @@ def _importer(error: ModuleNotFoundError) -> str:
     return f", which {frame.filename}:{frame.lineno} imports"
 
 
-def _without_import(text: str, where: str) -> UserError:
+def _without_import(text: str, where: str, t5x: bool) -> UserError:
     """The error for a name that no `import` line defines; only T5X's files need such lines."""
     name = text.split("'")[1]
-    if of_command("Mesh TensorFlow", "T5X") == "T5X":
+    if t5x:
         return UserError(
             f"No import line of the gin file defines {name!r}.",
             where=where,

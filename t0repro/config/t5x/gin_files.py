@@ -133,7 +133,7 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
 
     door.extend_readers()
     with (
-        configuration_errors(),
+        configuration_errors(t5x=True),
         door.left_empty(_is_served),
         modules.served() as imports,
         record_bindings("--gin_bindings") as bindings,

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 import gin
+from t0repro.cli.spelling import T5X_NAMES
 from t0repro.config.gin import folders
 from t0repro.config.t5x import gin_files, programs, records
 from t0repro.config.t5x.model import differences
-from t0repro.errors import UserError, t5x_command
+from t0repro.errors import UserError
+from t0repro.words import shown_as
 
 MODEL = "t5x/examples/t5/t5_1_1/small.gin"
 RUNS = "t5x/configs/runs/{}.gin"
@@ -314,7 +316,7 @@ def test_a_macro_in_a_users_file_that_nothing_reads_is_a_warning(tmp_path):
 def test_a_file_of_other_word_order_is_found_by_its_words():
     with pytest.raises(UserError, match="nearest: [^,]*/small_c4_pretrain.gin") as caught:
         parse(files=["t5x/examples/t5/t5_1_1/examples/c4_pretrain_small.gin"])
-    with t5x_command(), pytest.raises(UserError, match="--gin_search_paths") as in_t5x:
+    with shown_as(T5X_NAMES), pytest.raises(UserError, match="--gin_search_paths") as in_t5x:
         parse(files=["c4_pretrain_small.gin"])
     assert "--gin_location_prefix" in caught.value.fix
     assert "--gin_location_prefix" not in in_t5x.value.fix
