@@ -22,7 +22,7 @@ import t0repro.tasks
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import load_any
 from t0repro.evaluation.outputs import read_task_scores
-from t0repro.evaluation.pairs import DIGEST, ScoreJournal
+from t0repro.evaluation.score_journal import DIGEST, ScoreJournal
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parity.mesh_jobs import load_batches
 from t0repro.reports.report import load_report

@@ -29,10 +29,10 @@ from t0repro.config.t5x.run import train_config
 from t0repro.converters.restoring import starting_tree
 from t0repro.data.train_data import Choices, examples_of, to_batch
 from t0repro.evaluation.engine import score_examples
-from t0repro.evaluation.outputs import TaskScores
 from t0repro.evaluation.rank import RankResult, rank_classification
+from t0repro.evaluation.task_scores import TaskScores
 from t0repro.model.t5 import T5
-from t0repro.reports.page import markdown_table
+from t0repro.reports.page_markdown import markdown_table
 from t0repro.reports.statistics import (
     Bootstrap,
     DatasetMean,

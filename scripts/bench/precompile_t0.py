@@ -162,7 +162,8 @@ def main() -> None:
 def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
     """Yields `t0repro precompile`'s figures of a command, and a training run's cost."""
     from t0repro.partitioning.devices import line_of
-    from t0repro.runs.precompile import arranged, compiled_programs, described, predicted_seconds
+    from t0repro.runs.precompile import described, predicted_seconds
+    from t0repro.runs.programs import arranged, compiled_programs
 
     devices, chip = machine(topology)
     config, partitioning, why = arranged(config, devices)
@@ -215,7 +216,7 @@ def configured(
     """One of COMMANDS for a size of T5 1.1, with layers per tower and more gin overrides."""
     from t0repro.config.mtf.dialect import load
     from t0repro.config.mtf.parser import MeshInputs
-    from t0repro.runs.precompile import adjusted
+    from t0repro.runs.fitting import adjusted
 
     about = COMMANDS[command]
     files = ("dataset.gin", f"models/t5.1.1.{size}.gin", *about["files"])

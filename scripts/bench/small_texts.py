@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import t as student_t
 
-from t0repro.evaluation.outputs import TaskScores
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.reports.page import markdown_table
+from t0repro.evaluation.task_scores import TaskScores
+from t0repro.reports.page_markdown import markdown_table
 from t0repro.reports.statistics import (
     Bootstrap,
     DatasetMean,

@@ -49,10 +49,8 @@ TESTS = {
         "not never_has_all and not each_way and not metrics_have and not is_the_whole",
     ],
     "t0repro/evaluation/rank.py": ["tests/evaluation/test_rank.py"],
-    "t0repro/evaluation/grouping.py": [
-        "tests/evaluation/test_packing.py",
-        "tests/evaluation/test_grouping.py",
-    ],
+    "t0repro/evaluation/grouping.py": ["tests/evaluation/test_grouping.py"],
+    "t0repro/evaluation/packing.py": ["tests/evaluation/test_packing.py"],
     "t0repro/reports/statistics.py": ["tests/reports/test_statistics.py"],
     "t0repro/parameters/naming.py": [
         "tests/converters/test_layout.py",

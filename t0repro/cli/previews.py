@@ -356,7 +356,7 @@ def _import_t5x(options: T5xOptions) -> bool:
 
 def _suggestions(config: RunConfig, devices: Any, chip: Any) -> Iterator[str]:
     """A line for each change that is tried to make a training run fit."""
-    from t0repro.runs.precompile import suggest
+    from t0repro.runs.fitting import suggest
 
     if chip is None or config.mode != "train":
         raise UserError(

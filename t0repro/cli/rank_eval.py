@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from t0repro.evaluation.evaluation_folder import EvaluationSettings
     from t0repro.evaluation.opened import Checkpoint
+    from t0repro.reports.prompts import PromptInfo
     from t0repro.reports.report import Report
-    from t0repro.reports.run import PromptInfo
     from t0repro.runs.rank_eval import Outcome
 
 
@@ -296,8 +296,8 @@ def _writer(
     prompts: Mapping[str, PromptInfo], head: ReportHead, extras: Sequence[str]
 ) -> Callable[..., tuple[Report, list[Path]]]:
     """`write_results` for a report with these options."""
-    from t0repro.reports.run import training_tasks
-    from t0repro.runs.rank_eval import write_results
+    from t0repro.reports.prompts import training_tasks
+    from t0repro.runs.rank_report import write_results
 
     return functools.partial(
         write_results,
@@ -322,7 +322,7 @@ def _evaluate(
     force: bool,
 ) -> Report:
     from t0repro.partitioning.processes import is_first
-    from t0repro.reports.page import print_page
+    from t0repro.reports.page_terminal import print_page
     from t0repro.reports.report_page import brief_page
     from t0repro.runs.rank_eval import rank_eval as evaluate
 
@@ -359,7 +359,7 @@ def _check(
 ) -> None:
     """Checks what is to be evaluated; the checkpoint only if it must be there already."""
     from t0repro.evaluation.selection import check_vocabulary, select_tasks
-    from t0repro.runs.preflight import NO_CHECKPOINT_YET
+    from t0repro.runs.checkpoint_checks import NO_CHECKPOINT_YET
 
     cached, skip_missing = settings.use_cached, settings.skip_missing
     selected = select_tasks(
@@ -386,7 +386,7 @@ def _prompts(
     from t0repro import compat
     from t0repro.errors import needs_reference_tier
     from t0repro.evaluation.selection import why_not_alone
-    from t0repro.reports.run import load_prompts
+    from t0repro.reports.prompts import load_prompts
     from t0repro.tasks.task import add_cache_dirs
 
     modules = modules_or_t0(tasks.module_import)

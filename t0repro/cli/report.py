@@ -26,8 +26,8 @@ from t0repro.cli.spelling import output, source
 if TYPE_CHECKING:
     from t0repro.reports.make_report import ExtraContent, ReportOptions
     from t0repro.reports.page import Page
+    from t0repro.reports.prompts import PromptInfo
     from t0repro.reports.report import Report
-    from t0repro.reports.run import PromptInfo
 
 app = typer.Typer(
     name="report",
@@ -136,8 +136,10 @@ def make(
     --module_import t0repro.tasks.t0
     """
     echo(f"reading {eval_dir} ...", err=True)
-    from t0repro.reports.make_report import make_report, write_report
-    from t0repro.reports.run import Run, load_prompts
+    from t0repro.reports.make_report import make_report
+    from t0repro.reports.prompts import load_prompts
+    from t0repro.reports.report_files import write_report
+    from t0repro.reports.run import Run
     from t0repro.storage import lock_folder
 
     left_out: Mapping[str, str] = {}
@@ -196,7 +198,7 @@ def verify(
     Example: t0repro report verify runs/demo/rank_eval --sample 20
     --module_import t0repro.tasks.demo
     """
-    from t0repro.reports.run import load_prompts
+    from t0repro.reports.prompts import load_prompts
     from t0repro.runs.verify import detection_probability, not_verified, verify
 
     echo("importing JAX and the tasks ...", err=True)
@@ -246,9 +248,10 @@ def history(
 
     Example: t0repro report history runs/demo/model/validation_eval --out runs/demo/history
     """
-    from t0repro.reports.comparison import read_history
     from t0repro.reports.comparison_page import history_page
-    from t0repro.reports.run import find_evaluation, load_prompts
+    from t0repro.reports.history import read_history
+    from t0repro.reports.prompts import load_prompts
+    from t0repro.reports.run import find_evaluation
 
     # Any step will do, because a history includes all steps.
     folder, _ = find_evaluation(eval_dir)
@@ -264,7 +267,7 @@ def _report_options(
     prompts: Mapping[str, PromptInfo],
 ) -> ReportOptions:
     from t0repro.reports.make_report import ReportOptions
-    from t0repro.reports.run import training_datasets, training_tasks
+    from t0repro.reports.prompts import training_datasets, training_tasks
     from t0repro.reports.statistics import Bootstrap
     from t0repro.tasks.overlap import read_overlap
 
@@ -314,7 +317,7 @@ def _text(path: Path) -> str:
 
 def _print(report: Report) -> None:
     from t0repro.reports.comparison_page import losses_in_words, scores_in_words
-    from t0repro.reports.page import print_page
+    from t0repro.reports.page_terminal import print_page
     from t0repro.reports.report_page import brief_page
 
     print_page(brief_page(report))
@@ -412,7 +415,7 @@ def compare(
 def _losses(given: Sequence[Given], tol: float | None) -> tuple[Page, str, bool]:
     from t0repro.reports.comparison_page import losses_page
     from t0repro.reports.losses import compare_losses
-    from t0repro.reports.make_report import as_json
+    from t0repro.reports.report_files import as_json
 
     first, *others = zip(_labels(given), (path for _, path in given), strict=True)
     compared = [
@@ -432,7 +435,8 @@ def _evaluations(
     from t0repro.reports.comparison import compare_runs, to_json
     from t0repro.reports.comparison_page import comparison_page
     from t0repro.reports.models import compare_models, corrected, corrected_by
-    from t0repro.reports.run import Run, find_evaluation, load_prompts
+    from t0repro.reports.prompts import load_prompts
+    from t0repro.reports.run import Run, find_evaluation
 
     prompts = load_prompts(modules)
     found = [find_evaluation(path) for _, path in given]
@@ -541,7 +545,7 @@ def plot(
 
     Example: t0repro plot runs/a runs/b --out runs/plot
     """
-    from t0repro.reports.training_runs import curves_in_words, curves_page, read_curves
+    from t0repro.reports.curves import curves_in_words, curves_page, read_curves
 
     curves = read_curves(folders, metric)
     content = json.dumps({"metric": metric, "curves": curves}, indent=1) + "\n"

@@ -76,8 +76,8 @@ def show_page(
       as_json: whether to print the content instead of the page.
       lines: printed below the page.
     """
-    from t0repro.reports.make_report import write_page
-    from t0repro.reports.page import print_page
+    from t0repro.reports.page_terminal import print_page
+    from t0repro.reports.report_files import write_page
     from t0repro.storage import lock_folder
 
     if as_json:

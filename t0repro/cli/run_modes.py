@@ -130,7 +130,7 @@ def evaluate(
         from t0repro.evaluation.evaluator import FOLDER
         from t0repro.partitioning.processes import held_by_first
         from t0repro.runs.description import describe_inference
-        from t0repro.runs.evaluate import evaluate_checkpoints
+        from t0repro.runs.evaluate_checkpoints import evaluate_checkpoints
 
         # Not EVAL_OUTPUT_DIR itself, which a training run may have locked.
         results = output_path(plan.output_dir) / FOLDER

@@ -42,7 +42,7 @@ from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.model import ModelConfig
 from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
-from t0repro.runs.preflight import Check, Cost, run_checks
+from t0repro.runs.checks import Check, Cost, run_checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -614,14 +614,14 @@ def _on_slice(run: RunConfig, topology: str, count: int, compiles: bool) -> Iter
         how = "--fit compiles it" if installed else "the extra tpu lets precompile compile it"
         yield f"memory (estimated; {how}): {line}"
         return
-    from t0repro.runs import precompile
+    from t0repro.runs import fitting, programs
 
     devices, chip = topologies.devices_of(topology)
-    run, partitioning, why = precompile.arranged(run, devices)
+    run, partitioning, why = programs.arranged(run, devices)
     if why:
         yield why
-    for program in precompile.compiled_programs(run, partitioning):
-        verdict = precompile.fits(program, run, partitioning, chip)
+    for program in programs.compiled_programs(run, partitioning):
+        verdict = fitting.fits(program, run, partitioning, chip)
         if not program.fits_in(chip):
             raise UserError(
                 f"The job's {program.name} step {verdict}.",

@@ -1,152 +1,29 @@
-"""An evaluation's results folder: finished tasks, the code that made them, and new records."""
+"""An evaluation's results folder: which tasks are finished, and whose results it holds.
+
+<out>/<split>_eval/          the tasks' files (see task_output), provenance.json,
+operative_config.gin
+<out>/<split>_eval/results/  a record of each finished task
+<out>/scores/<key>/          the journal of scored pairs
+<out>/scores/step_<n>.json   which checkpoint the results of step n belong to
+"""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import hashlib
-import importlib.util
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.compat import installed_version
 from t0repro.config.model import DType
 from t0repro.errors import UserError
-from t0repro.evaluation import outputs
+from t0repro.evaluation import records
+from t0repro.evaluation.code_version import generation_digest, rendering_digest, scoring_digest
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.task_output import TaskResult
 from t0repro.storage import write_atomically
 from t0repro.words import without_passwords
-
-_ROOT = "t0repro"
-
-# A pair's score: from tokens to log-likelihood, and how the journal stores it.
-_SCORING = (
-    "t0repro.evaluation.engine",
-    "t0repro.evaluation.pairs",
-)
-# A decoded text: from tokens to text.
-_GENERATION = ("t0repro.evaluation.generation",)
-# An example: from rows to tokens. All of t0repro.tasks is included, because only the command's run
-# shows which module registers a task.
-_RENDERING = ("t0repro.evaluation.reading",)
-
-# Packages whose versions decide what the modules compute.
-_COMPUTING_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
-_RENDERING_PACKAGES = ("promptsource", "jinja2", "seqio", "t5", "sentencepiece")
-
-ReadSource = Callable[[str], str | None]
-
-
-@functools.cache
-def scoring_digest() -> str:
-    """Digest, 16 hex digits, of the code of the model and the scoring engine."""
-    return code_digest(_SCORING, _COMPUTING_PACKAGES)
-
-
-@functools.cache
-def generation_digest() -> str:
-    """Digest, 16 hex digits, of the code of the model and of decoding."""
-    return code_digest(_GENERATION, _COMPUTING_PACKAGES)
-
-
-@functools.cache
-def rendering_digest() -> str:
-    """Digest, 16 hex digits, of the code that turns rows into examples."""
-    spec = importlib.util.find_spec("t0repro.tasks")
-    assert spec is not None and spec.origin is not None
-    tasks = Path(spec.origin).parent
-    modules = [path.relative_to(tasks).with_suffix("") for path in tasks.rglob("*.py")]
-    names = [".".join(("t0repro.tasks", *module.parts)) for module in modules]
-    return code_digest([*_RENDERING, *names], _RENDERING_PACKAGES)
-
-
-def code_digest(
-    modules: Iterable[str], packages: Iterable[str], read: ReadSource | None = None
-) -> str:
-    """Digest, 16 hex digits, of modules, all their imports from t0repro, and package versions.
-
-    Args:
-      modules: full names of modules of t0repro.
-      packages: distribution names; a missing one has the version "none".
-      read: returns a module's source by its full name, or None if there is no such module;
-        defaults to reading the installed source.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for name, source in sorted(imported_modules(modules, read or read_source).items()):
-        digest.update(f"{name} {hashlib.blake2b(source.encode()).hexdigest()}\n".encode())
-    for name in packages:
-        digest.update(f"{name} {installed_version(name) or 'none'}\n".encode())
-    return digest.hexdigest()
-
-
-def imported_modules(modules: Iterable[str], read: ReadSource) -> dict[str, str]:
-    """Full name -> source, for the modules and every module of t0repro that they import."""
-    found: dict[str, str] = {}
-    waiting = list(modules)
-    while waiting:
-        name = waiting.pop()
-        source = None if name in found else read(name)
-        if source is not None:
-            found[name] = source
-            waiting += _imports(source)
-            # Importing a module also runs its package's __init__.
-            waiting += [name.rpartition(".")[0]] if name != _ROOT else []
-    return found
-
-
-def _imports(source: str) -> Iterator[str]:
-    """Yields names that a source imports from t0repro: modules, and names defined in modules."""
-    for node in _executed(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            # `from package import module` and `from module import name` look alike.
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        yield from (name for name in names if name.split(".")[0] == _ROOT)
-
-
-def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes except those under `if TYPE_CHECKING`."""
-    for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and _named(node.test) == "TYPE_CHECKING"):
-            yield node
-            yield from _executed(node)
-
-
-def _named(node: ast.expr) -> str | None:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
-
-
-@functools.cache
-def read_source(name: str) -> str | None:
-    """Source of an installed module, without importing it; None if there is no such module."""
-    parts = name.split(".")
-    # Locate the folder by the first two parts: t0repro.tasks may lie outside t0repro's own.
-    spec = importlib.util.find_spec(".".join(parts[:2]))
-    if spec is None or spec.origin is None:
-        return None
-    if not spec.submodule_search_locations:
-        return Path(spec.origin).read_text(encoding="utf-8") if len(parts) == 2 else None
-    place = Path(spec.origin).parent.joinpath(*parts[2:])
-    for path in (place / "__init__.py", place.with_suffix(".py")):
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    return None
-
-
-# ---- The results folder of an evaluation: which tasks are finished, and records of new ones ------
-
-# <out>/<split>_eval/          the tasks' files (see task_output), provenance.json,
-#                              operative_config.gin
-# <out>/<split>_eval/results/  a record of each finished task
-# <out>/scores/<key>/          the journal of scored pairs
-# <out>/scores/step_<n>.json   which checkpoint the results of step n belong to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +98,7 @@ class EvaluationFolder:
             "rendering": rendering_digest(),
             "activation": settings.activation,
             "task": name,
-            "prompt": outputs.digest_of_texts([prompt.prompt if prompt else ""]),
+            "prompt": records.digest_of_texts([prompt.prompt if prompt else ""]),
             "vocabulary": vocabulary_digest(name),
             "data": data_origin(name, settings.split, settings.use_cached),
             "split": settings.split,
@@ -232,11 +109,11 @@ class EvaluationFolder:
 
     def finished(self, names: Sequence[str]) -> tuple[str, ...]:
         """The tasks whose record has the current key and whose files are intact."""
-        found = outputs.read_records(self.path, self._checkpoint.step)
+        found = records.read_records(self.path, self._checkpoint.step)
         return tuple(
             name
             for name in names
-            if outputs.is_finished(self.path, self.key(name), found.get(name))
+            if records.is_finished(self.path, self.key(name), found.get(name))
         )
 
     def record(self, result: TaskResult, details: Mapping[str, Any]) -> None:
@@ -254,7 +131,7 @@ class EvaluationFolder:
             **result.statistics,
             **details,
         }
-        outputs.write_record(self.path, record)
+        records.write_record(self.path, record)
 
 
 def scores_key(checkpoint: Checkpoint) -> str:
@@ -327,7 +204,7 @@ def _check_claims(out: Path, claim: Mapping[str, Any], add_step: bool, force: bo
     if not claims and (there := _unclaimed(out)):
         differences = [f"it does not say what its {there} is of"]
     # Nothing is lost where no task has been finished.
-    if not differences or (claims and not any(out.glob(f"*_eval/{outputs.RESULTS}/*.json"))):
+    if not differences or (claims and not any(out.glob(f"*_eval/{records.RESULTS}/*.json"))):
         return
     if not force:
         raise UserError(
@@ -397,8 +274,8 @@ def _remove_results(out: Path) -> None:
 
     The journal of scores stays: its entries are found by what they were computed with.
     """
-    for path in out.glob(f"*_eval/{outputs.RESULTS}/*.json"):
-        record = outputs.read_with_checksum(path)
+    for path in out.glob(f"*_eval/{records.RESULTS}/*.json"):
+        record = records.read_with_checksum(path)
         path.unlink()
         for name in record["files"] if record else ():
             if Path(name).name == name:

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import ScoredPairs, TaskScores
+from t0repro.evaluation.task_scores import ScoredPairs, TaskScores
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,7 +13,8 @@ from jaxtyping import Float, Int
 
 from t0repro.evaluation.energy import Cost, EnergyMeter
 from t0repro.evaluation.grouping import Batching, joined, make_batching
-from t0repro.evaluation.pairs import DIGEST, Pairs, ScoreJournal, concatenated, distinct_pairs
+from t0repro.evaluation.pairs import Pairs, concatenated, distinct_pairs
+from t0repro.evaluation.score_journal import DIGEST, ScoreJournal
 from t0repro.evaluation.task_output import check_finite
 from t0repro.progress import count_progress, say
 from t0repro.words import counted

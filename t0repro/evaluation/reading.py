@@ -14,8 +14,9 @@ import numpy as np
 
 from t0repro.data.eval_examples import eval_examples
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import digest_of_texts
-from t0repro.evaluation.task_output import TruncationCounter, judge_of_registered
+from t0repro.evaluation.judge import judge_of_registered
+from t0repro.evaluation.records import digest_of_texts
+from t0repro.evaluation.task_output import TruncationCounter
 from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.task import DescribedTask, find_task, task_descriptions
 from t0repro.tasks.vocabulary import model_of

@@ -9,8 +9,8 @@ from typing import Any
 from t0repro.data.checks import check_readable, check_tokens, no_task_has
 from t0repro.data.eval_examples import why_not_evaluated_task
 from t0repro.errors import UserError, nearest_names
+from t0repro.evaluation.judge import ranks_choices
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.task_output import ranks_choices
 from t0repro.tasks.task import (
     SCORE_EVAL_SUFFIX,
     DescribedTask,

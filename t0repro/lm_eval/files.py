@@ -39,8 +39,8 @@ from t0repro.words import counted
 
 # Evaluations import JAX, which takes seconds that exporting tasks does without.
 if TYPE_CHECKING:
-    from t0repro.evaluation.outputs import TaskScores
     from t0repro.evaluation.task_output import LineFile
+    from t0repro.evaluation.task_scores import TaskScores
 
 _NO_ANSWER = -100
 """lm-evaluation-harness's label of an example whose answer is none of its choices."""
@@ -590,7 +590,7 @@ def export_results(eval_dir: Path, step: int, split: str, folder: Path) -> Path:
       UserError: If there are no scores, or a task's rows are no longer those that were scored.
     """
     from t0repro.evaluation.outputs import iterate_task_scores
-    from t0repro.reports.run import recorded_facts
+    from t0repro.reports.provenance import recorded_facts
 
     facts = recorded_facts(eval_dir, step)
     date = datetime.datetime.now().isoformat().replace(":", "-")

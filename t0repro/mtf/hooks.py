@@ -28,19 +28,18 @@ from typing import Any
 import tensorflow
 
 from t0repro.errors import UserError
-from t0repro.evaluation import outputs
-from t0repro.evaluation.evaluation_facts import print_results, write_facts
+from t0repro.evaluation import records
+from t0repro.evaluation.evaluation_facts import write_facts
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
+from t0repro.evaluation.judge import check_choices_have_tokens, ranks_choices, without_padding
 from t0repro.evaluation.opened import Checkpoint
+from t0repro.evaluation.result_lines import print_results
 from t0repro.evaluation.task_output import (
     Statistics,
     TaskResult,
     TruncationCounter,
-    check_choices_have_tokens,
     explaining_incomplete_inputs,
     numbers,
-    ranks_choices,
-    without_padding,
 )
 from t0repro.storage import make_folder, scheme_of, write_atomically
 from t0repro.storage.disk import name_in_errors
@@ -512,11 +511,11 @@ class _Evaluation:
         """Writes a scored task's record, replacing any that an earlier run left."""
         # Remove it first, so that a record never describes another run's files if this run dies
         # here.
-        outputs.remove_record(self._folder, task, self._step)
+        records.remove_record(self._folder, task, self._step)
         if not (self._scores and self._writes):
             return
         names = (f"{task}_targets", f"{task}_inputs", f"{task}_{self._step}_predictions")
-        digests = {name: outputs.file_digest(self._folder / name) for name in names}
+        digests = {name: records.file_digest(self._folder / name) for name in names}
         files = {name: digest for name, digest in digests.items() if digest is not None}
         if len(files) < len(names):
             return  # records are only read from local file systems

@@ -11,10 +11,10 @@ import numpy as np
 
 from t0repro.evaluation.evaluation_facts import package_versions
 from t0repro.parity.run import Finding, Job, Parity, to_json
-from t0repro.reports.make_report import write_page
+from t0repro.reports.drawing import ROLES, Drawing, inline_plot, integer_steps
 from t0repro.reports.page import Page, Section
-from t0repro.reports.plots import ROLES, Drawing, inline_plot, integer_steps
-from t0repro.reports.run import git_commit
+from t0repro.reports.provenance import git_commit
+from t0repro.reports.report_files import write_page
 from t0repro.words import counted
 
 # Kinds that have their own section, in the order of the computation, with its title.

@@ -19,7 +19,7 @@ from t0repro.converters.tensors import FlatTree
 from t0repro.data.batches import eval_tasks
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
-from t0repro.evaluation.task_output import Judge, judge_of
+from t0repro.evaluation.judge import Judge, judge_of
 from t0repro.parity.jax_run import (
     Error,
     StackResult,

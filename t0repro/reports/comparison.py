@@ -12,31 +12,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import (
-    TaskScores,
-    find_tasks,
-    input_digests,
-    latest_step,
-    read_records,
-    read_task_scores,
-)
+from t0repro.evaluation.outputs import input_digests, latest_step, read_task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.reports.results import rank_folder, with_rows
-from t0repro.reports.run import (
-    PromptInfo,
-    Run,
-    dataset_label,
-    fixed_classes,
-    recorded_facts,
-    tasks_by_dataset,
-)
+from t0repro.evaluation.records import read_records
+from t0repro.evaluation.task_scores import TaskScores
+from t0repro.reports.prompts import PromptInfo, fixed_classes, tasks_by_dataset
+from t0repro.reports.provenance import recorded_facts
+from t0repro.reports.ranking import with_rows
+from t0repro.reports.run import Run
 from t0repro.reports.statistics import (
     Bootstrap,
     Interval,
@@ -357,9 +346,6 @@ def to_json(comparisons: Sequence[RunComparison], models: Models | None = None) 
     return json.dumps(found, indent=1) + "\n"
 
 
-# Scores ------------------------------------------------------------------------------------------
-
-
 def _check_same_pairs(a: TaskScores, b: TaskScores) -> None:
     """Refuses a task unless both runs scored the same choices of the same examples."""
     if not _equal(a, b, "input_index", "choice_index", "is_correct", "target_length"):
@@ -403,9 +389,6 @@ def _shared_pairs(a: TaskScores, b: TaskScores) -> tuple[np.ndarray, np.ndarray]
     _, at_a, at_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
     alike = a.target_length[at_a] == b.target_length[at_b]
     return at_a[alike], at_b[alike]
-
-
-# Predictions -------------------------------------------------------------------------------------
 
 
 def _ranked(a: TaskScores, b: TaskScores, num_classes: int | None) -> tuple[RankResult, RankResult]:
@@ -467,9 +450,6 @@ def _finite_or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-# Accuracies --------------------------------------------------------------------------------------
-
-
 def _difference(
     dataset: str, tasks: Sequence[tuple[RankResult, RankResult]], bootstrap: Bootstrap
 ) -> DatasetDifference:
@@ -501,65 +481,3 @@ def _standard_error(first: Outcomes, second: Outcomes) -> float:
     moves = 100 * (gain - gain.mean())
     examples = len(moves)
     return math.sqrt((moves**2).sum() * examples / max(examples - 1, 1))
-
-
-# ---- Accuracy by checkpoint ----------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class History:
-    """Mean accuracy over prompts in percent, by dataset, at each of the steps.
-
-    Attributes:
-      curves: dataset -> one value per step.
-      chance: dataset -> its chance level.
-      skipped: tasks that lack one of the steps.
-    """
-
-    steps: tuple[int, ...]
-    curves: dict[str, tuple[float, ...]]
-    chance: dict[str, float]
-    skipped: tuple[str, ...]
-
-    def to_json(self) -> str:
-        """The history as indented JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
-
-
-def read_history(eval_dir: str | os.PathLike[str], prompts: Mapping[str, PromptInfo]) -> History:
-    """Ranks, at every step in the folder, the tasks with predictions at all of these steps.
-
-    Raises:
-      UserError: if there are no predictions, no task has all steps, or files cannot be read.
-    """
-    found = find_tasks(eval_dir)
-    steps = sorted({step for there in found.values() for step in there})
-    if not steps:
-        raise UserError(
-            "The folder holds no predictions.", where=str(eval_dir), fix="Evaluate a checkpoint."
-        )
-    # A curve needs a value at every step.
-    whole = [task for task, there in found.items() if set(there) == set(steps)]
-    if not whole:
-        raise UserError(
-            f"No task has predictions at all of the steps {', '.join(map(str, steps))}.",
-            where=str(eval_dir),
-            fix="Evaluate the steps that are missing.",
-        )
-    values: dict[str, dict[int, list[float]]] = {}
-    chance: dict[str, list[float]] = {}
-    for step in steps:
-        # Rank the scores of each step again, so that no step needs a report.
-        for result in rank_folder(eval_dir, prompts, step=step, tasks=whole):
-            label = dataset_label(result.task, prompts)
-            values.setdefault(label, {}).setdefault(step, []).append(result.accuracy)
-            chance.setdefault(label, []).append(result.chance)
-    return History(
-        steps=tuple(steps),
-        curves={
-            label: tuple(float(np.mean(by_step[step])) for step in steps)
-            for label, by_step in sorted(values.items())
-        },
-        chance={label: float(np.mean(found)) for label, found in sorted(chance.items())},
-        skipped=tuple(sorted(found.keys() - set(whole))),
-    )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from t0repro.reports.comparison import History, RunComparison
+from t0repro.reports.comparison import RunComparison
+from t0repro.reports.history import History
 from t0repro.reports.losses import LossComparison, LossRow, thinned_losses
 from t0repro.reports.models import DatasetModels, Models
 from t0repro.reports.page import Cell, Column, Page, Section
 from t0repro.reports.plots import history_plot
-from t0repro.reports.run import synthetic_datasets, synthetic_warning
+from t0repro.reports.prompts import synthetic_datasets, synthetic_warning
 from t0repro.words import counted
 
 

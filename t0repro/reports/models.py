@@ -17,8 +17,10 @@ import numpy as np
 from t0repro.errors import UserError
 from t0repro.evaluation.rank import RankResult
 from t0repro.reports.comparison import RunComparison, unlike_tasks
-from t0repro.reports.results import CLEAR, rank_folder
-from t0repro.reports.run import PromptInfo, Run, tasks_by_dataset
+from t0repro.reports.prompts import PromptInfo, tasks_by_dataset
+from t0repro.reports.ranking import rank_folder
+from t0repro.reports.results import CLEAR
+from t0repro.reports.run import Run
 from t0repro.reports.statistics import (
     Bootstrap,
     Interval,

@@ -19,22 +19,22 @@ What each schema added, so that readers know what older reports lack:
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import dacite
 
 from t0repro.errors import UserError
 from t0repro.reports.comparison import RunComparison
+from t0repro.reports.decoded_tasks import GenerationResult
 from t0repro.reports.losses import LossComparison, LossCurve
-from t0repro.reports.results import GROUP_TITLES, DatasetResult, GenerationResult, GroupResult
-from t0repro.reports.run import Provenance
+from t0repro.reports.provenance import Provenance
+from t0repro.reports.published import PublishedFigure
+from t0repro.reports.results import GROUP_TITLES, DatasetResult, GroupResult
 from t0repro.reports.statistics import Bootstrap
+from t0repro.reports.task_costs import TaskCost
 
 SCHEMA_VERSION = 7  # earlier reports lack the additions above but can still be read
 
@@ -127,94 +127,3 @@ def load_report(path: str | os.PathLike[str]) -> Report:
             where=str(path),
             fix="Write it again with t0repro report make; do not edit it by hand.",
         ) from error
-
-
-# ---- Size and cost of a task ---------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskCost:
-    """A task's size, and the cost of scoring or decoding it.
-
-    Attributes:
-      pairs: (input, choice) pairs that were scored, or inputs that were decoded.
-      tokens: tokens of inputs and targets.
-      longest_input: tokens of the longest input.
-      seconds: time spent scoring or decoding.
-      inputs: number of inputs; like the fields below, None if not recorded.
-      available: inputs in the split; more than `inputs` if a sample was evaluated.
-      cut_inputs: inputs truncated to their sequence length.
-      cut_targets: targets, one per pair, truncated to their sequence length.
-    """
-
-    task: str
-    pairs: int
-    tokens: int
-    longest_input: int
-    seconds: float
-    inputs: int | None = None
-    available: int | None = None
-    cut_inputs: int | None = None
-    cut_targets: int | None = None
-
-
-def task_costs(
-    records: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]
-) -> tuple[TaskCost, ...]:
-    """Costs of the tasks that the evaluation recorded, slowest first."""
-    costs = [_task_cost(task, records[task]) for task in tasks if task in records]
-    return tuple(sorted(costs, key=lambda cost: -cost.seconds))
-
-
-def _task_cost(task: str, record: Mapping[str, Any]) -> TaskCost:
-    return TaskCost(
-        task=task,
-        # A decoded task has examples but no pairs.
-        pairs=record["pairs"] if "pairs" in record else record["examples"],
-        tokens=record["input_tokens"] + record["target_tokens"],
-        longest_input=record["longest_input"],
-        seconds=record["seconds"],
-        inputs=record.get("inputs"),
-        available=record.get("available"),
-        cut_inputs=record.get("cut_inputs"),
-        cut_targets=record.get("cut_targets"),
-    )
-
-
-# ---- What others published for the same datasets -------------------------------------------------
-
-
-# published.csv has model, dataset (as prompts.dataset_label names it, ANLI's rounds together),
-# statistic over prompts (mean or median), percent and source. A figure that is added, such as
-# one of the paper's medians, names the source that it was read in.
-_PUBLISHED = Path(__file__).parent / "published.csv"
-
-
-@dataclasses.dataclass(frozen=True)
-class PublishedFigure:
-    """A figure that others published, in percent, and its source."""
-
-    model: str
-    dataset: str
-    statistic: str
-    value: float
-    source: str
-
-
-def published_figures(datasets: Collection[str]) -> tuple[PublishedFigure, ...]:
-    """The published figures for datasets, in the file's order; ANLI's for any of its rounds."""
-    wanted = {family_of(dataset) for dataset in datasets}
-    # A source may contain commas and quotes; newline="" leaves them to the csv module.
-    with open(_PUBLISHED, encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["dataset"] in wanted]
-    return tuple(
-        PublishedFigure(
-            row["model"], row["dataset"], row["statistic"], float(row["value"]), row["source"]
-        )
-        for row in rows
-    )
-
-
-def family_of(dataset: str) -> str:
-    """The dataset name under which figures were published: ANLI's rounds share one."""
-    return "anli" if dataset.startswith("anli/") else dataset

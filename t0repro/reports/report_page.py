@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from t0repro.reports.comparison_page import flips_section, losses_section, scores_section
 from t0repro.reports.page import Card, Cell, Column, Page, Section
 from t0repro.reports.plots import loss_plot
-from t0repro.reports.report import Report, TaskCost
+from t0repro.reports.prompts import synthetic_warning
+from t0repro.reports.provenance import Provenance
+from t0repro.reports.report import Report
 from t0repro.reports.results import DatasetResult, GroupResult
-from t0repro.reports.run import Provenance, synthetic_warning
 from t0repro.reports.sections import (
     accuracy_sections,
     diagnostic_sections,
@@ -22,6 +23,7 @@ from t0repro.reports.sections import (
     verdict,
     verdict_in_words,
 )
+from t0repro.reports.task_costs import TaskCost
 from t0repro.words import counted
 
 _NOTICEABLE_TIES = 0.05  # share of a prompt's examples; bfloat16 scores occasionally tie
@@ -199,9 +201,6 @@ def _range(low: float, high: float) -> str:
     return f"{low:.1f} to {high:.1f}"
 
 
-# ---- What was read of each task, and what it took ------------------------------------------------
-
-
 _TASKS_SHOWN = 10
 
 
@@ -287,9 +286,6 @@ def _cost_sections(report: Report) -> list[Section]:
     return [Section("Slowest and longest tasks", header=header, rows=rows)] * bool(rows)
 
 
-# ---- The training, the other stack, and a conversion ---------------------------------------------
-
-
 def _training_sections(report: Report) -> list[Section]:
     """The training run's losses, the other stack's scores and losses, and a conversion's result."""
     sections = []
@@ -316,9 +312,6 @@ def _training_sections(report: Report) -> list[Section]:
     if report.conversion:
         sections.append(Section("Conversion", text=report.conversion))
     return sections
-
-
-# ---- Where the numbers come from -----------------------------------------------------------------
 
 
 def _provenance_sections(source: Provenance, written: str) -> list[Section]:

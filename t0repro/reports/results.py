@@ -6,20 +6,16 @@ import dataclasses
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from t0repro.evaluation.outputs import (
-    iterate_task_scores,
-    latest_step,
     read_first_input,
     read_inputs_of,
-    read_line_of,
-    read_records,
 )
-from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.reports.run import PromptInfo, dataset_label, fixed_classes, template_name
+from t0repro.evaluation.rank import RankResult
+from t0repro.reports.diagnostics import Calibration, Confusion, PromptFlip
+from t0repro.reports.prompts import PromptInfo, template_name
 from t0repro.reports.statistics import (
     Bootstrap,
     DatasetMean,
@@ -29,66 +25,6 @@ from t0repro.reports.statistics import (
     holm,
     mean_over_datasets,
 )
-
-
-def rank_folder(
-    eval_dir: str | os.PathLike[str],
-    prompts: Mapping[str, PromptInfo],
-    *,
-    step: int | None = None,
-    normalize_by_target_length: bool = False,
-    tasks: Sequence[str] | None = None,
-    less: Mapping[str, Sequence[float]] | None = None,
-) -> list[RankResult]:
-    """Rank classification of every task of a folder at one step (the latest when None).
-
-    Args:
-      eval_dir: the `<split>_eval` folder.
-      prompts: task name -> its prompt.
-      step: the checkpoint's step.
-      normalize_by_target_length: see rank_classification.
-      tasks: names of the tasks to rank; None for all.
-      less: task -> what to subtract from each pair's score, in TaskScores' order; tasks not in it
-        are omitted.
-
-    Raises:
-      UserError: like read_task_scores and rank_classification.
-    """
-    classes = fixed_classes(prompts)
-    step = latest_step(eval_dir) if step is None else step
-    records = read_records(eval_dir, step)
-    found = iterate_task_scores(eval_dir, step, tasks)
-    if less is not None:
-        found = (
-            # Content-free scores are in the order of TaskScores, as recorded.
-            dataclasses.replace(scores, score=scores.score - np.asarray(less[scores.task]))
-            for scores in found
-            if scores.task in less
-        )
-    results = (
-        rank_classification(
-            scores,
-            num_classes=classes.get(scores.task),
-            normalize_by_target_length=normalize_by_target_length,
-        )
-        for scores in found
-    )
-    return [with_rows(result, records.get(result.task)) for result in results]
-
-
-def with_rows(result: RankResult, record: Mapping[str, Any] | None) -> RankResult:
-    """The result with each example's row, if its task's record says which rows gave no example."""
-    dropped = None if record is None else record.get("dropped_rows")
-    if dropped is None:
-        return result
-    # The rows before the k-th dropped one gave its number minus k examples.
-    before = np.asarray(dropped, np.int64) - np.arange(len(dropped))
-    row = result.example + np.searchsorted(before, result.example, side="right")
-    return dataclasses.replace(result, row=row)
-
-
-# ---- A prompt and a dataset ----------------------------------------------------------------------
-
 
 MAX_UNANSWERABLE = 20
 CLEAR = 0.025
@@ -311,9 +247,6 @@ def dataset_result(
     )
 
 
-# ---- A group of datasets -------------------------------------------------------------------------
-
-
 # In a report's order. The last is for runs whose training data is unknown.
 GROUP_TITLES = {
     "trained_prompts": "Prompts trained on",
@@ -406,214 +339,3 @@ def group_result(
         majority=float(np.mean([dataset.majority for dataset in members])),
         above_chance=interval.low > chance,
     )
-
-
-# ---- Tasks that were decoded rather than ranked --------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationResult:
-    """One prompt without answer choices, decoded.
-
-    Attributes:
-      group: a key of GROUP_TITLES.
-      metrics: the template's metrics, most in percent; each over all examples.
-      first_target: the first example's target; first_output is its decoded output.
-    """
-
-    task: str
-    dataset: str
-    group: str
-    template_name: str
-    prompt: str | None
-    examples: int
-    metrics: dict[str, float]
-    first_input: str | None
-    first_target: str | None
-    first_output: str | None
-    seconds: float
-
-
-def generation_results(
-    eval_dir: str | os.PathLike[str],
-    records: Sequence[Mapping[str, Any]],
-    prompts: Mapping[str, PromptInfo],
-    training_datasets: Collection[str] | None,
-    training_tasks: Collection[str],
-) -> tuple[GenerationResult, ...]:
-    """The metrics of each decoded task, with its first example, by dataset and task.
-
-    Args:
-      eval_dir: the `<split>_eval` folder.
-      records: of the decoded tasks.
-      prompts: task name -> its prompt.
-      training_datasets: labels of the datasets trained on; None if unknown.
-      training_tasks: names of the tasks trained on.
-    """
-    found = []
-    for record in records:
-        task, step = record["key"]["task"], record["key"]["step"]
-        # A task has no prompt if its module was not named; then its own name is its label.
-        label, info = dataset_label(task, prompts), prompts.get(task)
-        found.append(
-            GenerationResult(
-                task=task,
-                dataset=label,
-                group=group_of(task, label, training_datasets, training_tasks),
-                template_name=template_name(task, prompts),
-                prompt=info.prompt if info else None,
-                examples=record["examples"],
-                metrics=dict(record["metrics"]),
-                first_input=read_first_input(eval_dir, task),
-                first_target=read_line_of(os.path.join(eval_dir, f"{task}_targets"), 0),
-                first_output=read_line_of(os.path.join(eval_dir, f"{task}_{step}_predictions"), 0),
-                seconds=record["seconds"],
-            )
-        )
-    return tuple(sorted(found, key=lambda result: (result.dataset, result.task)))
-
-
-# ---- Diagnostics beyond accuracy: confused classes, calibration, disagreement between prompts ----
-
-_BINS = 10
-MAX_FLIPS = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Confusion:
-    """How often each choice was predicted for each answer, summed over prompts.
-
-    Attributes:
-      labels: the choices, as the first prompt words them.
-      counts: [answer][prediction].
-      prompts: number of prompts with this many fixed choices.
-    """
-
-    labels: tuple[str, ...]
-    counts: tuple[tuple[int, ...], ...]
-    prompts: int
-
-    def __post_init__(self) -> None:
-        if {len(self.counts), *map(len, self.counts)} != {len(self.labels)}:
-            raise ValueError(f"a table of {len(self.labels)} choices has other rows or columns")
-
-
-@dataclasses.dataclass(frozen=True)
-class CalibrationBin:
-    """Examples in a range of confidence; mean confidence and accuracy in percent."""
-
-    confidence: float
-    accuracy: float
-    examples: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """Calibration: whether predictions made with 80% confidence are right 80% of the time.
-
-    Attributes:
-      bins: of equal width, without empty ones; every example counts once per prompt.
-      error: expected calibration error in percentage points: the mean of |accuracy - confidence|
-        over bins, weighted by their examples.
-    """
-
-    bins: tuple[CalibrationBin, ...]
-    error: float
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptFlip:
-    """An example that some prompts get right and others wrong.
-
-    Attributes:
-      example: its row in the split or, where rows were not recorded, its index in the task.
-      right: prompts that get it right, of `prompts`.
-      first_input: the example under the first prompt, None if inputs were not written.
-    """
-
-    example: int
-    right: int
-    prompts: int
-    first_input: str | None
-
-
-def confusion(
-    results: Sequence[RankResult], choices: Mapping[str, tuple[str, ...] | None]
-) -> Confusion | None:
-    """Counts predictions by answer, over prompts with the most common number of fixed choices.
-
-    Args:
-      results: of one dataset's prompts.
-      choices: task -> its fixed choices, None where they vary.
-    """
-    # Choices that vary between examples have no labels in common.
-    fixed = [result for result in results if choices.get(result.task)]
-    if not fixed:
-        return None
-    sizes = [len(choices[result.task] or ()) for result in fixed]
-    # Prompts with another number of choices would need their own table.
-    size = max(set(sizes), key=sizes.count)
-    members = [result for result, found in zip(fixed, sizes, strict=True) if found == size]
-    counts = np.zeros((size, size), np.int64)
-    for result in members:
-        known = result.answer >= 0  # -1: the answer is not among the choices
-        # Unlike counts[a, p] += 1, this counts repeated pairs of indices.
-        np.add.at(counts, (result.answer[known], result.predicted[known]), 1)
-    return Confusion(
-        labels=choices[members[0].task] or (),
-        counts=tuple(tuple(int(n) for n in row) for row in counts),
-        prompts=len(members),
-    )
-
-
-def calibration(results: Sequence[RankResult], bins: int = _BINS) -> Calibration:
-    """Accuracy by confidence, over all prompts of a dataset."""
-    confidence = np.concatenate([result.confidence for result in results])
-    correct = np.concatenate([result.correct for result in results])
-    # Put a confidence of exactly 1 into the last bin, not into one of its own.
-    place = np.minimum((confidence * bins).astype(np.int64), bins - 1)
-    found = [
-        CalibrationBin(
-            confidence=float(100 * confidence[place == at].mean()),
-            accuracy=float(100 * correct[place == at].mean()),
-            examples=int((place == at).sum()),
-        )
-        for at in range(bins)
-        if (place == at).any()
-    ]
-    # Absolute gaps, so that over- and underconfidence do not cancel out.
-    gaps = [abs(entry.accuracy - entry.confidence) * entry.examples for entry in found]
-    return Calibration(tuple(found), float(sum(gaps) / len(confidence)))
-
-
-def prompt_flips(
-    results: Sequence[RankResult], eval_dir: str | os.PathLike[str]
-) -> tuple[tuple[PromptFlip, ...], float]:
-    """The examples that prompts disagree on most, and the percentage with any disagreement.
-
-    Compares whether predictions are right, not which choices they are, because prompts order and
-    word their choices differently. Only examples that all prompts share are compared.
-    """
-    if len(results) < 2:
-        return (), 0.0
-    shared = results[0].paired_by
-    for result in results[1:]:
-        shared = np.intersect1d(shared, result.paired_by)
-    if not shared.size:
-        return (), 0.0
-    # For each shared example, the number of prompts that get it right.
-    right = sum(result.correct[np.searchsorted(result.paired_by, shared)] for result in results)
-    right = np.asarray(right, np.int64)
-    # Count the smaller side: at most half of the prompts can disagree.
-    disagreement = np.minimum(right, len(results) - right)
-    # Stable, so that two reports of the same scores list the same examples.
-    order = np.argsort(-disagreement, kind="stable")[:MAX_FLIPS]
-    chosen = [at for at in order if disagreement[at]]
-    # Under the first prompt, whose files number its own examples.
-    first = results[0].example[np.searchsorted(results[0].paired_by, shared)]
-    texts = read_inputs_of(eval_dir, results[0].task, [int(first[at]) for at in chosen])
-    flips = tuple(
-        PromptFlip(int(shared[at]), int(right[at]), len(results), texts.get(int(first[at])))
-        for at in chosen
-    )
-    return flips, float(100 * (disagreement > 0).mean())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from t0repro.reports.accuracy_plot import accuracy_plot, prompt_tip, published_letters
+from t0repro.reports.decoded_tasks import GenerationResult
 from t0repro.reports.page import Cell, Column, Section
-from t0repro.reports.plots import accuracy_plot, calibration_plot, prompt_tip, published_letters
-from t0repro.reports.report import Report, family_of
+from t0repro.reports.plots import calibration_plot
+from t0repro.reports.published import family_of
+from t0repro.reports.report import Report
 from t0repro.reports.results import (
     MAX_UNANSWERABLE,
     DatasetResult,
-    GenerationResult,
     GroupResult,
     PromptResult,
     group_name,
@@ -176,9 +178,6 @@ def percent(value: float) -> Cell:
 
 def _interval(low: float, high: float) -> Cell:
     return Cell(f"{low:.1f}\u2013{high:.1f}", low)
-
-
-# ---- Single answers and outputs, calibration, agreement of prompts -------------------------------
 
 
 _INPUT_SHOWN = 240

@@ -15,10 +15,10 @@ MODES = {
     "train": ("start", "start_configured"),
     "eval": ("evaluate", "evaluate"),
     "score_eval": ("evaluate", "evaluate"),
-    "perplexity_eval": ("evaluate", "evaluate_perplexity"),
-    "infer": ("text_scores", "infer"),
-    "score_from_dataset": ("text_scores", "score_from_dataset"),
-    "score_from_strings": ("text_scores", "score_from_strings"),
+    "perplexity_eval": ("perplexity", "evaluate_perplexity"),
+    "infer": ("text_modes", "infer"),
+    "score_from_dataset": ("text_modes", "score_from_dataset"),
+    "score_from_strings": ("text_modes", "score_from_strings"),
 }
 
 _ON_SEVERAL = ("train", "eval", "score_eval")

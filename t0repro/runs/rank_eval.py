@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,12 @@ from t0repro.evaluation.evaluation_folder import (
 )
 from t0repro.evaluation.generation import decode_examples
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.pairs import ScoreJournal
 from t0repro.evaluation.rank_run import RankRun, ScoredPart
 from t0repro.evaluation.reading import PARTS_IN_WINDOW, TaskReader, windows
+from t0repro.evaluation.score_journal import ScoreJournal
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
 from t0repro.progress import say
-from t0repro.reports.make_report import ReportOptions, make_report, write_report, write_tables
-from t0repro.reports.report import Report
-from t0repro.reports.run import PromptInfo, Run, training_datasets
-from t0repro.reports.statistics import Bootstrap
-from t0repro.storage import output_path, write_atomically
 from t0repro.words import counted
 
 CONTENT_FREE = "N/A"
@@ -372,61 +367,3 @@ def _with_progress(
         yield name, reader.examples()
         if count % 10 == 0 or count == len(readers):
             say(f"read {count} of {counted(len(readers), 'task')}")
-
-
-# ---- The report and the table of scores ----------------------------------------------------------
-
-
-def write_results(
-    outcome: Outcome,
-    step: int,
-    out: str | os.PathLike[str],
-    prompts: Mapping[str, PromptInfo],
-    trained: Collection[str],
-    *,
-    label: str,
-    title: str,
-    resamples: int,
-    extras: Sequence[str],
-) -> tuple[Report, list[Path]]:
-    """Writes report.json, .md and .html and, if tasks were ranked, scores.csv and .parquet.
-
-    Args:
-      outcome: what rank_eval returned.
-      step: the checkpoint's step.
-      out: the results folder.
-      prompts: task name -> its prompt.
-      trained: names of the tasks trained on.
-      label: what to call the run.
-      title: the report's heading.
-      resamples: random weightings of the examples for each interval.
-      extras: see ReportOptions.
-
-    Returns:
-      The report and the paths of the files.
-    """
-    # Empty tasks have no files.
-    ranked = [name for name in outcome.tasks if name not in outcome.empty]
-    decoded = [name for name in outcome.generated if name not in outcome.empty]
-    options = ReportOptions(
-        title=title,
-        bootstrap=Bootstrap(replicates=resamples),
-        # None, not an empty set: then no dataset can be called held out.
-        training_datasets=training_datasets(trained, prompts) or None,
-        training_tasks=trained,
-        tasks=[*ranked, *decoded],
-        extras=extras,
-        notes=_notes(outcome),
-    )
-    report = make_report(Run(label, outcome.folder, step), prompts, options)
-    paths = write_report(report, out)
-    if ranked:
-        paths += write_tables(outcome.folder, step, prompts, out, ranked)
-    return report, paths
-
-
-def _notes(outcome: Outcome) -> tuple[str, ...]:
-    notes = [f"No examples: {', '.join(outcome.empty)}."] if outcome.empty else []
-    if outcome.left_out:
-        notes.append(f"Left out: {reasons_in_words(outcome.left_out)}.")
-    return tuple(notes)

@@ -1,7 +1,7 @@
 import pytest
 
-from t0repro.evaluation import evaluation_folder
-from t0repro.evaluation.evaluation_folder import code_digest, imported_modules, read_source
+from t0repro.evaluation import code_version
+from t0repro.evaluation.code_version import code_digest, imported_modules, read_source
 
 
 def with_a_change_in(changed):
@@ -15,9 +15,9 @@ def with_a_change_in(changed):
 
 
 PARTS = {
-    "scoring": evaluation_folder._SCORING,
-    "generation": evaluation_folder._GENERATION,
-    "rendering": evaluation_folder._RENDERING,
+    "scoring": code_version._SCORING,
+    "generation": code_version._GENERATION,
+    "rendering": code_version._RENDERING,
 }
 
 
@@ -49,7 +49,7 @@ def test_code_that_results_do_not_depend_on_leaves_the_digest_alone():
 
 def test_another_version_of_a_package_gives_another_digest(monkeypatch):
     before = code_digest(PARTS["scoring"], ["jax"])
-    monkeypatch.setattr(evaluation_folder.importlib.metadata, "version", lambda name: "0.0.1")
+    monkeypatch.setattr(code_version.importlib.metadata, "version", lambda name: "0.0.1")
     assert code_digest(PARTS["scoring"], ["jax"]) != before
 
 
@@ -69,5 +69,5 @@ def test_imports_are_followed_wherever_they_stand_but_for_type_checkers():
 
 
 def test_every_task_module_counts_for_rendering():
-    digest = evaluation_folder.rendering_digest()
-    assert len(digest) == 16 and digest == evaluation_folder.rendering_digest()
+    digest = code_version.rendering_digest()
+    assert len(digest) == 16 and digest == code_version.rendering_digest()

@@ -11,7 +11,7 @@ import sacrebleu
 from rouge_score import rouge_scorer
 from t5.evaluation import metrics
 
-from t0repro.evaluation.task_output import Judge
+from t0repro.evaluation.judge import Judge
 from t0repro.tasks.prompted_examples import METRICS
 from t0repro.tasks.seqio_tasks import postprocess, task_metrics
 

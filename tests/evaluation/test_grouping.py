@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t0repro.evaluation import grouping
+from t0repro.evaluation import grouping, packing
 from t0repro.evaluation.grouping import make_batching
 from t0repro.evaluation.pairs import concatenated, distinct_pairs
 
@@ -99,7 +99,7 @@ def test_an_empty_input_shares_its_row_with_no_other():
 
 
 def test_very_many_choices_take_further_rows_of_the_same_input(monkeypatch):
-    monkeypatch.setattr(grouping, "MAX_ROW", 10)
+    monkeypatch.setattr(packing, "MAX_ROW", 10)
     pairs = distinct_pairs(examples_of(*(([5, 6], [7] * n) for n in (4, 6, 5, 12))))
     (batch,) = make_batching(pairs, 1000).batches
     (row,) = batch.rows
@@ -109,7 +109,7 @@ def test_very_many_choices_take_further_rows_of_the_same_input(monkeypatch):
 
 def test_batches_of_a_shape_are_full_but_for_the_last_which_has_one_of_few_sizes():
     def sizes(count):
-        rows = [grouping.Row((n,), ((n,),), 8, 1) for n in range(count)]
+        rows = [packing.Row((n,), ((n,),), 8, 1) for n in range(count)]
         return [(batch.size, len(batch.rows)) for batch in grouping._batches(rows, 1024, 64)]
 
     assert sizes(35) == [(16, 16), (16, 16), (3, 3)]

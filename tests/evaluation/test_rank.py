@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import TaskScores
+from t0repro.evaluation.judge import Judge
 from t0repro.evaluation.rank import rank_classification, rank_metrics, ranked_target
-from t0repro.evaluation.task_output import Judge
+from t0repro.evaluation.task_scores import TaskScores
 
 
 def task_scores(targets, scores):

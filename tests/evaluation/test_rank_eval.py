@@ -19,18 +19,19 @@ from t0repro.evaluation import engine, evaluation_folder, reading
 from t0repro.evaluation.engine import Engine
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
 from t0repro.evaluation.opened import open_checkpoint
-from t0repro.evaluation.outputs import read_records, read_task_scores, write_record
+from t0repro.evaluation.outputs import read_task_scores
+from t0repro.evaluation.records import read_records, write_record
 from t0repro.evaluation.task_output import LineFile, TruncationCounter
 from t0repro.progress import heard_by
 from t0repro.reports import load_report
-from t0repro.reports.comparison import compare_runs, read_history
+from t0repro.reports.comparison import compare_runs
+from t0repro.reports.history import read_history
 from t0repro.reports.make_report import ReportOptions, make_report
-from t0repro.reports.results import rank_folder
+from t0repro.reports.ranking import rank_folder
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap, Outcomes
 from t0repro.runs import rank_eval
-from t0repro.runs.rank_eval import write_results
-from t0repro.storage import lock_folder
+from t0repro.runs.rank_report import write_results
 from t0repro.tasks import task as registry
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.registration import register_templates
@@ -141,7 +142,7 @@ def test_metrics_are_t5s_under_t5s_names(evaluated):
 
 
 def rank_results(folder, task):
-    from t0repro.reports.results import rank_folder
+    from t0repro.reports.ranking import rank_folder
 
     return rank_folder(folder, {}, tasks=[task])
 

@@ -12,7 +12,7 @@ from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
 from t0repro.evaluation import reading
 from t0repro.evaluation.task_output import explaining_incomplete_inputs
-from t0repro.runs import evaluate as score_eval
+from t0repro.runs import task_writer as score_eval
 
 from ..helpers.tiny_models import run_config
 

@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.evaluation.outputs import ScoredPairs, read_task_scores
+from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.task_output import LineFile
+from t0repro.evaluation.task_scores import ScoredPairs
 
 floats = st.floats(width=32, max_value=0.0, allow_nan=False, allow_infinity=False)
 

@@ -18,8 +18,8 @@ import pytest
 
 from t0repro.cli import app
 from t0repro.cli.gate import gate
-from t0repro.reports.make_report import write_files
-from t0repro.storage import lock_folder, write_atomically
+from t0repro.reports.report_files import write_files
+from t0repro.storage import write_atomically
 
 from ..converters.released_servers import serving as serving_checkpoints
 from ..jobs.trainings import save_checkpoints
@@ -214,7 +214,8 @@ def cache(out: Path) -> None:
 
 
 def precompile(out: Path) -> None:
-    from t0repro.runs.precompile import Program, write_t5x_files
+    from t0repro.runs.precompile import write_t5x_files
+    from t0repro.runs.programs import Program
 
     modules = (b"before" * 999, b"after" * 999)
     program = cast("Program", SimpleNamespace(modules=modules))
@@ -234,7 +235,7 @@ def score_eval(out: Path) -> None:
 
 
 def rank_eval(out: Path) -> None:
-    from t0repro.evaluation.pairs import DIGEST, ScoreJournal
+    from t0repro.evaluation.score_journal import DIGEST, ScoreJournal
 
     with lock_folder(out, "rank evaluation"):
         digests = np.array([b"%16d" % number for number in range(300)], DIGEST)
@@ -248,8 +249,8 @@ def rank_eval(out: Path) -> None:
 
 def parity(out: Path) -> None:
     from t0repro.parity.mesh_jobs import save_batches
-    from t0repro.reports.make_report import write_page
     from t0repro.reports.page import Page, Section
+    from t0repro.reports.report_files import write_page
 
     with lock_folder(out, "a comparison of the stacks"):
         batch = {"inputs": np.arange(400).reshape(4, 100)}
@@ -276,7 +277,7 @@ def evaluate(out: Path) -> None:
     import seqio
 
     from t0repro.converters.tensors import CheckpointRef
-    from t0repro.runs.evaluate import EvaluatedCheckpoints
+    from t0repro.runs.evaluate_checkpoints import EvaluatedCheckpoints
 
     with lock_folder(out / "inference_eval", "evaluation"):
         record = EvaluatedCheckpoints(t5x_plan("eval", out))
@@ -311,7 +312,7 @@ def infer(out: Path) -> None:
 
 def mesh_infer(out: Path) -> None:
     """That of Mesh TensorFlow's dialect."""
-    from t0repro.runs.text_scores import write_lines
+    from t0repro.runs.text_files import write_lines
 
     write_lines(out / "answers", range(4000))
 

@@ -32,7 +32,7 @@ from t0repro.partitioning import costs
 from t0repro.partitioning.costs import collectives, counts
 from t0repro.partitioning.devices import choose
 from t0repro.progress import heard_by
-from t0repro.runs.evaluate import perplexity_metrics
+from t0repro.runs.perplexity import perplexity_metrics
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree
 from t0repro.training.optimizers import make_optimizer, make_schedule

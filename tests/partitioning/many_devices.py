@@ -27,7 +27,7 @@ from t0repro.config.optimizer import MomentumConfig
 from t0repro.model.t5 import T5
 from t0repro.partitioning.costs import collectives, counts
 from t0repro.partitioning.devices import choose, fetched
-from t0repro.runs.precompile import train_programs
+from t0repro.runs.programs import train_programs
 from t0repro.training.optimizers import make_optimizer, make_schedule
 from t0repro.training.train_state import single_layers
 

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from t0repro.reports.accuracy_plot import published_letters
+from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
 from t0repro.reports.make_report import ReportOptions, make_report
-from t0repro.reports.page import render_html
-from t0repro.reports.plots import published_letters
-from t0repro.reports.report import load_report, published_figures
+from t0repro.reports.page_html import render_html
+from t0repro.reports.published import published_figures
+from t0repro.reports.ranking import rank_folder
+from t0repro.reports.report import load_report
 from t0repro.reports.report_page import report_page
-from t0repro.reports.results import calibration, confusion, prompt_flips, rank_folder
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
 

@@ -8,9 +8,11 @@ import pytest
 
 import t0repro.reports
 from t0repro.errors import UserError
-from t0repro.reports.make_report import ReportOptions, make_report, write_report
+from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.prompts import dataset_label
 from t0repro.reports.report import SCHEMA_VERSION, load_report
-from t0repro.reports.run import Run, dataset_label
+from t0repro.reports.report_files import write_report
+from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
 
 from .scored_folder import write_scores

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from t0repro.cli.report import app, compare
 from t0repro.errors import UserError
-from t0repro.reports.make_report import write_files
+from t0repro.reports.report_files import write_files
 from t0repro.storage import lock_folder
 
 from .test_comparison import write_run

@@ -11,7 +11,7 @@ from t0repro.config.t5x.inference import eval_plan
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
-from t0repro.runs.checkpoint_choice import chosen, identity, is_there
+from t0repro.runs.restored_checkpoints import chosen, identity, is_there
 
 from .tiny_gin import parsed, save_checkpoint
 

@@ -8,7 +8,7 @@ from t0repro.config.t5x.inference import eval_plan, infer_plan
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError
 from t0repro.runs.batch_infer import infer
-from t0repro.runs.evaluate import evaluate_checkpoints
+from t0repro.runs.evaluate_checkpoints import evaluate_checkpoints
 from t0repro.runs.preflight import check_inference, check_training
 
 from .tiny_gin import parsed, save_checkpoint

@@ -10,7 +10,7 @@ from t0repro.config.t5x.inference import eval_plan, infer_plan
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError
 from t0repro.runs import preflight
-from t0repro.runs.preflight import Check, Cost, run_checks
+from t0repro.runs.checks import Check, Cost, run_checks
 
 from .tiny_gin import parsed
 

@@ -146,8 +146,8 @@ def test_tasks_list_examples_and_a_report_leaves_them_out(mixtures, tmp_path, mo
 
     import numpy as np
 
-    from t0repro.evaluation.outputs import TaskScores
     from t0repro.evaluation.rank import rank_classification
+    from t0repro.evaluation.task_scores import TaskScores
 
     example, choice = np.divmod(np.arange(8), 2)
     scores = TaskScores(

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 from t0repro.config.model import Layout
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning, choose
-from t0repro.runs.precompile import train_programs
+from t0repro.runs.programs import train_programs
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.rematerialization import batch_shapes, step_memory
 from t0repro.training.train_state import held_shapes

@@ -17,9 +17,9 @@ from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.inference import eval_plan
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError
-from t0repro.evaluation.evaluator import functions_of
+from t0repro.evaluation.model_functions import functions_of
 from t0repro.model.t5 import T5
-from t0repro.runs.checkpoint_choice import generating_model
+from t0repro.runs.restored_checkpoints import generating_model
 from t0repro.training.checkpoints import load_tree, save_checkpoint
 from t0repro.training.train_state import from_flat_tree
 
