@@ -41,7 +41,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),
     "vertex": ("google.cloud.aiplatform", "google.cloud.storage", "google.cloud.logging"),
-    "xmanager": ("xmanager",),
 }
 
 _SETUP = "bash scripts/setup.sh"

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 import typer
 
 from t0repro.cli.spelling import canonical, source
-from t0repro.cloud.spec import check_not_export
 from t0repro.cloud.tracker import TrackedRun, TrackerName, tracked
+from t0repro.cloud.vertex.command_line import check_not_export
 from t0repro.errors import UserError
 from t0repro.words import without_passwords
 

@@ -28,8 +28,8 @@ from t0repro.cli.options import (
 from t0repro.cli.results import echo
 from t0repro.cli.spelling import LogOptions, source
 from t0repro.cloud.auxiliary import AuxiliaryOptions
-from t0repro.cloud.spec import JobMode
 from t0repro.cloud.tracker import check_trackers
+from t0repro.cloud.vertex.command_line import JobMode
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.storage import check_address, check_folder, lock_folder, output_path
 

@@ -18,8 +18,9 @@ from typing import Any
 import dacite
 
 from t0repro import yaml_files
-from t0repro.cloud.google import Place, cancel_job, cloud_errors, connect, find_job
-from t0repro.cloud.spec import MOUNT, JobSpec, Machines
+from t0repro.cloud.vertex.custom_jobs import cancel_job, find_job
+from t0repro.cloud.vertex.google import Place, cloud_errors, connect
+from t0repro.cloud.vertex.spec import MOUNT, JobSpec, Machines
 from t0repro.errors import UserError, nearest_names
 from t0repro.jobs.worker import EngineState, Job, Launcher, Limits, LocalLauncher
 from t0repro.words import is_secret, shortened
@@ -391,7 +392,7 @@ class VertexLauncher(Launcher):
     def cancel(self, job: Job) -> None:
         """Asks the service to end a job, if it is still running."""
         found = find_job(job.name, self._place)
-        if found is not None and not found.ended:
+        if found is not None and not found.has_ended:
             cancel_job(found.name, self._place)
 
 

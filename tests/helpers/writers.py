@@ -353,7 +353,7 @@ def aux(out: Path) -> None:
 
 
 def vertex(out: Path) -> None:
-    from t0repro.cloud.job_files import _copy
+    from t0repro.cloud.vertex.results import _copy
 
     data = b"event" * 800
     for name in ("report.json", "events.out.tfevents.1"):
