@@ -25,8 +25,8 @@ from t0repro.cli.gate import USER_ERROR, gate, use_huge_pages_where_faster
 from t0repro.cli.options import TRACKER_HELP, ProcessOptions, allowlist_of, tracked_training
 from t0repro.cli.results import echo
 from t0repro.cli.spelling import canonical, canonical_arguments, help_page
-from t0repro.cloud.auxiliary import AuxiliaryOptions
-from t0repro.cloud.tracker import TrackerName
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
+from t0repro.cloud.trackers.table import TrackerName
 from t0repro.config.configuration import Configuration, NotOnJax
 from t0repro.config.gin.folders import package_folder
 from t0repro.config.mtf.packages import recorded
