@@ -42,6 +42,7 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("schedule", "which tests run (tests/helpers/schedule.py)")
     for option, text in {
         "--all": "every case of every test",
+        "--default": "of files that are named too, what runs without names",
         "--rest": "only the cases that are left out without --all",
         "--fast": "the cheapest files of every folder",
         "--record": "every case, and write tests/seconds.json",
@@ -55,7 +56,8 @@ class Schedule:
     def __init__(self, config: pytest.Config):
         self._config = config
         named = config.args_source is pytest.Config.ArgsSource.ARGS
-        if named and not (config.getoption("--rest") or config.getoption("--fast")):
+        parts = ("--rest", "--fast", "--default")
+        if named and not any(map(config.getoption, parts)):
             config.option.all = True  # pytest-xdist's workers, which always get names, see it
         self._recorded = read(RECORDED)
         self._known = self._recorded | read(LATEST)
