@@ -17,7 +17,7 @@ import typer
 
 from t0repro.cli import app
 from t0repro.cli.spelling import canonical, with_t5x_overrides
-from t0repro.config.mtf.dialect import KNOWN_BINDINGS
+from t0repro.config.mtf.known import known_bindings
 from t0repro.config.t5x.modules import records_by_module
 from t0repro.storage.access import addresses_of_another_machine
 
@@ -191,7 +191,7 @@ def test_the_page_of_gins_fields_has_every_record_binding_and_range(site):
                 for each in dataclasses.fields(kind)
                 if each.init
             )
-    assert all(f"<code>{name}</code>" in text for name in KNOWN_BINDINGS)
+    assert all(f"<code>{name}</code>" in text for name in known_bindings())
     assert "at least 0 and below 1" in text  # dropout_rate's range
     # A default of Mesh TensorFlow's own signature.
     assert re.search(r"<code>clipping_threshold</code></td>\s*<td[^>]*><code>1.0</code>", text)

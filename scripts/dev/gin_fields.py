@@ -5,26 +5,21 @@ mkdocs.yml runs this as a hook whenever the site is built, so the page always ma
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import gin
-from t0repro import compat
 from t0repro.config.decoding import DecodingConfig
 from t0repro.config.model import Layout, ModelConfig
-from t0repro.config.mtf.dialect import KNOWN_BINDINGS
-from t0repro.config.mtf.packages import MESH_TRANSFORMER
-from t0repro.config.mtf.parser import UTILS
+from t0repro.config.mtf import stand_ins
+from t0repro.config.mtf.known import known_bindings
 from t0repro.config.names import arguments_of
 from t0repro.config.optimizer import AdafactorConfig, AdamWeightDecayConfig
 from t0repro.config.ranges import range_of
 from t0repro.config.run import RunConfig
 from t0repro.config.t5x.modules import records_by_module
-
-JAX_MODEL = "t0repro.config.mtf.parser"  # registers its configurables when it is imported
 
 
 def cell(text: Any) -> str:
@@ -85,12 +80,9 @@ def mesh_tables() -> Iterator[str]:
         " TensorFlow would read may only be bound to its default on JAX; another value is refused"
         " with its place.\n"
     )
-    compat.install()
-    for module in (MESH_TRANSFORMER, UTILS, JAX_MODEL):
-        importlib.import_module(module)
-    for name, known in sorted(KNOWN_BINDINGS.items()):
+    for name, known in sorted(known_bindings().items()):
         yield f"### `{name}`\n"
-        parameters = inspect.signature(gin.get_configurable(name)).parameters
+        parameters = stand_ins.signature_of(name).parameters
         arguments = sorted(set(parameters if known is ... else known) - {"self"})
         if not arguments:
             yield "Only its defaults.\n"

@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -76,9 +77,6 @@ def _modules() -> list[str]:
 
 def _described(function: Any, configurable: Any) -> dict[str, Any]:
     described: dict[str, Any] = {"signature": _signature(function)}
-    if inspect.isclass(function):
-        bases = (registered(base) for base in function.__mro__[1:])
-        described["base"] = next((base for base in bases if base), None)
     for name in ("allowlist", "denylist"):
         if listed := getattr(configurable, name):
             described[name] = sorted(listed)
@@ -142,6 +140,8 @@ def _flags(module: str) -> list[dict[str, Any]]:
             "name": flag.name,
             "kind": _kind(flag),
             "default": flag.default,
+            # absl adds the choices before a help text, and how to repeat a flag after it.
+            "help": re.sub(r"^<[^>]*>: |;\s+repeat this option.*", "", flag.help, flags=re.S),
         }
         | ({"choices": flag.parser.enum_values} if hasattr(flag.parser, "enum_values") else {})
         for flag in flags.FLAGS.flags_by_module_dict()[module]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,12 +21,11 @@ from t0repro.cli.options import (
 )
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import source
-from t0repro.cloud.auxiliary_options import AuxiliaryOptions
-from t0repro.cloud.launchers.table import CommandLauncher, import_launcher
+from t0repro.cloud.auxiliary import AuxiliaryOptions
 from t0repro.errors import UserError
 
 if TYPE_CHECKING:
-    from t0repro.cloud.launchers.machines import Machine
+    from t0repro.cloud.engines import Machine
 
 app = typer.Typer(name="aux", invoke_without_command=True)
 
@@ -120,12 +121,12 @@ def status(
 
 @dataclasses.dataclass(frozen=True)
 class MachineOptions:
-    """Where the processes run, and the launcher's own options."""
+    """Where the processes run, and the engine's own options."""
 
     # With `=`, because Click would otherwise parse --partition as an option of this command.
     option: Annotated[
         list[str] | None,
-        typer.Option(help="An option for the launcher's own command, as --option=--partition=gpu."),
+        typer.Option(help="An option for the engine's own command, as --option=--partition=gpu."),
     ] = None
     machines: Annotated[
         Path | None, typer.Option(help="A YAML file that defines platforms and cells.")
@@ -143,7 +144,7 @@ class MachineOptions:
         Raises:
           UserError: If an entry is named without a file, or the file lacks it.
         """
-        from t0repro.cloud.launchers.machines import find_machine
+        from t0repro.cloud.engines import find_machine
 
         if self.machines is None and (self.platform or self.cell):
             raise UserError(
@@ -151,21 +152,24 @@ class MachineOptions:
                 where="--platform" if self.platform else "--cell",
                 fix="Name the file of machines: --machines FILE.",
             )
-        machine = find_machine(self.machines, self.platform, self.cell)
-        return dataclasses.replace(machine, options=[*machine.options, *(self.option or ())])
+        found = find_machine(self.machines, self.platform, self.cell)
+        return dataclasses.replace(found, options=[*found.options, *(self.option or ())])
 
 
 @with_groups
 def launch(
     context: typer.Context,
-    to: Annotated[CommandLauncher, typer.Option("--to", help="What starts the command.")],
+    to: Annotated[
+        Literal["slurm", "k8s", "skypilot", "gcluster", "tpu-vm"],
+        typer.Option("--to", help="The engine that starts the command."),
+    ],
     where: MachineOptions,
-    name: Annotated[str, typer.Option(help="The job's name there.")] = "t0repro",
+    name: Annotated[str, typer.Option(help="The job's name on the engine.")] = "t0repro",
     processes: Annotated[
         int, typer.Option(min=1, help="Number of processes; a TPU slice sets its own.")
     ] = 1,
     dry_run: Annotated[
-        bool, typer.Option("--dry_run", help="Print what it would receive, then exit.")
+        bool, typer.Option("--dry_run", help="Print what the engine would receive, then exit.")
     ] = False,
 ) -> None:
     """Start a command as several processes on Slurm, Kubernetes, SkyPilot, GKE or a Cloud TPU.
@@ -177,7 +181,7 @@ def launch(
       t0repro launch --to slurm --processes 4 --option=--gpus-per-task=1 --dry_run
         -- t0repro train --gin_file run.gin --gin.MODEL_DIR="'runs/a'"
     """
-    from t0repro.cloud.launchers.launch import Launch
+    from t0repro.cloud import engines, launching
 
     if not context.args:
         raise UserError(
@@ -185,5 +189,22 @@ def launch(
             where="the command line",
             fix="Write it after two dashes: t0repro launch --to slurm -- t0repro train ...",
         )
-    start = import_launcher(to).start
-    echo(start(Launch(name, tuple(context.args), processes, where.machine()), dry_run=dry_run))
+    asked = launching.Launch(name, tuple(context.args), processes, where.machine())
+    if to == "tpu-vm":
+        for command in launching.tpu_vm_commands(asked):
+            echo(shlex.join(command))
+        return
+    if to == "gcluster":
+        submit = launching.gcluster_command(asked)
+        echo(shlex.join(submit) if dry_run else engines.run_engine(*submit))
+        return
+    submit, text = launching.engine_input(to, asked, to_print=dry_run)
+    if dry_run:
+        echo(text.rstrip("\n"))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if to == "skypilot":
+            # sky recognizes a task file by its suffix.
+            Path(folder, "task.yaml").write_text(text)
+            submit = (*submit, f"{folder}/task.yaml")
+        echo(engines.run_engine(*submit, text=text, environment=asked.secrets))

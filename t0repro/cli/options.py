@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 import typer
 
 from t0repro.cli.spelling import canonical, source
-from t0repro.cloud.trackers.follower import track
-from t0repro.cloud.trackers.table import TrackerName
-from t0repro.cloud.trackers.tracker import TrackedRun
-from t0repro.cloud.vertex.command_line import check_not_export
+from t0repro.cloud.spec import check_not_export
+from t0repro.cloud.tracker import TrackedRun, TrackerName, tracked
 from t0repro.errors import UserError
 from t0repro.words import without_passwords
 
@@ -319,7 +317,7 @@ def tracked_training(
     settings: dict[str, Any] = json.loads(without_passwords(config.to_json())) if config else {}
     # Leave out each value's origin: it is longer than the value, and the gin files have it.
     settings.pop("provenance", None)
-    return track(names or (), TrackedRun(model_dir, settings, _OF_TRAINING))
+    return tracked(names or (), TrackedRun(model_dir, settings, _OF_TRAINING))
 
 
 def tracked_evaluation(
@@ -331,7 +329,7 @@ def tracked_evaluation(
         "mixture": mixture,
         **dataclasses.asdict(settings),
     }
-    return track(names or (), TrackedRun(out, about, _OF_EVALUATION))
+    return tracked(names or (), TrackedRun(out, about, _OF_EVALUATION))
 
 
 # ---- The head of an evaluation's report ----------------------------------------------------------

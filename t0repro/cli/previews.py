@@ -112,10 +112,10 @@ def explain(
         )
     echo("reading gin files ...", err=True)
     from t0repro.config.configuration import render
-    from t0repro.config.mtf.dialect import describe_or_load
+    from t0repro.config.mtf.dialect import load
 
     folders = gin_location_prefix
-    config = describe_or_load(
+    config = load(
         mesh_inputs(
             gin_file,
             gin_param,
@@ -322,12 +322,12 @@ def _mesh_config(
     float32: bool,
 ) -> RunConfig:
     echo("reading gin files ...", err=True)
-    from t0repro.config.mtf.dialect import describe_or_load
+    from t0repro.config.mtf.dialect import load
 
     inputs = mesh_inputs(
         options.gin_file, gin_param, gin_location_prefix, options.module_import, skipped=skipped
     )
-    return describe_or_load(inputs, float32_activations=float32).run
+    return load(inputs, float32_activations=float32).run
 
 
 def _t5x_mode(

@@ -25,7 +25,7 @@ from t0repro.cli.options import (
 )
 from t0repro.cli.results import echo, for_people, print_json
 from t0repro.cli.spelling import output, source
-from t0repro.cloud.trackers.table import check_trackers
+from t0repro.cloud.tracker import check_trackers
 from t0repro.storage import check_folder, check_readable
 from t0repro.words import counted
 

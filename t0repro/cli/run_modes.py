@@ -27,9 +27,9 @@ from t0repro.cli.options import (
 )
 from t0repro.cli.results import echo
 from t0repro.cli.spelling import LogOptions, source
-from t0repro.cloud.auxiliary_options import AuxiliaryOptions
-from t0repro.cloud.trackers.table import check_trackers
-from t0repro.cloud.vertex.command_line import JobMode
+from t0repro.cloud.auxiliary import AuxiliaryOptions
+from t0repro.cloud.spec import JobMode
+from t0repro.cloud.tracker import check_trackers
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.storage import check_address, check_folder, lock_folder, output_path
 
@@ -452,7 +452,7 @@ def start(
 
 def _check_machine(machines: Path | None, platform: str | None, cell: str | None) -> None:
     """Refuses to train on another machine; labels that no file defines mean this one."""
-    from t0repro.cloud.launchers.machines import find_machine
+    from t0repro.cloud.engines import find_machine
 
     machine = find_machine(machines, platform, cell)
     if machine.launcher != "local":

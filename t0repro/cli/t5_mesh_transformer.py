@@ -25,12 +25,12 @@ from t0repro.cli.gate import USER_ERROR, gate, use_huge_pages_where_faster
 from t0repro.cli.options import TRACKER_HELP, ProcessOptions, allowlist_of, tracked_training
 from t0repro.cli.results import echo
 from t0repro.cli.spelling import canonical, canonical_arguments, help_page
-from t0repro.cloud.auxiliary_options import AuxiliaryOptions
-from t0repro.cloud.trackers.table import TrackerName
+from t0repro.cloud.auxiliary import AuxiliaryOptions
+from t0repro.cloud.tracker import TrackerName
 from t0repro.config.configuration import Configuration, NotOnJax
 from t0repro.config.gin.folders import package_folder
-from t0repro.config.mtf.packages import recorded
-from t0repro.errors import UserError
+from t0repro.config.mtf.stand_ins import recorded
+from t0repro.errors import UserError, needs_reference_tier
 from t0repro.progress import SeqioOnce
 from t0repro.storage import check_readable, input_path
 from t0repro.tasks.task import resolved_modules
@@ -47,11 +47,8 @@ def console_entry_point() -> None:
         if _is_on_jax(sys.argv[1:]):
             use_huge_pages_where_faster(sys.argv[1:])
         _check_places(sys.argv[1:])
-        if not _define_alone(sys.argv[1:]):
-            if package_folder("t5"):
-                # Print this first: t5 itself defines the flags, and its import takes seconds.
-                _say_importing()
-            define_flags()
+        define_flags()
+        _import_others_flags(sys.argv[1:])
 
         def main(arguments: Sequence[str]) -> None:
             settings.debug, settings.long_work = flags.FLAGS.debug, True
@@ -67,10 +64,6 @@ def console_entry_point() -> None:
             run(flags.FLAGS)
 
         app.run(main, flags_parser=_parse_flags)
-
-
-def _say_importing() -> None:
-    echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
 
 
 def _check_places(arguments: Sequence[str]) -> None:
@@ -139,6 +132,7 @@ def _check_flags(options: Any) -> None:
 def _run_jax(options: Any) -> None:
     import jax
 
+    from t0repro.data.batches import why_not_run_by_mesh
     from t0repro.partitioning.processes import is_first
     from t0repro.runs import run
     from t0repro.runs.preflight import check_mesh_transformer
@@ -146,9 +140,9 @@ def _run_jax(options: Any) -> None:
     with _group_of(ProcessOptions, options).joined():
         # As t5's main does on every run without --tpu.
         float32 = jax.default_backend() == "cpu"
-        configuration = _described(options, float32_activations=float32)
-        if configuration is None:
-            configuration = _load(options, float32_activations=float32)
+        configuration = _load(options, float32_activations=float32)
+        if why := why_not_run_by_mesh(configuration.run):
+            _import_seqio(options, why)
         check_mesh_transformer(configuration, jax=True, skip_missing=options.skip_missing)
         # Checked and reported before anything is written.
         print_flag_notes(options, configuration, on_jax=True)
@@ -161,6 +155,29 @@ def _run_jax(options: Any) -> None:
             run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
 
 
+def _import_seqio(options: Any, why: str) -> None:
+    """Imports SeqIO, TensorFlow and t5, which read data that the core cannot; adds the tasks.
+
+    Raises:
+      UserError: If they are not installed.
+    """
+    from t0repro import compat
+    from t0repro.tasks.registration import load_tasks
+    from t0repro.tasks.task import add_cache_dirs
+
+    if not compat.is_installed():
+        raise needs_reference_tier(why)
+    inputs = gin_inputs(options)
+    with _importing_packages():
+        compat.install()
+        import seqio
+
+        load_tasks(inputs.module_imports, into_seqio=True)
+    if inputs.tfds_data_dir:
+        seqio.set_tfds_data_dir_override(inputs.tfds_data_dir)
+    add_cache_dirs(inputs.cache_dirs, "--additional_task_cache_dirs")
+
+
 def _run_mesh_tensorflow(options: Any) -> None:
     if (options.process_count or 1) > 1 or options.multiprocess_gpu:
         raise UserError(
@@ -168,6 +185,12 @@ def _run_mesh_tensorflow(options: Any) -> None:
             where="--process_count" if options.process_count else "--multiprocess_gpu",
             fix="Add --backend=jax.",
         )
+    from t0repro import compat
+
+    with _importing_packages():
+        compat.install()
+        from mesh_tensorflow.transformer import utils as utils
+        from t5.models import mesh_transformer_main as mesh_transformer_main
     import tensorflow
 
     tf = tensorflow.compat.v1
@@ -183,7 +206,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
 
     configuration = None
     try:
-        configuration = _load(options, float32_activations=True)
+        configuration = _load(options, float32_activations=True, with_packages=True)
     except NotOnJax:
         # Only t5 implements some modes, such as export; it checks their few flags itself.
         if not options.use_model_api:
@@ -208,34 +231,17 @@ def _run_mesh_tensorflow(options: Any) -> None:
         run(options, configuration)
 
 
-def _described(options: Any, *, float32_activations: bool) -> Configuration | None:
-    """The configuration of a run that needs neither TensorFlow nor t5; None for any other."""
-    # t5's real configurables are registered then, under the names that stand-ins would take.
-    if "t5" in sys.modules:
-        return None
-    from t0repro.config.mtf import dialect
-    from t0repro.data.batches import why_not_run_by_mesh
-
-    found = dialect.describe(
-        gin_inputs(options), why_not_run_by_mesh, float32_activations=float32_activations
-    )
-    if found is None:
-        _say_importing()
-        _exchange()
-    return found
-
-
-def _load(options: Any, *, float32_activations: bool) -> Configuration:
+def _load(options: Any, *, float32_activations: bool, with_packages: bool = False) -> Configuration:
     """The configuration; the Model API's flags amount to the same bindings as gin files would."""
     from t0repro.config.mtf import dialect
-
-    inputs = gin_inputs(options)
-    if not options.use_model_api:
-        return dialect.load(inputs, float32_activations=float32_activations)
     from t0repro.converters.sources import find_checkpoint
 
-    return dialect.load_model_api(
-        inputs, options, find_checkpoint, float32_activations=float32_activations
+    return dialect.load(
+        gin_inputs(options),
+        float32_activations=float32_activations,
+        with_packages=with_packages,
+        flags=options if options.use_model_api else None,
+        find_checkpoint=find_checkpoint,
     )
 
 
@@ -369,9 +375,6 @@ def _device(on_jax: bool) -> tuple[str, int, int]:
 
 _Group = TypeVar("_Group", ProcessOptions, AuxiliaryOptions)
 
-_T5_COMMAND = "t5.models.mesh_transformer_main"
-_NEED_T5 = {"help", "helpshort", "helpfull", "helpxml", "h", "?", "use_model_api"}
-
 
 def _is_on_jax(arguments: Sequence[str]) -> bool:
     """Whether the command line asks for the JAX stack, before any flag is defined."""
@@ -381,50 +384,40 @@ def _is_on_jax(arguments: Sequence[str]) -> bool:
     return not {"--backend=jax", "-backend=jax"}.isdisjoint(pairs)
 
 
-def _define_alone(arguments: Sequence[str]) -> bool:
-    """Defines the flags without importing t5 if the command line does not need it; else none.
-
-    Args:
-      arguments: The command line. It needs t5 for Mesh TensorFlow, for a flag of another of its
-        packages, and for the help texts of t5's flags.
-    """
-    if not _is_on_jax(arguments):
-        return False
-    words = canonical_arguments(arguments)
-    names = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("-")}
-    # A process that has imported t5's command has its flags already.
-    if names & _NEED_T5 or _T5_COMMAND in sys.modules:
-        return False
+def define_flags() -> None:
+    """Defines t5's flags as they are recorded, and this project's own."""
     _define_recorded()
     _define_own()
+    of_t5 = [flags.FLAGS[flag["name"]] for flag in recorded()["flags"]]
+    for flag in (*of_t5, *flags.FLAGS.flags_by_module_dict()[__name__]):
+        # --help lists only the key flags of the main module, which is the console script.
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+
+
+def _import_others_flags(arguments: Sequence[str]) -> None:
+    """Imports t5's command if the command line has a flag of another of its packages."""
+    words = canonical_arguments(arguments)
+    names = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("-")}
     # absl turns a boolean flag off by --noNAME.
-    if all(name in flags.FLAGS or name.removeprefix("no") in flags.FLAGS for name in names):
-        return True
-    _exchange()
-    return False
+    known = {*flags.FLAGS, *(f"no{name}" for name in flags.FLAGS), *_HELP, ""}
+    if not names <= known and package_folder("t5"):
+        from t0repro import compat
+
+        with _importing_packages():
+            compat.install()
+            from t5.models import mesh_transformer_main as mesh_transformer_main
 
 
-def define_flags() -> None:
-    """Defines t5's flags, by importing its command if it is installed, and this project's own."""
-    theirs = _import_t5s_flags() if package_folder("t5") else (_define_recorded(),)
-    _define_own()
-    by_module = flags.FLAGS.flags_by_module_dict()
-    for module in (*theirs, __name__):
-        for flag in by_module.get(module, []):
-            # --help lists only the key flags of the main module, which is the console script.
-            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
-
-
-def _import_t5s_flags() -> tuple[str, ...]:
-    """Imports t5's command, which defines its flags; returns the modules that they are of."""
-    from t0repro import compat
-
-    # Before t5's command is imported, because the import fails without the patches.
-    compat.install()
-    from mesh_tensorflow.transformer import utils
-    from t5.models import mesh_transformer_main
-
-    return mesh_transformer_main.__name__, utils.__name__
+@contextlib.contextmanager
+def _importing_packages() -> Iterator[None]:
+    """Says that the block imports t5; keeps the values of flags that it defines anew."""
+    echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
+    before = {flag["name"]: flags.FLAGS[flag["name"]] for flag in recorded()["flags"]}
+    try:
+        yield
+    finally:
+        for name, flag in before.items():
+            flags.FLAGS[name].value, flags.FLAGS[name].present = flag.value, flag.present
 
 
 def _define_own() -> None:
@@ -462,31 +455,19 @@ def _define_own() -> None:
         define_group(ProcessOptions)
 
 
-def _define_recorded() -> str:
-    """Defines the recorded flags, without help texts; returns the name of their module."""
+def _define_recorded() -> None:
+    """Defines the recorded flags of t5's command; its import may define them anew."""
     for flag in recorded()["flags"]:
-        more = {"enum_values": flag["choices"]} if "choices" in flag else {}
-        make = getattr(flags, f"DEFINE_{flag['kind']}")
-        # --help imports t5 where it is installed, so its help texts need no record.
-        make(name=flag["name"], default=flag["default"], help="", **more)
-    return __name__
-
-
-def _exchange() -> None:
-    """Imports t5's command, which defines the flags; values that are already parsed are kept."""
-    from t0repro import compat
-
-    values = flags.FLAGS
-    given = {flag["name"]: values[flag["name"]] for flag in recorded()["flags"]}
-    for name in given:
-        delattr(values, name)  # no flag may be defined twice
-    # Before t5's command is imported: without the patches that import fails.
-    compat.install()
-    from t5.models import mesh_transformer_main  # noqa: F401
-
-    for name, flag in given.items():
-        if flag.present:
-            values[name].value, values[name].present = flag.value, flag.present
+        if flag["name"] not in flags.FLAGS:
+            more = {"enum_values": flag["choices"]} if "choices" in flag else {}
+            make = getattr(flags, f"DEFINE_{flag['kind']}")
+            make(
+                name=flag["name"],
+                default=flag["default"],
+                help=flag["help"],
+                allow_override=True,
+                **more,
+            )
 
 
 # Never combined: the training run's gin files are Mesh TensorFlow's, a job's are T5X's.

@@ -72,6 +72,7 @@ class Configuration:
       misread: Bindings that Mesh TensorFlow interprets otherwise than they read; a run on it warns
         of them, and `run_or_refusal` is the first.
       gin_text: The complete configuration as gin writes it, for operative_config.gin.
+      only_on_jax: The error for a setting that Mesh TensorFlow lacks, if one is bound.
       allow_changed: Whether to continue training in a model_dir even if settings changed
         (--allow_changed).
     """
@@ -81,6 +82,7 @@ class Configuration:
     run_or_refusal: RunConfig | NotOnJax
     gin_text: str
     misread: tuple[NotOnJax, ...] = ()
+    only_on_jax: UserError | None = None
     allow_changed: bool = False
 
     @property

@@ -13,12 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from t0repro.config.configuration import Configuration, RunInputs
-from t0repro.config.mtf.parser import (
-    check_mode,
-    checkpoint_steps,
-    deprecated,
-    refuse_on_mesh_tensorflow,
-)
+from t0repro.config.mtf.jax_settings import refusal_on_mesh_tensorflow
+from t0repro.config.mtf.model_api import check_mode, checkpoint_steps
+from t0repro.config.mtf.parser import deprecated_references
 from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 from t0repro.mtf import hooks
@@ -41,7 +38,8 @@ def run(flags: Any, configuration: Configuration | None) -> None:
     Raises:
       UserError: If training cannot continue in model_dir, or only the JAX stack has what gin binds.
     """
-    refuse_on_mesh_tensorflow()
+    if refusal := refusal_on_mesh_tensorflow():
+        raise refusal
     mode = flags.mode if configuration is None else configuration.inputs.mode
     with contextlib.ExitStack() as held:
         if mode in ("train", "finetune") and hooks.is_on_this_disk(flags.model_dir):
@@ -128,7 +126,7 @@ def _run_model_api(flags: Any) -> None:
     from t5.models.mtf_model import MtfModel
 
     # MtfModel skips no others where it reads an operative_config.gin.
-    mesh_transformer.DEPRECATED_GIN_REFERENCES = deprecated(mesh_transformer)
+    mesh_transformer.DEPRECATED_GIN_REFERENCES = deprecated_references()
     check_mode(flags)
     steps = checkpoint_steps(flags)
     model = MtfModel(

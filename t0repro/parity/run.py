@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from t0repro.config.data import EvalDataConfig
-from t0repro.config.mtf.parser import MeshInputs, refuse_on_mesh_tensorflow
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run import RunConfig
 from t0repro.converters.tensors import FlatTree
 from t0repro.data.batches import eval_tasks
@@ -137,8 +137,10 @@ def make_job(
     kinds = {"master": "float32", "slice": "float32", "activation": dtype}
     settings = [f"utils.get_variable_dtype.{kind}_dtype = '{x}'" for kind, x in kinds.items()]
     inputs = dataclasses.replace(inputs, gin_params=[*inputs.gin_params, *settings])
-    config = load(inputs, float32_activations=float32).run
-    refuse_on_mesh_tensorflow()
+    configuration = load(inputs, float32_activations=float32, with_packages=True)
+    config = configuration.run
+    if configuration.only_on_jax:
+        raise configuration.only_on_jax
     if config.model.dropout_rate:
         raise UserError(
             f"The dropout rate is {config.model.dropout_rate}; the stacks draw different noise.",

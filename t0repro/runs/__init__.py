@@ -30,7 +30,7 @@ def run(configuration: Configuration) -> None:
     Raises:
       UserError: For a mode or an option that the JAX stack does not support, or for bad input.
     """
-    from t0repro.config.mtf.parser import refused_export
+    from t0repro.config.mtf.model_api import refused_export
     from t0repro.partitioning.processes import is_alone
 
     mode, place = configuration.inputs.mode, configuration.inputs.provenance.get("mode")

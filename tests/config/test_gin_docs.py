@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.dialect import KNOWN_BINDINGS
+from t0repro.config.mtf.known import known_bindings
 from t0repro.config.mtf.parser import MeshInputs, parse
 
 pytestmark = pytest.mark.mtf
@@ -81,18 +81,15 @@ def test_overrides_of_the_scripts_are_in_the_table(rows):
 
 
 def test_what_the_table_calls_the_same_is_known_to_the_reader(rows):
-    import gin.config
-
     checked = 0
     for name, says in rows.items():
         if "*JAX:*" in says or "." not in name or name.startswith("t0repro."):
             continue
         selector, _, argument = name.rpartition("/")[2].rpartition(".")
-        matches = [known for known in KNOWN_BINDINGS if f".{known}".endswith(f".{selector}")]
-        matches = [known for known in matches if known in gin.config._REGISTRY]
+        matches = [known for known in known_bindings() if f".{known}".endswith(f".{selector}")]
         assert matches, f"{name} is no configurable that the reader knows"
         for known in matches:
-            arguments = KNOWN_BINDINGS[known]
+            arguments = known_bindings()[known]
             if argument == "use_custom_ops":
                 continue  # known by its default alone
             assert arguments is ... or argument in arguments, name

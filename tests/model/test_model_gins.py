@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.dialect import KNOWN_BINDINGS
+from t0repro.config.mtf.known import known_bindings
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
@@ -115,7 +115,7 @@ def test_so_it_has_in_every_layer(tmp_path):
 def test_everything_that_a_training_graph_consults_is_known_to_the_reader(shallow):
     consulted = {selector for result in shallow.values() for selector in result["consulted"]}
     assert len(consulted) > 20
-    assert consulted - set(KNOWN_BINDINGS) == {"gin.macro"}
+    assert consulted - set(known_bindings()) == {"gin.macro"}
 
 
 @pytest.mark.parametrize("name", OTHER_FAMILIES)

@@ -58,6 +58,39 @@ def registered_selector(function: Any) -> str | None:
 
 
 @contextlib.contextmanager
+def registering_apart() -> Iterator[dict[str, Any]]:
+    """Keeps what is registered within the block out of gin's registry.
+
+    Yields:
+      Filled after the block: selector -> gin's record of the configurable.
+    """
+    made: dict[str, Any] = {}
+    registry, gin.config._REGISTRY = gin.config._REGISTRY, type(gin.config._REGISTRY)()
+    try:
+        yield made
+        made.update(gin.config._REGISTRY.items())
+    finally:
+        gin.config._REGISTRY = registry
+
+
+def swap_configurables(configurables: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts configurables under their selectors; returns those that were there, None for none.
+
+    Args:
+      configurables: Selector -> gin's record of a configurable; None leaves nothing there.
+    """
+    registry: Any = gin.config._REGISTRY
+    before = {
+        selector: registry.pop(selector) if selector in registry else None
+        for selector in configurables
+    }
+    for selector, configurable in configurables.items():
+        if configurable is not None:
+            registry[selector] = configurable
+    return before
+
+
+@contextlib.contextmanager
 def left_empty(unregistered: Callable[[str], bool]) -> Iterator[None]:
     """Empties gin's configuration before the block, and again after it.
 

@@ -15,29 +15,11 @@ from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, Key
 from t0repro.config.gin.folders import is_shipped
-from t0repro.config.mtf.packages import TRANSFORMER
+from t0repro.config.mtf.arguments import DECODER_ONLY, TOWERS, scopes_read
+from t0repro.config.mtf.stand_ins import full_name
 from t0repro.config.ranges import alternatives, declared_arguments, fits, in_words
 from t0repro.errors import UserError, nearest_names
 
-_LAYERS = "mesh_tensorflow.transformer.transformer_layers"
-_TOWERS = ("encoder", "decoder")
-
-# The scopes in which an encoder-decoder model reads its configurables. Constructors run in their
-# tower's scope. Everything else, such as sublayers and optimizers, runs outside of both scopes.
-TOWER_SCOPES: Mapping[str, tuple[str, ...]] = {
-    f"{TRANSFORMER}.make_layer_stack": _TOWERS,
-    f"{TRANSFORMER}.LayerStack": _TOWERS,
-    f"{TRANSFORMER}.Unitransformer": _TOWERS,
-    f"{_LAYERS}.DenseReluDense": _TOWERS,
-    f"{_LAYERS}.SelfAttention": _TOWERS,
-    f"{_LAYERS}.EncDecAttention": ("decoder",),
-}
-# Arguments that the encoder's constructor accepts but never uses: it computes no logits or loss.
-DECODER_ONLY: frozenset[str] = frozenset({
-    "label_smoothing", "z_loss", "loss_denominator", "shared_embedding_and_softmax_weights",
-    "loss_on_targets_only", "loss_fn",
-})  # fmt: skip
-_UNITRANSFORMER = f"{TRANSFORMER}.Unitransformer"
 # Arguments whose defaults do not show that they are lists or functions.
 _TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("sublayers_initial", "sublayers_per_layer", "sublayers_final"),
@@ -52,7 +34,7 @@ _TYPES: Mapping[str, Any] = {
 }  # fmt: skip
 # The JAX stack reads these from the object made in the scope, or in the scope of a reference.
 _READ_IN_ANY_SCOPE = (
-    f"{_LAYERS}.", "mesh_tensorflow.optimize.",
+    "mesh_tensorflow.transformer.transformer_layers.", "mesh_tensorflow.optimize.",
     "mesh_tensorflow.transformer.learning_rate_schedules.",
     "t5.models.mesh_transformer.mesh_train_dataset_fn",
     "t5.models.mesh_transformer.mesh_eval_dataset_fn",
@@ -60,21 +42,6 @@ _READ_IN_ANY_SCOPE = (
 _OR_WARNED = ", or run with --backend=mtf, which only warns of it"
 _MODEL_TYPES = ("bitransformer", "lm", "delimited_lm")
 _PACKAGES = ("mesh_tensorflow.", "t5.", "t0repro.", "Bitransformer.", "Unitransformer.")
-
-
-def scopes_read(selector: str, model_type: str, argument: str | None = None) -> tuple[str, ...]:
-    """The scopes in which Mesh TensorFlow calls a configurable; "" means no scope.
-
-    Args:
-      selector: The configurable.
-      model_type: Mesh TensorFlow's; a language model's only tower is built in no scope.
-      argument: Only the scopes in which this argument has an effect.
-    """
-    if model_type != "bitransformer":
-        return ("",)
-    if selector == _UNITRANSFORMER and argument in DECODER_ONLY:
-        return ("decoder",)
-    return TOWER_SCOPES.get(selector, ("",))
 
 
 def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
@@ -173,7 +140,10 @@ def _is_twin(key: Key, value: Any, bindings: Bindings) -> bool:
     no where the author wanted the encoder's to take effect: see `_is_layered`.
     """
     scope, selector, argument = key
-    if (scope, selector) != ("encoder", _UNITRANSFORMER) or argument not in DECODER_ONLY:
+    if (scope, selector) != (
+        "encoder",
+        full_name("transformer.Unitransformer"),
+    ) or argument not in DECODER_ONLY:
         return False
     if value == _default(selector, argument):
         return True
@@ -266,7 +236,7 @@ def _no_effect(key: Key, read: tuple[str, ...], bindings: Bindings) -> NotOnJax:
         place = bindings.find((winner,), selector, argument)
         why = f"{ways[0]} is bound too, at {place}, and wins"
     else:
-        known = dict.fromkeys((*read, *_TOWERS, *bindings.scopes))
+        known = dict.fromkeys((*read, *TOWERS, *bindings.scopes))
         near = nearest_names(scope, [each for each in known if each not in ("", scope)], 2)
         why = f"Mesh TensorFlow never reads it in the scope {scope!r} (nearest scopes: {near})"
     return NotOnJax(
