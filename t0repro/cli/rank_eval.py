@@ -273,15 +273,15 @@ def _opened(
 ) -> Iterator[tuple[str, Checkpoint]]:
     """Each adapter's label and checkpoint, over one base; without adapters, "" and the base."""
     from t0repro.evaluation.opened import (
-        adapter_at,
         check_adapter_fits,
+        open_adapter_at,
         open_checkpoint,
         with_adapter,
     )
     from t0repro.progress import working
 
     # Refuse a wrong adapter before the base is read, and one that does not fit before any scores.
-    own = {label: adapter_at(adapter) for label, adapter in adapters.items()}
+    own = {label: open_adapter_at(adapter) for label, adapter in adapters.items()}
     with working(f"reading {path}"):
         base = open_checkpoint(path, step, activation, model_parallelism)
     if not own:

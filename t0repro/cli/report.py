@@ -432,9 +432,9 @@ def _evaluations(
     modules: Sequence[str],
     bootstrap,
 ) -> tuple[Page, str, bool]:
-    from t0repro.reports.comparison import compare_runs, to_json
+    from t0repro.reports.comparison import compare_runs
     from t0repro.reports.comparison_page import comparison_page
-    from t0repro.reports.models import compare_models, corrected, corrected_by
+    from t0repro.reports.models import compare_models, corrected, corrected_by, to_json
     from t0repro.reports.prompts import load_prompts
     from t0repro.reports.run import Run, find_evaluation
 

@@ -75,31 +75,31 @@ def code_digest(
         defaults to reading the installed source.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for name, source in sorted(imported_modules(modules, read or read_source).items()):
+    for name, source in sorted(collect_modules(modules, read or read_source).items()):
         digest.update(f"{name} {hashlib.blake2b(source.encode()).hexdigest()}\n".encode())
     for name in packages:
         digest.update(f"{name} {installed_version(name) or 'none'}\n".encode())
     return digest.hexdigest()
 
 
-def imported_modules(modules: Iterable[str], read: ReadSource) -> dict[str, str]:
+def collect_modules(modules: Iterable[str], read: ReadSource) -> dict[str, str]:
     """Full name -> source, for the modules and every module of t0repro that they import."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     waiting = list(modules)
     while waiting:
         name = waiting.pop()
-        source = None if name in found else read(name)
+        source = None if name in sources else read(name)
         if source is not None:
-            found[name] = source
+            sources[name] = source
             waiting += _imports(source)
             # Importing a module also runs its package's __init__.
             waiting += [name.rpartition(".")[0]] if name != _ROOT else []
-    return found
+    return sources
 
 
 def _imports(source: str) -> Iterator[str]:
     """Yields names that a source imports from t0repro: modules, and names defined in modules."""
-    for node in _executed(ast.parse(source)):
+    for node in _executed_nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -110,15 +110,15 @@ def _imports(source: str) -> Iterator[str]:
         yield from (name for name in names if name.split(".")[0] == _ROOT)
 
 
-def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes except those under `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and _named(node.test) == "TYPE_CHECKING"):
+        if not (isinstance(node, ast.If) and _identifier(node.test) == "TYPE_CHECKING"):
             yield node
-            yield from _executed(node)
+            yield from _executed_nodes(node)
 
 
-def _named(node: ast.expr) -> str | None:
+def _identifier(node: ast.expr) -> str | None:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
 
 

@@ -26,7 +26,7 @@ from t0repro.evaluation.grouping import (
     make_batching,
     side_by_side,
 )
-from t0repro.evaluation.pairs import Pairs, distinct_pairs
+from t0repro.evaluation.pairs import Pairs, collect_pairs
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, cross_attention_memory
 from t0repro.model.towers import Memory
@@ -110,7 +110,7 @@ class Engine:
         if started is not None:
             try:
                 # Dispatch is asynchronous: running out of memory may surface only at this fetch.
-                return _summed(
+                return _sum_by_pair(
                     batch, [(rows, jax.tree.map(fetched, values)) for rows, values in started]
                 )
             except jax.errors.JaxRuntimeError as error:
@@ -146,7 +146,7 @@ class Engine:
         self, batch: PlannedBatch, pairs: Pairs
     ) -> list[tuple[DecoderRows, dict[str, jax.Array]]]:
         """Queues a batch on the device and returns without waiting for it."""
-        inputs, segments = self._padded(*batch.inputs(pairs))
+        inputs, segments = self._pad_rows(*batch.inputs(pairs))
         with across_devices_of(self.params):
             memory = encode(self.model, self.params, inputs, segments)
             return [
@@ -157,14 +157,14 @@ class Engine:
                         self.params,
                         memory,
                         segments,
-                        *self._padded(*_arrays(rows)),
+                        *self._pad_rows(*_arrays(rows)),
                         misses=self.misses,
                     ),
                 )
                 for rows in batch.decoder_rows(pairs)
             ]
 
-    def _padded(self, *arrays: np.ndarray) -> list[np.ndarray]:
+    def _pad_rows(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """Arrays padded with rows until they shard evenly across the devices."""
         return [padded_rows(x, data_parts(self.params)) for x in arrays]
 
@@ -183,14 +183,14 @@ def score_pairs(
       pairs: what to score.
       tokens_per_batch: see grouping.make_batching; defaults to a size for the device.
     """
-    tokens = tokens_per_batch or suited_tokens()
+    tokens = tokens_per_batch or default_tokens_per_batch()
     scores = np.zeros(len(pairs))
     for scored in Engine(params, model).run(pairs, make_batching(pairs, tokens)):
         scores[scored.pairs] = scored.scores
     return scores
 
 
-def suited_tokens() -> int:
+def default_tokens_per_batch() -> int:
     """Default number of tokens that a device processes at once."""
     return TOKENS_PER_BATCH.get(jax.default_backend(), 4096)
 
@@ -211,11 +211,13 @@ def score_examples(
       lengths: maximum tokens per feature; longer ones are truncated. None keeps all.
       tokens_per_batch: see grouping.make_batching.
     """
-    pairs = distinct_pairs(examples, lengths)
-    return pairs.of_examples(score_pairs(params, model, pairs, tokens_per_batch)).astype(np.float32)
+    pairs = collect_pairs(examples, lengths)
+    return pairs.expand_to_examples(score_pairs(params, model, pairs, tokens_per_batch)).astype(
+        np.float32
+    )
 
 
-def _summed(
+def _sum_by_pair(
     batch: PlannedBatch, parts: Sequence[tuple[DecoderRows, Mapping[str, np.ndarray]]]
 ) -> Scored:
     """Sums the tokens' values for each pair, in float64."""
@@ -290,10 +292,10 @@ def decode(
     )
     assert isinstance(hidden, jax.Array)
 
-    def values(logits: Array, targets: Array) -> dict[str, Array]:
-        found = {"log_p": -cross_entropy(logits, targets)}
+    def token_values(logits: Array, targets: Array) -> dict[str, Array]:
+        values = {"log_p": -cross_entropy(logits, targets)}
         if misses:
-            found["misses"] = (jnp.argmax(logits, -1) != targets).astype(jnp.float32)
-        return found
+            values["misses"] = (jnp.argmax(logits, -1) != targets).astype(jnp.float32)
+        return values
 
-    return of_each_target(model, params, hidden, targets, values)
+    return of_each_target(model, params, hidden, targets, token_values)

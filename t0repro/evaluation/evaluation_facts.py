@@ -81,8 +81,8 @@ def operative_config(mixture: str, checkpoint: Checkpoint, settings: Any) -> str
 
 def package_versions() -> dict[str, str]:
     """Versions of Python and of those installed packages that can affect the numbers."""
-    found = {name: installed_version(name) for name in _PACKAGES}
-    versions = {name: version for name, version in found.items() if version is not None}
+    installed = {name: installed_version(name) for name in _PACKAGES}
+    versions = {name: version for name, version in installed.items() if version is not None}
     return {"python": platform.python_version(), **versions}
 
 
@@ -123,16 +123,16 @@ def scores_sha256(folder: Path, records: Mapping[str, Mapping[str, Any]]) -> str
 
 def _origins(used: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Dataset -> description of its rows' origin and version; unknown ones are left out."""
-    found = {}
+    origins = {}
     for record in used.values():
         origin = record["key"]["data"]
         if origin and "dataset" in origin:
             rest = [f"{name} {value}" for name, value in origin.items() if name != "dataset"]
             # Splits of one dataset, as ANLI's rounds are, each have their own
-            lines = found.setdefault(origin["dataset"], [])
+            lines = origins.setdefault(origin["dataset"], [])
             if (text := ", ".join(rest)) not in lines:
                 lines.append(text)
-    return {name: "; ".join(lines) for name, lines in sorted(found.items())}
+    return {name: "; ".join(lines) for name, lines in sorted(origins.items())}
 
 
 def _energy(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

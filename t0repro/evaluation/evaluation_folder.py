@@ -189,20 +189,19 @@ def check_settings(
 
 def _decisive(mixture: str, settings: EvaluationSettings) -> dict[str, Any]:
     """What makes two evaluations of one checkpoint different, in JSON's types."""
-    found = {"mixture": mixture, **dataclasses.asdict(settings)}
+    decisive = {"mixture": mixture, **dataclasses.asdict(settings)}
     # The first changes scores by rounding alone, and the second adds rows that came since.
-    del found["tokens_per_batch"], found["skip_missing"]
+    del decisive["tokens_per_batch"], decisive["skip_missing"]
     # Not asdict's copy, which keeps the type of the mapping.
-    return json.loads(json.dumps({**found, "lengths": dict(settings.lengths)}))
+    return json.loads(json.dumps({**decisive, "lengths": dict(settings.lengths)}))
 
 
 def _check_claims(out: Path, claim: Mapping[str, Any], add_step: bool, force: bool) -> None:
     """Refuses a folder with another evaluation's results, or removes these if `force`."""
-    claims = [read for path in _claims(out) if (read := _read_claim(path)) is not None]
-    found = [(other, _differences(other, claim, add_step)) for other in claims]
-    differences = next((each for _, each in found if each), [])
-    if not claims and (there := _unclaimed(out)):
-        differences = [f"it does not say what its {there} is of"]
+    claims = [recorded for path in _claims(out) if (recorded := _read_claim(path)) is not None]
+    differences = next(filter(None, (_differences(each, claim, add_step) for each in claims)), [])
+    if not claims and (unclaimed := _find_unclaimed(out)):
+        differences = [f"it does not say what its {unclaimed} is of"]
     # Nothing is lost where no task has been finished.
     if not differences or (claims and not any(out.glob(f"*_eval/{records.RESULTS}/*.json"))):
         return
@@ -221,49 +220,45 @@ def _claims(out: Path) -> list[Path]:
 
 
 def _read_claim(path: Path) -> dict[str, Any] | None:
-    """A claim with its step; None if it is damaged."""
+    """A claim; None if it is damaged."""
     try:
-        claim = json.loads(path.read_text(encoding="utf-8"))
-        # Earlier versions recorded the step in the file's name alone.
-        return {"step": int(path.stem.removeprefix("step_")), **claim}
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def _differences(other: Mapping[str, Any], claim: Mapping[str, Any], add_step: bool) -> list[str]:
-    """In words, what differs between another claim and this one; earlier versions recorded less."""
-    step, path = other["step"], claim.get("path")
-    found = []
-    if claim.get("step", step) != step:
+    """In words, what differs between another claim and this one, which may name no checkpoint."""
+    if not claim.keys() <= other.keys():
+        return ["it was written by another version of t0repro"]
+    differences = []
+    if "step" in claim and claim["step"] != other["step"]:
         # Another step has another checkpoint, so these are not compared.
-        found += [] if add_step else [f"step {step}, not {claim['step']}"]
-    elif other.get("digest") != claim.get("digest", other.get("digest")):
-        found.append(
-            f"results of another checkpoint of step {step}, {other.get('path')} (parameters"
-            f" {other.get('digest')}), not {path} ({claim['digest']})"
+        differences += [] if add_step else [f"step {other['step']}, not {claim['step']}"]
+    elif "digest" in claim and claim["digest"] != other["digest"]:
+        differences.append(
+            f"results of another checkpoint of step {other['step']}, {other['path']} (parameters"
+            f" {other['digest']}), not {claim['path']} ({claim['digest']})"
         )
-    else:
-        model = claim.get("model", {})
-        theirs = other.get("model", model)
-        changed = [name for name in model if theirs.get(name) != model[name]]
-        found += [
-            f"the same parameters in another model, whose {name} was {theirs.get(name)!r}, and the"
-            f" files of {path} say {model[name]!r}"
-            for name in changed[:1]
-        ]
-    settings = sorted(claim.keys() & other.keys() - {"path", "step", "digest", "model"})
-    return found + [
-        f"{name} {_shown(other[name])}, not {_shown(claim[name])}"
-        for name in settings
+    elif "model" in claim and claim["model"] != other["model"]:
+        before, now = other["model"], claim["model"]
+        name = next(name for name in sorted(now | before) if before.get(name) != now.get(name))
+        differences.append(
+            f"the same parameters in another model, whose {name} was {before.get(name)!r}, and the"
+            f" files of {claim['path']} say {now.get(name)!r}"
+        )
+    return differences + [
+        f"{name} {_in_words(other[name])}, not {_in_words(claim[name])}"
+        for name in sorted(claim.keys() - {"path", "step", "digest", "model"})
         if other[name] != claim[name]
     ]
 
 
-def _shown(value: Any) -> str:
+def _in_words(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _unclaimed(out: Path) -> str | None:
+def _find_unclaimed(out: Path) -> str | None:
     """The name of another program's evaluation in the folder, if there is one."""
     files = (*out.glob("*_eval*/*_targets"), *out.glob("report.json"))
     return next((str(path.relative_to(out).parts[0]) for path in sorted(files)), None)

@@ -31,7 +31,7 @@ from t0repro.config.run import RunConfig
 from t0repro.data.eval_examples import described_with_metrics, eval_examples
 from t0repro.data.mixing import FEATURES
 from t0repro.errors import UserError
-from t0repro.evaluation.judge import judge_of_registered
+from t0repro.evaluation.judge import make_task_judge
 from t0repro.evaluation.model_functions import functions_of
 from t0repro.evaluation.task_output import numbers
 from t0repro.event_files import EventWriter, event_writer
@@ -272,7 +272,7 @@ class DescribedEvaluator(TaskEvaluator):
         return {name: max(len(example[name]) for example in examples) for name in FEATURES}
 
     def _evaluate_task(self, task: DescribedTask, functions: Any, step: int) -> dict[str, float]:
-        examples, judge = self._examples[task.name], judge_of_registered(task)
+        examples, judge = self._examples[task.name], make_task_judge(task)
         pairs = enumerate(model_features(example, self._lengths) for example in examples)
         inferred: dict[str, Sequence[Any]]
         if judge.ranks:

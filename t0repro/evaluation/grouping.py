@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from t0repro.evaluation.packing import Item, Row, pack, pieces_of
+from t0repro.evaluation.packing import Item, Row, pack, split_into_pieces
 from t0repro.evaluation.pairs import Pairs
 from t0repro.model.shapes import Int
 
@@ -243,14 +243,14 @@ def _cost(batch: PlannedBatch) -> int:
 def _items(pairs: Pairs, todo: Int[np.ndarray, " todo"]) -> list[Item]:
     """The items to pack: each input with pairs to score, and those pairs."""
     lengths = [len(target) for target in pairs.targets]
-    by_input: dict[int, list[int]] = {}
+    group_by_input: dict[int, list[int]] = {}
     for pair in todo:
         if lengths[pair]:
-            by_input.setdefault(int(pairs.input_of[pair]), []).append(int(pair))
+            group_by_input.setdefault(int(pairs.input_of[pair]), []).append(int(pair))
     items = []
-    for number, members in by_input.items():
+    for number, members in group_by_input.items():
         # Nearly always one piece; only inputs with very many choices have more.
-        pieces = pieces_of(lengths, members)
+        pieces = split_into_pieces(lengths, members)
         length = len(pairs.inputs[number])
         targets = max(sum(lengths[pair] for pair in piece) for piece in pieces)
         # An empty input has no segment for its choices to attend to if it shares a row.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.data.batches import EvalTask
-from t0repro.evaluation.rank import rank_metrics, ranked_target, without_tokens
+from t0repro.evaluation.rank import empty_choice_error, postprocess_rank, rank_metrics
 from t0repro.tasks.prompted_examples import metrics_of, postprocess
 from t0repro.tasks.task import DescribedTask
 
@@ -43,7 +43,7 @@ class Judge:
         # Mesh TensorFlow evaluates against the text, whatever truncation left of its tokens.
         text = example["targets_pretokenized"]
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        example = without_padding(example) if self.ranks else example
+        example = strip_padding(example) if self.ranks else example
         return self.postprocess(text, example=example, is_target=True)
 
     def metrics_of(self, examples: Sequence[Example], outputs: Iterable[Any]) -> dict[str, float]:
@@ -58,18 +58,18 @@ class Judge:
         Raises:
           UserError: see `check_choices_have_tokens`.
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         with warnings.catch_warnings():
             # sklearn warns about metrics that are undefined for few examples; they are NaN.
             warnings.filterwarnings("ignore", module=r"sklearn\.")
             for metric in self.metric_fns:
                 check_choices_have_tokens(self.task, metric, targets)
                 values = metric(targets, predictions).items()
-                found |= {name: float(value) for name, value in values}
-        return found
+                metrics |= {name: float(value) for name, value in values}
+        return metrics
 
 
-def without_padding(example: Example) -> Example:
+def strip_padding(example: Example) -> Example:
     """The example with its targets' tokens up to EOS.
 
     Mesh TensorFlow's evaluation pads targets to the sequence length, and t5's postprocessor of rank
@@ -78,12 +78,12 @@ def without_padding(example: Example) -> Example:
     return {**example, "targets": np.trim_zeros(np.asarray(example["targets"]), "b")}
 
 
-def judge_of(task: EvalTask) -> Judge:
+def make_judge(task: EvalTask) -> Judge:
     """The judge of an evaluation task's outputs."""
     return Judge(task.name, task.postprocess, task.metric_fns)
 
 
-def judge_of_registered(task: Any) -> Judge:
+def make_task_judge(task: Any) -> Judge:
     """The judge of the outputs of SeqIO's task, or of a described one.
 
     Raises:
@@ -96,7 +96,7 @@ def judge_of_registered(task: Any) -> Judge:
         compared = functools.partial(postprocess, label_classes=choices)
         return Judge(task.name, compared, metrics_of(task.prompt))
     metric = functools.partial(rank_metrics, num_classes=len(choices) if choices else None)
-    return Judge(task.name, ranked_target, [metric])
+    return Judge(task.name, postprocess_rank, [metric])
 
 
 def ranks_choices(metric_fns: Iterable[Any]) -> bool:
@@ -128,7 +128,7 @@ def check_choices_have_tokens(task: str, metric: Any, targets: Sequence[Any]) ->
     if ranks_choices([metric]) and _keywords(metric).get("normalize_by_target_length"):
         for (example, choice), *_, length in targets:
             if not length:
-                raise without_tokens(task, example, choice)
+                raise empty_choice_error(task, example, choice)
 
 
 def _keywords(metric: Any) -> Mapping[str, Any]:

@@ -73,7 +73,7 @@ def latest_step(eval_dir: str | os.PathLike[str]) -> int:
     Raises:
       UserError: if the folder holds no predictions.
     """
-    steps = [step for found in find_tasks(eval_dir).values() for step in found]
+    steps = [step for steps in find_tasks(eval_dir).values() for step in steps]
     if not steps:
         raise UserError(
             "The folder holds targets but no predictions: the evaluation stopped before it scored.",
@@ -119,26 +119,26 @@ def iterate_task_scores(
     Raises:
       UserError: at once if a task or its step is missing; while iterating if a file is bad.
     """
-    found = find_tasks(eval_dir)
+    steps_of = find_tasks(eval_dir)
     step = latest_step(eval_dir) if step is None else step
     # Evaluations of other steps may have had other tasks.
-    there = [task for task in found if step in found[task]]
-    wanted = there or list(found) if tasks is None else list(tasks)
-    for task in wanted:
-        if task not in found:
+    at_step = [task for task in steps_of if step in steps_of[task]]
+    names = at_step or list(steps_of) if tasks is None else list(tasks)
+    for task in names:
+        if task not in steps_of:
             raise UserError(
                 f"The folder has no outputs of task {task!r}.",
                 where=str(eval_dir),
-                fix=f"Nearest names there: {nearest_names(task, found)}.",
+                fix=f"Nearest names there: {nearest_names(task, steps_of)}.",
             )
-        if step not in found[task]:
-            have = ", ".join(map(str, found[task])) or "none"
+        if step not in steps_of[task]:
+            have = ", ".join(map(str, steps_of[task])) or "none"
             raise UserError(
                 f"Task {task!r} has no predictions at step {step} (steps there: {have}).",
                 where=str(eval_dir),
                 fix="Name a step that every task has, or let the evaluation of that step finish.",
             )
-    return (_read_task(Path(eval_dir), task, step, with_inputs) for task in wanted)
+    return (_read_task(Path(eval_dir), task, step, with_inputs) for task in names)
 
 
 def read_first_input(eval_dir: str | os.PathLike[str], task: str) -> str | None:
@@ -164,32 +164,32 @@ def read_inputs_of(
     eval_dir: str | os.PathLike[str], task: str, examples: Sequence[int]
 ) -> dict[int, str]:
     """Rendered inputs of some of a task's examples, by index; empty if none were written."""
-    folder, wanted = Path(eval_dir), set(examples)
+    folder, numbers = Path(eval_dir), set(examples)
     path = folder / f"{task}_inputs"
-    if not wanted or not path.is_file():
+    if not numbers or not path.is_file():
         return {}
     targets = folder / f"{task}_targets"
-    found: dict[int, str] = {}
+    inputs: dict[int, str] = {}
     # Not strict: a file that another process is still writing may end earlier.
     for (number, target), (_, line) in zip(_lines(targets), _lines(path), strict=False):
         example = _parse_target(target, targets, number)[0][0]
-        if example in wanted:
-            found.setdefault(example, _input_text(line))
-    return found
+        if example in numbers:
+            inputs.setdefault(example, _input_text(line))
+    return inputs
 
 
 def input_digests(eval_dir: str | os.PathLike[str], task: str) -> dict[int, bytes]:
     """A digest of each example's rendered input, by index; empty if none were written."""
     folder = Path(eval_dir)
     targets, path = folder / f"{task}_targets", folder / f"{task}_inputs"
-    found: dict[int, bytes] = {}
+    digests: dict[int, bytes] = {}
     if not path.is_file():
-        return found
+        return digests
     for (number, target), (_, line) in zip(_lines(targets), _lines(path), strict=False):
         example = _parse_target(target, targets, number)[0][0]
-        if example not in found:
-            found[example] = hashlib.blake2b(_input_text(line).encode(), digest_size=8).digest()
-    return found
+        if example not in digests:
+            digests[example] = hashlib.blake2b(_input_text(line).encode(), digest_size=8).digest()
+    return digests
 
 
 def _steps_of(task: str, predictions: list[str]) -> list[int]:

@@ -62,7 +62,9 @@ class Row:
     targets: int
 
 
-def pieces_of(lengths: Sequence[int], members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def split_into_pieces(
+    lengths: Sequence[int], members: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
     """Splits an input's pairs into rows of at most MAX_ROW tokens; a longer choice gets its own.
 
     Args:

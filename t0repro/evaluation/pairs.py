@@ -41,7 +41,9 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def of_examples(self, scores: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " examples"]:
+    def expand_to_examples(
+        self, scores: Float[np.ndarray, " pairs"]
+    ) -> Float[np.ndarray, " examples"]:
         """Expands scores of pairs to scores of examples."""
         return scores[self.index]
 
@@ -53,7 +55,7 @@ class Pairs:
         return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def concatenated(parts: Sequence[Pairs]) -> Pairs:
+def concatenate_pairs(parts: Sequence[Pairs]) -> Pairs:
     """Concatenates parts' pairs with continued numbering; equal pairs of two parts stay two."""
     # Where each part starts; the last entry, the end, is why `zip` is not strict below.
     inputs = np.cumsum([0, *(len(part.inputs) for part in parts)])
@@ -66,7 +68,7 @@ def concatenated(parts: Sequence[Pairs]) -> Pairs:
     )
 
 
-def distinct_pairs(
+def collect_pairs(
     examples: Iterable[Mapping[str, Any]], lengths: Mapping[str, int] | None = None
 ) -> Pairs:
     """Finds the distinct inputs and pairs.

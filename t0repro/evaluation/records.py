@@ -31,8 +31,8 @@ _CHECKSUM = "checksum"
 def read_records(folder: str | os.PathLike[str], step: int) -> dict[str, dict[str, Any]]:
     """Reads the records of a step's tasks, by task; empty if there are none."""
     # Task names may end in digits, so check the file name's step against the record's.
-    found = map(read_with_checksum, sorted((Path(folder) / RESULTS).glob(f"*_{step}.json")))
-    records = {record["key"]["task"]: record for record in found if record is not None}
+    every = map(read_with_checksum, sorted((Path(folder) / RESULTS).glob(f"*_{step}.json")))
+    records = {record["key"]["task"]: record for record in every if record is not None}
     return {task: record for task, record in records.items() if record["key"]["step"] == step}
 
 

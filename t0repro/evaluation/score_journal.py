@@ -73,8 +73,8 @@ class ScoreJournal:
         Args:
           digests: the pairs' digests, of dtype DIGEST.
         """
-        found = np.zeros((3, len(digests)))
-        found[0] = np.nan
+        columns = np.zeros((3, len(digests)))
+        columns[0] = np.nan
         order = np.argsort(digests)
         for records in self._blocks() if len(digests) else ():
             # For each record, where its digest would sort; the comparison below decides if it is
@@ -82,10 +82,10 @@ class ScoreJournal:
             place = np.searchsorted(digests, records["digest"], sorter=order)
             place = order[np.minimum(place, len(digests) - 1)]
             known = digests[place] == records["digest"]
-            for row, name in zip(found, ("score", "seconds", "joules"), strict=True):
+            for row, name in zip(columns, ("score", "seconds", "joules"), strict=True):
                 # Of several records of a pair, the last one in the file wins.
                 row[place[known]] = records[name][known]
-        return found
+        return columns
 
     def add(
         self,

@@ -123,7 +123,7 @@ def _asked(mixture: str, modes: Sequence[str]) -> list[Any]:
     They are sorted by name, so that two runs read, score and report them in the same order.
     """
     tasks = sorted(subtasks(mixture, "--mixture"), key=lambda task: task.name)
-    return [_ranking_twin(task) for task in tasks] if set(modes) == set(MODES) else tasks
+    return [_find_score_eval_task(task) for task in tasks] if set(modes) == set(MODES) else tasks
 
 
 def _check_modes(
@@ -169,7 +169,7 @@ def _left_out(mixture: str, tasks: Sequence[Any], split: str, skip_missing: bool
     return left_out
 
 
-def _ranking_twin(task: Any) -> Any:
+def _find_score_eval_task(task: Any) -> Any:
     """The task that ranks the same prompt's answers, or the task itself if there is none."""
     try:
         # T0 registers a prompt with answer choices a second time, under this suffix.

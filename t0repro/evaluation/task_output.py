@@ -165,7 +165,7 @@ class TaskOutput:
         """Computes the metrics and renames the files into place."""
         compared = (self._targets, self._predictions)
         if self._pairs is not None:
-            compared = self._pairs.for_metrics()
+            compared = self._pairs.as_metric_arguments()
         metrics = self.judge.metrics(*compared)
         files = {file.path.name: file.commit() for file in self._files}
         return TaskResult(self.judge.task, self.step, metrics, self._statistics.as_record(), files)
@@ -248,7 +248,7 @@ def _input_text(example: Example) -> str:
 
 
 @contextlib.contextmanager
-def explaining_incomplete_inputs(limit: int | None) -> Iterator[None]:
+def explain_incomplete_inputs(limit: int | None) -> Iterator[None]:
     """Names the binding to change if an input lacks some of its choices, and cannot be ranked.
 
     Args:

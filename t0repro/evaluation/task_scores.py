@@ -72,7 +72,7 @@ class ScoredPairs:
             }
         )
 
-    def for_metrics(self) -> tuple[list[Any], list[Any]]:
+    def as_metric_arguments(self) -> tuple[list[Any], list[Any]]:
         """Targets and scores in the order of the examples, as t5's metrics expect them."""
         columns = self._columns()
         indices = zip(columns["input_index"], columns["choice_index"], strict=True)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from t0repro.model import cpu_attention
 from t0repro.model.shapes import Array, Bool, Float, Int
 from t0repro.partitioning import costs
-from t0repro.partitioning.devices import parts_of
+from t0repro.partitioning.devices import split_into_chunks
 
 # What Mesh TensorFlow adds to the logits of positions that are not visible
 # (attention.visibility_mask_to_attention_bias).
@@ -141,7 +141,7 @@ def implementation(
       float32: whether queries, keys and values all are.
     """
     device = _device()
-    size = 4 * batch * heads * length * keys // parts_of("batch", "heads")
+    size = 4 * batch * heads * length * keys // split_into_chunks("batch", "heads")
     # A single query, as in decoding, has no block of queries to share the reads.
     if size >= KERNEL_FROM and length > 1:
         # XLA cannot shard a kernel across devices. Those of TPUs and GPUs shard themselves, evenly.
@@ -152,8 +152,8 @@ def implementation(
         # After the CPU's, because they import Pallas.
         from t0repro.model import gpu_attention, tpu_attention
 
-        rows, others = divmod(batch, parts_of("batch"))
-        even = others == heads % parts_of("heads") == 0
+        rows, others = divmod(batch, split_into_chunks("batch"))
+        even = others == heads % split_into_chunks("heads") == 0
         fits = tpu_attention.fits(rows, length, keys)
         if tpu_attention.supports(device.device_kind) and even and fits:
             return "tpu"
@@ -173,7 +173,7 @@ def number_of_blocks(batch: int, heads: int, length: int, keys: int) -> int:
     Prefers a number that divides the length, up to twice the least possible one.
     """
     # 4 bytes each: logits are float32, whatever the activations are.
-    size = 4 * batch * heads * length * keys // parts_of("batch", "heads")
+    size = 4 * batch * heads * length * keys // split_into_chunks("batch", "heads")
     least = min(length, -(-size // costs.ATTENTION_BLOCK_BYTES))
     return next((n for n in range(least, 2 * least) if length % n == 0), least)
 

@@ -31,14 +31,14 @@ from t0repro.errors import UserError
 from t0repro.evaluation import records
 from t0repro.evaluation.evaluation_facts import write_facts
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
-from t0repro.evaluation.judge import check_choices_have_tokens, ranks_choices, without_padding
+from t0repro.evaluation.judge import check_choices_have_tokens, ranks_choices, strip_padding
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.result_lines import print_results
 from t0repro.evaluation.task_output import (
     Statistics,
     TaskResult,
     TruncationCounter,
-    explaining_incomplete_inputs,
+    explain_incomplete_inputs,
     numbers,
 )
 from t0repro.storage import make_folder, scheme_of, write_atomically
@@ -481,7 +481,7 @@ class _Evaluation:
                 statistics.add([kwargs["example"]])
                 self._examples[task] += 1
                 if ranked:
-                    kwargs["example"] = without_padding(kwargs["example"])
+                    kwargs["example"] = strip_padding(kwargs["example"])
             return original(value, **kwargs)
 
         return postprocess
@@ -494,7 +494,7 @@ class _Evaluation:
             # Only at the first metric: later tasks' metrics follow the same computation.
             self._seconds = self._seconds or time.monotonic() - self._began
             check_choices_have_tokens(task, metric_fn, targets)
-            with explaining_incomplete_inputs(_num_eval_examples()):
+            with explain_incomplete_inputs(_num_eval_examples()):
                 result = metric_fn(targets, predictions)
             results = self._results.setdefault(task, {})
             if isinstance(result, Mapping):

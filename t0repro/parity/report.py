@@ -181,6 +181,8 @@ def error_plot(findings: Sequence[Finding], label: str) -> str:
     tolerance = shown[0].tolerance
 
     def draw(drawing: Drawing) -> None:
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
         # On a narrow screen names go above their bars, because there is no room beside them.
         pitch, left = (0.36, 0.15) if drawing.narrow else (0.2, 3.6)
         axes = drawing.axes(0.9 + pitch * len(shown), left)
@@ -200,6 +202,10 @@ def error_plot(findings: Sequence[Finding], label: str) -> str:
         else:
             axes.set_yticks(range(len(shown)), names, fontsize=9)
         axes.set_ylim(-0.6, len(shown) - (0.1 if drawing.narrow else 0.4))
+        # Matplotlib labels powers of ten in TeX, which an SVG without math shows as it is.
+        axes.xaxis.set_major_locator(LogLocator(numticks=5 if drawing.narrow else 9))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda error, _: f"{error:.0e}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("relative error")
         axes.grid(axis="x", linewidth=0.7)
 

@@ -19,7 +19,7 @@ from t0repro.converters.tensors import FlatTree
 from t0repro.data.batches import eval_tasks
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
-from t0repro.evaluation.judge import Judge, judge_of
+from t0repro.evaluation.judge import Judge, make_judge
 from t0repro.parity.jax_run import (
     Error,
     StackResult,
@@ -175,7 +175,7 @@ def _task(name: str, config: RunConfig) -> ScoredTask:
         # Do not separate the choices of one input.
         while count > 1 and _input_of(examples[count]) == _input_of(examples[count - 1]):
             count -= 1
-    return ScoredTask(judge_of(task), examples[:count])
+    return ScoredTask(make_judge(task), examples[:count])
 
 
 def _input_of(example: Mapping[str, Any]) -> int:

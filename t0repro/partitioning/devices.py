@@ -111,7 +111,7 @@ def sum_over_shards(x: jax.Array, axis: str) -> jax.Array:
     return jax.lax.psum(x, name) if name in mesh.manual_axes else x
 
 
-def parts_of(*axes: str) -> int:
+def split_into_chunks(*axes: str) -> int:
     """Number of shards of an activation with these axes on the device mesh in scope."""
     mesh, rules = jax.sharding.get_abstract_mesh(), _rules_in_scope()
     return math.prod(mesh.shape[name] for axis in axes if (name := rules.get(axis)) in mesh.shape)

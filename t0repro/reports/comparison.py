@@ -10,7 +10,6 @@ prompts is one observation, because its outcomes are not independent.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,7 @@ from t0repro.reports.statistics import (
 )
 
 if TYPE_CHECKING:
-    from t0repro.reports.models import Models
+    pass
 
 MAX_FLIPS = 200
 
@@ -79,8 +78,8 @@ class DatasetDifference:
       only_a: (example, prompt) outcomes that only the first run gets right; only_b the second.
       p_value: of McNemar's test with examples as clusters (statistics.mcnemar).
       agreement: percentage of (example, prompt) outcomes on which both predictions agree.
-      p_adjusted: the p-value with Holm's correction over all datasets of all compared runs; None in
-        reports before schema 5.
+      p_adjusted: the p-value with Holm's correction over all datasets of all compared runs; None
+        for two seeds of one model.
       detectable: the smallest difference, in points, that these examples reveal with a power of
         80%.
     """
@@ -95,8 +94,8 @@ class DatasetDifference:
     only_b: int
     p_value: float
     agreement: float
+    detectable: float | None
     p_adjusted: float | None = None
-    detectable: float | None = None
 
     @property
     def difference(self) -> float:
@@ -111,7 +110,7 @@ class Flip:
     Attributes:
       margin_a: best score minus the second best in the first run; None where there is one choice.
       margin_b: the same in the second run.
-      right_a: whether the first run is right; None in reports written before schema 4.
+      right_a: whether the first run is right.
       right_b: whether the second run is right.
     """
 
@@ -121,8 +120,8 @@ class Flip:
     predicted_b: int
     margin_a: float | None
     margin_b: float | None
-    right_a: bool | None = None
-    right_b: bool | None = None
+    right_a: bool
+    right_b: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +133,7 @@ class RunComparison:
       step_a: the first run's step; step_b the second's.
       only_a: tasks that the second run lacks; only_b those that the first lacks.
       flips: the first MAX_FLIPS examples whose predictions differ.
-      datasets: accuracies; empty in reports written before schema 4.
+      datasets: accuracies.
       bootstrap: the options of the intervals.
       checkpoint_a: hash of the first run's checkpoint, None if not recorded; checkpoint_b of the
         second's.
@@ -150,11 +149,11 @@ class RunComparison:
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     flips: tuple[Flip, ...]
-    datasets: tuple[DatasetDifference, ...] = ()
-    bootstrap: Bootstrap = Bootstrap()
-    checkpoint_a: str | None = None
-    checkpoint_b: str | None = None
-    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    datasets: tuple[DatasetDifference, ...]
+    bootstrap: Bootstrap
+    checkpoint_a: str | None
+    checkpoint_b: str | None
+    left_out: dict[str, str]
 
     @property
     def same_checkpoint(self) -> bool | None:
@@ -165,8 +164,8 @@ class RunComparison:
 
     @property
     def alike(self) -> tuple[str, ...] | None:
-        """Datasets without a significant difference; None if p-values are uncorrected."""
-        if any(entry.p_adjusted is None for entry in self.datasets) or not self.datasets:
+        """Datasets without a significant difference; None for two seeds of one model."""
+        if any(entry.p_adjusted is None for entry in self.datasets):
             return None
         limit = 1 - self.bootstrap.confidence
         return tuple(entry.dataset for entry in self.datasets if (entry.p_adjusted or 0.0) > limit)
@@ -335,15 +334,6 @@ def _in_words(unlike: Mapping[str, str], prompts: Mapping[str, PromptInfo]) -> d
             for kind in kinds
         )
     return found
-
-
-def to_json(comparisons: Sequence[RunComparison], models: Models | None = None) -> str:
-    """The comparisons as an indented JSON list; each includes the findings about all models."""
-    more = {} if models is None else {"models": dataclasses.asdict(models)}
-    found = [
-        {**dataclasses.asdict(entry), "flipped": entry.flipped, **more} for entry in comparisons
-    ]
-    return json.dumps(found, indent=1) + "\n"
 
 
 def _check_same_pairs(a: TaskScores, b: TaskScores) -> None:

@@ -36,8 +36,9 @@ _METHOD = (
     " first run gets right, the high end one that only the second does. So runs that agree on few"
     " examples may still differ. McNemar's test takes an example with all of its prompts as one"
     " cluster. Corrected p-values are Holm's over all datasets and all pairs of models. Two models"
-    " are told apart where that is at most what the intervals leave out. Models of one set may yet"
-    " differ by less than these examples show."
+    " differ significantly if their corrected p-value is at most one minus the intervals'"
+    " confidence, 0.05 for 95%. Models listed together may still differ by less than these examples"
+    " can show."
 )
 
 
@@ -157,7 +158,6 @@ def accuracy_section(compared: RunComparison) -> Section:
             f"{entry.difference:+.1f}",
             Cell(f"{entry.interval.low:+.1f} to {entry.interval.high:+.1f}", entry.interval.low),
             f"{entry.p_value:.3g}",
-            # Reports before schema 5 have neither of these two.
             "" if entry.p_adjusted is None else f"{entry.p_adjusted:.3g}",
             "" if entry.detectable is None else f"{entry.detectable:.1f}",
             str(entry.only_a),
@@ -197,7 +197,6 @@ def scores_in_words(compared: RunComparison) -> list[str]:
     """Sentences: where predictions differ, the largest differences, tasks in one run only."""
     worst = compared.worst
     lines = [checkpoints_in_words(compared)]
-    # Reports before schema 5 have no corrected p-values to tell runs apart by.
     if compared.alike is not None:
         alike, every = compared.alike, len(compared.alike) == len(compared.datasets)
         names = "any dataset" if every else ", ".join(alike)
@@ -272,10 +271,7 @@ def flips_section(compared: RunComparison) -> list[Section]:
     return [Section(title, header=header, rows=rows, level=3)] * bool(rows)
 
 
-def _right(right_a: bool | None, right_b: bool | None, a: str, b: str) -> str:
-    # Reports before schema 4 do not record it.
-    if right_a is None or right_b is None:
-        return ""
+def _right(right_a: bool, right_b: bool, a: str, b: str) -> str:
     return "both" if right_a and right_b else a if right_a else b if right_b else "neither"
 
 

@@ -136,13 +136,13 @@ def prompt_flips(
     """
     if len(results) < 2:
         return (), 0.0
-    shared = results[0].paired_by
+    shared = results[0].pairing_key
     for result in results[1:]:
-        shared = np.intersect1d(shared, result.paired_by)
+        shared = np.intersect1d(shared, result.pairing_key)
     if not shared.size:
         return (), 0.0
     # For each shared example, the number of prompts that get it right.
-    right = sum(result.correct[np.searchsorted(result.paired_by, shared)] for result in results)
+    right = sum(result.correct[np.searchsorted(result.pairing_key, shared)] for result in results)
     right = np.asarray(right, np.int64)
     # Count the smaller side: at most half of the prompts can disagree.
     disagreement = np.minimum(right, len(results) - right)
@@ -150,7 +150,7 @@ def prompt_flips(
     order = np.argsort(-disagreement, kind="stable")[:MAX_FLIPS]
     chosen = [at for at in order if disagreement[at]]
     # Under the first prompt, whose files number its own examples.
-    first = results[0].example[np.searchsorted(results[0].paired_by, shared)]
+    first = results[0].example[np.searchsorted(results[0].pairing_key, shared)]
     texts = read_inputs_of(eval_dir, results[0].task, [int(first[at]) for at in chosen])
     flips = tuple(
         PromptFlip(int(shared[at]), int(right[at]), len(results), texts.get(int(first[at])))

@@ -14,7 +14,6 @@ from t0repro.evaluation.rank import RankResult
 from t0repro.evaluation.records import read_records
 from t0repro.reports.comparison import RunComparison, compare_runs
 from t0repro.reports.decoded_tasks import generation_results
-from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
 from t0repro.reports.models import corrected as corrected_comparisons
 from t0repro.reports.prompts import (
@@ -29,21 +28,16 @@ from t0repro.reports.ranking import rank_folder
 from t0repro.reports.report import Report
 from t0repro.reports.results import (
     GROUP_TITLES,
+    DatasetOutcomes,
     DatasetResult,
     GroupResult,
-    corrected,
-    dataset_result,
+    dataset_results,
     group_of,
     group_result,
-    prompt_result,
 )
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import (
     Bootstrap,
-    DatasetMean,
-    Outcomes,
-    random_prompts_interval,
-    reweighted,
 )
 from t0repro.reports.task_costs import task_costs
 
@@ -304,65 +298,22 @@ def _summarize(
     options: ReportOptions,
     extras: Mapping[str, Mapping[str, float]],
 ) -> tuple[tuple[GroupResult, ...], tuple[DatasetResult, ...]]:
-    """The report's groups and datasets; a task without a prompt is a dataset of its own.
-
-    `extras` has accuracies in percent: task -> name of another definition -> accuracy under it.
-    """
+    """The report's groups and datasets; a task without a prompt is a dataset of its own."""
     # A dataset may be in two groups: under prompts trained on and under held-out ones.
-    parts: dict[tuple[str, str], list[RankResult]] = {}
+    members: dict[tuple[str, str], list[RankResult]] = {}
     for result in sorted(results, key=lambda result: result.task):
         label = dataset_label(result.task, prompts)
         group = group_of(result.task, label, options.training_datasets, options.training_tasks)
-        parts.setdefault((label, group), []).append(result)
-    datasets, means = [], {}
-    for (label, group), members in sorted(parts.items()):
-        dataset, means[label, group] = _summarize_dataset(
-            label, group, members, prompts, eval_dir, options.bootstrap, extras
-        )
-        datasets.append(dataset)
-    # After the loop, since Holm's correction needs the p-values of all datasets.
-    datasets = corrected(datasets)
-    groups = [group_result(group, datasets, means, options.bootstrap) for group in GROUP_TITLES]
-    return tuple(group for group in groups if group is not None), datasets
-
-
-def _summarize_dataset(
-    label: str,
-    group: str,
-    results: Sequence[RankResult],
-    prompts: Mapping[str, PromptInfo],
-    eval_dir: str | os.PathLike[str],
-    bootstrap: Bootstrap,
-    extras: Mapping[str, Mapping[str, float]],
-) -> tuple[DatasetResult, DatasetMean]:
-    """The dataset's result with diagnostics, and its mean over prompts."""
-    outcomes = Outcomes.of(results)
-    found = reweighted(outcomes, label, bootstrap)
-    errors, error_of_mean = outcomes.standard_errors()
-    shown = [
-        dataclasses.replace(
-            prompt_result(
-                result,
-                prompts,
-                eval_dir,
-                found.each(lambda values, at=at: values[:, at]).interval(bootstrap),
-                float(errors[at]),
-            ),
-            extras=dict(extras.get(result.task, {})),
-        )
-        for at, result in enumerate(results)
+        members.setdefault((label, group), []).append(result)
+    ranked = [
+        DatasetOutcomes.of(label, group, ranked, options.bootstrap)
+        for (label, group), ranked in sorted(members.items())
     ]
-    flips, flipped = prompt_flips(results, eval_dir)
-    choices = {task: info.fixed_choices for task, info in prompts.items()}
-    dataset = dataset_result(
-        label, group, shown, found, float(error_of_mean), outcomes.same_rows, bootstrap
-    )
-    dataset = dataclasses.replace(
-        dataset,
-        random_prompts_interval=random_prompts_interval(outcomes, dataset.mean_interval, bootstrap),
-        confusion=confusion(results, choices),
-        calibration=calibration(results),
-        flips=flips,
-        flipped=flipped,
-    )
-    return dataset, DatasetMean.of(outcomes, found)
+    datasets = dataset_results(ranked, prompts, eval_dir, options.bootstrap, extras)
+    groups = []
+    for group in GROUP_TITLES:
+        inside = [dataset for dataset in datasets if dataset.group == group]
+        means = [dataset.mean for dataset in ranked if dataset.group == group]
+        if inside:
+            groups.append(group_result(group, inside, means, options.bootstrap))
+    return tuple(groups), datasets

@@ -27,7 +27,7 @@ def calibration_plot(datasets: Sequence[DatasetResult], label: str) -> str:
         axes = drawing.axes(3.6, _LEFT)
         axes.plot([0, 100], [0, 100], color=ROLES["chance"], linewidth=1.2, linestyle="--")
         for row, dataset in enumerate(datasets):
-            for at, found in enumerate(dataset.calibration.bins if dataset.calibration else ()):
+            for at, found in enumerate(dataset.calibration.bins):
                 # The SVG element's id, by which it gets its tip.
                 name = f"bin-{row}-{at}"
                 axes.plot(

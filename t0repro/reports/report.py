@@ -3,18 +3,6 @@
 report.json is one object, UTF-8, indented, with the fields of `Report`; the dataclasses inside
 document their own. `load_report` reads it back equal to what was written. Accuracies, chance and
 intervals are in percent; scores and losses in natural-logarithm units.
-
-What each schema added, so that readers know what older reports lack:
-
-    2   provenance: checkpoint_hash, templates_hash, data_revision, energy_joules; datasets:
-        confusion, calibration, flips, flipped; datasets.prompts: extras; published; tasks
-    3   provenance: data, energy_source; datasets.prompts: unanswerable_examples; generation
-    4   stacks: datasets, and right_a and right_b of its flips; synthetic; tasks: inputs, available,
-        cut_inputs, cut_targets, and an entry for each decoded task
-    5   datasets: p_above_chance, p_below_chance, p_above_majority, random_prompts_interval,
-        detectable; stacks.datasets: p_adjusted, detectable
-    6   provenance: scores_sha256; models
-    7   stacks: left_out
 """
 
 from __future__ import annotations
@@ -36,7 +24,7 @@ from t0repro.reports.results import GROUP_TITLES, DatasetResult, GroupResult
 from t0repro.reports.statistics import Bootstrap
 from t0repro.reports.task_costs import TaskCost
 
-SCHEMA_VERSION = 7  # earlier reports lack the additions above but can still be read
+SCHEMA_VERSION = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +81,7 @@ def load_report(path: str | os.PathLike[str]) -> Report:
     """Reads a report.json, given its path or its folder.
 
     Raises:
-      UserError: if it does not exist, was written by a newer t0repro, or is not a report.
+      UserError: if it does not exist, has another schema, or is not a report.
     """
     path = Path(path)
     path = path / "report.json" if path.is_dir() else path
@@ -108,13 +96,11 @@ def load_report(path: str | os.PathLike[str]) -> Report:
         version = int(content["schema_version"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError("This is not a report: no schema_version.", where=str(path)) from error
-    # An older report lacks fields, which have defaults; in a newer one, fields may have another
-    # meaning.
-    if version > SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
         raise UserError(
-            f"The report has schema {version}; this t0repro reads up to {SCHEMA_VERSION}.",
+            f"The report has schema {version}; this t0repro reads {SCHEMA_VERSION}.",
             where=str(path),
-            fix="Read it with the version of t0repro that wrote it, or a later one.",
+            fix="Write it again with t0repro report make.",
         )
     try:
         report = dacite.from_dict(Report, content, _FROM_JSON)

@@ -14,16 +14,26 @@ from t0repro.evaluation.outputs import (
     read_inputs_of,
 )
 from t0repro.evaluation.rank import RankResult
-from t0repro.reports.diagnostics import Calibration, Confusion, PromptFlip
+from t0repro.reports.diagnostics import (
+    Calibration,
+    Confusion,
+    PromptFlip,
+    calibration,
+    confusion,
+    prompt_flips,
+)
 from t0repro.reports.prompts import PromptInfo, template_name
 from t0repro.reports.statistics import (
     Bootstrap,
     DatasetMean,
     Interval,
+    Outcomes,
     Reweighted,
     detectable_difference,
     holm,
     mean_over_datasets,
+    random_prompts_interval,
+    reweighted,
 )
 
 MAX_UNANSWERABLE = 20
@@ -81,8 +91,8 @@ class PromptResult:
     ties: int
     unanswerable: int
     metrics: dict[str, float]
-    extras: dict[str, float] = dataclasses.field(default_factory=dict)
-    unanswerable_examples: tuple[Unanswerable, ...] = ()
+    extras: dict[str, float]
+    unanswerable_examples: tuple[Unanswerable, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +105,8 @@ class DatasetResult:
       paired: whether all prompts have the same examples.
       standard_error: Standard error of the mean over prompts.
       majority: accuracy of always choosing the position that is right most often.
-      above_chance: whether the mean over prompts is clearly above chance.
-      p_above_chance: its one-sided p-value, with Holm's correction over the report's datasets;
-        p_below_chance and p_above_majority likewise. None in reports before schema 5, in which
-        intervals alone decided.
+      p_above_chance: one-sided p-value of the mean over prompts, with Holm's correction over the
+        report's datasets; p_below_chance and p_above_majority likewise.
       random_prompts_interval: the mean's interval if prompts are a random sample too; None with a
         single prompt.
       detectable: the smallest difference, in points, that is found with a power of 80% between two
@@ -115,43 +123,80 @@ class DatasetResult:
     standard_error: float
     chance: float
     majority: float
-    above_chance: bool
+    p_above_chance: float
+    p_below_chance: float
+    p_above_majority: float
+    random_prompts_interval: Interval | None
+    detectable: float | None
+    confusion: Confusion | None
+    calibration: Calibration
+    flips: tuple[PromptFlip, ...]
+    flipped: float
     prompts: tuple[PromptResult, ...]
-    confusion: Confusion | None = None
-    calibration: Calibration | None = None
-    flips: tuple[PromptFlip, ...] = ()
-    flipped: float = 0.0
-    p_above_chance: float | None = None
-    p_below_chance: float | None = None
-    p_above_majority: float | None = None
-    random_prompts_interval: Interval | None = None
-    detectable: float | None = None
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether the mean over prompts is clearly above chance."""
+        return self.p_above_chance <= CLEAR
 
     @property
     def below_chance(self) -> bool:
-        """Whether the mean is clearly below chance."""
-        if self.p_below_chance is None:
-            return self.mean_interval.high < self.chance
+        """Whether it is clearly below chance."""
         return self.p_below_chance <= CLEAR
 
     @property
     def above_majority(self) -> bool:
-        """Whether the mean is clearly above the majority class."""
-        if self.p_above_majority is None:
-            return self.mean_interval.low > self.majority
+        """Whether it is clearly above the majority class."""
         return self.p_above_majority <= CLEAR
 
 
-def corrected(datasets: Sequence[DatasetResult]) -> tuple[DatasetResult, ...]:
-    """The datasets with p-values after Holm's correction over all of them, and new verdicts."""
-    names = ("p_above_chance", "p_below_chance", "p_above_majority")
-    columns = [holm([getattr(dataset, name) for dataset in datasets]) for name in names]
-    return tuple(
-        dataclasses.replace(
-            dataset, **dict(zip(names, values, strict=True)), above_chance=values[0] <= CLEAR
-        )
-        for dataset, values in zip(datasets, zip(*columns, strict=True), strict=True)
-    )
+@dataclasses.dataclass(frozen=True)
+class DatasetOutcomes:
+    """A dataset's ranked prompts, from which its result is computed.
+
+    Attributes:
+      dataset: the dataset's label.
+      group: a key of GROUP_TITLES.
+      results: one for each prompt.
+      outcomes: theirs side by side.
+      weighted: their accuracies under the same weightings, [replicates, prompts].
+      mean: the mean over prompts. Prompts share their examples, so their errors are correlated:
+        averaging the prompts' own intervals would give one that is too wide.
+    """
+
+    dataset: str
+    group: str
+    results: Sequence[RankResult]
+    outcomes: Outcomes
+    weighted: Reweighted
+    mean: DatasetMean
+
+    @classmethod
+    def of(
+        cls, dataset: str, group: str, results: Sequence[RankResult], bootstrap: Bootstrap
+    ) -> DatasetOutcomes:
+        """The outcomes of a dataset's prompts, under the bootstrap's weightings."""
+        outcomes = Outcomes.of(results)
+        weighted = reweighted(outcomes, dataset, bootstrap)
+        return cls(dataset, group, results, outcomes, weighted, DatasetMean.of(outcomes, weighted))
+
+    @property
+    def chance(self) -> float:
+        """Mean over prompts of the expected accuracy of a random choice, in percent."""
+        return float(np.mean([result.chance for result in self.results]))
+
+    @property
+    def majority(self) -> float:
+        """Mean over prompts of the accuracy of the majority class, in percent."""
+        return float(np.mean([result.majority for result in self.results]))
+
+    @property
+    def p_values(self) -> tuple[float, float, float]:
+        """One-sided p-values: above chance, below chance, above the majority class."""
+        mean = self.mean.reweighted
+        return (
+            mean.p_above(self.chance), mean.p_below(self.chance), mean.p_above(self.majority)
+        )  # fmt: skip
 
 
 def prompt_result(
@@ -160,8 +205,9 @@ def prompt_result(
     eval_dir: str | os.PathLike[str],
     interval: Interval,
     standard_error: float,
+    extras: Mapping[str, float],
 ) -> PromptResult:
-    """One prompt's result, given its accuracy's interval and standard error."""
+    """One prompt's result, given its accuracy's interval, standard error and other definitions."""
     info = prompts.get(result.task)
     return PromptResult(
         task=result.task,
@@ -177,6 +223,7 @@ def prompt_result(
         ties=int(result.tie.sum()),
         unanswerable=int((~result.answerable).sum()),
         metrics=result.metrics,
+        extras=dict(extras),
         unanswerable_examples=_unanswerable(result, eval_dir),
     )
 
@@ -189,61 +236,84 @@ def _unanswerable(result: RankResult, eval_dir: str | os.PathLike[str]) -> tuple
     return tuple(Unanswerable(example, texts.get(example)) for example in found)
 
 
-def dataset_result(
-    label: str,
-    group: str,
-    prompts: Sequence[PromptResult],
-    weighted: Reweighted,
-    standard_error: float,
-    paired: bool,
+def dataset_results(
+    datasets: Sequence[DatasetOutcomes],
+    prompts: Mapping[str, PromptInfo],
+    eval_dir: str | os.PathLike[str],
     bootstrap: Bootstrap,
-) -> DatasetResult:
-    """A dataset's result, without diagnostics.
+    extras: Mapping[str, Mapping[str, float]],
+) -> tuple[DatasetResult, ...]:
+    """The results of a report's datasets, whose p-values Holm's method corrects together.
 
     Args:
-      label: the dataset's label.
-      group: a key of GROUP_TITLES.
-      prompts: the results of its prompts.
-      weighted: their accuracies under the same weightings, [replicates, prompts].
-      standard_error: that of the mean over prompts.
-      paired: see DatasetResult.
+      datasets: the ranked prompts of each.
+      prompts: task name -> its prompt.
+      eval_dir: the `<split>_eval` folder, with the inputs to show.
       bootstrap: the options of the intervals.
+      extras: task -> name of another definition of accuracy -> accuracy under it, in percent.
     """
-    accuracy = np.array([prompt.accuracy for prompt in prompts])
-    spread = np.percentile(accuracy, [25, 50, 75])
-    chance = float(np.mean([prompt.chance for prompt in prompts]))
-    # Average over prompts first: they share their examples, so their errors are correlated, and
-    # averaging the prompts' own intervals would give one that is too wide.
-    mean = weighted.each(lambda values: values.mean(-1))
-    mean_interval = mean.interval(bootstrap)
-    majority = float(np.mean([prompt.majority for prompt in prompts]))
+    by_claim = zip(*(dataset.p_values for dataset in datasets), strict=True)
+    corrected = zip(*map(holm, by_claim), strict=True)
+    return tuple(
+        _dataset_result(dataset, p_values, prompts, eval_dir, bootstrap, extras)
+        for dataset, p_values in zip(datasets, corrected, strict=True)
+    )
+
+
+def _dataset_result(
+    dataset: DatasetOutcomes,
+    p_values: tuple[float, float, float],
+    prompts: Mapping[str, PromptInfo],
+    eval_dir: str | os.PathLike[str],
+    bootstrap: Bootstrap,
+    extras: Mapping[str, Mapping[str, float]],
+) -> DatasetResult:
+    results, weighted, outcomes = dataset.results, dataset.weighted, dataset.outcomes
+    errors, error_of_mean = outcomes.standard_errors()
+    accuracy = np.array([result.accuracy for result in results])
+    lower_quartile, median, upper_quartile = np.percentile(accuracy, [25, 50, 75]).tolist()
+    mean_interval = dataset.mean.reweighted.interval(bootstrap)
+    flips, flipped = prompt_flips(results, eval_dir)
     return DatasetResult(
-        dataset=label,
-        group=group,
+        dataset=dataset.dataset,
+        group=dataset.group,
         # A template may drop rows, so the largest number is the closest to the split's size.
-        examples=max(prompt.examples for prompt in prompts),
-        paired=paired,
+        examples=max(len(result.example) for result in results),
+        paired=outcomes.same_rows,
         accuracy=Spread(
             mean=float(accuracy.mean()),
-            median=float(spread[1]),
-            lower_quartile=float(spread[0]),
-            upper_quartile=float(spread[2]),
+            median=median,
+            lower_quartile=lower_quartile,
+            upper_quartile=upper_quartile,
             minimum=float(accuracy.min()),
             maximum=float(accuracy.max()),
         ),
         mean_interval=mean_interval,
         median_interval=weighted.each(lambda values: np.median(values, -1)).interval(bootstrap),
-        standard_error=standard_error,
-        chance=chance,
-        majority=majority,
-        # Provisional: `corrected` decides by the p-values of all datasets.
-        above_chance=mean_interval.low > chance,
-        prompts=tuple(prompts),
-        p_above_chance=mean.p_above(chance),
-        p_below_chance=mean.p_below(chance),
-        p_above_majority=mean.p_above(majority),
+        standard_error=float(error_of_mean),
+        chance=dataset.chance,
+        majority=dataset.majority,
+        p_above_chance=p_values[0],
+        p_below_chance=p_values[1],
+        p_above_majority=p_values[2],
+        random_prompts_interval=random_prompts_interval(outcomes, mean_interval, bootstrap),
         # Two models on the same examples: if their errors are unrelated, the variances add up.
-        detectable=detectable_difference(math.sqrt(2) * standard_error, bootstrap),
+        detectable=detectable_difference(math.sqrt(2) * float(error_of_mean), bootstrap),
+        confusion=confusion(results, {task: info.fixed_choices for task, info in prompts.items()}),
+        calibration=calibration(results),
+        flips=flips,
+        flipped=flipped,
+        prompts=tuple(
+            prompt_result(
+                result,
+                prompts,
+                eval_dir,
+                weighted.each(lambda values, at=at: values[:, at]).interval(bootstrap),
+                float(errors[at]),
+                extras.get(result.task, {}),
+            )
+            for at, result in enumerate(results)
+        ),
     )
 
 
@@ -268,7 +338,11 @@ class GroupResult:
     standard_error: float
     chance: float
     majority: float
-    above_chance: bool
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether the interval of the mean begins above chance."""
+        return self.interval.low > self.chance
 
     @property
     def below_chance(self) -> bool:
@@ -309,33 +383,25 @@ def group_of(
 def group_result(
     group: str,
     datasets: Sequence[DatasetResult],
-    means: Mapping[tuple[str, str], DatasetMean],
+    means: Sequence[DatasetMean],
     bootstrap: Bootstrap,
-) -> GroupResult | None:
-    """A group's aggregate, None if it has no datasets.
+) -> GroupResult:
+    """A group's aggregate, in which each dataset has the same weight, however many its prompts.
 
     Args:
       group: a key of GROUP_TITLES.
-      datasets: the report's datasets.
-      means: (label, group) of a dataset -> its mean over prompts.
+      datasets: the group's datasets, at least one.
+      means: their means over prompts.
       bootstrap: the options of the interval.
     """
-    members = [dataset for dataset in datasets if dataset.group == group]
-    if not members:
-        return None
-    # Each dataset has the same weight, however many prompts it has.
-    found = [means[dataset.dataset, group] for dataset in members]
-    interval = mean_over_datasets(found, bootstrap).interval(bootstrap)
-    chance = float(np.mean([dataset.chance for dataset in members]))
     return GroupResult(
         group=group,
-        datasets=len(members),
-        prompts=sum(len(dataset.prompts) for dataset in members),
-        mean=float(np.mean([dataset.accuracy.mean for dataset in members])),
-        interval=interval,
+        datasets=len(datasets),
+        prompts=sum(len(dataset.prompts) for dataset in datasets),
+        mean=float(np.mean([dataset.accuracy.mean for dataset in datasets])),
+        interval=mean_over_datasets(means, bootstrap).interval(bootstrap),
         # Datasets share no examples, so their errors are independent.
-        standard_error=math.hypot(*(dataset.standard_error for dataset in members)) / len(members),
-        chance=chance,
-        majority=float(np.mean([dataset.majority for dataset in members])),
-        above_chance=interval.low > chance,
+        standard_error=math.hypot(*(d.standard_error for d in datasets)) / len(datasets),
+        chance=float(np.mean([dataset.chance for dataset in datasets])),
+        majority=float(np.mean([dataset.majority for dataset in datasets])),
     )

@@ -246,13 +246,12 @@ def _generation_tip(result: GenerationResult) -> str:
 
 def diagnostic_sections(report: Report) -> list[Section]:
     """Calibration, agreement between prompts, and which answers get confused."""
-    # Reports written before schema 2 have none.
-    if not any(dataset.calibration for dataset in report.datasets):
+    if not report.datasets:
         return []
     agreement = tuple(
         (
             dataset.dataset,
-            percent(dataset.calibration.error) if dataset.calibration else "",
+            percent(dataset.calibration.error),
             # Sort by the number, not by the text with its percent sign.
             Cell(f"{dataset.flipped:.1f}%", dataset.flipped)
             if len(dataset.prompts) > 1

@@ -137,11 +137,10 @@ class _TaskJob:
         if not complete or self._identity is None:
             return complete
         recorded, now = _lines_of(self.output)[1:], self._made_of()
-        # Earlier versions recorded less: no identity, or no second line at all.
-        if recorded == now[: len(recorded)]:
+        if recorded == now:
             return True
         what = "made from another checkpoint or with other settings"
-        if recorded[0] == now[0]:
+        if recorded[:1] == now[:1]:
             what = f"{self._checkpoint} has changed since"
         print(f"note: {self.output}: {what}; done again", file=sys.stderr)
         return False

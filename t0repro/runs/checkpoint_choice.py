@@ -19,7 +19,7 @@ from t0repro.converters import sources
 from t0repro.converters.model_files import open_configured
 from t0repro.errors import UserError
 from t0repro.evaluation.generation import generate_tokens, texts_of
-from t0repro.evaluation.opened import Checkpoint, on_devices
+from t0repro.evaluation.opened import Checkpoint, load_on_devices
 from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
 from t0repro.partitioning.devices import choose, line_of
 from t0repro.partitioning.processes import from_first
@@ -135,7 +135,7 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
         print(line_of(partitioning, config.layout), file=sys.stderr)
     for checkpoint in checkpoints:
         tree = open_configured(checkpoint, config.model, slots=False)
-        yield on_devices(tree, shapes, model, str(checkpoint.path))
+        yield load_on_devices(tree, shapes, model, str(checkpoint.path))
 
 
 def generated_texts(

@@ -17,14 +17,14 @@ from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import jax_device, write_facts
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.reading import Part
+from t0repro.evaluation.reading import Chunk
 from t0repro.evaluation.result_lines import print_results
 from t0repro.event_files import event_writer
 from t0repro.partitioning.processes import is_first, output_folder
 from t0repro.runs.checkpoint_choice import chosen_checkpoints, generated_texts, loaded
 from t0repro.runs.task_writer import (
     Outputs,
-    TaskWindows,
+    TaskBuffers,
     TaskWriter,
     evaluation_folder,
     generated,
@@ -44,9 +44,9 @@ def evaluate(configuration: Configuration) -> None:
     checkpoints = chosen_checkpoints(configuration.run)
     configuration = _with_own_output(configuration)
     config = configuration.run
-    windows = _windows(config)
+    buffers = _task_buffers(config)
     for checkpoint in loaded(configuration, checkpoints):
-        evaluated = _evaluate(configuration, checkpoint, windows)
+        evaluated = _evaluate(configuration, checkpoint, buffers)
         if config.output_eval_examples:
             write_facts(evaluation_folder(config), checkpoint, [*evaluated], jax_device())
         print_results(evaluated, checkpoint.step, evaluation_folder(config))
@@ -64,18 +64,18 @@ def _with_own_output(configuration: Configuration) -> Configuration:
     return dataclasses.replace(configuration, run_or_refusal=run, inputs=inputs)
 
 
-def _windows(config: RunConfig) -> TaskWindows:
+def _task_buffers(config: RunConfig) -> TaskBuffers:
     if config.eval_data is None:
         raise UserError(
             f"Mode {config.mode!r} needs run.eval_dataset_fn.",
             where=config.provenance.get("mode"),
             fix=f"Add --gin_file={config.mode}.gin.",
         )
-    return TaskWindows(config)
+    return TaskBuffers(config)
 
 
 def _evaluate(
-    configuration: Configuration, checkpoint: Checkpoint, windows: TaskWindows
+    configuration: Configuration, checkpoint: Checkpoint, buffers: TaskBuffers
 ) -> dict[str, Mapping[str, float]]:
     """Evaluates all tasks at one checkpoint; returns the metrics of each."""
     config = configuration.run
@@ -86,21 +86,21 @@ def _evaluate(
     writer = event_writer(evaluation_folder(config))
     # No start_step: it would drop the training run's lines in the same file.
     metrics = MetricLog(output_path(config.model_dir), writers=[writer])
-    lengths = windows.lengths
+    lengths = buffers.lengths
     with (
-        TaskWriter(config, checkpoint, windows.judges) as tasks,
+        TaskWriter(config, checkpoint, buffers.judges) as tasks,
         ScoreFiles(configuration) if saves_scores else contextlib.nullcontext() as files,
     ):
-        for parts in windows:
-            outputs = output_of(configuration, checkpoint, parts, lengths)
-            for result in tasks.add(parts, outputs):
+        for chunks in buffers:
+            outputs = output_of(configuration, checkpoint, chunks, lengths)
+            for result in tasks.add(chunks, outputs):
                 split = config.eval_data.split
                 metrics.write(split, result.step, result.metrics, task=result.task)
                 evaluated[result.task] = result.metrics
             if files is not None:
-                for part, output in zip(parts, outputs, strict=True):
-                    files.add(output.values, (example["targets"] for example in part.examples))
-            del parts, outputs  # free this window's memory before the next one is read
+                for chunk, output in zip(chunks, outputs, strict=True):
+                    files.add(output.values, (example["targets"] for example in chunk.examples))
+            del chunks, outputs  # free this window's memory before the next one is read
         if files is not None:
             files.commit()
     metrics.close()
@@ -110,21 +110,21 @@ def _evaluate(
 def _scores(
     configuration: Configuration,
     checkpoint: Checkpoint,
-    parts: Sequence[Part],
+    chunks: Sequence[Chunk],
     lengths: Mapping[str, int],
 ) -> list[Outputs]:
     # The engine's limit is in tokens, a run's in sequences: convert by a batch of full rows.
     tokens = configuration.run.batch_size * max(lengths.values())
-    return scored(checkpoint, parts, lengths, tokens)
+    return scored(checkpoint, chunks, lengths, tokens)
 
 
 def _texts(
     configuration: Configuration,
     checkpoint: Checkpoint,
-    parts: Sequence[Part],
+    chunks: Sequence[Chunk],
     lengths: Mapping[str, int],
 ) -> list[Outputs]:
-    inputs = [example["inputs"] for part in parts for example in part.examples]
+    inputs = [example["inputs"] for chunk in chunks for example in chunk.examples]
     started = time.monotonic()
     texts = generated_texts(configuration, checkpoint, inputs, lengths["inputs"])
-    return generated(parts, texts, time.monotonic() - started)
+    return generated(chunks, texts, time.monotonic() - started)

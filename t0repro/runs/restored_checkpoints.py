@@ -18,7 +18,7 @@ from t0repro.converters.model_files import open_configured
 from t0repro.converters.tensors import CheckpointRef, with_parameters_in
 from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError
-from t0repro.evaluation.opened import Checkpoint, on_devices
+from t0repro.evaluation.opened import Checkpoint, load_on_devices
 from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
 from t0repro.parameters import naming
 from t0repro.partitioning.devices import choose, line_of
@@ -173,7 +173,7 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     if plan.restore.dtype not in (None, "float32"):
         # Still stored in the model's own dtype, with values rounded to this one.
         tree = with_parameters_in(tree, plan.restore.dtype)
-    return on_devices(tree, held, model, str(ref.path))
+    return load_on_devices(tree, held, model, str(ref.path))
 
 
 def generating_model(plan: InferencePlan, network: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Windows of examples of several tasks, and the files of each task."""
+"""Read buffers of examples of several tasks, and the files of each task."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from t0repro.data.eval_examples import described_tasks
 from t0repro.errors import UserError
 from t0repro.evaluation.energy import Cost
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
-from t0repro.evaluation.judge import Judge, judge_of, judge_of_registered
+from t0repro.evaluation.judge import Judge, make_judge, make_task_judge
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.rank_run import RankRun, ScoredPart
-from t0repro.evaluation.reading import Part, windows
+from t0repro.evaluation.rank_run import RankRun, ScoredChunk
+from t0repro.evaluation.reading import Chunk, read_buffers
 from t0repro.evaluation.task_output import (
     TaskOutput,
     TaskResult,
     TruncationCounter,
-    explaining_incomplete_inputs,
+    explain_incomplete_inputs,
 )
 from t0repro.storage import output_path
 from t0repro.tasks.task import find_task, is_described
 
 
-class TaskWindows:
-    """A run's tasks, a window of examples at a time; a large task is split across windows.
+class TaskBuffers:
+    """A run's tasks, a read buffer at a time; a large task is split across several.
 
-    Iterating again, for another checkpoint, rereads the tasks unless all fit in one window.
+    Iterating again, for another checkpoint, rereads the tasks unless all fit in one read buffer.
 
     Args:
       config: the run's configuration, with evaluation data.
@@ -45,33 +45,33 @@ class TaskWindows:
     def __init__(self, config: RunConfig):
         self._config = config
         self.judges: dict[str, Judge] = {}
-        self._kept: list[Part] | None = None
+        self._kept: list[Chunk] | None = None
         self._all_read = False
 
-    def __iter__(self) -> Iterator[list[Part]]:
+    def __iter__(self) -> Iterator[list[Chunk]]:
         if self._kept is not None:
             yield self._kept
             return
         first, self._all_read = True, False
-        for window in windows(self._tasks(), EXAMPLES_IN_MEMORY):
-            # Everything fits in one window, so keep it for the next checkpoint.
+        for read_buffer in read_buffers(self._tasks(), EXAMPLES_IN_MEMORY):
+            # Everything fits in one read buffer, so keep it for the next checkpoint.
             if first and self._all_read:
-                self._kept = window
+                self._kept = read_buffer
             first = False
-            yield window
-            del window  # free its memory before the next one is read
+            yield read_buffer
+            del read_buffer  # free its memory before the next one is read
 
     def _tasks(self) -> Iterator[tuple[str, Iterable[dict[str, Any]]]]:
         data, lengths = self._config.eval_data, self._config.sequence_length
         assert data is not None
         if is_described(data.mixture_or_task_name):
             for task, examples in described_tasks(data, lengths):
-                self.judges[task.name] = judge_of_registered(task)
+                self.judges[task.name] = make_task_judge(task)
                 yield task.name, examples
             self._all_read = True
             return
         for task in eval_tasks(data, lengths):
-            self.judges[task.name] = judge_of(task)
+            self.judges[task.name] = make_judge(task)
             yield task.name, task.examples
         self._all_read = True
 
@@ -81,16 +81,16 @@ class TaskWindows:
         if self._config.sequence_length is not None:
             return self._config.sequence_length
         longest = {"inputs": 1, "targets": 1}
-        for parts in self:
-            for example in (example for part in parts for example in part.examples):
+        for chunks in self:
+            for example in (example for chunk in chunks for example in chunk.examples):
                 longest = {name: max(size, len(example[name])) for name, size in longest.items()}
-            del parts
+            del chunks
         return longest
 
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """A model's outputs for a part's examples.
+    """A model's outputs for a chunk's examples.
 
     Attributes:
       values: a score or a decoded text for each example.
@@ -103,47 +103,47 @@ class Outputs:
 
 def scored(
     checkpoint: Checkpoint,
-    parts: Sequence[Part],
+    chunks: Sequence[Chunk],
     lengths: Mapping[str, int],
     tokens_per_batch: int,
 ) -> list[Outputs]:
-    """Scores the targets of a window; pairs that its parts share are scored once.
+    """Scores the targets of a read buffer; pairs that its chunks share are scored once.
 
     Args:
       checkpoint: the checkpoint to score with.
-      parts: the window.
+      chunks: the read buffer.
       lengths: maximum tokens per feature.
       tokens_per_batch: see grouping.make_batching.
 
     Raises:
       UserError: if a score is NaN or Inf, naming task, example and step.
     """
-    found: dict[int, ScoredPart] = {}
-    run = RankRun(checkpoint, parts, lengths, tokens_per_batch=tokens_per_batch)
-    # Key by identity: equal parts of two tasks are still two parts.
-    run.score(lambda part: found.update({id(part.part): part}))
-    return [Outputs(each.scores, each.cost) for each in (found[id(part)] for part in parts)]
+    found: dict[int, ScoredChunk] = {}
+    run = RankRun(checkpoint, chunks, lengths, tokens_per_batch=tokens_per_batch)
+    # Key by identity: equal chunks of two tasks are still two chunks.
+    run.score(lambda chunk: found.update({id(chunk.chunk): chunk}))
+    return [Outputs(each.scores, each.cost) for each in (found[id(chunk)] for chunk in chunks)]
 
 
-def generated(parts: Sequence[Part], texts: Sequence[str], seconds: float) -> list[Outputs]:
-    """Splits decoded texts by part.
+def generated(chunks: Sequence[Chunk], texts: Sequence[str], seconds: float) -> list[Outputs]:
+    """Splits decoded texts by chunk.
 
     Args:
-      parts: in the order of the texts.
+      chunks: in the order of the texts.
       texts: one text per example.
-      seconds: total decoding time, split among parts by their number of examples.
+      seconds: total decoding time, split among chunks by their number of examples.
     """
     found, start = [], 0
-    for part in parts:
-        end = start + len(part.examples)
-        share = seconds * len(part.examples) / max(len(texts), 1)
+    for chunk in chunks:
+        end = start + len(chunk.examples)
+        share = seconds * len(chunk.examples) / max(len(texts), 1)
         found.append(Outputs(texts[start:end], Cost(share)))
         start = end
     return found
 
 
 class TaskWriter:
-    """Writes each task's files and record, and computes its metrics, once it has all its parts.
+    """Writes each task's files and record, and computes its metrics, once it has all its chunks.
 
     Args:
       config: the run's configuration.
@@ -160,24 +160,24 @@ class TaskWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Only tasks that lack parts are still open here, because a failure ended the evaluation.
+        # Only tasks that lack chunks are still open here, because a failure ended the evaluation.
         for output, _ in self._open.values():
             output.discard()
 
-    def add(self, parts: Sequence[Part], outputs: Sequence[Outputs]) -> list[TaskResult]:
-        """Adds a window's outputs; returns the results of the tasks that this completes.
+    def add(self, chunks: Sequence[Chunk], outputs: Sequence[Outputs]) -> list[TaskResult]:
+        """Adds a read buffer's outputs; returns the results of the tasks that this completes.
 
         Raises:
           UserError: if a task has no examples, or `num_eval_examples` ends between the choices of
             an input.
         """
         results = []
-        for part, found in zip(parts, outputs, strict=True):
-            output, cost = self._open.get(part.task) or (self._output(part.task), Cost(0.0, 0.0))
-            self._open[part.task] = output, cost + found.cost
-            output.add(part.examples, found.values)
-            if part.last:
-                results.append(self._finish(part.task))
+        for chunk, found in zip(chunks, outputs, strict=True):
+            output, cost = self._open.get(chunk.task) or (self._output(chunk.task), Cost(0.0, 0.0))
+            self._open[chunk.task] = output, cost + found.cost
+            output.add(chunk.examples, found.values)
+            if chunk.last:
+                results.append(self._finish(chunk.task))
         return results
 
     def _output(self, name: str) -> TaskOutput:
@@ -192,7 +192,7 @@ class TaskWriter:
                 f"The split {self._settings.split!r} of {name} has no examples.",
                 fix="Check whether the data is there, and whether the templates drop every row.",
             )
-        with explaining_incomplete_inputs(self._settings.limit):
+        with explain_incomplete_inputs(self._settings.limit):
             result = output.finish()
         del self._open[name]
         if self._config.output_eval_examples:
@@ -238,5 +238,5 @@ def evaluation_folder(config: RunConfig) -> Path:
     return output_path(folder if suffix is None else f"{folder}_{suffix}")
 
 
-# As in rank_eval: memory for texts and tokens stops growing beyond this window.
+# As in rank_eval: memory for texts and tokens stops growing beyond this read buffer.
 EXAMPLES_IN_MEMORY = 131_072

@@ -19,9 +19,9 @@ from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.opened import (
     Checkpoint,
-    adapter_at,
+    open_adapter_at,
+    open_cached,
     open_checkpoint,
-    opened_once,
     with_adapter,
 )
 from t0repro.evaluation.selection import check_fits
@@ -69,9 +69,9 @@ def score(
     if isinstance(model, Checkpoint):
         checkpoint = model
     else:
-        checkpoint = opened_once(_open, os.fspath(model), activation)
+        checkpoint = open_cached(_open, os.fspath(model), activation)
     if adapter is not None:
-        checkpoint = with_adapter(checkpoint, adapter_at(os.fspath(adapter)))
+        checkpoint = with_adapter(checkpoint, open_adapter_at(os.fspath(adapter)))
     check_fits(file, checkpoint)
     examples = _examples(file, inputs, of_each, lengths)
     found = iter(score_examples(checkpoint.params, checkpoint.model, examples, lengths))

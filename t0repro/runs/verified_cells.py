@@ -14,7 +14,7 @@ from t0repro.progress import say
 
 if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
-    from t0repro.evaluation.reading import Part
+    from t0repro.evaluation.reading import Chunk
 
 PER_TOKEN = 1e-4
 """Largest accepted difference of a score, per target token, if the device is another one."""
@@ -61,8 +61,8 @@ def recompute_cells(
     exact: bool,
 ) -> Iterator[Finding]:
     """Reads a task again, scores the batches that hold the cells, and compares line by line."""
-    from t0repro.evaluation.reading import TaskReader, parts_of
-    from t0repro.runs.rank_eval import part_size
+    from t0repro.evaluation.reading import TaskReader, split_into_chunks
+    from t0repro.runs.rank_eval import chunk_size
 
     key = record["key"]
     name, step = key["task"], key["step"]
@@ -73,42 +73,42 @@ def recompute_cells(
     # A cell is its input's number, counted over the task's inputs in order.
     wanted, start, inputs = set(cells), 0, 0
     missing = set(wanted)
-    for part in parts_of(name, reader.examples(), part_size()):
-        numbers = _input_numbers(part, inputs)
+    for chunk in split_into_chunks(name, reader.examples(), chunk_size()):
+        numbers = _input_numbers(chunk, inputs)
         inside = wanted & set(numbers)
         if inside:
             missing -= inside
-            scores = _scores(checkpoint, part, record, inside, numbers)
+            scores = _scores(checkpoint, chunk, record, inside, numbers)
             for at in sorted(inside):
                 rows = [row for row, number in enumerate(numbers) if number == at]
-                yield _compared(reader, part, rows, start, scores, eval_dir, step, exact)
-        start += len(part.examples)
+                yield _compared(reader, chunk, rows, start, scores, eval_dir, step, exact)
+        start += len(chunk.examples)
         inputs = (numbers[-1] + 1) if numbers else inputs
     for at in sorted(missing):
         yield Finding(f"{name}, input {at}", False, "the rows no longer have it", True)
 
 
-def _input_numbers(part: Part, first: int) -> list[int]:
-    """For each example of a part, the number of its input among the task's inputs."""
-    from t0repro.evaluation.reading import by_input
+def _input_numbers(chunk: Chunk, first: int) -> list[int]:
+    """For each example of a chunk, the number of its input among the task's inputs."""
+    from t0repro.evaluation.reading import group_by_input
 
-    inputs = enumerate(by_input(part.examples), first)
+    inputs = enumerate(group_by_input(chunk.examples), first)
     return [number for number, (_, choices) in inputs for _ in choices]
 
 
 def _scores(
     checkpoint: Checkpoint,
-    part: Part,
+    chunk: Chunk,
     record: Mapping[str, Any],
     inside: Collection[int],
     numbers: Sequence[int],
 ) -> np.ndarray:
-    """Scores of the part's examples, float32; NaN if their batch was not needed."""
+    """Scores of the chunk's examples, float32; NaN if their batch was not needed."""
     from t0repro.evaluation.engine import Engine
     from t0repro.evaluation.grouping import make_batching
-    from t0repro.evaluation.pairs import distinct_pairs
+    from t0repro.evaluation.pairs import collect_pairs
 
-    pairs = distinct_pairs(part.examples, record["key"]["lengths"])
+    pairs = collect_pairs(chunk.examples, record["key"]["lengths"])
     plan = make_batching(pairs, record["tokens_per_batch"])
     own = {int(pairs.index[row]) for row, number in enumerate(numbers) if number in inside}
     needed = tuple(batch for batch in plan.batches if own & set(batch.pairs.tolist()))
@@ -118,12 +118,12 @@ def _scores(
     engine = Engine(checkpoint.params, checkpoint.model)
     for found in engine.run(pairs, dataclasses.replace(plan, batches=needed)):
         scores[found.pairs] = found.scores
-    return pairs.of_examples(scores).astype(np.float32)
+    return pairs.expand_to_examples(scores).astype(np.float32)
 
 
 def _compared(
     reader: Any,
-    part: Part,
+    chunk: Chunk,
     rows: Sequence[int],
     start: int,
     scores: np.ndarray,
@@ -132,15 +132,15 @@ def _compared(
     exact: bool,
 ) -> Finding:
     """Compares one cell's lines in the three files with recomputed ones."""
-    what = f"{part.task}, line {start + rows[0] + 1}"
+    what = f"{chunk.task}, line {start + rows[0] + 1}"
     worst = 0.0
     for row in rows:
-        example, line = part.examples[row], start + row
+        example, line = chunk.examples[row], start + row
         text = example.get("inputs_pretokenized", b"")
         text = text.decode("utf-8") if isinstance(text, bytes) else str(text)
         again = {
-            f"{part.task}_inputs": text,
-            f"{part.task}_targets": str(reader.judge.target(example)),
+            f"{chunk.task}_inputs": text,
+            f"{chunk.task}_targets": str(reader.judge.target(example)),
         }
         for file, computed in again.items():
             recorded = read_line_of(eval_dir / file, line)
@@ -148,7 +148,7 @@ def _compared(
             if recorded != computed.replace("\n", " "):
                 return Finding(what, False, f"{file} has another line than the rows give", True)
         score = reader.judge.postprocess(scores[row], example=example)
-        recorded = read_line_of(eval_dir / f"{part.task}_{step}_predictions", line)
+        recorded = read_line_of(eval_dir / f"{chunk.task}_{step}_predictions", line)
         if recorded == str(score):
             continue
         length = max(np.count_nonzero(example["targets"]), 1)

@@ -23,7 +23,7 @@ from t0repro.config.choices import ChoiceLoss
 from t0repro.config.model import ModelConfig
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, Batch, logits_of, of_inputs, text_to_self
-from t0repro.partitioning.devices import parts_of
+from t0repro.partitioning.devices import split_into_chunks
 
 # Bytes of float32 logits that a device holds at a time.
 LOGITS_BYTES = 1 << 28
@@ -87,7 +87,7 @@ def of_each_target(
     """
     rows, length = targets.shape
     # 4 bytes each: logits are float32, whatever the activations are.
-    size = 4 * rows * length * model.config.vocab_size // parts_of("batch", "vocab")
+    size = 4 * rows * length * model.config.vocab_size // split_into_chunks("batch", "vocab")
     parts = min(length, -(-size // LOGITS_BYTES))
 
     def of_part(part: tuple[Array, Array]) -> dict[str, Array]:

@@ -1,7 +1,7 @@
 import pytest
 
 from t0repro.evaluation import code_version
-from t0repro.evaluation.code_version import code_digest, imported_modules, read_source
+from t0repro.evaluation.code_version import code_digest, collect_modules, read_source
 
 
 def with_a_change_in(changed):
@@ -64,7 +64,7 @@ def test_imports_are_followed_wherever_they_stand_but_for_type_checkers():
         ),
         "t0repro.e": "",
     }
-    found = imported_modules(["t0repro.a"], sources.get)
+    found = collect_modules(["t0repro.a"], sources.get)
     assert set(found) == {"t0repro", "t0repro.a", "t0repro.b", "t0repro.c", "t0repro.c.d"}
 
 

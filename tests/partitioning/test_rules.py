@@ -12,8 +12,8 @@ from t0repro.partitioning.devices import (
     for_all_groups,
     parameter_axes,
     parameter_spec,
-    parts_of,
     slot_spec,
+    split_into_chunks,
     sums_over_groups,
 )
 
@@ -119,14 +119,19 @@ def test_an_activation_is_divided_where_its_sizes_allow(eight_devices, shape, ax
 
 
 def test_an_activation_is_divided_among_the_devices_of_its_axes(eight_devices):
-    assert parts_of("batch", "vocab") == 8
-    assert (parts_of("batch"), parts_of("heads"), parts_of("embed"), parts_of()) == (4, 2, 1, 1)
+    assert split_into_chunks("batch", "vocab") == 8
+    assert (
+        split_into_chunks("batch"),
+        split_into_chunks("heads"),
+        split_into_chunks("embed"),
+        split_into_chunks(),
+    ) == (4, 2, 1, 1)
 
 
 def test_without_a_mesh_nothing_is_divided():
     x = jnp.zeros((8, 2))
     assert constrain(x, "batch", "mlp") is x
-    assert parts_of("batch", "vocab") == 1
+    assert split_into_chunks("batch", "vocab") == 1
 
 
 PARAMS = {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3), "scale": np.float32([5, 7])}
@@ -159,7 +164,7 @@ def test_sums_over_groups_are_those_of_the_whole_batch(one_device, groups):
 
 def test_each_group_has_parameters_and_rows_of_its_own(eight_devices):
     def of_group(params, microbatches):
-        assert microbatches.shape == (2, 2, 2) and parts_of("batch") == 1
+        assert microbatches.shape == (2, 2, 2) and split_into_chunks("batch") == 1
         return constrain(microbatches[0], "batch", "mlp")
 
     def summed(params, batch):
