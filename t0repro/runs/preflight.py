@@ -18,7 +18,7 @@
     T5X's eval and infer      files        TASKS    files of examples
                               examples     TASKS    as in a training
                               checkpoints  INDEX    names and shapes of the parameters
-    a job for another machine machines     NAMES    what Vertex AI offers (t0repro.cloud.submission)
+    a job for another machine machines     NAMES    what Vertex AI offers (cloud.vertex.checks)
                               replicas     NAMES    one machine, for what runs on one
                               gin          FILES    the configuration
                               paths        FILES    buckets that the machine can reach

@@ -39,6 +39,7 @@ from t0repro.evaluation.score_journal import ScoreJournal
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
 from t0repro.progress import say
+from t0repro.storage import output_path, write_atomically
 from t0repro.words import counted
 
 CONTENT_FREE = "N/A"

@@ -32,6 +32,7 @@ from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap, Outcomes
 from t0repro.runs import rank_eval
 from t0repro.runs.rank_report import write_results
+from t0repro.storage import lock_folder
 from t0repro.tasks import task as registry
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.registration import register_templates
@@ -284,7 +285,7 @@ def test_results_of_a_model_whose_config_was_corrected_are_not_taken_for_the_new
     (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.5}))
     with pytest.raises(UserError, match="rms_norm_epsilon was 1e-06, and .* say 0.5"):
         evaluate(folder, tmp_path / "out", mixture=task)
-    # Nor are they taken if the claim is lost, or was made by a version that did not know the model.
+    # Nor are they taken if the claim is lost.
     (claim,) = (tmp_path / "out/scores").glob("step_*.json")
     claim.unlink()
     with pytest.raises(UserError, match="does not say what its report.json|validation_eval is of"):

@@ -19,7 +19,7 @@ import pytest
 from t0repro.cli import app
 from t0repro.cli.gate import gate
 from t0repro.reports.report_files import write_files
-from t0repro.storage import write_atomically
+from t0repro.storage import lock_folder, write_atomically
 
 from ..converters.released_servers import serving as serving_checkpoints
 from ..jobs.trainings import save_checkpoints
@@ -353,7 +353,7 @@ def aux(out: Path) -> None:
 
 
 def vertex(out: Path) -> None:
-    from t0repro.cloud.job_files import _copy
+    from t0repro.cloud.vertex.results import _copy
 
     data = b"event" * 800
     for name in ("report.json", "events.out.tfevents.1"):
