@@ -31,7 +31,7 @@ from .helpers.docs_commands import (
 )
 from .reports.browser import HERE, open_browser
 
-COMMAND = typer.main.get_command(app.app)
+COMMAND = app.command()
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from absl import app, flags, logging
 
+from t0repro.cli.commands import help_page
 from t0repro.cli.gate import USER_ERROR, gate, use_huge_pages_where_faster
-from t0repro.cli.options import TRACKER_HELP, ProcessOptions, allowlist_of, tracked_training
+from t0repro.cli.gin_options import allowlist_of
+from t0repro.cli.options import TRACKER_HELP, ProcessOptions, tracked_training
 from t0repro.cli.results import echo
-from t0repro.cli.spelling import canonical, canonical_arguments, help_page
+from t0repro.cli.spelling import canonical, canonical_arguments
 from t0repro.cloud.auxiliary import AuxiliaryOptions
 from t0repro.cloud.tracker import TrackerName
 from t0repro.config.configuration import Configuration, NotOnJax
@@ -501,17 +503,21 @@ def _group_of(group: type[_Group], options: Any) -> _Group:
 
 
 _HELP = {"help", "helpshort", "h", "?"}
-_TEXT = """Train or evaluate as T0's README does: t5 0.9.4's command, on Mesh TensorFlow or on JAX.
+_TEXT = r"""Train or evaluate as T0's README does: t5 0.9.4's command, on Mesh TensorFlow or on JAX.
 
 It takes every flag of t5's command and adds those below that t5 does not have. Inputs are checked
 before anything is built or written; a mistake ends with a message and exit code 2.
 
-Example: t5_mesh_transformer --backend=jax --model_dir=runs/demo --module_import=t0repro.tasks.demo
-  --gin_file=dataset.gin --gin_param="MIXTURE_NAME = 'demo_train'" --gin_file=demo/t5.1.1.demo.gin
-  --gin_file=learning_rate_schedules/constant_0_001.gin --gin_param="run.train_steps = 20"
-  --gin_param="run.batch_size = ('tokens_per_batch', 1024)"
-  --gin_param="run.sequence_length = {'inputs': 128, 'targets': 16}"
-  --gin_param="utils.run.mesh_shape = []"
+Example:
+  t5_mesh_transformer --backend=jax --model_dir=runs/demo \
+    --module_import=t0repro.tasks.demo --gin_file=dataset.gin \
+    --gin_param="MIXTURE_NAME = 'demo_train'" \
+    --gin_file=demo/t5.1.1.demo.gin \
+    --gin_file=learning_rate_schedules/constant_0_001.gin \
+    --gin_param="run.train_steps = 20" \
+    --gin_param="run.batch_size = ('tokens_per_batch', 1024)" \
+    --gin_param="run.sequence_length = {'inputs': 128, 'targets': 16}" \
+    --gin_param="utils.run.mesh_shape = []"
 """
 # The flags of t5's command that T0's README uses, and this project's. t5's module defines the
 # remaining ones, for its Model API.
@@ -576,7 +582,8 @@ def _record(flag: Any) -> tuple[str, str]:
         name = f"--{flag.name} <{'|'.join(choices)}>"
     else:
         kind = flag.parser.flag_type()
-        name = f"--{flag.name} <{'str,...' if 'list' in kind else kind.replace('string', 'str')}>"
+        words = {"string": "text", "int": "number", "float": "number"}
+        name = f"--{flag.name} <{'text,...' if 'list' in kind else words.get(kind, kind)}>"
     # absl adds the choices before a help text, and how to repeat a flag after it.
     text = re.sub(r"^<[^>]*>: |;\s+repeat this option.*", "", flag.help, flags=re.S)
     text = _WORDS.get(flag.name, " ".join(text.split()))

@@ -1,7 +1,7 @@
 """Addresses of buckets on command lines: no command takes one for a local folder.
 
 The table of options is made from the commands' own definitions: a new option that takes text has
-to be declared as written (`cli.spelling.output`) or listed here as not written.
+to be declared as written (`cli.paths.output`) or listed here as not written.
 """
 
 import contextlib
@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 
 from t0repro.cli import app
-from t0repro.cli.spelling import output, source, target
+from t0repro.cli.paths import output, source, target
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
@@ -86,7 +85,7 @@ def options():
         for name, child in getattr(command, "commands", {}).items():
             yield from below(child, (*words, name))
 
-    return list(below(typer.main.get_command(app.app), ()))
+    return list(below(app.command(), ()))
 
 
 def name_of(parameter):

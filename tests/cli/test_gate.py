@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import typer
 
 from t0repro.cli import app, gate, spelling
 from t0repro.errors import UserError
@@ -102,25 +101,25 @@ def pressed():
         ("doctor", "t0repro.doctor.diagnose", ""),
         (
             "cache --tasks x --output_cache_dir DIR",
-            "t0repro.tasks.prompt_cache.cache.cache_tasks",
+            "t0repro.cli.cache.cache_tasks",
             "tasks that are cached already are kept",
         ),
         (
             "convert A B --to jax",
-            "t0repro.converters.convert.convert",
+            "t0repro.cli.convert.convert_checkpoint",
             "tensors that are written already are kept",
         ),
         (
             "rank-eval --checkpoint C --mixture demo_eval_score_eval"
             " --module_import t0repro.tasks.demo --out DIR",
-            "t0repro.evaluation.opened.open_checkpoint",
+            "t0repro.cli.bodies.rank_eval.open_checkpoint",
             "pairs that are scored already are kept",
         ),
-        ("report make E --out DIR", "t0repro.reports.make_report.make_report", ""),
-        ("compare A B", "t0repro.reports.run.find_evaluation", ""),
+        ("report make E --out DIR", "t0repro.cli.report.make_report", ""),
+        ("compare A B", "t0repro.cli.compare.find_evaluation", ""),
         (
             "checkpoint fetch t5.1.1.lm100k.xl --to DIR",
-            "t0repro.converters.released.fetch",
+            "t0repro.cli.checkpoint.fetch_checkpoint",
             "files that are downloaded already are kept",
         ),
         (
@@ -149,7 +148,7 @@ def commands(command, path: tuple[str, ...] = ()):
         yield from commands(child, (*path, name))
 
 
-COMMANDS = dict(commands(typer.main.get_command(app.app)))
+COMMANDS = dict(commands(app.command()))
 
 
 def options(path: tuple[str, ...]) -> list[str]:

@@ -5,19 +5,18 @@ import subprocess
 import sys
 
 import pytest
-import typer
 
-from t0repro.cli.app import app
-from t0repro.cli.run_modes import T5xOptions
+from t0repro.cli.app import command
+from t0repro.cli.t5x_options import T5xOptions
 from t0repro.cloud.auxiliary import AuxiliaryOptions
 
 
 def options_of(*path):
     """Name -> (help, default) of a command's options."""
-    command = typer.main.get_command(app)
+    parser = command()
     for name in path:
-        command = command.commands[name]
-    return {each.name: (each.help, each.default) for each in command.params}
+        parser = parser.commands[name]
+    return {each.name: (each.help, each.default) for each in parser.params}
 
 
 @pytest.mark.parametrize(

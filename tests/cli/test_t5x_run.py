@@ -128,12 +128,13 @@ def test_a_dry_run_reports_all_that_is_wrong_at_once(checkpoint, tmp_path):
 def test_an_evaluation_looks_for_caches_in_the_folders_of_the_command_line(tmp_path, monkeypatch):
     import seqio
 
-    from t0repro.cli.run_modes import T5xOptions, register
+    from t0repro.cli.bodies.registration import register
+    from t0repro.cli.t5x_options import T5xOptions
 
     folders = [str(tmp_path / name) for name in "abc"]
     monkeypatch.setattr(seqio.utils, "_GLOBAL_CACHE_DIRECTORIES", [])
     made = parsed("eval", "eval", *(f"{name} = 'x'" for name in EVAL_MACROS))
-    register(made, T5xOptions(seqio_additional_cache_dirs=[",".join(folders[:2]), folders[2]]))
+    register(made, T5xOptions(cache_dir=[",".join(folders[:2]), folders[2]]))
     assert seqio.get_global_cache_dirs() == folders
 
 

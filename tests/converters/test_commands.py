@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from t0repro.cli import checkpoint
+from t0repro.cli import checkpoint, convert
 from t0repro.errors import UserError
 
 from ..helpers.own_lines import foreign_lines
@@ -19,7 +19,7 @@ from . import tensorflow_tables
 @pytest.fixture
 def run():
     app = typer.Typer()
-    app.command("convert")(checkpoint.convert)
+    app.command("convert")(convert.convert)
     app.command("inspect")(checkpoint.inspect)
     app.command("diff")(checkpoint.diff)
     app.command("verify")(checkpoint.verify)

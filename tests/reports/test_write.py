@@ -6,7 +6,8 @@ import stat
 import pytest
 from typer.testing import CliRunner
 
-from t0repro.cli.report import app, compare
+from t0repro.cli.compare import compare
+from t0repro.cli.report import app
 from t0repro.errors import UserError
 from t0repro.reports.report_files import write_files
 from t0repro.storage import lock_folder

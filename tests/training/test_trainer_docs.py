@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.cli.run_modes import start
+from t0repro.cli.bodies.training import start
 from t0repro.config.run import UserClass
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.inference import eval_plan
