@@ -58,7 +58,7 @@ def precompile(
         _check_tasks(*read, options)
     devices, chip, float32 = _devices(topology)
     config = _mesh_config(options, skipped, float32) if read is None else read[1]
-    config = compiling.adjusted(config, *changes)
+    config = fitting.adjusted(config, *changes)
     steps: list[dict[str, Any]] = []
     if suggest:
         lines = _suggestions(config, devices, chip)
