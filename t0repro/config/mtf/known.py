@@ -16,7 +16,7 @@ from t0repro.config.gin import door
 from t0repro.config.model import DTypePolicy, ModelConfig
 from t0repro.config.mtf.arguments import Arguments
 from t0repro.config.mtf.optimizer import SCHEDULES
-from t0repro.config.mtf.stand_ins import full_name
+from t0repro.config.mtf.stand_ins import full_name, signature_of
 from t0repro.config.names import fields_by_argument
 from t0repro.config.optimizer import (
     AdafactorConfig,
@@ -109,7 +109,10 @@ def known_bindings() -> Mapping[str, set[str] | EllipsisType]:
         others = set() if arguments is ... else arguments
         known.setdefault(full_name(name), set()).update(others)
     every = {full_name(name): ... for name, arguments in _OTHERS.items() if arguments is ...}
-    return {**known, **SCHEDULES, **every}
+    schedules = {
+        name: {*signature_of(name).parameters} - {"step", "total_train_steps"} for name in SCHEDULES
+    }
+    return {**known, **schedules, **every}
 
 
 def refuse_unknown_bindings(arguments: Arguments) -> None:

@@ -30,26 +30,18 @@ _OPTIMIZERS: Mapping[str, Any] = {
         "SgdOptimizer": SgdConfig,
     }.items()
 }
-# The functions that a schedule may be, and their arguments. One function has two names.
-SCHEDULES: Mapping[str, set[str]] = {
-    full_name(name): arguments
-    for name, arguments in {
-        "learning_rate_schedules.product_learning_rate": {"factors", "offset"},
-        "optimize.product_learning_rate": {"factors", "offset"},
-        "learning_rate_schedules.constant": {"value"},
-        "learning_rate_schedules.constant_learning_rate": {"learning_rate"},
-        "learning_rate_schedules.learning_rate_schedule_noam": {
-            "warmup_steps", "linear_decay_fraction", "multiplier", "offset",
-        },
-        "learning_rate_schedules.linear_decay": {"steps_or_fraction"},
-        "learning_rate_schedules.linear_decay_learning_rate": {"initial_lr", "offset"},
-        "learning_rate_schedules.linear_warmup": {"steps_or_fraction"},
-        "learning_rate_schedules.slanted_triangular": {
-            "cut_fraction", "ratio", "max_learning_rate", "start_step",
-        },
-        "learning_rate_schedules.truncated_rsqrt": {"warmup_steps"},
-    }.items()
-}  # fmt: skip
+# The functions that a schedule may be; one of them has two names.
+SCHEDULES = tuple(
+    full_name(name)
+    for name in (
+        "optimize.product_learning_rate", "learning_rate_schedules.product_learning_rate",
+        "learning_rate_schedules.constant", "learning_rate_schedules.constant_learning_rate",
+        "learning_rate_schedules.learning_rate_schedule_noam",
+        "learning_rate_schedules.linear_decay", "learning_rate_schedules.linear_warmup",
+        "learning_rate_schedules.linear_decay_learning_rate",
+        "learning_rate_schedules.slanted_triangular", "learning_rate_schedules.truncated_rsqrt",
+    )
+)  # fmt: skip
 _PRODUCT = "product_learning_rate"
 # Dimensions of a T5's variables; an optimizer option for any other dimension has no effect.
 _DIMENSIONS = {"vocab", "d_model", "d_ff", "heads", "d_kv", "buckets"}

@@ -8,7 +8,6 @@ calls them but gin, for a binding such as `@tpu_mesh_shape()`; the few that it m
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import functools
@@ -95,7 +94,11 @@ def _all() -> Mapping[str, Any]:
     def make(selector: str) -> Any:
         record = recorded()["configurables"][selector]
         module, _, name = selector.rpartition(".")
-        signature = _signature_of(record["signature"], default)
+        namespace: dict[str, Any] = {"gin": gin, "tf": _Named(DType)}
+        namespace |= {package: _Named(make, package) for package in _PACKAGES}
+        # Its defaults are written as scripts/dev/mtf_signatures.py says.
+        exec(f"def function{record['signature']}: ...", namespace)
+        signature = inspect.signature(namespace["function"])
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs)
@@ -119,17 +122,6 @@ def _all() -> Mapping[str, Any]:
         register: Any = gin.configurable(name, module=module, **lists)
         return register(stand_in)
 
-    def default(node: ast.expr) -> Any:
-        """The value of a default as recorded (see scripts/dev/mtf_signatures.py)."""
-        text = ast.unparse(node)
-        if text == "...":
-            return _OPAQUE
-        if text == "gin.REQUIRED":
-            return gin.REQUIRED
-        if text.startswith("tf."):
-            return DType(text.removeprefix("tf."))
-        return make(text) if text in recorded()["configurables"] else ast.literal_eval(node)
-
     # A run on Mesh TensorFlow in this process may have locked gin's configuration.
     with gin.unlock_config(), door.registering_apart() as made:
         for selector in recorded()["configurables"]:
@@ -142,37 +134,16 @@ def signature_of(selector: str) -> inspect.Signature:
     return inspect.signature(_all()[selector].wrapped)
 
 
-_OPAQUE = object()
-"""Stands for a default that is neither a literal nor configurable."""
+class _Named:
+    """What a recorded default names by a dotted path, such as `tf.float32`, as attributes."""
 
+    def __init__(self, make: Callable[[str], Any], path: str = ""):
+        self._make, self._path = make, path
 
-def _signature_of(text: str, default: Callable[[ast.expr], Any]) -> inspect.Signature:
-    """The signature that a recorded text describes."""
-    function = ast.parse(f"def f{text}: pass").body[0]
-    assert isinstance(function, ast.FunctionDef)
-    given, kinds = function.args, inspect.Parameter
-    empty = [None] * (len(given.args) - len(given.defaults))
-    listed = [(kinds.POSITIONAL_OR_KEYWORD, *pair) for pair in
-              zip(given.args, [*empty, *given.defaults], strict=True)]  # fmt: skip
-    if given.vararg:
-        listed.append((kinds.VAR_POSITIONAL, given.vararg, None))
-    listed += [(kinds.KEYWORD_ONLY, *pair) for pair in
-               zip(given.kwonlyargs, given.kw_defaults, strict=True)]  # fmt: skip
-    if given.kwarg:
-        listed.append((kinds.VAR_KEYWORD, given.kwarg, None))
-    # Only truth values are recorded with an annotation, since `misread` checks those alone.
-    annotations = {"bool": bool, "bool | None": bool | None}
-    return inspect.Signature([
-        kinds(
-            argument.arg,
-            kind,
-            default=kinds.empty if value is None else default(value),
-            annotation=annotations[ast.unparse(argument.annotation)]
-            if argument.annotation
-            else kinds.empty,
-        )
-        for kind, argument, value in listed
-    ])  # fmt: skip
+    def __getattr__(self, name: str) -> Any:
+        path = f"{self._path}.{name}" if self._path else name
+        is_complete = not self._path or path in recorded()["configurables"]
+        return self._make(path) if is_complete else _Named(self._make, path)
 
 
 # ---- The configurables that gin calls while a configuration is read ------------------------------
