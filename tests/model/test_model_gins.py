@@ -19,6 +19,8 @@ from t0repro.parameters import naming
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.train_state import flat_slots
 
+from ..helpers.kept import COMPAT
+
 pytestmark = pytest.mark.mtf
 
 SCRIPT = Path(__file__).with_name("mesh_variables.py")
@@ -75,10 +77,15 @@ def mesh(folder: Path, vocabulary: int, more: str, slots: bool) -> dict:
 
 
 @pytest.fixture(scope="module")
-def shallow(tmp_path_factory):
+def shallow(once):
     """All gins with two layers, so that a graph takes a second rather than half a minute."""
     vocabulary = load(FAMILY[0]).model.vocab_size
-    return mesh(tmp_path_factory.mktemp("mesh"), vocabulary, "num_layers = 2\n", slots=True)
+    folder = once(
+        "shallow_models",
+        lambda folder: mesh(folder, vocabulary, "num_layers = 2\n", slots=True),
+        f"{vocabulary} {FAMILY}", Path(__file__), SCRIPT, COMPAT,
+    )  # fmt: skip
+    return json.loads((folder / "variables.json").read_text())
 
 
 def names_and_shapes(config) -> tuple[dict, dict]:
