@@ -13,6 +13,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 TIER=tests bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
+# Many containers set this; a thousand processes would compile the package and the tests anew.
+unset PYTHONDONTWRITEBYTECODE
 
 run=(pytest)
 if [[ ${1:-} == --coverage ]]; then

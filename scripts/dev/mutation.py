@@ -1,9 +1,11 @@
 """Mutation testing: each small change to a parity-critical module should make a test of it fail.
 
   EXTRAS=mutation bash scripts/setup.sh                           # mutmut, once
-  .venv/bin/python scripts/dev/mutation.py                            # all modules: 45 minutes
+  .venv/bin/python scripts/dev/mutation.py                            # all modules: hours
   .venv/bin/python scripts/dev/mutation.py t0repro/training/losses.py   # these
+  .venv/bin/python scripts/dev/mutation.py --sample 10                # so many changes of each
 
+The tests are those that scripts/test.sh runs by default, of the files that import the module.
 Prints each change that no test noticed, as a diff; docs/evidence/reliability.md explains them.
 
 mutmut generates the changes and selects one at each call. `mutmut run` starts a process and
@@ -16,7 +18,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -35,42 +40,62 @@ except ImportError:
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Modules whose arithmetic and names must equal other systems', with the tests that should notice
-# their changes.
-TESTS = {
-    "t0repro/training/adafactor.py": [
-        "tests/training/test_adafactor.py",
-        "tests/training/test_t5x_adafactor.py",
-    ],
-    "t0repro/training/losses.py": [
-        "tests/training/test_loss.py",
-        "tests/training/test_t5x_loss.py",
-        "-k",  # skip slow tests that have a quicker equivalent
-        "not never_has_all and not each_way and not metrics_have and not is_the_whole",
-    ],
-    "t0repro/evaluation/rank.py": ["tests/evaluation/test_rank.py"],
-    "t0repro/evaluation/grouping.py": ["tests/evaluation/test_grouping.py"],
-    "t0repro/evaluation/packing.py": ["tests/evaluation/test_packing.py"],
-    "t0repro/reports/statistics.py": ["tests/reports/test_statistics.py"],
-    "t0repro/parameters/naming.py": [
-        "tests/converters/test_layout.py",
-        "tests/partitioning/test_rules.py::test_a_parameter_is_divided_by_the_table",
-    ],
-    "t0repro/partitioning/devices.py": [
-        "tests/partitioning/test_rules.py",
-        "tests/partitioning/test_devices.py",
-    ],
-}
+# Modules whose arithmetic, names and bytes must equal other systems'.
+MODULES = (
+    "t0repro/training/adafactor.py",
+    "t0repro/training/losses.py",
+    "t0repro/evaluation/rank.py",
+    "t0repro/evaluation/grouping.py",
+    "t0repro/evaluation/packing.py",
+    "t0repro/reports/statistics.py",
+    "t0repro/parity/report.py",
+    "t0repro/parameters/naming.py",
+    "t0repro/partitioning/devices.py",
+    "converters/hf.py",
+    "converters/jax_tree.py",
+    "converters/safetensors_files.py",
+    "converters/t5x_msgpack.py",
+    "converters/tensor_bundle.py",
+    "converters/tensors.py",
+)
+# Tests are sought until their files took so many seconds of processor time together.
+SECONDS = 60.0
+
+
+def tests_of(path: str) -> list[str]:
+    """The files of tests that import a module, from the one that takes least, as recorded."""
+    home = path.removeprefix("t0repro/").removesuffix(".py").replace("/", ".")
+    package, _, name = home.rpartition(".")
+    imports = re.compile(
+        rf"t0repro\.{home}\b|from t0repro\.{package} import .*\b{name}\b", re.MULTILINE
+    )
+    names = subprocess.run(
+        ["git", "ls-files", "tests/*/test_*.py", "tests/test_*.py"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    recorded = json.loads((ROOT / "tests" / "seconds.json").read_text())
+    length = {each: sum(recorded.get(each, {}).values()) for each in names}
+    found, left = [], SECONDS
+    for each in sorted(names, key=length.__getitem__):
+        if "hardlife" not in each and imports.search((ROOT / each).read_text()):
+            left -= length[each]
+            if found and left < 0:
+                break
+            found.append(each)
+    return found
 
 
 class MutatedModule:
     """A module with all of its changes in it, imported in the original's place."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, sample: int | None):
         self._computes_on_import = False
-        self.name = path.removesuffix(".py").replace("/", ".")
+        # In the checkout, converters/ is not below t0repro.
+        self.name = "t0repro." + path.removeprefix("t0repro/").removesuffix(".py").replace("/", ".")
         mutated = mutate_file_contents(path, (ROOT / path).read_text())
         self.changes = list(mutated.mutant_names)
+        if sample is not None and sample < len(self.changes):
+            self.changes = random.Random(0).sample(self.changes, sample)
         self._lines = mutated.code.splitlines()
         self._spans = mutated.line_span_by_function_name
         self._file = ROOT / "build" / "mutation" / path
@@ -187,14 +212,16 @@ def _too_slow(*_: Any) -> None:
     raise TimeoutError("the change makes the tests ten times slower")
 
 
-def try_changes(path: str) -> None:
-    """Tries all changes of one module in this process and prints those that no test noticed."""
-    module = MutatedModule(path)
+def try_changes(path: str, sample: int | None) -> None:
+    """Tries the changes of one module in this process and prints those that no test noticed."""
+    module = MutatedModule(path, sample)
     sys.meta_path.insert(0, module)
     trials, start = Trials(module), time.monotonic()
     options = ["-o", "addopts=--import-mode=importlib", "-m", "not mtf", "--capture=sys"]
-    options += ["-p", "no:cacheprovider", "-p", "no:terminal"]
-    pytest.main([*options, *TESTS[path]], plugins=[trials])
+    options += ["-p", "no:cacheprovider", "-p", "no:terminal", "--default"]
+    files = tests_of(path)
+    print(f"{path}: {' '.join(files)}", flush=True)
+    pytest.main([*options, *files], plugins=[trials])
     if trials.failure:
         sys.exit(f"mutation: {trials.failure.nodeid} fails as it is: {trials.failure.longrepr}")
     minutes = (time.monotonic() - start) / 60
@@ -204,18 +231,21 @@ def try_changes(path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("modules", nargs="*", metavar="module", help=" ".join(TESTS))
-    paths = parser.parse_args().modules or list(TESTS)
-    if unknown := set(paths) - TESTS.keys():
-        parser.error(f"{min(unknown)} is none of {', '.join(TESTS)}")
+    parser.add_argument("modules", nargs="*", metavar="module", help=" ".join(MODULES))
+    parser.add_argument("--sample", type=int, help="changes of each module, drawn at random")
+    asked = parser.parse_args()
+    paths = asked.modules or list(MODULES)
+    if unknown := [path for path in paths if not (ROOT / path).is_file()]:
+        parser.error(f"there is no {unknown[0]}")
     if len(paths) == 1:
         # Operation by operation, so that no program is recompiled for each change.
         os.environ |= {"JAX_DISABLE_JIT": "1", "JAX_PLATFORMS": "cpu"}
         os.chdir(ROOT)
-        try_changes(paths[0])
+        try_changes(paths[0], asked.sample)
     else:
+        more = [] if asked.sample is None else [f"--sample={asked.sample}"]
         for path in paths:  # so that one module's changes cannot affect the next
-            subprocess.run([sys.executable, __file__, path], check=True)
+            subprocess.run([sys.executable, __file__, path, *more], check=True)
 
 
 if __name__ == "__main__":
