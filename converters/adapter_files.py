@@ -26,7 +26,7 @@ from t0repro.adapters import (
     LORA_B,
     NAMES,
     Adapter,
-    checked,
+    check_adapter,
     kernels,
 )
 from t0repro.converters.jax_tree import Renamed
@@ -82,7 +82,7 @@ class AdapterNote:
             found = json.loads(storage.read(path))
             # JSON gives a list, which would not equal the tuple of a run's own Adapter.
             adapter = {**found["adapter"], "targets": tuple(found["adapter"]["targets"])}
-            note = cls(checked(Adapter(**adapter)), found["base"], found["digest"])
+            note = cls(check_adapter(Adapter(**adapter)), found["base"], found["digest"])
             if not isinstance(note.base, str) or not isinstance(note.digest, str):
                 raise TypeError("base and digest are strings")
             return note

@@ -25,7 +25,7 @@ from t0repro.hub_files import (
     check_room,
 )
 from t0repro.parameters.shape import ModelShape
-from t0repro.partitioning.costs import slot_bytes
+from t0repro.partitioning.memory import slot_bytes
 from t0repro.progress import byte_progress
 from t0repro.storage import lock_folder, make_folder, write_atomically
 from t0repro.storage.access import google_storage

@@ -13,7 +13,7 @@ import pytest
 from t0repro.config.model import Layout
 from t0repro.evaluation import engine
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training import losses
+from t0repro.training import token_losses as losses
 
 from .helpers import tiny_models as tiny
 

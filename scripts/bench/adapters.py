@@ -27,7 +27,7 @@ from t0repro.config.run import RunConfig
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
 from t0repro.converters.restoring import starting_tree
-from t0repro.data.train_data import Choices, examples_of, to_batch
+from t0repro.data.choice_batches import Choices, make_choice_batch, read_choices
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.rank import RankResult, rank_classification
 from t0repro.evaluation.task_scores import TaskScores
@@ -220,7 +220,7 @@ def tuned_with(
 
 def examples(task: TaskDescription) -> list[Choices]:
     """A task's training examples."""
-    return list(examples_of(task, "train", LENGTHS, choices=6))
+    return list(read_choices(task, "train", LENGTHS, choices=6))
 
 
 def sampled(
@@ -236,7 +236,7 @@ def plain(rows: Iterator[list[Choices]]) -> Iterator[dict[str, np.ndarray]]:
     """Batches of inputs and right answers."""
     for each in rows:
         right = [dataclasses.replace(row, choices=row.choices[:1]) for row in each]
-        batch = to_batch(right, LENGTHS, 1)
+        batch = make_choice_batch(right, LENGTHS, 1)
         yield {name: batch[name] for name in LENGTHS}
 
 

@@ -61,10 +61,10 @@ def read(place: str, reader: str) -> tuple[float, float]:
     folder = input_path(place)
     shards = [folder / name for name in shard_names("train", SHARDS)]
     if reader == "t0repro":
-        from t0repro.data.cached import by_turns
+        from t0repro.data.cached import read_in_turns
         from t0repro.tasks.prompt_cache.records import integers
 
-        examples = (integers(record, list(TOKENS)) for record in by_turns(shards))
+        examples = (integers(record, list(TOKENS)) for record in read_in_turns(shards))
     else:
         import tensorflow as tf
 

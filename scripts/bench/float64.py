@@ -217,7 +217,7 @@ def jax_in_float64(out: Path) -> None:
     from t0repro.parity.jax_run import run_jax
     from t0repro.training import train_state
 
-    train_state._on_devices.__defaults__ = (np.float64,)
+    train_state._put_like.__defaults__ = (np.float64,)
 
     config, batches, start = pickle.loads((out / "float64.pickle").read_bytes())
     config = dataclasses.replace(config, dtypes=DTypePolicy("float64", "float64", "float64"))

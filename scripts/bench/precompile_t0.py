@@ -161,7 +161,7 @@ def main() -> None:
 
 def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
     """Yields `t0repro precompile`'s figures of a command, and a training run's cost."""
-    from t0repro.partitioning.devices import line_of
+    from t0repro.partitioning.devices import describe_devices
     from t0repro.runs.precompile import described, predicted_seconds
     from t0repro.runs.programs import arranged, compiled_programs
 
@@ -173,7 +173,7 @@ def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
         f"== {title}, {model.num_encoder_layers}+{model.num_decoder_layers} layers, {topology},"
         f" {parts}, recompute {model.recompute!r}"
     )
-    yield line_of(partitioning, config.layout)
+    yield describe_devices(partitioning, config.layout)
     if why:
         yield why
     before = time.process_time()
@@ -200,14 +200,14 @@ def cost(seconds: float, partitioning: Partitioning, topology: str) -> str:
 
 def machine(topology: str) -> tuple[Sequence[Any], Any]:
     """The devices to compile for, and the published figures of the devices that they represent."""
-    from t0repro.partitioning.topologies import devices_of, published
+    from t0repro.partitioning.topologies import devices_of, find_chip
 
     count, _, kind = topology.partition(" x ")
     if not kind:
         return devices_of(topology)
     import jax
 
-    return jax.devices()[: int(count)], published(kind)
+    return jax.devices()[: int(count)], find_chip(kind)
 
 
 def configured(

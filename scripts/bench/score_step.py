@@ -40,7 +40,7 @@ from t0repro.config.model import Layout
 from t0repro.evaluation.engine import Engine, decode, default_tokens_per_batch, encode
 from t0repro.evaluation.grouping import Batching, PlannedBatch, make_batching
 from t0repro.evaluation.pairs import Pairs
-from t0repro.model.t5 import held_for_evaluation, initial_parameters
+from t0repro.model.t5 import evaluation_shapes, initial_parameters
 from t0repro.partitioning.devices import choose
 
 sys.path.append(str(Path(__file__).parent))  # python -P leaves it out
@@ -118,7 +118,7 @@ def random_parameters(model: Any, partitioning: Any) -> Any:
 
     def drawn() -> Any:
         params = initial_parameters(model, jax.random.key(0))
-        held = held_for_evaluation(model, params)
+        held = evaluation_shapes(model, params)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), params, held)
 
     if partitioning.mesh.size == 1:

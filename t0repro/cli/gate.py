@@ -1,7 +1,8 @@
 """A command's process: how it starts, and how errors and Ctrl-C end it, with messages and codes.
 
 Exit codes: 0 success; 1 failure (also of a check, such as `compare --tol`); 2 a mistake in the
-input; 75 a training run that a signal ended, saved (t0repro.training.hooks); 130 interrupted.
+input; 75 a training run that a signal ended, saved (t0repro.training.hooks.stop_on_signal); 130
+interrupted.
 """
 
 from __future__ import annotations

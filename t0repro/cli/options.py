@@ -155,10 +155,10 @@ class ProcessOptions:
 
     def joined(self) -> contextlib.AbstractContextManager[None]:
         """A context in which this process belongs to the run that flags or environment describe."""
-        from t0repro.partitioning import processes
+        from t0repro.partitioning import joining
 
-        return processes.joined(
-            processes.Asked(
+        return joining.join_processes(
+            joining.ProcessFlags(
                 self.coordinator_address,
                 self.process_count,
                 self.process_index,

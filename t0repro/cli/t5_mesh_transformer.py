@@ -134,7 +134,7 @@ def _check_flags(options: Any) -> None:
 def _run_jax(options: Any) -> None:
     import jax
 
-    from t0repro.data.batches import why_not_run_by_mesh
+    from t0repro.data.seqio_need import why_mesh_run_needs_seqio
     from t0repro.partitioning.processes import is_first
     from t0repro.runs import run
     from t0repro.runs.preflight import check_mesh_transformer
@@ -143,7 +143,7 @@ def _run_jax(options: Any) -> None:
         # As t5's main does on every run without --tpu.
         float32 = jax.default_backend() == "cpu"
         configuration = _load(options, float32_activations=float32)
-        if why := why_not_run_by_mesh(configuration.run):
+        if why := why_mesh_run_needs_seqio(configuration.run):
             _import_seqio(options, why)
         check_mesh_transformer(configuration, jax=True, skip_missing=options.skip_missing)
         # Checked and reported before anything is written.
@@ -310,7 +310,7 @@ def print_flag_notes(options: Any, configuration: Configuration, *, on_jax: bool
     lines = tpu_lines(options, configuration, name, devices)
     run = configuration.run_or_refusal
     if not isinstance(run, NotOnJax):
-        from t0repro.partitioning.costs import check_fits
+        from t0repro.partitioning.memory import check_fits
 
         # Virtual devices of a CPU share its memory.
         shares = 1 if name == "the CPU" or devices == 1 else devices

@@ -84,7 +84,7 @@ def replay(
     Example:
       t0repro replay runs/t0/bad_update_1200
     """
-    from t0repro.training.hooks import replay as run
+    from t0repro.training.bad_update import replay as run
 
     bad = run(folder)
     if bad is None:

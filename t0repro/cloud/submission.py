@@ -595,7 +595,7 @@ def _memory(
     if kind.topology is not None:
         yield from _on_slice(run, f"{kind.topology}-{devices}", devices, compiles)
         return
-    from t0repro.partitioning.costs import check_fits
+    from t0repro.partitioning.memory import check_fits
 
     assert kind.memory is not None
     yield f"memory (estimated): {check_fits(run, kind.memory, kind.memory, devices)}"
@@ -606,7 +606,7 @@ def _on_slice(run: RunConfig, topology: str, count: int, compiles: bool) -> Iter
     import importlib.util
 
     from t0repro.partitioning import topologies
-    from t0repro.partitioning.costs import check_fits
+    from t0repro.partitioning.memory import check_fits
 
     installed = importlib.util.find_spec("libtpu") is not None
     if not (installed and compiles):

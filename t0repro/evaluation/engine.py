@@ -28,11 +28,11 @@ from t0repro.evaluation.grouping import (
 )
 from t0repro.evaluation.pairs import Pairs, collect_pairs
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.model.t5 import T5, cross_attention_memory
-from t0repro.model.towers import Memory
-from t0repro.partitioning.devices import across_devices_of, data_parts, fetched, padded_rows
+from t0repro.model.t5 import T5, make_cross_attention_cache
+from t0repro.model.towers import CrossAttentionCache
+from t0repro.partitioning.devices import count_data_shards, fetch, pad_rows, use_devices_of
 from t0repro.progress import say
-from t0repro.training.losses import cross_entropy, of_each_target
+from t0repro.training.token_losses import cross_entropy, map_targets
 from t0repro.words import counted
 
 TOKENS_PER_BATCH = {"cpu": 4096, "gpu": 65536, "tpu": 65536}
@@ -87,7 +87,7 @@ class Engine:
           UserError: if not even one row fits.
         """
         waiting: deque[tuple[PlannedBatch, Any]] = deque()
-        for batch in side_by_side(plan.batches, data_parts(self.params)):
+        for batch in side_by_side(plan.batches, count_data_shards(self.params)):
             waiting.append((batch, self._attempt(batch, pairs)))
             if len(waiting) >= _IN_FLIGHT:
                 yield self._finish(*waiting.popleft(), pairs)
@@ -111,7 +111,7 @@ class Engine:
             try:
                 # Dispatch is asynchronous: running out of memory may surface only at this fetch.
                 return _sum_by_pair(
-                    batch, [(rows, jax.tree.map(fetched, values)) for rows, values in started]
+                    batch, [(rows, jax.tree.map(fetch, values)) for rows, values in started]
                 )
             except jax.errors.JaxRuntimeError as error:
                 self._too_large(batch, error)
@@ -147,7 +147,7 @@ class Engine:
     ) -> list[tuple[DecoderRows, dict[str, jax.Array]]]:
         """Queues a batch on the device and returns without waiting for it."""
         inputs, segments = self._pad_rows(*batch.inputs(pairs))
-        with across_devices_of(self.params):
+        with use_devices_of(self.params):
             memory = encode(self.model, self.params, inputs, segments)
             return [
                 (
@@ -166,7 +166,7 @@ class Engine:
 
     def _pad_rows(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """Arrays padded with rows until they shard evenly across the devices."""
-        return [padded_rows(x, data_parts(self.params)) for x in arrays]
+        return [pad_rows(x, count_data_shards(self.params)) for x in arrays]
 
 
 def score_pairs(
@@ -246,20 +246,20 @@ def encode(
     params: dict,
     inputs: Int[Array, "batch length"],
     segments: Int[Array, "batch length"],
-) -> Memory:
+) -> CrossAttentionCache:
     """Encodes inputs: the decoder's cross-attention keys and values, on the device."""
     encoded = model.apply(
         {"params": params}, jnp.asarray(inputs), jnp.asarray(segments), method=T5.encode
     )
     assert isinstance(encoded, jax.Array)
-    return cross_attention_memory(model, params, encoded)
+    return make_cross_attention_cache(model, params, encoded)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="misses")
 def decode(
     model: T5,
     params: dict,
-    memory: Memory,
+    memory: CrossAttentionCache,
     encoded_segments: Int[Array, "batch memory"],
     targets: Int[Array, "batch length"],
     segments: Int[Array, "batch length"],
@@ -298,4 +298,4 @@ def decode(
             values["misses"] = (jnp.argmax(logits, -1) != targets).astype(jnp.float32)
         return values
 
-    return of_each_target(model, params, hidden, targets, token_values)
+    return map_targets(model, params, hidden, targets, token_values)

@@ -28,15 +28,15 @@ from t0repro.config.data import (
 )
 from t0repro.config.decoding import DecodingPlan
 from t0repro.config.run import RunConfig
-from t0repro.data.eval_examples import described_with_metrics, eval_examples
+from t0repro.data.eval_examples import eval_examples, find_tasks_with_metrics
 from t0repro.data.mixing import FEATURES
 from t0repro.errors import UserError
 from t0repro.evaluation.judge import make_task_judge
 from t0repro.evaluation.model_functions import functions_of
 from t0repro.evaluation.task_output import numbers
 from t0repro.event_files import EventWriter, event_writer
+from t0repro.model.layer_stacks import count_stacked_layers, unstack
 from t0repro.model.t5 import T5
-from t0repro.model.towers import by_layer, stacks_in
 from t0repro.progress import only_records, say
 from t0repro.storage import write_atomically
 from t0repro.tasks.task import DescribedTask, is_described
@@ -84,10 +84,10 @@ def infer_eval(
     model, users = T5(config.model, config.dtypes), "model" in config.plan.user_classes
 
     def evaluate(loop: TrainingLoop) -> Mapping[str, Mapping[str, float]]:
-        params = loop.held_state.parameters_of(config.model)
+        params = loop.stacked_state.parameters_of(config.model)
         # This project's own model generates by its network; a user's, by its methods.
         trained = loop.trainer.model if users else model
-        return evaluated.evaluate(trained, by_layer(params, stacks_in(params)), loop.step)
+        return evaluated.evaluate(trained, unstack(params, count_stacked_layers(params)), loop.step)
 
     return evaluate
 
@@ -239,7 +239,7 @@ class DescribedEvaluator(TaskEvaluator):
 
     def _open(self) -> None:
         data = self._data
-        self._tasks = described_with_metrics(data.mixture_or_task_name, data.split)
+        self._tasks = find_tasks_with_metrics(data.mixture_or_task_name, data.split)
         self._examples = {task.name: self._read(task) for task in self._tasks}
         self._lengths = data.sequence_length or self._longest()
         self._writers: dict[str, EventWriter] = {}

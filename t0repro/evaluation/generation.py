@@ -24,7 +24,7 @@ from t0repro.evaluation.energy import Cost, EnergyMeter
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.shapes import Int
 from t0repro.model.t5 import T5
-from t0repro.partitioning.devices import across_devices_of, data_parts, fetched, padded_rows
+from t0repro.partitioning.devices import count_data_shards, fetch, pad_rows, use_devices_of
 from t0repro.progress import count_progress
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def generate_tokens(
             # Fold in the batch's number, so that each batch samples its own noise from one seed.
             batch_key = jax.random.fold_in(key, number)
             # Padding rows for the devices end their beam search before its first step.
-            padded, steps = (padded_rows(x, data_parts(params)) for x in (padded, limits[full]))
-            with across_devices_of(params):
+            padded, steps = (pad_rows(x, count_data_shards(params)) for x in (padded, limits[full]))
+            with use_devices_of(params):
                 decoded = generate(
                     model, params, padded, config, length=length, search_steps=steps, key=batch_key
                 )
@@ -103,9 +103,9 @@ def _in_flight(
         waiting.append(batch)
         if len(waiting) >= _IN_FLIGHT:
             members, tokens = waiting.popleft()
-            yield members, fetched(tokens)
+            yield members, fetch(tokens)
     for members, tokens in waiting:
-        yield members, fetched(tokens)
+        yield members, fetch(tokens)
 
 
 def texts_of(tokens: Sequence[Sequence[int]], vocabulary: Any) -> list[str]:

@@ -14,7 +14,7 @@ from t0repro.config.decoding import DecodingPlan
 from t0repro.evaluation.engine import score_examples
 from t0repro.model.t5 import T5
 from t0repro.model.t5x_decoding import generate
-from t0repro.partitioning.devices import across_devices_of, data_parts, fetched
+from t0repro.partitioning.devices import count_data_shards, fetch, use_devices_of
 
 Indexed = list[tuple[int, Any]]
 
@@ -129,9 +129,9 @@ def _computed(
     """((index, output), {name: value}) of each example, by a function of a batch and a key."""
     params = functions.params
     for indices, batch, key in _batches(dataset, params, functions.batch_size, functions.seed):
-        with across_devices_of(params):
+        with use_devices_of(params):
             outputs, aux = function(batch, key)
-        outputs, aux = fetched(outputs), {name: fetched(x) for name, x in aux.items()}
+        outputs, aux = fetch(outputs), {name: fetch(x) for name, x in aux.items()}
         for row, index in enumerate(indices):
             yield (
                 (index, outputs[row].tolist()),
@@ -157,7 +157,7 @@ def _batches(
     while batch := list(itertools.islice(pairs, batch_size)):
         examples = [example for _, example in batch]
         # Round up to what shards evenly across the devices.
-        size = batch_size + -batch_size % data_parts(params)
+        size = batch_size + -batch_size % count_data_shards(params)
         examples += examples[:1] * (size - len(examples))
         features = {
             name: np.stack([np.asarray(example[name]) for example in examples])

@@ -239,20 +239,20 @@ def _load(
     Raises:
       UserError: if the JAX stack cannot compute the model, or it is damaged.
     """
-    from t0repro.model.t5 import T5, held_for_evaluation
-    from t0repro.partitioning.devices import choose, line_of
+    from t0repro.model.t5 import T5, evaluation_shapes
+    from t0repro.partitioning.devices import choose, describe_devices
     from t0repro.training.train_state import checkpoint_shapes
 
     family, config = _infer_model(ref, tree, path)
     layout = Layout(model=model_parallelism)
     devices = choose(layout, config, where="--model_parallelism")
     if devices.mesh.size > 1:
-        print(line_of(devices, layout), file=sys.stderr)
+        print(describe_devices(devices, layout), file=sys.stderr)
     model = T5(config, DTypePolicy("float32", "float32", activation))
     if encoder_only and not family.shared_towers:
         read = (f"{naming.PARAMETERS}token_embedder/", f"{naming.PARAMETERS}encoder/", naming.STEP)
         tree = {key: tensor for key, tensor in tree.items() if key.startswith(read)}
-    shapes = devices.placed(held_for_evaluation(model, checkpoint_shapes(tree)))
+    shapes = devices.shapes_on_devices(evaluation_shapes(model, checkpoint_shapes(tree)))
     return dataclasses.replace(load_on_devices(tree, shapes, model, path), folders=(ref.folder,))
 
 
@@ -305,7 +305,7 @@ def with_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:
     """
     import jax
 
-    from t0repro.adapters import joined
+    from t0repro.adapters import join_adapter
     from t0repro.model.t5 import T5, adapter_shapes
     from t0repro.training.train_state import parameters_from_flat_tree
 
@@ -327,7 +327,7 @@ def with_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:
         path=own.ref.path,
         step=int(tree[naming.STEP]),
         digest=digest.hexdigest(),
-        params=joined(frozen, params, adapter.scale),
+        params=join_adapter(frozen, params, adapter.scale),
         model=model,
         folders=(own.ref.folder, *base.folders),
     )

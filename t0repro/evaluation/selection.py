@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from t0repro.data.checks import check_readable, check_tokens, no_task_has
-from t0repro.data.eval_examples import why_not_evaluated_task
+from t0repro.data.checks import check_readable, check_tokens, missing_split_error
+from t0repro.data.eval_examples import why_task_evaluation_needs_seqio
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.judge import ranks_choices
 from t0repro.evaluation.opened import Checkpoint
@@ -110,7 +110,7 @@ def why_not_alone(
 ) -> str | None:
     """What needs SeqIO to read the tasks to evaluate, or t5 for their metrics; None for nothing."""
     reasons = (
-        why_not_evaluated_task(task, use_cached=use_cached)
+        why_task_evaluation_needs_seqio(task, use_cached=use_cached)
         for task in _asked(mixture, modes)
         if split in task.splits
     )
@@ -155,7 +155,7 @@ def _check_modes(
 def _left_out(mixture: str, tasks: Sequence[Any], split: str, skip_missing: bool) -> dict[str, str]:
     """Tasks without metrics, the split or, with `skip_missing`, its rows; each with the reason."""
     if not any(split in task.splits for task in tasks):
-        raise no_task_has(mixture, split, "--split")
+        raise missing_split_error(mixture, split, "--split")
     left_out = {task.name: f"no split {split}" for task in tasks if split not in task.splits}
     # Nothing would be reported of such a task.
     left_out |= {task.name: "no metric" for task in tasks if not _has_metric(task)}

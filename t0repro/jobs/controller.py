@@ -571,7 +571,7 @@ class _Leases:
             # A lease only delays: the training run has marked what it wanted to remove meanwhile.
             if leases.is_unwanted(checkpoint):
                 # Imported here, since it brings JAX.
-                from t0repro.training.checkpoints import remove_checkpoint
+                from t0repro.training.checkpoint_retention import remove_checkpoint
 
                 remove_checkpoint(storage.place(checkpoint))
 

@@ -45,16 +45,14 @@ def run(flags: Any, configuration: Configuration | None) -> None:
         if mode in ("train", "finetune") and hooks.is_on_this_disk(flags.model_dir):
             # Imported here because it imports JAX, which no other mode needs.
             from t0repro.model.t5 import T5
+            from t0repro.training.model_dir import lock_for_training
             from t0repro.training.optimizers import make_optimizer
-            from t0repro.training.start import locked_for_training
             from t0repro.training.train_state import state_shapes
 
             found = None if configuration is None else configuration.run_or_refusal
             config = found if isinstance(found, RunConfig) else None
             check = held.enter_context(
-                locked_for_training(
-                    flags.model_dir, "mtf", config, allow_changed=flags.allow_changed
-                )
+                lock_for_training(flags.model_dir, "mtf", config, allow_changed=flags.allow_changed)
             )
             shapes = None
             if config is not None and config.optimizer is not None:

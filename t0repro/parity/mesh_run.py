@@ -106,9 +106,6 @@ def _model_function(model_dir: str) -> Callable[..., Any]:
     return lambda **changes: original(**{**found, **changes})
 
 
-# ---- What is read inside the graphs --------------------------------------------------------------
-
-
 class _Captured:
     """What a model function created while it ran.
 
@@ -198,9 +195,6 @@ def _feed(placeholders: Mapping[str, Any], batch: Mapping[str, np.ndarray]) -> d
 
 def _as_float32(lowering: Any, tensor: Any) -> Any:
     return tf.cast(lowering.export_to_tf_tensor(tensor), tf.float32)
-
-
-# ---- The three graphs ----------------------------------------------------------------------------
 
 
 def _train(

@@ -145,9 +145,6 @@ def _sources(facts: dict[str, Any]) -> Section:
     return Section("Where this comes from", lines)
 
 
-# ---- The plots of a comparison, in the report's style --------------------------------------------
-
-
 _SMALLEST = 1e-9  # smaller errors, zero included, are drawn as this on the logarithmic axis
 _MOST_BARS = 60
 

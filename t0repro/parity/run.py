@@ -325,8 +325,6 @@ def to_json(parity: Parity, facts: dict[str, Any]) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-# ---- The comparison, quantity by quantity, in the order of computation ---------------------------
-
 # The stacks agree, in float32 without dropout, if: the loss differs by a relative error of at most
 # 1e-5 at the first step and 1e-4 over twenty; after one step, every entry of every parameter and
 # slot is within 1e-5 of its tensor's RMS or of itself, whichever is larger; log-likelihoods are

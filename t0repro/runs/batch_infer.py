@@ -30,8 +30,8 @@ import numpy as np
 from t0repro.config.run import InferPlan
 from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
-from t0repro.data.checks import check_own_tokenizer
 from t0repro.data.eval_examples import eval_examples
+from t0repro.data.vocabulary_checks import check_own_tokenizer
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluator import model_features
 from t0repro.evaluation.model_functions import functions_of

@@ -34,7 +34,7 @@ def check_own_checkpoints(config: RunConfig, allow_changed: bool) -> Iterator[st
     """The checkpoints and the data that a run continues from in its model_dir."""
     from t0repro.data.train_data import train_batches
     from t0repro.training.checkpoints import checkpoint_path, data_folder, latest_step
-    from t0repro.training.start import check_model_dir
+    from t0repro.training.model_dir import check_model_dir
 
     check_model_dir(config.model_dir, "jax", config, allow_changed=allow_changed)
     step = latest_step(config.model_dir)
@@ -54,7 +54,7 @@ def check_checkpoints(
         yield "not saved yet"
         return
     from t0repro.converters.model_files import check_configured
-    from t0repro.data.checks import check_own_tokenizer
+    from t0repro.data.vocabulary_checks import check_own_tokenizer
     from t0repro.runs.restored_checkpoints import chosen
 
     for ref in chosen(restore):

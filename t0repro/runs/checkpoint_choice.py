@@ -20,9 +20,9 @@ from t0repro.converters.model_files import open_configured
 from t0repro.errors import UserError
 from t0repro.evaluation.generation import generate_tokens, texts_of
 from t0repro.evaluation.opened import Checkpoint, load_on_devices
-from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
-from t0repro.partitioning.devices import choose, line_of
-from t0repro.partitioning.processes import from_first
+from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
+from t0repro.partitioning.devices import choose, describe_devices
+from t0repro.partitioning.processes import broadcast_from_first
 
 # As in tf.train.checkpoints_iterator.
 SECONDS_BETWEEN_POLLS = 1.0
@@ -30,7 +30,9 @@ SECONDS_BETWEEN_POLLS = 1.0
 
 def checkpoints_in(folder: str) -> list[Any]:
     """A folder's checkpoints; with several processes, all use the first one's listing."""
-    names = from_first(lambda: [str(ref.path) for ref in sources.list_checkpoints(folder)])
+    names = broadcast_from_first(
+        lambda: [str(ref.path) for ref in sources.list_checkpoints(folder)]
+    )
     return [ref for ref in sources.list_checkpoints(folder) if str(ref.path) in names]
 
 
@@ -130,9 +132,9 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
     # Shapes alone decide whether a checkpoint fits; nothing is initialized.
     shapes = parameter_shapes(model)
     partitioning = choose(config.layout, config.model, where=config.provenance.get("layout"))
-    shapes = partitioning.placed(held_for_evaluation(model, shapes))
+    shapes = partitioning.shapes_on_devices(evaluation_shapes(model, shapes))
     if jax.device_count() > 1:
-        print(line_of(partitioning, config.layout), file=sys.stderr)
+        print(describe_devices(partitioning, config.layout), file=sys.stderr)
     for checkpoint in checkpoints:
         tree = open_configured(checkpoint, config.model, slots=False)
         yield load_on_devices(tree, shapes, model, str(checkpoint.path))

@@ -11,7 +11,7 @@ from typing import Any
 from t0repro.config.run import EvalPlan
 from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
-from t0repro.data.checks import check_own_tokenizer
+from t0repro.data.vocabulary_checks import check_own_tokenizer
 from t0repro.evaluation.evaluator import FOLDER, open_evaluator
 from t0repro.evaluation.records import read_with_checksum, write_with_checksum
 from t0repro.evaluation.result_lines import print_results

@@ -19,7 +19,7 @@ def register_files(plan: InferPlan) -> None:
     """Registers the task that reads the plan's files."""
     import seqio
 
-    from t0repro.data.checks import seqio_vocabulary
+    from t0repro.data.vocabulary_checks import seqio_vocabulary
 
     assert plan.files is not None
     _add_example_files(

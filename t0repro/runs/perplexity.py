@@ -13,12 +13,12 @@ from t0repro.data.batches import perplexity_batches
 from t0repro.evaluation.result_lines import print_results
 from t0repro.event_files import event_writer
 from t0repro.model.t5 import T5
-from t0repro.partitioning.devices import across_devices_of, data_parts, padded_rows
+from t0repro.partitioning.devices import count_data_shards, pad_rows, use_devices_of
 from t0repro.progress import count_progress
 from t0repro.runs.checkpoint_choice import chosen_checkpoints, loaded
 from t0repro.storage import output_path
-from t0repro.training.losses import evaluation_metrics, evaluation_sums, loss_denominator
 from t0repro.training.metrics import MetricLog
+from t0repro.training.token_losses import evaluation_metrics, evaluation_sums, loss_denominator
 
 
 def evaluate_perplexity(configuration: Configuration) -> None:
@@ -74,10 +74,10 @@ def perplexity_metrics(
     longest = 0
     with count_progress(len(batches), "evaluating", "batch", "evaluated", "batches") as advance:
         for batch in batches:
-            rows = data_parts(params)
-            parts = {name: padded_rows(x, rows) for name, x in batch.items()}
+            rows = count_data_shards(params)
+            parts = {name: pad_rows(x, rows) for name, x in batch.items()}
             denominator = loss_denominator(model.config, batch)
-            with across_devices_of(params):
+            with use_devices_of(params):
                 sums = jax.device_get(_sums(model, params, parts, denominator))
             for name, value in sums.items():
                 # In float64: a float32 sum stops counting tokens one by one at 2**24.

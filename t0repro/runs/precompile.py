@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.run import RunConfig
-from t0repro.partitioning.devices import Partitioning, line_of
+from t0repro.partitioning.devices import Partitioning, describe_devices
 from t0repro.partitioning.topologies import Chip
 from t0repro.runs.fitting import fits, format_gib
 from t0repro.runs.programs import Program, arranged, compiled_programs, shard_over
@@ -43,7 +43,7 @@ def precompile(
       UserError: if the devices cannot be arranged as the layout asks.
     """
     run, partitioning, why = arranged(config, devices)
-    yield line_of(partitioning, config.layout)
+    yield describe_devices(partitioning, config.layout)
     if why:
         yield why
     for program in compiled_programs(run, partitioning):
@@ -82,7 +82,7 @@ def devices_line(config: RunConfig, devices: Sequence[Any]) -> str:
     Raises:
       UserError: if the devices cannot be arranged as the layout asks.
     """
-    return line_of(shard_over(config, devices), config.layout)
+    return describe_devices(shard_over(config, devices), config.layout)
 
 
 def described(

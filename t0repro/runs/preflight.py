@@ -198,7 +198,7 @@ def _batch(config: RunConfig) -> Iterator[str]:
 def _schedule(config: RunConfig) -> None:
     import jax.numpy as jnp
 
-    from t0repro.training.optimizers import make_schedule
+    from t0repro.training.schedules import make_schedule
 
     if config.schedule is not None:
         # Its factors are looked up by their names when it is called.
@@ -209,7 +209,7 @@ def _choices(config: RunConfig) -> list[Check]:
     """The check of answer choices, if the loss is over them."""
     if config.model.choice_loss is None:
         return []
-    from t0repro.data.train_data import check_choices
+    from t0repro.data.choice_batches import check_choices
 
     return [Check("choices", Cost.TASKS, lambda: check_choices(config))]
 
@@ -239,9 +239,9 @@ def _data(
     import psutil
 
     from t0repro.data import checks
-    from t0repro.data.checks import check_rows, check_vocabularies
     from t0repro.data.truncation import note_truncation
-    from t0repro.partitioning.costs import check_batch
+    from t0repro.data.vocabulary_checks import check_rows, check_vocabularies
+    from t0repro.partitioning.memory import check_batch
 
     name, split, trains = data.mixture_or_task_name, data.split, reads == "train"
     scope = f"{reads}/" if reads not in ("eval", "infer") else ""
@@ -255,12 +255,12 @@ def _data(
         return
     if not tasks:
         where = "train/utils.DatasetConfig.split" if trains else checks.SPLIT
-        raise checks.no_task_has(name, split, where)
+        raise checks.missing_split_error(name, split, where)
     if reads == "eval":
         # Tasks without a metric are not read.
         tasks = [task for task in tasks if checks.has_metric(task)]
         if not tasks:
-            raise checks.nothing_to_evaluate(name, split)
+            raise checks.nothing_to_evaluate_error(name, split)
     yield f"{counted(len(tasks), 'task')} of {name} with the split {split!r}"
     checks.check_readable(name, split, use_cached=data.use_cached, tasks=tasks)
     checks.check_shards(name, split, data.num_shards, use_cached=data.use_cached)

@@ -16,20 +16,19 @@ from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 from t0repro.evaluation import engine
 from t0repro.model.decoding import generate
-from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
-from t0repro.partitioning.costs import Collective, Memory, assumed_length, collectives, count_flops
+from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
+from t0repro.partitioning.collectives import Collective, collectives
 from t0repro.partitioning.devices import Partitioning, choose
+from t0repro.partitioning.flops import count_flops
+from t0repro.partitioning.memory import Memory, assumed_length
 from t0repro.partitioning.topologies import Chip
 from t0repro.progress import working
-from t0repro.training.optimizers import make_optimizer, make_schedule
-from t0repro.training.rematerialization import (
-    batch_shapes,
-    bytes_per_device,
-    decided,
-    step_memory,
-)
-from t0repro.training.train_state import held_shapes
-from t0repro.training.train_step import jitted_train_step, make_train_step
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.rematerialization import batch_shapes, choose_remat, step_memory
+from t0repro.training.residuals import bytes_per_device
+from t0repro.training.schedules import make_schedule
+from t0repro.training.train_state import stacked_shapes
+from t0repro.training.train_step import jit_train_step, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +118,8 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
     features = batch_shapes(config)
     batch = {name: _tokens(partitioning, *shape) for name, shape in features.items()}
     # Give the sharding even for one device, which need not be the default one.
-    state = partitioning.divided(held_shapes(model, optimizer))
-    jitted = jitted_train_step(step, state, several or partitioning)
+    state = partitioning.shapes_with_shardings(stacked_shapes(model, optimizer))
+    jitted = jit_train_step(step, state, several or partitioning)
     by_shapes = step_memory(config, state, features, partitioning)
     yield _compiled("train", jitted, (state, batch), partitioning, by_shapes)
 
@@ -128,7 +127,9 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
 def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
     """Scoring, as its two steps encode and decode, and generation, each for one batch."""
     model = T5(config.model, config.dtypes)
-    parameters = partitioning.divided(held_for_evaluation(model, parameter_shapes(model)))
+    parameters = partitioning.shapes_with_shardings(
+        evaluation_shapes(model, parameter_shapes(model))
+    )
     # Evaluations pad a batch until its rows shard evenly across the devices.
     rows = -(-config.batch_size // partitioning.data) * partitioning.data
     inputs = _tokens(partitioning, rows, assumed_length(config, "inputs"))
@@ -237,6 +238,6 @@ def arranged(config: RunConfig, devices: Sequence[Any]) -> tuple[RunConfig, Part
     partitioning = shard_over(config, devices)
     if config.mode != "train" or config.optimizer is None:
         return config, partitioning, ""
-    held = held_shapes(T5(config.model, config.dtypes), make_optimizer(config.optimizer))
-    run, why = decided(config, held, batch_shapes(config), partitioning, partitioning.memory)
+    held = stacked_shapes(T5(config.model, config.dtypes), make_optimizer(config.optimizer))
+    run, why = choose_remat(config, held, batch_shapes(config), partitioning, partitioning.memory)
     return run, partitioning, why

@@ -19,10 +19,10 @@ from t0repro.converters.tensors import CheckpointRef, with_parameters_in
 from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import Checkpoint, load_on_devices
-from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
+from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
 from t0repro.parameters import naming
-from t0repro.partitioning.devices import choose, line_of
-from t0repro.partitioning.processes import from_first
+from t0repro.partitioning.devices import choose, describe_devices
+from t0repro.partitioning.processes import broadcast_from_first
 from t0repro.progress import say
 from t0repro.runs.checkpoint_choice import checkpoints_in
 from t0repro.words import without_passwords
@@ -45,12 +45,14 @@ def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
             refs += present
         else:
             # By the time another process looks, the latest may be a newer one.
-            found = from_first(lambda path=path: str(sources.find_checkpoint(path).path))
+            found = broadcast_from_first(lambda path=path: str(sources.find_checkpoint(path).path))
             refs.append(sources.find_checkpoint(found))
     if restore.adapter is None:
         return refs
     adapter = restore.adapter
-    own = sources.find_adapter(from_first(lambda: str(sources.find_adapter(adapter).path)))
+    own = sources.find_adapter(
+        broadcast_from_first(lambda: str(sources.find_adapter(adapter).path))
+    )
     return [dataclasses.replace(own, base=ref.path) for ref in refs]
 
 
@@ -65,7 +67,7 @@ def is_there(restore: RestoreConfig) -> bool:
             return False
 
     # Only the first process checks; the others receive its answer.
-    return from_first(found)
+    return broadcast_from_first(found)
 
 
 def _paths(restore: RestoreConfig) -> Sequence[str]:
@@ -130,7 +132,7 @@ def identity(ref: CheckpointRef) -> str | None:
     Reads no values: for a known checkpoint, the caller has nothing else to do.
     """
     # The first process's: copies on other machines have other modification times.
-    return from_first(lambda: _identity(ref))
+    return broadcast_from_first(lambda: _identity(ref))
 
 
 def _identity(ref: CheckpointRef) -> str | None:
@@ -167,8 +169,8 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     shapes = parameter_shapes(model)
     partitioning = choose(plan.layout, plan.model, where="partitioning.PjitPartitioner")
     if partitioning.mesh.size > 1:
-        print(line_of(partitioning, plan.layout), file=sys.stderr)
-    held = partitioning.placed(held_for_evaluation(model, shapes))
+        print(describe_devices(partitioning, plan.layout), file=sys.stderr)
+    held = partitioning.shapes_on_devices(evaluation_shapes(model, shapes))
     tree = _tree(plan, ref, shapes)
     if plan.restore.dtype not in (None, "float32"):
         # Still stored in the model's own dtype, with values rounded to this one.
@@ -180,14 +182,14 @@ def generating_model(plan: InferencePlan, network: Any) -> Any:
     """The model that generates and scores: the network itself, or the user's model around it."""
     if plan.user_model is None:
         return network
-    from t0repro.data.checks import seqio_vocabulary
-    from t0repro.training.models import user_model
+    from t0repro.data.vocabulary_checks import seqio_vocabulary
+    from t0repro.training.models import make_user_model
 
     vocabularies = (
         seqio_vocabulary(plan.input_vocabulary),
         seqio_vocabulary(plan.output_vocabulary),
     )
-    return user_model(plan.user_model, network, None, vocabularies, plan.decoding)
+    return make_user_model(plan.user_model, network, None, vocabularies, plan.decoding)
 
 
 def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from t0repro.config.run import RunConfig
 from t0repro.data.batches import eval_tasks
-from t0repro.data.eval_examples import described_tasks
+from t0repro.data.eval_examples import iterate_eval_tasks
 from t0repro.errors import UserError
 from t0repro.evaluation.energy import Cost
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
@@ -65,7 +65,7 @@ class TaskBuffers:
         data, lengths = self._config.eval_data, self._config.sequence_length
         assert data is not None
         if is_described(data.mixture_or_task_name):
-            for task, examples in described_tasks(data, lengths):
+            for task, examples in iterate_eval_tasks(data, lengths):
                 self.judges[task.name] = make_task_judge(task)
                 yield task.name, examples
             self._all_read = True

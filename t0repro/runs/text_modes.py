@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.configuration import Configuration
-from t0repro.data.batches import scored_examples
+from t0repro.data.batches import list_scored_examples
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.task_output import LineFile, check_finite
@@ -39,7 +39,7 @@ def infer(configuration: Configuration) -> None:
 
 def score_from_dataset(configuration: Configuration) -> None:
     """Mode score_from_dataset: scores every target of a dataset and saves the scores."""
-    _score(configuration, scored_examples(configuration.run))
+    _score(configuration, list_scored_examples(configuration.run))
 
 
 def score_from_strings(configuration: Configuration) -> None:

@@ -182,7 +182,7 @@ def write_value(writer: Any, step: int, name: str, value: Any) -> None:
         getattr(writer, method)(step, {name: getattr(value, "value", value)}, **options)
 
 
-def in_split(folder: str, open_writer: OpenWriter | None) -> OpenWriter | None:
+def open_below(folder: str, open_writer: OpenWriter | None) -> OpenWriter | None:
     """Opens the writer of a split in a folder of its own below another."""
     return None if open_writer is None else lambda split: open_writer(f"{folder}/{split}")
 

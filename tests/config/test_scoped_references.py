@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.training.optimizers import make_schedule
+from t0repro.training.schedules import make_schedule
 
 from .test_mtf_gin import load
 

@@ -52,7 +52,8 @@ class JaxStack:
 
         from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
         from t0repro.model.t5 import T5, initial_parameters
-        from t0repro.training.optimizers import make_optimizer, make_schedule
+        from t0repro.training.optimizers import make_optimizer
+        from t0repro.training.schedules import make_schedule
         from t0repro.training.train_state import new_train_state
         from t0repro.training.train_step import make_train_step
 

@@ -13,13 +13,12 @@ from t0repro.data.checks import (
     check_data,
     check_features,
     check_readable,
-    check_rows,
     check_tokens,
-    check_vocabularies,
     tasks_to_train_on,
     tasks_with_split,
 )
 from t0repro.data.train_data import TrainBatches
+from t0repro.data.vocabulary_checks import check_rows, check_vocabularies
 from t0repro.errors import UserError
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.registration import add_prompted_task

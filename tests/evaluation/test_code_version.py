@@ -24,7 +24,7 @@ PARTS = {
 @pytest.mark.parametrize(
     ("part", "module"),
     [
-        ("scoring", "t0repro.training.losses"),
+        ("scoring", "t0repro.training.token_losses"),
         ("scoring", "t0repro.model.t5"),
         ("scoring", "t0repro.model.layers"),
         ("scoring", "t0repro.evaluation.grouping"),

@@ -21,13 +21,8 @@ from t0repro.converters.convert import convert
 from t0repro.converters.inspection import compare
 from t0repro.errors import UserError
 from t0repro.storage import buckets, input_path, stores
-from t0repro.training.checkpoints import (
-    checkpoint_path,
-    list_checkpoints,
-    load_tree,
-    remove_interrupted_saves,
-    save_tree,
-)
+from t0repro.training.checkpoint_retention import remove_interrupted_saves
+from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree, save_tree
 
 from ..helpers.bucket_servers import S3, GoogleStorage
 from .faulty_store import FaultyStore

@@ -16,7 +16,8 @@ from t0repro.config.model import DTypePolicy, ModelConfig
 from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
 from t0repro.config.run import RunConfig, TrainingPlan, mesh_transformer_plan
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training.optimizers import make_optimizer, make_schedule
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import new_train_state
 
 FLOAT32 = DTypePolicy("float32", "float32", "float32")

@@ -319,9 +319,9 @@ def mesh_infer(out: Path) -> None:
 
 def train_records(out: Path) -> None:
     from t0repro.training.metrics import JsonLines
-    from t0repro.training.start import locked_for_training
+    from t0repro.training.model_dir import lock_for_training
 
-    with locked_for_training(out, "jax", run_config(out, 2)) as check:
+    with lock_for_training(out, "jax", run_config(out, 2)) as check:
         check(None)
         with contextlib.closing(JsonLines(out / "metrics.jsonl", start_step=0)) as lines:
             for step in range(1, 101):
@@ -330,9 +330,9 @@ def train_records(out: Path) -> None:
 
 def mesh_records(out: Path) -> None:
     from t0repro.mtf.hooks import MetricsFile
-    from t0repro.training.start import locked_for_training
+    from t0repro.training.model_dir import lock_for_training
 
-    with locked_for_training(out, "mtf", None):
+    with lock_for_training(out, "mtf", None):
         metrics = MetricsFile(str(out / "metrics.jsonl"))
         metrics.drop_training_after(0)
         for step in range(1, 101):

@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from t0repro.config.model import Layout
-from t0repro.partitioning.costs import Memory, counts
+from t0repro.partitioning.collectives import counts
 from t0repro.partitioning.devices import choose
+from t0repro.partitioning.memory import Memory
 from t0repro.partitioning.topologies import devices_of
 from t0repro.runs.fitting import adjusted, remedies
 from t0repro.runs.precompile import described, precompile

@@ -13,14 +13,8 @@ from t0repro import storage
 from t0repro.errors import UserError
 from t0repro.storage import buckets
 from t0repro.training import checkpoints
-from t0repro.training.checkpoints import (
-    checkpoint_path,
-    list_checkpoints,
-    load_tree,
-    remove_checkpoint,
-    remove_interrupted_saves,
-    save_tree,
-)
+from t0repro.training.checkpoint_retention import remove_checkpoint, remove_interrupted_saves
+from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree, save_tree
 
 from . import resume_run
 from .resume_run import LAST_STEP, run

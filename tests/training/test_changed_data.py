@@ -10,8 +10,8 @@ import shutil
 import pytest
 
 from t0repro.config.data import SeqioDataConfig
-from t0repro.data.batches import RenderedBatches
 from t0repro.data.cached import CachedBatches
+from t0repro.data.described_batches import RenderedBatches
 from t0repro.data.resuming import POSITION
 from t0repro.data.train_data import SeqioTrainBatches
 from t0repro.errors import UserError

@@ -7,7 +7,8 @@ import pytest
 
 from t0repro.model.layers import relative_position_bucket
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training.optimizers import make_optimizer, make_schedule
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import from_flat_tree, new_train_state, to_flat_tree
 from t0repro.training.train_step import loss_and_gradients, make_train_step
 

@@ -10,7 +10,7 @@ import pytest
 
 from t0repro.model.t5 import T5
 from t0repro.training.metric_classes import AveragePerStep
-from t0repro.training.models import BaseModel, T5Model
+from t0repro.training.t5_model import BaseModel, T5Model
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched
 

@@ -6,7 +6,7 @@ import pytest
 
 from t0repro.config.optimizer import ScheduleConfig
 from t0repro.errors import UserError
-from t0repro.training.optimizers import SCHEDULES, make_schedule
+from t0repro.training.schedules import SCHEDULES, make_schedule
 
 TOTAL = 1000
 

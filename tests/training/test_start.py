@@ -6,11 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.config.optimizer import (
-    AdamWeightDecayConfig,
-    MomentumConfig,
-    SgdConfig,
-)
+from t0repro.config.optimizer import AdamWeightDecayConfig, MomentumConfig, SgdConfig
 from t0repro.converters.restoring import keep_matching
 from t0repro.errors import UserError
 from t0repro.progress import heard_by

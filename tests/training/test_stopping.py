@@ -13,7 +13,7 @@ import pytest
 
 from t0repro.config.run import EarlyStoppingConfig, TerminateOnNanConfig
 from t0repro.progress import heard_by
-from t0repro.training.metric_classes import Scalar, Sum, computed
+from t0repro.training.metric_classes import Scalar, Sum, compute_values
 from t0repro.training.stopping import (
     BaseAction,
     EarlyStoppingAction,
@@ -145,7 +145,7 @@ class HaltsOnClus(BaseAction):
 def test_an_action_that_asks_for_clus_scalars_acts_on_every_number(value):
     state = types.SimpleNamespace(params={}, frozen=None)
     assert RunActions([HaltsOnClus()])(state, {"task": {"loss": value}})
-    assert isinstance(computed({"x": Sum(np.float32(1))})["x"], clu.values.Value)
+    assert isinstance(compute_values({"x": Sum(np.float32(1))})["x"], clu.values.Value)
 
 
 def test_all_actions_run_whatever_the_first_one_says():

@@ -13,9 +13,9 @@ from t0repro.config.run import EvalPlan, InferencePlan, InferPlan
 from t0repro.config.t5x.gin_files import Parsed, Places
 from t0repro.config.t5x.inference import eval_plan, infer_plan
 from t0repro.config.t5x.records import PIECES_OR_BYTES
-from t0repro.data.eval_examples import why_not_evaluated, why_not_read
+from t0repro.data.eval_examples import why_evaluation_needs_seqio, why_reading_needs_seqio
 from t0repro.evaluation.evaluator import FOLDER
-from t0repro.partitioning.processes import held_by_first, output_folder
+from t0repro.partitioning.processes import enter_in_first, output_folder
 from t0repro.runs import batch_infer
 from t0repro.runs.description import describe_inference
 from t0repro.runs.evaluate_checkpoints import evaluate_checkpoints
@@ -41,7 +41,7 @@ def evaluate(parsed: Parsed, options: T5xOptions, *, watch: bool, until: int | N
     # Not EVAL_OUTPUT_DIR itself, which a training run may have locked.
     results = output_path(plan.output_dir) / FOLDER
     fix = "Wait for it to end, or bind another EVAL_OUTPUT_DIR."
-    with held_by_first(lambda: lock_folder(results, "evaluation", fix=fix)):
+    with enter_in_first(lambda: lock_folder(results, "evaluation", fix=fix)):
         plan = _with_own_output(plan)
         evaluate_checkpoints(
             plan,
@@ -66,7 +66,7 @@ def infer(parsed: Parsed, options: T5xOptions) -> None:
     # Several shards may run at the same time in one folder.
     shard = output_path(plan.output_dir) / f".shard-{plan.shard_id:05}-of-{plan.num_shards:05}"
     fix = "Wait for it to end, or bind another INFER_OUTPUT_DIR."
-    with held_by_first(lambda: lock_folder(shard, "inference", fix=fix)):
+    with enter_in_first(lambda: lock_folder(shard, "inference", fix=fix)):
         plan = _with_own_output(plan)
         batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
 
@@ -74,7 +74,7 @@ def infer(parsed: Parsed, options: T5xOptions) -> None:
 def _why_not_evaluated_alone(plan: EvalPlan) -> str | None:
     """What in an evaluation needs SeqIO and TensorFlow, its tasks being described."""
     data = plan.data
-    return _why_not_model(plan) or why_not_evaluated(
+    return _why_not_model(plan) or why_evaluation_needs_seqio(
         data.mixture_or_task_name, data.split, use_cached=data.use_cached
     )
 
@@ -84,7 +84,7 @@ def _why_not_inferred_alone(plan: InferPlan) -> str | None:
     data = plan.data
     if plan.files is not None:
         return "infer reads files of examples"
-    return _why_not_model(plan) or why_not_read(
+    return _why_not_model(plan) or why_reading_needs_seqio(
         data.mixture_or_task_name, data.split, use_cached=data.use_cached
     )
 

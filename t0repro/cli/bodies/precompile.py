@@ -17,7 +17,7 @@ from t0repro.cli.t5x_options import T5xOptions
 from t0repro.config.mtf.dialect import load
 from t0repro.config.run import RunConfig
 from t0repro.config.t5x.gin_files import Parsed
-from t0repro.data.batches import why_not_trained
+from t0repro.data.seqio_need import why_training_needs_seqio
 from t0repro.errors import UserError
 from t0repro.partitioning import topologies
 from t0repro.partitioning.processes import output_folder
@@ -105,7 +105,7 @@ def _check_tasks(parsed: Parsed, config: RunConfig, options: T5xOptions) -> None
     """Checks the tasks and vocabularies of a training run, as its dry run does."""
     model = parsed.program.model
     vocabularies = (model.input_vocabulary, model.output_vocabulary)
-    register(parsed, options, lambda: why_not_trained(config, vocabularies))
+    register(parsed, options, lambda: why_training_needs_seqio(config, vocabularies))
     check_training(config, vocabularies, typer.echo)
 
 
@@ -125,4 +125,4 @@ def _devices(topology: str | None) -> tuple:
         jax.config.update("jax_num_cpu_devices", int(count))
     devices = jax.devices()
     # Both stacks compute in float32 on a CPU, whatever gin binds.
-    return devices, topologies.published(devices[0].device_kind), devices[0].platform == "cpu"
+    return devices, topologies.find_chip(devices[0].device_kind), devices[0].platform == "cpu"

@@ -35,7 +35,7 @@ from t0repro.evaluation.opened import (
 )
 from t0repro.evaluation.selection import check_vocabulary, select_tasks, why_not_alone
 from t0repro.lm_eval.files import export_results
-from t0repro.partitioning.processes import held_by_first, is_first, output_folder
+from t0repro.partitioning.processes import enter_in_first, is_first, output_folder
 from t0repro.progress import working
 from t0repro.reports.page_terminal import print_page
 from t0repro.reports.prompts import PromptInfo, load_prompts, training_tasks
@@ -105,7 +105,7 @@ def run(
         return
     # The reports read what the evaluations wrote, so one lock has to cover all.
     fix = "Wait for it to end, or choose another --out."
-    with held_by_first(lambda: lock_folder(asked.out, "rank evaluation", fix=fix)):
+    with enter_in_first(lambda: lock_folder(asked.out, "rank evaluation", fix=fix)):
         out = output_folder(asked.out, resumed=True)
         reports = {}
         opened = _opened(asked.checkpoint, asked.step, settings.activation, parallel, adapters)

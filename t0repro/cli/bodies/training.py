@@ -17,8 +17,9 @@ from t0repro.cloud.auxiliary import AuxiliaryOptions, auxiliary_jobs_during_trai
 from t0repro.cloud.tracker import TrackerName
 from t0repro.config.run import RunConfig
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs
-from t0repro.data.batches import why_not_trained
-from t0repro.data.checks import note_uncached, seqio_vocabulary
+from t0repro.data.checks import note_uncached
+from t0repro.data.seqio_need import why_training_needs_seqio
+from t0repro.data.vocabulary_checks import seqio_vocabulary
 from t0repro.partitioning.processes import is_first
 from t0repro.runs.description import describe_training
 from t0repro.runs.preflight import check_training
@@ -51,7 +52,7 @@ def train(
     """
     model = parsed.program.model
     vocabularies = (model.input_vocabulary, model.output_vocabulary)
-    register(parsed, options, lambda: why_not_trained(config, vocabularies))
+    register(parsed, options, lambda: why_training_needs_seqio(config, vocabularies))
     check_training(
         config,
         vocabularies,

@@ -272,7 +272,7 @@ _EXTENSIONS: dict[tuple[str, str], type[records.Record]] = {
     ("t0repro.training.models", "EncoderDecoderModel"): records.EncoderDecoderModel,
     ("t0repro.training.trainer", "BaseTrainer"): records.Trainer,
     ("t0repro.training.partitioner", "Partitioner"): records.PjitPartitioner,
-    ("t0repro.training.train_step", "WeightMetricsComputer"): records.WeightMetrics,
+    ("t0repro.training.weight_metrics", "WeightMetricsComputer"): records.WeightMetrics,
     ("t0repro.training.stopping", "BaseAction"): records.Action,
 }
 # Arguments that the run supplies to these classes; no gin file binds them.

@@ -7,21 +7,13 @@ from pathlib import Path
 import pytest
 
 from t0repro.adapters import Adapter
-from t0repro.config.checkpoints import (
-    BestCheckpoints,
-    RestoreConfig,
-    SaveConfig,
-)
+from t0repro.config.checkpoints import BestCheckpoints, RestoreConfig, SaveConfig
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import render
 from t0repro.config.data import EvaluatorConfig
 from t0repro.config.gin.folders import shipped_files
 from t0repro.config.model import Arithmetic
-from t0repro.config.optimizer import (
-    AdafactorConfig,
-    OptaxConfig,
-    ScheduleConfig,
-)
+from t0repro.config.optimizer import AdafactorConfig, OptaxConfig, ScheduleConfig
 from t0repro.config.run import EarlyStoppingConfig, RunConfig
 from t0repro.config.t5x import programs, records
 from t0repro.config.t5x.gin_files import T5xInputs, parse

@@ -8,20 +8,17 @@ import numpy as np
 import optax
 import pytest
 
-from t0repro.config.optimizer import (
-    AdamWeightDecayConfig,
-    MomentumConfig,
-    SgdConfig,
-)
+from t0repro.config.optimizer import AdamWeightDecayConfig, MomentumConfig, SgdConfig
+from t0repro.model.layer_stacks import count_stacked_layers, stack_layers, unstack_donating
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.model.towers import released, stacked, stacks_in
-from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.partitioner import Partitioner
 from t0repro.training.stopping import BaseAction, RunActions
-from t0repro.training.train_state import TrainState, single_layers, to_flat_tree
-from t0repro.training.train_step import WeightMetricsComputer, with_stacks
+from t0repro.training.t5_model import T5Model
+from t0repro.training.train_state import TrainState, to_flat_tree, unstack_state
+from t0repro.training.train_step import stack_builtin_state
 from t0repro.training.trainer import Trainer
+from t0repro.training.weight_metrics import WeightMetricsComputer
 
 from ..helpers import tiny_models as tiny
 
@@ -56,8 +53,8 @@ def trained(optimizer, kind, computer=None):
     model, state = made(optimizer, dropout_rate=0.1)
     with trainer(model, state, kind, computer) as one:
         values = one.train(iter(tiny.batches(3)), 3).result()
-        assert stacks_in(one.held_state.params) == (TOWERS if kind is Trainer else {})
-        tree = to_flat_tree(one.held_state)
+        assert count_stacked_layers(one.stacked_state.params) == (TOWERS if kind is Trainer else {})
+        tree = to_flat_tree(one.stacked_state)
     return {name: x for name, x in values.items() if "timing" not in name}, tree
 
 
@@ -112,12 +109,12 @@ def test_updates_are_those_by_layer(optimizer):
 
     by_layer = TrainState.create(make_optimizer(optimizer), {"params": drawn()})
     held = by_layer.replace(
-        params=stacked(by_layer.params, TOWERS), slots=stacked(by_layer.slots, TOWERS)
+        params=stack_layers(by_layer.params, TOWERS), slots=stack_layers(by_layer.slots, TOWERS)
     )
     update = jax.jit(lambda state, gradients: state.apply_gradient(gradients, learning_rate=0.01))
     for gradients in (drawn(), drawn()):
         by_layer = update(by_layer, gradients)
-        held = update(held, stacked(gradients, TOWERS))
+        held = update(held, stack_layers(gradients, TOWERS))
     assert_same_state(to_flat_tree(held), to_flat_tree(by_layer))
 
 
@@ -144,10 +141,10 @@ def test_a_state_read_by_name_is_a_copy_by_layer():
         assert jax.tree.structure(read) == jax.tree.structure(state)
         jax.tree.map(np.testing.assert_array_equal, read, kept)
         one.train_state = read.replace(step=jnp.int32(7))
-        assert stacks_in(one.held_state.params) == TOWERS
+        assert count_stacked_layers(one.stacked_state.params) == TOWERS
         last = one.release()
     jax.tree.map(np.testing.assert_array_equal, last.params, kept.params)
-    assert int(last.step) == 7 and stacks_in(last.params) == {}
+    assert int(last.step) == 7 and count_stacked_layers(last.params) == {}
 
 
 class UsersAction(BaseAction):
@@ -159,8 +156,8 @@ class UsersAction(BaseAction):
 
 def test_a_users_action_reads_layers_by_name():
     with trainer(*made()) as one:
-        assert stacks_in(one.held_state.params) == TOWERS
-        assert not RunActions([UsersAction()])(one.held_state, {})
+        assert count_stacked_layers(one.stacked_state.params) == TOWERS
+        assert not RunActions([UsersAction()])(one.stacked_state, {})
 
 
 class UsersModel(T5Model):
@@ -209,7 +206,7 @@ NOT_STACKED = {
 @pytest.mark.parametrize("why", NOT_STACKED)
 def test_layers_stay_by_themselves(why):
     model, state = NOT_STACKED[why]()
-    assert with_stacks(model, state) is state
+    assert stack_builtin_state(model, state) is state
 
 
 def test_a_state_without_axes_for_stacks_stays_by_layer():
@@ -221,7 +218,7 @@ def test_a_state_without_axes_for_stacks_stays_by_layer():
         {"partitioner": type("Users", (Partitioner,), {})()},
     ):
         with trainer(model, state, **options) as one:
-            assert one.train_state is one.held_state is state
+            assert one.train_state is one.stacked_state is state
 
 
 def test_frozen_layers_all_alike_are_stacked_and_stay():
@@ -229,9 +226,9 @@ def test_frozen_layers_all_alike_are_stacked_and_stay():
     model, state = made(dataclasses.replace(tiny.ADAFACTOR, frozen=names))
     before = to_flat_tree(state)
     with trainer(model, state) as one:
-        assert stacks_in(one.held_state.params) == TOWERS
+        assert count_stacked_layers(one.stacked_state.params) == TOWERS
         one.update(tiny.batches(1)[0]).result()
-        after = to_flat_tree(one.held_state)
+        after = to_flat_tree(one.stacked_state)
     changed = {name for name in after if not np.array_equal(after[name], before[name])}
     assert not changed & {f"target/{name}" for name in names}
     assert "target/encoder/layers_0/mlp/wi_0/kernel" in changed
@@ -239,11 +236,11 @@ def test_frozen_layers_all_alike_are_stacked_and_stay():
 
 def test_shapes_are_stacked_as_values_are():
     model, state = made()
-    shapes = with_stacks(model, jax.eval_shape(lambda: state))
-    held = with_stacks(model, state)
+    shapes = stack_builtin_state(model, jax.eval_shape(lambda: state))
+    held = stack_builtin_state(model, state)
     assert jax.tree.map(jnp.shape, held) == jax.tree.map(lambda x: x.shape, shapes)
-    assert single_layers(state) is state
-    assert stacks_in(single_layers(held, released).params) == {}
+    assert unstack_state(state) is state
+    assert count_stacked_layers(unstack_state(held, unstack_donating).params) == {}
     assert held.params["encoder"]["layers_*"]["mlp"]["wo"]["kernel"].is_deleted()
 
 
