@@ -198,7 +198,7 @@ def selector_of(value: Any) -> str | None:
     return value.configurable.selector if is_reference(value) else None
 
 
-def split_into_chunks(value: Any) -> Iterator[Any]:
+def flatten_value(value: Any) -> Iterator[Any]:
     """A value and everything nested inside it, in lists and mappings."""
     return gin.config._iterate_flattened_values(value)
 
@@ -349,7 +349,7 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
             location, flag
         )
         # Also of bindings that are overridden later: what they refer to is not misspelt.
-        for part in split_into_chunks(value):
+        for part in flatten_value(value):
             macro = macro_name(part)
             if macro is not None:
                 bindings.macros.add(macro)
@@ -392,7 +392,7 @@ def check_bound_addresses(bindings: Bindings) -> None:
     """
     for (scope, selector), arguments in bound().items():
         for argument, value in arguments.items():
-            for part in split_into_chunks(value):
+            for part in flatten_value(value):
                 if isinstance(part, str) and "://" in part:
                     name = scope if selector == MACRO else f"{selector}.{argument}"
                     place = bindings.place((scope, selector, argument))

@@ -219,7 +219,7 @@ def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
         value = door.bound().get(key[:2], {}).get(key[2])
         return any(
             door.is_called(part) and is_named(door.selector_of(part) or "")
-            for part in door.split_into_chunks(value)
+            for part in door.flatten_value(value)
         )
 
     # List the bindings that request the call first, then those of the configurable called.
@@ -254,7 +254,7 @@ def _places_of_loops(bindings: Bindings | None) -> str | None:
     found = [
         place
         for (scope, selector, argument), place in (bindings.places if bindings else {}).items()
-        for part in door.split_into_chunks(door.bound().get((scope, selector), {}).get(argument))
+        for part in door.flatten_value(door.bound().get((scope, selector), {}).get(argument))
         if door.is_called(part) and door.selector_of(part) == selector
     ]
     return "; ".join(found) or None
@@ -330,7 +330,7 @@ def check_references(
     for (scope, selector), arguments in door.bound().items():
         for argument, value in arguments.items():
             place = bindings.places.get((scope, selector, argument)) or _ANYWHERE
-            for part in door.split_into_chunks(value):
+            for part in door.flatten_value(value):
                 read |= _checked_reference(part, macros, place)
     door.forget_required(read)
     return check_macros_are_read(

@@ -230,7 +230,8 @@ def _train_steps(arguments: Arguments, inputs: RunInputs) -> int:
             where=arguments.place("train_steps"),
             fix="Bind run.train_steps to a number.",
         )
-    return steps(inputs.batch_size, inputs.sequence_length)
+    count_steps: Any = steps
+    return count_steps(inputs.batch_size, inputs.sequence_length)
 
 
 def _total_run_steps(arguments: Arguments, train_steps: int) -> int:

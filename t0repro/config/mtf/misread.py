@@ -90,7 +90,7 @@ def scoped_calls(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
         door.reference_to(part)
         for arguments in door.bound().values()
         for value in arguments.values()
-        for part in door.split_into_chunks(value)
+        for part in door.flatten_value(value)
     )
     entered = {scope for each in references if each for scope in each.scopes if scope}
     for (scope, selector), arguments in door.bound().items():

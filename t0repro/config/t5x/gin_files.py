@@ -280,7 +280,7 @@ def _reached(selector: str, bindings: Bindings) -> list[_Call]:
         within.append((scopes, selector))
         arguments = door.written(selector, "/".join(scopes))
         calls[scopes, selector] = _Call(scopes, selector, arguments)
-        for value in door.split_into_chunks(arguments):
+        for value in door.flatten_value(arguments):
             if door.is_reference(value):
                 visit(tuple(value.scopes) or scopes, value.configurable.selector)
         within.pop()
@@ -298,7 +298,7 @@ def _places_of(calls: Sequence[tuple[tuple[str, ...], str]], bindings: Bindings)
     for (scopes, selector), (_, following) in zip(calls, [*calls[1:], calls[0]], strict=True):
         arguments = door.written(selector, "/".join(scopes))
         for argument, value in arguments.items():
-            parts = door.split_into_chunks(value)
+            parts = door.flatten_value(value)
             if any(door.selector_of(part) == following for part in parts):
                 place = bindings.find(door.enclosing("/".join(scopes)), selector, argument)
                 yield _without_folder(place or f"default of {_short(selector)}.{argument}")
