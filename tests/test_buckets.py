@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from t0repro import storage
-from t0repro.cloud.job_files import copy_results
+from t0repro.cloud.vertex.results import copy_results
 from t0repro.errors import UserError
 from t0repro.hub_files import HubFile
 from t0repro.progress import heard_by

@@ -281,9 +281,8 @@ def test_every_package_that_is_asked_for_is_imported_or_has_a_reason():
 
 def test_every_package_that_is_imported_is_asked_for_by_name():
     packages = {normal_name(name) for names in asked_for().values() for name in names}
-    # What extras bring; the last three come with XManager.
-    extras = {"torch", "transformers", "lm_eval", "mlflow", "wandb", "xmanager"}
-    extras |= {"docker", "googleapiclient", "httplib2"}
+    # What extras bring.
+    extras = {"torch", "transformers", "lm_eval", "mlflow", "wandb"}
     providers = importlib.metadata.packages_distributions()
     for module in third_party_imports("t0repro", "tasks", "converters") - extras:
         assert {normal_name(name) for name in providers[module]} & packages, module

@@ -14,7 +14,8 @@ from t0repro.cli.groups import with_groups
 from t0repro.cli.options import AsJson
 from t0repro.cli.paths import source
 from t0repro.cli.results import echo, print_json
-from t0repro.cloud.auxiliary import AuxiliaryOptions, check_jobs, make_controller
+from t0repro.cloud.auxiliary import check_jobs, make_controller
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.errors import UserError
 from t0repro.jobs.journal import HEADER, curves, read_status, rows, to_json
 from t0repro.progress import heard_by

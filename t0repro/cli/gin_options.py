@@ -11,7 +11,7 @@ import typer
 
 from t0repro.cli.paths import source
 from t0repro.cli.spelling import canonical
-from t0repro.cloud.spec import check_not_export
+from t0repro.cloud.vertex.command_line import check_not_export
 from t0repro.config.gin.folders import shipped_files
 from t0repro.config.gin.imports import list_imports
 from t0repro.config.t5x.gin_files import T5xInputs

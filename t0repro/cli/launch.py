@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import tempfile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from t0repro.cli.groups import with_groups
 from t0repro.cli.results import echo
-from t0repro.cloud import engines, launching
+from t0repro.cloud.launchers.launch import Launch
+from t0repro.cloud.launchers.machines import Machine, find_machine
+from t0repro.cloud.launchers.table import CommandLauncher, import_launcher
 from t0repro.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
 class MachineOptions:
-    """Where the processes run, and the engine's own options."""
+    """Where the processes run, and the launcher's own options."""
 
     # With `=`, because Click would otherwise parse --partition as an option of this command.
     option: Annotated[
         list[str] | None,
-        typer.Option(help="An option for the engine's own command, as --option=--partition=gpu."),
+        typer.Option(help="An option for the launcher's own command, as --option=--partition=gpu."),
     ] = None
     machines: Annotated[
         Path | None, typer.Option(help="A YAML file that defines platforms and cells.")
@@ -35,7 +35,7 @@ class MachineOptions:
         None
     )
 
-    def machine(self) -> engines.Machine:
+    def machine(self) -> Machine:
         """The machine of the file's entries, with the options of the command line after its own.
 
         Raises:
@@ -47,24 +47,21 @@ class MachineOptions:
                 where="--platform" if self.platform else "--cell",
                 fix="Name the file of machines: --machines FILE.",
             )
-        machine = engines.find_machine(self.machines, self.platform, self.cell)
+        machine = find_machine(self.machines, self.platform, self.cell)
         return dataclasses.replace(machine, options=[*machine.options, *(self.option or ())])
 
 
 @with_groups
 def launch(
     context: typer.Context,
-    to: Annotated[
-        Literal["slurm", "k8s", "skypilot", "gcluster", "tpu-vm"],
-        typer.Option("--to", help="The engine that starts the command."),
-    ],
+    to: Annotated[CommandLauncher, typer.Option("--to", help="What starts the command.")],
     where: MachineOptions,
-    name: Annotated[str, typer.Option(help="The job's name on the engine.")] = "t0repro",
+    name: Annotated[str, typer.Option(help="The job's name there.")] = "t0repro",
     processes: Annotated[
         int, typer.Option(min=1, help="Number of processes; a TPU slice sets its own.")
     ] = 1,
     dry_run: Annotated[
-        bool, typer.Option("--dry_run", help="Print what the engine would receive, then exit.")
+        bool, typer.Option("--dry_run", help="Print what it would receive, then exit.")
     ] = False,
 ) -> None:
     r"""Start a command as several processes on Slurm, Kubernetes, SkyPilot, GKE or a Cloud TPU.
@@ -83,22 +80,5 @@ def launch(
             where="the command line",
             fix="Write it after two dashes: t0repro launch --to slurm -- t0repro train ...",
         )
-    asked = launching.Launch(name, tuple(context.args), processes, where.machine())
-    if to == "tpu-vm":
-        for command in launching.tpu_vm_commands(asked):
-            echo(shlex.join(command))
-        return
-    if to == "gcluster":
-        submit = launching.gcluster_command(asked)
-        echo(shlex.join(submit) if dry_run else engines.run_engine(*submit))
-        return
-    submit, text = launching.engine_input(to, asked, to_print=dry_run)
-    if dry_run:
-        echo(text.rstrip("\n"))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        if to == "skypilot":
-            # sky recognizes a task file by its suffix.
-            Path(folder, "task.yaml").write_text(text)
-            submit = (*submit, f"{folder}/task.yaml")
-        echo(engines.run_engine(*submit, text=text, environment=asked.secrets))
+    start = import_launcher(to).start
+    echo(start(Launch(name, tuple(context.args), processes, where.machine()), dry_run=dry_run))

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import typer
 
 from t0repro.cli.commands import More
-from t0repro.cloud.tracker import TrackedRun, TrackerName, tracked
+from t0repro.cloud.trackers.follower import track
+from t0repro.cloud.trackers.table import TrackerName
+from t0repro.cloud.trackers.tracker import TrackedRun
 from t0repro.errors import UserError
 from t0repro.words import without_passwords
 
@@ -193,7 +195,7 @@ def tracked_training(
     settings: dict[str, Any] = json.loads(without_passwords(config.to_json())) if config else {}
     # Leave out each value's origin: it is longer than the value, and the gin files have it.
     settings.pop("provenance", None)
-    return tracked(names or (), TrackedRun(model_dir, settings, _OF_TRAINING))
+    return track(names or (), TrackedRun(model_dir, settings, _OF_TRAINING))
 
 
 def tracked_evaluation(
@@ -205,7 +207,7 @@ def tracked_evaluation(
         "mixture": mixture,
         **dataclasses.asdict(settings),
     }
-    return tracked(names or (), TrackedRun(out, about, _OF_EVALUATION))
+    return track(names or (), TrackedRun(out, about, _OF_EVALUATION))
 
 
 # ---- The head of an evaluation's report ----------------------------------------------------------

@@ -14,10 +14,10 @@ from t0repro.cli.groups import with_groups
 from t0repro.cli.options import ProcessOptions, Trackers
 from t0repro.cli.paths import source
 from t0repro.cli.t5x_options import T5xOptions, check_restored, gin_inputs, parse_files
-from t0repro.cloud.auxiliary import AuxiliaryOptions
-from t0repro.cloud.engines import find_machine
-from t0repro.cloud.spec import JobMode
-from t0repro.cloud.tracker import check_trackers
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
+from t0repro.cloud.launchers.machines import find_machine
+from t0repro.cloud.trackers.table import check_trackers
+from t0repro.cloud.vertex.command_line import JobMode
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError
 from t0repro.storage import check_folder

@@ -27,8 +27,8 @@ from t0repro.cli.gin_options import allowlist_of
 from t0repro.cli.options import TRACKER_HELP, ProcessOptions, tracked_training
 from t0repro.cli.results import echo
 from t0repro.cli.spelling import canonical, canonical_arguments
-from t0repro.cloud.auxiliary import AuxiliaryOptions
-from t0repro.cloud.tracker import TrackerName
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
+from t0repro.cloud.trackers.table import TrackerName
 from t0repro.config.configuration import Configuration, NotOnJax
 from t0repro.config.gin.folders import package_folder
 from t0repro.config.mtf.stand_ins import recorded

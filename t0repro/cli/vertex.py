@@ -17,18 +17,22 @@ from t0repro.cli.groups import with_groups
 from t0repro.cli.options import AsJson
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
-from t0repro.cloud import submission, xmanager
-from t0repro.cloud.experiments import Tracking, read_runs, table
-from t0repro.cloud.google import Look, Place, cancel_job, check_login, logs_of_job, look_at_job
-from t0repro.cloud.spec import (
+from t0repro.cloud.vertex.checks import check_fit, check_job
+from t0repro.cloud.vertex.command_line import (
     MESH_TRANSFORMER,
     Arguments,
-    Machines,
     check_not_export,
     override,
 )
-from t0repro.cloud.submission import Configured, Request
-from t0repro.cloud.xmanager import Executor
+from t0repro.cloud.vertex.comparison import read_runs, table
+from t0repro.cloud.vertex.custom_jobs import JobStatus, cancel_job, logs_of_job, read_job
+from t0repro.cloud.vertex.experiments import Tracking
+from t0repro.cloud.vertex.google import Place, check_login
+from t0repro.cloud.vertex.job_config import JobConfig
+from t0repro.cloud.vertex.outcome import follow, read_record
+from t0repro.cloud.vertex.spec import Machines
+from t0repro.cloud.vertex.submission import Request, prepare, submit_and_track
+from t0repro.cloud.vertex.submission import submit as submit_job
 from t0repro.errors import UserError
 from t0repro.storage.access import addresses_of_another_machine
 from t0repro.terminal import print_table, terminal
@@ -209,10 +213,6 @@ def _comma_separated(text: str | None) -> list[str]:
 class SubmissionOptions:
     """How a job is submitted, and whether this command then follows it."""
 
-    xmanager: Annotated[
-        Executor | None,
-        typer.Option(help="Submit as an experiment of XManager, to run there or on this machine."),
-    ] = None
     dry_run: Annotated[
         bool, typer.Option("--dry_run", help="Check and print the specification; send nothing.")
     ] = False
@@ -225,15 +225,6 @@ class SubmissionOptions:
     wait: Wait = False
     # T5X's script asks as often.
     poll_seconds: PollSeconds = 15.0
-
-    def check(self, tracking: Tracking | None) -> None:
-        """Raises UserError for what XManager does in place of this command."""
-        if self.xmanager and (tracking or self.wait):
-            raise UserError(
-                "XManager keeps its own record of experiments, and waits for jobs itself.",
-                where="--xmanager",
-                fix="Leave out --experiment, --run_name and --wait, or --xmanager.",
-            )
 
 
 @app.command()
@@ -291,22 +282,18 @@ def submit(
     name = display_name or f"{job_name_prefix}_{datetime.datetime.now():%Y%m%d%H%M%S}"
     request = job.request(name, image_uri, run.words(command or []))
     tracking = tracked.tracking()
-    how.check(tracking)
     if how.fit:
-        submission.check_fit(request.arguments, request.machines, dry_run=how.dry_run)
+        check_fit(request.arguments, request.machines, dry_run=how.dry_run)
     if not how.dry_run:
         # Before the checks, which read files and may compile for minutes.
         check_login()
     _check_options(context, request.arguments)
     # A dry run should be quick. A real job costs more than these minutes.
-    configured = _checked(request, place, compiles=how.fit or not how.dry_run)
+    config = _check(request, place, compiles=how.fit or not how.dry_run)
     if how.dry_run:
-        _print_specification(request, configured, place, how.xmanager)
-    elif how.xmanager:
-        name = submission.submit(request, configured, place, how.xmanager)
-        typer.echo(f"{'ended' if how.xmanager is Executor.LOCAL else 'submitted'} {name}")
+        _print_specification(request, config, place)
     else:
-        _submit(request, configured, place, tracking, how)
+        _submit(request, config, place, tracking, how)
 
 
 def _check_options(context: typer.Context, arguments: Arguments) -> None:
@@ -343,43 +330,39 @@ def _labels(pairs: list[str]) -> dict[str, str]:
 
 def _submit(
     request: Request,
-    configured: Configured,
+    config: JobConfig,
     place: Place,
     tracking: Tracking | None,
     how: SubmissionOptions,
 ) -> None:
     record = None
     if tracking is None:
-        name = submission.submit(request, configured, place)
+        name = submit_job(request, config, place)
     else:
-        name, record = submission.submit_and_track(request, configured, tracking, place)
+        name, record = submit_and_track(request, config, tracking, place)
     # Before the wait, so that a user who loses the connection has the job's name.
     typer.echo(f"submitted {name}")
     echo(f"to follow it: {_command('status', name)} --wait", err=True)
     if how.wait:
-        seen, metrics = submission.follow(name, record, place, poll_seconds=how.poll_seconds)
-        _print_end(seen, metrics)
+        job, metrics = follow(name, record, place, poll_seconds=how.poll_seconds)
+        _print_end(job, metrics)
 
 
-def _print_specification(
-    request: Request, configured: Configured, place: Place, executor: Executor | None
-) -> None:
-    spec = submission.prepare(request, configured, place).spec
-    if executor:
-        xmanager.check(spec, executor)
+def _print_specification(request: Request, config: JobConfig, place: Place) -> None:
+    spec = prepare(request, config, place).spec
     # Nothing else goes to standard output, so that this can be redirected to a file.
     typer.echo(spec.to_yaml(), nl=False)
     echo(f"The same container with Docker: {spec.shell_command()}", err=True)
 
 
-def _checked(request: Request, place: Place, *, compiles: bool) -> Configured:
+def _check(request: Request, place: Place, *, compiles: bool) -> JobConfig:
     """The job's parsed gin files, after checks whose results are printed."""
-    configured, lines = submission.check(
+    config, lines = check_job(
         request.arguments, request.machines, place.location, compiles=compiles
     )
     for line in lines:
         echo(line, err=True)
-    return configured
+    return config
 
 
 @app.command()
@@ -398,18 +381,17 @@ def status(
     echo(_ASKING, err=True)
 
     place = Place(project, location)
-    seen = look_at_job(job, place)
-    typer.echo(f"{seen.display_name} ({seen.name}), submitted {seen.created:%Y-%m-%d %H:%M:%S} UTC")
-    if not (seen.ended or wait):
-        typer.echo(seen.state)
+    now = read_job(job, place)
+    typer.echo(f"{now.display_name} ({now.name}), submitted {now.created:%Y-%m-%d %H:%M:%S} UTC")
+    if not (now.has_ended or wait):
+        typer.echo(now.state)
         return
     # Following a finished job uploads the rest and records its end.
-    record = submission.record_of(seen, place)
-    seen, metrics = submission.follow(seen.name, record, place, poll_seconds=poll_seconds)
-    _print_end(seen, metrics)
+    end, metrics = follow(now.name, read_record(now, place), place, poll_seconds=poll_seconds)
+    _print_end(end, metrics)
 
 
-def _print_end(seen: Look, metrics: dict[str, float]) -> None:
+def _print_end(job: JobStatus, metrics: dict[str, float]) -> None:
     """Prints a job's end.
 
     Raises:
@@ -418,15 +400,15 @@ def _print_end(seen: Look, metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         if not name.endswith("/step"):
             typer.echo(f"{name}: {value:.6g} at step {metrics[f'{name}/step']:.0f}")
-    if seen.state == "succeeded":
+    if job.state == "succeeded":
         typer.echo("succeeded")
         return
     # An error, so that scripts can see it from the exit code.
-    what = "was cancelled" if seen.state == "cancelled" else "failed"
+    what = "was cancelled" if job.state == "cancelled" else "failed"
     raise UserError(
-        f"The job {what}{f': {seen.reason}' if seen.reason else ''}".rstrip(".") + ".",
-        where=seen.name,
-        fix=f"Read its log: {_command('logs', seen.name)}. Submitted again with the same folder of"
+        f"The job {what}{f': {job.reason}' if job.reason else ''}".rstrip(".") + ".",
+        where=job.name,
+        fix=f"Read its log: {_command('logs', job.name)}. Submitted again with the same folder of"
         " results, training continues from its latest checkpoint.",
     )
 

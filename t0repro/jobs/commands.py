@@ -13,7 +13,7 @@ from typing import Literal
 from t0repro.config.t5x import gin_files, records
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
-from t0repro.jobs.worker import INTERPRETER
+from t0repro.jobs.job import INTERPRETER
 from t0repro.runs.checkpoint_checks import NO_CHECKPOINT_YET
 
 MODEL_DIR, MIXTURE, CHECKPOINT, TRAIN_STEPS, OUTPUT = (

@@ -4,7 +4,7 @@ The controller's whole state is in the journal and in the jobs' exit files, so i
 restarted at any moment. A point (a checkpoint with a mixture) goes from waiting to running to
 succeeded. A failed job is restarted after a pause that doubles each time, up to a limit on
 failures. A checkpoint is kept until its jobs have ended. A job interrupted with its controller or
-by its engine is restarted without counting as a failure.
+by its launcher is restarted without counting as a failure.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from t0repro.errors import UserError
 from t0repro.event_files import MARK, read_scalars
 from t0repro.jobs import commands
 from t0repro.jobs.commands import JobSettings
+from t0repro.jobs.job import Job, Limits
 from t0repro.jobs.journal import FOLDER, JobJournal, Point, PointProgress
-from t0repro.jobs.worker import Job, Launcher, Limits
+from t0repro.jobs.launcher import Launcher
 from t0repro.progress import say
 from t0repro.storage import (
     absolute_place,
@@ -49,7 +50,7 @@ from t0repro.storage.locks import LOCK_FILES
 from t0repro.words import counted
 
 SETTINGS = "settings.json"
-# Engines show a newly accepted job with a delay.
+# Launchers show a newly accepted job with a delay.
 _POLLS_BEFORE_LOST = 3
 _LINES_OF_LOG = 15
 # Exit code after a user error, in `cli.gate`, argparse and absl.
@@ -67,7 +68,7 @@ class Policy:
       retry_seconds: pause after the first failure; it doubles with each further one.
       limits: resource limits of each job.
       environment: variables for each job.
-      options: options for the engine.
+      options: options for the launcher.
       metric: the tag shown as main metric; None chooses one.
     """
 
@@ -123,7 +124,7 @@ class Controller:
 
         Raises:
           UserError: if another controller has the folder, its jobs did something else, or the
-            engine refuses a job.
+            launcher refuses a job.
         """
         inspect = f"`t0repro aux status {self._model_dir}`"
         fix = f"A controller is already running; inspect it with {inspect}."
@@ -192,7 +193,7 @@ class Controller:
             if state in ("waiting", "running"):
                 self._lost.pop(point, None)
                 continue
-            # An exit file is proof enough; without one, the engine may only be slow to show the
+            # An exit file is proof enough; without one, the launcher may only be slow to show the
             # job.
             if state == "unknown" and job.ending is None and not self._is_lost(point):
                 continue
@@ -203,14 +204,14 @@ class Controller:
         return self._lost[point] >= _POLLS_BEFORE_LOST
 
     def _end(self, point: Point, progress: PointProgress, job: Job, *, interrupted: bool) -> None:
-        """Records how a job ended; `interrupted` if its engine ended it without an exit file."""
+        """Records how a job ended; `interrupted` if its launcher ended it without an exit file."""
         del self._running[point]
         self._lost.pop(point, None)
         ending = job.ending
         who = f"step {point.step:,}, {point.mixture}"
         if ending is None and interrupted:
             self._journal.add("interrupted", point)
-            say(f"{who}: interrupted by its engine; it is started again")
+            say(f"{who}: interrupted by its launcher; it is started again")
             return
         if ending is not None and not ending.reason:
             with self._finished_results(point) as results:
@@ -264,7 +265,7 @@ class Controller:
 
     def _job(self, point: Point, attempt: int) -> Job:
         values = self._values(point)
-        # Include the folder: two training runs with equal mixtures and steps may share an engine.
+        # Include the folder: two training runs with equal mixtures and steps may share an launcher.
         named = f"{self._model_dir / FOLDER}\n{point.mixture}"
         digest = hashlib.sha256(named.encode()).hexdigest()[:8]
         return Job(

@@ -8,7 +8,7 @@ import pytest
 
 from t0repro.cli.app import command
 from t0repro.cli.t5x_options import T5xOptions
-from t0repro.cloud.auxiliary import AuxiliaryOptions
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 
 
 def options_of(*path):
@@ -36,7 +36,7 @@ def test_t0s_command_has_the_options_of_auxiliary_jobs_with_the_same_defaults():
 import dataclasses
 from absl import flags
 from t0repro.cli import t5_mesh_transformer
-from t0repro.cloud.auxiliary import AuxiliaryOptions
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 t5_mesh_transformer.define_group(AuxiliaryOptions)
 flags.FLAGS(["t5", "--max_failures=2", "--time_limit=1.5", "--main_metric=accuracy"])
 for field in dataclasses.fields(AuxiliaryOptions):

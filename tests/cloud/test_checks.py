@@ -4,8 +4,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from t0repro.cloud.spec import Machines, check_machines, read_arguments, tpu_slice
-from t0repro.cloud.submission import check
+from t0repro.cloud.vertex.accelerators import check_machines, tpu_slice
+from t0repro.cloud.vertex.checks import check_job
+from t0repro.cloud.vertex.command_line import read_arguments
+from t0repro.cloud.vertex.spec import Machines
 from t0repro.errors import UserError
 from t0repro.storage import buckets, stores
 from tests.runs.tiny_gin import MODEL, SIZES
@@ -21,7 +23,7 @@ TRAIN = (
 
 
 def checked(*words, machines=CPU, location="europe-west4"):
-    return check(read_arguments(words), machines, location)
+    return check_job(read_arguments(words), machines, location)
 
 
 def test_a_training_is_read_as_the_container_will():
@@ -160,7 +162,7 @@ def test_what_the_tables_do_not_know_is_said_and_passes():
 def test_a_slice_of_tpu_hosts_is_named_by_its_topology(machine_type, topology, found):
     machines = Machines(machine_type, tpu_topology=topology)
     assert tpu_slice(machines) == found
-    lines = check(
+    lines = check_job(
         read_arguments(TRAIN + ("--gin.BATCH_SIZE=16",)), machines, "us-east5", compiles=False
     )[1]
     assert lines[-1].startswith("memory (estimated; ")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.cloud.auxiliary import AuxiliaryOptions, auxiliary_jobs_during_training
+from t0repro.cloud.auxiliary import auxiliary_jobs_during_training
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.jobs.journal import read_status

@@ -13,7 +13,7 @@ import pytest
 from t0repro import storage
 from t0repro.config.checkpoints import SaveConfig
 from t0repro.jobs.journal import read_status
-from t0repro.jobs.worker import LocalLauncher
+from t0repro.jobs.local_launcher import LocalLauncher
 from t0repro.storage import buckets, input_path, leases, place
 from t0repro.training.checkpoint_retention import remove_superfluous
 from t0repro.training.checkpoints import list_checkpoints

@@ -4,11 +4,11 @@ import grpc
 import pytest
 
 from t0repro import storage
-from t0repro.cloud.engines import VertexLauncher, VertexMachine
+from t0repro.cloud.launchers.vertex import VertexLauncher, VertexMachine
 from t0repro.errors import UserError
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
-from t0repro.jobs.worker import Job, Limits
+from t0repro.jobs.job import Job, Limits
 from t0repro.storage import input_path, place
 
 from ..cloud import conftest as vertex

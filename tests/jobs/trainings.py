@@ -11,7 +11,8 @@ from tensorboard.util.tensor_util import make_ndarray
 from t0repro.converters.convert import convert
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
-from t0repro.jobs.worker import Launcher, LocalLauncher
+from t0repro.jobs.launcher import Launcher
+from t0repro.jobs.local_launcher import LocalLauncher
 from t0repro.progress import heard_by
 from t0repro.training.checkpoints import checkpoint_path, save_tree
 from t0repro.training.train_state import to_flat_tree

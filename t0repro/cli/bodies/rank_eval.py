@@ -22,7 +22,7 @@ from t0repro.cli.rank_eval_options import (
     TaskOptions,
 )
 from t0repro.cli.results import echo, for_people, print_json
-from t0repro.cloud.tracker import check_trackers
+from t0repro.cloud.trackers.table import check_trackers
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.evaluation.evaluation_folder import EvaluationSettings, check_settings
 from t0repro.evaluation.opened import (

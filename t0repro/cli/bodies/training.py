@@ -13,8 +13,9 @@ import gin
 from t0repro.cli.bodies.registration import register
 from t0repro.cli.options import tracked_training
 from t0repro.cli.t5x_options import T5xOptions
-from t0repro.cloud.auxiliary import AuxiliaryOptions, auxiliary_jobs_during_training, check_jobs
-from t0repro.cloud.tracker import TrackerName
+from t0repro.cloud.auxiliary import auxiliary_jobs_during_training, check_jobs
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
+from t0repro.cloud.trackers.table import TrackerName
 from t0repro.config.run import RunConfig
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs
 from t0repro.data.checks import note_uncached

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from kubeflow_trainer_api.models import IoK8sApiBatchV1JobSpec
 
-from t0repro.cloud.engines import KubernetesLauncher, SlurmLauncher
+from t0repro.cloud.launchers.kubernetes import KubernetesLauncher
+from t0repro.cloud.launchers.slurm import SlurmLauncher
 from t0repro.errors import UserError
-from t0repro.jobs.worker import Job, Limits
+from t0repro.jobs.job import Job, Limits
 
 STAND_IN = """#!{python}
 import json, os, pathlib, shlex, subprocess, sys

@@ -18,12 +18,13 @@ import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from t0repro.cloud.google import Place, State, cloud_errors, connect
-from t0repro.cloud.spec import JobSpec
-from t0repro.errors import UserError, nearest_names
+from t0repro.cloud.vertex.custom_jobs import State
+from t0repro.cloud.vertex.google import Place, cloud_errors, connect
+from t0repro.cloud.vertex.spec import JobSpec
+from t0repro.errors import UserError
 
 RECORD = "job.json"
 _FINAL = {"succeeded": "COMPLETE", "failed": "FAILED", "cancelled": "CANCELLED"}
@@ -74,7 +75,7 @@ class Facts:
     split: str | None
 
 
-def check(tracking: Tracking, place: Place) -> None:
+def check_tracking(tracking: Tracking, place: Place) -> None:
     """Checks that a run can be created, and creates nothing.
 
     Raises:
@@ -108,7 +109,7 @@ def check(tracking: Tracking, place: Place) -> None:
 
 
 @contextlib.contextmanager
-def started(
+def create_run(
     tracking: Tracking, spec: JobSpec, facts: Facts, place: Place
 ) -> Iterator[ExperimentsRun]:
     """Creates the run for a job submitted in the block; deletes it if the block fails.
@@ -118,28 +119,28 @@ def started(
     """
     aiplatform = connect(place)
     # Undone in reverse order if anything fails; kept, by `pop_all`, once the job is submitted.
-    with contextlib.ExitStack() as made:
+    with contextlib.ExitStack() as resources:
         with cloud_errors("make the run", where=f"--run_name {tracking.run_name}"):
-            run = _run(aiplatform, tracking)
+            run = _create_run(aiplatform, tracking)
             # By default, deleting a run leaves its counterpart in the TensorBoard behind.
-            made.callback(_take_back, run, delete_backing_tensorboard_run=True)
+            resources.callback(_delete_if_possible, run, delete_backing_tensorboard_run=True)
             context = aiplatform.Context(run.resource_name)
-            inputs, outputs = _artifacts(aiplatform, tracking, facts, made)
-            execution = _execution(aiplatform, tracking, spec)
-            made.callback(_take_back, execution)
+            inputs, outputs = _create_artifacts(aiplatform, tracking, facts, resources)
+            execution = _create_execution(aiplatform, tracking, spec)
+            resources.callback(_delete_if_possible, execution)
             execution.assign_input_artifacts(inputs)
             execution.assign_output_artifacts(outputs)
             context.add_artifacts_and_executions(
                 artifact_resource_names=[each.resource_name for each in (*inputs, *outputs)],
                 execution_resource_names=[execution.resource_name],
             )
-            found = ExperimentsRun(run, execution)
-            found.parameters(_parameters(spec))
-        yield found
-        made.pop_all()
+            created = ExperimentsRun(run, execution)
+            created.log_parameters(_parameters(spec))
+        yield created
+        resources.pop_all()
 
 
-def _run(aiplatform: Any, tracking: Tracking) -> Any:
+def _create_run(aiplatform: Any, tracking: Tracking) -> Any:
     """Makes an ExperimentRun, and its run in the TensorBoard, or neither."""
     from google.api_core import exceptions
 
@@ -149,7 +150,7 @@ def _run(aiplatform: Any, tracking: Tracking) -> Any:
             tracking.run_name, experiment=experiment, tensorboard=tracking.tensorboard
         )
     except exceptions.AlreadyExists:
-        raise  # another process made it after `check`
+        raise  # another process made it after `check_tracking`
     except Exception:
         # Google's client takes back its ExperimentRun, but not what it made in the TensorBoard.
         board = tracking.tensorboard or experiment.backing_tensorboard_resource_name
@@ -161,7 +162,7 @@ def _run(aiplatform: Any, tracking: Tracking) -> Any:
         raise
 
 
-def _take_back(resource: Any, **options: Any) -> None:
+def _delete_if_possible(resource: Any, **options: Any) -> None:
     """Deletes a resource; one that cannot be deleted is left, since the first error says more."""
     with contextlib.suppress(Exception):
         resource.delete(**options)
@@ -179,8 +180,8 @@ def _parameters(spec: JobSpec) -> dict[str, str | int]:
     }
 
 
-def _artifacts(
-    aiplatform: Any, tracking: Tracking, facts: Facts, made: contextlib.ExitStack
+def _create_artifacts(
+    aiplatform: Any, tracking: Tracking, facts: Facts, resources: contextlib.ExitStack
 ) -> tuple[list[Any], list[Any]]:
     """The artifacts that a job reads, and those that it writes; unknown ones are left out."""
     kinds = {
@@ -201,12 +202,12 @@ def _artifacts(
                 uri=address,
                 metadata={key: value for key, value in metadata.items() if value is not None},
             )
-            made.callback(_take_back, artifacts[name])
+            resources.callback(_delete_if_possible, artifacts[name])
     model = artifacts.pop("model", None)
     return list(artifacts.values()), [model] if model else []
 
 
-def _execution(aiplatform: Any, tracking: Tracking, spec: JobSpec) -> Any:
+def _create_execution(aiplatform: Any, tracking: Tracking, spec: JobSpec) -> Any:
     from google.cloud.aiplatform.metadata.schema.system import execution_schema
 
     return execution_schema.CustomJobExecution(
@@ -228,22 +229,22 @@ class ExperimentsRun:
     run: Any
     execution: Any
 
-    def parameters(self, values: Mapping[str, str | int | float]) -> None:
+    def log_parameters(self, values: Mapping[str, str | int | float]) -> None:
         """Records the run's parameters."""
         with cloud_errors("record the run's parameters", where=self.run.name):
             self.run.log_params(dict(values))
 
-    def metrics(self, values: Mapping[str, float]) -> None:
+    def log_metrics(self, values: Mapping[str, float]) -> None:
         """Records summary metrics; a later value of a name replaces the earlier one."""
         with cloud_errors("record the run's metrics", where=self.run.name):
             self.run.log_metrics(dict(values))
 
-    def submitted(self, job_name: str) -> None:
+    def record_job(self, job_name: str) -> None:
         """Records which job this is, once the service has named it."""
         from google.cloud.aiplatform_v1 import Execution
 
         # By this parameter `compare` distinguishes jobs' runs from those that the uploader makes.
-        self.parameters({"job": job_name})
+        self.log_parameters({"job": job_name})
         with cloud_errors("record the job", where=self.run.name):
             self.execution.update(
                 state=Execution.State.RUNNING, metadata={"resource_name": job_name}
@@ -256,22 +257,19 @@ class ExperimentsRun:
         return run.resource.resource_name.partition("/experiments/")[0] if run else None
 
     @property
-    def ended(self) -> bool:
-        """Whether `end` was called, here or elsewhere."""
+    def has_ended(self) -> bool:
+        """Whether `record_end` was called, here or elsewhere."""
         return self.run.get_state() != "RUNNING"
 
-    def end(self, state: State) -> None:
+    def record_end(self, state: State) -> None:
         """Records how the run ended."""
         from google.cloud.aiplatform_v1 import Execution
 
         final = Execution.State[_FINAL[state]]
         with cloud_errors("record the end", where=self.run.name):
-            # Update the run last: `ended` reads its state, so an incomplete end is recorded again.
+            # The run last: `has_ended` reads its state, so an incomplete end is recorded again.
             self.execution.update(state=final)
             self.run.end_run(state=final)
-
-
-# ---- Found again --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +287,7 @@ class Record:
         return (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode()
 
 
-def reopened(record: Record, place: Place) -> ExperimentsRun:
+def open_run(record: Record, place: Place) -> ExperimentsRun:
     """The run of a job that was submitted earlier.
 
     Raises:
@@ -301,88 +299,3 @@ def reopened(record: Record, place: Place) -> ExperimentsRun:
             aiplatform.ExperimentRun(record.run_name, experiment=record.experiment),
             aiplatform.Execution(record.execution),
         )
-
-
-# ---- The runs of an experiment, side by side -----------------------------------------------------
-
-
-_FACTS = ("machine_type", "accelerator_type", "accelerator_count")
-
-
-@dataclasses.dataclass(frozen=True)
-class ComparedRun:
-    """A job's run.
-
-    Attributes:
-      facts: its machines.
-      metrics: name -> the maximum and the step of it.
-    """
-
-    name: str
-    state: str
-    facts: dict[str, Any]
-    metrics: dict[str, tuple[float, int]]
-
-
-def read_runs(experiment: str, names: Sequence[str], place: Place) -> list[ComparedRun]:
-    """The jobs' runs of an experiment.
-
-    Args:
-      experiment: its name.
-      names: the runs, in this order; empty for all that are jobs.
-      place: project and location.
-
-    Raises:
-      UserError: If there is no such experiment or run.
-    """
-    aiplatform = connect(place)
-    with cloud_errors("read the experiment", where=experiment):
-        # Curves, which are not compared, would cost the client more calls, and calls have a quota.
-        rows = aiplatform.Experiment(experiment).get_data_frame(include_time_series=False)
-    # The uploader makes runs for TensorBoard's folders beside those of the jobs. A run without a
-    # value has NaN in its column.
-    records = [
-        {key: value for key, value in row.items() if value is not None and value == value}
-        for row in rows.to_dict("records")
-    ]
-    found = {row["run_name"]: row for row in records if row.get("param.job")}
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise UserError(
-            f"The experiment {experiment} has no job {missing[0]}.",
-            where="--run",
-            fix=f"Nearest: {nearest_names(missing[0], found, count=3)}.",
-        )
-    return [_compared(found[name]) for name in names or sorted(found)]
-
-
-def _compared(row: dict[str, Any]) -> ComparedRun:
-    values = {key.removeprefix("metric."): row[key] for key in row if key.startswith("metric.")}
-    return ComparedRun(
-        name=row["run_name"],
-        state=row["state"],
-        facts={fact: row[f"param.{fact}"] for fact in _FACTS if row.get(f"param.{fact}")},
-        metrics={
-            # `results` records each metric as a pair, NAME and NAME/step.
-            name: (value, int(values[f"{name}/step"]))
-            for name, value in values.items()
-            if f"{name}/step" in values
-        },
-    )
-
-
-def table(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: a column for each run, a row for each fact and metric."""
-    metrics = sorted({name for run in runs for name in run.metrics})
-    rows = [["state", *(run.state for run in runs)]]
-    rows += [[fact, *(_text(run.facts.get(fact, "")) for run in runs)] for fact in _FACTS]
-    rows += [[name, *(_best(run, name) for run in runs)] for name in metrics]
-    return ["", *(run.name for run in runs)], rows
-
-
-def _best(run: ComparedRun, name: str) -> str:
-    return "{:.6g} at {}".format(*run.metrics[name]) if name in run.metrics else ""
-
-
-def _text(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
