@@ -113,13 +113,9 @@ def _imports(source: str) -> Iterator[str]:
 def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes except those under `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and _identifier(node.test) == "TYPE_CHECKING"):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")):
             yield node
             yield from _executed_nodes(node)
-
-
-def _identifier(node: ast.expr) -> str | None:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
 
 
 @functools.cache

@@ -157,7 +157,7 @@ class Engine:
                         self.params,
                         memory,
                         segments,
-                        *self._pad_rows(*_arrays(rows)),
+                        *self._pad_rows(rows.targets, rows.segments, rows.reads),
                         misses=self.misses,
                     ),
                 )
@@ -234,10 +234,6 @@ def _sum_by_pair(
             # Packing may put a pair's tokens anywhere, so sum them by owner.
             sums[name] += np.bincount(at, weights=weights, minlength=len(pairs))
     return Scored(pairs, sums["log_p"], sums.get("misses"))
-
-
-def _arrays(rows: DecoderRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return rows.targets, rows.segments, rows.reads
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -125,11 +125,8 @@ def check_choices_have_tokens(task: str, metric: Any, targets: Sequence[Any]) ->
       UserError: if a choice has no tokens; it names the choice.
     """
     # A partial of a partial has the keywords of both.
-    if ranks_choices([metric]) and _keywords(metric).get("normalize_by_target_length"):
+    options = metric.keywords if isinstance(metric, functools.partial) else {}
+    if ranks_choices([metric]) and options.get("normalize_by_target_length"):
         for (example, choice), *_, length in targets:
             if not length:
                 raise empty_choice_error(task, example, choice)
-
-
-def _keywords(metric: Any) -> Mapping[str, Any]:
-    return metric.keywords if isinstance(metric, functools.partial) else {}

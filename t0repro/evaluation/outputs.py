@@ -175,6 +175,8 @@ def read_inputs_of(
         example = _parse_target(target, targets, number)[0][0]
         if example in numbers:
             inputs.setdefault(example, _input_text(line))
+            if len(inputs) == len(numbers):
+                break
     return inputs
 
 

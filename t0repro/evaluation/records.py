@@ -128,10 +128,6 @@ def file_digest(path: Path) -> str | None:
     """Digest of a file's content, as task_output.LineFile computes it; None if unreadable."""
     try:
         with open(path, "rb") as file:
-            return hashlib.file_digest(file, _blake2b).hexdigest()
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
     except OSError:
         return None
-
-
-def _blake2b() -> Any:
-    return hashlib.blake2b(digest_size=8)

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import input_digests, latest_step, read_task_scores
+from t0repro.evaluation.outputs import input_digests, latest_step, read_inputs_of, read_task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
 from t0repro.evaluation.records import read_records
 from t0repro.evaluation.task_scores import TaskScores
-from t0repro.reports.prompts import PromptInfo, fixed_classes, tasks_by_dataset
+from t0repro.reports.prompts import PromptInfo, choice_text, fixed_classes, tasks_by_dataset
 from t0repro.reports.provenance import recorded_facts
 from t0repro.reports.ranking import with_rows
 from t0repro.reports.run import Run
@@ -33,11 +34,13 @@ from t0repro.reports.statistics import (
     mcnemar,
     reweighted,
 )
+from t0repro.words import shortened
 
 if TYPE_CHECKING:
     pass
 
 MAX_FLIPS = 200
+_INPUT_SHOWN = 600  # characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +114,9 @@ class Flip:
       margin_a: best score minus the second best in the first run; None where there is one choice.
       margin_b: the same in the second run.
       right_a: whether the first run is right.
+      choice_a: the first run's choice, as its text where the prompt's choices are fixed.
+      choice_b: the second's.
+      input: the rendered input, shortened; None if inputs were not written.
       right_b: whether the second run is right.
     """
 
@@ -122,6 +128,9 @@ class Flip:
     margin_b: float | None
     right_a: bool
     right_b: bool
+    choice_a: str
+    choice_b: str
+    input: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +275,7 @@ def compare_runs(
         task: (with_rows(ours, records.get(task)), with_rows(theirs, records.get(task)))
         for task, (ours, theirs) in ranked.items()
     }
-    flips = [flip for task in shared for flip in _flips(*ranked[task])]
+    flips = [flip for task in shared for flip in _flips(*ranked[task], prompts.get(task))]
     return RunComparison(
         label_a=a.label,
         label_b=b.label,
@@ -277,7 +286,7 @@ def compare_runs(
         ),
         only_a=tuple(sorted(scores_a.keys() - scores_b.keys())),
         only_b=tuple(sorted(scores_b.keys() - scores_a.keys())),
-        flips=tuple(flips[:MAX_FLIPS]),
+        flips=_with_inputs(flips[:MAX_FLIPS], a.eval_dir),
         datasets=tuple(
             _difference(dataset, [ranked[task] for task in tasks], bootstrap)
             for dataset, tasks in tasks_by_dataset(shared, prompts).items()
@@ -419,7 +428,7 @@ def _equal(a: TaskScores, b: TaskScores, *names: str) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
-def _flips(a: RankResult, b: RankResult) -> list[Flip]:
+def _flips(a: RankResult, b: RankResult, info: PromptInfo | None) -> list[Flip]:
     return [
         Flip(
             task=a.task,
@@ -430,9 +439,25 @@ def _flips(a: RankResult, b: RankResult) -> list[Flip]:
             margin_b=_finite_or_none(b.margin[at]),
             right_a=bool(a.correct[at]),
             right_b=bool(b.correct[at]),
+            choice_a=choice_text(info, int(a.predicted[at])),
+            choice_b=choice_text(info, int(b.predicted[at])),
         )
         for at in np.flatnonzero(a.predicted != b.predicted)
     ]
+
+
+def _with_inputs(flips: Sequence[Flip], eval_dir: str | os.PathLike[str]) -> tuple[Flip, ...]:
+    """The flips with their rendered inputs; both runs have the same."""
+    examples: dict[str, list[int]] = {}
+    for flip in flips:
+        examples.setdefault(flip.task, []).append(flip.example)
+    texts = {task: read_inputs_of(eval_dir, task, found) for task, found in examples.items()}
+    return tuple(
+        dataclasses.replace(flip, input=shortened(text, _INPUT_SHOWN))
+        if (text := texts[flip.task].get(flip.example)) is not None
+        else flip
+        for flip in flips
+    )
 
 
 def _finite_or_none(value: float) -> float | None:

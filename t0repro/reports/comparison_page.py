@@ -249,15 +249,16 @@ def flips_section(compared: RunComparison) -> list[Section]:
     """The examples whose predictions differ; no section if there are none."""
     a, b = compared.label_a, compared.label_b
     header = (
-        Column("task"), "example", f"choice of {a}", f"choice of {b}", f"margin of {a}",
-        f"margin of {b}", Column("right"),
+        Column("task"), "example", Column("input", wide=True), Column(f"choice of {a}"),
+        Column(f"choice of {b}"), f"margin of {a}", f"margin of {b}", Column("right"),
     )  # fmt: skip
     rows = tuple(
         (
             flip.task,
             str(flip.example),
-            str(flip.predicted_a),
-            str(flip.predicted_b),
+            flip.input or "",
+            flip.choice_a,
+            flip.choice_b,
             # None: a single choice has no second best.
             "" if flip.margin_a is None else Cell(f"{flip.margin_a:.2e}", flip.margin_a),
             "" if flip.margin_b is None else Cell(f"{flip.margin_b:.2e}", flip.margin_b),

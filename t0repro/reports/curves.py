@@ -142,7 +142,10 @@ def curves_page(curves: Mapping[str, Points], metric: str) -> Page:
         (
             label,
             f"{len(points):,}",
-            *(f"{value:.4g}" for value in _extremes([value for _, value in points])),
+            f"{points[0][1]:.4g}",
+            f"{min(value for _, value in points):.4g}",
+            f"{max(value for _, value in points):.4g}",
+            f"{points[-1][1]:.4g}",
             f"{points[-1][0]:,}",
         )
         for label, points in curves.items()
@@ -154,10 +157,6 @@ def curves_page(curves: Mapping[str, Points], metric: str) -> Page:
         rows=rows,
     )
     return Page("Curves of training runs", (section,))
-
-
-def _extremes(values: Sequence[float]) -> tuple[float, float, float, float]:
-    return values[0], min(values), max(values), values[-1]
 
 
 def curves_in_words(curves: Mapping[str, Points]) -> Iterable[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from t0repro.reports.page import Cell, Page, Section, as_cell, as_column
+from t0repro.reports.page import Page, Section, as_cell, as_column
 from t0repro.terminal import print_table, terminal
 from t0repro.words import counted, printable
 
@@ -34,7 +34,10 @@ def _print_section(section: Section, console: Console) -> None:
             section.title,
             [name for name, _, _ in columns],
             # Report omitted rows; never drop them silently.
-            [[_text(as_cell(cell)) for cell in row] for row in section.rows[:MAX_ROWS]],
+            [
+                [Text(cell.text, _TONES[cell.tone]) for cell in map(as_cell, row)]
+                for row in section.rows[:MAX_ROWS]
+            ],
             numbers={name for name, text, _ in columns[1:] if not text},
             bold=section.bold,
         )
@@ -44,7 +47,3 @@ def _print_section(section: Section, console: Console) -> None:
         console.print(Text(printable(section.title), "bold"))
     for line in section.lines:
         console.print(printable(line))
-
-
-def _text(cell: Cell) -> Text:
-    return Text(cell.text, _TONES[cell.tone])

@@ -67,6 +67,12 @@ def template_name(task: str, prompts: Mapping[str, PromptInfo]) -> str:
     return info.template_name if info else task.removesuffix("_score_eval")
 
 
+def choice_text(info: PromptInfo | None, choice: int) -> str:
+    """An answer choice's text, or `choice 2` where the prompt's choices vary or are unknown."""
+    fixed = info.fixed_choices if info else None
+    return fixed[choice] if fixed and choice < len(fixed) else f"choice {choice}"
+
+
 def fixed_classes(prompts: Mapping[str, PromptInfo]) -> dict[str, int]:
     """Task name -> number of choices, for tasks where it is fixed."""
     return {name: len(info.fixed_choices) for name, info in prompts.items() if info.fixed_choices}

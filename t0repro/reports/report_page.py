@@ -22,6 +22,7 @@ from t0repro.reports.sections import (
     unanswerable_sections,
     verdict,
     verdict_in_words,
+    wrong_sections,
 )
 from t0repro.reports.task_costs import TaskCost
 from t0repro.words import counted
@@ -42,6 +43,7 @@ def report_page(report: Report) -> Page:
             *prompts_sections(report),
             *_coverage_sections(report),
             *unanswerable_sections(report),
+            *wrong_sections(report),
             *generation_sections(report),
             *diagnostic_sections(report),
             *published_sections(report),
@@ -161,7 +163,7 @@ def _card(report: Report, group: GroupResult) -> Card:
         figure=f"{group.mean:.1f}%",
         lines=(
             f"{report.bootstrap.percent} interval"
-            f" {_range(group.interval.low, group.interval.high)};"
+            f" {group.interval.low:.1f} to {group.interval.high:.1f};"
             f" chance {group.chance:.1f}, majority class {group.majority:.1f}",
             f"{counted(group.datasets, 'dataset')}, {counted(group.prompts, 'prompt')}",
         ),
@@ -195,10 +197,6 @@ def _method(report: Report) -> list[str]:
         " answering with the choice position that is right most often: for fixed choices, the share"
         " of the majority class.",
     ]
-
-
-def _range(low: float, high: float) -> str:
-    return f"{low:.1f} to {high:.1f}"
 
 
 _TASKS_SHOWN = 10

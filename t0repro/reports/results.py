@@ -22,7 +22,7 @@ from t0repro.reports.diagnostics import (
     confusion,
     prompt_flips,
 )
-from t0repro.reports.prompts import PromptInfo, template_name
+from t0repro.reports.prompts import PromptInfo, choice_text, template_name
 from t0repro.reports.statistics import (
     Bootstrap,
     DatasetMean,
@@ -35,8 +35,10 @@ from t0repro.reports.statistics import (
     random_prompts_interval,
     reweighted,
 )
+from t0repro.words import shortened
 
 MAX_UNANSWERABLE = 20
+MAX_WRONG, WRONG_INPUT_SHOWN = 10, 600  # of a prompt; characters
 CLEAR = 0.025
 """One-sided p-value up to which a dataset counts as clearly above or below a value."""
 
@@ -67,6 +69,23 @@ class Unanswerable:
 
 
 @dataclasses.dataclass(frozen=True)
+class WrongExample:
+    """An example whose predicted choice is wrong.
+
+    Attributes:
+      example: its index in the task.
+      input: its rendered input, shortened; None if inputs were not written.
+      predicted: the predicted choice, as its text where the prompt's choices are fixed.
+      right: the first right choice, likewise.
+    """
+
+    example: int
+    input: str | None
+    predicted: str
+    right: str
+
+
+@dataclasses.dataclass(frozen=True)
 class PromptResult:
     """One prompt's rank classification.
 
@@ -76,6 +95,7 @@ class PromptResult:
       ties: examples where another choice scores as high as the predicted one.
       unanswerable: examples whose answer is not among the choices; they count as wrong.
       unanswerable_examples: the first of them.
+      wrong_examples: the first of the others whose predicted choice is wrong.
     """
 
     task: str
@@ -93,6 +113,7 @@ class PromptResult:
     metrics: dict[str, float]
     extras: dict[str, float]
     unanswerable_examples: tuple[Unanswerable, ...]
+    wrong_examples: tuple[WrongExample, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +230,11 @@ def prompt_result(
 ) -> PromptResult:
     """One prompt's result, given its accuracy's interval, standard error and other definitions."""
     info = prompts.get(result.task)
+    # All are counted, but only the first are looked up and listed.
+    unanswerable = result.example[~result.answerable][:MAX_UNANSWERABLE].tolist()
+    wrong = np.flatnonzero(result.answerable & ~result.correct)[:MAX_WRONG]
+    listed = [*unanswerable, *result.example[wrong].tolist()]
+    inputs = read_inputs_of(eval_dir, result.task, listed)
     return PromptResult(
         task=result.task,
         template_name=template_name(result.task, prompts),
@@ -224,16 +250,21 @@ def prompt_result(
         unanswerable=int((~result.answerable).sum()),
         metrics=result.metrics,
         extras=dict(extras),
-        unanswerable_examples=_unanswerable(result, eval_dir),
+        unanswerable_examples=tuple(
+            Unanswerable(example, inputs.get(example)) for example in unanswerable
+        ),
+        wrong_examples=tuple(
+            WrongExample(
+                example=int(result.example[at]),
+                input=None
+                if (text := inputs.get(int(result.example[at]))) is None
+                else shortened(text, WRONG_INPUT_SHOWN),
+                predicted=choice_text(info, int(result.predicted[at])),
+                right=choice_text(info, int(result.answer[at])),
+            )
+            for at in wrong
+        ),
     )
-
-
-def _unanswerable(result: RankResult, eval_dir: str | os.PathLike[str]) -> tuple[Unanswerable, ...]:
-    """The first examples whose answer is not among their choices."""
-    # All are counted, but only the first are looked up and listed.
-    found = [int(example) for example in result.example[~result.answerable][:MAX_UNANSWERABLE]]
-    texts = read_inputs_of(eval_dir, result.task, found)
-    return tuple(Unanswerable(example, texts.get(example)) for example in found)
 
 
 def dataset_results(

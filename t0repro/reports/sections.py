@@ -10,6 +10,7 @@ from t0repro.reports.published import family_of
 from t0repro.reports.report import Report
 from t0repro.reports.results import (
     MAX_UNANSWERABLE,
+    MAX_WRONG,
     DatasetResult,
     GroupResult,
     PromptResult,
@@ -205,6 +206,29 @@ def unanswerable_sections(report: Report) -> list[Section]:
         f" {MAX_UNANSWERABLE} examples are listed."
     )
     return [Section("Answers that are none of the choices", note=note), *sections] * bool(sections)
+
+
+def wrong_sections(report: Report) -> list[Section]:
+    """The first wrong answers of each prompt, for a reader who asks what the model gets wrong."""
+    sections = [
+        Section(
+            f"{dataset.dataset}, {prompt.template_name}",
+            header=("example", Column("input", wide=True), Column("predicted"), Column("right")),
+            rows=tuple(
+                (str(entry.example), entry.input or "", entry.predicted, entry.right)
+                for entry in prompt.wrong_examples
+            ),
+            level=3,
+            folded=True,
+        )
+        for dataset, prompt in prompts_of(report)
+        if prompt.wrong_examples
+    ]
+    note = (
+        f"Of each prompt the first {MAX_WRONG}. A choice has a number where a prompt's choices"
+        " vary, or where its task's module was not named."
+    )
+    return [Section("Wrong answers", note=note), *sections] * bool(sections)
 
 
 def generation_sections(report: Report) -> list[Section]:

@@ -155,6 +155,20 @@ def test_examples_whose_answer_is_no_choice_are_counted_and_listed(tmp_path):
     assert load_report(tmp_path) == report
 
 
+def test_wrong_answers_are_listed_with_their_inputs_and_choices(tmp_path):
+    scores = [[-1.0, -2.0], [-1.0, -2.0], [-2.0, -1.0]]
+    folder = write_scores(tmp_path / "validation_eval", "a", scores, [0, 1, -1])
+    info = SimpleNamespace(
+        dataset="d", subset=None, template_name="t", fixed_choices=("yes", "no"), prompt="?"
+    )
+    report = make_report(Run("jax", folder), {"a": info})
+    (wrong,) = report.datasets[0].prompts[0].wrong_examples
+    assert (wrong.example, wrong.input, wrong.predicted, wrong.right) == (1, "input 1", "yes", "no")
+    assert "| 1 | input 1 | yes | no |" in render_markdown(report)
+    (wrong,) = make_report(Run("jax", folder), {}).datasets[0].prompts[0].wrong_examples
+    assert (wrong.predicted, wrong.right) == ("choice 0", "choice 1")
+
+
 def test_data_and_energy_are_told_where_they_are_known(suite):
     facts = {"data": {"super_glue/rte": "source local, sha256 ab12"}, "energy_joules": 12.4}
     facts["energy_source"] = "1 CPU packages (RAPL)"
