@@ -118,7 +118,7 @@ class EvaluationFolder:
 
     def record(self, result: TaskResult, details: Mapping[str, Any]) -> None:
         """Writes a task's record, which marks it as finished."""
-        from t0repro.evaluation.reading import dropped_rows
+        from t0repro.evaluation.reading import find_dropped_rows
 
         examples = details.get("available") or result.statistics["inputs"]
         record = {
@@ -127,7 +127,7 @@ class EvaluationFolder:
             "metrics": result.metrics,
             "files": result.files,
             # Examples are numbered without these, so the same row may have two numbers.
-            "dropped_rows": dropped_rows(result.task, self._settings.split, examples),
+            "dropped_rows": find_dropped_rows(result.task, self._settings.split, examples),
             **result.statistics,
             **details,
         }

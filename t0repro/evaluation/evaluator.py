@@ -32,7 +32,7 @@ from t0repro.data.eval_examples import eval_examples, find_tasks_with_metrics
 from t0repro.data.mixing import FEATURES
 from t0repro.errors import UserError
 from t0repro.evaluation.judge import make_task_judge
-from t0repro.evaluation.model_functions import functions_of
+from t0repro.evaluation.model_functions import make_functions
 from t0repro.evaluation.task_output import numbers
 from t0repro.event_files import EventWriter, event_writer
 from t0repro.model.layer_stacks import count_stacked_layers, unstack
@@ -121,7 +121,7 @@ class TaskEvaluator(abc.ABC):
           params: its parameters.
           step: their step, for the loggers.
         """
-        functions = functions_of(model, params, self._decoding, self._data.batch_size)
+        functions = make_functions(model, params, self._decoding, self._data.batch_size)
         return self._evaluate(functions, step)
 
     @property

@@ -207,7 +207,7 @@ def make_batching(
     )
 
 
-def joined(plans: Sequence[Batching]) -> Batching:
+def join_batchings(plans: Sequence[Batching]) -> Batching:
     """Merges plans of different pairs into one, grouping batches by shape."""
     batches = [batch for plan in plans for batch in plan.batches]
     return Batching(
@@ -349,7 +349,9 @@ def _split(
     for end in range(1, n + 1):
         used, filled = inputs[end] - inputs[:end], outputs[end] - outputs[:end]
         # At least the most target tokens of any item; above that, in proportion to the inputs.
-        size[:end, end] = _rounded(np.maximum(targets[cuts[end] - 1], row_length * filled / used))
+        size[:end, end] = _round_up_targets(
+            np.maximum(targets[cuts[end] - 1], row_length * filled / used)
+        )
         # Two inputs longer than half a row cannot share one, however full rows are on average.
         rows = np.maximum(used / (_FILLED * row_length), halves[end] - halves[:end])
         rows = np.maximum(rows, filled / (_FILLED * size[:end, end]))
@@ -376,7 +378,7 @@ def _best_targets(own: Sequence[Item], shape: Shape) -> int:
         rows, _ = pack(sample, (), shape.length, targets)
         return len(rows) * (shape.length + TARGET_COST * targets)
 
-    tried = {int(_rounded(np.array(shape.targets * more))) for more in _MORE}
+    tried = {int(_round_up_targets(np.array(shape.targets * more))) for more in _MORE}
     return min(sorted(tried), key=cost) if sample else shape.targets
 
 
@@ -384,7 +386,7 @@ def _batches(rows: Sequence[Row], tokens: int, length: int) -> list[PlannedBatch
     """Splits rows into batches as large as the limit allows; the last gets the smallest size."""
     if not rows:
         return []
-    targets = int(_rounded(np.array(max(row.targets for row in rows))))
+    targets = int(_round_up_targets(np.array(max(row.targets for row in rows))))
     limit = max(min(tokens // length, tokens // (4 * targets)), 1)
     batches = []
     for start in range(0, len(rows), limit):
@@ -396,7 +398,7 @@ def _batches(rows: Sequence[Row], tokens: int, length: int) -> list[PlannedBatch
     return batches
 
 
-def _rounded(targets: np.ndarray) -> Int[np.ndarray, " lengths"]:
+def _round_up_targets(targets: np.ndarray) -> Int[np.ndarray, " lengths"]:
     """Rounds numbers of target tokens up to row lengths."""
     targets = np.maximum(targets, SHORTEST_TARGETS)
     power = 2.0 ** np.ceil(np.log2(targets))

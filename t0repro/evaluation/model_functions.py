@@ -49,7 +49,7 @@ class ModelFunctions:
         """Token ids of each example's output, and its score under "scores"."""
         outputs: Indexed = []
         scores: list[Any] = []
-        for (index, tokens), aux in _computed(self, dataset, self._decoded):
+        for (index, tokens), aux in _compute_batches(self, dataset, self._decode):
             # Decodes ascend by score, so the best one is the last.
             every = self.plan.return_all_decodes
             outputs.append((index, tokens if every else tokens[-1]))
@@ -75,7 +75,7 @@ class ModelFunctions:
         )
         return [(index, float(score)) for index, score in zip(indices, scores, strict=True)]
 
-    def _decoded(self, batch: Any, key: jax.Array) -> tuple[Any, dict[str, Any]]:
+    def _decode(self, batch: Any, key: jax.Array) -> tuple[Any, dict[str, Any]]:
         own = _tokens(batch)
         tokens, scores = generate(
             self.model, self.params, own["inputs"], own["targets"], self.plan, key
@@ -107,7 +107,7 @@ class UserModelFunctions:
     def predict_with_aux(self, dataset: Any) -> tuple[Indexed, Aux]:
         """Token ids of each example's output, and the model's other results by name."""
         predict = jax.jit(self.model.predict_batch_with_aux)
-        rows = list(_computed(self, dataset, lambda b, key: predict(self.params, b, key)))
+        rows = list(_compute_batches(self, dataset, lambda b, key: predict(self.params, b, key)))
         names = rows[0][1] if rows else ()
         return [pair for pair, _ in rows], {name: [aux[name] for _, aux in rows] for name in names}
 
@@ -117,11 +117,11 @@ class UserModelFunctions:
         return self._outputs(dataset, lambda batch, _: score(self.params, batch))
 
     def _outputs(self, dataset: Any, function: Callable[[Any, jax.Array], Any]) -> Indexed:
-        computed = _computed(self, dataset, lambda batch, key: (function(batch, key), {}))
+        computed = _compute_batches(self, dataset, lambda batch, key: (function(batch, key), {}))
         return [pair for pair, _ in computed]
 
 
-def _computed(
+def _compute_batches(
     functions: ModelFunctions | UserModelFunctions,
     dataset: Any,
     function: Callable[[Any, jax.Array], tuple[Any, Mapping[str, Any]]],
@@ -139,7 +139,7 @@ def _computed(
             )
 
 
-def functions_of(
+def make_functions(
     model: Any, params: Any, plan: DecodingPlan, batch_size: int, seed: int = 0
 ) -> ModelFunctions | UserModelFunctions:
     """The functions of a network, decoded by a plan, or of a user's model."""

@@ -83,7 +83,7 @@ def open_checkpoint(
     config.json or from the operative_config.gin beside the checkpoint; otherwise from T5 1.0 and
     1.1.
 
-    An adapter is opened with its base: see `with_adapter`. The parameters are sharded across all
+    An adapter is opened with its base: see `attach_adapter`. The parameters are sharded across all
     devices.
 
     Args:
@@ -103,7 +103,7 @@ def open_checkpoint(
     if is_adapter(ref):
         where = sources.base_of(ref).path
         base = open_checkpoint(where, None, activation, model_parallelism)
-        return with_adapter(base, open_adapter(ref))
+        return attach_adapter(base, open_adapter(ref))
     tree = _open_tree_with_encoder(ref, path)
     return _load(ref, tree, path, activation, model_parallelism)
 
@@ -293,7 +293,7 @@ def check_adapter_fits(base: Checkpoint, own: AdapterCheckpoint) -> None:
     own.check_shape(own.note.adapter, base.model.config.shape)
 
 
-def with_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:
+def attach_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:
     """Attaches an adapter to an opened base, whose parameters stay where they are.
 
     Args:

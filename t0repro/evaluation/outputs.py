@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.evaluation.records import check_files, decoded_tasks
+from t0repro.evaluation.records import check_files, find_decoded_tasks
 from t0repro.evaluation.task_scores import TaskScores
 
 _RUN_AGAIN = "Run the evaluation again; it writes the files of a task together."
@@ -63,7 +63,7 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
             else "Run scripts/rank_eval.sh first, with eval_model.output_eval_examples left on.",
         )
     predictions = [name for name in names if name.endswith("_predictions")]
-    decoded = decoded_tasks(folder)
+    decoded = find_decoded_tasks(folder)
     return {task: _steps_of(task, predictions) for task in tasks if task not in decoded}
 
 

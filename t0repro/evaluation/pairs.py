@@ -88,7 +88,7 @@ def collect_pairs(
     index: list[int] = []
     for number, example in enumerate(examples):
         source, target = (
-            _unpadded(example[name], lengths.get(name)) for name in ("inputs", "targets")
+            _strip_padding(example[name], lengths.get(name)) for name in ("inputs", "targets")
         )
         if (target <= 0).any():
             raise ValueError(f"Example {number}: a target holds an id below 1 before its end.")
@@ -103,7 +103,7 @@ def collect_pairs(
     )
 
 
-def _unpadded(tokens: Any, length: int | None) -> Tokens:
+def _strip_padding(tokens: Any, length: int | None) -> Tokens:
     """Tokens up to the last one that is not zero."""
     tokens = np.asarray(tokens, np.int32)[:length]
     present = np.flatnonzero(tokens)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from t0repro.evaluation.energy import Cost, EnergyMeter
-from t0repro.evaluation.grouping import Batching, joined, make_batching
+from t0repro.evaluation.grouping import Batching, join_batchings, make_batching
 from t0repro.evaluation.pairs import Pairs, collect_pairs, concatenate_pairs
 from t0repro.evaluation.score_journal import DIGEST, ScoreJournal
 from t0repro.evaluation.task_output import check_finite
@@ -92,7 +92,7 @@ class RankRun:
             tokens_per_batch = default_tokens_per_batch()
         self._tokens_per_batch = tokens_per_batch
         ends = np.cumsum([len(pairs) for pairs in by_section])
-        self.plan: Batching = joined(
+        self.plan: Batching = join_batchings(
             [
                 make_batching(self.pairs, tokens_per_batch, np.arange(end - len(pairs), end))
                 for pairs, end in zip(by_section, ends, strict=True)

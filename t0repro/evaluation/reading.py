@@ -226,7 +226,7 @@ def data_origin(name: str, split: str, use_cached: bool) -> dict[str, Any] | Non
     return {"dataset": f"{source.dataset}{subset}", **origin}
 
 
-def dropped_rows(name: str, split: str, examples: int) -> list[int] | None:
+def find_dropped_rows(name: str, split: str, examples: int) -> list[int] | None:
     """The rows of a split that give none of a task's first examples; None if that is not known.
 
     Only t0repro's own tasks say which rows give no example, if the rows are on this machine.

@@ -36,7 +36,7 @@ def read_records(folder: str | os.PathLike[str], step: int) -> dict[str, dict[st
     return {task: record for task, record in records.items() if record["key"]["step"] == step}
 
 
-def decoded_tasks(folder: str | os.PathLike[str]) -> set[str]:
+def find_decoded_tasks(folder: str | os.PathLike[str]) -> set[str]:
     """Names of the folder's tasks that were decoded, whose files hold texts instead of scores."""
     found = map(read_with_checksum, (Path(folder) / RESULTS).glob("*.json"))
     return {each["key"]["task"] for each in found if each and each.get("mode") == "generate"}
@@ -59,11 +59,11 @@ def is_finished(folder: Path, key: Mapping[str, Any], record: Mapping[str, Any] 
         record is not None
         # Convert through JSON like the record's key: tuples become lists.
         and record["key"] == json.loads(json.dumps(key))
-        and not _changed_files(folder, record)
+        and not _find_changed_files(folder, record)
     )
 
 
-def _changed_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
+def _find_changed_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
     """Names of a task's files that are missing or changed since the record was written."""
     return [
         name for name, digest in record["files"].items() if file_digest(folder / name) != digest
@@ -84,7 +84,7 @@ def check_files(folder: Path, task: str, step: int) -> None:
         # No record is no fault: Mesh TensorFlow alone writes none. An unreadable one is damaged.
         changed = [f"{RESULTS}/{path.name}"] if path.exists() else []
     else:
-        changed = _changed_files(folder, record)
+        changed = _find_changed_files(folder, record)
     if changed:
         raise UserError(
             f"The file {changed[0]} is not what the evaluation of step {step} wrote.",

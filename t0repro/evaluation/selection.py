@@ -92,11 +92,11 @@ def select_tasks(
       UserError: if there is no such mixture or task, if a task cannot be evaluated in these modes,
         or if no task has the split (or, with `skip_missing`, its rows).
     """
-    tasks = _asked(mixture, modes)
+    tasks = _resolve_tasks(mixture, modes)
     ranked = [task for task in tasks if _ranks(task)]
     others = [task for task in tasks if not _ranks(task)]
     _check_modes(mixture, modes, ranked, others)
-    left_out = _left_out(mixture, tasks, split, skip_missing=skip_missing and not use_cached)
+    left_out = _find_left_out(mixture, tasks, split, skip_missing=skip_missing and not use_cached)
     # Caches first: reading one that is damaged would fail hours later.
     if use_cached:
         held = [task for task in tasks if task.name not in left_out]
@@ -111,13 +111,13 @@ def why_not_alone(
     """What needs SeqIO to read the tasks to evaluate, or t5 for their metrics; None for nothing."""
     reasons = (
         why_task_evaluation_needs_seqio(task, use_cached=use_cached)
-        for task in _asked(mixture, modes)
+        for task in _resolve_tasks(mixture, modes)
         if split in task.splits
     )
     return next((why for why in reasons if why), None)
 
 
-def _asked(mixture: str, modes: Sequence[str]) -> list[Any]:
+def _resolve_tasks(mixture: str, modes: Sequence[str]) -> list[Any]:
     """The mixture's tasks, each in the form that ranks if both modes are asked for and it has one.
 
     They are sorted by name, so that two runs read, score and report them in the same order.
@@ -152,7 +152,9 @@ def _check_modes(
         )
 
 
-def _left_out(mixture: str, tasks: Sequence[Any], split: str, skip_missing: bool) -> dict[str, str]:
+def _find_left_out(
+    mixture: str, tasks: Sequence[Any], split: str, skip_missing: bool
+) -> dict[str, str]:
     """Tasks without metrics, the split or, with `skip_missing`, its rows; each with the reason."""
     if not any(split in task.splits for task in tasks):
         raise missing_split_error(mixture, split, "--split")

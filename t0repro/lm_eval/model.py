@@ -15,7 +15,7 @@ from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.engine import Engine, default_tokens_per_batch
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.grouping import make_batching
-from t0repro.evaluation.opened import open_adapter_at, open_checkpoint, with_adapter
+from t0repro.evaluation.opened import attach_adapter, open_adapter_at, open_checkpoint
 from t0repro.evaluation.pairs import collect_pairs
 from t0repro.evaluation.selection import check_fits
 from t0repro.progress import count_progress
@@ -88,7 +88,7 @@ class T0ReproLM(LM):
         self._processor = self._vocabulary.processor()
         self._checkpoint = open_checkpoint(str(checkpoint), step, dtype)
         if adapter is not None:
-            self._checkpoint = with_adapter(self._checkpoint, open_adapter_at(str(adapter)))
+            self._checkpoint = attach_adapter(self._checkpoint, open_adapter_at(str(adapter)))
         check_fits(self._vocabulary, self._checkpoint)
         # A continuation is never cut, since its score would be another text's.
         self._eos, self._lengths = eos, {"inputs": max_length, "targets": 1 << 30}

@@ -34,7 +34,7 @@ from t0repro.data.eval_examples import eval_examples
 from t0repro.data.vocabulary_checks import check_own_tokenizer
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluator import model_features
-from t0repro.evaluation.model_functions import functions_of
+from t0repro.evaluation.model_functions import make_functions
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import file_digest
 from t0repro.runs.preflight import check_inference
@@ -270,7 +270,7 @@ class _TaskJob:
         plan = self._plan
         # A seed per chunk: it samples the same whether or not the run was interrupted before.
         model, size = generating_model(plan, checkpoint.model), plan.data.batch_size
-        functions = functions_of(model, checkpoint.params, plan.decoding, size, seed=number)
+        functions = make_functions(model, checkpoint.params, plan.decoding, size, seed=number)
         converted = list(enumerate(example for _, example in chunk))
         aux: Mapping[str, Sequence[Any]] = {}
         if plan.mode == "score":

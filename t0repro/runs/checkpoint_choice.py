@@ -18,7 +18,7 @@ from t0repro.config.run import RunConfig
 from t0repro.converters import sources
 from t0repro.converters.model_files import open_configured
 from t0repro.errors import UserError
-from t0repro.evaluation.generation import generate_tokens, texts_of
+from t0repro.evaluation.generation import decode_texts, generate_tokens
 from t0repro.evaluation.opened import Checkpoint, load_on_devices
 from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
 from t0repro.partitioning.devices import choose, describe_devices
@@ -168,4 +168,4 @@ def generated_texts(
         inputs_length=inputs_length,
         fill_with_first=fill_with_first,
     )
-    return texts_of(tokens, configuration.vocabularies[1])
+    return decode_texts(tokens, configuration.vocabularies[1])

@@ -19,10 +19,10 @@ from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.opened import (
     Checkpoint,
+    attach_adapter,
     open_adapter_at,
     open_cached,
     open_checkpoint,
-    with_adapter,
 )
 from t0repro.evaluation.selection import check_fits
 from t0repro.tasks.vocabulary import VocabularyFile, named_vocabulary
@@ -71,7 +71,7 @@ def score(
     else:
         checkpoint = open_cached(_open, os.fspath(model), activation)
     if adapter is not None:
-        checkpoint = with_adapter(checkpoint, open_adapter_at(os.fspath(adapter)))
+        checkpoint = attach_adapter(checkpoint, open_adapter_at(os.fspath(adapter)))
     check_fits(file, checkpoint)
     examples = _examples(file, inputs, of_each, lengths)
     found = iter(score_examples(checkpoint.params, checkpoint.model, examples, lengths))

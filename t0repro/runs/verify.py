@@ -148,7 +148,7 @@ def _hashes(
     prompts: Mapping[str, PromptInfo],
 ) -> Iterator[Finding]:
     """Compares the files of scores, the prompts and the rows with their recorded hashes."""
-    from t0repro.evaluation.reading import data_origin, dropped_rows
+    from t0repro.evaluation.reading import data_origin, find_dropped_rows
 
     source = report.provenance
     found = scores_sha256(eval_dir, read_records(eval_dir, source.step))
@@ -173,7 +173,7 @@ def _hashes(
             )
         # Through JSON like the record, which turned tuples into lists.
         examples = record.get("available") or record["inputs"]
-        dropped = dropped_rows(name, key["split"], examples)
+        dropped = find_dropped_rows(name, key["split"], examples)
         if json.loads(json.dumps(origin)) != key["data"] or dropped != record["dropped_rows"]:
             changed.append(name)
     yield Finding(f"rows of {len(records)} tasks", not changed, ", ".join(changed[:5]))

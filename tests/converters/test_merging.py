@@ -13,7 +13,7 @@ from t0repro.converters.convert import convert
 from t0repro.converters.merging import merge, unmerge
 from t0repro.converters.model_gin import without_adapter
 from t0repro.errors import UserError
-from t0repro.evaluation.opened import open_adapter_at, open_checkpoint, with_adapter
+from t0repro.evaluation.opened import attach_adapter, open_adapter_at, open_checkpoint
 from t0repro.parameters import naming
 from t0repro.storage import buckets
 
@@ -138,7 +138,7 @@ def test_an_adapter_and_its_base_are_merged_and_scored_in_a_bucket(
     assert_same_bits(f"{bucket}/back", base)
     opened = open_checkpoint(at, None, "float32")
     digests = {
-        with_adapter(opened, open_adapter_at(path)).digest for path in (own, f"{bucket}/peft")
+        attach_adapter(opened, open_adapter_at(path)).digest for path in (own, f"{bucket}/peft")
     }
     assert digests == {open_checkpoint(str(adapters["lora"]), None, "float32").digest}
 

@@ -100,7 +100,7 @@ class Functions:
 @pytest.fixture
 def evaluate(monkeypatch, tmp_path):
     """Evaluates a task by either evaluator; returns its metrics and the contents of its files."""
-    monkeypatch.setattr(evaluator, "functions_of", Functions)
+    monkeypatch.setattr(evaluator, "make_functions", Functions)
     loggers = tuple(LoggerConfig(kind, None) for kind in ("py", "tensorboard", "json"))
 
     def evaluated(made, name, lengths, num_examples):

@@ -9,7 +9,7 @@ import pytest
 from t0repro.config.decoding import GREEDY
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_folder import EvaluationSettings
-from t0repro.evaluation.generation import generate_tokens, texts_of
+from t0repro.evaluation.generation import decode_texts, generate_tokens
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.reading import TaskReader
 from t0repro.evaluation.records import read_records
@@ -95,7 +95,7 @@ def test_prompts_with_choices_are_ranked_and_others_decoded_in_one_report(
     import seqio
 
     vocabulary = seqio.get_mixture_or_task(DECODED).output_features["targets"].vocabulary
-    texts = texts_of(tokens, vocabulary)
+    texts = decode_texts(tokens, vocabulary)
     lines = (outcome.folder / f"{DECODED}_7_predictions").read_text().split("\n")[:-1]
     assert lines == [text.replace("\n", " ") for text in texts]
     record = read_records(outcome.folder, 7)[DECODED]

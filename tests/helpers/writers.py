@@ -300,7 +300,7 @@ def infer(out: Path) -> None:
     plan = t5x_plan("infer", out, "infer.mode = 'score'", "infer.checkpoint_period = 2")
     scores = SimpleNamespace(score=lambda numbered: [(number, 0.5) for number, _ in numbered])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_infer, "functions_of", lambda *_, **__: scores)
+        patch.setattr(batch_infer, "make_functions", lambda *_, **__: scores)
         patch.setattr(batch_infer, "generating_model", lambda *_: None)
         with lock_folder(out / ".shard-00000-of-00001", "inference"):
             features = {"targets": SimpleNamespace(vocabulary=None)}

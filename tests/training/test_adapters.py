@@ -26,7 +26,7 @@ from t0repro.converters.adapter_files import (
 from t0repro.converters.convert import convert
 from t0repro.converters.restoring import starting_tree
 from t0repro.errors import UserError
-from t0repro.evaluation.opened import open_adapter_at, open_checkpoint, with_adapter
+from t0repro.evaluation.opened import attach_adapter, open_adapter_at, open_checkpoint
 from t0repro.model.layers import Dense
 from t0repro.model.t5 import T5, initial_adapter, initial_parameters
 from t0repro.partitioning import memory
@@ -238,7 +238,7 @@ folder, base = map(Path, sys.argv[1:])
 opened = t.open_checkpoint(str(base), None, "float32", model_parallelism=2)
 for name in ("ia3", "lora"):
     own = t.adapter_at(str(folder / f"{name}, moved"))
-    t.np.save(folder / f"{name}.npy", t.logits(t.with_adapter(opened, own)))
+    t.np.save(folder / f"{name}.npy", t.logits(t.attach_adapter(opened, own)))
 folder /= "runs"
 plain = t.dataclasses.replace(t.DEEP, dropout_rate=0.0)
 for name, layout in (("four", Layout(data=2, model=2)), ("sharded", Layout(fully_sharded=True))):
@@ -268,7 +268,7 @@ def test_several_devices_train_and_evaluate_the_same_adapter(base, trained, tmp_
         assert losses(trained / "runs" / name) == pytest.approx(expected, rel=1e-5)
     opened = open_checkpoint(str(base), None, "float32")
     for name in ("ia3", "lora"):
-        expected = logits(with_adapter(opened, open_adapter_at(str(trained / f"{name}, moved"))))
+        expected = logits(attach_adapter(opened, open_adapter_at(str(trained / f"{name}, moved"))))
         np.testing.assert_allclose(np.load(trained / f"{name}.npy"), expected, rtol=0, atol=1e-5)
 
 
@@ -346,7 +346,7 @@ def test_an_adapters_checkpoint_is_evaluated_as_a_whole_model(base, trained):
 def test_an_adapter_over_an_opened_base_computes_what_the_merged_model_does(base, trained, name):
     place = trained / f"{name}, moved"
     opened = open_checkpoint(str(base), None, "float32")
-    beside = with_adapter(opened, open_adapter_at(str(place)))
+    beside = attach_adapter(opened, open_adapter_at(str(place)))
     assert beside.step == 2 and beside.digest != opened.digest
     batch = tiny.batches(1)[0]
     found = beside.model.apply({"params": beside.params}, batch)
@@ -369,7 +369,7 @@ def test_a_new_adapter_changes_no_bit_scored_or_merged(base, name, dtype, tmp_pa
     save_tree(place, {**tree, "state/step": np.int32(0)})
     opened = open_checkpoint(str(base), None, dtype)
     AdapterNote(adapter, str(base), opened.digest).write(place)
-    beside, batch = with_adapter(opened, open_adapter_at(str(place))), tiny.batches(1)[0]
+    beside, batch = attach_adapter(opened, open_adapter_at(str(place))), tiny.batches(1)[0]
     logits = [each.model.apply({"params": each.params}, batch) for each in (opened, beside)]
     np.testing.assert_array_equal(*logits)
     before, merged = sources.load_any(base), sources.load_any(place)
@@ -380,9 +380,9 @@ def test_a_new_adapter_changes_no_bit_scored_or_merged(base, name, dtype, tmp_pa
 def test_the_scale_of_an_adapter_is_part_of_its_hash(base, trained):
     opened = open_checkpoint(str(base), None, "float32")
     own = open_adapter_at(str(trained / "lora, moved"))
-    digest = with_adapter(opened, own).digest
+    digest = attach_adapter(opened, own).digest
     own.note = dataclasses.replace(own.note, adapter=dataclasses.replace(LORA, alpha=2.0))
-    assert with_adapter(opened, own).digest != digest
+    assert attach_adapter(opened, own).digest != digest
 
 
 def test_a_merge_needs_the_base_that_the_adapter_was_trained_on(tmp_path):

@@ -17,7 +17,7 @@ from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.inference import eval_plan
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError
-from t0repro.evaluation.model_functions import functions_of
+from t0repro.evaluation.model_functions import make_functions
 from t0repro.model.t5 import T5
 from t0repro.runs.restored_checkpoints import generating_model
 from t0repro.training.checkpoints import load_tree, save_checkpoint
@@ -146,5 +146,5 @@ def test_eval_generates_by_the_users_model(extension, tmp_path):
     assert plan.user_model == UserClass("my_extension", "RobustModel", {"q": 0.7})
     assert "user_model" in plan.decisive()
     model = generating_model(plan, T5(plan.model, plan.dtypes))
-    functions = functions_of(model, tiny.new_state().params, plan.decoding, 4)
+    functions = make_functions(model, tiny.new_state().params, plan.decoding, 4)
     assert type(functions).__name__ == "UserModelFunctions" and model._q == 0.7

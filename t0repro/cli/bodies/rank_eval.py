@@ -27,11 +27,11 @@ from t0repro.errors import UserError, needs_reference_tier
 from t0repro.evaluation.evaluation_folder import EvaluationSettings, check_settings
 from t0repro.evaluation.opened import (
     Checkpoint,
+    attach_adapter,
     check_adapter_fits,
     check_checkpoint,
     open_adapter_at,
     open_checkpoint,
-    with_adapter,
 )
 from t0repro.evaluation.selection import check_vocabulary, select_tasks, why_not_alone
 from t0repro.lm_eval.files import export_results
@@ -162,7 +162,7 @@ def _opened(
     for adapter in own.values():
         check_adapter_fits(base, adapter)
     for label, adapter in own.items():
-        yield label, with_adapter(base, adapter)
+        yield label, attach_adapter(base, adapter)
 
 
 def _evaluate(
