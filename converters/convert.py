@@ -335,8 +335,7 @@ def _check_form_exists(shape: ModelShape, to: Target, ref: CheckpointRef, scan: 
     """Raises UserError if the target's own software cannot represent the model."""
     if shape.position_bias_per_layer and to == "t5x" and not scan:
         raise UserError(
-            "Each layer has its own position bias; of T5X's models only scalable_t5, which stacks"
-            " its layers, is such a T5.",
+            "A position bias in each layer (umT5) needs T5X's scanned layout.",
             where=ref.path,
             fix="Add --scan.",
         )

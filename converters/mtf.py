@@ -317,8 +317,7 @@ def check_state_file(directory: str | Path) -> None:
     holder = os.path.dirname(storage.join(directory, named))
     if storage.real(holder) != storage.real(directory):
         raise UserError(
-            f"This file names the checkpoint {named}, in another directory; TensorFlow would look"
-            " there.",
+            f"This file points to {named}, outside its directory, and TensorFlow would look there.",
             where=storage.join(directory, STATE_FILE),
             fix="If the directory was copied or moved, write"
             f' "{storage.base_name(named)}" in the file, without a directory.',

@@ -106,7 +106,7 @@ class PeftConfig:
         try:
             config = json.loads(storage.read(where))
             if not isinstance(config, dict):
-                raise TypeError("no object")
+                raise TypeError("expected a JSON object")
         except (ValueError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{PEFT_CONFIG} cannot be read: {error}.", where=where, fix="Copy the file again."

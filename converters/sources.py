@@ -15,7 +15,7 @@ import numpy as np
 
 from t0repro import storage
 from t0repro.adapters import Adapter
-from t0repro.converters import adapter_files, hf, jax_tree, mtf
+from t0repro.converters import adapter_files, hf, jax_tree, mtf, released
 from t0repro.converters.adapter_files import (
     AdapterNote,
     MergedReader,
@@ -126,7 +126,7 @@ def absence(path: str) -> str:
     named = re.fullmatch(r"(?:checkpoint_|model\.ckpt-)(\d+)(?:\.index)?", storage.base_name(path))
     refs = list_checkpoints(os.path.dirname(path.rstrip("/")) or ".") if named else []
     there = f"; its directory has {_steps(refs)}" if refs else ""
-    return f"There is no checkpoint with this name{there}."
+    return f"Checkpoint not found{there}."
 
 
 def _steps(refs: list[CheckpointRef]) -> str:
@@ -242,6 +242,12 @@ def _refuse_formats(directory: str, names: list[str]) -> None:
 
 
 def _not_found(what: str, path: str) -> CheckpointNotFound:
+    if path in released.catalogue():
+        return CheckpointNotFound(
+            f"{path} is the name of a released checkpoint, which is not on this machine.",
+            where=path,
+            fix=f"Download it: t0repro checkpoint fetch {path} --to DIR.",
+        )
     return CheckpointNotFound(
         what,
         where=path,

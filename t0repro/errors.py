@@ -70,16 +70,18 @@ def needs_reference_tier(why: str) -> UserError:
     return UserError(f"{what}: {why}.", fix=INSTALL_REFERENCE)
 
 
-NONE_IS_SIMILAR = "none is similar"
+NONE_IS_SIMILAR = "no close match"
 
 
 def nearest_names(name: str, known: Iterable[str], count: int = 5) -> str:
     """Up to `count` known names closest to a mistyped one, quoted.
 
-    If none is similar, says so and lists the first few known names.
+    If none is close, says so and lists the first few known names.
     """
-    names = list(known)
-    matches = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
+    names = list(dict.fromkeys(known))
+    close = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
+    # A dataset's name is far from its tasks' names, which contain it.
+    matches = close or [each for each in names if len(name) > 2 and name in each][:count]
     if matches:
         return ", ".join(map(repr, matches))
     some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")

@@ -276,11 +276,12 @@ def use_huge_pages_where_faster(arguments: Sequence[str]) -> None:
     ratio = _times_as_fast()
     if ratio < _MUCH_FASTER:
         return
-    echo(
-        f"huge pages: zeroed {ratio:.1f} times as fast as small ones here, so they are used"
-        f" ({_VARIABLE}= turns them off)",
-        err=True,
-    )
+    if any(word.startswith(("-v", "--v")) for word in arguments):
+        echo(
+            f"huge pages: zeroed {ratio:.1f} times as fast as small ones, so they are used"
+            f" ({_VARIABLE}= turns them off)",
+            err=True,
+        )
     environment = {**os.environ, _VARIABLE: "glibc.malloc.hugetlb=1"}
     # glibc reads its settings only when a process starts. sys.argv lacks Python's own options.
     os.execve(sys.executable, sys.orig_argv, environment)

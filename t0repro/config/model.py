@@ -336,9 +336,8 @@ class ModelConfig:
         # Mesh TensorFlow would divide by zero, or make negative buckets.
         if furthest <= buckets // 2:
             raise UserError(
-                f"Half of the {buckets} buckets of the position bias hold one distance each. The"
-                f" others share the distances from {buckets // 2} up to"
-                f" relative_attention_max_distance = {furthest}, and there are none.",
+                f"relative_attention_max_distance = {furthest} must exceed half of the {buckets}"
+                f" buckets of the position bias, {buckets // 2}.",
                 where=where,
                 fix=f"Bind a distance of at least {buckets // 2 + 1}, or fewer buckets.",
             )

@@ -310,7 +310,7 @@ class TrainBatches(ResumableBatches):
                 "The input pipeline cannot be saved: it runs Python functions.",
                 where="run.checkpoint_input_pipeline",
                 fix="Cache the tasks and bind mesh_train_dataset_fn.use_cached = True, or"
-                " remove the binding: a resumed run finds its place all the same.",
+                " remove the binding: resuming works without it.",
             )
         # Without SeqIO, batches before the position are rebuilt and skipped instead.
         return not described

@@ -132,11 +132,12 @@ def _check_modes(
     """Refuses tasks that cannot be evaluated in any of the modes."""
     # A task in no mode would be left out silently.
     if "generate" not in modes and others:
+        twins = [twin.name for task in others if (twin := _find_score_eval_task(task)) is not task]
+        instead = f"{some(twins)}, with their choices" if twins else "tasks with choices"
         raise UserError(
             f"Tasks have no answer choices to rank: {some([task.name for task in others])}.",
             where=mixture,
-            fix="Evaluate tasks whose name ends in _score_eval; decode the others with"
-            " --modes rank,generate.",
+            fix=f"Evaluate {instead}; or decode the others with --modes rank,generate.",
         )
     if "rank" not in modes and ranked:
         raise UserError(

@@ -83,7 +83,7 @@ class T0ReproLM(LM):
                 fix=f"Nearest: {nearest_names(name, known.split())}.",
             )
         if eos not in EOS:
-            raise UserError(f"eos is {eos!r}.", where=where, fix=f"Give {' or '.join(EOS)}.")
+            raise UserError(f"Invalid eos={eos!r}.", where=where, fix=f"Give {' or '.join(EOS)}.")
         self._vocabulary = named_vocabulary(vocabulary)
         self._processor = self._vocabulary.processor()
         self._checkpoint = open_checkpoint(str(checkpoint), step, dtype)

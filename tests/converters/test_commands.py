@@ -155,7 +155,7 @@ def test_verify_exits_with_1_when_a_file_is_missing_or_damaged(
 def test_verify_refuses_a_path_without_a_checkpoint(run, tmp_path):
     result = run("verify", tmp_path / "misspelt")
     assert isinstance(result.exception, UserError)
-    assert "There is no checkpoint with this name." in str(result.exception)
+    assert "Checkpoint not found." in str(result.exception)
 
 
 def test_convert_says_what_it_changed(run, tiny_checkpoint, tmp_path):
