@@ -17,6 +17,7 @@ from t0repro.cli.gin_options import (
     SkippedNames,
     allowlist_of,
     folders_of,
+    import_t5x,
     t5x_inputs,
 )
 from t0repro.cli.groups import with_groups
@@ -95,6 +96,12 @@ def explain(
         with shown_as(T5X_NAMES):
             _explain_t5x(inputs, as_json=as_json, dialect=dialect)
         return
+    if import_t5x(gin_file, gin_search_paths):
+        raise UserError(
+            "This gin file is T5X's, and without --run_mode it is read as Mesh TensorFlow's.",
+            where="--run_mode",
+            fix="For T5X's files, add --run_mode=train, eval, infer or precompile.",
+        )
     echo("reading gin files ...", err=True)
     # Of Mesh TensorFlow's dialect only, because they import NumPy.
     from t0repro.cli.mesh_inputs import mesh_inputs

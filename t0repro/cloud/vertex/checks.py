@@ -163,6 +163,6 @@ def _check_slice(run: RunConfig, topology: str, count: int, compiles: bool) -> I
             raise UserError(
                 f"The job's {program.name} step {verdict}.",
                 where=topology,
-                fix="Choose a larger slice, or what the message offers.",
+                fix="Choose a larger slice, or apply a suggestion above.",
             )
         yield f"memory: the {program.name} step {verdict} on {topology}"
