@@ -133,7 +133,7 @@ def _check_memory(
     if kind.topology is not None:
         yield from _check_slice(run, f"{kind.topology}-{devices}", devices, compiles)
         return
-    from t0repro.partitioning.costs import check_fits
+    from t0repro.partitioning.memory import check_fits
 
     assert kind.memory is not None
     yield f"memory (estimated): {check_fits(run, kind.memory, kind.memory, devices)}"
@@ -142,7 +142,7 @@ def _check_memory(
 def _check_slice(run: RunConfig, topology: str, count: int, compiles: bool) -> Iterator[str]:
     """What libtpu's compiler says of a run on a slice, or without `compiles` an estimate."""
     from t0repro.partitioning import topologies
-    from t0repro.partitioning.costs import check_fits
+    from t0repro.partitioning.memory import check_fits
 
     installed = importlib.util.find_spec("libtpu") is not None
     if not (installed and compiles):
