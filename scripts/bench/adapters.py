@@ -45,8 +45,9 @@ from t0repro.storage import write_atomically
 from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
 from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.registration import add_prompted_task, describing
+from t0repro.tasks.registry import task_descriptions
 from t0repro.tasks.source import Split
-from t0repro.tasks.task import TaskDescription, task_descriptions
+from t0repro.tasks.task import TaskDescription
 from t0repro.tasks.templates import task_name
 from t0repro.tasks.vocabulary import VocabularyFile
 from t0repro.training.train_state import TrainState

@@ -68,7 +68,7 @@ def read(place: str, reader: str) -> tuple[float, float]:
     else:
         import tensorflow as tf
 
-        from t0repro.tasks.prompt_cache.records import _records
+        from t0repro.tasks.prompt_cache.seqio_stream import _records
 
         files = tf.data.Dataset.from_tensor_slices([str(shard) for shard in shards])
         read_file = tf.data.TFRecordDataset if "://" not in place else _records

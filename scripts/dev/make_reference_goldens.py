@@ -32,7 +32,7 @@ COMMAND = "from t0repro.cli import t5_mesh_transformer as t5; t5.console_entry_p
 def main() -> None:
     """Writes both files."""
     compat.install()
-    from t0repro.tasks.registration import load_tasks
+    from t0repro.tasks.modules import load_tasks
 
     load_tasks([MODULE, "t0repro.tasks.t0"], into_seqio=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +63,7 @@ def rates() -> dict[str, dict[str, float]]:
     """Mixture -> task -> SeqIO's rate."""
     import seqio
 
-    from t0repro.tasks.task import prompted_mixtures
+    from t0repro.tasks.registry import prompted_mixtures
 
     mixtures = {name: seqio.MixtureRegistry.get(name) for name in sorted(prompted_mixtures())}
     return {

@@ -217,7 +217,7 @@ def find_user_error(error: BaseException | None) -> str | None:
             return wrapped.group(1).strip()
         # By name, because this must not import TensorFlow, which defines the error.
         if type(cause).__name__ == "DataLossError":
-            from t0repro.tasks.prompt_cache.folders import explain_damaged_record
+            from t0repro.tasks.prompt_cache.provenance import explain_damaged_record
 
             return str(explain_damaged_record(str(cause)))
     # Only after all causes, because a UserError above the system's error says more.

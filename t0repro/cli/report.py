@@ -43,7 +43,7 @@ from t0repro.runs.verify import detection_probability, not_verified
 from t0repro.runs.verify import verify as verify_report
 from t0repro.storage import lock_folder
 from t0repro.tasks.overlap import read_overlap
-from t0repro.tasks.task import add_cache_dirs
+from t0repro.tasks.registry import add_cache_dirs
 
 app = App(
     "report",

@@ -35,7 +35,7 @@ from t0repro.config.mtf.stand_ins import recorded
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.progress import SeqioOnce
 from t0repro.storage import check_readable, input_path
-from t0repro.tasks.task import resolved_modules
+from t0repro.tasks.modules import resolved_modules
 from t0repro.words import printable
 
 if TYPE_CHECKING:
@@ -164,8 +164,8 @@ def _import_seqio(options: Any, why: str) -> None:
       UserError: If they are not installed.
     """
     from t0repro import compat
-    from t0repro.tasks.registration import load_tasks
-    from t0repro.tasks.task import add_cache_dirs
+    from t0repro.tasks.modules import load_tasks
+    from t0repro.tasks.registry import add_cache_dirs
 
     if not compat.is_installed():
         raise needs_reference_tier(why)

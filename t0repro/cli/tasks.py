@@ -17,9 +17,10 @@ from t0repro.hub_files import HubRepository
 from t0repro.lm_eval import files as lm_eval
 from t0repro.progress import count_progress
 from t0repro.storage import address_of
-from t0repro.tasks import listing, overlap, p3, showing
-from t0repro.tasks.registration import load_tasks
-from t0repro.tasks.task import select_tasks, tasks_with_rows
+from t0repro.tasks import checking, listing, overlap, p3, printing, showing
+from t0repro.tasks.availability import tasks_with_rows
+from t0repro.tasks.modules import load_tasks
+from t0repro.tasks.registry import select_tasks
 from t0repro.words import counted, sized
 
 app = App(
@@ -74,7 +75,7 @@ def list_tasks(
     if as_json:
         print_json(listing.as_json(found))
     else:
-        listing.print_list(found, caches)
+        printing.print_list(found, caches)
 
 
 @app.command("show")
@@ -103,7 +104,7 @@ def show_task(
     if as_json:
         print_json(shown.to_json())
     else:
-        listing.print_task(shown)
+        printing.print_task(shown)
 
 
 @app.command("check")
@@ -123,16 +124,16 @@ def check_tasks(
     _register(module_import, templates)
 
     # A task and its twin share a prompt, which is checked once.
-    tasks = showing.without_twins(select_tasks(mixture, dataset))
+    tasks = checking.without_twins(select_tasks(mixture, dataset))
     if dataset is None:
-        tasks += showing.tasks_without_prompts(mixture)
+        tasks += checking.tasks_without_prompts(mixture)
     with count_progress(len(tasks), "checking", "task", "checked") as advance:
-        checked = showing.check_tasks(tasks, advance)
+        checked = checking.check_tasks(tasks, advance)
     if as_json:
         print_json([task.to_json() for task in checked])
     else:
-        listing.print_checks(checked)
-    if any(task.verdict is showing.Verdict.BROKEN for task in checked):
+        printing.print_checks(checked)
+    if any(task.verdict is checking.Verdict.BROKEN for task in checked):
         raise typer.Exit(1)
 
 

@@ -29,7 +29,7 @@ from t0repro.data.described_batches import make_mesh_batches, make_mesh_rows
 from t0repro.data.resuming import Batch
 from t0repro.data.seqio_need import to_seqio_config
 from t0repro.errors import UserError
-from t0repro.tasks.task import is_described
+from t0repro.tasks.registry import is_described
 
 # The features that Mesh TensorFlow's model reads
 # (mesh_tensorflow.transformer.utils._MODEL_FEATURES).

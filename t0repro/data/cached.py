@@ -19,7 +19,8 @@ from t0repro.data.tf_order import ShuffleSeeds, shuffle_like_tf
 from t0repro.errors import UserError
 from t0repro.progress import say
 from t0repro.storage import input_path
-from t0repro.tasks.prompt_cache.folders import PROVENANCE, damage, shard_names
+from t0repro.tasks.prompt_cache.folders import PROVENANCE, shard_names
+from t0repro.tasks.prompt_cache.provenance import damage
 from t0repro.tasks.prompt_cache.records import RecordsInTurns, integers, read_records
 from t0repro.words import counted
 

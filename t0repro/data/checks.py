@@ -13,19 +13,18 @@ from t0repro.config.model import ModelConfig
 from t0repro.data.cached import count_examples, shards_of
 from t0repro.errors import UserError
 from t0repro.progress import say
-from t0repro.tasks.source import PromptedRows
-from t0repro.tasks.task import (
+from t0repro.tasks.availability import drop_missing_tasks, lacks_cache
+from t0repro.tasks.metrics import metric_names
+from t0repro.tasks.registry import (
     DescribedTask,
     cache_dirs,
-    drop_missing_tasks,
     find_tasks,
-    lacks_cache,
-    metric_names,
     prompted_mixtures,
     prompted_tasks,
     registered_mixtures,
     registered_tasks,
 )
+from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.vocabulary import (
     check_ids,
 )
@@ -264,7 +263,7 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     Tasks that SeqIO cannot cache are read without one. Findings that need not stop a run, such as
     rows that have changed since, are warnings on stderr.
     """
-    from t0repro.tasks.prompt_cache.folders import check_caches
+    from t0repro.tasks.prompt_cache.provenance import check_caches
 
     missing = [task.name for task in tasks if lacks_cache(task)]
     if not missing:

@@ -18,11 +18,8 @@ from t0repro.data.fingerprints import Fingerprint, fingerprint_rows
 from t0repro.data.resuming import Batch, ResumableBatches
 from t0repro.errors import UserError
 from t0repro.tasks.prompted_examples import prompted_examples
-from t0repro.tasks.task import (
-    TaskDescription,
-    prompted_mixtures,
-    task_descriptions,
-)
+from t0repro.tasks.registry import prompted_mixtures, task_descriptions
+from t0repro.tasks.task import TaskDescription
 from t0repro.words import counted
 
 

@@ -15,7 +15,7 @@ from t0repro.data.fingerprints import Fingerprint, fingerprint_rows
 from t0repro.data.mixing import FEATURES, KEPT_IN_MEMORY, Example, MixedBatches
 from t0repro.data.resuming import Batch
 from t0repro.tasks.prompted_examples import UNCUT, prompted_examples, shard_of
-from t0repro.tasks.task import find_tasks, prompted_mixtures, task_descriptions
+from t0repro.tasks.registry import find_tasks, prompted_mixtures, task_descriptions
 
 
 class RenderedBatches(MixedBatches):

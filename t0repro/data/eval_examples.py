@@ -18,10 +18,11 @@ from t0repro.config.data import EvalDataConfig
 from t0repro.config.gin.errors import not_described
 from t0repro.data.cached import read_in_turns, split_by_shard
 from t0repro.data.mixing import FEATURES
+from t0repro.tasks.metrics import find_uncomputable_metric, metric_names
 from t0repro.tasks.prompt_cache.folders import PROVENANCE
 from t0repro.tasks.prompt_cache.records import features
-from t0repro.tasks.prompted_examples import UNCUT, prompted_examples, shard_of, uncomputable
-from t0repro.tasks.task import DescribedTask, find_tasks, is_described, metric_names
+from t0repro.tasks.prompted_examples import UNCUT, prompted_examples, shard_of
+from t0repro.tasks.registry import DescribedTask, find_tasks, is_described
 
 Example = dict[str, Any]
 
@@ -57,7 +58,7 @@ def why_task_evaluation_needs_seqio(task: DescribedTask | Any, *, use_cached: bo
     """The same for the evaluation of one task, which is described or SeqIO's own."""
     if why := why_task_reading_needs_seqio(task, use_cached=use_cached):
         return why
-    metric = uncomputable(task.prompt)
+    metric = find_uncomputable_metric(task.prompt)
     return metric and f"{task.name} has the metric {metric}"
 
 

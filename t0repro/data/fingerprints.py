@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.storage import is_streamed
-from t0repro.tasks.prompt_cache.folders import PROVENANCE, shard_names, template_digest
-from t0repro.tasks.task import (
+from t0repro.tasks.prompt_cache.folders import PROVENANCE, shard_names
+from t0repro.tasks.prompt_cache.provenance import template_digest
+from t0repro.tasks.registry import (
     DescribedTask,
-    TaskDescription,
     find_tasks,
     prompted_mixtures,
     registered_mixtures,
     task_descriptions,
 )
+from t0repro.tasks.task import TaskDescription
 
 Fingerprint = Mapping[str, Mapping[str, Any]]
 

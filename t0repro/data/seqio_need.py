@@ -13,7 +13,7 @@ from t0repro.data.cached import count_examples
 from t0repro.data.eval_examples import why_evaluation_needs_seqio, why_reading_needs_seqio
 from t0repro.data.mixing import FEATURES
 from t0repro.errors import UserError
-from t0repro.tasks.task import find_tasks
+from t0repro.tasks.registry import find_tasks
 
 
 def why_training_needs_seqio(config: RunConfig, vocabularies: tuple[Any, Any]) -> str | None:

@@ -26,11 +26,7 @@ from t0repro.data.seqio_need import to_seqio_config
 from t0repro.data.tf_steps import disable_autotune, run_light_steps_in_place
 from t0repro.errors import UserError
 from t0repro.progress import say
-from t0repro.tasks.task import (
-    find_tasks,
-    is_described,
-    registered_mixtures,
-)
+from t0repro.tasks.registry import find_tasks, is_described, registered_mixtures
 
 # seqio.EncDecFeatureConverter's features -> those of t0repro.data.batches.
 FEATURE_NAMES = {

@@ -12,9 +12,10 @@ from typing import Any
 from t0repro.data.cached import read_in_turns, shards_of
 from t0repro.data.mixing import FEATURES
 from t0repro.progress import say
+from t0repro.tasks.availability import lacks_cache
 from t0repro.tasks.prompt_cache.records import integers
 from t0repro.tasks.prompted_examples import UNCUT, prompted_examples
-from t0repro.tasks.task import lacks_cache, task_descriptions
+from t0repro.tasks.registry import task_descriptions
 from t0repro.words import counted, some
 
 EXAMPLES = 20

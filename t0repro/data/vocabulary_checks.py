@@ -10,9 +10,7 @@ from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.checks import check_mixture
 from t0repro.errors import UserError
 from t0repro.tasks import vocabulary as tasks_vocabulary
-from t0repro.tasks.task import (
-    find_tasks,
-)
+from t0repro.tasks.registry import find_tasks
 from t0repro.tasks.vocabulary import (
     BYTES,
     VOCABULARY_VARIABLE,

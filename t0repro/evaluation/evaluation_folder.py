@@ -82,7 +82,7 @@ class EvaluationFolder:
     def key(self, name: str) -> dict[str, Any]:
         """Everything that determines a task's results, as JSON values."""
         from t0repro.evaluation.reading import data_origin, vocabulary_digest
-        from t0repro.tasks.task import prompted_tasks
+        from t0repro.tasks.registry import prompted_tasks
 
         settings, prompt = self._settings, prompted_tasks().get(name)
         generates = name in self._generated

@@ -39,7 +39,7 @@ from t0repro.model.layer_stacks import count_stacked_layers, unstack
 from t0repro.model.t5 import T5
 from t0repro.progress import only_records, say
 from t0repro.storage import write_atomically
-from t0repro.tasks.task import DescribedTask, is_described
+from t0repro.tasks.registry import DescribedTask, is_described
 
 if TYPE_CHECKING:
     from t0repro.training.loop import TrainingLoop

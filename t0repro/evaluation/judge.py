@@ -12,8 +12,8 @@ import numpy as np
 
 from t0repro.data.batches import EvalTask
 from t0repro.evaluation.rank import empty_choice_error, postprocess_rank, rank_metrics
-from t0repro.tasks.prompted_examples import metrics_of, postprocess
-from t0repro.tasks.task import DescribedTask
+from t0repro.tasks.metrics import find_metrics, postprocess
+from t0repro.tasks.registry import DescribedTask
 
 Example = Mapping[str, Any]
 
@@ -94,7 +94,7 @@ def make_task_judge(task: Any) -> Judge:
     choices = task.prompt.fixed_choices
     if not task.prompt.score_eval:
         compared = functools.partial(postprocess, label_classes=choices)
-        return Judge(task.name, compared, metrics_of(task.prompt))
+        return Judge(task.name, compared, find_metrics(task.prompt))
     metric = functools.partial(rank_metrics, num_classes=len(choices) if choices else None)
     return Judge(task.name, postprocess_rank, [metric])
 

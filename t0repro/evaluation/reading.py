@@ -18,7 +18,7 @@ from t0repro.evaluation.judge import make_task_judge
 from t0repro.evaluation.records import digest_of_texts
 from t0repro.evaluation.task_output import TruncationCounter
 from t0repro.tasks.prompted_examples import prompted_examples
-from t0repro.tasks.task import DescribedTask, find_task, task_descriptions
+from t0repro.tasks.registry import DescribedTask, find_task, task_descriptions
 from t0repro.tasks.vocabulary import model_of
 
 Item = TypeVar("Item")

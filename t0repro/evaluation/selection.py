@@ -11,16 +11,16 @@ from t0repro.data.eval_examples import why_task_evaluation_needs_seqio
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.judge import ranks_choices
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.tasks.task import (
-    SCORE_EVAL_SUFFIX,
+from t0repro.tasks.availability import missing_tasks
+from t0repro.tasks.metrics import metric_names
+from t0repro.tasks.registry import (
     DescribedTask,
     find_task,
     find_tasks,
-    metric_names,
-    missing_tasks,
     registered_mixtures,
     registered_tasks,
 )
+from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.vocabulary import VOCABULARY_VARIABLE, check_rows, shown
 from t0repro.words import some
 
@@ -47,7 +47,7 @@ class Selection:
 
 
 def subtasks(mixture: str, option: str) -> Sequence[Any]:
-    """The tasks of a registered mixture or task, as `t0repro.tasks.task.find_task` has them.
+    """The tasks of a registered mixture or task, as `t0repro.tasks.registry.find_task` has them.
 
     Args:
       mixture: its name.

@@ -90,7 +90,7 @@ def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping
     """
     if not modules:
         return {}
-    from t0repro.tasks.registration import load_tasks
+    from t0repro.tasks.modules import load_tasks
 
     return load_tasks(modules, into_seqio=into_seqio)
 
@@ -101,7 +101,7 @@ def training_tasks(mixtures: Sequence[str]) -> set[str]:
     Raises:
       UserError: if one is not registered.
     """
-    from t0repro.tasks.task import registered_tasks, tasks_of_mixture
+    from t0repro.tasks.registry import registered_tasks, tasks_of_mixture
 
     tasks = set(registered_tasks()) & set(mixtures)
     # Names that are not tasks must be mixtures.

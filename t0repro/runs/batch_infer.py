@@ -48,7 +48,7 @@ from t0repro.runs.restored_checkpoints import (
 )
 from t0repro.storage import make_folder, write_atomically
 from t0repro.storage.disk import name_in_errors, sync
-from t0repro.tasks.task import DescribedTask, find_tasks
+from t0repro.tasks.registry import DescribedTask, find_tasks
 from t0repro.tasks.vocabulary import VocabularyFile
 from t0repro.words import counted
 

@@ -27,7 +27,7 @@ from t0repro.evaluation.task_output import (
     explain_incomplete_inputs,
 )
 from t0repro.storage import output_path
-from t0repro.tasks.task import find_task, is_described
+from t0repro.tasks.registry import find_task, is_described
 
 
 class TaskBuffers:

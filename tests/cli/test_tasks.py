@@ -65,7 +65,7 @@ def own(tmp_path, monkeypatch):
     yield write
     import seqio
 
-    from t0repro.tasks import task as registry
+    from t0repro.tasks import registry
 
     for task in list(registry.prompted_tasks().values()):
         if task.dataset in written:

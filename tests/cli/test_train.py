@@ -186,7 +186,7 @@ def train_cached(model_dir, cache, *bindings):
 
 
 def test_cached_tasks_are_trained_on_without_tensorflow_to_the_same_bits(tmp_path):
-    from t0repro.tasks.registration import load_tasks
+    from t0repro.tasks.modules import load_tasks
 
     load_tasks(["t0repro.tasks.demo"], into_seqio=False)
     make(tmp_path / "cache", mixtures=("demo_train",))

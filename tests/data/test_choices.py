@@ -17,7 +17,7 @@ from t0repro.data.choice_batches import ChoiceBatches, read_choices
 from t0repro.errors import UserError
 from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.registration import add_mixture, describing
-from t0repro.tasks.task import task_descriptions
+from t0repro.tasks.registry import task_descriptions
 
 from ..helpers import tiny_models as tiny
 
@@ -117,7 +117,7 @@ import collections, json
 from t0repro.tasks.registration import describing
 with describing():
     import t0repro.tasks.few_shot
-from t0repro.tasks.task import prompted_mixtures, prompted_tasks, task_descriptions
+from t0repro.tasks.registry import prompted_mixtures, prompted_tasks, task_descriptions
 mixtures = prompted_mixtures()
 of_cb = mixtures["few_shot_super_glue_cb_32_seed_42"].tasks
 rows = {name: [at for at, _ in task_descriptions()[name].rows.rows("train")] for name in of_cb}

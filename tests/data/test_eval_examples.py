@@ -13,7 +13,7 @@ from t0repro.data.eval_examples import eval_examples
 from t0repro.errors import UserError
 from t0repro.evaluation import evaluator
 from t0repro.event_files import read_scalars
-from t0repro.tasks.task import DescribedTask, add_cache_dirs, task_descriptions
+from t0repro.tasks.registry import DescribedTask, add_cache_dirs, task_descriptions
 
 from ..tasks.prompt_caches import make
 

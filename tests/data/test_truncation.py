@@ -8,8 +8,8 @@ from t0repro import compat
 from t0repro.config.data import SeqioDataConfig
 from t0repro.data.truncation import EXAMPLES, note_truncation
 from t0repro.progress import heard_by
-from t0repro.tasks.registration import load_tasks
-from t0repro.tasks.task import add_cache_dirs, find_tasks
+from t0repro.tasks.modules import load_tasks
+from t0repro.tasks.registry import add_cache_dirs, find_tasks
 
 from ..tasks.prompt_caches import make
 

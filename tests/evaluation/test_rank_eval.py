@@ -33,9 +33,9 @@ from t0repro.reports.statistics import Bootstrap, Outcomes
 from t0repro.runs import rank_eval
 from t0repro.runs.rank_report import write_results
 from t0repro.storage import lock_folder
-from t0repro.tasks import task as registry
+from t0repro.tasks import registry
 from t0repro.tasks.demo.datasets import VOCABULARY
-from t0repro.tasks.registration import register_templates
+from t0repro.tasks.template_registration import register_templates
 
 from ..helpers.plain_scoring import row_scores
 from ..tasks.prompt_caches import make

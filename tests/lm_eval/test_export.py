@@ -33,7 +33,7 @@ def export(folder, *more):
 @pytest.fixture(scope="module")
 def exported(seqio_tasks, tmp_path_factory):
     from t0repro.lm_eval.files import export_tasks
-    from t0repro.tasks.task import select_tasks
+    from t0repro.tasks.registry import select_tasks
 
     folder = tmp_path_factory.mktemp("export") / "demo"
     export_tasks(select_tasks(MIXTURE), "validation", folder, "demo_eval")

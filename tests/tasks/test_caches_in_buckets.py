@@ -12,7 +12,7 @@ from t0repro.data.cached import CachedBatches
 from t0repro.data.train_data import runs_python, seqio_dataset
 from t0repro.errors import UserError
 from t0repro.storage import buckets, input_path
-from t0repro.tasks.prompt_cache.folders import check_caches, damage
+from t0repro.tasks.prompt_cache.provenance import check_caches, damage
 from t0repro.tasks.prompt_cache.records import read_records
 
 from .prompt_caches import make
@@ -77,7 +77,7 @@ def test_seqio_reads_of_a_bucket_what_it_reads_of_a_disk(there, local, monkeypat
     compat.install()
     import seqio
 
-    from t0repro.tasks.task import add_cache_dirs
+    from t0repro.tasks.registry import add_cache_dirs
 
     add_cache_dirs([there.rpartition("/")[0]])
     data = SeqioDataConfig(TASK, LENGTHS, "train", 4, True, None, use_cached=True, pack=True)

@@ -18,7 +18,7 @@ from t0repro.errors import UserError
 from t0repro.hub_files import HubRepository
 from t0repro.storage import lock_folder
 from t0repro.tasks import p3
-from t0repro.tasks.prompt_cache.folders import P3_SOURCE
+from t0repro.tasks.prompt_cache.provenance import P3_SOURCE
 from t0repro.tasks.prompt_cache.records import count_records, read_records
 
 from . import p3_server

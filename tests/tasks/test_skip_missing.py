@@ -7,11 +7,11 @@ import seqio
 
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
+from t0repro.tasks.availability import drop_missing_tasks
 from t0repro.tasks.demo.datasets import FOLDER
 from t0repro.tasks.registration import add_mixture, add_prompted_task
-from t0repro.tasks.task import (
+from t0repro.tasks.registry import (
     PromptedMixture,
-    drop_missing_tasks,
     find_tasks,
     prompted_mixtures,
     record_mixture,
@@ -78,7 +78,7 @@ def test_a_mixture_that_seqio_does_not_have_keeps_its_cached_tasks(tmp_path, mon
     record_mixture(PromptedMixture("described", names, {names[0]: 3.0, names[1]: 7.0}, None))
     (tmp_path / "described_two").mkdir()
     (tmp_path / "described_two" / "COMPLETED").touch()
-    monkeypatch.setattr("t0repro.tasks.task.cache_dirs", lambda: [str(tmp_path)])
+    monkeypatch.setattr("t0repro.tasks.registry.cache_dirs", lambda: [str(tmp_path)])
     said = []
     with heard_by(said.append):
         drop_missing_tasks("described", "validation", use_cached=True)

@@ -127,7 +127,7 @@ def test_the_same_cache_made_again_and_one_of_seqio_alone_are_told_apart(cache, 
 
 def test_rows_that_changed_are_refused(tmp_path):
     import t0repro.tasks.demo  # noqa: F401 (registers the task)
-    from t0repro.tasks.task import record_task, task_descriptions
+    from t0repro.tasks.registry import record_task, task_descriptions
 
     described = task_descriptions()[TASK]
     source = RenderedBatches(

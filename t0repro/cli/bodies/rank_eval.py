@@ -46,7 +46,7 @@ from t0repro.runs.checkpoint_checks import NO_CHECKPOINT_YET
 from t0repro.runs.rank_eval import Outcome, rank_eval
 from t0repro.runs.rank_report import write_results
 from t0repro.storage import check_folder, check_readable, lock_folder
-from t0repro.tasks.task import add_cache_dirs
+from t0repro.tasks.registry import add_cache_dirs
 from t0repro.words import counted
 
 

@@ -10,8 +10,8 @@ from t0repro.cli.results import echo
 from t0repro.cli.t5x_options import T5xOptions
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.errors import needs_reference_tier
-from t0repro.tasks.registration import load_tasks, needs_seqio
-from t0repro.tasks.task import add_cache_dirs, resolved_modules
+from t0repro.tasks.modules import load_tasks, needs_seqio, resolved_modules
+from t0repro.tasks.registry import add_cache_dirs
 
 
 def register(

@@ -20,7 +20,7 @@ from t0repro.config.gin import door
 from t0repro.config.gin.door import MACRO, Bindings, Key
 from t0repro.config.gin.folders import is_shipped, nearest_gin_files
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.task import registered_mixtures, registered_tasks
+from t0repro.tasks.registry import registered_mixtures, registered_tasks
 
 _ANYWHERE = "the gin files and the command line of this run"
 _FIX = "Correct the gin file or the override."

@@ -44,7 +44,7 @@ from t0repro.config.mtf.stand_ins import full_name
 from t0repro.config.optimizer import ScheduleConfig
 from t0repro.config.run import RunConfig, TrainingPlan, mesh_transformer_plan
 from t0repro.errors import UserError
-from t0repro.tasks.registration import load_tasks
+from t0repro.tasks.modules import load_tasks
 from t0repro.tasks.vocabulary import BYTES, VocabularyFile
 from t0repro.words import without_passwords
 

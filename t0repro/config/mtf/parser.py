@@ -18,8 +18,8 @@ from t0repro.config.gin.imports import restrict_imports
 from t0repro.config.mtf import jax_settings as jax_settings  # registers its configurables
 from t0repro.config.mtf import stand_ins
 from t0repro.storage import check_address
-from t0repro.tasks.registration import load_tasks
-from t0repro.tasks.task import add_cache_dirs
+from t0repro.tasks.modules import load_tasks
+from t0repro.tasks.registry import add_cache_dirs
 from t0repro.words import printable
 
 MESH_TRANSFORMER = "t5.models.mesh_transformer"

@@ -23,7 +23,7 @@ from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.folders import has_module
 from t0repro.config.mtf.mesh import tpu_mesh_shape
-from t0repro.tasks.task import find_tasks
+from t0repro.tasks.registry import find_tasks
 from t0repro.tasks.vocabulary import default_vocabulary
 
 _PACKAGES = ("tensorflow", "mesh_tensorflow", "t5", "seqio")
