@@ -274,7 +274,6 @@ sys.meta_path.insert(0, Heavy())
 @pytest.mark.parametrize(
     ("line", "first"),
     [
-        ("t5_mesh_transformer", "importing TensorFlow"),
         ("t0repro train --gin_file a.gin", "reading gin files"),
         ("t0repro eval --gin_file a.gin", "reading gin files"),
         ("t0repro precompile --gin_param a=1 --topology cpu-1", "looking for devices"),
