@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import dataclasses
 import html
 import io
 import os
@@ -18,7 +17,7 @@ import typer
 from t0repro.cli import app
 from t0repro.cli.spelling import canonical, with_t5x_overrides
 from t0repro.config.mtf.known import known_bindings
-from t0repro.config.t5x.modules import records_by_module
+from t0repro.config.t5x.arguments import MODULES, parameters_of
 from t0repro.storage.access import addresses_of_another_machine
 
 from .helpers.docs_commands import (
@@ -183,14 +182,10 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code():
 
 def test_the_page_of_gins_fields_has_every_record_binding_and_range(site):
     text = html.unescape((site / "gin_fields.html").read_text())
-    for module, contents in records_by_module().items():
-        for name, kind in contents.items():
+    for module, contents in MODULES.items():
+        for name, configurable in contents.items():
             assert f"<code>{module}.{name}</code>" in text
-            assert all(
-                f"<code>{each.name}</code>" in text
-                for each in dataclasses.fields(kind)
-                if each.init
-            )
+            assert all(f"<code>{each}</code>" in text for each in parameters_of(configurable))
     assert all(f"<code>{name}</code>" in text for name in known_bindings())
     assert "at least 0 and below 1" in text  # dropout_rate's range
     # A default of Mesh TensorFlow's own signature.

@@ -19,7 +19,7 @@ from t0repro.config.names import arguments_of
 from t0repro.config.optimizer import AdafactorConfig, AdamWeightDecayConfig
 from t0repro.config.ranges import range_of
 from t0repro.config.run import RunConfig
-from t0repro.config.t5x.modules import records_by_module
+from t0repro.config.t5x.arguments import MODULES, REQUIRED, parameters_of
 
 
 def cell(text: Any) -> str:
@@ -55,20 +55,20 @@ def type_of(field: dataclasses.Field) -> str:
 def t5x_tables() -> Iterator[str]:
     yield "## T5X's dialect\n"
     yield "Under each module, what a gin file may name, with T5X's arguments and defaults.\n"
-    for module, contents in sorted(records_by_module().items()):
-        for name, kind in contents.items():
+    for module, contents in sorted(MODULES.items()):
+        for name, configurable in contents.items():
             yield f"### `{module}.{name}`\n"
-            summary = (inspect.getdoc(kind) or "").split("\n\n")[0]
-            yield f"{' '.join(summary.split())}\n"
-            fields = [each for each in dataclasses.fields(kind) if each.init]
-            if not fields:
+            parameters = parameters_of(configurable)
+            if not parameters:
                 yield "It takes no argument.\n"
                 continue
-            said = attributes(kind)
             yield "| argument | type | default | |\n|---|---|---|---|"
-            for field in fields:
-                meaning = said.get(field.name, "")
-                yield f"| `{field.name}` | {type_of(field)} | {default_of(field)} | {meaning} |"
+            for argument, each in parameters.items():
+                default = (
+                    "required" if each.default is REQUIRED else f"`{cell(repr(each.default))}`"
+                )
+                note = f"only its default: {each.why}" if each.why else ""
+                yield f"| `{argument}` | {cell(each.in_words)} | {default} | {note} |"
             yield ""
 
 

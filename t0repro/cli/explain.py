@@ -29,7 +29,7 @@ from t0repro.config.gin.folders import mesh_folders, shipped_files
 from t0repro.config.gin.imports import list_imports
 from t0repro.config.run import RunConfig
 from t0repro.config.t5x.gin_files import T5xInputs, parse
-from t0repro.config.t5x.model import differences
+from t0repro.config.t5x.layout import differences
 from t0repro.config.t5x.run import converted, train_config
 from t0repro.config.translation import translated
 from t0repro.errors import UserError
@@ -179,6 +179,6 @@ def _explain_t5x(inputs: T5xInputs, *, as_json: bool, dialect: Dialects | None) 
     echo(in_columns([(item.name, item.value, item.place) for item in parsed.values]))
     for module in parsed.imports:
         echo(f"imports {module}")
-    for warning in (*parsed.warnings, *differences(parsed)):
+    for warning in (*parsed.warnings, *differences(parsed.program)):
         echo(f"warning: {warning}", err=True)
     converted(parsed)

@@ -154,7 +154,7 @@ def train(
     parsed = parse_files(inputs)
     config = train_config(parsed)
     check_folder(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
-    check_restored(config.plan.restore, parsed)
+    check_restored(config.plan.restore, config.provenance, "plan.restore")
     # The training run's bindings do not apply to its jobs.
     files = dataclasses.replace(inputs, gin_bindings=())
     with processes.joined():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
 import typer
@@ -22,8 +22,8 @@ from t0repro.cli.options import LogOptions, Modules
 from t0repro.cli.paths import source
 from t0repro.cli.results import echo
 from t0repro.config.checkpoints import RestoreConfig
-from t0repro.config.t5x.gin_files import Parsed, Places, T5xInputs, parse
-from t0repro.config.t5x.model import differences
+from t0repro.config.t5x.gin_files import Parsed, T5xInputs, parse
+from t0repro.config.t5x.layout import differences
 from t0repro.storage import check_address
 
 
@@ -53,7 +53,7 @@ class T5xOptions(LogOptions):
     ] = False
 
 
-def check_restored(restore: RestoreConfig | None, parsed: Parsed) -> None:
+def check_restored(restore: RestoreConfig | None, places: Mapping[str, str], prefix: str) -> None:
     """Refuses addresses of checkpoints that cannot be opened, before tasks are imported."""
     if restore is None:
         return
@@ -62,7 +62,7 @@ def check_restored(restore: RestoreConfig | None, parsed: Parsed) -> None:
     for field, path in [*named, ("adapter", restore.adapter)]:
         if path is not None:
             where = f"utils.RestoreCheckpointConfig.{field}"
-            check_address(path, Places.of(parsed.values).place(where) or where)
+            check_address(path, places.get(f"{prefix}.{field}", where))
 
 
 def gin_inputs(
@@ -93,6 +93,6 @@ def parse_files(inputs: T5xInputs) -> Parsed:
     """
     echo("reading gin files ...", err=True)
     parsed = parse(inputs)
-    for warning in (*parsed.warnings, *differences(parsed)):
+    for warning in (*parsed.warnings, *differences(parsed.program)):
         typer.echo(f"warning: {warning}", err=True)
     return parsed

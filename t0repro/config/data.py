@@ -127,3 +127,33 @@ class EvaluatorConfig:
     loggers: Annotated[tuple[LoggerConfig, ...], T5x("logger_cls", hint=Sequence[Any])] = ()
     num_examples: Annotated[int | None, Range(at_least=1)] = None
     use_memory_cache: bool = True
+
+
+@arguments(t5x="seqio.SentencePieceVocabulary")
+@dataclasses.dataclass(frozen=True)
+class SentencePieceVocabulary:
+    """A SentencePiece model's file; its extra ids are at the end of the vocabulary."""
+
+    sentencepiece_model_file: str
+    extra_ids: Annotated[int | None, Range(at_least=0)] = None
+
+
+@arguments(t5x="seqio.ByteVocabulary")
+@dataclasses.dataclass(frozen=True)
+class ByteVocabulary:
+    """UTF-8 bytes as tokens, 3 to 258."""
+
+    extra_ids: Annotated[int, Range(at_least=0)] = 0
+
+
+@arguments(t5x="seqio.PassThroughVocabulary")
+@dataclasses.dataclass(frozen=True)
+class PassThroughVocabulary:
+    """Tokens as they are in the data."""
+
+    size: Annotated[int, Range(at_least=0)]
+    eos_id: Annotated[int | None, Range(at_least=0)] = None
+
+
+PIECES_OR_BYTES = (SentencePieceVocabulary, ByteVocabulary)
+"""The vocabularies that are read without SeqIO."""

@@ -111,7 +111,7 @@ class DecodingPlan:
     # that ends at once.
     method: Annotated[
         Literal["beam_search", "temperature_sample"],
-        T5x("models.EncoderDecoderModel.decode_fn", hint=Any),
+        T5x("models.EncoderDecoderModel.decode_fn", hint=Any, default=None),
     ] = "beam_search"
     num_decodes: Annotated[int, Range(at_least=1)] = 1
     return_all_decodes: bool = False

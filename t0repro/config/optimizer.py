@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from t0repro.config.names import Mtf, Only, T5x, arguments, or_none
+from t0repro.config.names import RULE, Mtf, Only, T5x, arguments, or_none
 from t0repro.config.ranges import MOST_32, Range
 
 
@@ -180,6 +180,7 @@ _SCHEDULE_RANGES = {
 }
 
 
+@arguments(t5x="utils.create_learning_rate_scheduler")
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
     """A function of mesh_tensorflow.transformer.learning_rate_schedules with its arguments.
@@ -191,7 +192,7 @@ class ScheduleConfig:
       total_train_steps: The value that `run` passes: total_run_steps, or else train_steps.
     """
 
-    name: str
-    arguments: Annotated[Mapping[str, Any], _SCHEDULE_RANGES]
+    name: Annotated[str, Only(t5x="create_learning_rate_scheduler")]
+    arguments: Annotated[Mapping[str, Any], _SCHEDULE_RANGES, Only(t5x=RULE)]
     # A schedule may cover several runs, so this need not be where this one ends.
-    total_train_steps: Annotated[int, Range(at_least=0, at_most=MOST_32)]
+    total_train_steps: Annotated[int, Range(at_least=0, at_most=MOST_32), T5x("train.total_steps")]

@@ -301,11 +301,12 @@ class InferencePlan:
       data: The examples; never packed.
       restore: Which checkpoints, of any format.
       decoding: The decoding options.
-      input_vocabulary: The gin record of the model's vocabulary for inputs.
+      input_vocabulary: The model's vocabulary for inputs, as gin describes it.
       output_vocabulary: The same for targets.
       output_dir: The folder of the results.
       layout: How the run is sharded across devices.
       user_model: A user's class that generates and scores in place of T5X's model.
+      provenance: Dotted field -> where its value was set.
     """
 
     model: Annotated[ModelConfig, Only(t5x=RULE)]
@@ -319,6 +320,9 @@ class InferencePlan:
     layout: Annotated[Layout, Only(t5x=RULE)]
     user_model: Annotated[UserClass | None, Only(t5x=RULE)] = dataclasses.field(
         default=None, kw_only=True
+    )
+    provenance: Annotated[Mapping[str, str], Only(t5x=RULE)] = dataclasses.field(
+        default_factory=dict, compare=False, kw_only=True
     )
 
     def decisive(self) -> dict[str, Any]:

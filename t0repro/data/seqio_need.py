@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from t0repro import compat
-from t0repro.config.data import SeqioDataConfig, TrainDataConfig
+from t0repro.config.data import PIECES_OR_BYTES, SeqioDataConfig, TrainDataConfig
 from t0repro.config.run import RunConfig
-from t0repro.config.t5x import records
 from t0repro.data.cached import count_examples
 from t0repro.data.eval_examples import why_evaluation_needs_seqio, why_reading_needs_seqio
 from t0repro.data.mixing import FEATURES
@@ -30,7 +29,7 @@ def why_training_needs_seqio(config: RunConfig, vocabularies: tuple[Any, Any]) -
         return None
     if "model" in plan.user_classes:
         return "the model is a class of yours, which is given SeqIO's vocabularies"
-    if not all(isinstance(each, records.PIECES_OR_BYTES) for each in vocabularies):
+    if not all(isinstance(each, PIECES_OR_BYTES) for each in vocabularies):
         return "a vocabulary of the model is neither of pieces nor of bytes"
     if not isinstance(train, SeqioDataConfig):
         return "train's dataset function is not T5X's"

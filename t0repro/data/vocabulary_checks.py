@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from t0repro.config.t5x import records
+from t0repro.config.data import ByteVocabulary, PassThroughVocabulary, SentencePieceVocabulary
 from t0repro.converters import own_tokenizer
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.checks import check_mixture
@@ -29,9 +29,9 @@ def _describe_vocabulary(record: Any) -> VocabularyFile | None:
 
     One that T5's authors released is read from T0REPRO_VOCAB, if that names a copy of it.
     """
-    if isinstance(record, records.ByteVocabulary):
+    if isinstance(record, ByteVocabulary):
         return VocabularyFile(BYTES, record.extra_ids)
-    if not isinstance(record, records.SentencePieceVocabulary):
+    if not isinstance(record, SentencePieceVocabulary):
         return None
     return local_copy_of(VocabularyFile(record.sentencepiece_model_file, record.extra_ids or 0))
 
@@ -50,7 +50,7 @@ def seqio_vocabulary(record: Any) -> Any:
 
     if (described := _describe_vocabulary(record)) is not None:
         return seqio_tasks.seqio_vocabulary(described)
-    if isinstance(record, records.PassThroughVocabulary):
+    if isinstance(record, PassThroughVocabulary):
         return seqio.PassThroughVocabulary(record.size, eos_id=record.eos_id)
     if isinstance(record, seqio.Vocabulary):
         return record  # a user's own object, bound in a gin file

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config.t5x.inference import eval_plan
+from t0repro.config.t5x.run import eval_plan
 
 from ..helpers import commands
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint

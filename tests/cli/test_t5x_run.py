@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from t0repro.adapters import ia3
-from t0repro.config.t5x.inference import eval_plan
+from t0repro.config.t5x.run import eval_plan
 from t0repro.storage import lock_folder
 
 from ..evaluation.small_model import save_adapter

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from t0repro.config.t5x.inference import eval_plan
+from t0repro.config.t5x.run import eval_plan
 from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint
 

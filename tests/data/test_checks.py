@@ -7,8 +7,8 @@ import pytest
 import seqio
 
 from t0repro import compat
+from t0repro.config import data as records
 from t0repro.config.data import SeqioDataConfig
-from t0repro.config.t5x import records
 from t0repro.data.checks import (
     check_data,
     check_features,

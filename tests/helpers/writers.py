@@ -263,9 +263,9 @@ EXAMPLES = [{"inputs_pretokenized": b"a question", "targets": np.arange(3)}] * 5
 
 def t5x_plan(mode: str, out: Path, *bindings: str) -> Any:
     """What T5X's run files of a mode say with a tiny model."""
-    from t0repro.config.t5x import inference
+    from t0repro.config.t5x.run import eval_plan, infer_plan
 
-    make = {"eval": inference.eval_plan, "infer": inference.infer_plan}[mode]
+    make = {"eval": eval_plan, "infer": infer_plan}[mode]
     lengths = "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}"
     names = ("MIXTURE_OR_TASK_NAME = 'task'", "CHECKPOINT_PATH = 'model/checkpoint_3'", lengths)
     folder = f"{mode.upper()}_OUTPUT_DIR = '{out}'"

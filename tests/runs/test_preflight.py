@@ -6,8 +6,7 @@ import re
 import pytest
 
 from t0repro.config.choices import ChoiceLoss
-from t0repro.config.t5x.inference import eval_plan, infer_plan
-from t0repro.config.t5x.run import train_config
+from t0repro.config.t5x.run import eval_plan, infer_plan, train_config
 from t0repro.errors import UserError
 from t0repro.runs import preflight
 from t0repro.runs.checks import Check, Cost, run_checks

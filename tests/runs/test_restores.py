@@ -10,8 +10,7 @@ import seqio
 import tensorflow as tf
 
 from t0repro.config.t5x.gin_files import T5xInputs, parse
-from t0repro.config.t5x.inference import eval_plan, infer_plan
-from t0repro.config.t5x.run import train_config
+from t0repro.config.t5x.run import eval_plan, infer_plan, train_config
 from t0repro.converters import convert
 from t0repro.converters.restoring import starting_tree
 from t0repro.converters.sources import load_any

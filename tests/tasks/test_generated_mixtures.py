@@ -7,8 +7,8 @@ import pytest
 import seqio
 import tensorflow as tf
 
+from t0repro.config import data as records
 from t0repro.config.data import SeqioDataConfig
-from t0repro.config.t5x import records
 from t0repro.data.checks import check_data
 from t0repro.errors import UserError
 from t0repro.evaluation.selection import MODES, select_tasks

@@ -14,8 +14,7 @@ import pytest
 from t0repro.cli.bodies.training import start
 from t0repro.config.run import UserClass
 from t0repro.config.t5x import gin_files
-from t0repro.config.t5x.inference import eval_plan
-from t0repro.config.t5x.run import train_config
+from t0repro.config.t5x.run import eval_plan, model_vocabularies, train_config
 from t0repro.errors import UserError
 from t0repro.evaluation.model_functions import make_functions
 from t0repro.model.t5 import T5
@@ -98,13 +97,7 @@ def test_a_ported_t5x_extension_trains_from_its_gin_file(extension, tmp_path, mo
         "predict_batch",
         lambda self, *args: generated.append(own(self, *args)) or generated[-1],
     )
-    model = parsed.program.model
-    start(
-        parsed.gin_text,
-        train_config(parsed),
-        (model.input_vocabulary, model.output_vocabulary),
-        False,
-    )
+    start(parsed.gin_text, train_config(parsed), model_vocabularies(parsed), False)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if row["split"] == "train" and "loss" in row]
     assert [row["step"] for row in trained] == [2]

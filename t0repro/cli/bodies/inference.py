@@ -9,10 +9,10 @@ import typer
 
 from t0repro.cli.bodies.registration import register
 from t0repro.cli.t5x_options import T5xOptions, check_restored
+from t0repro.config.data import PIECES_OR_BYTES
 from t0repro.config.run import EvalPlan, InferencePlan, InferPlan
-from t0repro.config.t5x.gin_files import Parsed, Places
-from t0repro.config.t5x.inference import eval_plan, infer_plan
-from t0repro.config.t5x.records import PIECES_OR_BYTES
+from t0repro.config.t5x.gin_files import Parsed
+from t0repro.config.t5x.run import eval_plan, infer_plan
 from t0repro.data.eval_examples import why_evaluation_needs_seqio, why_reading_needs_seqio
 from t0repro.evaluation.evaluator import FOLDER
 from t0repro.partitioning.processes import enter_in_first, output_folder
@@ -32,7 +32,7 @@ def evaluate(parsed: Parsed, options: T5xOptions, *, watch: bool, until: int | N
       UserError: If a check fails.
     """
     plan = eval_plan(parsed)
-    _check_addresses(plan, parsed, "evaluate.output_dir")
+    _check_addresses(plan)
     # Only after the gin files have been checked, because importing tasks takes seconds.
     register(parsed, options, lambda: _why_not_evaluated_alone(plan))
     if options.dry_run:
@@ -58,7 +58,7 @@ def infer(parsed: Parsed, options: T5xOptions) -> None:
       UserError: If a check fails.
     """
     plan = infer_plan(parsed)
-    _check_addresses(plan, parsed, "infer.output_dir")
+    _check_addresses(plan)
     register(parsed, options, lambda: _why_not_inferred_alone(plan))
     if options.dry_run:
         check_inference(plan, typer.echo)
@@ -98,16 +98,10 @@ def _why_not_model(plan: InferencePlan) -> str | None:
     return None
 
 
-def _check_addresses(plan: InferencePlan, parsed: Parsed, output: str) -> None:
-    """Refuses addresses that cannot be opened, before tasks are imported.
-
-    Args:
-      plan: The run.
-      parsed: Its gin files.
-      output: The gin name of the results' place.
-    """
-    check_folder(plan.output_dir, Places.of(parsed.values).place(output) or output)
-    check_restored(plan.restore, parsed)
+def _check_addresses(plan: InferencePlan) -> None:
+    """Refuses addresses that cannot be opened, before tasks are imported."""
+    check_folder(plan.output_dir, plan.provenance.get("output_dir", "output_dir"))
+    check_restored(plan.restore, plan.provenance, "restore")
 
 
 def _with_own_output(plan: Plan) -> Plan:

@@ -17,6 +17,7 @@ from t0repro.cli.t5x_options import T5xOptions
 from t0repro.config.mtf.dialect import load
 from t0repro.config.run import RunConfig
 from t0repro.config.t5x.gin_files import Parsed
+from t0repro.config.t5x.run import model_vocabularies
 from t0repro.data.seqio_need import why_training_needs_seqio
 from t0repro.errors import UserError
 from t0repro.partitioning import topologies
@@ -103,8 +104,7 @@ def _suggestions(config: RunConfig, devices: Any, chip: Any) -> Iterator[str]:
 
 def _check_tasks(parsed: Parsed, config: RunConfig, options: T5xOptions) -> None:
     """Checks the tasks and vocabularies of a training run, as its dry run does."""
-    model = parsed.program.model
-    vocabularies = (model.input_vocabulary, model.output_vocabulary)
+    vocabularies = model_vocabularies(parsed)
     register(parsed, options, lambda: why_training_needs_seqio(config, vocabularies))
     check_training(config, vocabularies, typer.echo)
 

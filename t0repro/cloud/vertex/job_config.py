@@ -101,10 +101,10 @@ def _read_t5x_training(arguments: Arguments) -> JobConfig:
 
 
 def _read_t5x_inference(arguments: Arguments) -> JobConfig:
-    from t0repro.config.t5x import inference
+    from t0repro.config.t5x.run import eval_plan, infer_plan
 
     parsed = _parse_t5x(arguments)
-    plan = (inference.eval_plan if arguments.mode is JobMode.EVAL else inference.infer_plan)(parsed)
+    plan = (eval_plan if arguments.mode is JobMode.EVAL else infer_plan)(parsed)
     return JobConfig(
         text=parsed.gin_text,
         warnings=parsed.warnings,

@@ -60,7 +60,7 @@ def check_ends_well(text: bytes, folder: Path) -> None:
 
 
 def test_the_run_itself_is_a_record(tmp_path):
-    assert parse(TEXT, tmp_path).program.total_steps == 20
+    assert parse(TEXT, tmp_path).program["total_steps"] == 20
 
 
 @settings(max_examples=150, derandomize=True, **FUZZ)
