@@ -16,6 +16,7 @@ import pytest
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.known import known_bindings
 from t0repro.config.mtf.parser import MeshInputs
+from t0repro.config.mtf.stand_ins import signature_of
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 
@@ -44,7 +45,7 @@ def arguments(selector: str) -> dict:
     return {
         name: parameter.default
         for owner in owners
-        for name, parameter in stand_ins.signature_of(owner).parameters.items()
+        for name, parameter in signature_of(owner).parameters.items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         and name != "self"
     }

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.converters import staging
 from t0repro.converters.convert import convert
 from t0repro.converters.inspection import compare
 from t0repro.errors import UserError
@@ -111,7 +110,7 @@ def cut_at(monkeypatch):
 
             return call
 
-        monkeypatch.setattr(staging.buckets, "write", counted(write))
+        monkeypatch.setattr(buckets, "write", counted(write))
         monkeypatch.setattr(buckets.NewObject, "finish", counted(finish))
         return made
 
