@@ -279,7 +279,7 @@ def check_outputs(config: RunConfig, *, jax: bool = True) -> None:
     bound = {
         "eval_summary_dir": config.eval_summary_dir,
         "scores_filename": config.scores_filename,
-        "output_filename": config.infer and config.infer.output_filename,
+        "infer.output_filename": config.infer and config.infer.output_filename,
     }
     for field, path in bound.items():
         if path is not None:
