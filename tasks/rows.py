@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from t0repro.errors import UserError
 from t0repro.storage import input_path
 from t0repro.tasks.csv_rows import DELIMITERS, count_csv, line_of_row, read_csv
@@ -260,6 +258,8 @@ def kept_rows(count: int, max_rows: int | None, seed: int | None = None) -> Coll
     if seed is not None:
         # As in r-three/t-few, dataset_readers.py: NumPy's old generator shuffles all rows.
         order = list(range(count))
+        import numpy as np  # commands that only check gin files start without it
+
         np.random.RandomState(seed).shuffle(order)
         return frozenset(order[:max_rows])
     # Rows where the scaled index passes an integer: evenly spaced, exactly max_rows of them.

@@ -136,7 +136,7 @@ def test_ls_says_what_is_cached_and_what_is_drawn_too_often(run, tmp_path):
     name = "demo_synthetic_glue_mrpc_paraphrase"
     (tmp_path / name).mkdir()
     (tmp_path / name / "stats.train.json").write_text('{"examples": 10}')
-    arguments = ("ls", DEMO, "--mixture", "demo_train", "--cache", tmp_path)
+    arguments = ("ls", DEMO, "--mixture", "demo_train", "--cache_dir", tmp_path)
     assert "0 of them are cached." in run(*arguments)[1]
     (tmp_path / name / "COMPLETED").touch()
     code, out, _ = run(*arguments)

@@ -98,15 +98,6 @@ def test_diff_of_different_checkpoints_lists_them_and_exits_with_1(
     assert result.exit_code == 1 and difference["max"] == pytest.approx(0.5)
 
 
-def test_help_shows_an_example(run):
-    for command, example in [
-        ("convert", "t0repro convert "),
-        ("inspect", "t0repro checkpoint inspect "),
-        ("diff", "t0repro checkpoint diff "),
-    ]:
-        assert f"Example: {example}" in run(command, "--help").output
-
-
 @pytest.mark.parametrize("to", ["mtf", "t5x", "jax", "hf"])
 def test_every_format_can_be_inspected_compared_and_verified(run, tiny_checkpoint, tmp_path, to):
     flags = ["--layout", "orbax"] if to == "t5x" else []
