@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from t0repro.config.decoding import GREEDY
 from t0repro.config.model import DTypePolicy
 from t0repro.errors import UserError
-from t0repro.evaluation import engine, grouping
+from t0repro.evaluation import engine, packing
 from t0repro.evaluation.engine import Engine, score_examples, score_pairs
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.grouping import make_batching
@@ -70,7 +70,7 @@ def test_scores_agree_with_plain_scoring_whatever_batch_size_grouping_and_order(
 
 
 def test_scores_agree_when_choices_take_several_rows(params, monkeypatch):
-    monkeypatch.setattr(grouping, "MAX_ROW", 8)
+    monkeypatch.setattr(packing, "MAX_ROW", 8)
     examples = examples_of(3, 3, 9)
     scores = score_examples(params, MODEL, examples, None, 64)
     assert per_token(examples, scores, plain_scores(params, examples)).max() <= TOLERANCE

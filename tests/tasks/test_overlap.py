@@ -119,14 +119,14 @@ def test_an_index_in_parts_finds_what_a_whole_one_finds(mixtures, monkeypatch):
         return parts[-1]
 
     monkeypatch.setattr(run_index, "_part", counting)
-    monkeypatch.setattr(overlap, "_BYTES_A_RUN", 2**20 // 100)  # room for 100 runs in a MiB
+    monkeypatch.setattr(run_index, "_BYTES_A_RUN", 2**20 // 100)  # room for 100 runs in a MiB
     assert overlap.find_overlap(learned, evaluated, memory=1) == whole
     assert len(parts) > 3 and flagged(whole) == [0, 3, 6, 9]
 
 
 def test_equal_hashes_alone_flag_nothing(mixtures, monkeypatch):
     learned, evaluated = mixtures([{"text": words(1, 20)}], [{"text": words(2, 20)}])
-    monkeypatch.setattr(overlap, "hash", lambda word: 1, raising=False)
+    monkeypatch.setattr(run_index, "hash", lambda word: 1, raising=False)
     assert flagged(overlap.find_overlap(learned, evaluated)) == []
 
 
