@@ -120,7 +120,7 @@ def test_only_blocks_that_some_query_needs_are_computed():
 def test_attention_drops_the_same_keys(kernel, monkeypatch):
     monkeypatch.setattr(attending, "KERNEL_FROM", 0)
     monkeypatch.setattr(MODULES[kernel], "supports", lambda device: True)
-    monkeypatch.setattr(attending.cpu_attention, "available", lambda: False)
+    monkeypatch.setattr(attending.cpu_attention, "is_available", lambda: False)
     monkeypatch.setattr(MODULES[kernel], "attention", INTERPRETED[kernel])
     given = arrays(4, 2, 2, 40, 40)
     assert attending.choose_implementation(2, 2, 40, 40, float32=True) == kernel
