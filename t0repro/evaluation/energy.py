@@ -62,9 +62,7 @@ class EnergyMeter:
         cpus, devices = _rapl_counters(powercap), _nvml_counters() if gpus else []
         self._counters = [*cpus, *devices]
         names = [("CPU packages (RAPL)", cpus), ("GPUs (NVML)", devices)]
-        self.source = " and ".join(
-            f"{len(counters)} {name}" for name, counters in names if counters
-        )
+        self.source = " and ".join(f"{len(found)} {name}" for name, found in names if found)
         # The first reading starts the count.
         self.joules()
 
@@ -90,15 +88,15 @@ def _rapl_counters(powercap: Path) -> list[Callable[[], float]]:
 
 def _nvml_counters() -> list[Callable[[], float]]:
     """A counter for each GPU that has one (Volta and later); none without NVIDIA's driver."""
-    counters = []
+    found = []
     with contextlib.suppress(pynvml.NVMLError):
         # Never shut down: the counters are read as long as the process lives.
         pynvml.nvmlInit()
         for index in range(pynvml.nvmlDeviceGetCount()):
             device = pynvml.nvmlDeviceGetHandleByIndex(index)
             if _millijoules(device) is not None:
-                counters.append(_counter(functools.partial(_millijoules, device), 1e3))
-    return counters
+                found.append(_counter(functools.partial(_millijoules, device), 1e3))
+    return found
 
 
 def _counter(

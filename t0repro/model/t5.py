@@ -31,18 +31,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.adapters import LORA_A, LORA_B
-from t0repro.config.model import DTypePolicy, ModelConfig
-from t0repro.model.attention_mask import AttentionMask
-from t0repro.model.features import Batch, translate_call
-from t0repro.model.initialization import flax_hash, sample_parameters
-from t0repro.model.layers import Embedding, keys_and_values, logits_dtype
+from t0repro.config.run_config import DTypePolicy, ModelConfig
+from t0repro.model.attention import Visibility
+from t0repro.model.layers import (
+    Embedding,
+    flax_hash,
+    keys_and_values,
+    logits_dtype,
+    sample_parameters,
+)
 from t0repro.model.shapes import Array, Bool, Float, Int
-from t0repro.model.towers import CrossAttentionCache, Tower, vocabulary
+from t0repro.model.towers import Memory, Tower, vocabulary
 
 EOS = 1
 
 
-def mark_inputs(targets: Int[Array, "batch length"]) -> Bool[Array, "batch length"]:
+def of_inputs(targets: Int[Array, "batch length"]) -> Bool[Array, "batch length"]:
     """Marks targets that belong to an example's inputs (transformer.delimited_lm_inputs_mask).
 
     Each example is two sequences that end in EOS, so tokens after an even number of EOS are inputs.
@@ -52,11 +56,11 @@ def mark_inputs(targets: Int[Array, "batch length"]) -> Bool[Array, "batch lengt
     return (jnp.cumsum(ends, axis=-1) - ends) % 2 == 0
 
 
-def language_model_mask(
+def visible_targets(
     config: ModelConfig,
     targets: Int[Array, "batch length"],
     segments: Int[Array, "batch length"] | None,
-) -> AttentionMask:
+) -> Visibility:
     """Which positions of a language model see each other.
 
     With full attention, inputs have priority 0, and so does the position after them, which reads
@@ -65,14 +69,14 @@ def language_model_mask(
     """
     priority = jnp.arange(targets.shape[1])[None]
     if config.input_full_attention:
-        inputs = mark_inputs(targets)
-        priority = priority * ~(inputs | shift_by_one(inputs))
+        inputs = of_inputs(targets)
+        priority = priority * ~(inputs | delayed(inputs))
     if segments is None:
         segments = jnp.zeros((1, targets.shape[1]), jnp.int32)
-    return AttentionMask(segments, segments, priority, priority)
+    return Visibility(segments, segments, priority, priority)
 
 
-def shift_by_one(x: Array) -> Array:
+def delayed(x: Array) -> Array:
     """Shifts each row right by one, with a zero in front."""
     return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
 
@@ -111,6 +115,49 @@ def text_to_self(
     return result
 
 
+# ---- T5X's names of a batch's features -----------------------------------------------------------
+
+
+Batch = Mapping[str, jax.Array | np.ndarray]
+# Positions have no counterpart; loss_weights, [batch, length], weigh the targets' losses.
+OWN_NAMES = {
+    "encoder_input_tokens": "inputs",
+    "decoder_target_tokens": "targets",
+    "decoder_input_tokens": "decoder_inputs",
+    "encoder_segment_ids": "inputs_segmentation",
+    "decoder_segment_ids": "targets_segmentation",
+    "decoder_loss_weights": "loss_weights",
+}
+_POSITIONS = ("encoder_positions", "decoder_positions")
+
+
+def own_features(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A batch under this project's names; one that has them is returned as it is."""
+    if OWN_NAMES.keys().isdisjoint(batch):
+        return batch
+    return {ours: batch[name] for name, ours in OWN_NAMES.items() if name in batch}
+
+
+def _own_call(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of T5's call for those of T5X's network; others are returned as they are."""
+    by_name = "encoder_input_tokens" in kwargs
+    if "method" in kwargs or not (by_name or args and not isinstance(args[0], Mapping)):
+        return args, kwargs
+    if kwargs.pop("decode", False):
+        raise TypeError("This T5 decodes through t0repro.model.t5x_decoding, not with decode=True.")
+    order = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+    named = {name: kwargs.pop(name, None) for name in (*OWN_NAMES, *_POSITIONS)}
+    named |= dict(zip(order, args, strict=False))
+    given = {name: x for name, x in named.items() if x is not None}
+    # T5X's init passes ones of float32 where no type is known.
+    batch = {name: jnp.asarray(x).astype(jnp.int32) for name, x in own_features(given).items()}
+    deterministic = not kwargs.pop("enable_dropout", True)
+    return (batch,), {**kwargs, "deterministic": deterministic}
+
+
+# ---- The model -----------------------------------------------------------------------------------
+
+
 class T5(nn.Module):
     """A T5: an encoder and a decoder, or a language model (t0repro.model.t5).
 
@@ -126,7 +173,7 @@ class T5(nn.Module):
     @nn.nowrap
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         """Flax's init, without the encoder's parameters if it shares the decoder's."""
-        args, kwargs = translate_call(args, kwargs)
+        args, kwargs = _own_call(args, kwargs)
         variables = super().init(rngs, *args, **kwargs)
         if self.config.shared_towers:
             # Flax has initialized them, since both towers have modules; `apply` replaces them by
@@ -142,9 +189,9 @@ class T5(nn.Module):
         """
         if self.config.shared_towers:
             params = variables["params"]
-            encoder = copy_to_encoder(params["decoder"])
+            encoder = encoder_of_decoder(params["decoder"])
             variables = {**variables, "params": {**params, "encoder": encoder}}
-        args, kwargs = translate_call(args, kwargs)
+        args, kwargs = _own_call(args, kwargs)
         return super().apply(variables, *args, **kwargs)
 
     def setup(self) -> None:
@@ -174,8 +221,8 @@ class T5(nn.Module):
             targets, segments = batch["targets"], batch.get("targets_segmentation")
             return self.decoder(
                 batch.get("decoder_inputs", shift_right(targets, segments)),
-                language_model_mask(self.config, targets, segments),
-                padding_mask(segments, self.dtypes),
+                visible_targets(self.config, targets, segments),
+                nonpadding(segments, self.dtypes),
                 deterministic=deterministic,
                 hidden=hidden,
             )
@@ -206,14 +253,14 @@ class T5(nn.Module):
         """The encoder's outputs, zero at padding, in the activation dtype."""
         return self.encoder(
             inputs,
-            AttentionMask(segments, segments),
-            padding_mask(segments, self.dtypes),
+            Visibility(segments, segments),
+            nonpadding(segments, self.dtypes),
             deterministic=deterministic,
         )
 
     def decode(
         self,
-        encoded: Float[Array, "batch memory d_model"] | CrossAttentionCache,
+        encoded: Float[Array, "batch memory d_model"] | Memory,
         encoder_segments: Int[Array, "batch memory"],
         targets: Int[Array, "batch length"],
         segments: Int[Array, "batch length"],
@@ -226,7 +273,7 @@ class T5(nn.Module):
         """Float32 logits of the targets given the encoder's outputs.
 
         Args:
-          encoded: the encoder's outputs, or their `make_cross_attention_cache`.
+          encoded: the encoder's outputs, or their `cross_attention_memory`.
           encoder_segments: segments of the inputs.
           targets: not shifted yet.
           segments: segments of the targets; a position attends to earlier ones of its own segment.
@@ -239,10 +286,10 @@ class T5(nn.Module):
         place = jnp.arange(targets.shape[1])[None]
         return self.decoder(
             shift_right(targets, segments) if inputs is None else inputs,
-            AttentionMask(segments, segments, place, place),
-            padding_mask(segments, self.dtypes),
+            Visibility(segments, segments, place, place),
+            nonpadding(segments, self.dtypes),
             encoded,
-            AttentionMask(reads, encoder_segments),
+            Visibility(reads, encoder_segments),
             deterministic=deterministic,
             hidden=hidden,
         )
@@ -252,8 +299,8 @@ class T5(nn.Module):
         tokens: Int[Array, "rows 1"],
         position: Int[Array, ""],
         length: int,
-        encoded: CrossAttentionCache | None,
-        encoded_mask: AttentionMask | None,
+        encoded: Memory | None,
+        encoded_visibility: Visibility | None,
     ) -> Float[Array, "rows 1 vocab"]:
         """Float32 logits of one position, given earlier ones in Flax's collection "cache".
 
@@ -261,26 +308,26 @@ class T5(nn.Module):
           tokens: the decoder's inputs there.
           position: counted from 0.
           length: number of positions in the cache.
-          encoded: from `make_cross_attention_cache`; None in a model without an encoder. Beams of
-            one input are adjacent rows of `tokens` that share one row of it.
-          encoded_mask: which inputs are not padding.
+          encoded: from `cross_attention_memory`; None in a model without an encoder. Beams of one
+            input are adjacent rows of `tokens` that share one row of it.
+          encoded_visibility: which inputs are not padding.
         """
         # Beyond the position, the cache still has zeros, which attention must not see.
         places = jnp.arange(length)[None]
         same = jnp.zeros((1, 1), jnp.int32)
-        earlier = AttentionMask(same, jnp.zeros_like(places), jnp.full((1, 1), position), places)
+        earlier = Visibility(same, jnp.zeros_like(places), jnp.full((1, 1), position), places)
         return self.decoder(
             tokens,
             earlier,
-            padding_mask(None, self.dtypes),
+            nonpadding(None, self.dtypes),
             encoded,
-            encoded_mask,
+            encoded_visibility,
             deterministic=True,
             position=position,
         )
 
 
-def copy_to_encoder(decoder: Mapping[str, Any]) -> dict[str, Any]:
+def encoder_of_decoder(decoder: Mapping[str, Any]) -> dict[str, Any]:
     """Renames the decoder's parameters to those of the encoder that shares them (bi_v1_shared)."""
     names = {
         "relpos_bias": "relpos_bias",
@@ -298,9 +345,9 @@ def copy_to_encoder(decoder: Mapping[str, Any]) -> dict[str, Any]:
     return layers | shared | {"encoder_norm": decoder["decoder_norm"]}
 
 
-def make_cross_attention_cache(
+def cross_attention_memory(
     model: T5, parameters: Mapping[str, Any], encoded: Float[Array, "batch memory d_model"]
-) -> CrossAttentionCache:
+) -> Memory:
     """Keys and values of the encoder's outputs for every decoder layer, computed once."""
     dtype, decoder = jnp.dtype(model.dtypes.activation), parameters["decoder"]
     return tuple(
@@ -351,14 +398,14 @@ def shift_right(
     Source: mesh_tensorflow.transformer.transformer.autoregressive_inputs.
     """
     # The decoder reads negative targets, which carry no loss, as in Mesh TensorFlow.
-    inputs = jnp.abs(shift_by_one(targets))
+    inputs = jnp.abs(delayed(targets))
     # Otherwise a segment's first position would read the last target of the segment before.
     if segments is not None:
-        inputs = inputs * (segments == shift_by_one(segments)).astype(inputs.dtype)
+        inputs = inputs * (segments == delayed(segments)).astype(inputs.dtype)
     return inputs
 
 
-def padding_mask(
+def nonpadding(
     segments: Int[Array, "batch length"] | None, dtypes: DTypePolicy
 ) -> Float[Array, "#batch #length 1"]:
     """The factor by which Mesh TensorFlow multiplies: 1 at tokens, 0 at padding.
@@ -419,14 +466,14 @@ def initial_adapter(model: T5, key: jax.Array) -> Any:
         name = path[-1].key
         if name == LORA_A:
             bound = leaf.shape[0] ** -0.5
-            param_key = jax.random.fold_in(key, np.uint32(flax_hash(*(part.key for part in path))))
-            return jax.random.uniform(param_key, leaf.shape, jnp.float32, -bound, bound)
+            own = jax.random.fold_in(key, np.uint32(flax_hash(*(part.key for part in path))))
+            return jax.random.uniform(own, leaf.shape, jnp.float32, -bound, bound)
         return jnp.zeros(leaf.shape) if name == LORA_B else jnp.ones(leaf.shape)
 
     return jax.tree_util.tree_map_with_path(draw, adapter_shapes(model))
 
 
-def evaluation_shapes(model: T5, shapes: Any) -> Any:
+def held_for_evaluation(model: T5, shapes: Any) -> Any:
     """The shapes of a model's parameters, each in the dtype in which a forward pass uses it.
 
     Training keeps all parameters in float32. An evaluation may cast kernels and the embedding in
@@ -438,13 +485,13 @@ def evaluation_shapes(model: T5, shapes: Any) -> Any:
       shapes: a tree of its parameters' shapes.
     """
     config, activation = model.config, jnp.dtype(model.dtypes.activation)
-    logits_module = "embedding" if config.logits_from_embedding else "logits_dense"
+    of_logits = "embedding" if config.logits_from_embedding else "logits_dense"
 
-    def cast(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    def held(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         owner, name = (part.key for part in path[-2:])
         if name not in ("kernel", "embedding"):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        dtype = logits_dtype(config, activation) if logits_module in (owner, name) else activation
+        dtype = logits_dtype(config, activation) if of_logits in (owner, name) else activation
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
-    return jax.tree_util.tree_map_with_path(cast, shapes)
+    return jax.tree_util.tree_map_with_path(held, shapes)

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t0repro.storage import make_folder, write_atomically
-from t0repro.storage.disk import append_or_undo, name_in_errors
+from t0repro.files import append_or_undo, make_folder, naming, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 OpenWriter = Callable[[str], "Writer"]
@@ -182,7 +181,7 @@ def write_value(writer: Any, step: int, name: str, value: Any) -> None:
         getattr(writer, method)(step, {name: getattr(value, "value", value)}, **options)
 
 
-def open_below(folder: str, open_writer: OpenWriter | None) -> OpenWriter | None:
+def in_split(folder: str, open_writer: OpenWriter | None) -> OpenWriter | None:
     """Opens the writer of a split in a folder of its own below another."""
     return None if open_writer is None else lambda split: open_writer(f"{folder}/{split}")
 
@@ -306,7 +305,7 @@ class JsonLines:
 
     def sync(self) -> None:
         """Waits until every line is on disk."""
-        with name_in_errors(self._path):
+        with naming(self._path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -5,12 +5,10 @@ import re
 import shlex
 from pathlib import Path
 
-from ..helpers import commands
+from .. import commands
 from ..runs.tiny_gin import SIZES
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = (ROOT / "docs/trainer.md").read_text()
-EXAMPLE = ROOT / "scripts/demo/t5x_extension"
+DOCS = (Path(__file__).resolve().parents[2] / "docs/trainer.md").read_text()
 PARTS = '''
 import jax.numpy as jnp
 
@@ -51,8 +49,8 @@ my_parts.Largest.scale = 1000.0
 
 
 def test_the_docs_command_trains_the_extension_with_a_partitioner_and_weight_metrics(tmp_path):
-    extension = (EXAMPLE / "my_extension.py").read_text()
-    gin = (EXAMPLE / "my_run.gin").read_text()
+    (_, _, extension) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    (gin,) = re.findall(r"```\n(from __gin__.*?)```", DOCS, re.DOTALL)
     (command,) = re.findall(r"`(t0repro train --gin_file=my_run.gin .*?)`", DOCS)
     (tmp_path / "my_extension.py").write_text(extension)
     (tmp_path / "my_parts.py").write_text(PARTS)

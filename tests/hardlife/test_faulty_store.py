@@ -16,16 +16,21 @@ import urllib.request
 import numpy as np
 import pytest
 
-from t0repro import storage
+from t0repro import buckets, working_copies
 from t0repro.converters.convert import convert
 from t0repro.converters.inspection import compare
 from t0repro.errors import UserError
-from t0repro.storage import buckets, input_path, stores
-from t0repro.training.checkpoint_retention import remove_interrupted_saves
-from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree, save_tree
+from t0repro.files import input_path
+from t0repro.training.checkpoints import (
+    checkpoint_path,
+    list_checkpoints,
+    load_tree,
+    remove_interrupted_saves,
+    save_tree,
+)
 
-from ..helpers.bucket_servers import S3, GoogleStorage
-from .faulty_store import FaultyStore
+from ..bucket_servers import S3, GoogleStorage
+from ..faulty_store import FaultyStore
 from .jobs import LAST_STEP, T0REPRO, Job, visible_files, write_checkpoint
 
 pytestmark = pytest.mark.hardlife
@@ -63,13 +68,13 @@ def store(monkeypatch, request):
     proxy.bucket = server.address
     for name, value in server.environment(server.port).items():
         monkeypatch.setenv(name, value)
-    stores.file_system.cache_clear()
-    storage.remove_all(server.address)  # moto's servers of one process share their objects
+    buckets.file_system.cache_clear()
+    buckets.remove_all(server.address)  # moto's servers of one process share their objects
     yield proxy
     proxy.close()
     server.stop()
-    storage.close_copies()
-    stores.file_system.cache_clear()
+    working_copies.close_all()
+    buckets.file_system.cache_clear()
 
 
 def in_bucket(job, store, result, *options):
@@ -176,8 +181,8 @@ def test_a_cache_is_written_to_a_store_that_fails_and_read_there(
         store.counts[kind] = 0
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(buckets, "_AHEAD_BYTES", 1 << 13)
-    stores.file_system.cache_clear()
+    monkeypatch.setattr(buckets, "_PART_BYTES", 1 << 13)
+    buckets.file_system.cache_clear()
     task, refused = sorted({name.partition("/")[0] for name in expected})[0], 0
     # Listings are read when a copy is opened, once, so that all that is new is shown by now.
     del store.counts["hidden"]
@@ -185,12 +190,12 @@ def test_a_cache_is_written_to_a_store_that_fails_and_read_there(
         try:
             folder = input_path(f"{address}/{task}")
             for path in sorted(folder.iterdir()):
-                with storage.open_file(path) as file:
+                with working_copies.opened(path) as file:
                     assert file.read() == expected[f"{task}/{path.name}"], path.name
         except UserError as error:
             assert error.fix
             refused += 1
-        storage.close_copies()
+        working_copies.close_all()
     outcome(
         f"a cache in a store that fails ({store.bucket}): written: {written}: {runs} runs, the same"
         f" {len(expected)} files; read: {faults_of(store)}: the same bytes, {refused} errors"
@@ -202,7 +207,7 @@ def speak_with(store, monkeypatch):
     address = f"http://127.0.0.1:{store.port}"
     for name, value in {**store.environment, "TENSORSTORE_GCS_HTTP_URL": address}.items():
         monkeypatch.setenv(name, value)
-    stores.file_system.cache_clear()
+    buckets.file_system.cache_clear()
 
 
 @in_each_store
@@ -211,7 +216,7 @@ def test_a_conversion_between_addresses_of_a_store_that_fails_writes_the_same_by
 ):
     # One that is in plain files, and one of which TensorStore reads a single store.
     sources = [f"{store.bucket}/mtf", f"{store.bucket}/jax"]
-    storage.put_tree(write_checkpoint(tmp_path / "jax"), sources[1])
+    buckets.upload_tree(write_checkpoint(tmp_path / "jax"), sources[1])
     convert(sources[1], sources[0], "mtf")
     for number, source in enumerate(sources):
         convert(source, tmp_path / f"here{number}", "hf")
@@ -226,7 +231,7 @@ def test_a_conversion_between_addresses_of_a_store_that_fails_writes_the_same_by
                 ended = True
             except UserError as error:
                 assert error.fix
-                assert not storage.exists(f"{out}/config.json")
+                assert not buckets.exists(f"{out}/config.json")
         # By name: listings lag.
         for path in (tmp_path / f"here{number % 2}").iterdir():
             assert buckets.read(f"{out}/{path.name}") == path.read_bytes(), path.name

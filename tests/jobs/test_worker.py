@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from t0repro.jobs.job import INTERPRETER, Job, Limits
-from t0repro.jobs.local_launcher import LocalLauncher
+from t0repro.jobs.worker import INTERPRETER, Job, Limits, LocalLauncher
 
 
 def python_job(folder: Path, code: str, **limits) -> Job:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE))
+sys.path.append(str(Path(__file__).resolve().parent))
 
 import mesh_commands as commands  # noqa: E402 (in this folder)
 
@@ -19,7 +18,7 @@ def vocabulary(once) -> Path:
         ended = commands.run_python(code, commands.environment(path))
         assert path.exists(), ended.stderr
 
-    return once("mesh_vocabulary", fill, HERE / "tiny_tasks.py") / "tiny.model"
+    return once("mesh_vocabulary", fill) / "tiny.model"
 
 
 @pytest.fixture(scope="session")

@@ -1,1 +1,0 @@
-"""The launchers: what runs auxiliary jobs, and starts commands as several processes."""

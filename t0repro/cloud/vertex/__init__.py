@@ -1,1 +1,0 @@
-"""Runs of either stack as jobs on Vertex AI."""
