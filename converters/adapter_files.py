@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from t0repro import storage
 from t0repro.adapters import (
     IA3_INPUT,
     IA3_OUTPUT,
@@ -25,10 +26,9 @@ from t0repro.adapters import (
     LORA_B,
     NAMES,
     Adapter,
-    checked,
+    check_adapter,
     kernels,
 )
-from t0repro.converters import storage
 from t0repro.converters.jax_tree import Renamed
 from t0repro.converters.orbax_dir import OrbaxArrays
 from t0repro.converters.peft_config import PEFT_CONFIG, PeftConfig
@@ -44,9 +44,9 @@ from t0repro.converters.tensors import (
 )
 from t0repro.converters.witnesses import ADAPTER
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
+from t0repro.storage import write_atomically
 from t0repro.words import counted, some
 
 
@@ -82,7 +82,7 @@ class AdapterNote:
             found = json.loads(storage.read(path))
             # JSON gives a list, which would not equal the tuple of a run's own Adapter.
             adapter = {**found["adapter"], "targets": tuple(found["adapter"]["targets"])}
-            note = cls(checked(Adapter(**adapter)), found["base"], found["digest"])
+            note = cls(check_adapter(Adapter(**adapter)), found["base"], found["digest"])
             if not isinstance(note.base, str) or not isinstance(note.digest, str):
                 raise TypeError("base and digest are strings")
             return note

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from t0repro import storage
 from t0repro.compat import installed_version
 from t0repro.converters import (
     adapter_files,
@@ -18,9 +19,8 @@ from t0repro.converters import (
     hf_config,
     hf_files,
     jax_tree,
-    model_files,
+    model_gin,
     mtf,
-    storage,
 )
 from t0repro.converters.adapter_files import AdapterCheckpoint, AdapterNote
 from t0repro.converters.jax_tree import Layout
@@ -332,7 +332,7 @@ def make_conversion(
     text = gin_text(source, options.gin_file)
     if text is not None:
         # The output is a whole model; with these bindings, a run would train an adapter on it.
-        text = model_files.without_adapter(text)
+        text = model_gin.without_adapter(text)
     computed = arithmetic(source, family, text, options.gin_file)
     from_config = source.format == "hf"
     where = storage.join(source.path, hf.CONFIG) if from_config else source.path
@@ -391,7 +391,7 @@ def _to_hf(
     # config.json has a single type for all weights, and float32 represents each exactly.
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     vocabulary = Path(options.vocabulary) if options.vocabulary else None
-    bound = model_files.bound_sentinels(text, Path(reader.ref.folder)) if text else None
+    bound = model_gin.bound_sentinels(text, reader.ref.folder) if text else None
     pieces = hf_files.read_pieces(vocabulary, family, bound) if vocabulary else None
     tokenizer = hf_files.tokenizer_files(pieces, family)
     ids = pieces.ids if pieces else hf.read_token_ids(described(reader.ref))

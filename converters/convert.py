@@ -14,7 +14,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from t0repro.converters import adapter_files, hf, jax_tree, model_files, staging, storage
+from t0repro import storage
+from t0repro.converters import adapter_files, hf, jax_tree, model_gin, staging
 from t0repro.converters.adapter_files import AdapterNote, MergedReader, check_is_adapter
 from t0repro.converters.conversion import (
     Cast,
@@ -155,7 +156,7 @@ def _planned(
     if options.gin_file is not None:
         notes += [
             f"{name}, which the gin file includes, is missing; what it binds is not checked."
-            for name in model_files.check_gin_file(options.gin_file, family)
+            for name in model_gin.check_gin_file(options.gin_file, family)
         ]
     check_step(reader, ref)
     check_slots_step(reader)
@@ -263,7 +264,7 @@ def _dtype(to: Target, options: Options) -> tuple[str | None, str]:
     if options.master_dtype:
         return options.master_dtype, "--master_dtype"
     if to == "mtf" and options.gin_file is not None:
-        return model_files.master_dtype(options.gin_file), f"master_dtype in {options.gin_file}"
+        return model_gin.master_dtype(options.gin_file), f"master_dtype in {options.gin_file}"
     return None, ""
 
 
@@ -277,7 +278,7 @@ def _left_behind(reader: CheckpointReader) -> list[str]:
     """Notes about the parts of a T5X checkpoint that no other format can store."""
     files = jax_tree.dataset_state(reader.ref.path) if isinstance(reader, JaxReader) else []
     return [
-        f"T5X's place in its training data ({storage.name(file)}) is left out: it is one of"
+        f"T5X's place in its training data ({storage.base_name(file)}) is left out: it is one of"
         " tf.data's iterators, which only the same SeqIO pipeline can take up again."
         # Each host has a file of its own; one stands for all.
         for file in files[:1]
@@ -334,8 +335,7 @@ def _check_form_exists(shape: ModelShape, to: Target, ref: CheckpointRef, scan: 
     """Raises UserError if the target's own software cannot represent the model."""
     if shape.position_bias_per_layer and to == "t5x" and not scan:
         raise UserError(
-            "Each layer has its own position bias; of T5X's models only scalable_t5, which stacks"
-            " its layers, is such a T5.",
+            "A position bias in each layer (umT5) needs T5X's scanned layout.",
             where=ref.path,
             fix="Add --scan.",
         )
@@ -399,7 +399,9 @@ def _write(
                     fix="Wait until its writer has finished, then convert again.",
                 )
             for name in conversion.small_files.keys() - last:
-                storage.write(storage.join(staged.path, name), conversion.small_files[name])
+                storage.write_atomically(
+                    storage.join(staged.path, name), conversion.small_files[name]
+                )
             writer.close()
         finally:
             writer.abandon()

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.buckets import is_inside
-from t0repro.converters import hf_config, storage, tensors
+from t0repro import storage
+from t0repro.converters import hf_config, tensors
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
 from t0repro.converters.t5x_msgpack import FlaxFile, torch_name
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
@@ -34,6 +34,7 @@ from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import recognise, unknown_variable
 from t0repro.progress import say
+from t0repro.storage.names import is_inside
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"

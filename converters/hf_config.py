@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from t0repro.config.run_config import Activation
+from t0repro.config.model import Activation
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
 

@@ -20,7 +20,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from t0repro.converters import storage, t5x_msgpack, tensors
+from t0repro import storage
+from t0repro.converters import t5x_msgpack, tensors
 from t0repro.converters.orbax_dir import OrbaxArrays, OrbaxWriter, is_orbax
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.converters.witnesses import Manifest, check_manifest
@@ -274,7 +275,7 @@ def jax_writer(
 def jax_refs(directory: str) -> list[CheckpointRef]:
     """Lists a directory's complete checkpoints by ascending step."""
     refs = []
-    for name in storage.names(directory):
+    for name in storage.list_names(directory):
         # T5X and Orbax append a suffix to the name until the checkpoint is complete.
         match = re.fullmatch(r"checkpoint_(\d+)", name)
         if match and (found := jax_ref(storage.join(directory, name), int(match[1]))):
@@ -309,8 +310,12 @@ def _tree_directory(path: str) -> str:
 def dataset_state(path: str) -> list[str]:
     """Lists the files in which T5X saved its position in the training data, sorted by name."""
     # T5X's own checkpointer writes a file `train_ds-...` per host, its Orbax one `dataset/`.
-    own = [storage.join(path, name) for name in storage.names(path) if name.startswith("train_ds-")]
-    return sorted(own + list(storage.walk(storage.join(path, "dataset"))))
+    own = [
+        storage.join(path, name)
+        for name in storage.list_names(path)
+        if name.startswith("train_ds-")
+    ]
+    return sorted(own + list(storage.list_files(storage.join(path, "dataset"))))
 
 
 # ---- T5X's scanned trees (scalable_t5), which stack a tower's layers in one array ----------------

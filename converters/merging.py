@@ -12,7 +12,7 @@ import json
 import os
 from typing import Any
 
-from t0repro.converters import storage
+from t0repro import storage
 from t0repro.converters.adapter_files import MergedReader
 from t0repro.converters.conversion import Options, Target
 from t0repro.converters.convert import ConversionReport, convert, prepare

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from t0repro.converters import storage
+from t0repro import storage
 from t0repro.converters.tensor_bundle import BundleReader, BundleWriter
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.converters.witnesses import Manifest, check_manifest
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
 from t0repro.parameters import naming
 from t0repro.parameters.shape import unknown_variable
+from t0repro.storage import write_atomically
 
 STATE_FILE = "checkpoint"  # names the latest checkpoint of a directory
 OPERATIVE_CONFIG = "operative_config.gin"
@@ -226,10 +226,12 @@ class MtfWriter:
     def close(self) -> None:
         """Writes the configuration and the index, which makes the data a checkpoint; names it."""
         if self._config is not None:
-            storage.write(storage.join(self._directory, OPERATIVE_CONFIG), self._config)
+            storage.write_atomically(storage.join(self._directory, OPERATIVE_CONFIG), self._config)
         self._bundle.close()
         # Names relative to the directory, so that it can be moved.
-        storage.write(storage.join(self._directory, STATE_FILE), _state_text([self._step]))
+        storage.write_atomically(
+            storage.join(self._directory, STATE_FILE), _state_text([self._step])
+        )
 
     def abandon(self) -> None:
         """Closes the data file without writing an index."""
@@ -257,7 +259,7 @@ def publish_mtf(staged: Path, directory: Path, step: int) -> None:
 
 def mtf_steps(directory: str | Path) -> list[int]:
     """Returns the steps of a directory's checkpoints that have an index, ascending."""
-    names = storage.names(str(directory))
+    names = storage.list_names(str(directory))
     matches = (re.fullmatch(r"model\.ckpt-(\d+)\.index", name) for name in names)
     return sorted(int(match[1]) for match in matches if match)
 
@@ -288,7 +290,7 @@ def latest_mtf_prefix(directory: str | Path) -> str | None:
         return storage.join(directory, f"model.ckpt-{steps[-1]}") if steps else None
     # Of a run whose model_dir was an absolute path, the state file names absolute paths. In a
     # copied or moved directory they lead elsewhere, and mean the checkpoint of that name here.
-    prefix = storage.join(directory, storage.name(named))
+    prefix = storage.join(directory, storage.base_name(named))
     if not storage.is_file(f"{prefix}.index"):
         raise UserError(
             f"The checkpoint {named} that this file names is not there.",
@@ -309,17 +311,16 @@ def check_state_file(directory: str | Path) -> None:
     """
     directory = str(directory)
     named = _named_by_state_file(directory)
-    if named is None or storage.is_remote(directory):
+    if named is None or storage.is_address(directory):
         return
     # Joining an absolute name replaces the directory; a relative name does not.
     holder = os.path.dirname(storage.join(directory, named))
     if storage.real(holder) != storage.real(directory):
         raise UserError(
-            f"This file names the checkpoint {named}, in another directory; TensorFlow would look"
-            " there.",
+            f"This file points to {named}, outside its directory, and TensorFlow would look there.",
             where=storage.join(directory, STATE_FILE),
-            fix=f'If the directory was copied or moved, write "{storage.name(named)}" in the file,'
-            " without a directory.",
+            fix="If the directory was copied or moved, write"
+            f' "{storage.base_name(named)}" in the file, without a directory.',
         )
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.buckets import store_error
-from t0repro.converters import storage, tensors
+from t0repro import storage
+from t0repro.converters import tensors
 from t0repro.converters.tensors import Output, TensorInfo, bytes_of
 from t0repro.converters.witnesses import (
     INTEGRITY,
@@ -38,6 +38,7 @@ from t0repro.converters.witnesses import (
     write_integrity,
 )
 from t0repro.errors import UserError
+from t0repro.storage.access import store_error
 
 METADATA = "_METADATA"
 _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
@@ -52,7 +53,7 @@ _IS_CHUNK = re.compile(r"(?:c[./])?\d+(?:[./]\d+)*|c")
 
 def is_orbax(path: str) -> bool:
     """Returns whether a directory is a complete Orbax checkpoint, or one of this project's."""
-    if storage.is_remote(path):
+    if storage.is_address(path):
         return _is_committed(path)
     # On a disk, a checkpoint gets its folder's name by a rename once it is complete.
     names = (INTEGRITY, METADATA, _CHECKPOINT_METADATA)
@@ -61,7 +62,7 @@ def is_orbax(path: str) -> bool:
 
 def _is_committed(path: str) -> bool:
     """Whether an Orbax directory in a bucket, which appears file by file, is complete."""
-    names = set(storage.names(path))
+    names = set(storage.list_names(path))
     # Orbax writes COMMITTED last, this project INTEGRITY.
     if not names.isdisjoint((INTEGRITY, COMMITTED)):
         return True
@@ -98,7 +99,7 @@ class OrbaxArrays:
         if self._base is not None:
             # In an OCDBT store, an array has no file of its own to check on reading.
             check_contents(self._base.path, self.integrity)
-        self._sizes = storage.sizes(self._path)
+        self._sizes = storage.file_sizes(self._path)
         self._chunks: dict[str, set[str]] = {}  # array -> its chunks, of an OCDBT store
         # Names of arrays have no dots; in the tree, a slash takes their place.
         self._arrays = {name.replace(".", "/"): found for name, found in self._list()}
@@ -147,7 +148,7 @@ class OrbaxArrays:
             return self._read_by_tensorstore(name)
         array = tensors.empty(info.shape, info.dtype)
         size = self._sizes[chunk_name]
-        if size != info.nbytes or not storage.read_into(chunk, 0, array):
+        if size != info.nbytes or not storage.read_into(chunk, 0, bytes_of(array)):
             raise damaged(chunk, f"it has {size:,} bytes, not {info.nbytes:,}")
         expected = self.integrity.get(chunk_name)
         if expected and _crc32(array) != expected["crc32"]:
@@ -237,7 +238,7 @@ class OrbaxArrays:
         """Name with dots and description of each array."""
         if self._base is None:
             files = [file for file in self._sizes if file.partition("/")[2] in _DESCRIPTIONS]
-            contents = storage.at_once(
+            contents = storage.call_at_once(
                 lambda file: read_checked(self._path, file, self.integrity), files
             )
             for file, content in zip(files, contents, strict=True):
@@ -288,11 +289,12 @@ class _Base:
         # Without this cache, TensorStore would read an OCDBT store's tree again for every array.
         self.context = ts.Context({"cache_pool#tree": {"total_bytes_limit": 1 << 24}})
         self.path = directory
-        spec = storage.tensorstore_name(directory)
+        spec = storage.tensorstore_spec(directory)
         if spec is None:
-            self._copy = storage.LocalCopy(directory)  # until this object is deleted
+            self._copy = storage.copy_here(directory)  # until this object is deleted
+            assert self._copy is not None
             self.path = self._copy.path
-            spec = storage.tensorstore_name(self.path)
+            spec = storage.tensorstore_spec(self.path)
         assert spec is not None
         self.spec: dict[str, Any] = spec
 
@@ -305,7 +307,7 @@ class _Base:
     def failure(self, error: Exception, where: str) -> UserError:
         """The error for one of TensorStore's, which are of many kinds for a damaged file."""
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if storage.is_remote(self.path) and reason.startswith(_REFUSALS):
+        if storage.is_address(self.path) and reason.startswith(_REFUSALS):
             return store_error(error, where)
         return damaged(where, reason)
 
@@ -340,12 +342,12 @@ class OrbaxWriter:
         self._metadata = metadata
         self._names: list[str] = []
         self._files: dict[str, Written] = {}
-        storage.make_directory(self._path)
+        storage.make_folder(self._path)
 
     def add(self, output: Output, array: np.ndarray) -> None:
         """Writes an array under its tree path."""
         directory = output.name.replace("/", ".")
-        storage.make_directory(storage.join(self._path, directory))
+        storage.make_folder(storage.join(self._path, directory))
         self._write(f"{directory}/{_plain_chunk(array.shape)}", bytes_of(array))
         self._write(f"{directory}/{_ARRAY}", memoryview(_plain_text(array).encode()))
         self._names.append(output.name)
@@ -359,7 +361,7 @@ class OrbaxWriter:
         if chunk.stat().st_size != output.info.nbytes:
             return None
         array = tensors.empty(output.info.shape, output.info.dtype)
-        return array if storage.read_into(str(chunk), 0, array) else None
+        return array if storage.read_into(str(chunk), 0, bytes_of(array)) else None
 
     def keep(self, output: Output, array: np.ndarray) -> None:
         """Adds an existing array to the lists of names and files."""
@@ -380,7 +382,7 @@ class OrbaxWriter:
                 # Orbax's CheckpointManager looks for the marker in the checkpoint's own folder, not
                 # in its items'.
                 marker = storage.join(self._root, _CHECKPOINT_METADATA)
-                storage.write(marker, _checkpoint_metadata(None))
+                storage.write_atomically(marker, _checkpoint_metadata(None))
         for name, content in small.items():
             self._write(name, memoryview(content))
         # Sync everything before the listing that vouches for it.

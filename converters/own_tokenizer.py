@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t0repro.converters import storage
+from t0repro import storage
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.tasks.vocabulary import (
@@ -66,7 +66,7 @@ def own_vocabulary(source: CheckpointRef) -> VocabularyFile | None:
     # diffusers has text_encoder_2/ and tokenizer_2/ in a folder.
     pipeline = storage.join(folder, name.replace("text_encoder", "tokenizer"))
     for place in dict.fromkeys((source.folder, pipeline)):
-        names = set(storage.names(place)) if storage.is_directory(place) else set()
+        names = set(storage.list_names(place)) if storage.is_directory(place) else set()
         if PIECES in names:
             return VocabularyFile(storage.join(place, PIECES))
         if _SETTINGS in names:
@@ -96,7 +96,7 @@ def check_own_tokenizer(folders: Sequence[str], *vocabularies: Any) -> bool:
     # Inputs and targets mostly have the same.
     distinct = {id(vocabulary): vocabulary for vocabulary in vocabularies if vocabulary is not None}
     for folder in folders:
-        names = set(storage.names(folder)).intersection(FILES)
+        names = set(storage.list_names(folder)).intersection(FILES)
         for vocabulary in distinct.values():
             if names and model_of(vocabulary) is not None:
                 found |= _check_pieces(vocabulary, folder, names)

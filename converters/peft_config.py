@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from t0repro import storage
 from t0repro.adapters import Adapter, Kind
-from t0repro.converters import storage
 from t0repro.errors import UserError
 
 PEFT_CONFIG = "adapter_config.json"
@@ -106,7 +106,7 @@ class PeftConfig:
         try:
             config = json.loads(storage.read(where))
             if not isinstance(config, dict):
-                raise TypeError("no object")
+                raise TypeError("expected a JSON object")
         except (ValueError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{PEFT_CONFIG} cannot be read: {error}.", where=where, fix="Copy the file again."

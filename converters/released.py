@@ -14,10 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from t0repro.buckets import google_storage
 from t0repro.config.recipe import ADAFACTOR
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import folder_lock, make_folder, naming, write_atomically
 from t0repro.hub_files import (
     DELAYS_SECONDS,
     Bucket,
@@ -27,8 +25,11 @@ from t0repro.hub_files import (
     check_room,
 )
 from t0repro.parameters.shape import ModelShape
-from t0repro.partitioning.costs import slot_bytes
+from t0repro.partitioning.memory import slot_bytes
 from t0repro.progress import byte_progress
+from t0repro.storage import lock_folder, make_folder, write_atomically
+from t0repro.storage.access import google_storage
+from t0repro.storage.disk import name_in_errors
 
 OPT_IN = "T0REPRO_CHECKPOINT_HUB"
 HUB = "https://huggingface.co"
@@ -220,7 +221,7 @@ def fetch(
             fix=f"Set {OPT_IN}=1 and start the command again.",
         )
     server, folder = _server(released, base_url, revision, delays)
-    with folder_lock(to, "fetching"):
+    with lock_folder(to, "fetching"):
         listed = server.files(folder)
         if not listed:
             raise UserError(
@@ -313,7 +314,7 @@ def _publish(partial: Path, to: Path, chosen: dict[str, HubFile]) -> None:
     # False sorts before True: the files in `last` come after all others.
     for name in sorted(chosen, key=lambda name: (name.endswith(last), name)):
         # After a power failure, a file renamed before its contents were synced may be empty.
-        with naming(to / name), open(partial / name, "rb") as file:
+        with name_in_errors(to / name), open(partial / name, "rb") as file:
             os.fsync(file.fileno())
         make_folder((to / name).parent)
         os.replace(partial / name, to / name)

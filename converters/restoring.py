@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
+from t0repro import storage
+from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.configuration import RunInputs
-from t0repro.config.run_config import Mode, RunConfig
-from t0repro.config.training_plan import RestoreConfig
-from t0repro.converters import mtf, sources, storage
+from t0repro.config.run import Mode, RunConfig
+from t0repro.converters import mtf, sources
 from t0repro.converters.model_files import open_configured
 from t0repro.converters.own_tokenizer import check_own_tokenizer
 from t0repro.converters.tensor_bundle import BundleReader

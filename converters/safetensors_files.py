@@ -18,11 +18,12 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from t0repro.converters import storage, tensors
+from t0repro import storage
+from t0repro.converters import tensors
 from t0repro.converters.tensors import Output, TensorInfo, bytes_of
 from t0repro.converters.witnesses import damaged, missing_file
 from t0repro.errors import UserError
-from t0repro.files import naming
+from t0repro.storage.disk import name_in_errors
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -54,7 +55,7 @@ class SafetensorsFile:
         self.metadata = _metadata(path, self._header.pop("__metadata__", None))
         self.tensors = {name: _info(path, name, entry) for name, entry in self._header.items()}
         end = _end(path, {name: entry["data_offsets"] for name, entry in self._header.items()})
-        if (actual := storage.size(path)) != self._start + end:
+        if (actual := storage.file_size(path)) != self._start + end:
             raise damaged(
                 path, f"it has {actual:,} bytes, but its header calls for {self._start + end:,}"
             )
@@ -64,7 +65,7 @@ class SafetensorsFile:
         info = self.tensors[name]
         begin, _ = self._header[name]["data_offsets"]
         array = tensors.empty(info.shape, info.dtype)
-        if not storage.read_into(self._path, self._start + begin, array):
+        if not storage.read_into(self._path, self._start + begin, bytes_of(array)):
             raise damaged(self._path, f"{name} goes beyond its end")
         array.flags.writeable = False
         return array
@@ -72,15 +73,15 @@ class SafetensorsFile:
 
 def _read_header(path: str) -> tuple[dict[str, Any], int]:
     try:
-        size = storage.size(path)
+        size = storage.file_size(path)
     except OSError:
         raise missing_file(path) from None
-    first = storage.read_range(path, 0, 8)
+    first = storage.read(path, 0, 8)
     # The check below refuses a file too short for the length.
     length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
     if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
         raise damaged(path, "it does not begin as a safetensors file does")
-    content = storage.read_range(path, 8, length)
+    content = storage.read(path, 8, length)
     # Counting takes no time; parsing millions of values takes half a minute and a gigabyte.
     if content.count(b",") > _VALUES_LIMIT:
         raise damaged(path, "its header lists more than any T5 has")
@@ -187,7 +188,11 @@ class SafetensorsWriter:
         if path.stat().st_size < self._places[output.name] + output.info.nbytes:
             return None
         array = tensors.empty(output.info.shape, output.info.dtype)
-        return array if storage.read_into(str(path), self._places[output.name], array) else None
+        return (
+            array
+            if storage.read_into(str(path), self._places[output.name], bytes_of(array))
+            else None
+        )
 
     def keep(self, output: Output, array: np.ndarray) -> None:
         """Nothing to do: the place is filled already."""
@@ -198,7 +203,7 @@ class SafetensorsWriter:
         # Tensors come in the order of their places, so only kept ones are passed over.
         if file.tell() != place:
             file.seek(place)
-        with naming(file.name):
+        with name_in_errors(file.name):
             file.write(bytes_of(array))
             # Flushed: once the log names a tensor as written, a killed process must not lose it.
             file.flush()

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from t0repro import storage
 from t0repro.adapters import Adapter
-from t0repro.converters import adapter_files, hf, jax_tree, mtf, storage
+from t0repro.converters import adapter_files, hf, jax_tree, mtf, released
 from t0repro.converters.adapter_files import (
     AdapterNote,
     MergedReader,
@@ -102,7 +103,7 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
         if source in (None, "mtf"):
             # Raises if a state file names a missing checkpoint: a more useful message.
             mtf.latest_mtf_prefix(path)
-        _refuse_formats(path, storage.names(path))
+        _refuse_formats(path, storage.list_names(path))
         what = f"The directory holds no checkpoint{f' of the format {source}' if source else ''}."
         raise _not_found(what + _unfinished(path), path)
     if step is None:
@@ -122,10 +123,10 @@ def absence(path: str) -> str:
     """
     if storage.is_file(path):
         return "This file is not a checkpoint."
-    named = re.fullmatch(r"(?:checkpoint_|model\.ckpt-)(\d+)(?:\.index)?", storage.name(path))
+    named = re.fullmatch(r"(?:checkpoint_|model\.ckpt-)(\d+)(?:\.index)?", storage.base_name(path))
     refs = list_checkpoints(os.path.dirname(path.rstrip("/")) or ".") if named else []
     there = f"; its directory has {_steps(refs)}" if refs else ""
-    return f"There is no checkpoint with this name{there}."
+    return f"Checkpoint not found{there}."
 
 
 def _steps(refs: list[CheckpointRef]) -> str:
@@ -188,7 +189,7 @@ def _latest(path: str, refs: list[CheckpointRef], source: Format | None) -> Chec
 
 def _unfinished(path: str) -> str:
     """A sentence about a checkpoint that is still being written, or ""."""
-    names = storage.names(path)
+    names = storage.list_names(path)
     # Incomplete checkpoints: tf.train.Saver's parts before it merges them, T5X's and Orbax's
     # folders before they are renamed.
     partial = [
@@ -209,7 +210,7 @@ def _refuse_file(path: str) -> None:
             where=path,
             fix=f"Give its directory: {directory}.",
         )
-    _refuse_formats(directory, [storage.name(path)])
+    _refuse_formats(directory, [storage.base_name(path)])
 
 
 # Converts any model exactly, and runs no code from the file.
@@ -241,6 +242,12 @@ def _refuse_formats(directory: str, names: list[str]) -> None:
 
 
 def _not_found(what: str, path: str) -> CheckpointNotFound:
+    if path in released.catalogue():
+        return CheckpointNotFound(
+            f"{path} is the name of a released checkpoint, which is not on this machine.",
+            where=path,
+            fix=f"Download it: t0repro checkpoint fetch {path} --to DIR.",
+        )
     return CheckpointNotFound(
         what,
         where=path,
@@ -359,21 +366,21 @@ def base_of(ref: CheckpointRef) -> CheckpointRef:
 def files_of(ref: CheckpointRef) -> list[str]:
     """Lists the files that a checkpoint is read from; of an adapter's, those of its base too."""
     if is_adapter(ref):
-        return [*sorted(storage.walk(ref.path)), *files_of(base_of(ref))]
+        return [*sorted(storage.list_files(ref.path)), *files_of(base_of(ref))]
     if ref.format == "mtf":
         directory, _, prefix = ref.path.rpartition("/")
-        names = storage.names(directory or ".")
+        names = storage.list_names(directory or ".")
         return [
             storage.join(directory or ".", name) for name in names if name.startswith(f"{prefix}.")
         ]
     if ref.format == "hf":
-        names = storage.names(ref.path)
+        names = storage.list_names(ref.path)
         return [
             storage.join(ref.path, name)
             for name in names
             if name == hf.CONFIG or name.endswith((".safetensors", ".msgpack", ".index.json"))
         ]
-    return sorted(storage.walk(ref.path))
+    return sorted(storage.list_files(ref.path))
 
 
 def fingerprint(ref: CheckpointRef) -> dict[str, Any]:
@@ -381,7 +388,7 @@ def fingerprint(ref: CheckpointRef) -> dict[str, Any]:
     # Remote file systems cache listings, which would hide the change.
     storage.refresh(ref.path)
     files = files_of(ref)
-    return dict(zip(files, storage.at_once(storage.stamp, files), strict=True))
+    return dict(zip(files, storage.call_at_once(storage.stamp, files), strict=True))
 
 
 def check_checkpoint(reader: CheckpointReader) -> ModelShape:

@@ -25,23 +25,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t0repro import buckets, leases
-from t0repro.buckets import checked, is_address
+from t0repro import storage
 from t0repro.converters import mtf
 from t0repro.converters.tensors import CheckpointRef, Format, Output
 from t0repro.converters.witnesses import MANIFEST, describe
 from t0repro.errors import UserError
-from t0repro.files import (
-    LOCK_FILES,
+from t0repro.storage import (
+    check_address,
     check_folder,
-    folder_lock,
+    is_address,
+    lock_folder,
     make_folder,
-    naming,
     output_path,
-    sync_directory,
-    sync_tree,
     write_atomically,
 )
+from t0repro.storage.disk import name_in_errors, sync, sync_tree
+from t0repro.storage.locks import LOCK_FILES
 from t0repro.words import sized
 
 REQUEST, DIGESTS = "request.json", "digests.jsonl"
@@ -67,7 +66,7 @@ class Staged:
         """Yields a function that writes a tensor, hashes it meanwhile, and logs the digest."""
         # A separate thread, so that hashing overlaps with writing.
         path = self.log_file or Path(os.devnull)
-        with naming(path), open(path, "a") as file, ThreadPoolExecutor(1) as pool:
+        with name_in_errors(path), open(path, "a") as file, ThreadPoolExecutor(1) as pool:
 
             def enter(output: Output, array: np.ndarray, write: Callable[[], None]) -> None:
                 description = pool.submit(describe, array)
@@ -121,7 +120,7 @@ def destination(dst: str | os.PathLike[str]) -> Destination:
     Raises:
       UserError: For an address that cannot be opened.
     """
-    return InBucket(checked(dst)) if is_address(dst) else OnDisk(output_path(dst))
+    return InBucket(check_address(dst)) if is_address(dst) else OnDisk(output_path(dst))
 
 
 # ---- In a bucket ---------------------------------------------------------------------------------
@@ -140,7 +139,7 @@ class InBucket:
         """Raises UserError if objects are there, except an interrupted conversion's."""
         # An earlier checkpoint's extra objects would remain among the new one's.
         del force
-        if self._objects() and not buckets.exists(f"{self.path}/{_IN_BUCKET}"):
+        if self._objects() and not storage.exists(f"{self.path}/{_IN_BUCKET}"):
             raise self._taken()
 
     def check_space(self, needed: int) -> None:
@@ -150,16 +149,16 @@ class InBucket:
     def staged(self, request: dict[str, Any]) -> Iterator[Staged]:
         """The address itself, without what an interrupted conversion of the same request left."""
         mark, text = f"{self.path}/{_IN_BUCKET}", json.dumps(request, sort_keys=True).encode()
-        with leases.held(self.path, _PURPOSE, fix="Wait for it, or give another address."):
+        with lock_folder(self.path, _PURPOSE, fix="Wait for it, or give another address."):
             if left := self._objects():
-                if not (buckets.exists(mark) and buckets.read(mark) == text):
+                if not (storage.exists(mark) and storage.read(mark) == text):
                     raise self._taken()
                 for name in left:
-                    buckets.remove(f"{self.path}/{name}")
-            buckets.write(mark, text)
+                    storage.remove(f"{self.path}/{name}")
+            storage.write_atomically(mark, text)
             yield Staged(self.path, {}, None)
             # Removed last: while it is there, what is at the address counts as unfinished.
-            buckets.remove(mark)
+            storage.remove(mark)
 
     def publish(
         self, staged: Staged, target: CheckpointRef, manifest: str, last: Mapping[str, bytes]
@@ -167,10 +166,10 @@ class InBucket:
         """Writes the manifest, then the rest."""
         del staged, target
         for name, content in {MANIFEST: manifest.encode(), **last}.items():
-            buckets.write(f"{self.path}/{name}", content)
+            storage.write_atomically(f"{self.path}/{name}", content)
 
     def _objects(self) -> list[str]:
-        return [name for name in buckets.objects(self.path) if not name.startswith(_HIDDEN)]
+        return [name for name in storage.file_sizes(self.path) if not name.startswith(_HIDDEN)]
 
     def _taken(self) -> UserError:
         return UserError(
@@ -242,10 +241,10 @@ class OnDisk:
         root = self._root
         with contextlib.ExitStack() as held:
             if self._directory.exists():
-                held.enter_context(folder_lock(self._directory, _PURPOSE))
+                held.enter_context(lock_folder(self._directory, _PURPOSE))
             # Lock both: the destination, if others may write into it, and the hidden directory
             # itself.
-            held.enter_context(folder_lock(root, _PURPOSE))
+            held.enter_context(lock_folder(root, _PURPOSE))
             text, files = json.dumps(request, sort_keys=True), root / "files"
             # An interrupted cleanup may have left the request without the files, or only some of
             # them.
@@ -278,7 +277,7 @@ class OnDisk:
             # A power failure must not leave the final name without its contents.
             sync_tree(files)
             os.rename(files, directory)
-            sync_directory(directory.parent)
+            sync(directory.parent)
             return
         if target.format in ("hf", "peft"):
             _publish_files(files, directory, manifest, target.format)
@@ -350,4 +349,4 @@ def _publish_files(staged: Path, directory: Path, manifest: str, target: Format)
             os.replace(staged / name, directory / name)
     write_atomically(directory / MANIFEST, manifest)
     os.replace(staged / config, directory / config)
-    sync_directory(directory)
+    sync(directory)

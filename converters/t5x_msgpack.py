@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from t0repro.converters import storage
+from t0repro import storage
 from t0repro.converters.orbax_dir import OrbaxArrays
 from t0repro.converters.tensors import TensorInfo
 from t0repro.converters.witnesses import check_names, damaged, missing_file, read_checked

@@ -23,11 +23,12 @@ import google_crc32c
 import ml_dtypes
 import numpy as np
 
-from t0repro.converters import storage, tensors
+from t0repro import storage
+from t0repro.converters import tensors
 from t0repro.converters.tensors import bytes_of
 from t0repro.converters.witnesses import damaged
 from t0repro.errors import UserError
-from t0repro.files import naming
+from t0repro.storage.disk import name_in_errors
 
 _TABLE_MAGIC = 0xDB4775248B80FB57
 _FOOTER_BYTES = 48
@@ -102,7 +103,7 @@ class BundleReader:
         array = tensors.empty(entry.shape, entry.dtype)
         if array.nbytes != entry.size:
             raise damaged(file_name, f"{name} has {entry.size} bytes, not {array.nbytes}")
-        if not storage.read_into(file_name, entry.offset, array):
+        if not storage.read_into(file_name, entry.offset, bytes_of(array)):
             raise damaged(file_name, f"{name} goes beyond its end")
         if _masked(_crc32c(array)) != entry.masked_crc32c:
             raise damaged(file_name, f"the checksum of {name} is wrong")
@@ -125,7 +126,7 @@ class BundleReader:
                     where=path,
                     fix="Copy all files that begin with this prefix, or choose another checkpoint.",
                 )
-            if (actual := storage.size(path)) < size:
+            if (actual := storage.file_size(path)) < size:
                 raise damaged(path, f"it has {actual} bytes, but the index calls for {size}")
 
 
@@ -280,7 +281,7 @@ class BundleWriter:
         """Appends a tensor; its dtype must be one of `_DTYPES`."""
         array = np.asarray(array, order="C")
         offset = self._data.tell()
-        with naming(self._data.name):
+        with name_in_errors(self._data.name):
             self._data.write(bytes_of(array))
         self._entries[name] = _entry(array, offset)
 
@@ -301,14 +302,14 @@ class BundleWriter:
     def close(self) -> None:
         """Syncs the data file and writes the index."""
         # An interrupted conversion of more tensors may have left bytes after the last one.
-        with naming(self._data.name):
+        with name_in_errors(self._data.name):
             self._data.truncate()
         storage.finish(self._data)
         # One shard; VersionDef.producer 1, kTensorBundleVersion.
         header = _field(1, 1) + _field(3, _field(1, 1))
         table = {name.encode(): _format_entry(entry) for name, entry in self._entries.items()}
         with storage.open_new(f"{self._prefix}.index") as file:
-            with naming(file.name):
+            with name_in_errors(file.name):
                 file.write(_format_table({b"": header, **table}))
             storage.finish(file)
 

@@ -111,8 +111,8 @@ def check_types(reader: CheckpointReader) -> None:
         is_integer = info.dtype.kind in "iu"
         if is_integer != (key == STEP) or info.dtype.kind == "b" or (is_integer and info.shape):
             raise UserError(
-                f"{reader.native_name(key)} is stored as {info.dtype.name} of shape"
-                f" {list(info.shape)}, which a T5's is not.",
+                f"{reader.native_name(key)} has dtype {info.dtype.name} and shape"
+                f" {list(info.shape)}; expected {'a whole number' if key == STEP else 'floats'}.",
                 where=reader.ref.path,
                 fix="Copy the whole checkpoint again, or choose another one.",
             )

@@ -13,11 +13,11 @@ from typing import Any, TypedDict, get_args
 
 import numpy as np
 
-from t0repro.buckets import is_inside
-from t0repro.converters import storage
+from t0repro import storage
 from t0repro.converters.tensors import CheckpointRef, Format, bytes_of
 from t0repro.errors import UserError
 from t0repro.parameters import naming
+from t0repro.storage.names import is_inside
 from t0repro.words import counted
 
 INTEGRITY = "integrity.json"
@@ -86,8 +86,8 @@ def parameters_digest(names: Iterable[str], read: Callable[[str], np.ndarray]) -
 def describe_files(directory: Path) -> dict[str, Written]:
     """Returns length and CRC-32 of every file below a directory, by relative path."""
     root = os.fspath(directory)
-    sizes = dict(sorted(storage.sizes(root).items()))
-    sums = storage.at_once(lambda name: _crc32(storage.join(root, name)), sizes)
+    sizes = dict(sorted(storage.file_sizes(root).items()))
+    sums = storage.call_at_once(lambda name: _crc32(storage.join(root, name)), sizes)
     return {
         name: {"bytes": size, "crc32": crc32}
         for (name, size), crc32 in zip(sizes.items(), sums, strict=True)
@@ -97,7 +97,7 @@ def describe_files(directory: Path) -> dict[str, Written]:
 def write_integrity(directory: str | os.PathLike[str], files: dict[str, Written]) -> None:
     """Writes the list of a directory's files, which marks the checkpoint as complete."""
     listing = json.dumps({"files": dict(sorted(files.items()))}, indent=1)
-    storage.write(storage.join(os.fspath(directory), INTEGRITY), listing)
+    storage.write_atomically(storage.join(os.fspath(directory), INTEGRITY), listing)
 
 
 def read_integrity(directory: str) -> dict[str, Written]:
@@ -109,12 +109,12 @@ def read_integrity(directory: str) -> dict[str, Written]:
     listing = storage.join(directory, INTEGRITY)
     if not storage.is_file(listing):
         return {}
-    files, sizes = _parse(listing), storage.sizes(directory)
+    files, sizes = _parse(listing), storage.file_sizes(directory)
     for name, written in files.items():
         file = storage.join(directory, name)
         if name not in sizes and not storage.is_file(file):  # a listing may lag behind
             raise missing_file(file)
-        if (size := sizes.get(name) or storage.size(file)) != written["bytes"]:
+        if (size := sizes.get(name) or storage.file_size(file)) != written["bytes"]:
             raise damaged(file, f"it has {size:,} bytes, but {written['bytes']:,} were written")
     return files
 
@@ -144,7 +144,7 @@ def check_contents(directory: str | os.PathLike[str], files: dict[str, Written])
             raise damaged(file, "its CRC-32 differs from what was written")
 
     # `at_once` is a generator: without the loop, it would check nothing.
-    for _ in storage.at_once(check, files):
+    for _ in storage.call_at_once(check, files):
         pass
 
 
@@ -165,7 +165,7 @@ def _parse(listing: str) -> dict[str, Written]:
 
 def _crc32(file: str) -> int:
     value = 0
-    for block in storage.blocks(file):
+    for block in storage.read_blocks(file):
         value = zlib.crc32(block, value)
     return value
 
@@ -289,13 +289,13 @@ def check_names(
         count = counted(len(missing), "array is", "arrays are")
         example = missing[0] if len(missing) == 1 else f"for instance {missing[0]}"
         raise UserError(
-            f"{count} missing: {example}. {storage.name(witness)} names it.",
+            f"{count} missing: {example}. {storage.base_name(witness)} names it.",
             where=f"{place(missing[0])}; {witness}",
             fix="Copy the whole checkpoint again, or choose another one.",
         )
     if surplus := sorted(there - named):
         raise UserError(
-            f"{surplus[0]} is here, but {storage.name(witness)} does not name it.",
+            f"{surplus[0]} is here, but {storage.base_name(witness)} does not name it.",
             where=f"{place(surplus[0])}; {witness}",
             fix="The files of two checkpoints are mixed, or one is damaged: copy the whole"
             " checkpoint again, into an empty directory.",

@@ -2,7 +2,7 @@
 # Does the recipe learn? Runs T0's recipe from T5X's gin files, on real data and at a size for two CPU cores. For
 # each of three seeds, it pretrains a small T5 1.1 by span corruption, adapts it to language modelling and
 # fine-tunes it on prompts of four datasets. It then evaluates every checkpoint of the fine-tuning by rank
-# classification on held-out prompts and datasets. docs/learning.md has the results.
+# classification on held-out prompts and datasets. docs/evidence/learning.md has the results.
 #
 #   T0REPRO_DATA_DIR=DIR bash scripts/small_texts.sh
 #

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from t0repro.files import write_atomically
+from t0repro.storage import write_atomically
 from t0repro.tasks.examples.small_texts import FIELDS, TRAIN
 from t0repro.tasks.rows import data_folder
 

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # All checks before a change is merged: lint, format, imports, types, tests. Arguments go to pytest.
-#   bash scripts/test.sh                   # all tests except slow ones and fault injection
-#   bash scripts/test.sh --fast            # under 3 minutes on two idle cores: tests/fast_tier.txt
-#   bash scripts/test.sh tests/mtf -x     # these tests, after lint and types
+#   bash scripts/test.sh                   # every test; of those with long cases, the cheapest cases
+#   bash scripts/test.sh --all             # every case, as continuous integration does
+#   bash scripts/test.sh --rest            # only the cases that the first leaves out, without the other checks
+#   bash scripts/test.sh --fast            # the cheapest tests of every folder
+#   bash scripts/test.sh tests/mtf -x      # every case of these
+#   bash scripts/test.sh --record          # --all, and keep what each took in tests/seconds.json
 #   bash scripts/test.sh --coverage        # which lines and branches the tests run; slower by a third
 #   bash scripts/test.sh -m slow           # those that take more than a minute each
 #   bash scripts/test.sh -m hardlife       # kills, full disks, power loss, remote stores: nightly
@@ -10,41 +13,51 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 TIER=tests bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
+# Many containers set this; a thousand processes would compile the package and the tests anew.
+unset PYTHONDONTWRITEBYTECODE
 
-tests=()
 run=(pytest)
-case ${1:-} in
-  --fast)
-    shift
-    mapfile -t tests < <(grep -v '^#' tests/fast_tier.txt)
-    ;;
-  --coverage)
-    shift
-    run=(coverage run -m pytest)
-    mkdir -p build/coverage
-    coverage erase
-    # Reported after failures too.
-    trap 'coverage combine --quiet && coverage report' EXIT
-    ;;
-esac
+if [[ ${1:-} == --coverage ]]; then
+  shift
+  run=(coverage run -m pytest)
+  mkdir -p build/coverage
+  coverage erase
+  # Reported after failures too.
+  trap 'coverage combine --quiet && coverage report' EXIT
+fi
 
-echo "== ruff"
-ruff check
-ruff format --check
 # Imports and types are checked on the built package: in the checkout, tasks/, converters/ and gin/ are not below
 # t0repro, and gin/ would be mistaken for gin-config.
-built=build/typed
-rm -rf "$built"
-python -P setup.py --quiet build_py --build-lib "$built"
-cp pyproject.toml "$built"
-ln -s ../../.venv "$built/.venv"
-echo "== import contracts"
-(cd "$built" && PYTHONPATH=. lint-imports --no-logo)
-echo "== basedpyright"
-(cd "$built" && basedpyright --level error t0repro)
+check_imports_and_types() {
+  local built=build/typed
+  rm -rf "$built"
+  python -P setup.py --quiet build_py --build-lib "$built"
+  cp pyproject.toml "$built"
+  ln -s ../../.venv "$built/.venv"
+  cd "$built"
+  echo "== import contracts"
+  PYTHONPATH=. lint-imports --no-logo
+  echo "== basedpyright"
+  basedpyright --level error t0repro
+}
+
+checks=
+if [[ ${1:-} != --rest ]]; then
+  echo "== ruff"
+  ruff check
+  ruff format --check
+  mkdir -p build
+  (check_imports_and_types) >build/checks.log 2>&1 &
+  checks=$!
+fi
 echo "== pytest"
-# loadfile, because the tests of a file share fixtures, such as one training run. tests/conftest.py sets the order
-# of files. Three workers on two cores, because tests often wait for processes that they started.
-"${run[@]}" -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder \
-  -m "not slow and not hardlife" \
-  ${tests[@]+"${tests[@]}"} "$@"
+# loadfile, because the tests of a file share fixtures, such as one training run. Three workers on two cores, because
+# tests often wait for processes that they started.
+failed=0
+"${run[@]}" -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder -m "not slow and not hardlife" "$@" ||
+  failed=$?
+if [[ -n $checks ]]; then
+  wait "$checks" || failed=1
+  cat build/checks.log
+fi
+exit "$failed"

@@ -65,11 +65,11 @@ class Adapter:
           UserError: If a target is not a regular expression or matches no kernel, or if the rank is
             above a kernel's smaller side.
         """
-        known, found = kernels(shape), set[str]()
+        all_kernels, matched = kernels(shape), set[str]()
         where = where or f"adapters.{self.kind}.targets"
         for target in self.targets:
             try:
-                matching = [path for path in known if re.fullmatch(target, path)]
+                matching = [path for path in all_kernels if re.fullmatch(target, path)]
             except (re.error, OverflowError, RecursionError) as error:
                 raise UserError(
                     f"{target!r} is not a regular expression: {error}.", where=where
@@ -78,23 +78,23 @@ class Adapter:
                 raise UserError(
                     f"The target {target!r} matches no kernel of a layer.",
                     where=where,
-                    fix=f"Nearest: {nearest_names(target, known, count=3)}. A target has to match a"
-                    " kernel's full name (docs/t5x.md).",
+                    fix=f"Nearest: {nearest_names(target, all_kernels, count=3)}. A target has to"
+                    " match a kernel's full name (docs/t5x.md).",
                 )
-            found.update(matching)
-        if not found:
+            matched.update(matching)
+        if not matched:
             raise UserError("The adapter has no target.", where=where, fix="Name at least one.")
-        for path in known:
+        for path in all_kernels:
             # A product of a higher rank has more parameters, but no updates that this one lacks.
-            if path in found and self.rank > min(known[path]):
+            if path in matched and self.rank > min(all_kernels[path]):
                 raise UserError(
-                    f"rank = {self.rank} is above that of {path}, which is {known[path][0]} x"
-                    f" {known[path][1]}.",
+                    f"rank = {self.rank} is above that of {path}, which is {all_kernels[path][0]} x"
+                    f" {all_kernels[path][1]}.",
                     where="adapters.lora.rank",
-                    fix=f"Choose at most {min(known[path])}, or leave the kernel out of the"
+                    fix=f"Choose at most {min(all_kernels[path])}, or leave the kernel out of the"
                     " targets.",
                 )
-        return [path for path in known if path in found]
+        return [path for path in all_kernels if path in matched]
 
     def parameter_shapes(
         self, shape: ModelShape, where: str | None = None
@@ -104,17 +104,17 @@ class Adapter:
         Raises:
           UserError: See `adapted_kernels`.
         """
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for path in self.adapted_kernels(shape, where):
             owner, (size_in, size_out) = path.removesuffix("kernel"), kernels(shape)[path]
             if self.kind == "lora":
-                found[owner + LORA_A] = (size_in, self.rank)
-                found[owner + LORA_B] = (self.rank, size_out)
+                shapes[owner + LORA_A] = (size_in, self.rank)
+                shapes[owner + LORA_B] = (self.rank, size_out)
             elif owner.endswith("mlp/wo/"):
-                found[owner + IA3_INPUT] = (size_in,)
+                shapes[owner + IA3_INPUT] = (size_in,)
             else:
-                found[owner + IA3_OUTPUT] = (size_out,)
-        return found
+                shapes[owner + IA3_OUTPUT] = (size_out,)
+        return shapes
 
 
 def lora(
@@ -138,7 +138,7 @@ def lora(
     Raises:
       UserError: For a value out of its range.
     """
-    adapter = checked(Adapter("lora", _listed(targets), rank, alpha, dropout, base_dtype))
+    adapter = check_adapter(Adapter("lora", _as_tuple(targets), rank, alpha, dropout, base_dtype))
     return dataclasses.replace(adapter, alpha=float(alpha))
 
 
@@ -155,16 +155,16 @@ def ia3(
     Raises:
       UserError: For a value out of its range.
     """
-    return checked(Adapter("ia3", _listed(targets), base_dtype=base_dtype))
+    return check_adapter(Adapter("ia3", _as_tuple(targets), base_dtype=base_dtype))
 
 
-def _listed(targets: Sequence[str] | str) -> tuple[str, ...]:
+def _as_tuple(targets: Sequence[str] | str) -> tuple[str, ...]:
     if isinstance(targets, str) or not isinstance(targets, Iterable):
-        return (targets,)  # `checked` refuses what is neither
+        return (targets,)  # `check_adapter` refuses what is neither
     return tuple(targets)
 
 
-def checked(adapter: Adapter) -> Adapter:
+def check_adapter(adapter: Adapter) -> Adapter:
     """The adapter itself.
 
     Raises:
@@ -202,9 +202,6 @@ def checked(adapter: Adapter) -> Adapter:
     return adapter
 
 
-# ---- Parameters ---------------------------------------------------------------------------------
-
-
 def kernels(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """The kernels that can have an adapter, those of a model's layers: path -> (in, out)."""
     return {
@@ -217,30 +214,32 @@ def kernels(shape: ModelShape) -> dict[str, tuple[int, int]]:
 def is_even(paths: Iterable[str], shape: ModelShape) -> bool:
     """Whether all layers of a tower have the same adapter, or none has one."""
     layers = {"encoder": shape.num_encoder_layers, "decoder": shape.num_decoder_layers}
-    of_layer: dict[tuple[str, str], set[str]] = {}
+    by_layer: dict[tuple[str, str], set[str]] = {}
     for path in paths:
-        tower, layer, rest = path.split("/", 2)
-        of_layer.setdefault((tower, layer), set()).add(rest)
+        tower, layer, kernel = path.split("/", 2)
+        by_layer.setdefault((tower, layer), set()).add(kernel)
     for tower, count in layers.items():
-        own = [rest for (name, _), rest in of_layer.items() if name == tower]
-        if own and (len(own) < count or any(rest != own[0] for rest in own)):
+        adapted = [names for (name, _), names in by_layer.items() if name == tower]
+        if adapted and (len(adapted) < count or any(names != adapted[0] for names in adapted)):
             return False
     return True
 
 
-def joined(base: Mapping[str, Any], own: Mapping[str, Any], scale: float = 1.0) -> dict[str, Any]:
+def join_adapter(
+    base: Mapping[str, Any], adapter: Mapping[str, Any], scale: float = 1.0
+) -> dict[str, Any]:
     """A model's parameters with an adapter's beside their kernels; `lora_b` is scaled.
 
     Args:
       base: The model's parameters, a nested dictionary, which is not modified.
-      own: The adapter's, with layers stacked as in `base`.
+      adapter: The adapter's, with layers stacked as in `base`.
       scale: `Adapter.scale`.
     """
-    found = dict(base)
-    for name, value in own.items():
+    params = dict(base)
+    for name, value in adapter.items():
         if isinstance(value, Mapping):
-            found[name] = joined(base.get(name, {}), value, scale)
+            params[name] = join_adapter(base.get(name, {}), value, scale)
         else:
             # Scaled here, so that layers need neither alpha nor rank.
-            found[name] = value * scale if name == LORA_B and scale != 1.0 else value
-    return found
+            params[name] = value * scale if name == LORA_B and scale != 1.0 else value
+    return params

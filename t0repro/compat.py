@@ -393,7 +393,7 @@ def update_after_all_gradients() -> None:
     optimizer's update waits only for its own gradient, so weights are overwritten while the
     backward pass still reads them. The slots after one step then depend on the learning rate, by up
     to a third of their RMS, and differ from run to run. On TPU a step is a function of its inputs.
-    docs/decisions/0002 has the measurements.
+    decision 02 has the measurements.
     """
     import mesh_tensorflow as mtf
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from t0repro.cloud.trackers.table import TRACKER_PACKAGES
 from t0repro.compat import installed_version
 from t0repro.errors import UserError
 from t0repro.tasks.vocabulary import DEFAULT_ADDRESS, VOCABULARY_VARIABLE, default_vocabulary
@@ -38,10 +39,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "s3": ("s3fs",),
     "gs": ("gcsfs",),
     "lm-eval": ("lm_eval",),
-    "mlflow": ("mlflow",),
-    "wandb": ("wandb",),
+    **{package: (package,) for package in TRACKER_PACKAGES.values() if package},
     "vertex": ("google.cloud.aiplatform", "google.cloud.storage", "google.cloud.logging"),
-    "xmanager": ("xmanager",),
 }
 
 _SETUP = "bash scripts/setup.sh"

@@ -6,9 +6,9 @@ import contextlib
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from t0repro.words import without_passwords
+from t0repro.words import as_reader_knows, without_passwords
 
 
 class UserError(Exception):
@@ -25,7 +25,10 @@ class UserError(Exception):
             # Whatever is wrong with such a file, this is why.
             what = "The file is a Git LFS pointer; the content that it stands for is missing."
             where, fix = pointer, "Install git-lfs and run `git lfs pull` in the file's repository."
-        self.what, self.where, self.fix = what, where, fix
+        # Now, since the names that a command's reader knows are forgotten with its context.
+        self.what = as_reader_knows(what)
+        self.where = where and as_reader_knows(where)
+        self.fix = fix and as_reader_knows(fix)
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -33,9 +36,9 @@ class UserError(Exception):
         if self.where:
             lines.append(f"  where: {self.where}")
         if self.fix:
-            lines.append(f"  to do: {self.fix}")
+            lines.append(f"  fix: {self.fix}")
         # Here, so that no message shows the password of an address.
-        return without_passwords(as_shown("\n".join(lines)))
+        return without_passwords("\n".join(lines))
 
 
 def _lfs_pointer(where: str) -> str | None:
@@ -67,52 +70,19 @@ def needs_reference_tier(why: str) -> UserError:
     return UserError(f"{what}: {why}.", fix=INSTALL_REFERENCE)
 
 
-_shown: dict[str, str] = {}
-
-
-def show_as(path: str, address: str) -> None:
-    """Has messages name the address that a local path is a working copy of."""
-    _shown[path] = address
-
-
-def as_shown(text: str) -> str:
-    """A text with addresses in place of the paths of their working copies."""
-    for path, address in _shown.items():
-        text = text.replace(path, address)
-    return text
-
-
-NONE_IS_SIMILAR = "none is similar"
+NONE_IS_SIMILAR = "no close match"
 
 
 def nearest_names(name: str, known: Iterable[str], count: int = 5) -> str:
     """Up to `count` known names closest to a mistyped one, quoted.
 
-    If none is similar, says so and lists the first few known names.
+    If none is close, says so and lists the first few known names.
     """
-    names = list(known)
-    matches = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
+    names = list(dict.fromkeys(known))
+    close = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
+    # A dataset's name is far from its tasks' names, which contain it.
+    matches = close or [each for each in names if len(name) > 2 and name in each][:count]
     if matches:
         return ", ".join(map(repr, matches))
     some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
     return f"{NONE_IS_SIMILAR} to {name!r}" + (f"; known: {some}" if names else "")
-
-
-_in_t5x_command = False
-
-
-def of_command(mesh: str, t5x: str) -> str:
-    """A flag or a phrase as the running command spells it: t5_mesh_transformer's, or T5X's."""
-    return t5x if _in_t5x_command else mesh
-
-
-@contextlib.contextmanager
-def t5x_command() -> Iterator[None]:
-    """Runs a command with T5X's flags: `of_command` returns those inside the block."""
-    # Not a context variable: threads ask too.
-    global _in_t5x_command
-    before, _in_t5x_command = _in_t5x_command, True
-    try:
-        yield
-    finally:
-        _in_t5x_command = before

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from t0repro.files import append_or_undo, make_folder, naming
+from t0repro.storage import make_folder
+from t0repro.storage.disk import append_or_undo, name_in_errors
 
 MARK = "tfevents"  # in the name of every event file
 
@@ -47,7 +48,7 @@ class EventWriter:
         name = f"events.out.{MARK}.{int(time.time()):010}.{socket.gethostname()}"
         # The number tells apart this process's writers that begin within the same second.
         self._path = directory / f"{name}.{os.getpid()}.{next(_files)}.v2"
-        with naming(self._path):
+        with name_in_errors(self._path):
             # Unbuffered: what a full disk refused must not be written later, when it is closed.
             self._file = open(self._path, "xb", buffering=0)  # noqa: SIM115 (closed by close())
         from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
@@ -122,7 +123,7 @@ class EventWriter:
 
     def flush(self) -> None:
         """Syncs what was written to the disk."""
-        with naming(self._path):
+        with name_in_errors(self._path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:

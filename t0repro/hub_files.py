@@ -24,9 +24,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from t0repro.buckets import check_inside
 from t0repro.errors import UserError
-from t0repro.files import naming
+from t0repro.storage.disk import name_in_errors
+from t0repro.storage.names import check_inside
 from t0repro.words import sized
 
 TIMEOUT_SECONDS = (5.0, 30.0)
@@ -273,7 +273,7 @@ class RemoteFiles(abc.ABC):
             if start < have:  # the server ignored the range and sent the whole file
                 advance(start - have)
             came, error = start, "it ends early"
-            with naming(to), open(to, "r+b") as target:
+            with name_in_errors(to), open(to, "r+b") as target:
                 # Truncate beyond the beginning, or the file would stay too long.
                 target.truncate(start)
                 target.seek(start)

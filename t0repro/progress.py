@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from t0repro.errors import as_shown
-from t0repro.words import counted, printable, without_passwords
+from t0repro.words import as_reader_knows, counted, printable, without_passwords
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -28,7 +27,7 @@ def say(line: str) -> None:
     if _listeners:
         _listeners[-1](line)
     else:
-        line = printable(without_passwords(as_shown(line)), keep="\n")
+        line = printable(without_passwords(as_reader_knows(line)), keep="\n")
         print(line, file=sys.stderr, flush=True)
 
 

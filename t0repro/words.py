@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -63,6 +64,35 @@ def _visible(char: str) -> str:
     if unicodedata.category(char) in ("Cc", "Cf", "Cs"):
         return char.encode("unicode_escape").decode("ascii")
     return char
+
+
+# ---- Names that the reader knows by another word -------------------------------------------------
+
+_names: dict[str, str] = {}
+
+
+def show_as(name: str, shown: str) -> None:
+    """Has everything that people read say a name in another way, as an address for its copy."""
+    _names[name] = shown
+
+
+@contextlib.contextmanager
+def shown_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Within the block, each of these names or phrases is shown as its value."""
+    # Not a context variable: threads write messages too.
+    _names.update(names)
+    try:
+        yield
+    finally:
+        for name in names:
+            _names.pop(name, None)
+
+
+def as_reader_knows(text: str) -> str:
+    """A text with the names that its reader knows."""
+    for name, shown in _names.items():
+        text = text.replace(name, shown)
+    return text
 
 
 # ---- Passwords and tokens kept out of messages, logs and files -----------------------------------

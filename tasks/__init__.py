@@ -8,6 +8,7 @@ Importing one of the modules below registers its tasks; nothing is read and no s
   local: those of T0's tasks whose dataset is under T0REPRO_DATA_DIR, with the splits found there.
 """
 
-from t0repro.tasks.task import PromptedTask, prompted_tasks
+from t0repro.tasks.registry import prompted_tasks
+from t0repro.tasks.task import PromptedTask
 
 __all__ = ["PromptedTask", "prompted_tasks"]

@@ -20,11 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import folder_lock, make_folder, sync, write_atomically, writing
 from t0repro.hub_files import HubFile, HubRepository, check_room
 from t0repro.progress import byte_progress, count_progress
+from t0repro.storage import explain_errors, lock_folder, make_folder, write_atomically
+from t0repro.storage.disk import sync
 from t0repro.tasks.catalogue import p3_sizes, rounds_of, t0_datasets
-from t0repro.tasks.prompt_cache.folders import P3_SOURCE
+from t0repro.tasks.prompt_cache.provenance import P3_SOURCE
 from t0repro.tasks.prompt_cache.records import read_records
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.templates import load_template, task_name, template_datasets, template_names
@@ -113,7 +114,7 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
         full, or another fetch is writing to the folder.
     """
     names = matching_names(patterns)
-    with folder_lock(to, "fetching P3"):
+    with lock_folder(to, "fetching P3"):
         present = [name for name in names if _is_complete(to / name)]
         wanted = [name for name in names if name not in set(present)]
         # Skip complete tasks, so that a finished fetch works offline.
@@ -131,7 +132,7 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
         total = sum(file.size for files in sizes.values() for file in files)
         held = [path for name in sizes for path in (to / UNFINISHED / name).glob("*")]
         check_room(to, total, held, "Choose fewer tasks, or another folder.")
-        with byte_progress("fetching P3", total) as advance, writing(to):
+        with byte_progress("fetching P3", total) as advance, explain_errors(to):
             for name, files in sizes.items():
                 _fetch_task(name, files, to, repository, advance)
     return Fetched(list(sizes), present, absent, total)

@@ -1,4 +1,4 @@
-"""Reads rows from disk: `<dataset>/<subset or "default">/<split>.jsonl` or `.parquet`."""
+"""Reads rows from disk: `<dataset>/<subset or "default">/<split>` in one of `SUFFIXES`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from t0repro.errors import UserError
-from t0repro.files import input_path
+from t0repro.storage import input_path
+from t0repro.tasks.csv_rows import DELIMITERS, count_csv, line_of_row, read_csv
 
 DATA_VARIABLE = "T0REPRO_DATA_DIR"
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
 DEPTH = 100
 """How deeply the lists and objects of a row may be nested."""
 _TOO_DEEP = f"its lists and objects are nested more than {DEPTH} deep"
@@ -32,7 +31,7 @@ def data_folder() -> Path:
     value = os.environ.get(DATA_VARIABLE)
     fix = (
         f"Set {DATA_VARIABLE} to a folder that holds <dataset>/<subset or default>/<split>.jsonl"
-        " (or .parquet), one row a line with the dataset's own field names."
+        " (or .parquet, .csv, .tsv), one row a line with the dataset's own field names."
     )
     if not value:
         raise UserError(f"{DATA_VARIABLE} is not set, so there are no rows to read.", fix=fix)
@@ -53,7 +52,14 @@ def splits_on_disk(folder: Path) -> list[str]:
     """Names of the splits in a dataset's folder, sorted, judged by file names alone."""
     if not folder.is_dir():
         return []
-    return sorted({path.stem for path in folder.iterdir() if path.suffix in SUFFIXES})
+    return sorted(
+        {
+            path.stem
+            for path in folder.iterdir()
+            # Story Cloze's own CSV files have a reader of their own (story_cloze.py).
+            if path.suffix in SUFFIXES and not path.name.startswith("cloze_test_")
+        }
+    )
 
 
 def find_rows_file(root: Path, dataset: str, subset: str | None, split: str) -> Path | None:
@@ -81,7 +87,7 @@ def rows_file(root: Path, dataset: str, subset: str | None, split: str) -> Path:
         f"The rows of {dataset}{'/' + subset if subset else ''}, split {split!r}, are missing; its"
         f" folder holds {held}.",
         where=str(folder / f"{split}.jsonl"),
-        fix="Put the split there, one JSON object per line or as Parquet.",
+        fix="Put the split there, one JSON object per line or as Parquet, CSV or TSV.",
     )
 
 
@@ -89,9 +95,11 @@ def read_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[d
     """Yields rows `start` to `stop` (exclusive) of a file; rows before `start` are not parsed.
 
     Raises:
-      UserError: If a line is not a JSON object in UTF-8; it names the file and the line.
+      UserError: If a line is not a row in UTF-8; it names the file and the line.
     """
-    read = _read_parquet if path.suffix == ".parquet" else _read_jsonl
+    if path.suffix == ".parquet":
+        return _read_parquet(path, start, stop)
+    read = read_csv if path.suffix in DELIMITERS else _read_jsonl
     return read(path, start, stop)
 
 
@@ -190,6 +198,8 @@ def place_of_row(path: Path, index: int) -> str:
     """Where row `index`, from 0, is: the file and the line, or the row in a Parquet file."""
     if path.suffix == ".parquet":
         return f"{path}, row {index + 1}"
+    if path.suffix in DELIMITERS:
+        return f"{path}, line {line_of_row(path, index)}"
     # Blank lines are not rows, so find the line's number by counting.
     number, _ = next(itertools.islice(_lines(path), index, None), (index + 1, b""))
     return f"{path}, line {number}"
@@ -208,7 +218,7 @@ def _number_of_rows(path: Path, modified: int, size: int) -> int:
     if path.suffix == ".parquet":
         with _parquet(path) as file:
             return file.metadata.num_rows
-    return sum(1 for _ in _lines(path))
+    return count_csv(path) if path.suffix in DELIMITERS else sum(1 for _ in _lines(path))
 
 
 def class_names(path: Path) -> dict[str, list[str]]:
@@ -248,6 +258,8 @@ def kept_rows(count: int, max_rows: int | None, seed: int | None = None) -> Coll
     if seed is not None:
         # As in r-three/t-few, dataset_readers.py: NumPy's old generator shuffles all rows.
         order = list(range(count))
+        import numpy as np  # commands that only check gin files start without it
+
         np.random.RandomState(seed).shuffle(order)
         return frozenset(order[:max_rows])
     # Rows where the scaled index passes an integer: evenly spaced, exactly max_rows of them.

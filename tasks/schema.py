@@ -141,9 +141,6 @@ def _wrong(value: Any, wanted: str) -> SchemaError:
     return SchemaError("", f"it is {_shown(value)} ({type(value).__name__}), not {wanted}")
 
 
-# Features --------------------------------------------------------------------------------------
-
-
 def _compile(feature: Any, class_names: Sequence[str] | None = None) -> Convert:
     """Returns a function that converts a value to a feature's type, or raises SchemaError."""
     if isinstance(feature, list):
@@ -272,9 +269,6 @@ def _renamed_label(alias: Alias, names: Sequence[str], data_names: Sequence[str]
     return convert
 
 
-# Nested features -------------------------------------------------------------------------------
-
-
 def _list_of(feature: Any) -> Convert:
     convert = _compile(feature)
     if convert is _text:
@@ -358,9 +352,6 @@ def _rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
         raise _wrong(record, "a list of records")
     columns = list(record)
     return [dict(zip(columns, row, strict=True)) for row in zip(*record.values(), strict=True)]
-
-
-# Schemas of the catalogue's datasets ------------------------------------------------------------
 
 
 @functools.cache

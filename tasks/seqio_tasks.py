@@ -15,11 +15,11 @@ from t5.evaluation import metrics
 
 from t0repro.errors import UserError
 from t0repro.tasks.catalogue import modelled_on
-from t0repro.tasks.prompted_examples import postprocess
-from t0repro.tasks.registration import name_is_taken
+from t0repro.tasks.metrics import METRIC_FUNCTIONS, PROMPTSOURCE_METRICS, postprocess
+from t0repro.tasks.registry import name_is_taken
+from t0repro.tasks.rendering import fixed_choices
 from t0repro.tasks.source import PromptedRows
-from t0repro.tasks.task import ADDS_EOS, METRICS, TaskDescription
-from t0repro.tasks.templates import fixed_choices
+from t0repro.tasks.task import ADDS_EOS, TaskDescription
 from t0repro.tasks.vocabulary import (
     BYTES,
     VocabularyFile,
@@ -260,9 +260,6 @@ def read_t5s_vocabulary_as_ours() -> None:
         module.get_default_vocabulary = get_default_vocabulary  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# The task ----------------------------------------------------------------------------------------
-
-
 # t5's metrics for questions with several right answers: they take a list for each question, and
 # would treat every character of a prompt's single target as a right answer.
 _OF_SEVERAL_ANSWERS = ("squad", "trivia_qa", "coqa_f1")
@@ -285,11 +282,13 @@ def task_metrics(dataset: str, subset: str | None, template: Any) -> list[Callab
     if dataset == "super_glue":
         only_accuracy = subset in ACCURACY_ONLY
         return [metrics.accuracy] if only_accuracy else glue_utils.get_super_glue_metric(subset)
-    return [_metric(METRICS[name]) for name in template.metadata.metrics or ()]
+    return [_metric(PROMPTSOURCE_METRICS[name]) for name in template.metadata.metrics or ()]
 
 
 def _metric(name: str) -> Callable[..., Any]:
-    metric = getattr(metrics, name)
+    metric = getattr(metrics, name, None)
+    if metric is None:  # one that t5 lacks
+        return METRIC_FUNCTIONS[name]
     if name not in _OF_SEVERAL_ANSWERS:
         return metric
 
@@ -298,9 +297,6 @@ def _metric(name: str) -> Callable[..., Any]:
         return metric([[target] for target in targets], predictions)
 
     return of_one_answer
-
-
-# The twin ----------------------------------------------------------------------------------------
 
 
 def _expand_choices() -> Callable[[tf.data.Dataset], tf.data.Dataset]:

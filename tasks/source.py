@@ -12,17 +12,12 @@ from typing import Any
 from t0repro.errors import UserError
 from t0repro.tasks import readers
 from t0repro.tasks.catalogue import label
+from t0repro.tasks.prompt_environment import TemplateFailure, UndefinedVariable
 from t0repro.tasks.readers import Reader
+from t0repro.tasks.rendering import compiled
 from t0repro.tasks.rows import kept_rows
 from t0repro.tasks.schema import Schema, SchemaError, columns_read, schema_of
-from t0repro.tasks.templates import (
-    Drop,
-    Rendering,
-    TemplateFailure,
-    UndefinedVariable,
-    compiled,
-    is_own,
-)
+from t0repro.tasks.templates import Drop, Rendering, is_own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +139,7 @@ class PromptedRows:
             self.root, self.dataset, self.subset, self.files_of_splits[split].file
         )
 
-    def splits_at_hand(self) -> list[str]:
+    def available_splits(self) -> list[str]:
         """The splits with rows on this machine; reads no row."""
         files = {
             name: readers.local_reader(self.root, self.dataset, self.subset, split.file)

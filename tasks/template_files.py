@@ -34,8 +34,9 @@ import yaml
 
 from t0repro import yaml_files
 from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.prompt_environment import TemplateFailure
 from t0repro.tasks.sandbox import check_jinja
-from t0repro.tasks.templates import TemplateFailure, make_template, task_name
+from t0repro.tasks.templates import make_template, task_name
 
 SEPARATOR = "|||"
 LONGEST_NAME = 200
@@ -139,9 +140,6 @@ def _mixtures(path: Path, content: _Mapping) -> dict[str, dict[str, float]]:
     }
 
 
-# YAML ----------------------------------------------------------------------------------------
-
-
 class _Mapping(dict[str, Any]):
     """A mapping in the file that remembers its line, its keys' lines and its tag."""
 
@@ -218,9 +216,6 @@ def _load(path: Path) -> _Mapping:
     if not isinstance(content, _Mapping):
         raise UserError("The template file has no keys.", where=str(path), fix=FORMAT)
     return content
-
-
-# Templates -----------------------------------------------------------------------------------
 
 
 def _template(path: Path, key: str, entry: Any, entries: _Mapping) -> Any:

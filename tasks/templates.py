@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import enum
 import functools
-import random
 import re
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.meta
@@ -24,6 +20,7 @@ import yaml
 from t0repro import yaml_files
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalogue import label, modelled_on
+from t0repro.tasks.prompt_environment import PromptEnvironment, _draws_of, constant_text
 
 SEPARATOR = "|||"
 """Separates a template's input from its target, and answer choices from each other."""
@@ -47,14 +44,6 @@ class Drop(enum.Enum):
     EMPTY_INPUT = "its input is empty"
     NO_TARGET = "its target is empty"
     NO_LABEL = "its label is hidden (-1 or empty) or null"
-
-
-class TemplateFailure(Exception):
-    """A template cannot render a row; the message is written for the template's author."""
-
-
-class UndefinedVariable(TemplateFailure):
-    """A template reads a variable that the row does not have."""
 
 
 def task_name(dataset: str, subset: str | None, template_name: str) -> str:
@@ -118,18 +107,6 @@ def make_template(
 def is_own(template: Any) -> bool:
     """Whether a template is a user's own rather than one that comes with promptsource 0.1.0."""
     return getattr(template, "own", False)
-
-
-def fixed_choices(template: Any) -> tuple[str, ...] | None:
-    """The answer choices if they do not depend on the example, else None."""
-    if is_own(template):
-        from t0repro.tasks import sandbox
-
-        choices = sandbox.fixed_choices(template.answer_choices or "")
-        return choices if template.answer_choices else None
-    text = constant_text(promptsource_environment(), template.answer_choices or "")
-    # Like promptsource's get_fixed_answer_choices_list, which also returns random choices, once.
-    return tuple(choice.strip() for choice in text.split(SEPARATOR)) if text else None
 
 
 class CompiledTemplate:
@@ -207,60 +184,6 @@ class CompiledTemplate:
         return [part.strip() for part in parts]
 
 
-class Renderer(Protocol):
-    """Renders rows with one template, in this process or in the sandbox."""
-
-    name: str
-
-    def render(self, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | Drop:
-        """Renders one row, or returns why it gives no example."""
-        ...
-
-
-def compile_template(template: Any, cut: bool = True) -> Renderer:
-    """The renderer for a template: in this process for promptsource's, in the sandbox for others.
-
-    Args:
-      template: A promptsource `Template`, or any object with its `name`, `jinja` and
-        `answer_choices`.
-      cut: Whether to truncate variables to 2,048 characters.
-
-    Raises:
-      UserError: If the Jinja cannot be compiled.
-    """
-    if is_own(template):
-        from t0repro.tasks.sandbox import SandboxedTemplate
-
-        return SandboxedTemplate(template, cut)
-    return CompiledTemplate(template, cut)
-
-
-@functools.cache
-def compiled(template: Any) -> Renderer:
-    """The renderer for a template object, compiled once and cached."""
-    return compile_template(template)
-
-
-def render(template: Any, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | None:
-    """Renders one row as T0 did; returns None if T0 drops the example.
-
-    Hyphens in field names become underscores. Every variable is truncated to 2,048 characters. An
-    empty target becomes "<NO LABEL>". A rendering without exactly an input and a target, or with an
-    empty input, is dropped.
-
-    Args:
-      template: A promptsource `Template`.
-      row: Field names -> values.
-      draw_key: Seeds the template's filters `choice` and `random`, which promptsource leaves
-        unseeded; None uses Python's global generator, as promptsource does.
-    """
-    rendering = compiled(template).render(row, draw_key)
-    return None if isinstance(rendering, Drop) else rendering
-
-
-# promptsource ----------------------------------------------------------------------------------
-
-
 @functools.cache
 def _promptsource() -> Any:
     """The module promptsource.templates, with its Jinja environment sandboxed and made seedable.
@@ -313,180 +236,3 @@ def _read_templates(dataset: str, subset: str | None) -> dict[str, Any]:
         )
     content = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
     return {template.name: template for template in content["templates"].values()}
-
-
-# Renderings that repeat ------------------------------------------------------------------------
-
-
-class PromptEnvironment(jinja2.sandbox.SandboxedEnvironment):
-    """A Jinja sandbox in which a rendering depends only on the row and its random seed.
-
-    Python prints some values with their address, which differs in every process; a row's dates can
-    read the clock and the time zone; and a set's order differs in every process. All three are
-    refused.
-    """
-
-    intercepted_binops = frozenset({"-"})
-
-    def take(self, filters: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-        """Sets the filters and the global names that templates may use."""
-        seeded = {"choice": _choice, "random": _random}
-        self.filters = {name: _as_items(each) for name, each in {**filters, **seeded}.items()}
-        self.globals = {**names, "cycler": _Cycler, "joiner": _Joiner}
-        # It takes random text from Python's global generator. No prompt of promptsource calls it.
-        self.globals.pop("lipsum", None)
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """As in Jinja; a method can be called, but not printed."""
-        return _as_method(super().getattr(obj, attribute), attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        """As in Jinja; a method can be called, but not printed."""
-        return _as_method(super().getitem(obj, argument), argument)
-
-    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Jinja."""
-        function = obj.function if isinstance(obj, _Method) else obj
-        return super().call(context, function, *args, **kwargs)
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As in Jinja, without the methods of dates that read the clock or the time zone."""
-        if isinstance(obj, datetime.date) and attr in _CLOCK_AND_ZONE:
-            return False
-        return super().is_safe_attribute(obj, attr, value)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """As in Jinja, except that a set is refused."""
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, (set, frozenset)):
-            raise TemplateFailure(
-                "it subtracts the keys of mappings, which gives a set, and a set has no fixed"
-                " order; loop over the keys and leave some out with `if` instead"
-            )
-        return result
-
-
-_CLOCK_AND_ZONE = frozenset({"now", "today", "utcnow", "fromtimestamp", "timestamp", "astimezone"})
-
-
-class _NotText:
-    """A value that cannot be printed, since Python prints it with its address."""
-
-    advice = "it prints an object that is no text"
-
-    def __repr__(self) -> str:
-        raise TemplateFailure(self.advice)
-
-    __str__ = __repr__
-
-
-class _Method(_NotText):
-    """A callable attribute that a template reads; `PromptEnvironment.call` calls it."""
-
-    def __init__(self, function: Callable[..., Any], name: str):
-        self.function = function
-        self.advice = f"it prints the method {name!r}, not its result; write {name}()"
-
-    def __call__(self) -> Any:
-        raise NotImplementedError  # makes it `callable` in Jinja's words
-
-
-class _Items(_NotText):
-    """The items that a filter such as `map` computes one by one."""
-
-    advice = "it prints the result of a filter such as map before | list or | join"
-
-    def __init__(self, items: Iterator[Any]):
-        self._items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._items
-
-    def __next__(self) -> Any:
-        return next(self._items)
-
-
-class _Cycler(_NotText, jinja2.utils.Cycler):
-    """Jinja's cycler."""
-
-
-class _Joiner(_NotText, jinja2.utils.Joiner):
-    """Jinja's joiner."""
-
-
-def _as_method(found: Any, name: Any) -> Any:
-    if callable(found) and not isinstance(found, (jinja2.Undefined, type)):
-        return _Method(found, str(name))
-    return found
-
-
-def _as_items(filter_: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(filter_)  # with the marks by which Jinja passes the context
-    def filtered(*args: Any, **kwargs: Any) -> Any:
-        result = filter_(*args, **kwargs)
-        return _Items(result) if isinstance(result, Iterator) else result
-
-    return filtered
-
-
-def constant_text(environment: jinja2.Environment, jinja: str) -> str | None:
-    """The rendering of a Jinja text if it is the same for every row, else None.
-
-    It is the same if the text reads no variable and makes no random choice.
-    """
-    if jinja2.meta.find_undeclared_variables(environment.parse(jinja)) - set(environment.globals):
-        return None
-    with _draws_of("") as draws:
-        text = environment.from_string(jinja).render()
-    return None if draws.made else text
-
-
-class _Draws:
-    """The random choices of one rendering, from a generator created at the first one."""
-
-    def __init__(self, key: str | None):
-        self._key, self.made = key, False
-        self._generator: random.Random | None = None
-
-    def choice(self, items: Sequence[Any]) -> Any:
-        self.made = True
-        if self._key is None:
-            return random.choice(items)
-        # Seeded with a string, Python's generator gives the same choices in every process.
-        self._generator = self._generator or random.Random(self._key)
-        return self._generator.choice(items)
-
-
-_drawing = threading.local()
-
-
-@contextlib.contextmanager
-def _draws_of(key: str | None) -> Iterator[_Draws]:
-    """Context in which this thread's templates use one generator, seeded with the key."""
-    draws = _drawing.draws = _Draws(key)
-    try:
-        yield draws
-    finally:
-        del _drawing.draws
-
-
-def _draws() -> _Draws:
-    # promptsource's own `Template.apply` renders outside of this context.
-    return getattr(_drawing, "draws", None) or _Draws(None)
-
-
-# Most templates choose from a constant list. Jinja evaluates a filter of a constant at compile
-# time, which would make one choice for all examples, unless the filter takes the context.
-@jinja2.pass_context
-def _choice(context: jinja2.runtime.Context, items: Sequence[Any]) -> Any:
-    """The filter `choice`, which promptsource adds."""
-    del context
-    return _draws().choice(items)
-
-
-@jinja2.pass_context
-def _random(context: jinja2.runtime.Context, items: Sequence[Any]) -> Any:
-    """Jinja's filter `random`, which returns an undefined value for an empty list."""
-    if not items:
-        return context.environment.undefined("No random item, sequence was empty.")
-    return _draws().choice(items)

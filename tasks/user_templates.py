@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 
 from t0repro.errors import UserError
-from t0repro.tasks.registration import register_templates
+from t0repro.tasks.template_registration import register_templates
 
 TEMPLATES_VARIABLE = "T0REPRO_TEMPLATES"
 

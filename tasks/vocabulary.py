@@ -14,11 +14,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from t0repro import buckets
-from t0repro.buckets import is_address, scheme_of
+from t0repro import storage
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
 from t0repro.progress import say
+from t0repro.storage import access, is_address, scheme_of, write_atomically
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -380,7 +379,7 @@ def _parsed(model: bytes) -> tuple[list[tuple[str, float, int]], bool, int, byte
 
 def are_same(one: Any, other: Any) -> bool:
     """Whether two vocabularies give the same tokens and sentinels, wherever their files are."""
-    # SeqIO compares addresses, and T5's vocabulary has several (docs/lab_log.md).
+    # SeqIO compares addresses, and T5's vocabulary has several (docs/evidence/lab_log.md).
     if _is_t5s(one) and _is_t5s(other) or (address_of(one) and _names(one) == _names(other)):
         return True
     # Compare the models: copies of one file under different names encode alike.
@@ -480,14 +479,14 @@ def local_copy(address: str) -> str:
 @functools.lru_cache(maxsize=4)
 def _fetch(address: str) -> bytes | UserError:
     """A file in a bucket, or why it cannot be read; asked for once, since tasks share one."""
-    private = scheme_of(address) != "gs" or buckets.has_google_credentials()
+    private = scheme_of(address) != "gs" or access.has_google_credentials()
     try:
         # A public bucket answers over HTTPS without credentials.
         if address.startswith(_PUBLIC) or not private:
-            url = f"{buckets.google_storage()}/{address.removeprefix('gs://')}"
+            url = f"{access.google_storage()}/{address.removeprefix('gs://')}"
             with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
                 return response.read()
-        return buckets.read(buckets.checked(address, "the vocabulary"))
+        return storage.read(storage.check_address(address, "the vocabulary"))
     except UserError as error:
         # Returned, not raised: lru_cache keeps results but no exceptions.
         return error

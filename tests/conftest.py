@@ -3,14 +3,13 @@
 import gc
 import importlib.util
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
+
+from .helpers import kept, schedule
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the time that JAX compiles on CPU, LLVM makes tiny programs fast. XLA's own passes, which
@@ -29,48 +28,6 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it says of each server 
 
 _TESTS = Path(__file__).resolve().parent
 _SHARED = _TESTS.parents[1] / "shared"
-# The longest first: a worker that began one of them last would end alone.
-_LONG = (
-    "data/test_seqio_data.py",
-    "training/test_held_state.py",
-    "training/test_mesh_parity.py",
-    "parity/test_stacks_agree.py",
-    "partitioning/test_eight_devices.py",
-    "mtf/test_main_jax.py",
-    "converters/test_continuation.py",
-    "mtf/test_modes_jax.py",
-    "partitioning/test_processes.py",
-    "converters/test_conversions_in_buckets.py",
-    "training/test_microbatches.py",
-    "test_compat.py",
-    "cli/test_train.py",
-    "training/test_optimizers.py",
-    "mtf/test_on_this_machine.py",
-    "training/test_bad_update.py",
-    "training/test_hard_times.py",
-    "training/test_resume.py",
-    "converters/test_interruption.py",
-    "training/test_planned.py",
-    "training/test_step_memory.py",
-    "tasks/test_prompt_cache.py",
-    "model/test_attention.py",
-    "parity/test_decoding_agrees.py",
-    "tasks/test_user_templates.py",
-    "training/test_start.py",
-    "training/test_variants.py",
-    "training/test_train_step.py",
-    "evaluation/test_memory.py",
-    "parity/test_parity_command.py",
-    "training/test_rematerialization.py",
-    "cli/test_t5x_run.py",
-    "training/test_model_dir.py",
-    "evaluation/test_rank_eval.py",
-    "test_notebook.py",
-    "cloud/test_ending.py",
-    "mtf/test_main.py",
-    "tasks/test_sandbox.py",
-    "training/test_t5x_loss.py",
-)
 
 
 def _shared(variable: str, inside: str, what: str) -> Path:
@@ -80,22 +37,21 @@ def _shared(variable: str, inside: str, what: str) -> Path:
     return path
 
 
+def pytest_addoption(parser):
+    schedule.add_options(parser)
+
+
 def pytest_configure(config):
-    """Lets all processes of this run of the tests share the programs that JAX compiles.
+    """Lets all processes share the programs that JAX compiles, with those of earlier runs.
 
-    The same tiny models are compiled in many tests and in the commands that they start. The folder
-    is empty at first, so that nothing of an earlier run of the tests is found.
+    The same tiny models are compiled in many tests and in the commands that they start. JAX finds a
+    program by a hash of all that it was compiled from.
     """
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # set by the first process for the others
-        folder = tempfile.mkdtemp(prefix="t0repro_tests_programs_")
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-
-
-def pytest_collection_modifyitems(items):
-    place = {_TESTS / name: number for number, name in enumerate(_LONG)}
-    items.sort(key=lambda item: place.get(item.path, len(_LONG)))
+    config.pluginmanager.register(schedule.Schedule(config))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(kept.FOLDER / "programs"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    if not hasattr(config, "workerinput"):
+        kept.remove_old()
 
 
 def pytest_collection_finish(session):
@@ -133,21 +89,19 @@ def _gin_and_seqio_forget():
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
-    """A folder of a name, filled by a function in the first worker that asks for it."""
+def once(tmp_path_factory) -> Callable[..., Path]:
+    """A folder of a name, filled by a function in the first worker that asks for it.
+
+    Where its sources are named (helpers/kept.py), later runs find it until these change.
+    """
     base = tmp_path_factory.getbasetemp()
     # pytest-xdist's workers have their folders beside each other.
     root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    def folder(name: str, fill: Callable[[Path], object]) -> Path:
-        path, filled = root / name, root / f"{name}.filled"
-        with FileLock(root / f"{name}.lock"):
-            if not filled.exists():
-                shutil.rmtree(path, ignore_errors=True)  # of a worker that failed
-                path.mkdir()
-                fill(path)
-                filled.touch()
-        return path
+    def folder(name: str, fill: Callable[[Path], object], *sources: Path | str) -> Path:
+        if sources:
+            return kept.fill_once(kept.FOLDER / f"{name}-{kept.digest(*sources)}", fill)
+        return kept.fill_once(root / name, fill)
 
     return folder
 
@@ -175,7 +129,7 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def bucket_servers():
     """Starts each store's server once; scheme -> the environment in which its store is found."""
-    from .bucket_servers import S3, GoogleStorage
+    from .helpers.bucket_servers import S3, GoogleStorage
 
     started = {"gs": GoogleStorage(), "s3": S3()}
     yield {scheme: server.environment(server.port) for scheme, server in started.items()}
@@ -186,11 +140,12 @@ def bucket_servers():
 @pytest.fixture(params=["memory", "gs", "s3"])
 def bucket(request, bucket_servers, monkeypatch):
     """The address of a folder in a bucket, which is empty; of a bucket of each scheme in turn."""
-    from t0repro import buckets, working_copies
+    from t0repro import storage
+    from t0repro.storage import stores
 
     for name, value in bucket_servers.get(request.param, {}).items():
         monkeypatch.setenv(name, value)
-    buckets.file_system.cache_clear()
+    stores.file_system.cache_clear()
     yield f"{request.param}://bucket/{request.node.name.partition('[')[0]}"
-    working_copies.close_all()
-    buckets.file_system.cache_clear()
+    storage.close_copies()
+    stores.file_system.cache_clear()

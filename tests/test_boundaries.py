@@ -10,12 +10,12 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.evaluation import engine
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training import losses
+from t0repro.training import token_losses as losses
 
-from . import tiny_models as tiny
+from .helpers import tiny_models as tiny
 
 TESTS = Path(__file__).resolve().parent
 
@@ -43,7 +43,7 @@ sys.path.insert(0, sys.argv.pop(1))
 
 # Trains, saves, continues from the checkpoint and scores, by the modules that commands run through.
 CORE = """
-import tiny_models as tiny
+import helpers.tiny_models as tiny
 from t0repro.evaluation.engine import score_examples
 from t0repro.runs.train import train
 

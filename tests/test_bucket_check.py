@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bucket_check.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "dev" / "bucket_check.py"
 
 
 @pytest.mark.slow

@@ -11,35 +11,44 @@ from types import SimpleNamespace
 
 import pytest
 
-from t0repro import buckets, leases, working_copies
-from t0repro.cloud.job_files import copy_results
+from t0repro import storage
+from t0repro.cloud.vertex.results import copy_results
 from t0repro.errors import UserError
-from t0repro.files import folder_lock, input_path, output_path, write_atomically
 from t0repro.hub_files import HubFile
 from t0repro.progress import heard_by
 from t0repro.reports.make_report import make_report
 from t0repro.reports.run import Run, find_evaluation
-from t0repro.working_copies import WorkingCopy
+from t0repro.storage import (
+    buckets,
+    input_path,
+    leases,
+    lock_folder,
+    output_path,
+    stores,
+    working_copies,
+    write_atomically,
+)
+from t0repro.storage.working_copies import WorkingCopy
 
 from .reports.suites import small_suite
 
 
 def test_objects_are_written_whole_listed_by_name_and_removed(bucket, tmp_path):
-    assert not buckets.exists(bucket) and buckets.objects(bucket) == {}
+    assert not storage.exists(bucket) and buckets.objects(bucket) == {}
     buckets.write(f"{bucket}/b/c", b"12345")
     content = bytes(3_000_000) + b"\r\n\r\n"
     (tmp_path / "file").write_bytes(content)
     buckets.upload(tmp_path / "file", f"{bucket}/a")
     buckets.write(f"{bucket}2", b"of another folder")
     assert buckets.objects(bucket) == {"a": len(content), "b/c": 5}
-    assert buckets.exists(f"{bucket}/b") and buckets.read(f"{bucket}/b/c") == b"12345"
+    assert storage.exists(f"{bucket}/b") and buckets.read(f"{bucket}/b/c") == b"12345"
     buckets.write(f"{bucket}/b/c", b"6")
     buckets.download(f"{bucket}/b/c", tmp_path / "c")
     assert (tmp_path / "c").read_bytes() == b"6"
     assert buckets.read(f"{bucket}/a") == content
     buckets.remove(f"{bucket}/a")
     buckets.remove(f"{bucket}/a")  # which is gone
-    buckets.remove_all(bucket)
+    storage.remove_all(bucket)
     assert buckets.objects(bucket) == {} and buckets.read(f"{bucket}2")
     with pytest.raises(FileNotFoundError):
         buckets.read(f"{bucket}/a")
@@ -62,20 +71,20 @@ def test_of_several_that_create_an_object_one_succeeds(bucket):
 
 def test_a_folder_is_written_in_a_copy_and_begins_with_what_the_bucket_holds(bucket):
     folder = output_path(f"{bucket}/run")
-    with folder_lock(folder, "writing"):
+    with lock_folder(folder, "writing"):
         write_atomically(folder / "below" / "first", "1")
         write_atomically(folder / "second", "2")
-        working_copies.upload(f"{bucket}/run")
+        storage.upload(f"{bucket}/run")
         assert {"below/first", "second"} <= buckets.objects(f"{bucket}/run").keys()
         (folder / "second").unlink()
-    working_copies.close_all()
+    storage.close_copies()
     assert not folder.exists()
     again = output_path(f"{bucket}/run")
-    with folder_lock(again, "writing"):
+    with lock_folder(again, "writing"):
         assert (again / "below" / "first").read_text() == "1" and not (again / "second").exists()
         with open(again / "below" / "first", "a") as file:
             file.write("1")
-    working_copies.close_all()
+    storage.close_copies()
     assert input_path(f"{bucket}/run/below/first").read_text() == "11"
 
 
@@ -93,10 +102,10 @@ def test_a_file_that_vouches_for_others_is_uploaded_after_them(bucket, monkeypat
 
     monkeypatch.setattr(buckets, "upload", cut)
     with pytest.raises(UserError):
-        working_copies.upload(f"{bucket}/cache")
+        storage.upload(f"{bucket}/cache")
     assert buckets.objects(f"{bucket}/cache") == {}
     monkeypatch.setattr(buckets, "upload", really)
-    working_copies.upload(f"{bucket}/cache")
+    storage.upload(f"{bucket}/cache")
     assert buckets.objects(f"{bucket}/cache") == {"COMPLETED": 6, "z_data": 4}
 
 
@@ -104,11 +113,11 @@ def test_shards_of_a_cache_take_no_space_once_they_are_uploaded(bucket, tmp_path
     folder, name = output_path(f"{bucket}/cache"), "train.tfrecord-00000-of-00001"
     folder.mkdir()
     write_atomically(folder / name, "records" * 1000)
-    working_copies.close_all()
+    storage.close_copies()
     assert buckets.read(f"{bucket}/cache/{name}") == b"records" * 1000
     resumed = output_path(f"{bucket}/cache") / name
     assert resumed.stat().st_size == 7000 and resumed.stat().st_blocks == 0
-    working_copies.close_all()
+    storage.close_copies()
     assert buckets.read(f"{bucket}/cache/{name}") == b"records" * 1000
     assert input_path(f"{bucket}/cache/{name}").read_bytes() == b"records" * 1000
 
@@ -164,7 +173,7 @@ def test_the_copy_of_a_killed_process_is_removed_by_the_next(bucket, monkeypatch
 
 
 def held(address):
-    return leases.held(address, "training", fix="Wait.")
+    return leases.hold(address, "training", fix="Wait.")
 
 
 def owner_of(address):
@@ -260,12 +269,12 @@ def test_an_owner_elsewhere_is_watched_and_followed_only_if_it_does_not_renew(bu
 def test_a_run_that_lost_its_lease_uploads_nothing_more(bucket):
     folder = output_path(f"{bucket}/run")
     with pytest.raises(UserError, match="Another run took over"):
-        with folder_lock(folder, "training"):
+        with lock_folder(folder, "training"):
             number = int(owner_of(f"{bucket}/run").rpartition("/")[2])
             buckets.write(f"{bucket}/run/{leases.LEASES}/{number + 1:08d}", b"{}")
             write_atomically(folder / "metrics.jsonl", "a row")
-            working_copies.upload(f"{bucket}/run")
-    assert not buckets.exists(f"{bucket}/run/metrics.jsonl")
+            storage.upload(f"{bucket}/run")
+    assert not storage.exists(f"{bucket}/run/metrics.jsonl")
 
 
 @pytest.mark.parametrize("address", ["hdfs://a/b", "foo://a/b", "az://a/b"])
@@ -303,10 +312,10 @@ def test_an_unreachable_store_is_named_within_seconds(monkeypatch, address, vari
     monkeypatch.setenv(variable, f"http://127.0.0.1:{port}")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, "us-east-1")
-    buckets.file_system.cache_clear()
+    stores.file_system.cache_clear()
     begin = time.monotonic()
     with pytest.raises(UserError, match=f"{store} cannot be reached") as error:
-        buckets.exists(address)
+        storage.exists(address)
     assert time.monotonic() - begin < 5  # asked in vain: gcsfs 39 s, s3fs 7 to 13 s
     assert error.value.where == f"http://127.0.0.1:{port}"
 
@@ -315,7 +324,7 @@ def test_an_unreachable_store_is_named_within_seconds(monkeypatch, address, vari
 def test_a_listed_name_outside_its_folder_is_refused(monkeypatch, tmp_path, name):
     listed = {f"b/x/{name}": {"size": 1, "type": "file"}}
     system = SimpleNamespace(_strip_protocol=lambda path: "b/x", find=lambda path, detail: listed)
-    monkeypatch.setattr(buckets, "located", lambda address: (system, "b/x"))
+    monkeypatch.setattr(buckets, "store_of", lambda address: system)
     with pytest.raises(UserError, match="not below its folder"):
         buckets.objects("s3://b/x")
     with pytest.raises(UserError, match="not below its folder"):

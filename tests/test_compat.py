@@ -9,7 +9,7 @@ import pytest
 
 from t0repro import compat
 
-from . import commands
+from .helpers import commands
 from .mtf.mesh_commands import run_python
 
 pytestmark = pytest.mark.mtf

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from t0repro.tasks.registration import load_tasks
+from t0repro.tasks.modules import load_tasks
 
-from .locks import beyond_the_core, hide_all_but_the_core
+from .helpers.locks import beyond_the_core, hide_all_but_the_core
 from .runs.tiny_gin import MODEL, SIZES
 from .tasks.prompt_caches import files, make
 

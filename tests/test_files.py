@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from t0repro import files
+from t0repro.storage import disk, write_atomically
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from t0repro import files
     ],
 )
 def test_an_error_of_the_disk_says_what_it_is_where_and_what_to_do(error, what, where):
-    found = files.storage_error(error)
+    found = disk.disk_error(error)
     assert found is not None and found.fix
     assert what in found.what
     assert found.where == where
@@ -42,21 +42,21 @@ def test_an_error_of_the_disk_says_what_it_is_where_and_what_to_do(error, what, 
     "error", [ValueError("no"), OSError(errno.EPIPE, "Broken pipe"), KeyError()]
 )
 def test_another_error_is_not_taken_for_the_disks(error):
-    assert files.storage_error(error) is None
+    assert disk.disk_error(error) is None
 
 
 def test_a_file_that_cannot_be_written_whole_is_not_there_and_the_old_one_stays(
     tmp_path, monkeypatch
 ):
     path = tmp_path / "file"
-    files.write_atomically(path, "old")
+    write_atomically(path, "old")
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left") as caught:
-        files.write_atomically(path, "new")
+        write_atomically(path, "new")
     assert caught.value.filename == str(path)
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
     assert path.read_text() == "old"

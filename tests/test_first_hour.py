@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from t0repro.config.t5x.inference import eval_plan
+from t0repro.config.t5x.run import eval_plan
 from t0repro.converters.convert import convert
 
-from . import commands
 from .converters.released_servers import Handler, Server
-from .docs_commands import ROOT, failures
-from .docs_commands import commands as commands_of
-from .loopback import running
+from .helpers import commands
+from .helpers.docs_commands import ROOT, failures
+from .helpers.docs_commands import commands as commands_of
+from .helpers.loopback import running
 from .runs.tiny_gin import parsed, save_checkpoint
 from .tasks.vocabularies import write_vocabulary
 

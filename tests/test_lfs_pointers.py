@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t0repro.config.gin_imports import list_imports
+from t0repro.config.gin.imports import list_imports
 from t0repro.converters.convert import convert
 from t0repro.converters.inspection import verify
 from t0repro.converters.sources import load_any

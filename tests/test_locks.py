@@ -10,15 +10,15 @@ from pathlib import Path
 import filelock
 import pytest
 
-from t0repro import files
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
+from t0repro.storage import lock_folder, locks
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from t0repro.files import folder_lock
-with folder_lock(Path(sys.argv[1]), "training"):
+from t0repro.storage import lock_folder
+with lock_folder(Path(sys.argv[1]), "training"):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -40,7 +40,7 @@ def test_a_second_run_is_refused_at_once_and_told_who_holds_the_folder(tmp_path)
     holder = start_holder(tmp_path)
     try:
         with pytest.raises(UserError, match=rf"for training \(process {holder.pid} on .*\)"):
-            with files.folder_lock(tmp_path, "caching"):
+            with lock_folder(tmp_path, "caching"):
                 pass
     finally:
         end(holder)
@@ -49,25 +49,25 @@ def test_a_second_run_is_refused_at_once_and_told_who_holds_the_folder(tmp_path)
 def test_a_killed_holder_blocks_nobody(tmp_path):
     holder = start_holder(tmp_path)
     end(holder)
-    with files.folder_lock(tmp_path, "caching"):
-        assert (tmp_path / files.COMMAND_FILE).read_text().startswith("caching\n")
+    with lock_folder(tmp_path, "caching"):
+        assert (tmp_path / locks.COMMAND_FILE).read_text().startswith("caching\n")
 
 
 def test_a_refused_run_leaves_the_holder_its_lock(tmp_path):
     holder = start_holder(tmp_path)
     try:
         for _ in range(2):
-            with pytest.raises(UserError), files.folder_lock(tmp_path, "caching"):
+            with pytest.raises(UserError), lock_folder(tmp_path, "caching"):
                 pass
-        assert (tmp_path / files.LEASE_FILE).exists()
+        assert (tmp_path / locks.LEASE_FILE).exists()
     finally:
         end(holder)
 
 
 def test_nothing_but_the_lock_file_stays(tmp_path):
-    with files.folder_lock(tmp_path / "new", "caching"):
-        assert (tmp_path / "new" / files.COMMAND_FILE).exists()
-    assert {path.name for path in (tmp_path / "new").iterdir()} <= {files.LOCK_FILE}
+    with lock_folder(tmp_path / "new", "caching"):
+        assert (tmp_path / "new" / locks.COMMAND_FILE).exists()
+    assert {path.name for path in (tmp_path / "new").iterdir()} <= {locks.LOCK_FILE}
 
 
 @pytest.fixture
@@ -77,11 +77,11 @@ def elsewhere(monkeypatch):
     def take(folder: Path, seconds: float):
         monkeypatch.setattr("filelock._marker.host_name", lambda: "elsewhere")
         lease = filelock.SoftFileLease(
-            folder / files.LEASE_FILE, lease_duration=seconds, is_singleton=False
+            folder / locks.LEASE_FILE, lease_duration=seconds, is_singleton=False
         )
         lease.acquire(timeout=0)
         monkeypatch.undo()
-        monkeypatch.setattr(files, "_LEASE_SECONDS", seconds)
+        monkeypatch.setattr(locks, "_LEASE_SECONDS", seconds)
         return lease
 
     return take
@@ -92,7 +92,7 @@ def test_a_live_run_on_another_machine_is_refused(tmp_path, elsewhere):
     said: list[str] = []
     try:
         with pytest.raises(UserError, match="elsewhere"):
-            with heard_by(said.append), files.folder_lock(tmp_path, "training"):
+            with heard_by(said.append), lock_folder(tmp_path, "training"):
                 pass
     finally:
         lease.release()
@@ -101,25 +101,25 @@ def test_a_live_run_on_another_machine_is_refused(tmp_path, elsewhere):
 
 def test_a_dead_run_on_another_machine_is_told_apart(tmp_path, elsewhere):
     lease = elsewhere(tmp_path, 0.6)
-    marker = (tmp_path / files.LEASE_FILE).read_bytes()
+    marker = (tmp_path / locks.LEASE_FILE).read_bytes()
     lease.release()
-    (tmp_path / files.LEASE_FILE).write_bytes(marker)  # as a dead machine leaves it
-    with files.folder_lock(tmp_path, "training"):
-        assert (tmp_path / files.COMMAND_FILE).read_text().startswith("training\n")
+    (tmp_path / locks.LEASE_FILE).write_bytes(marker)  # as a dead machine leaves it
+    with lock_folder(tmp_path, "training"):
+        assert (tmp_path / locks.COMMAND_FILE).read_text().startswith("training\n")
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_a_folder_that_cannot_be_made_is_named_with_the_file_in_its_place(tmp_path, name):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"cannot be locked: {tmp_path / 'file'} is a file"):
-        with files.folder_lock(tmp_path / name, "training"):
+        with lock_folder(tmp_path / name, "training"):
             pass
 
 
 def test_a_link_to_nothing_is_named_with_what_it_means(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(UserError, match=f"is a link to {tmp_path / 'gone'}, which is not there"):
-        with files.folder_lock(tmp_path / "link", "training"):
+        with lock_folder(tmp_path / "link", "training"):
             pass
 
 
@@ -129,18 +129,18 @@ class _Refused(Exception):
 
 def test_a_refused_run_leaves_no_folder_that_was_made_for_it(tmp_path):
     (tmp_path / "mine").mkdir()
-    with pytest.raises(_Refused), files.folder_lock(tmp_path / "mine" / "new" / "run", "training"):
+    with pytest.raises(_Refused), lock_folder(tmp_path / "mine" / "new" / "run", "training"):
         raise _Refused
     assert (tmp_path / "mine").is_dir() and not any((tmp_path / "mine").iterdir())
 
 
 def test_a_failed_run_keeps_what_was_there_or_was_written(tmp_path):
-    with pytest.raises(_Refused), files.folder_lock(tmp_path / "new" / "run", "training"):
+    with pytest.raises(_Refused), lock_folder(tmp_path / "new" / "run", "training"):
         (tmp_path / "new" / "run" / "result").write_text("half of it")
         raise _Refused
     assert (tmp_path / "new" / "run" / "result").exists()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(_Refused), files.folder_lock(tmp_path / "empty", "training"):
+    with pytest.raises(_Refused), lock_folder(tmp_path / "empty", "training"):
         raise _Refused
     assert (tmp_path / "empty").is_dir()
 
@@ -148,17 +148,17 @@ def test_a_failed_run_keeps_what_was_there_or_was_written(tmp_path):
 def test_a_run_refused_by_the_holder_does_not_remove_the_holders_folder(tmp_path):
     holder = start_holder(tmp_path / "new")
     try:
-        with pytest.raises(UserError), files.folder_lock(tmp_path / "new", "caching"):
+        with pytest.raises(UserError), lock_folder(tmp_path / "new", "caching"):
             pass
-        assert (tmp_path / "new" / files.LEASE_FILE).exists()
+        assert (tmp_path / "new" / locks.LEASE_FILE).exists()
     finally:
         end(holder)
 
 
 def test_a_lease_that_a_power_failure_emptied_is_taken_at_once(tmp_path):
-    (tmp_path / files.LEASE_FILE).write_bytes(b"")
+    (tmp_path / locks.LEASE_FILE).write_bytes(b"")
     said: list[str] = []
     begun = time.monotonic()
-    with heard_by(said.append), files.folder_lock(tmp_path, "training"):
+    with heard_by(said.append), lock_folder(tmp_path, "training"):
         pass
     assert said == [] and time.monotonic() - begun < 5

@@ -35,6 +35,15 @@ EXPECTED_SKIPS = {
 # How many tests and subtests pass with the locked versions, so that none can drop out unseen.
 PASSING = {"mesh_tensorflow": 162, "t5": 159, "seqio": 423}
 
+# What absltest's main does before the tests run; pytest's arguments are none of absl's flags.
+PLUGIN = """
+from absl import flags
+
+
+def pytest_configure():
+    flags.FLAGS(["pytest"])
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.mtf
@@ -43,13 +52,14 @@ def test_a_peers_own_unit_tests_pass_in_this_environment(package, tmp_path):
     settings = tmp_path / "pytest.ini"
     # Bare functions called test_... are helpers in seqio.test_utils: the tests are all TestCases.
     settings.write_text("[pytest]\npython_functions = none\n")
+    (tmp_path / "absl_flags.py").write_text(PLUGIN)
     report = tmp_path / "report.xml"
     command = [sys.executable, "-P", "-m", "t0repro.mtf", "pytest", "--pyargs", package]
     command += ["-q", "-c", str(settings), "--rootdir", str(tmp_path), f"--junitxml={report}"]
-    command += ["-p", "no:cacheprovider", "-p", "peers_plugin", "-W", "ignore"]
+    command += ["-p", "no:cacheprovider", "-p", "absl_flags", "-W", "ignore"]
     folder = Path(importlib.util.find_spec(package).origin).parent
     command += [f"--ignore={folder / name}" for name in LEFT_OUT[package]]
-    environment = {"PYTHONPATH": str(Path(__file__).parent), "PATH": "/usr/bin:/bin"}
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"}
     ended = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )

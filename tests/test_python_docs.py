@@ -7,10 +7,11 @@ import sys
 
 import numpy as np
 
-from t0repro.reports.make_report import write_report, write_tables
+from t0repro.reports.report_files import write_report
+from t0repro.reports.score_tables import write_tables
 from t0repro.tasks.demo.datasets import VOCABULARY
 
-from .docs_commands import ROOT
+from .helpers.docs_commands import ROOT
 from .reports.suites import report_of, small_suite
 from .tasks.prompt_caches import make
 

@@ -22,7 +22,7 @@ import t0repro.tasks
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import load_any
 from t0repro.evaluation.outputs import read_task_scores
-from t0repro.evaluation.pairs import DIGEST, ScoreJournal
+from t0repro.evaluation.score_journal import DIGEST, ScoreJournal
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parity.mesh_jobs import load_batches
 from t0repro.reports.report import load_report
@@ -30,7 +30,7 @@ from t0repro.tasks.prompt_cache.records import read_records
 from t0repro.tasks.template_files import read_template_file
 from t0repro.training.checkpoints import load_tree, save_tree
 
-from . import tiny_models
+from .helpers import tiny_models
 from .reports.scored_folder import write_scores
 from .tasks.prompt_caches import make
 
@@ -46,7 +46,7 @@ def sources():
     folders = [Path(part) for module in (t0repro, t0repro.tasks, t0repro.converters)
                for part in module.__path__]  # fmt: skip
     files = {path for folder in folders for path in folder.rglob("*.py")}
-    assert len(files) > 150
+    assert files
     return sorted(files)
 
 

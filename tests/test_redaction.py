@@ -8,8 +8,9 @@ import pytest
 
 from t0repro.cli.results import echo
 from t0repro.errors import UserError
-from t0repro.files import COMMAND_FILE, folder_lock
 from t0repro.hub_files import Bucket, HubRepository
+from t0repro.storage import lock_folder
+from t0repro.storage.locks import COMMAND_FILE
 from t0repro.words import is_secret, without_passwords
 
 SECRET = "pw-SECRET"
@@ -77,7 +78,7 @@ def test_a_servers_user_and_password_are_sent_and_never_part_of_its_address():
 
 def test_the_record_of_a_locks_holder_has_no_password(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["t0repro", f"--base_url=http://u:{SECRET}@host"])
-    with folder_lock(tmp_path, "fetching"):
+    with lock_folder(tmp_path, "fetching"):
         assert "http://***@host" in (text := (tmp_path / COMMAND_FILE).read_text())
         assert SECRET not in text
 

@@ -4,7 +4,8 @@ import re
 import pytest
 from rich.console import Console
 
-from t0repro.tasks.listing import ListedTask, print_list
+from t0repro.tasks.listing import ListedTask
+from t0repro.tasks.printing import print_list
 from t0repro.terminal import print_table
 from t0repro.words import counted, printable
 

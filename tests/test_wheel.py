@@ -128,7 +128,7 @@ def test_a_jax_only_installation_trains_scores_and_converts(
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert not shown.stderr and "convert" in shown.stdout
     arguments = [str(tmp_path / "cache" / name), str(demo_data.VOCABULARY), str(tmp_path)]
-    script = [python, str(ROOT / "tests" / "jax_only.py"), *arguments]
+    script = [python, str(ROOT / "tests" / "helpers" / "jax_only.py"), *arguments]
     done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "trains, scores and converts" in done.stdout

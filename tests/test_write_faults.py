@@ -19,12 +19,22 @@ from pathlib import Path
 import filelock
 import pytest
 
-from t0repro import files
+from t0repro.storage import lock_folder, locks
 
 from .cli.test_addresses import options
+from .helpers.writers import (
+    JOBS,
+    LINES,
+    WRITERS,
+    WRITES_NOTHING,
+    Job,
+    act,
+    command,
+    make_inputs,
+    writers,
+)
 from .runs.tiny_gin import SIZES
 from .tasks.test_p3 import TASK
-from .writers import JOBS, LINES, WRITERS, WRITES_NOTHING, Job, act, command, make_inputs, writers
 
 # Faults ------------------------------------------------------------------------------------------
 
@@ -155,7 +165,7 @@ def visible_files(folder: Path) -> dict[str, bytes]:
 def check(name: str, code: int, out: Path, expected: dict[str, bytes], said: str) -> None:
     """A command that failed says so in one message, and nothing half has a final name."""
     assert code == 2 and "Traceback" not in said, said
-    assert re.search(r"to do: \S", said) and re.search(rf"where: {out.parent}", said), said
+    assert re.search(r"fix: \S", said) and re.search(rf"where: {out.parent}", said), said
     for file, content in visible_files(out).items():
         if name in LINES and file != "report.json":
             assert expected[file].startswith(content[: content.rfind(b"\n") + 1]), file
@@ -339,14 +349,14 @@ def test_a_command_whose_folder_is_held_is_refused_at_once_and_writes_nothing(
     monkeypatch.setenv("T0REPRO_CHECKPOINT_HUB", "1")
     monkeypatch.setenv("COLUMNS", "200")
     out = tmp_path / "out"
-    with files.folder_lock(out / FOLDERS.get(name, ""), "a run of mine"):
+    with lock_folder(out / FOLDERS.get(name, ""), "a run of mine"):
         before = sorted(out.rglob("*"))
         code = act(command(*HELD[name], **inputs), out)
         said = capsys.readouterr().err
         assert sorted(out.rglob("*")) == before
     assert code == 2, said
     assert f"holds this folder for a run of mine (process {os.getpid()} on " in said
-    assert re.search(r"to do: \S", said) and f"where: {out}" in said
+    assert re.search(r"fix: \S", said) and f"where: {out}" in said
 
 
 LOCKED = [name for name in JOBS if name not in (*UNLOCKED, "score_eval", "infer (Mesh TensorFlow)")]
@@ -357,16 +367,16 @@ def test_what_a_dead_machine_left_locked_under_another_date_is_taken_over(
     name, jobs, whole, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("T0REPRO_CHECKPOINT_HUB", "1")
-    monkeypatch.setattr(files, "_LEASE_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "_LEASE_SECONDS", 0.1)
     expected, out = whole(name), tmp_path / "out0"
     folder = out / FOLDERS.get(name, "")
     folder.mkdir(parents=True)
     with monkeypatch.context() as patch:
         patch.setattr("filelock._marker.host_name", lambda: "elsewhere")
-        lease = filelock.SoftFileLease(folder / files.LEASE_FILE, lease_duration=0.1)
+        lease = filelock.SoftFileLease(folder / locks.LEASE_FILE, lease_duration=0.1)
         with lease:
-            marker = (folder / files.LEASE_FILE).read_bytes()
-    for file, content in ((files.LEASE_FILE, marker), (files.COMMAND_FILE, b"x\ny\n")):
+            marker = (folder / locks.LEASE_FILE).read_bytes()
+    for file, content in ((locks.LEASE_FILE, marker), (locks.COMMAND_FILE, b"x\ny\n")):
         (folder / file).write_bytes(content)
         os.utime(folder / file, times=(time.time() + 500 * 86400,) * 2)
     capsys.readouterr()

@@ -6,9 +6,10 @@ import pytest
 import yaml
 
 from t0repro import yaml_files
-from t0repro.cloud.engines import completed, find_machine, read_template
+from t0repro.cloud.launchers.kubernetes import complete_template, read_template
+from t0repro.cloud.launchers.machines import find_machine
 from t0repro.errors import UserError
-from t0repro.jobs.worker import Limits
+from t0repro.jobs.job import Limits
 from t0repro.tasks.template_files import read_template_file
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -65,10 +66,10 @@ def test_an_odd_part_of_a_job_is_refused_by_its_name(part):
 
     for odd in ODD if part != "env" else [*ODD, [{"name": 1}], [{"value": "a"}]]:
         if odd in ([[]] if part == "env" else [{}, {"q": 4}]):
-            completed(job(**{part: odd}), "job", Limits())
+            complete_template(job(**{part: odd}), "job", Limits())
         else:
             with pytest.raises(UserError, match=f"The Job template's {part}"):
-                completed(job(**{part: odd}), "job", Limits())
+                complete_template(job(**{part: odd}), "job", Limits())
 
 
 @pytest.mark.parametrize("field", ["options", "cpus", "memory_gb", "time_limit", "environment"])

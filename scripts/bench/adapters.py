@@ -23,17 +23,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
 from t0repro.converters.restoring import starting_tree
-from t0repro.data.train_data import Choices, examples_of, to_batch
+from t0repro.data.choice_batches import Choices, make_choice_batch, read_choices
 from t0repro.evaluation.engine import score_examples
-from t0repro.evaluation.outputs import TaskScores
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.files import write_atomically
+from t0repro.evaluation.task_scores import TaskScores
 from t0repro.model.t5 import T5
-from t0repro.reports.page import markdown_table
+from t0repro.reports.page_markdown import markdown_table
 from t0repro.reports.statistics import (
     Bootstrap,
     DatasetMean,
@@ -42,11 +41,13 @@ from t0repro.reports.statistics import (
     reweighted,
 )
 from t0repro.runs.train import train
+from t0repro.storage import write_atomically
 from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
 from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.registration import add_prompted_task, describing
+from t0repro.tasks.registry import task_descriptions
 from t0repro.tasks.source import Split
-from t0repro.tasks.task import TaskDescription, task_descriptions
+from t0repro.tasks.task import TaskDescription
 from t0repro.tasks.templates import task_name
 from t0repro.tasks.vocabulary import VocabularyFile
 from t0repro.training.train_state import TrainState
@@ -220,7 +221,7 @@ def tuned_with(
 
 def examples(task: TaskDescription) -> list[Choices]:
     """A task's training examples."""
-    return list(examples_of(task, "train", LENGTHS, choices=6))
+    return list(read_choices(task, "train", LENGTHS, choices=6))
 
 
 def sampled(
@@ -236,7 +237,7 @@ def plain(rows: Iterator[list[Choices]]) -> Iterator[dict[str, np.ndarray]]:
     """Batches of inputs and right answers."""
     for each in rows:
         right = [dataclasses.replace(row, choices=row.choices[:1]) for row in each]
-        batch = to_batch(right, LENGTHS, 1)
+        batch = make_choice_batch(right, LENGTHS, 1)
         yield {name: batch[name] for name in LENGTHS}
 
 

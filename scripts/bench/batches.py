@@ -1,6 +1,6 @@
 """Seconds per batch of T0's size in one process, compared with the predicted steps of a v3-512.
 
-    T0REPRO_DATA_DIR=... T0REPRO_VOCAB=... t0repro cache --mixture t0_train --at_hand \
+    T0REPRO_DATA_DIR=... T0REPRO_VOCAB=... t0repro cache --mixture t0_train --skip_missing \
         --splits train --output_cache_dir CACHE
     T0REPRO_DATA_DIR=... T0REPRO_VOCAB=... .venv/bin/python -P scripts/bench/batches.py CACHE
 

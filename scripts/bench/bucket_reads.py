@@ -55,20 +55,20 @@ def write_cache(folder: Path, examples: int) -> int:
 
 def read(place: str, reader: str) -> tuple[float, float]:
     """Examples per second of one pass over a cache, and per second of this process's processors."""
-    from t0repro.files import input_path
+    from t0repro.storage import input_path
     from t0repro.tasks.prompt_cache.folders import shard_names
 
     folder = input_path(place)
     shards = [folder / name for name in shard_names("train", SHARDS)]
     if reader == "t0repro":
-        from t0repro.data.cached import by_turns
+        from t0repro.data.cached import read_in_turns
         from t0repro.tasks.prompt_cache.records import integers
 
-        examples = (integers(record, list(TOKENS)) for record in by_turns(shards))
+        examples = (integers(record, list(TOKENS)) for record in read_in_turns(shards))
     else:
         import tensorflow as tf
 
-        from t0repro.tasks.prompt_cache.records import _records
+        from t0repro.tasks.prompt_cache.seqio_stream import _records
 
         files = tf.data.Dataset.from_tensor_slices([str(shard) for shard in shards])
         read_file = tf.data.TFRecordDataset if "://" not in place else _records
@@ -103,9 +103,9 @@ def main() -> None:
     if arguments.read:
         print(*read(*arguments.read))
         return
-    import bucket_servers
+    from helpers import bucket_servers
 
-    from t0repro import buckets
+    from t0repro import storage
 
     socketserver.BaseServer.handle_error = lambda *_: None
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +119,7 @@ def main() -> None:
             server = kind()
             os.environ.update(server.environment(server.port))
             try:
-                buckets.upload_tree(Path(folder), f"{server.address}/cache")
+                storage.put_tree(Path(folder), f"{server.address}/cache")
                 report(
                     f"{server.address.partition(':')[0]}:// on loopback", f"{server.address}/cache"
                 )

@@ -16,14 +16,15 @@ from pathlib import Path
 
 import jax
 
-from t0repro.config.run_config import Recompute, RunConfig
+from t0repro.config.model import Recompute
+from t0repro.config.run import RunConfig
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import choose
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.rematerialization import IN_ALL, batch_shapes, step_bytes
-from t0repro.training.train_state import held_shapes
+from t0repro.training.train_state import stacked_shapes
 
 SIZES = {
     "small": "T5 1.1 small",
@@ -90,9 +91,9 @@ def bytes_of(config: RunConfig, recompute: Recompute) -> int:
     config = dataclasses.replace(config, model=model)
     rows = config.batch_size
     assert config.optimizer is not None
-    held = held_shapes(T5(model, config.dtypes), make_optimizer(config.optimizer))
+    held = stacked_shapes(T5(model, config.dtypes), make_optimizer(config.optimizer))
     devices = choose(config.layout, model, rows=rows, devices=jax.devices()[:1])
-    return step_bytes(config, devices.divided(held), batch_shapes(config), devices)
+    return step_bytes(config, devices.shapes_with_shardings(held), batch_shapes(config), devices)
 
 
 def configured(size: str, method: str) -> RunConfig:

@@ -277,9 +277,9 @@ def crossed_bootstrap(
     def weights(count: int) -> np.ndarray:
         return rng.multinomial(count, np.full(count, 1 / count), bootstrap.replicates) / count
 
-    of_examples, of_prompts, means = weights(examples), weights(prompts), []
+    expand_to_examples, of_prompts, means = weights(examples), weights(prompts), []
     for runs in right:
-        by_seed = np.einsum("re,sep,rp->rs", of_examples, runs, of_prompts, optimize=True)
+        by_seed = np.einsum("re,sep,rp->rs", expand_to_examples, runs, of_prompts, optimize=True)
         means.append((by_seed * weights(len(runs))).sum(-1))
     low, high = np.percentile(100 * (means[1] - means[0]), [2.5, 97.5])
     return float(low), float(high)

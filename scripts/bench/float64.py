@@ -115,7 +115,7 @@ def run_all(out: Path, steps: int) -> dict[str, list[float]]:
     from t0repro.parity.jax_run import run_jax
     from t0repro.parity.mesh_jobs import MeshJob, read_result, run_mesh, save_batches
     from t0repro.parity.run import make_job
-    from t0repro.tasks.registration import load_tasks
+    from t0repro.tasks.modules import load_tasks
 
     load_tasks(["t0repro.tasks.demo"], into_seqio=True)
     params = [*GIN_PARAMS, f"run.train_steps = {steps}"]
@@ -200,7 +200,7 @@ def mesh_in_float64(out: Path) -> None:
 
     transformer_layers._relative_position_bucket = in_float32
     from t0repro.parity import mesh_run
-    from t0repro.tasks.registration import load_tasks
+    from t0repro.tasks.modules import load_tasks
 
     load_tasks(["t0repro.tasks.demo"], into_seqio=True)
     sys.argv = ["mesh_run", str(out / "float64.json")]
@@ -213,11 +213,11 @@ def jax_in_float64(out: Path) -> None:
     jax.config.update("jax_enable_x64", True)
     jax.numpy.float32 = jax.numpy.float64
     jax.numpy.dtype = lambda x: np.dtype("float64" if x == "float32" else x)
-    from t0repro.config.run_config import DTypePolicy
+    from t0repro.config.model import DTypePolicy
     from t0repro.parity.jax_run import run_jax
     from t0repro.training import train_state
 
-    train_state._on_devices.__defaults__ = (np.float64,)
+    train_state._put_like.__defaults__ = (np.float64,)
 
     config, batches, start = pickle.loads((out / "float64.pickle").read_bytes())
     config = dataclasses.replace(config, dtypes=DTypePolicy("float64", "float64", "float64"))

@@ -145,15 +145,17 @@ def implementation(
 ) -> Callable[..., Any]:
     """Attention in full matrices, in blocks or by the platform's kernel."""
     from t0repro.model import cpu_attention, gpu_attention, tpu_attention
-    from t0repro.model.attention import blockwise_attention, full_matrix, number_of_blocks
+    from t0repro.model.attention import number_of_blocks
+    from t0repro.model.blockwise_attention import blockwise_attention
+    from t0repro.model.full_attention import full_matrix
 
     def in_blocks(query: Any, key: Any, value: Any, bias: Any, visibility: Any) -> Any:
         blocks = number_of_blocks(rows, heads, length, length)
-        present = visibility.for_all(rows, length, length)
+        present = visibility.broadcast(rows, length, length)
         return blockwise_attention(query, key, value, bias, present, blocks)
 
     def on_cpu(query: Any, key: Any, value: Any, bias: Any, visibility: Any) -> Any:
-        value, present = value.astype("float32"), visibility.for_all(rows, length, length)
+        value, present = value.astype("float32"), visibility.broadcast(rows, length, length)
         return cpu_attention.attention(query, key, value, bias, present)
 
     kernels = {"tpu": tpu_attention.attention, "gpu": gpu_attention.attention, "cpu": on_cpu}
@@ -165,12 +167,12 @@ def both(way: Callable[..., Any]) -> Callable[..., Any]:
     import jax
     import jax.numpy as jnp
 
-    from t0repro.model.attention import Visibility
+    from t0repro.model.attention_mask import AttentionMask
 
     def run(query: Any, key: Any, value: Any, bias: Any, segments: Any, d_y: Any) -> Any:
         def attended(query: Any, key: Any, value: Any, bias: Any) -> Any:
             query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-            y = way(query, key, value, bias, Visibility(segments, segments))
+            y = way(query, key, value, bias, AttentionMask(segments, segments))
             return y.astype(d_y.dtype)
 
         y, pull_back = jax.vjp(attended, query, key, value, bias)
@@ -189,7 +191,7 @@ def measure_here(rows: int, length: int, segments: int) -> None:
 
     rng, device = np.random.default_rng(0), jax.devices()[0]
     if device.platform == "cpu":
-        cpu_attention.available()  # builds it
+        cpu_attention.is_available()  # builds it
     query, key, value, d_y = (
         jnp.asarray(rng.normal(size=(rows, HEADS, length, D_KV)), jnp.bfloat16) for _ in range(4)
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from t0repro.reports.comparison import compare_runs
-from t0repro.reports.page import markdown_table
+from t0repro.reports.page_markdown import markdown_table
 from t0repro.reports.run import Run
 
 WINDOW = 20  # steps that a curve is averaged over

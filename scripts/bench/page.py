@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks.md and one picture for each, from docs/benchmarks.json.
+"""Writes the tables of docs/evidence/benchmarks.md and a picture for each, from benchmarks.json.
 
 To publish new figures, put them into the JSON file and run
 
@@ -101,7 +101,7 @@ def section(question: dict[str, Any]) -> str:
             "",
             f"Command: `{question['command']}`",
             "",
-            f"![{title}](images/bench_{name}.svg)",
+            f"![{title}](../images/bench_{name}.svg)",
             "",
             *table(question),
             "",
@@ -111,8 +111,8 @@ def section(question: dict[str, Any]) -> str:
 
 def files(docs: Path = DOCS) -> dict[Path, str]:
     """The page with its tables renewed, and every picture, by path."""
-    found = json.loads((docs / "benchmarks.json").read_text())
-    page = docs / "benchmarks.md"
+    found = json.loads((docs / "evidence" / "benchmarks.json").read_text())
+    page = docs / "evidence" / "benchmarks.md"
     machines = "\n".join(f"| {name} | {what} |" for name, what in found["machines"].items())
     body = "\n".join(
         [

@@ -42,7 +42,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from t0repro.config.run_config import RunConfig
+    from t0repro.config.run import RunConfig
     from t0repro.partitioning.devices import Partitioning
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -161,8 +161,9 @@ def main() -> None:
 
 def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
     """Yields `t0repro precompile`'s figures of a command, and a training run's cost."""
-    from t0repro.partitioning.devices import line_of
-    from t0repro.runs.precompile import arranged, compiled_programs, described, predicted_seconds
+    from t0repro.partitioning.devices import describe_devices
+    from t0repro.runs.precompile import described, predicted_seconds
+    from t0repro.runs.programs import arranged, compiled_programs
 
     devices, chip = machine(topology)
     config, partitioning, why = arranged(config, devices)
@@ -172,7 +173,7 @@ def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
         f"== {title}, {model.num_encoder_layers}+{model.num_decoder_layers} layers, {topology},"
         f" {parts}, recompute {model.recompute!r}"
     )
-    yield line_of(partitioning, config.layout)
+    yield describe_devices(partitioning, config.layout)
     if why:
         yield why
     before = time.process_time()
@@ -199,14 +200,14 @@ def cost(seconds: float, partitioning: Partitioning, topology: str) -> str:
 
 def machine(topology: str) -> tuple[Sequence[Any], Any]:
     """The devices to compile for, and the published figures of the devices that they represent."""
-    from t0repro.partitioning.topologies import devices_of, published
+    from t0repro.partitioning.topologies import devices_of, find_chip
 
     count, _, kind = topology.partition(" x ")
     if not kind:
         return devices_of(topology)
     import jax
 
-    return jax.devices()[: int(count)], published(kind)
+    return jax.devices()[: int(count)], find_chip(kind)
 
 
 def configured(
@@ -215,7 +216,7 @@ def configured(
     """One of COMMANDS for a size of T5 1.1, with layers per tower and more gin overrides."""
     from t0repro.config.mtf.dialect import load
     from t0repro.config.mtf.parser import MeshInputs
-    from t0repro.runs.precompile import adjusted
+    from t0repro.runs.fitting import adjusted
 
     about = COMMANDS[command]
     files = ("dataset.gin", f"models/t5.1.1.{size}.gin", *about["files"])

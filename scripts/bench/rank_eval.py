@@ -114,7 +114,7 @@ def register_tasks() -> list[str]:
     return names
 
 
-def pieces_of(tasks: list[tuple[str, list[dict]]], size: int) -> list[dict]:
+def split_into_pieces(tasks: list[tuple[str, list[dict]]], size: int) -> list[dict]:
     """Splits the work by number of choices into pieces: {class, index, work}."""
     classes: dict[str, list[tuple[str, list[dict]]]] = {}
     for name, examples in tasks:
@@ -154,7 +154,7 @@ def add_result(work: Path, row: dict) -> None:
 def ours_and_peers(tasks: list, options: argparse.Namespace, work: Path) -> None:
     """Measures the pieces that have not been measured yet, as far as time allows."""
     peers = [name for name in options.peers.split(",") if name and options.torch_python]
-    pieces = pieces_of(tasks, options.piece)
+    pieces = split_into_pieces(tasks, options.piece)
     done = {
         (row["class"], row["index"]): row
         for row in read_results(work)
@@ -237,8 +237,8 @@ def print_line(label: str, harness: str, found: list[dict], ours_of: dict) -> No
 def random_model(size: dict):
     import jax
 
+    from t0repro.config.model import DTypePolicy
     from t0repro.config.recipe import t5_1_1
-    from t0repro.config.run_config import DTypePolicy
     from t0repro.model.t5 import T5, initial_parameters
 
     widths = {name: value for name, value in size.items() if name != "layers"}
@@ -251,15 +251,15 @@ def ours(params: dict, model, examples: list[dict]):
     """Seconds, scores and plan; everything from token ids to scores is timed."""
     from t0repro.evaluation.engine import TOKENS_PER_BATCH, Engine
     from t0repro.evaluation.grouping import make_batching
-    from t0repro.evaluation.pairs import distinct_pairs
+    from t0repro.evaluation.pairs import collect_pairs
 
     started = time.perf_counter()
-    pairs = distinct_pairs(examples, LENGTHS)
+    pairs = collect_pairs(examples, LENGTHS)
     plan = make_batching(pairs, TOKENS_PER_BATCH["cpu"])
     scores = np.zeros(len(pairs))
     for found in Engine(params, model).run(pairs, plan):
         scores[found.pairs] = found.scores
-    return time.perf_counter() - started, pairs.of_examples(scores), plan
+    return time.perf_counter() - started, pairs.expand_to_examples(scores), plan
 
 
 def peak_memory() -> float:

@@ -36,11 +36,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.run_config import Layout
-from t0repro.evaluation.engine import Engine, decode, encode, suited_tokens
+from t0repro.config.model import Layout
+from t0repro.evaluation.engine import Engine, decode, default_tokens_per_batch, encode
 from t0repro.evaluation.grouping import Batching, PlannedBatch, make_batching
 from t0repro.evaluation.pairs import Pairs
-from t0repro.model.t5 import held_for_evaluation, initial_parameters
+from t0repro.model.t5 import evaluation_shapes, initial_parameters
 from t0repro.partitioning.devices import choose
 
 sys.path.append(str(Path(__file__).parent))  # python -P leaves it out
@@ -89,7 +89,7 @@ def measured(
     partitioning = choose(Layout(**values["layout"]), model.config)
     params = random_parameters(model, partitioning)
     pairs = random_pairs(lengths, model.config.vocab_size)
-    plan = make_batching(pairs, tokens_per_batch or suited_tokens())
+    plan = make_batching(pairs, tokens_per_batch or default_tokens_per_batch())
     engine = Engine(params, model)
     before = time.perf_counter()
     first_of_each = {_shape(batch): batch for batch in reversed(plan.batches)}
@@ -118,7 +118,7 @@ def random_parameters(model: Any, partitioning: Any) -> Any:
 
     def drawn() -> Any:
         params = initial_parameters(model, jax.random.key(0))
-        held = held_for_evaluation(model, params)
+        held = evaluation_shapes(model, params)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), params, held)
 
     if partitioning.mesh.size == 1:
@@ -180,7 +180,7 @@ def lengths_of_suite() -> dict[str, np.ndarray]:
     """The lengths of all available rows of T0's held-out sets; needs all of t0repro."""
     from rank_eval import LENGTHS, register_tasks
 
-    from t0repro.evaluation.pairs import distinct_pairs
+    from t0repro.evaluation.pairs import collect_pairs
     from t0repro.evaluation.reading import TaskReader
 
     examples = (
@@ -188,7 +188,7 @@ def lengths_of_suite() -> dict[str, np.ndarray]:
         for task in register_tasks()
         for example in TaskReader(task, "validation", LENGTHS).examples()
     )
-    pairs = distinct_pairs(examples, LENGTHS)
+    pairs = collect_pairs(examples, LENGTHS)
     return {
         "inputs": np.array([len(text) for text in pairs.inputs], np.uint16),
         "targets": np.array([len(text) for text in pairs.targets], np.uint16),

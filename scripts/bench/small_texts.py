@@ -23,10 +23,9 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import t as student_t
 
-from t0repro.evaluation.outputs import TaskScores
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.files import write_atomically
-from t0repro.reports.page import markdown_table
+from t0repro.evaluation.task_scores import TaskScores
+from t0repro.reports.page_markdown import markdown_table
 from t0repro.reports.statistics import (
     Bootstrap,
     DatasetMean,
@@ -35,6 +34,7 @@ from t0repro.reports.statistics import (
     mean_over_datasets,
     reweighted,
 )
+from t0repro.storage import write_atomically
 from t0repro.tasks.catalogue import label
 from t0repro.tasks.registration import describing
 from t0repro.tasks.t0_mixtures import PromptedDataset

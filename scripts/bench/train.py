@@ -23,7 +23,7 @@ copy RUNS and this checkout there:
 
 Each program's output is kept in RUNS/NAME.json; an interrupted benchmark continues with the next
 program. Prints a table: seconds to the first step with start-up, seconds per step (the median),
-tokens per second, FLOP/s counted alike for all (t0repro/partitioning/costs.py), MFU against
+tokens per second, FLOP/s counted alike for all (t0repro/partitioning/flops.py), MFU against
 this machine's matmul throughput, and peak memory. Below it are the figures that NVIDIA published
 for T5X on GPUs, with FLOPs counted the same way.
 """

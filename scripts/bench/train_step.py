@@ -34,27 +34,22 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from t0repro.config.run_config import (  # noqa: E402
-    AdafactorConfig,
-    Arithmetic,
-    DTypePolicy,
-    Layout,
-    ModelConfig,
-    ScheduleConfig,
-)
+from t0repro.config.model import Arithmetic, DTypePolicy, Layout, ModelConfig  # noqa: E402
+from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig  # noqa: E402
 from t0repro.model import attention  # noqa: E402
 from t0repro.model.t5 import T5, initial_parameters  # noqa: E402
-from t0repro.partitioning import costs as device_memory  # noqa: E402
-from t0repro.partitioning.costs import count_flops  # noqa: E402
+from t0repro.partitioning import memory as device_memory  # noqa: E402
 from t0repro.partitioning.devices import choose  # noqa: E402
-from t0repro.partitioning.topologies import published  # noqa: E402
-from t0repro.training.models import T5Model  # noqa: E402
-from t0repro.training.optimizers import make_optimizer, make_schedule  # noqa: E402
+from t0repro.partitioning.flops import count_flops  # noqa: E402
+from t0repro.partitioning.topologies import find_chip  # noqa: E402
+from t0repro.training.optimizers import make_optimizer  # noqa: E402
+from t0repro.training.schedules import make_schedule  # noqa: E402
+from t0repro.training.t5_model import T5Model  # noqa: E402
 from t0repro.training.train_state import new_train_state  # noqa: E402
 from t0repro.training.train_step import (  # noqa: E402
-    jitted_train_step,
+    jit_train_step,
     make_train_step,
-    with_stacks,  # noqa: E402
+    stack_builtin_state,  # noqa: E402
 )
 
 
@@ -137,10 +132,10 @@ def made(model: T5, values: dict[str, Any], partitioning: Any, batch: Any) -> An
 
     shardings = partitioning.shardings(jax.eval_shape(fresh))
     state = jax.jit(fresh, out_shardings=None if several is None else shardings)()
-    state = with_stacks(T5Model(model), state)  # as a trainer does
+    state = stack_builtin_state(T5Model(model), state)  # as a trainer does
     on_device = partitioning.put_batch(batch)
     with partitioning.active():
-        step = jitted_train_step(train_step, state, several).lower(state, on_device).compile()
+        step = jit_train_step(train_step, state, several).lower(state, on_device).compile()
     state, metrics = step(state, on_device)
     return step, state, float(metrics["loss"])
 
@@ -161,7 +156,7 @@ def operations(model: T5, values: dict[str, Any], batch: Any) -> int:
 
 def peak_rate(devices: int) -> float:
     """FLOP/s of all devices: published, or of a large matmul measured now."""
-    if chip := published(jax.devices()[0].device_kind):
+    if chip := find_chip(jax.devices()[0].device_kind):
         return chip.flops * devices
     x = jnp.ones((2048, 2048), jnp.float32)
     product = jax.jit(jnp.dot)

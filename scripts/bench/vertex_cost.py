@@ -56,7 +56,8 @@ def main() -> None:
 def step_seconds(topology: str, layers: int) -> tuple[float, float]:
     """Predicted seconds to encode and to decode a batch, for a number of layers per tower."""
     from t0repro.partitioning.topologies import devices_of
-    from t0repro.runs.precompile import arranged, compiled_programs, predicted_seconds
+    from t0repro.runs.precompile import predicted_seconds
+    from t0repro.runs.programs import arranged, compiled_programs
 
     on_slice = f"utils.tpu_mesh_shape.tpu_topology = '{topology}'"
     config = precompile_t0.configured("xl", "evaluate", layers, [on_slice])

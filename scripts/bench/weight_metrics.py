@@ -21,14 +21,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from t0repro.config.model import DTypePolicy
 from t0repro.config.recipe import ADAFACTOR, t5_1_1
-from t0repro.config.run_config import DTypePolicy
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
+from t0repro.training.t5_model import T5Model
 from t0repro.training.train_state import TrainState
-from t0repro.training.train_step import weight_metrics
-from t0repro.training.trainer import Trainer, WeightMetricsComputer
+from t0repro.training.trainer import Trainer
+from t0repro.training.weight_metrics import WeightMetricsComputer
 
 SMALL = t5_1_1(num_layers=8, d_model=512, d_ff=1024, num_heads=6, dropout_rate=0.1)
 FLOAT32 = DTypePolicy("float32", "float32", "float32")
@@ -60,7 +60,7 @@ def measurement_alone() -> float:
     """Processors' seconds of measuring all parameters, gradients and updates once; a median."""
     params = initial_parameters(T5(SMALL, FLOAT32), jax.random.key(0))
     others = [jax.tree.map(lambda x, by=by: x * by, params) for by in (1.5, 1.01)]
-    measure, times = jax.jit(weight_metrics), []
+    measure, times = jax.jit(WeightMetricsComputer()._measure), []
     for _ in range(8):
         started = time.process_time()
         jax.block_until_ready(measure(*others, params))

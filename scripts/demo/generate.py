@@ -17,7 +17,7 @@ from typing import Any
 
 import words
 
-from t0repro.files import write_atomically
+from t0repro.storage import write_atomically
 from t0repro.tasks.catalogue import SYNTHETIC
 from t0repro.tasks.demo.datasets import FOLDER
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import sentencepiece
 
-from t0repro.files import write_atomically
+from t0repro.storage import write_atomically
 from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
+from t0repro.tasks.rendering import render
 from t0repro.tasks.rows import dataset_folder, read_rows, splits_on_disk
-from t0repro.tasks.templates import load_template, render
+from t0repro.tasks.templates import load_template
 
 PIECES = 2_000
 

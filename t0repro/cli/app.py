@@ -1,10 +1,8 @@
-"""The command `t0repro`.
-
-Command modules import heavy packages inside their functions, so that --help answers at once.
-"""
+"""The command `t0repro`; a command's module is imported when the command line names it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import sys
@@ -12,124 +10,175 @@ from typing import Annotated, Any
 
 import typer
 
-from t0repro.cli import (
-    checkpoint,
-    encode,
-    jobs,
-    parity,
-    previews,
-    rank_eval,
-    report,
-    run_modes,
-    tasks,
-    vertex,
-)
+from t0repro.cli.commands import App, Group, Loaded, load, show_canonical
 from t0repro.cli.gate import gate, use_huge_pages_where_faster
-from t0repro.cli.options import AsJson
-from t0repro.cli.results import print_json
-from t0repro.cli.spelling import canonical, check_inputs, show_canonical, with_t5x_overrides
-from t0repro.errors import t5x_command
-from t0repro.progress import working
-
-app = typer.Typer(
-    name="t0repro",
-    help="The T0 recipe on Mesh TensorFlow and JAX, and T5X's gin files: checkpoints, reports and"
-    " comparisons. To run T0's own training and evaluation commands, use t5_mesh_transformer.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,  # `gate` prints errors instead
-    # Options may have dashes, as Typer makes them, or underscores, as t5's flags have them.
-    context_settings={"token_normalize_func": canonical},
-    epilog="Example: t0repro doctor",
-)
+from t0repro.cli.spelling import T5X_NAMES, canonical, with_t5x_overrides
+from t0repro.words import shown_as
 
 
-@app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Check versions, devices, Mesh TensorFlow, extras and data; exit 1 if something is broken.
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A command, and what is known of it before its module is imported.
 
-    Example: t0repro doctor --json
+    Attributes:
+      place: `MODULE:NAME` of its function or `App`, in this package.
+      summary: One line for the list of commands; "" leaves the command out of it.
+      keeps: What a command that is started again after Ctrl-C keeps; "" if it starts over.
+      is_long: Whether a closed pipe (`| head`) interrupts its work.
+      is_t5x: Whether its flags are T5X's, so that messages name those.
+      settings: More for Click.
     """
-    from t0repro import doctor as checks
 
-    with working("checking JAX, and Mesh TensorFlow by a training step"):
-        diagnosis = checks.diagnose()
-    if as_json:
-        print_json(diagnosis.to_json())
-    else:
-        typer.echo(diagnosis.to_text())
-    if diagnosis.broken or not diagnosis.works:
-        raise typer.Exit(1)
+    place: str
+    summary: str
+    keeps: str = ""
+    is_long: bool = False
+    is_t5x: bool = False
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-# In the order in which `--help` lists them.
-app.command()(previews.explain)
-app.command()(run_modes.train)
-# It passes on options that it does not define to the command that --run_mode names.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    run_modes.run
-)
-# The words after the two dashes are the command to start.
-app.command(context_settings={"allow_extra_args": True})(jobs.launch)
-app.command()(tasks.cache)
-app.command()(checkpoint.convert)
-app.command()(parity.parity)
-app.command()(previews.precompile)
-app.command("rank-eval")(rank_eval.rank_eval)
-app.command()(report.compare)
-app.command()(report.replay)
-app.command()(report.runs)
-app.command()(report.plot)
-app.command("eval")(run_modes.evaluate)
-app.command()(run_modes.infer)
-app.command()(encode.encode)
-checkpoints = typer.Typer(
-    name="checkpoint",
-    help="Inspect, compare and verify checkpoints; download released ones.",
-    no_args_is_help=True,
-    epilog="Example: t0repro checkpoint inspect runs/demo/model",
-)
-checkpoints.command()(checkpoint.inspect)
-checkpoints.command()(checkpoint.diff)
-checkpoints.command()(checkpoint.verify)
-checkpoints.command()(checkpoint.released)
-checkpoints.command()(checkpoint.fetch)
-checkpoints.command()(checkpoint.plan)
-app.add_typer(checkpoint.adapters)
-app.add_typer(checkpoints)
-app.add_typer(jobs.app)
-app.add_typer(report.app)
-app.add_typer(tasks.app)
-app.add_typer(vertex.app)
-
-# What to print after Ctrl-C for commands that keep finished work; all others start over.
-_HOW_TO_CONTINUE = {
-    "train": "Start the same command again: training continues from the latest checkpoint.",
-    "cache": "Start the same command again: tasks that are cached already are kept.",
-    "convert": "Start the same command again: tensors that are written already are kept.",
-    "rank-eval": "Start the same command again: pairs that are scored already are kept.",
-    "eval": "Start the same command again: checkpoints that are evaluated already are skipped.",
-    "infer": "Start the same command again: chunks that are written already are kept.",
-    "encode": "Start the same command again: texts that are encoded already are kept.",
-    "checkpoint": "Start the same command again: files that are downloaded already are kept.",
-    "aux": "Start the same command again: what is done already is kept.",
-    "vertex": "A submitted job continues: `t0repro vertex status` shows and records it.",
-    "tasks": "Start the same command again: files that are downloaded already are kept.",
+_DOWNLOADS = "files that are downloaded already are kept"
+# By the headings of the help.
+_COMMANDS = {
+    "Data": {
+        "tasks": Entry("tasks:app", "List, show and check prompted tasks.", _DOWNLOADS),
+        "cache": Entry(
+            "cache:cache",
+            "Cache prompted tasks in SeqIO's format.",
+            "tasks that are cached already are kept",
+            is_long=True,
+        ),
+    },
+    "Train": {
+        "train": Entry(
+            "run_modes:train",
+            "Train what T5X's gin files describe.",
+            "training continues from the latest checkpoint",
+            is_long=True,
+            is_t5x=True,
+        ),
+        "replay": Entry("training_runs:replay", "Recompute an update that went NaN or Inf."),
+        "adapters": Entry("adapters:app", "Merge adapters into their base, and get it back."),
+    },
+    "Evaluate": {
+        "rank-eval": Entry(
+            "rank_eval:rank_eval",
+            "Rank the answer choices of a mixture; write a report.",
+            "pairs that are scored already are kept",
+            is_long=True,
+        ),
+        "eval": Entry(
+            "run_modes:evaluate",
+            "Compute the metrics of SeqIO tasks, as in T5X.",
+            "checkpoints that are evaluated already are skipped",
+            is_long=True,
+            is_t5x=True,
+        ),
+        "infer": Entry(
+            "run_modes:infer",
+            "Write predictions or scores, as in T5X.",
+            "chunks that are written already are kept",
+            is_long=True,
+            is_t5x=True,
+        ),
+        "encode": Entry(
+            "encode:encode",
+            "Write a T5 encoder's outputs for the lines of a file.",
+            "texts that are encoded already are kept",
+            is_long=True,
+        ),
+        "report": Entry("report:app", "Write and read reports of rank evaluations."),
+        "compare": Entry("compare:compare", "Compare runs: losses, scores or accuracies."),
+    },
+    "Checkpoints": {
+        "convert": Entry(
+            "convert:convert",
+            "Convert between Mesh TensorFlow, T5X, JAX and HF.",
+            "tensors that are written already are kept",
+            is_long=True,
+        ),
+        "checkpoint": Entry(
+            "checkpoint:app", "Inspect, compare, verify and download checkpoints.", _DOWNLOADS
+        ),
+    },
+    "Inspect": {
+        "explain": Entry("explain:explain", "Show every value of a run and where it was set."),
+        "precompile": Entry(
+            "precompile:precompile", "Tell whether a run fits, and how fast it is.", is_t5x=True
+        ),
+        "parity": Entry("parity:parity", "Compare both stacks, tensor by tensor.", is_long=True),
+        "runs": Entry("training_runs:runs", "List training runs: state, step, loss, speed."),
+        "plot": Entry("training_runs:plot", "Draw a metric of several training runs."),
+        "doctor": Entry("doctor:doctor", "Check what is installed, devices and data."),
+    },
+    "Scale": {
+        "launch": Entry(
+            "launch:launch",
+            "Start a command as several processes on a cluster.",
+            is_long=True,
+            # The words after the two dashes are the command to start.
+            settings={"context_settings": {"allow_extra_args": True}},
+        ),
+        "aux": Entry(
+            "aux_jobs:app",
+            "Evaluate or fine-tune every checkpoint of a run.",
+            "what is done already is kept",
+            is_long=True,
+        ),
+        "vertex": Entry("vertex:app", "Submit and follow jobs on Vertex AI."),
+        # It passes on options that it does not define to the command that --run_mode names.
+        "run": Entry(
+            "run_modes:run",
+            "",
+            is_long=True,
+            is_t5x=True,
+            settings={
+                "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}
+            },
+        ),
+    },
 }
-
-# A closed pipe (`| head`) interrupts the work of these commands.
-_LONG_WORK = frozenset(
-    (
-        *("train", "run", "launch", "cache", "convert", "rank-eval", "eval", "infer", "encode"),
-        *("aux", "parity"),
-    )
-)
+_ENTRIES = {name: entry for group in _COMMANDS.values() for name, entry in group.items()}
 
 # These compute for long, unless one of these options is given.
 _COMPUTE = frozenset(("train", "run", "rank-eval", "eval", "infer", "encode"))
-_ONLY_LOOK = frozenset(("--help", "--dry_run", "--dry-run"))
+_ONLY_LOOK = frozenset(("--help", "-h", "--dry_run", "--dry-run"))
 
-# Those whose flags are T5X's.
-_T5X_MODES = frozenset(("train", "eval", "infer", "precompile", "run"))
+
+class LazyGroup(Group):
+    """The commands of `_COMMANDS`, each imported when it is named."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**{**settings, "commands": Loaded(_load, _ENTRIES)})
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Lists the commands under their headings, without importing them."""
+        del ctx
+        for heading, entries in _COMMANDS.items():
+            with formatter.section(heading):
+                listed = {name: entry.summary for name, entry in entries.items() if entry.summary}
+                # One column for all headings.
+                formatter.write_dl([(f"{name:10}", summary) for name, summary in listed.items()])
+
+
+def _load(name: str) -> Any:
+    entry = _ENTRIES[name]
+    return load(name, f"t0repro.cli.{entry.place}", **entry.settings)
+
+
+app = App(
+    "t0repro",
+    help="The T0 recipe on Mesh TensorFlow and JAX, and T5X's gin files. T0's own commands for"
+    " training and evaluation are t5_mesh_transformer's.\n\nCommands and options may be written"
+    " with _ or -: --dry_run is --dry-run.",
+    cls=LazyGroup,
+    no_args_is_help=True,
+    context_settings={
+        "token_normalize_func": canonical,
+        "help_option_names": ["-h", "--help"],
+    },
+    example="t0repro doctor",
+)
 
 
 def _print_version(wanted: bool) -> None:
@@ -156,27 +205,26 @@ def _global_options(
     del version
     settings = context.obj
     settings.debug = debug
-    # Keyed by the first word: a group's commands all continue in the same way.
-    settings.how_to_continue = _HOW_TO_CONTINUE.get(
-        context.invoked_subcommand or "", settings.how_to_continue
-    )
+    entry = _ENTRIES[context.invoked_subcommand or "run"]
+    if entry.keeps:
+        settings.how_to_continue = f"Start the same command again: {entry.keeps}."
+    if context.invoked_subcommand == "vertex":
+        settings.how_to_continue = (
+            "A submitted job continues: `t0repro vertex status` shows and records it."
+        )
     # Messages then name T5X's flags instead of t5_mesh_transformer's.
-    if context.invoked_subcommand in _T5X_MODES:
-        context.with_resource(t5x_command())
-    works = context.invoked_subcommand in _LONG_WORK
+    if entry.is_t5x:
+        context.with_resource(shown_as(T5X_NAMES))
     # A pipe that `train --help | head` closes interrupts no work.
-    settings.long_work = works and "--help" not in sys.argv
+    settings.long_work = entry.is_long and not {"-h", "--help"}.intersection(sys.argv)
 
 
 @functools.cache
 def command() -> Any:
-    """The commands as Typer builds them from their functions, whose signatures it reads each time.
-
-    Their help shows the names that t5's flags have.
-    """
+    """The command line as Click runs it."""
     built = typer.main.get_command(app)
-    show_canonical(built)
-    check_inputs(built)
+    for parameter in built.params:  # Typer adds those for completion last
+        show_canonical(parameter)
     return built
 
 
@@ -186,4 +234,5 @@ def main() -> None:
     if _COMPUTE.intersection(sys.argv[1:2]) and not _ONLY_LOOK.intersection(sys.argv):
         use_huge_pages_where_faster(sys.argv[2:])
     with gate("t0repro") as settings:
-        command()(args=with_t5x_overrides(sys.argv[1:]), obj=settings)
+        arguments = with_t5x_overrides(sys.argv[1:])
+        command()(args=arguments, prog_name="t0repro", obj=settings)

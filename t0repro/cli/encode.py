@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from t0repro.cli.options import AsJson, DType
+from t0repro.cli.paths import output, source
 from t0repro.cli.results import echo, print_json
-from t0repro.cli.spelling import output, source
 from t0repro.words import counted
 
 
@@ -68,16 +68,17 @@ def encode(
     ] = "float32",
     as_json: AsJson = False,
 ) -> None:
-    """Write a T5 encoder's outputs for each line of a file.
+    r"""Write a T5 encoder's outputs for each line of a file.
 
     `embeddings` in the output has all vectors, one after another, and `offsets` where each text's
     begin. If it is interrupted, starting it again continues where it stopped.
 
-    Example: t0repro encode --checkpoint runs/demo/model --texts prompts.txt --pool mean
-    --out prompts.safetensors
+    Example:
+      t0repro encode --checkpoint runs/demo/model --texts prompts.txt \
+        --pool mean --out prompts.safetensors
     """
     echo("importing JAX ...", err=True)
-    from t0repro.runs.encode_file import encode_file
+    from t0repro.runs.encode_file import encode_file  # it imports JAX
 
     encoded = encode_file(
         checkpoint,

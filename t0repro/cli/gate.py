@@ -1,7 +1,8 @@
 """A command's process: how it starts, and how errors and Ctrl-C end it, with messages and codes.
 
 Exit codes: 0 success; 1 failure (also of a check, such as `compare --tol`); 2 a mistake in the
-input; 75 a training run that a signal ended, saved (t0repro.training.hooks); 130 interrupted.
+input; 75 a training run that a signal ended, saved (t0repro.training.hooks.stop_on_signal); 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro import compat, working_copies
+from t0repro import compat, storage
 from t0repro.cli.results import echo
 from t0repro.errors import INSTALL_REFERENCE, UserError
-from t0repro.files import storage_error
 from t0repro.progress import quiet_libtpu
+from t0repro.storage.disk import disk_error
 from t0repro.words import printable, without_secrets
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
@@ -87,7 +88,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
         finally:
             # Here, so that its errors are reported like any other. Even after an error, the
             # bucket holds what was finished.
-            working_copies.close_all()
+            storage.close_copies()
     except (KeyboardInterrupt, SystemExit) as end:
         # Click and Rich end a command with sys.exit when its output can no longer be written.
         if any(isinstance(cause, BrokenPipeError) for cause in _causes(end)):
@@ -109,7 +110,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
             raise
         text = without_secrets(" ".join(str(error).split())) or "no message"
         echo(f"{command}: {type(error).__name__}: {text}", err=True)
-        print(f"  to do: '{command} --debug ...' shows where this happened.", file=sys.stderr)
+        print(f"  fix: '{command} --debug ...' shows where this happened.", file=sys.stderr)
         sys.exit(FAILURE)
 
 
@@ -168,7 +169,7 @@ class _DeliveringHook:
 def _end_interrupted(command: str, how_to_continue: str) -> None:
     # Without this, a second Ctrl-C while threads and files are being closed prints a traceback.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
-    print(f"\n{command}: interrupted.\n  to do: {how_to_continue}", file=sys.stderr, flush=True)
+    print(f"\n{command}: interrupted.\n  fix: {how_to_continue}", file=sys.stderr, flush=True)
     sys.exit(INTERRUPTED)
 
 
@@ -180,7 +181,7 @@ def _end_unread(command: str, settings: ErrorHandling) -> None:
         sys.exit(0)
     print(
         f"{command}: the program that read its output has ended.\n"
-        f"  to do: {settings.how_to_continue}",
+        f"  fix: {settings.how_to_continue}",
         file=sys.stderr,
     )
     sys.exit(FAILURE)
@@ -216,12 +217,12 @@ def find_user_error(error: BaseException | None) -> str | None:
             return wrapped.group(1).strip()
         # By name, because this must not import TensorFlow, which defines the error.
         if type(cause).__name__ == "DataLossError":
-            from t0repro.tasks.prompt_cache.folders import explain_damaged_record
+            from t0repro.tasks.prompt_cache.provenance import explain_damaged_record
 
             return str(explain_damaged_record(str(cause)))
     # Only after all causes, because a UserError above the system's error says more.
     for cause in _causes(error):
-        of_disk = storage_error(cause)
+        of_disk = disk_error(cause)
         if of_disk:
             return str(of_disk)
     return None
@@ -242,7 +243,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 # XLA takes a step's temporaries from the system and gives them back afterwards, so the system
 # zeroes them again in the next step, page by page. Pages of 2 MiB instead of 4 KiB made a train
-# step 10% to 30% faster on one machine and 14% slower on another (docs/lab_log.md), so each start
+# step 10% to 30% faster on one machine and 14% slower on another (the lab log), so each start
 # measures.
 
 _VARIABLE = "GLIBC_TUNABLES"
@@ -254,7 +255,7 @@ _BYTES = 32 << 20
 # The fastest counts, because the first huge pages of a new virtual machine took twenty times as
 # long: its host had not given it the memory yet.
 _ROUNDS = 3
-# Where steps took 6% to 13% less time, huge pages were zeroed 5 times as fast (docs/lab_log.md).
+# Where steps took 6% to 13% less time, huge pages were zeroed 5 times as fast (the lab log).
 _MUCH_FASTER = 1.5
 
 
@@ -275,11 +276,12 @@ def use_huge_pages_where_faster(arguments: Sequence[str]) -> None:
     ratio = _times_as_fast()
     if ratio < _MUCH_FASTER:
         return
-    echo(
-        f"huge pages: zeroed {ratio:.1f} times as fast as small ones here, so they are used"
-        f" ({_VARIABLE}= turns them off)",
-        err=True,
-    )
+    if any(word.startswith(("-v", "--v")) for word in arguments):
+        echo(
+            f"huge pages: zeroed {ratio:.1f} times as fast as small ones, so they are used"
+            f" ({_VARIABLE}= turns them off)",
+            err=True,
+        )
     environment = {**os.environ, _VARIABLE: "glibc.malloc.hugetlb=1"}
     # glibc reads its settings only when a process starts. sys.argv lacks Python's own options.
     os.execve(sys.executable, sys.orig_argv, environment)

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import enum
-import functools
-import inspect
 import json
-import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from t0repro.cli.spelling import canonical, source
-from t0repro.cloud.spec import check_not_export
-from t0repro.cloud.tracker import TrackedRun, TrackerName, tracked
+from t0repro.cli.commands import More
+from t0repro.cloud.trackers.follower import track
+from t0repro.cloud.trackers.table import TrackerName
+from t0repro.cloud.trackers.tracker import TrackedRun
 from t0repro.errors import UserError
 from t0repro.words import without_passwords
 
 if TYPE_CHECKING:
-    from t0repro.config.mtf.parser import MeshInputs
-    from t0repro.config.run_config import RunConfig
-    from t0repro.config.t5x.gin_files import T5xInputs
+    from t0repro.config.run import RunConfig
 
 
 DEFAULT_MODULE = "t0repro.tasks.t0"
@@ -65,173 +59,57 @@ def modules_or_t0(
     return list(modules or ([] if templates else [DEFAULT_MODULE]))
 
 
-# ---- Options for a run's gin files and overrides, named as in `t5_mesh_transformer` and T5X ------
+# ---- How much is printed ------------------------------------------------------------------------
 
 
-GIN = "Gin files and data"  # the heading in help
-Mode = TypeVar("Mode", bound=enum.StrEnum)
+_STANDARD_ERROR = "Accepted for T5X's commands: the log always goes to standard error."
+_THRESHOLDS = ("debug", "info", "warning", "error", "fatal")
 
-GinFiles = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--gin_file", callback=source, rich_help_panel=GIN, help="A gin file; repeatable."
-    ),
-]
-GinParams = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--gin_param", rich_help_panel=GIN, help="An override of a gin file's value; repeatable."
-    ),
-]
-GinFolders = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--gin_location_prefix",
-        callback=source,
-        rich_help_panel=GIN,
-        help="Folders to look for gin files in, separated by commas; repeatable.",
-    ),
-]
-GinImportAllowlist = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--gin_import_allowlist",
-        rich_help_panel=GIN,
-        help="Modules that gin files may import, separated by commas; repeatable. Default: all.",
-    ),
-]
+
+def _print_log(level: int | None) -> int | None:
+    """Prints records up to absl's level: -1 warnings, 0 information, 1 and above everything."""
+    if level is not None:
+        from absl import logging
+
+        # absl's own handler, which prefixes each line with level, time, file and line.
+        logging.use_absl_handler()
+        logging.set_verbosity(level)
+    return level
+
+
+def _threshold(name: str | None) -> str | None:
+    """Takes the name of a level, as absl does."""
+    if name is not None and name.lower() not in _THRESHOLDS:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(_THRESHOLDS)}.")
+    return name
 
 
 @dataclasses.dataclass(frozen=True)
-class SkippedNames:
-    """The flags of t5_mesh_transformer for gin files with configurables that no longer exist."""
+class LogOptions:
+    """How much of the libraries' log is printed."""
 
-    HEADING: ClassVar = GIN
-
-    skip_all_gin_unknowns: Annotated[
-        bool,
+    verbosity: Annotated[
+        int | None,
         typer.Option(
-            "--skip_all_gin_unknowns", help="Ignore bindings of configurables that do not exist."
-        ),
-    ] = False
-    additional_deprecated_gin_references: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Configurables whose bindings are ignored, separated by commas; repeatable."
+            "-v",
+            "--verbosity",
+            "--v",
+            callback=_print_log,
+            metavar="LEVEL",
+            help="Print the log of all libraries: -1 warnings, 0 information, 1 everything.",
+            show_default="only what matters to a user",
         ),
     ] = None
-
-    @property
-    def skip_unknown(self) -> bool | list[str]:
-        """As in `MeshInputs`."""
-        return self.skip_all_gin_unknowns or _listed(self.additional_deprecated_gin_references)
-
-
-def allowlist_of(values: Sequence[str] | None) -> tuple[str, ...] | None:
-    """The modules that `--gin_import_allowlist` names; None if it is not given."""
-    # An empty list differs: it allows no import at all.
-    return None if values is None else tuple(_listed(values))
-
-
-def _listed(values: Sequence[str] | None) -> list[str]:
-    """The names of an option that is repeatable and takes several, separated by commas."""
-    names = (name.strip() for value in values or () for name in value.split(","))
-    return [name for name in names if name]
-
-
-def gin_folders(words: Sequence[str] | None) -> list[str]:
-    """The folders of `GinFolders`: t5's flag has them all in one word."""
-    return [folder for word in words or () for folder in word.split(",")]
-
-
-def mesh_inputs(
-    files: Sequence[str] | None,
-    params: Sequence[str] | None,
-    folders: Sequence[str] | None,
-    modules: Sequence[str] | None,
-    *,
-    skipped: SkippedNames,
-    allowlist: tuple[str, ...] | None = None,
-    model_dir: str = "",
-) -> MeshInputs:
-    """The options of a command line for Mesh TensorFlow's gin files."""
-    from t0repro.config.mtf.parser import MeshInputs
-
-    return MeshInputs(
-        model_dir=model_dir,
-        gin_files=files or (),
-        gin_params=params or (),
-        location_prefixes=gin_folders(folders),
-        module_imports=modules or (),
-        skip_unknown=skipped.skip_unknown,
-        import_allowlist=allowlist,
-    )
-
-
-def t5x_inputs(
-    run_mode: str,
-    files: Sequence[str] | None,
-    bindings: Sequence[str] | None,
-    search_paths: str,
-    allowlist: tuple[str, ...] | None = None,
-) -> T5xInputs:
-    """The options of a command line for T5X's gin files."""
-    from t0repro.config.t5x.gin_files import T5xInputs
-
-    folders = tuple(search_paths.split(","))
-    return T5xInputs(run_mode, tuple(files or ()), tuple(bindings or ()), folders, allowlist)
-
-
-class RunMode(enum.StrEnum):
-    """The T5X run modes whose gin files this project reads."""
-
-    TRAIN = "train"
-    EVAL = "eval"
-    INFER = "infer"
-    PRECOMPILE = "precompile"
-
-
-def run_mode_of(modes: type[Mode]) -> Callable[[str], Mode]:
-    """The parser of `--run_mode` for an enumeration's modes; it says why there is no export."""
-
-    def named(name: str) -> Mode:
-        check_not_export(name)
-        # Both spellings of a name with a dash are accepted, as for options.
-        found = next((mode for mode in modes if canonical(mode) == canonical(name)), None)
-        if found is None:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(modes)}.")
-        return found
-
-    return named
-
-
-RunModes = Annotated[
-    RunMode | None,
-    typer.Option(
-        "--run_mode",
-        parser=run_mode_of(RunMode),
-        metavar="MODE",
-        help="Read the gin files as T5X does in this run mode: train, eval, infer or precompile.",
-    ),
-]
-# `cli.spelling` rewrites --gin.NAME=VALUE to this option, because Click has no such names.
-GinBindings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--gin_bindings",
-        rich_help_panel=GIN,
-        help="An override in a T5X run, also written --gin.NAME=VALUE; repeatable.",
-    ),
-]
-GinSearchPaths = Annotated[
-    str,
-    typer.Option(
-        "--gin_search_paths",
-        callback=source,
-        rich_help_panel=GIN,
-        help="Folders to look for a T5X run's gin files in, separated by commas.",
-    ),
-]
+    # The log always goes to standard error, so these have no effect.
+    alsologtostderr: Annotated[
+        bool, typer.Option("--alsologtostderr", hidden=True, help=_STANDARD_ERROR)
+    ] = False
+    logtostderr: Annotated[
+        bool, typer.Option("--logtostderr", hidden=True, help=_STANDARD_ERROR)
+    ] = False
+    stderrthreshold: Annotated[
+        str | None, typer.Option(hidden=True, callback=_threshold, help=_STANDARD_ERROR)
+    ] = None
 
 
 # ---- The flags by which a command becomes one process of several; T5X's, for all commands --------
@@ -241,7 +119,7 @@ GinSearchPaths = Annotated[
 class ProcessOptions:
     """T5X's flags for several processes; without them the environment decides."""
 
-    HEADING: ClassVar = "Several processes"
+    HEADING: ClassVar = More("Several processes")
 
     multiprocess_gpu: Annotated[
         bool,
@@ -279,10 +157,10 @@ class ProcessOptions:
 
     def joined(self) -> contextlib.AbstractContextManager[None]:
         """A context in which this process belongs to the run that flags or environment describe."""
-        from t0repro.partitioning import processes
+        from t0repro.partitioning import joining
 
-        return processes.joined(
-            processes.Asked(
+        return joining.join_processes(
+            joining.ProcessFlags(
                 self.coordinator_address,
                 self.process_count,
                 self.process_index,
@@ -317,7 +195,7 @@ def tracked_training(
     settings: dict[str, Any] = json.loads(without_passwords(config.to_json())) if config else {}
     # Leave out each value's origin: it is longer than the value, and the gin files have it.
     settings.pop("provenance", None)
-    return tracked(names or (), TrackedRun(model_dir, settings, _OF_TRAINING))
+    return track(names or (), TrackedRun(model_dir, settings, _OF_TRAINING))
 
 
 def tracked_evaluation(
@@ -329,7 +207,7 @@ def tracked_evaluation(
         "mixture": mixture,
         **dataclasses.asdict(settings),
     }
-    return tracked(names or (), TrackedRun(out, about, _OF_EVALUATION))
+    return track(names or (), TrackedRun(out, about, _OF_EVALUATION))
 
 
 # ---- The head of an evaluation's report ----------------------------------------------------------
@@ -350,58 +228,3 @@ class ReportHead:
         ),
     ] = None
     resamples: Resamples = 4000
-
-
-# ---- Groups of options that several commands share, each defined once as a dataclass -------------
-
-# A command takes such a dataclass as a parameter; `with_groups` gives the command an option for
-# each field, in the parameter's place, and hands it the filled dataclass. A group's `HEADING`, if
-# it has one, stands above its options in the help.
-
-
-def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command that Typer can read: parameters that are dataclasses become their fields.
-
-    The dataclasses' fields must have defaults, and the annotations that Typer takes.
-    """
-    types = typing.get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {
-        name: type_ for name, type_ in types.items() if dataclasses.is_dataclass(type_)
-    }
-
-    @functools.wraps(command)
-    def wrapped(**values: Any) -> Any:
-        for name, group in groups.items():
-            fields = [field.name for field in dataclasses.fields(group)]
-            values[name] = group(**{field: values.pop(field) for field in fields})
-        return command(**values)
-
-    parameters = [
-        parameter
-        for name, given in inspect.signature(command).parameters.items()
-        for parameter in (
-            _options(groups[name]) if name in groups else [given.replace(annotation=types[name])]
-        )
-    ]
-    # Typer takes the order from one and the types from the other.
-    wrapped.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
-    return wrapped
-
-
-def _options(group: Any) -> Iterator[inspect.Parameter]:
-    types = typing.get_type_hints(group, include_extras=True)
-    for field in dataclasses.fields(group):
-        # The heading is that of the class that declares the field, not of one that inherits it.
-        (owner,) = [
-            each for each in group.__mro__ if field.name in vars(each).get("__annotations__", ())
-        ]
-        # Copied, because in a command without the group the same option has no heading.
-        option = copy.copy(types[field.name].__metadata__[0])
-        option.rich_help_panel = vars(owner).get("HEADING", option.rich_help_panel)
-        yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=field.default,
-            annotation=Annotated[types[field.name].__origin__, option],
-        )

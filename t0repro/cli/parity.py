@@ -9,21 +9,23 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli.options import (
-    AsJson,
-    DType,
+from t0repro.cli.gin_options import (
+    Demo,
     GinFiles,
-    GinFolders,
     GinImportAllowlist,
     GinParams,
-    Modules,
+    GinSearchPaths,
     SkippedNames,
     allowlist_of,
-    mesh_inputs,
-    with_groups,
+    with_demo,
 )
+from t0repro.cli.groups import with_groups
+from t0repro.cli.mesh_inputs import mesh_inputs
+from t0repro.cli.options import AsJson, DType, Modules
+from t0repro.cli.paths import output, source
 from t0repro.cli.results import echo, for_people, print_json
-from t0repro.cli.spelling import output, source
+from t0repro.progress import working
+from t0repro.storage import lock_folder
 from t0repro.words import counted
 
 
@@ -72,7 +74,7 @@ def parity(
     skipped: SkippedNames,
     gin_file: GinFiles = None,
     gin_param: GinParams = None,
-    gin_location_prefix: GinFolders = None,
+    gin_search_paths: GinSearchPaths = None,
     gin_import_allowlist: GinImportAllowlist = None,
     module_import: Modules = None,
     steps: _Steps = 20,
@@ -80,39 +82,34 @@ def parity(
     dtype: _DType = "float32",
     eval_task: _EvalTask = None,
     inject: _Inject = None,
+    demo: Demo = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run both stacks from one checkpoint on the same batches and compare all intermediate results.
+    r"""Run both stacks from one checkpoint on the same batches and compare what they compute.
 
     Compares the activations of each layer, losses, gradients, parameters and slots after the first
     and the last step, and log-likelihoods. Writes parity.json, parity.md and parity.html, and names
     the first tensor that exceeds its tolerance. Exit code 1 if one does.
 
     Example:
-      t0repro parity --module_import t0repro.tasks.demo --gin_file dataset.gin
-        --gin_file demo/t5.1.1.demo.gin --gin_file learning_rate_schedules/constant_0_001.gin
-        --gin_param "MIXTURE_NAME = 'demo_train'" --gin_param "run.train_steps = 20"
-        --gin_param "run.batch_size = ('tokens_per_batch', 1024)"
-        --gin_param "run.sequence_length = {'inputs': 128, 'targets': 16}"
-        --gin_param "pack_dataset.use_custom_ops = False" --gin_param "utils.run.mesh_shape = []"
-        --gin_param "dropout_rate = 0.0" --steps 20 --out runs/parity
+      t0repro parity --demo --out runs/parity
     """
     echo("reading gin files and data, with t5 and Mesh TensorFlow ...", err=True)
-    from t0repro.files import folder_lock
     from t0repro.parity import report, run
-    from t0repro.progress import working
 
+    if demo:
+        gin_file, gin_param, module_import = with_demo(gin_file, gin_param, module_import)
     inputs = mesh_inputs(
         gin_file,
         gin_param,
-        gin_location_prefix,
+        gin_search_paths,
         module_import,
         skipped=skipped,
         allowlist=allowlist_of(gin_import_allowlist),
         model_dir=str(out / run.MESH_FOLDER),
     )
     # A second comparison would delete this one's files.
-    with folder_lock(
+    with lock_folder(
         out, "a comparison of the stacks", fix="Wait for it to end, or choose another --out."
     ):
         job = run.make_job(inputs, out, steps=steps, start=start, dtype=dtype, eval_task=eval_task)

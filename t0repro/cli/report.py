@@ -4,36 +4,51 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import typer
 
+from t0repro.cli.commands import App
+from t0repro.cli.groups import with_groups
 from t0repro.cli.options import (
     AsJson,
     BootstrapSeed,
     Modules,
     ModulesOrT0,
     ReportHead,
-    Resamples,
     modules_or_t0,
-    with_groups,
 )
+from t0repro.cli.paths import output, source
 from t0repro.cli.results import echo, print_json, print_written, show_page
-from t0repro.cli.spelling import output, source
+from t0repro.errors import UserError
+from t0repro.lm_eval.files import import_results
+from t0repro.reports.comparison_page import history_page, losses_in_words, scores_in_words
+from t0repro.reports.history import read_history
+from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
+from t0repro.reports.page_terminal import print_page
+from t0repro.reports.prompts import (
+    PromptInfo,
+    load_prompts,
+    training_datasets,
+    training_tasks,
+)
+from t0repro.reports.report import Report
+from t0repro.reports.report_files import write_report
+from t0repro.reports.report_page import brief_page
+from t0repro.reports.run import Run, find_evaluation, labelled
+from t0repro.reports.statistics import Bootstrap
+from t0repro.runs.verify import detection_probability, not_verified
+from t0repro.runs.verify import verify as verify_report
+from t0repro.storage import lock_folder
+from t0repro.tasks.overlap import read_overlap
+from t0repro.tasks.registry import add_cache_dirs
 
-if TYPE_CHECKING:
-    from t0repro.reports.make_report import ExtraContent, ReportOptions
-    from t0repro.reports.page import Page
-    from t0repro.reports.report import Report
-    from t0repro.reports.run import PromptInfo
-
-app = typer.Typer(
-    name="report",
+app = App(
+    "report",
     help="Write and read reports of rank evaluations.",
-    no_args_is_help=True,
-    epilog="Example: t0repro report make runs/demo/model/validation_eval --out runs/demo/report",
+    example="t0repro report make runs/demo/model/validation_eval --out runs/demo/report",
 )
 
 _EvalDir = Annotated[Path, typer.Argument(help="The <split>_eval folder to report on.")]
@@ -47,11 +62,6 @@ _From = Annotated[
         " its scores are written beside the report.",
     ),
 ]
-
-
-@app.callback()
-def _group() -> None:
-    """Write and read reports of rank evaluations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,24 +136,21 @@ def make(
     seed: BootstrapSeed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Write report.json, report.md and report.html for a rank evaluation.
+    r"""Write report.json, report.md and report.html for a rank evaluation.
 
-    Example: t0repro report make runs/demo/validation_eval --out runs/demo/report
-    --module_import t0repro.tasks.demo --train_mixture demo_train
-    --metrics runs/demo/metrics.jsonl --other mtf=runs/mtf/validation_eval
+    Example:
+      t0repro report make runs/demo/validation_eval --out runs/demo/report \
+        --module_import t0repro.tasks.demo --train_mixture demo_train \
+        --metrics runs/demo/metrics.jsonl --other mtf=runs/mtf/validation_eval
 
-    For another model: t0repro report make RESULTS --from lm-eval --out runs/other/report
-    --module_import t0repro.tasks.t0
+    For another model:
+      t0repro report make RESULTS --from lm-eval --out runs/other/report \
+        --module_import t0repro.tasks.t0
     """
     echo(f"reading {eval_dir} ...", err=True)
-    from t0repro.files import folder_lock
-    from t0repro.reports.make_report import make_report, write_report
-    from t0repro.reports.run import Run, load_prompts
 
     left_out: Mapping[str, str] = {}
     if source is not None:
-        from t0repro.lm_eval.files import import_results
-
         eval_dir, left_out = import_results(eval_dir, out)
         for task, why in left_out.items():
             echo(f"left out {task}: {why}", err=True)
@@ -156,7 +163,7 @@ def make(
     run = Run(head.label, eval_dir, step)
     report = make_report(run, prompts, options, _extra_content(head.label, shown))
     # Two commands that write into one folder would mix their files.
-    with folder_lock(out, "writing a report"):
+    with lock_folder(out, "writing a report"):
         paths = write_report(report, out)
     if as_json:
         print_json(json.loads(report.to_json()))
@@ -187,26 +194,22 @@ def verify(
     cache_dir: Annotated[Path | None, typer.Option(help="SeqIO's cache of the tasks.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recompute a report's figures, and a sample of its scores from the checkpoint.
+    r"""Recompute a report's figures, and a sample of its scores from the checkpoint.
 
     Figures, files of scores, prompts and rows are compared in full, by their values or hashes;
     random examples are rendered and scored again. Ends with what was not verified. Exits with 1 if
     anything differs.
 
-    Example: t0repro report verify runs/demo/rank_eval --sample 20
-    --module_import t0repro.tasks.demo
+    Example:
+      t0repro report verify runs/demo/rank_eval --sample 20 \
+        --module_import t0repro.tasks.demo
     """
-    from t0repro.reports.run import load_prompts
-    from t0repro.runs.verify import detection_probability, not_verified, verify
-
     echo("importing JAX and the tasks ...", err=True)
     prompts = load_prompts(modules_or_t0(module_import))
     if cache_dir is not None:
-        from t0repro.tasks.task import add_cache_dirs
-
         add_cache_dirs([cache_dir], "--cache_dir")
     findings, differ, cells = [], 0, 0
-    for found in verify(report, prompts, sample=sample, seed=seed, checkpoint=checkpoint):
+    for found in verify_report(report, prompts, sample=sample, seed=seed, checkpoint=checkpoint):
         findings.append(found)
         differ += not found.agrees
         cells += found.is_cell
@@ -240,16 +243,14 @@ def history(
     module_import: Modules = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show accuracy by checkpoint, one curve per dataset.
+    r"""Show accuracy by checkpoint, one curve per dataset.
 
     With --module_import, tasks are grouped by dataset.
 
-    Example: t0repro report history runs/demo/model/validation_eval --out runs/demo/history
+    Example:
+      t0repro report history runs/demo/model/validation_eval \
+        --out runs/demo/history
     """
-    from t0repro.reports.comparison import read_history
-    from t0repro.reports.comparison_page import history_page
-    from t0repro.reports.run import find_evaluation, load_prompts
-
     # Any step will do, because a history includes all steps.
     folder, _ = find_evaluation(eval_dir)
     found = read_history(folder, load_prompts(module_import or ()))
@@ -263,11 +264,6 @@ def _report_options(
     seed: int,
     prompts: Mapping[str, PromptInfo],
 ) -> ReportOptions:
-    from t0repro.reports.make_report import ReportOptions
-    from t0repro.reports.run import training_datasets, training_tasks
-    from t0repro.reports.statistics import Bootstrap
-    from t0repro.tasks.overlap import read_overlap
-
     trained = training_tasks(head.train_mixture or ())
     # Datasets may be named without a module that registers their tasks.
     datasets = training_datasets(trained, prompts) | set(recorded.train_dataset or ())
@@ -287,9 +283,6 @@ def _report_options(
 
 def _extra_content(label: str, shown: ContentOptions) -> ExtraContent:
     """What the report shows besides its run's scores; unlabelled losses get the runs' labels."""
-    from t0repro.reports.make_report import ExtraContent
-    from t0repro.reports.run import Run, labelled
-
     other_label, other_path = labelled(shown.other) if shown.other else (None, None)
     compared = None
     if shown.losses:
@@ -305,267 +298,14 @@ def _extra_content(label: str, shown: ContentOptions) -> ExtraContent:
 
 
 def _text(path: Path) -> str:
-    from t0repro.errors import UserError
-
     if not path.is_file():
         raise UserError("There is no file with the result of a conversion here.", where=str(path))
     return path.read_text(encoding="utf-8").strip()
 
 
 def _print(report: Report) -> None:
-    from t0repro.reports.comparison_page import losses_in_words, scores_in_words
-    from t0repro.reports.page import print_page
-    from t0repro.reports.report_page import brief_page
-
     print_page(brief_page(report))
     if report.stacks:
         typer.echo("\n".join(scores_in_words(report.stacks)))
     if report.losses:
         typer.echo(losses_in_words(report.losses))
-
-
-# ---- `t0repro compare`: compares runs, with an exit code for scripts -----------------------------
-
-
-Given = tuple[str | None, Path]
-
-
-_Runs = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[LABEL=]A [LABEL=]B ...",
-        help="metrics.jsonl files, to compare losses; or evaluation folders, rank-eval folders or"
-        " reports, to compare scores, predictions and accuracies. All are compared with the first,"
-        " and models with each other; runs with one label are a model's seeds.",
-    ),
-]
-_Tolerance = Annotated[
-    float | None,
-    typer.Option(
-        "--tol",
-        min=0,
-        help="Exit with 1 if a loss differs by more than this (relative to the first run's), a"
-        " score differs by more per target token, or an example is predicted differently.",
-    ),
-]
-_Steps = Annotated[
-    list[int] | None,
-    typer.Option(help="Step of each run, in their order.", show_default="the latest"),
-]
-_PageOut = Annotated[
-    Path | None,
-    typer.Option("--out", callback=output, help="Folder for compare.json, .md and .html."),
-]
-
-
-def compare(
-    runs: _Runs,
-    tol: _Tolerance = None,
-    step: _Steps = None,
-    out: _PageOut = None,
-    module_import: Modules = None,
-    resamples: Resamples = 4000,
-    seed: BootstrapSeed = 0,
-    as_json: AsJson = False,
-) -> None:
-    """Compare runs: losses step by step, or scores, predictions and accuracies.
-
-    The arguments decide what is compared. Accuracies come with the difference's interval and
-    McNemar's test for each dataset; --module_import groups tasks by dataset.
-
-    Example: t0repro compare mtf=runs/mtf/metrics.jsonl jax=runs/jax/metrics.jsonl --tol 1e-4
-
-    Example: t0repro compare mtf=runs/mtf/validation_eval jax=runs/jax/validation_eval
-    """
-    from t0repro.errors import UserError
-    from t0repro.reports.run import labelled
-    from t0repro.reports.statistics import Bootstrap
-    from t0repro.words import counted
-
-    given = [labelled(run) for run in runs]
-    if len(given) < 2:
-        raise UserError("One run cannot be compared.", fix="Name two or more.")
-    if step and len(step) != len(given):
-        raise UserError(
-            f"--step is given {counted(len(step), 'time')} for {counted(len(given), 'run')}.",
-            fix="Give one for each run, in their order.",
-        )
-    kinds = {path.suffix == ".jsonl" for _, path in given}
-    if len(kinds) > 1:
-        raise UserError(
-            "Losses (metrics.jsonl files) cannot be compared with evaluations.",
-            where=" and ".join(str(path) for _, path in given),
-            fix="Name files of one kind.",
-        )
-    # The first run is the reference for all others.
-    if kinds == {True}:
-        page, content, within = _losses(given, tol)
-    else:
-        bootstrap = Bootstrap(replicates=resamples, seed=seed)
-        page, content, within = _evaluations(given, step, tol, module_import or (), bootstrap)
-    # Show the page before the exit code, because users want to see the difference.
-    show_page("compare", page, content, out, as_json=as_json)
-    if not within:
-        raise typer.Exit(1)
-
-
-def _losses(given: Sequence[Given], tol: float | None) -> tuple[Page, str, bool]:
-    from t0repro.reports.comparison_page import losses_page
-    from t0repro.reports.losses import compare_losses
-    from t0repro.reports.make_report import as_json
-
-    first, *others = zip(_labels(given), (path for _, path in given), strict=True)
-    compared = [
-        compare_losses(first[1], path, label_a=first[0], label_b=label) for label, path in others
-    ]
-    within = tol is None or all(found.within(tol) for found in compared)
-    return losses_page(compared), as_json(compared), within
-
-
-def _evaluations(
-    given: Sequence[Given],
-    steps: Sequence[int] | None,
-    tol: float | None,
-    modules: Sequence[str],
-    bootstrap,
-) -> tuple[Page, str, bool]:
-    from t0repro.reports.comparison import compare_runs, to_json
-    from t0repro.reports.comparison_page import comparison_page
-    from t0repro.reports.models import compare_models, corrected, corrected_by
-    from t0repro.reports.run import Run, find_evaluation, load_prompts
-
-    prompts = load_prompts(modules)
-    found = [find_evaluation(path) for _, path in given]
-    runs = [
-        Run(label, folder, steps[at] if steps else step)
-        for at, (label, (folder, step)) in enumerate(zip(_labels(given), found, strict=True))
-    ]
-    # As columns, the seeds of a model need distinct names.
-    first, *others = (
-        dataclasses.replace(run, label=label)
-        for run, label in zip(runs, _numbered([run.label for run in runs]), strict=True)
-    )
-    compared = [
-        # To judge scores by a tolerance, both runs must have scored the same pairs.
-        compare_runs(first, run, prompts, bootstrap, same_pairs=tol is not None)
-        for run in others
-    ]
-    within = tol is None or all(entry.within(tol) for entry in compared)
-    models = compare_models(runs, prompts, bootstrap) if len({r.label for r in runs}) > 1 else None
-    if models is not None and set(models.seeds.values()) == {1}:
-        compared = corrected_by(models, compared)
-    else:
-        compared = corrected(compared)
-    return comparison_page(compared, models), to_json(compared, models), within
-
-
-def _numbered(labels: Sequence[str]) -> list[str]:
-    """The labels, with repeated ones numbered: `t0 (1)`, `t0 (2)`."""
-    return [
-        f"{label} ({labels[: at + 1].count(label)})" if labels.count(label) > 1 else label
-        for at, label in enumerate(labels)
-    ]
-
-
-def _labels(given: Sequence[Given]) -> list[str]:
-    """The labels, or else the names of the runs' folders; a, b, ... if those are not distinct.
-
-    A label that is given twice stays: it names one model's seeds.
-    """
-    labels = [label or _name(path) for label, path in given]
-    # Labels are column headings, so they must differ.
-    if len(set(labels)) == len(labels) and all(labels):
-        return labels
-    return [label or chr(ord("a") + at) for at, (label, _) in enumerate(given)]
-
-
-def _name(path: Path) -> str:
-    """The folder name that distinguishes a run; not `validation_eval`, which every run has."""
-    path = path.resolve()
-    return path.parent.name if path.suffix or "_eval" in path.name else path.name
-
-
-# ---- Training runs: their state and their curves -------------------------------------------------
-
-
-def runs(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder with training runs below it.")
-    ] = Path("runs"),
-    as_json: AsJson = False,
-) -> None:
-    """List the training runs below a folder: state, step, loss, tokens, speed, time left.
-
-    A training run is running, finished, stopped before its last step with everything saved, or
-    failed; a run whose local process vanished is shown as failed. Mesh TensorFlow's runs
-    record no state: they are named below the list.
-
-    Example: t0repro runs runs
-    """
-    from t0repro.reports.training_runs import (
-        HEADER,
-        find_runs,
-        left_out_in_words,
-        run_rows,
-        to_json,
-    )
-    from t0repro.terminal import print_table, terminal
-
-    found = find_runs(folder)
-    if as_json:
-        print_json(to_json(found))
-    else:
-        numbers = ("loss", "tokens", "tokens/s")
-        print_table(terminal(), "", HEADER, run_rows(found), numbers=numbers)
-    if left_out := left_out_in_words(folder):
-        echo(left_out, err=True)
-
-
-def plot(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR...", help="Folders of training runs, or above them."),
-    ],
-    metric: Annotated[
-        str, typer.Option(help="A metric of metrics.jsonl, or a tag of TensorBoard's.")
-    ] = "loss",
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", callback=output, help="Folder for curves.json, .md and .html."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Draw a metric of several training runs by step, in the terminal and as an HTML page.
-
-    The page is a single self-contained file.
-
-    Example: t0repro plot runs/a runs/b --out runs/plot
-    """
-    from t0repro.reports.training_runs import curves_in_words, curves_page, read_curves
-
-    curves = read_curves(folders, metric)
-    content = json.dumps({"metric": metric, "curves": curves}, indent=1) + "\n"
-    page, lines = curves_page(curves, metric), curves_in_words(curves)
-    show_page("curves", page, content, out, as_json=as_json, lines=lines)
-
-
-# ---- `t0repro replay`: recomputes an update that went NaN or Inf ---------------------------------
-
-
-def replay(
-    folder: Annotated[
-        Path, typer.Argument(help="A bad_update_<step> folder that a training run wrote.")
-    ],
-) -> None:
-    """Recompute an update that went NaN or Inf; exit code 1 if it happens again.
-
-    Example: t0repro replay runs/t0/bad_update_1200
-    """
-    from t0repro.training.hooks import replay as run
-
-    bad = run(folder)
-    if bad is None:
-        echo("every parameter, activation and gradient is finite")
-        return
-    echo(f"first: {bad}")
-    raise typer.Exit(1)

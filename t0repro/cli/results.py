@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from t0repro.errors import as_shown
-from t0repro.words import printable, without_passwords
+from t0repro.words import as_reader_knows, printable, without_passwords
 
 if TYPE_CHECKING:
     from t0repro.reports.page import Page
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 def echo(text: str, *, err: bool = False) -> None:
     """Prints a text's lines on stdout or stderr, without passwords; escape sequences are shown."""
-    typer.echo(printable(without_passwords(as_shown(text)), keep="\n"), err=err)
+    typer.echo(printable(without_passwords(as_reader_knows(text)), keep="\n"), err=err)
 
 
 # ---- How commands show what they found: a page or a table for people, JSON for programs ----------
@@ -77,9 +76,9 @@ def show_page(
       as_json: whether to print the content instead of the page.
       lines: printed below the page.
     """
-    from t0repro.files import folder_lock
-    from t0repro.reports.make_report import write_page
-    from t0repro.reports.page import print_page
+    from t0repro.reports.page_terminal import print_page
+    from t0repro.reports.report_files import write_page
+    from t0repro.storage import lock_folder
 
     if as_json:
         print_json(json.loads(content))
@@ -89,7 +88,7 @@ def show_page(
             typer.echo(line)
     if out:
         # Two commands that write into one folder would mix their files.
-        with folder_lock(out, f"writing {name}.html"):
+        with lock_folder(out, f"writing {name}.html"):
             paths = write_page(name, page, content, out)
         print_written(paths, as_json=as_json)
 

@@ -1,9 +1,9 @@
 """The command t5_mesh_transformer: t5 0.9.4's, on Mesh TensorFlow or on JAX.
 
 It takes every flag of t5's command (t5 itself defines them) and more: --backend, --vocab,
---at_hand, --allow_changed, --gin_import_allowlist, --tracker, --debug, and those of auxiliary jobs
-(docs/auxiliary_jobs.md). Inputs are checked before anything is built or written; a mistake ends
-with a message on stderr and exit code 2.
+--skip_missing, --allow_changed, --gin_import_allowlist, --tracker, --debug, and those of auxiliary
+jobs (docs/auxiliary_jobs.md). Inputs are checked before anything is built or written; a mistake
+ends with a message on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from absl import app, flags, logging
 
-from t0repro.buckets import check_readable
+from t0repro.cli.commands import help_page
 from t0repro.cli.gate import USER_ERROR, gate, use_huge_pages_where_faster
-from t0repro.cli.options import TRACKER_HELP, ProcessOptions, allowlist_of, tracked_training
+from t0repro.cli.gin_options import allowlist_of
+from t0repro.cli.options import TRACKER_HELP, ProcessOptions, tracked_training
 from t0repro.cli.results import echo
-from t0repro.cli.spelling import canonical, canonical_arguments, help_page
-from t0repro.cloud.auxiliary import AuxiliaryOptions
-from t0repro.cloud.tracker import TrackerName
+from t0repro.cli.spelling import canonical, canonical_arguments
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
+from t0repro.cloud.trackers.table import TrackerName
 from t0repro.config.configuration import Configuration, NotOnJax
-from t0repro.config.gin_imports import package_folder
-from t0repro.config.mtf.packages import recorded
-from t0repro.errors import UserError
-from t0repro.files import input_path
+from t0repro.config.gin.folders import package_folder
+from t0repro.config.mtf.stand_ins import recorded
+from t0repro.errors import UserError, needs_reference_tier
 from t0repro.progress import SeqioOnce
-from t0repro.tasks.task import resolved_modules
+from t0repro.storage import check_readable, input_path
+from t0repro.tasks.modules import resolved_modules
 from t0repro.words import printable
 
 if TYPE_CHECKING:
@@ -48,11 +49,8 @@ def console_entry_point() -> None:
         if _is_on_jax(sys.argv[1:]):
             use_huge_pages_where_faster(sys.argv[1:])
         _check_places(sys.argv[1:])
-        if not _define_alone(sys.argv[1:]):
-            if package_folder("t5"):
-                # Print this first: t5 itself defines the flags, and its import takes seconds.
-                _say_importing()
-            define_flags()
+        define_flags()
+        _import_others_flags(sys.argv[1:])
 
         def main(arguments: Sequence[str]) -> None:
             settings.debug, settings.long_work = flags.FLAGS.debug, True
@@ -68,10 +66,6 @@ def console_entry_point() -> None:
             run(flags.FLAGS)
 
         app.run(main, flags_parser=_parse_flags)
-
-
-def _say_importing() -> None:
-    echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
 
 
 def _check_places(arguments: Sequence[str]) -> None:
@@ -140,6 +134,7 @@ def _check_flags(options: Any) -> None:
 def _run_jax(options: Any) -> None:
     import jax
 
+    from t0repro.data.seqio_need import why_mesh_run_needs_seqio
     from t0repro.partitioning.processes import is_first
     from t0repro.runs import run
     from t0repro.runs.preflight import check_mesh_transformer
@@ -147,10 +142,10 @@ def _run_jax(options: Any) -> None:
     with _group_of(ProcessOptions, options).joined():
         # As t5's main does on every run without --tpu.
         float32 = jax.default_backend() == "cpu"
-        configuration = _described(options, float32_activations=float32)
-        if configuration is None:
-            configuration = _load(options, float32_activations=float32)
-        check_mesh_transformer(configuration, jax=True, at_hand=options.at_hand)
+        configuration = _load(options, float32_activations=float32)
+        if why := why_mesh_run_needs_seqio(configuration.run):
+            _import_seqio(options, why)
+        check_mesh_transformer(configuration, jax=True, skip_missing=options.skip_missing)
         # Checked and reported before anything is written.
         print_flag_notes(options, configuration, on_jax=True)
         with contextlib.ExitStack() as beside:
@@ -162,6 +157,29 @@ def _run_jax(options: Any) -> None:
             run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
 
 
+def _import_seqio(options: Any, why: str) -> None:
+    """Imports SeqIO, TensorFlow and t5, which read data that the core cannot; adds the tasks.
+
+    Raises:
+      UserError: If they are not installed.
+    """
+    from t0repro import compat
+    from t0repro.tasks.modules import load_tasks
+    from t0repro.tasks.registry import add_cache_dirs
+
+    if not compat.is_installed():
+        raise needs_reference_tier(why)
+    inputs = gin_inputs(options)
+    with _importing_packages():
+        compat.install()
+        import seqio
+
+        load_tasks(inputs.module_imports, into_seqio=True)
+    if inputs.tfds_data_dir:
+        seqio.set_tfds_data_dir_override(inputs.tfds_data_dir)
+    add_cache_dirs(inputs.cache_dirs, "--additional_task_cache_dirs")
+
+
 def _run_mesh_tensorflow(options: Any) -> None:
     if (options.process_count or 1) > 1 or options.multiprocess_gpu:
         raise UserError(
@@ -169,6 +187,12 @@ def _run_mesh_tensorflow(options: Any) -> None:
             where="--process_count" if options.process_count else "--multiprocess_gpu",
             fix="Add --backend=jax.",
         )
+    from t0repro import compat
+
+    with _importing_packages():
+        compat.install()
+        from mesh_tensorflow.transformer import utils as utils
+        from t5.models import mesh_transformer_main as mesh_transformer_main
     import tensorflow
 
     tf = tensorflow.compat.v1
@@ -184,7 +208,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
 
     configuration = None
     try:
-        configuration = _load(options, float32_activations=True)
+        configuration = _load(options, float32_activations=True, with_packages=True)
     except NotOnJax:
         # Only t5 implements some modes, such as export; it checks their few flags itself.
         if not options.use_model_api:
@@ -192,7 +216,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
     if configuration:
         for warning in configuration.warnings:
             print(printable(f"warning: {warning}"), file=sys.stderr)
-        check_mesh_transformer(configuration, jax=False, at_hand=options.at_hand)
+        check_mesh_transformer(configuration, jax=False, skip_missing=options.skip_missing)
         print_flag_notes(options, configuration, on_jax=False)
     if options.use_model_api:
         # t5's MtfModel builds the run from the flags itself, so `run` must be bound only to what
@@ -209,34 +233,17 @@ def _run_mesh_tensorflow(options: Any) -> None:
         run(options, configuration)
 
 
-def _described(options: Any, *, float32_activations: bool) -> Configuration | None:
-    """The configuration of a run that needs neither TensorFlow nor t5; None for any other."""
-    # t5's real configurables are registered then, under the names that stand-ins would take.
-    if "t5" in sys.modules:
-        return None
-    from t0repro.config.mtf import dialect
-    from t0repro.data.batches import why_not_run_by_mesh
-
-    found = dialect.describe(
-        gin_inputs(options), why_not_run_by_mesh, float32_activations=float32_activations
-    )
-    if found is None:
-        _say_importing()
-        _exchange()
-    return found
-
-
-def _load(options: Any, *, float32_activations: bool) -> Configuration:
+def _load(options: Any, *, float32_activations: bool, with_packages: bool = False) -> Configuration:
     """The configuration; the Model API's flags amount to the same bindings as gin files would."""
     from t0repro.config.mtf import dialect
-
-    inputs = gin_inputs(options)
-    if not options.use_model_api:
-        return dialect.load(inputs, float32_activations=float32_activations)
     from t0repro.converters.sources import find_checkpoint
 
-    return dialect.load_model_api(
-        inputs, options, find_checkpoint, float32_activations=float32_activations
+    return dialect.load(
+        gin_inputs(options),
+        float32_activations=float32_activations,
+        with_packages=with_packages,
+        flags=options if options.use_model_api else None,
+        find_checkpoint=find_checkpoint,
     )
 
 
@@ -303,7 +310,7 @@ def print_flag_notes(options: Any, configuration: Configuration, *, on_jax: bool
     lines = tpu_lines(options, configuration, name, devices)
     run = configuration.run_or_refusal
     if not isinstance(run, NotOnJax):
-        from t0repro.partitioning.costs import check_fits
+        from t0repro.partitioning.memory import check_fits
 
         # Virtual devices of a CPU share its memory.
         shares = 1 if name == "the CPU" or devices == 1 else devices
@@ -370,9 +377,6 @@ def _device(on_jax: bool) -> tuple[str, int, int]:
 
 _Group = TypeVar("_Group", ProcessOptions, AuxiliaryOptions)
 
-_T5_COMMAND = "t5.models.mesh_transformer_main"
-_NEED_T5 = {"help", "helpshort", "helpfull", "helpxml", "h", "?", "use_model_api"}
-
 
 def _is_on_jax(arguments: Sequence[str]) -> bool:
     """Whether the command line asks for the JAX stack, before any flag is defined."""
@@ -382,50 +386,40 @@ def _is_on_jax(arguments: Sequence[str]) -> bool:
     return not {"--backend=jax", "-backend=jax"}.isdisjoint(pairs)
 
 
-def _define_alone(arguments: Sequence[str]) -> bool:
-    """Defines the flags without importing t5 if the command line does not need it; else none.
-
-    Args:
-      arguments: The command line. It needs t5 for Mesh TensorFlow, for a flag of another of its
-        packages, and for the help texts of t5's flags.
-    """
-    if not _is_on_jax(arguments):
-        return False
-    words = canonical_arguments(arguments)
-    names = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("-")}
-    # A process that has imported t5's command has its flags already.
-    if names & _NEED_T5 or _T5_COMMAND in sys.modules:
-        return False
+def define_flags() -> None:
+    """Defines t5's flags as they are recorded, and this project's own."""
     _define_recorded()
     _define_own()
+    of_t5 = [flags.FLAGS[flag["name"]] for flag in recorded()["flags"]]
+    for flag in (*of_t5, *flags.FLAGS.flags_by_module_dict()[__name__]):
+        # --help lists only the key flags of the main module, which is the console script.
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+
+
+def _import_others_flags(arguments: Sequence[str]) -> None:
+    """Imports t5's command if the command line has a flag of another of its packages."""
+    words = canonical_arguments(arguments)
+    names = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("-")}
     # absl turns a boolean flag off by --noNAME.
-    if all(name in flags.FLAGS or name.removeprefix("no") in flags.FLAGS for name in names):
-        return True
-    _exchange()
-    return False
+    known = {*flags.FLAGS, *(f"no{name}" for name in flags.FLAGS), *_HELP, ""}
+    if not names <= known and package_folder("t5"):
+        from t0repro import compat
+
+        with _importing_packages():
+            compat.install()
+            from t5.models import mesh_transformer_main as mesh_transformer_main
 
 
-def define_flags() -> None:
-    """Defines t5's flags, by importing its command if it is installed, and this project's own."""
-    theirs = _import_t5s_flags() if package_folder("t5") else (_define_recorded(),)
-    _define_own()
-    by_module = flags.FLAGS.flags_by_module_dict()
-    for module in (*theirs, __name__):
-        for flag in by_module.get(module, []):
-            # --help lists only the key flags of the main module, which is the console script.
-            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
-
-
-def _import_t5s_flags() -> tuple[str, ...]:
-    """Imports t5's command, which defines its flags; returns the modules that they are of."""
-    from t0repro import compat
-
-    # Before t5's command is imported, because the import fails without the patches.
-    compat.install()
-    from mesh_tensorflow.transformer import utils
-    from t5.models import mesh_transformer_main
-
-    return mesh_transformer_main.__name__, utils.__name__
+@contextlib.contextmanager
+def _importing_packages() -> Iterator[None]:
+    """Says that the block imports t5; keeps the values of flags that it defines anew."""
+    echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
+    before = {flag["name"]: flags.FLAGS[flag["name"]] for flag in recorded()["flags"]}
+    try:
+        yield
+    finally:
+        for name, flag in before.items():
+            flags.FLAGS[name].value, flags.FLAGS[name].present = flag.value, flag.present
 
 
 def _define_own() -> None:
@@ -441,7 +435,7 @@ def _define_own() -> None:
             "A local copy of the SentencePiece model that the tasks use (sets T0REPRO_VOCAB).",
         )
         flags.DEFINE_boolean(
-            "at_hand",
+            "skip_missing",
             False,
             "Use only the tasks of the mixture whose rows or caches are on this machine, with their"
             " rates, and list the others.",
@@ -463,31 +457,19 @@ def _define_own() -> None:
         define_group(ProcessOptions)
 
 
-def _define_recorded() -> str:
-    """Defines the recorded flags, without help texts; returns the name of their module."""
+def _define_recorded() -> None:
+    """Defines the recorded flags of t5's command; its import may define them anew."""
     for flag in recorded()["flags"]:
-        more = {"enum_values": flag["choices"]} if "choices" in flag else {}
-        make = getattr(flags, f"DEFINE_{flag['kind']}")
-        # --help imports t5 where it is installed, so its help texts need no record.
-        make(name=flag["name"], default=flag["default"], help="", **more)
-    return __name__
-
-
-def _exchange() -> None:
-    """Imports t5's command, which defines the flags; values that are already parsed are kept."""
-    from t0repro import compat
-
-    values = flags.FLAGS
-    given = {flag["name"]: values[flag["name"]] for flag in recorded()["flags"]}
-    for name in given:
-        delattr(values, name)  # no flag may be defined twice
-    # Before t5's command is imported: without the patches that import fails.
-    compat.install()
-    from t5.models import mesh_transformer_main  # noqa: F401
-
-    for name, flag in given.items():
-        if flag.present:
-            values[name].value, values[name].present = flag.value, flag.present
+        if flag["name"] not in flags.FLAGS:
+            more = {"enum_values": flag["choices"]} if "choices" in flag else {}
+            make = getattr(flags, f"DEFINE_{flag['kind']}")
+            make(
+                name=flag["name"],
+                default=flag["default"],
+                help=flag["help"],
+                allow_override=True,
+                **more,
+            )
 
 
 # Never combined: the training run's gin files are Mesh TensorFlow's, a job's are T5X's.
@@ -521,17 +503,21 @@ def _group_of(group: type[_Group], options: Any) -> _Group:
 
 
 _HELP = {"help", "helpshort", "h", "?"}
-_TEXT = """Train or evaluate as T0's README does: t5 0.9.4's command, on Mesh TensorFlow or on JAX.
+_TEXT = r"""Train or evaluate as T0's README does: t5 0.9.4's command, on Mesh TensorFlow or on JAX.
 
 It takes every flag of t5's command and adds those below that t5 does not have. Inputs are checked
 before anything is built or written; a mistake ends with a message and exit code 2.
 
-Example: t5_mesh_transformer --backend=jax --model_dir=runs/demo --module_import=t0repro.tasks.demo
-  --gin_file=dataset.gin --gin_param="MIXTURE_NAME = 'demo_train'" --gin_file=demo/t5.1.1.demo.gin
-  --gin_file=learning_rate_schedules/constant_0_001.gin --gin_param="run.train_steps = 20"
-  --gin_param="run.batch_size = ('tokens_per_batch', 1024)"
-  --gin_param="run.sequence_length = {'inputs': 128, 'targets': 16}"
-  --gin_param="utils.run.mesh_shape = []"
+Example:
+  t5_mesh_transformer --backend=jax --model_dir=runs/demo \
+    --module_import=t0repro.tasks.demo --gin_file=dataset.gin \
+    --gin_param="MIXTURE_NAME = 'demo_train'" \
+    --gin_file=demo/t5.1.1.demo.gin \
+    --gin_file=learning_rate_schedules/constant_0_001.gin \
+    --gin_param="run.train_steps = 20" \
+    --gin_param="run.batch_size = ('tokens_per_batch', 1024)" \
+    --gin_param="run.sequence_length = {'inputs': 128, 'targets': 16}" \
+    --gin_param="utils.run.mesh_shape = []"
 """
 # The flags of t5's command that T0's README uses, and this project's. t5's module defines the
 # remaining ones, for its Model API.
@@ -541,7 +527,7 @@ _HEADINGS = {
         "skip_all_gin_unknowns", "additional_deprecated_gin_references",
     ),
     "Tasks": (
-        "module_import", "additional_task_cache_dirs", "at_hand", "vocab", "t5_tfds_data_dir",
+        "module_import", "additional_task_cache_dirs", "skip_missing", "vocab", "t5_tfds_data_dir",
     ),
     "The run": ("model_dir", "backend", "allow_changed", "tracker", "debug"),
     "Several processes": tuple(field.name for field in dataclasses.fields(ProcessOptions)),
@@ -596,7 +582,8 @@ def _record(flag: Any) -> tuple[str, str]:
         name = f"--{flag.name} <{'|'.join(choices)}>"
     else:
         kind = flag.parser.flag_type()
-        name = f"--{flag.name} <{'str,...' if 'list' in kind else kind.replace('string', 'str')}>"
+        words = {"string": "text", "int": "number", "float": "number"}
+        name = f"--{flag.name} <{'text,...' if 'list' in kind else words.get(kind, kind)}>"
     # absl adds the choices before a help text, and how to repeat a flag after it.
     text = re.sub(r"^<[^>]*>: |;\s+repeat this option.*", "", flag.help, flags=re.S)
     text = _WORDS.get(flag.name, " ".join(text.split()))

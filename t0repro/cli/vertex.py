@@ -5,29 +5,43 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import re
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
+from absl import flags
 
-from t0repro.buckets import addresses_of_another_machine
-from t0repro.cli.options import AsJson, GinBindings, GinFiles, with_groups
+from t0repro.cli import t5_mesh_transformer
+from t0repro.cli.commands import App
+from t0repro.cli.gin_options import GinFiles, GinParams
+from t0repro.cli.groups import with_groups
+from t0repro.cli.options import AsJson
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
-from t0repro.cloud.spec import MESH_TRANSFORMER, check_not_export
-from t0repro.cloud.xmanager import Executor
+from t0repro.cloud.vertex.checks import check_fit, check_job
+from t0repro.cloud.vertex.command_line import (
+    MESH_TRANSFORMER,
+    Arguments,
+    check_not_export,
+    override,
+)
+from t0repro.cloud.vertex.comparison import read_runs, table
+from t0repro.cloud.vertex.custom_jobs import JobStatus, cancel_job, logs_of_job, read_job
+from t0repro.cloud.vertex.experiments import Tracking
+from t0repro.cloud.vertex.google import Place, check_login
+from t0repro.cloud.vertex.job_config import JobConfig
+from t0repro.cloud.vertex.outcome import follow, read_record
+from t0repro.cloud.vertex.spec import Machines
+from t0repro.cloud.vertex.submission import Request, prepare, submit_and_track
+from t0repro.cloud.vertex.submission import submit as submit_job
 from t0repro.errors import UserError
+from t0repro.storage.access import addresses_of_another_machine
+from t0repro.terminal import print_table, terminal
 
-if TYPE_CHECKING:
-    from t0repro.cloud.experiments import Tracking
-    from t0repro.cloud.google import Look, Place
-    from t0repro.cloud.spec import Arguments
-    from t0repro.cloud.submission import Configured, Request
-
-app = typer.Typer(
-    name="vertex",
+app = App(
+    "vertex",
     help="Submit, follow and compare jobs on Vertex AI (the extra vertex).",
     no_args_is_help=True,
-    epilog="Example: t0repro vertex status 1234567890 --project P --location europe-west4",
+    example="t0repro vertex status 1234567890 --project P --location europe-west4",
 )
 
 # The second names are those of run.py, T5X's script for Vertex AI, whose default is to wait.
@@ -76,9 +90,6 @@ class JobOptions:
 
     def request(self, display_name: str, image_uri: str, words: tuple[str, ...]) -> Request:
         """The job that runs these arguments in the image."""
-        from t0repro.cloud.spec import Machines
-        from t0repro.cloud.submission import Request
-
         return Request(
             display_name=display_name,
             image_uri=image_uri,
@@ -117,8 +128,6 @@ class TrackingOptions:
         Raises:
           UserError: If only one of experiment and name is given.
         """
-        from t0repro.cloud.experiments import Tracking
-
         if self.experiment and self.run_name:
             return Tracking(self.experiment, self.run_name, self.tensorboard)
         if self.experiment is None and self.run_name is None:
@@ -149,7 +158,7 @@ class RunOptions:
         ),
     ] = None
     gin_file: GinFiles = None
-    gin_bindings: GinBindings = None
+    gin_param: GinParams = None
     gin_search_paths: Annotated[
         str | None,
         typer.Option(help="Folders to look for gin files in, separated by commas."),
@@ -172,10 +181,8 @@ class RunOptions:
         Raises:
           UserError: If there are gin files or bindings, but no run mode.
         """
-        from t0repro.cloud.spec import override
-
         files = [*_comma_separated(self.gin_files), *(self.gin_file or [])]
-        bindings = [*_comma_separated(self.gin_overwrites), *(self.gin_bindings or [])]
+        bindings = [*_comma_separated(self.gin_overwrites), *(self.gin_param or [])]
         folders = {"gin_search_paths": self.gin_search_paths, "tfds_data_dir": self.tfds_data_dir}
         flags = [
             *(f"--gin_file={name}" for name in files),
@@ -206,10 +213,6 @@ def _comma_separated(text: str | None) -> list[str]:
 class SubmissionOptions:
     """How a job is submitted, and whether this command then follows it."""
 
-    xmanager: Annotated[
-        Executor | None,
-        typer.Option(help="Submit as an experiment of XManager, to run there or on this machine."),
-    ] = None
     dry_run: Annotated[
         bool, typer.Option("--dry_run", help="Check and print the specification; send nothing.")
     ] = False
@@ -222,15 +225,6 @@ class SubmissionOptions:
     wait: Wait = False
     # T5X's script asks as often.
     poll_seconds: PollSeconds = 15.0
-
-    def check(self, tracking: Tracking | None) -> None:
-        """Raises UserError for what XManager does in place of this command."""
-        if self.xmanager and (tracking or self.wait):
-            raise UserError(
-                "XManager keeps its own record of experiments, and waits for jobs itself.",
-                where="--xmanager",
-                fix="Leave out --experiment, --run_name and --wait, or --xmanager.",
-            )
 
 
 @app.command()
@@ -265,31 +259,29 @@ def submit(
         ),
     ] = None,
 ) -> None:
-    """Submit a run as a custom job: checked here first, and tracked in Vertex AI Experiments.
+    r"""Submit a run as a custom job: checked here first, and tracked in Vertex AI Experiments.
 
     Gin files of this machine are copied to the staging bucket. Overrides are --gin.NAME=VALUE.
     Results and checkpoints belong in a bucket, which the container sees at /gcs/BUCKET.
 
     Example:
-      t0repro vertex submit --project P --location europe-west4 --staging_bucket gs://B
-        --image_uri europe-docker.pkg.dev/P/r/t0repro --display_name small --run_mode train
-        --accelerator_type TPU_V3 --accelerator_count 32 --gin_file my.gin
-        --gin.MODEL_DIR="'/gcs/B/small'" --experiment t5 --run_name small-1 --wait
-      t0repro vertex submit --project P --location europe-west4 --staging_bucket gs://B
-        --image_uri europe-docker.pkg.dev/P/r/t0repro --display_name t0
-        -- t5_mesh_transformer --backend=mtf --model_dir=gs://B/t0
-        --gin_file=gs://B/t0/operative_config.gin
+      t0repro vertex submit --project P --location europe-west4 \
+        --staging_bucket gs://B --image_uri europe-docker.pkg.dev/P/r/t0repro \
+        --display_name small --run_mode train --accelerator_type TPU_V3 \
+        --accelerator_count 32 --gin_file my.gin \
+        --gin.MODEL_DIR="'/gcs/B/small'" --experiment t5 --run_name small-1 \
+        --wait
+      t0repro vertex submit --project P --location europe-west4 \
+        --staging_bucket gs://B --image_uri europe-docker.pkg.dev/P/r/t0repro \
+        --display_name t0 -- t5_mesh_transformer --backend=mtf \
+        --model_dir=gs://B/t0 --gin_file=gs://B/t0/operative_config.gin
     """
     echo("checking the job ...", err=True)
-    from t0repro.cloud import submission
-    from t0repro.cloud.google import Place, check_login
-    from t0repro.cloud.submission import check_fit
 
     place = Place(project, location, staging_bucket)
     name = display_name or f"{job_name_prefix}_{datetime.datetime.now():%Y%m%d%H%M%S}"
     request = job.request(name, image_uri, run.words(command or []))
     tracking = tracked.tracking()
-    how.check(tracking)
     if how.fit:
         check_fit(request.arguments, request.machines, dry_run=how.dry_run)
     if not how.dry_run:
@@ -297,14 +289,11 @@ def submit(
         check_login()
     _check_options(context, request.arguments)
     # A dry run should be quick. A real job costs more than these minutes.
-    configured = _checked(request, place, compiles=how.fit or not how.dry_run)
+    config = _check(request, place, compiles=how.fit or not how.dry_run)
     if how.dry_run:
-        _print_specification(request, configured, place, how.xmanager)
-    elif how.xmanager:
-        name = submission.submit(request, configured, place, how.xmanager)
-        typer.echo(f"{'ended' if how.xmanager is Executor.LOCAL else 'submitted'} {name}")
+        _print_specification(request, config, place)
     else:
-        _submit(request, configured, place, tracking, how)
+        _submit(request, config, place, tracking, how)
 
 
 def _check_options(context: typer.Context, arguments: Arguments) -> None:
@@ -314,10 +303,6 @@ def _check_options(context: typer.Context, arguments: Arguments) -> None:
       UserError, click.UsageError: For an option that is unknown, incomplete or of the wrong type.
     """
     if arguments.mode is None:
-        from absl import flags
-
-        from t0repro.cli import t5_mesh_transformer
-
         # absl has one set of flags per process; nothing else here reads it.
         t5_mesh_transformer.define_flags()
         try:
@@ -345,49 +330,39 @@ def _labels(pairs: list[str]) -> dict[str, str]:
 
 def _submit(
     request: Request,
-    configured: Configured,
+    config: JobConfig,
     place: Place,
     tracking: Tracking | None,
     how: SubmissionOptions,
 ) -> None:
-    from t0repro.cloud import submission
-
     record = None
     if tracking is None:
-        name = submission.submit(request, configured, place)
+        name = submit_job(request, config, place)
     else:
-        name, record = submission.submit_and_track(request, configured, tracking, place)
+        name, record = submit_and_track(request, config, tracking, place)
     # Before the wait, so that a user who loses the connection has the job's name.
     typer.echo(f"submitted {name}")
     echo(f"to follow it: {_command('status', name)} --wait", err=True)
     if how.wait:
-        seen, metrics = submission.follow(name, record, place, poll_seconds=how.poll_seconds)
-        _print_end(seen, metrics)
+        job, metrics = follow(name, record, place, poll_seconds=how.poll_seconds)
+        _print_end(job, metrics)
 
 
-def _print_specification(
-    request: Request, configured: Configured, place: Place, executor: Executor | None
-) -> None:
-    from t0repro.cloud import submission, xmanager
-
-    spec = submission.prepare(request, configured, place).spec
-    if executor:
-        xmanager.check(spec, executor)
+def _print_specification(request: Request, config: JobConfig, place: Place) -> None:
+    spec = prepare(request, config, place).spec
     # Nothing else goes to standard output, so that this can be redirected to a file.
     typer.echo(spec.to_yaml(), nl=False)
     echo(f"The same container with Docker: {spec.shell_command()}", err=True)
 
 
-def _checked(request: Request, place: Place, *, compiles: bool) -> Configured:
+def _check(request: Request, place: Place, *, compiles: bool) -> JobConfig:
     """The job's parsed gin files, after checks whose results are printed."""
-    from t0repro.cloud.submission import check
-
-    configured, lines = check(
+    config, lines = check_job(
         request.arguments, request.machines, place.location, compiles=compiles
     )
     for line in lines:
         echo(line, err=True)
-    return configured
+    return config
 
 
 @app.command()
@@ -400,25 +375,23 @@ def status(
 ) -> None:
     """Show a job's state; if it has ended and is tracked, record its metrics and end, too.
 
-    Example: t0repro vertex status 1234567890 --project P --location europe-west4
+    Example:
+      t0repro vertex status 1234567890 --project P --location europe-west4
     """
     echo(_ASKING, err=True)
-    from t0repro.cloud.google import Place, look_at_job
-    from t0repro.cloud.submission import follow, record_of
 
     place = Place(project, location)
-    seen = look_at_job(job, place)
-    typer.echo(f"{seen.display_name} ({seen.name}), submitted {seen.created:%Y-%m-%d %H:%M:%S} UTC")
-    if not (seen.ended or wait):
-        typer.echo(seen.state)
+    now = read_job(job, place)
+    typer.echo(f"{now.display_name} ({now.name}), submitted {now.created:%Y-%m-%d %H:%M:%S} UTC")
+    if not (now.has_ended or wait):
+        typer.echo(now.state)
         return
     # Following a finished job uploads the rest and records its end.
-    record = record_of(seen, place)
-    seen, metrics = follow(seen.name, record, place, poll_seconds=poll_seconds)
-    _print_end(seen, metrics)
+    end, metrics = follow(now.name, read_record(now, place), place, poll_seconds=poll_seconds)
+    _print_end(end, metrics)
 
 
-def _print_end(seen: Look, metrics: dict[str, float]) -> None:
+def _print_end(job: JobStatus, metrics: dict[str, float]) -> None:
     """Prints a job's end.
 
     Raises:
@@ -427,15 +400,15 @@ def _print_end(seen: Look, metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         if not name.endswith("/step"):
             typer.echo(f"{name}: {value:.6g} at step {metrics[f'{name}/step']:.0f}")
-    if seen.state == "succeeded":
+    if job.state == "succeeded":
         typer.echo("succeeded")
         return
     # An error, so that scripts can see it from the exit code.
-    what = "was cancelled" if seen.state == "cancelled" else "failed"
+    what = "was cancelled" if job.state == "cancelled" else "failed"
     raise UserError(
-        f"The job {what}{f': {seen.reason}' if seen.reason else ''}".rstrip(".") + ".",
-        where=seen.name,
-        fix=f"Read its log: {_command('logs', seen.name)}. Submitted again with the same folder of"
+        f"The job {what}{f': {job.reason}' if job.reason else ''}".rstrip(".") + ".",
+        where=job.name,
+        fix=f"Read its log: {_command('logs', job.name)}. Submitted again with the same folder of"
         " results, training continues from its latest checkpoint.",
     )
 
@@ -454,12 +427,13 @@ def logs(
     location: Location,
     last: Annotated[int | None, typer.Option(min=1, help="Print only the last N lines.")] = None,
 ) -> None:
-    """Print what a job's containers have logged so far.
+    r"""Print what a job's containers have logged so far.
 
-    Example: t0repro vertex logs 1234567890 --project P --location europe-west4 --last 100
+    Example:
+      t0repro vertex logs 1234567890 --project P --location europe-west4 \
+        --last 100
     """
     echo(_ASKING, err=True)
-    from t0repro.cloud.google import Place, logs_of_job
 
     for line in logs_of_job(job, Place(project, location), last=last):
         echo(line)
@@ -469,10 +443,10 @@ def logs(
 def cancel(job: Job, project: Project, location: Location) -> None:
     """Ask Vertex AI to end a job.
 
-    Example: t0repro vertex cancel 1234567890 --project P --location europe-west4
+    Example:
+      t0repro vertex cancel 1234567890 --project P --location europe-west4
     """
     echo(_ASKING, err=True)
-    from t0repro.cloud.google import Place, cancel_job
 
     cancel_job(job, Place(project, location))
     typer.echo("Asked to end; `t0repro vertex status` reports when it has ended.")
@@ -489,15 +463,13 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the jobs of an experiment: state, machines, and the best of each metric.
+    r"""Compare the jobs of an experiment: state, machines, and the best of each metric.
 
-    Example: t0repro vertex compare t5 --run small-1 --run small-2 --project P
-    --location europe-west4
+    Example:
+      t0repro vertex compare t5 --run small-1 --run small-2 --project P \
+        --location europe-west4
     """
     echo(_ASKING, err=True)
-    from t0repro.cloud.experiments import read_runs, table
-    from t0repro.cloud.google import Place
-    from t0repro.terminal import print_table, terminal
 
     runs = read_runs(experiment, run or [], Place(project, location))
     if as_json:

@@ -1,1 +1,1 @@
-"""Work on other people's machines: jobs on Vertex AI, batch engines, and experiment trackers."""
+"""Work on other people's machines: jobs on Vertex AI, launchers, and experiment trackers."""

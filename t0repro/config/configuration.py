@@ -12,10 +12,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from t0repro import buckets
-from t0repro.config.run_config import MultiOptimizerConfig, RunConfig
+from t0repro import storage
+from t0repro.config.optimizer import MultiOptimizerConfig
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
-from t0repro.files import check_address, output_path, write_atomically
+from t0repro.storage import access, check_address, output_path, write_atomically
 from t0repro.words import without_passwords
 
 Vocabularies = tuple[Any, Any]  # SeqIO's, for inputs and for targets
@@ -71,6 +72,7 @@ class Configuration:
       misread: Bindings that Mesh TensorFlow interprets otherwise than they read; a run on it warns
         of them, and `run_or_refusal` is the first.
       gin_text: The complete configuration as gin writes it, for operative_config.gin.
+      only_on_jax: The error for a setting that Mesh TensorFlow lacks, if one is bound.
       allow_changed: Whether to continue training in a model_dir even if settings changed
         (--allow_changed).
     """
@@ -80,6 +82,7 @@ class Configuration:
     run_or_refusal: RunConfig | NotOnJax
     gin_text: str
     misread: tuple[NotOnJax, ...] = ()
+    only_on_jax: UserError | None = None
     allow_changed: bool = False
 
     @property
@@ -253,8 +256,8 @@ def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
       UserError: Without credentials, or for a model_dir that the stack cannot write to.
     """
     check_model_dir(inputs.model_dir, jax=jax)
-    buckets.check_credentials(inputs.model_dir, "--model_dir")
-    buckets.check_readable(inputs.init_checkpoint or "", "run.init_checkpoint")
+    access.check_credentials(inputs.model_dir, "--model_dir")
+    storage.check_readable(inputs.init_checkpoint or "", "run.init_checkpoint")
 
 
 def check_model_dir(model_dir: str, *, jax: bool) -> None:
@@ -276,7 +279,7 @@ def check_outputs(config: RunConfig, *, jax: bool = True) -> None:
     bound = {
         "eval_summary_dir": config.eval_summary_dir,
         "scores_filename": config.scores_filename,
-        "output_filename": config.infer and config.infer.output_filename,
+        "infer.output_filename": config.infer and config.infer.output_filename,
     }
     for field, path in bound.items():
         if path is not None:
@@ -284,7 +287,7 @@ def check_outputs(config: RunConfig, *, jax: bool = True) -> None:
 
 
 def _check_output(path: str, where: str, *, jax: bool) -> None:
-    scheme = buckets.scheme_of(path)
+    scheme = storage.scheme_of(path)
     if jax or scheme is None:
         check_address(path, where)
     elif scheme != "gs":

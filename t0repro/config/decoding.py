@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
+from t0repro.config.names import RULE, Mtf, Only, T5x, arguments
 from t0repro.config.ranges import MOST_32, Range
 
 
+@arguments(mtf="Bitransformer.decode")
 @dataclasses.dataclass(frozen=True)
 class DecodingConfig:
     """Decoding options: the arguments of Bitransformer.decode and of its beam search.
@@ -29,14 +31,14 @@ class DecodingConfig:
     beam_size: Annotated[int, Range(at_least=1)]
     alpha: Annotated[float, Range(at_least=0)]
     temperature: Annotated[float, Range(at_least=0)]
-    keep_top_k: Annotated[int, Range(at_least=1, also=(-1,))]
-    length_multiplier: Annotated[float, Range(at_least=0)]
-    length_constant: Annotated[float, Range(at_least=0)]
-    max_length: Annotated[int | None, Range(at_least=1, at_most=MOST_32)]
+    keep_top_k: Annotated[int, Range(at_least=1, also=(-1,)), Mtf("sampling_keep_top_k")]
+    length_multiplier: Annotated[float, Range(at_least=0), Mtf("decode_length_multiplier")]
+    length_constant: Annotated[float, Range(at_least=0), Mtf("decode_length_constant")]
+    max_length: Annotated[int | None, Range(at_least=1, at_most=MOST_32), Mtf("max_decode_length")]
     # Mesh TensorFlow's way around a slow top-k on TPUs; in theory it can lose a candidate.
-    prefilter: Annotated[int, Range(at_least=0)]
+    prefilter: Annotated[int, Range(at_least=0), Mtf("beam_search.beam_search.num_prefilter")]
     # Outputs may depend on it: each shard contributes `prefilter` candidates of its own.
-    vocab_parts: Annotated[int, Range(at_least=1)]
+    vocab_parts: Annotated[int, Range(at_least=1), Only(mtf=RULE)]
 
 
 # T0's decoding: Mesh TensorFlow's decode with beam_size 1 and temperature 0 (t5's eval.gin). The
@@ -54,6 +56,7 @@ GREEDY = DecodingConfig(
 )
 
 
+@arguments(mtf="utils.decode_from_file")
 @dataclasses.dataclass(frozen=True)
 class InferConfig:
     """The arguments of mode infer's decode_from_file."""
@@ -64,6 +67,7 @@ class InferConfig:
     repeats: Annotated[int, Range(at_least=1)]
 
 
+@arguments(mtf="utils.score_from_strings")
 @dataclasses.dataclass(frozen=True)
 class ScoreStringsConfig:
     """The arguments of score_from_strings; inputs and targets are lines, or a file of them."""
@@ -80,6 +84,7 @@ class ScoreStringsConfig:
 NEVER = -1e7  # T5X's minus infinity: the log-probability of a beam that does not exist
 
 
+@arguments(t5x="models.EncoderDecoderModel.predict_batch_with_aux")
 @dataclasses.dataclass(frozen=True)
 class DecodingPlan:
     """The arguments of EncoderDecoderModel.predict_batch_with_aux and of its decode_fn.
@@ -104,20 +109,36 @@ class DecodingPlan:
 
     # A beam search with one beam is not always greedy: a longer output may score better than one
     # that ends at once.
-    method: Literal["beam_search", "temperature_sample"] = "beam_search"
+    method: Annotated[
+        Literal["beam_search", "temperature_sample"],
+        T5x("models.EncoderDecoderModel.decode_fn", hint=Any, default=None),
+    ] = "beam_search"
     num_decodes: Annotated[int, Range(at_least=1)] = 1
     return_all_decodes: bool = False
     prompt_with_targets: bool = False
-    eos_id: Annotated[int, Range(at_least=0)] = 1
-    alpha: Annotated[float, Range(at_least=0)] = 0.6
-    max_decode_len: Annotated[int | None, Range(at_least=1, at_most=MOST_32)] = None
-    max_decode_step: int = -1
-    min_log_prob: float = NEVER
-    temperature: Annotated[float, Range(at_least=0)] = 1.0
-    topk: Annotated[int, Range(at_least=0)] = 1
-    topp: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
-    max_decode_steps: Annotated[int | None, Range(at_least=1, at_most=MOST_32)] = None
-    rescale_log_probs: bool = True
+    # An option that T5X's models pass to either function, in decoder_params.
+    eos_id: Annotated[int, Range(at_least=0), Only(t5x=RULE)] = 1
+    alpha: Annotated[float, Range(at_least=0), T5x("decoding.beam_search.alpha")] = 0.6
+    max_decode_len: Annotated[
+        int | None,
+        Range(at_least=1, at_most=MOST_32),
+        T5x("decoding.beam_search.max_decode_len"),
+    ] = None
+    max_decode_step: Annotated[int, Range(), T5x("decoding.beam_search.max_decode_step")] = -1
+    min_log_prob: Annotated[float, Range(), T5x("decoding.beam_search.min_log_prob")] = NEVER
+    temperature: Annotated[
+        float, Range(at_least=0), T5x("decoding.temperature_sample.temperature")
+    ] = 1.0
+    topk: Annotated[int, Range(at_least=0), T5x("decoding.temperature_sample.topk")] = 1
+    topp: Annotated[
+        float, Range(at_least=0, at_most=1), T5x("decoding.temperature_sample.topp")
+    ] = 0.0
+    max_decode_steps: Annotated[
+        int | None,
+        Range(at_least=1, at_most=MOST_32),
+        T5x("decoding.temperature_sample.max_decode_steps"),
+    ] = None
+    rescale_log_probs: Annotated[bool, T5x("decoding.temperature_sample.rescale_log_probs")] = True
 
     def function_options(self) -> dict[str, Any]:
         """The arguments of T5X's decoding function, without the inputs to decode."""

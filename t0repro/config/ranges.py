@@ -212,7 +212,8 @@ class Range:
 
 def range_of(kind: Any, field: str) -> Range | Mapping[str, Range] | None:
     """The range of a field or of an argument; for a mapping of arguments, one range for each."""
-    return next(iter(getattr(hints_of(kind)[field], "__metadata__", ())), None)
+    metadata = getattr(hints_of(kind)[field], "__metadata__", ())
+    return next((item for item in metadata if isinstance(item, Range | Mapping)), None)
 
 
 def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:

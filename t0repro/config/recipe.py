@@ -10,17 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from t0repro.config import ranges
+from t0repro.config.checkpoints import CheckpointChoice
 from t0repro.config.decoding import GREEDY
-from t0repro.config.run_config import (
-    AdafactorConfig,
-    CheckpointChoice,
+from t0repro.config.model import (
     DType,
     DTypePolicy,
     ModelConfig,
-    RunConfig,
-    ScheduleConfig,
 )
-from t0repro.config.training_plan import mesh_transformer_plan
+from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
+from t0repro.config.run import RunConfig, mesh_transformer_plan
 
 # Rows of T5's embedding: 32,000 pieces and 100 sentinels, padded to a multiple of 128.
 VOCABULARY_ROWS = 32128

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from t0repro.config.run_config import AdafactorConfig, Arithmetic, RunConfig
-from t0repro.config.training_plan import RestoreConfig, TrainingPlan
+from t0repro.config.checkpoints import RestoreConfig
+from t0repro.config.model import Arithmetic
+from t0repro.config.optimizer import AdafactorConfig
+from t0repro.config.run import RunConfig, TrainingPlan
 from t0repro.parameters.shape import ALL_HEURISTIC
 
 Dialect = Literal["mtf", "t5x"]
@@ -380,7 +382,6 @@ def _plan_of_t5x(plan: TrainingPlan, saved_dtype: str) -> _Items:
         yield "utils.SaveCheckpointConfig.dtype", saved_dtype
         yield "utils.SaveCheckpointConfig.checkpoint_steps", list(save.steps) or None
         yield "utils.SaveCheckpointConfig.save_dataset", save.data
-        yield "utils.SaveCheckpointConfig.keep_dataset_checkpoints", save.keep_data
     yield from _restore_of_t5x(plan.restore)
     if plan.infer_eval_data or plan.actions or (save is not None and save.best):
         yield "infer_eval, actions and the best checkpoints: take them over by hand", _NOT_EXPRESSED

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.data.fingerprints import Fingerprint, of_cache
-from t0repro.data.mixing import FEATURES, HELD, Example, MixedBatches, ShuffleSeeds, shuffled
+from t0repro.data.fingerprints import Fingerprint, fingerprint_cache
+from t0repro.data.mixing import FEATURES, KEPT_IN_MEMORY, Example, MixedBatches
 from t0repro.data.resuming import Batch
+from t0repro.data.tf_order import ShuffleSeeds, shuffle_like_tf
 from t0repro.errors import UserError
-from t0repro.files import input_path
 from t0repro.progress import say
-from t0repro.tasks.prompt_cache.folders import PROVENANCE, damage, shard_names
+from t0repro.storage import input_path
+from t0repro.tasks.prompt_cache.folders import PROVENANCE, shard_names
+from t0repro.tasks.prompt_cache.provenance import damage
 from t0repro.tasks.prompt_cache.records import RecordsInTurns, integers, read_records
 from t0repro.words import counted
 
@@ -28,7 +30,7 @@ _EOS = 1  # in every T5's vocabulary
 
 
 class CachedBatches(MixedBatches):
-    """Endless training batches of cached tasks; implements `training.start.BatchSource`.
+    """Endless training batches of cached tasks; implements `training.feed.BatchSource`.
 
     A resumed run continues after its last batch: with the checkpoint's seed, the batches before it
     are rebuilt and skipped.
@@ -67,9 +69,11 @@ class CachedBatches(MixedBatches):
         counts = {name: count_examples(path, split) for name, path in self._paths.items()}
         for path in self._paths.values():
             _check_tokens(path, split)
-        given = dict(folders) if isinstance(folders, Mapping) else counts
+        given_rates = dict(folders) if isinstance(folders, Mapping) else counts
         # A task without examples would end the others.
-        rates = {str(folder): float(given[folder]) for folder in given if counts[str(folder)]}
+        rates = {
+            str(folder): float(given_rates[folder]) for folder in given_rates if counts[str(folder)]
+        }
         self._counts = counts
         if not rates:
             raise UserError(f"No task has an example in {split!r}.", where=", ".join(counts))
@@ -86,7 +90,7 @@ class CachedBatches(MixedBatches):
         )
 
     def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
-        """Batches from where the run continues; see `training.start.BatchSource`."""
+        """Batches from where the run continues; see `training.feed.BatchSource`."""
         paths = [self._paths[name] for name in self._rates]
         if unfinished := [path for path in paths if not _ends_in_eos(path, self._split)]:
             say(
@@ -100,20 +104,22 @@ class CachedBatches(MixedBatches):
     def _arguments(self) -> dict[str, Any]:
         return {"cached": self._rates, **super()._arguments()}
 
-    def made_of(self) -> Fingerprint:
+    def fingerprint(self) -> Fingerprint:
         """See `ResumableBatches`."""
-        return {path.name: of_cache(path, self._split) for path in self._paths.values()}
+        return {path.name: fingerprint_cache(path, self._split) for path in self._paths.values()}
 
     def _epochs(self, task: str, seed: int, shard: int) -> Iterator[Iterator[Example]]:
         """Each epoch's examples; if shuffled, their files come in random order."""
-        files, own = of_shard(self._paths[task], self._split, shard, self.num_shards)
+        files, select = split_by_shard(self._paths[task], self._split, shard, self.num_shards)
         order, seeds = files, ShuffleSeeds(seed)
         for epoch in itertools.count():
             # SeqIO keeps a small task in memory from its first epoch on, so its files are shuffled
             # only once.
-            if self._shuffle and (epoch == 0 or self._counts[task] >= HELD * self.num_shards):
-                order = [*shuffled(iter(files), len(files), seeds)]
-            yield (integers(record, FEATURES) for record in own(by_turns(order)))
+            if self._shuffle and (
+                epoch == 0 or self._counts[task] >= KEPT_IN_MEMORY * self.num_shards
+            ):
+                order = [*shuffle_like_tf(iter(files), len(files), seeds)]
+            yield (integers(record, FEATURES) for record in select(read_in_turns(order)))
 
 
 def count_examples(folder: Path, split: str) -> int:
@@ -122,9 +128,9 @@ def count_examples(folder: Path, split: str) -> int:
     Raises:
       UserError: If the cache is missing or incomplete.
     """
-    if found := damage(folder, split):
+    if problem := damage(folder, split):
         raise UserError(
-            f"This is not a complete cache of split {split!r}: {found}.",
+            f"This is not a complete cache of split {split!r}: {problem}.",
             where=str(folder),
             fix="Name the folders of tasks, CACHE_DIR/TASK, which t0repro cache or"
             " seqio_cache_tasks wrote.",
@@ -142,9 +148,9 @@ def _check_tokens(folder: Path, split: str) -> None:
       UserError: If inputs or targets are not rows of integers.
     """
     info = folder / f"info.{split}.json"
-    held = json.loads(info.read_text()).get("features", {})
+    features = json.loads(info.read_text()).get("features", {})
     for name in FEATURES:
-        kind = held.get(name, {})
+        kind = features.get(name, {})
         if kind and (not kind["dtype"].startswith("int") or len(kind["shape"]) != 1):
             raise UserError(
                 f"The cached {name} are no tokens: {kind['dtype']} of shape {kind['shape']}.",
@@ -158,7 +164,7 @@ def _ends_in_eos(folder: Path, split: str) -> bool:
     """Whether the first targets in a cache end in EOS."""
     if (folder / PROVENANCE).is_file():
         return True  # in its own vocabulary, since `t0repro cache` wrote it
-    records = by_turns([folder / name for name in shards_of(folder, split)])
+    records = read_in_turns([folder / name for name in shards_of(folder, split)])
     targets = integers(next(records), FEATURES)["targets"]
     return bool(targets.size and targets[-1] == _EOS)
 
@@ -168,7 +174,7 @@ def shards_of(folder: Path, split: str) -> list[str]:
     return shard_names(split, json.loads((folder / f"info.{split}.json").read_text())["num_shards"])
 
 
-def of_shard(
+def split_by_shard(
     folder: Path, split: str, shard: int, num_shards: int
 ) -> tuple[list[Path], Callable[[Iterator[bytes]], Iterator[bytes]]]:
     """The files that one shard of a cached split reads, and what takes its own of their records.
@@ -181,7 +187,7 @@ def of_shard(
     return files, lambda records: itertools.islice(records, shard, None, num_shards)
 
 
-def by_turns(shards: Sequence[Path]) -> Iterator[bytes]:
+def read_in_turns(shards: Sequence[Path]) -> Iterator[bytes]:
     """The files' records in the order in which SeqIO reads them.
 
     It takes up to 16 records from one of 16 files, then from the next. A file that has ended is

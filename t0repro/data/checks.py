@@ -7,46 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.configuration import RunInputs
-from t0repro.config.gin_errors import unknown_mixture
-from t0repro.config.run_config import ModelConfig
-from t0repro.config.t5x import records
-from t0repro.config.training_plan import SeqioDataConfig
-from t0repro.converters import own_tokenizer
-from t0repro.converters.tensors import CheckpointRef
+from t0repro.config.data import SeqioDataConfig
+from t0repro.config.gin.errors import unknown_mixture
+from t0repro.config.model import ModelConfig
 from t0repro.data.cached import count_examples, shards_of
-from t0repro.errors import UserError, of_command
+from t0repro.errors import UserError
 from t0repro.progress import say
-from t0repro.tasks import vocabulary as tasks_vocabulary
-from t0repro.tasks.source import PromptedRows
-from t0repro.tasks.task import (
+from t0repro.tasks.availability import drop_missing_tasks, lacks_cache
+from t0repro.tasks.metrics import metric_names
+from t0repro.tasks.registry import (
     DescribedTask,
     cache_dirs,
     find_tasks,
-    keep_at_hand,
-    lacks_cache,
-    metric_names,
     prompted_mixtures,
     prompted_tasks,
     registered_mixtures,
     registered_tasks,
 )
+from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.vocabulary import (
-    BYTES,
-    VOCABULARY_VARIABLE,
-    VocabularyFile,
-    address_of,
-    are_same,
     check_ids,
-    default_vocabulary,
-    local_copy_of,
-    shown,
 )
 from t0repro.words import counted, shortened, some
 
 _NAMES_SHOWN = 5
 
 
-def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
+def check_data(inputs: RunInputs, *, skip_missing: bool = False) -> None:
     """Checks that the run's mixture is registered and its rows are available.
 
     A run that reads text files, or uses a dataset function other than t5's, names no mixture and is
@@ -54,7 +41,7 @@ def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
 
     Args:
       inputs: The run's inputs.
-      at_hand: Whether to drop tasks from the mixture that cannot be read here, and list them on
+      skip_missing: Whether to drop tasks from the mixture that cannot be read, and list them on
         stderr.
 
     Raises:
@@ -64,15 +51,15 @@ def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
     if name is None:
         return
     check_mixture(name)
-    if at_hand:
-        keep_at_hand(name, inputs.split, use_cached=inputs.use_cached)
+    if skip_missing:
+        drop_missing_tasks(name, inputs.split, use_cached=inputs.use_cached)
     check_readable(name, inputs.split, use_cached=inputs.use_cached)
     tasks = tasks_with_split(name, inputs.split)
     check_features(tasks, inputs.split, inputs.sequence_length, use_cached=inputs.use_cached)
     if inputs.mode == "train" and inputs.sequence_length is not None:
         # Packing takes every feature's length, also one that no model reads.
         features = find_tasks(name)[0].output_features
-        _check_no_length_lacks([each for each in features if each not in inputs.sequence_length])
+        _check_lengths_given([each for each in features if each not in inputs.sequence_length])
 
 
 def note_uncached(use_cached: bool) -> None:
@@ -108,20 +95,20 @@ def check_lengths(name: str, lengths: Mapping[str, int] | None) -> None:
     used = [each for each in ("inputs", "targets") if each in features]
     if lengths is None:
         return
-    _check_no_length_lacks([each for each in used if each not in lengths])
-    if others := [each for each in lengths if each not in used]:
+    _check_lengths_given([each for each in used if each not in lengths])
+    if unknown := [each for each in lengths if each not in used]:
         raise UserError(
-            f"The lengths are of other features too: {' and '.join(others)}.",
+            f"The lengths are of other features too: {' and '.join(unknown)}.",
             where="utils.DatasetConfig.task_feature_lengths",
             fix=f"Give a length for each of {', '.join(used)}.",
         )
 
 
-def _check_no_length_lacks(missing: Sequence[str]) -> None:
+def _check_lengths_given(missing: Sequence[str]) -> None:
     if missing:
         raise UserError(
             f"The lengths lack {' and '.join(missing)}.",
-            where=of_command("run.sequence_length", "utils.DatasetConfig.task_feature_lengths"),
+            where="run.sequence_length",
             fix=f"Give a length for each of the tasks' features; {missing[0]} has none.",
         )
 
@@ -189,13 +176,12 @@ def splits_of(task: Any) -> Sequence[str]:
             f"The data of the task {task.name} cannot be opened:"
             f" {shortened(f'{type(error).__name__}: {error}', 200)}",
             fix="Check the name and version of its dataset, and the folder where TensorFlow"
-            f" Datasets prepared it: {of_command('--t5_tfds_data_dir', '--tfds_data_dir')}.",
+            " Datasets prepared it: --t5_tfds_data_dir.",
         ) from error
     if not splits:
         raise UserError(
             f"The data of the task {task.name} are not on this machine: it has no splits.",
-            fix="Name the folder where TensorFlow Datasets prepared them:"
-            f" {of_command('--t5_tfds_data_dir', '--tfds_data_dir')}.",
+            fix="Name the folder where TensorFlow Datasets prepared them: --t5_tfds_data_dir.",
         )
     return splits
 
@@ -230,7 +216,7 @@ def tasks_to_train_on(data: SeqioDataConfig) -> list[Any]:
     return [task] if parts <= set(source.splits) else []
 
 
-def no_task_has(name: str, split: str, where: str | None) -> UserError:
+def missing_split_error(name: str, split: str, where: str | None) -> UserError:
     """The error for a split that no task of a task or mixture has; `where` is its place."""
     splits = sorted({each for task in find_tasks(name) for each in task.splits})
     return UserError(
@@ -240,7 +226,7 @@ def no_task_has(name: str, split: str, where: str | None) -> UserError:
     )
 
 
-def nothing_to_evaluate(name: str, split: str) -> UserError:
+def nothing_to_evaluate_error(name: str, split: str) -> UserError:
     """The error for a task or mixture without a task that has both the split and a metric."""
     return UserError(
         f"{name!r} has nothing to evaluate: no task has both the split {split!r} and a metric.",
@@ -277,7 +263,7 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     Tasks that SeqIO cannot cache are read without one. Findings that need not stop a run, such as
     rows that have changed since, are warnings on stderr.
     """
-    from t0repro.tasks.prompt_cache.folders import check_caches
+    from t0repro.tasks.prompt_cache.provenance import check_caches
 
     missing = [task.name for task in tasks if lacks_cache(task)]
     if not missing:
@@ -289,8 +275,8 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     if all(task in prompted_tasks() for task in missing):
         # Name the mixture if the command would otherwise list too many tasks.
         many = len(missing) > _NAMES_SHOWN and name in prompted_mixtures()
-        wanted = f"--mixture {name}" if many else f"--tasks '{','.join(missing)}'"
-        command = f"t0repro cache {wanted} --output_cache_dir {target}"
+        selection = f"--mixture {name}" if many else f"--tasks '{','.join(missing)}'"
+        command = f"t0repro cache {selection} --output_cache_dir {target}"
     else:
         command = f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target}"
     raise UserError(
@@ -298,8 +284,8 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
         f" {some(missing, _NAMES_SHOWN)}.",
         where="searched " + (", ".join(searched) or "nowhere: no folder of caches is named"),
         fix=f"{command}, with this run's --module_import. Name the folder with"
-        f" {of_command('--additional_task_cache_dirs', '--seqio_additional_cache_dirs')}; or read"
-        f" without a cache: {of_command('use_cached', 'USE_CACHED_TASKS')} = False.",
+        f" --additional_task_cache_dirs; or read"
+        f" without a cache: use_cached = False.",
     )
 
 
@@ -323,9 +309,9 @@ def check_shards(name: str, split: str, num_shards: int, *, use_cached: bool) ->
     for task in tasks_with_split(name, split):
         cached = use_cached and task.supports_caching
         if isinstance(task, DescribedTask):
-            examples, sizes = _described_sizes(task, split, cached)
+            examples, sizes = _count_described(task, split, cached)
         else:
-            examples, sizes = _seqios_sizes(task, split, cached)
+            examples, sizes = _count_seqio(task, split, cached)
         if examples is None:  # the source does not report its number
             continue
         few = examples < num_shards
@@ -341,7 +327,7 @@ def check_shards(name: str, split: str, num_shards: int, *, use_cached: bool) ->
             )
 
 
-def _described_sizes(task: DescribedTask, split: str, cached: bool) -> tuple[int, list[int]]:
+def _count_described(task: DescribedTask, split: str, cached: bool) -> tuple[int, list[int]]:
     """A task's number of examples or, without its cache, of rows, and the sizes of its files."""
     if not cached:
         return task.source.num_input_examples(split), [1]
@@ -351,7 +337,7 @@ def _described_sizes(task: DescribedTask, split: str, cached: bool) -> tuple[int
     return count_examples(folder, split), sizes
 
 
-def _seqios_sizes(task: Any, split: str, cached: bool) -> tuple[int | None, list[int]]:
+def _count_seqio(task: Any, split: str, cached: bool) -> tuple[int | None, list[int]]:
     """The same of a task of SeqIO's; the number is None if its source does not report it."""
     import tensorflow as tf
 
@@ -370,134 +356,9 @@ def _check_rows(split: str, tasks: Sequence[Any]) -> None:
         raise UserError(
             f"The task {needing[0]} can only be read from a cache: its CacheDatasetPlaceholder"
             " is required.",
-            fix="Cache it with seqio_cache_tasks, and bind"
-            f" {of_command('use_cached', 'USE_CACHED_TASKS')} = True.",
+            fix="Cache it with seqio_cache_tasks, and bind use_cached = True.",
         )
     for task in tasks:
         if isinstance(task.source, PromptedRows):
             # Finding the reader is enough: it raises if there are no rows, and reads none.
             task.source.reader(split)
-
-
-# ---- The vocabularies of a T5X model, and whether a task's are the same --------------------------
-
-
-def _described_vocabulary(record: Any) -> VocabularyFile | None:
-    """The vocabulary that a record of pieces or bytes describes; None for another kind.
-
-    One that T5's authors released is read from T0REPRO_VOCAB, if that names a copy of it.
-    """
-    if isinstance(record, records.ByteVocabulary):
-        return VocabularyFile(BYTES, record.extra_ids)
-    if not isinstance(record, records.SentencePieceVocabulary):
-        return None
-    return local_copy_of(VocabularyFile(record.sentencepiece_model_file, record.extra_ids or 0))
-
-
-def seqio_vocabulary(record: Any) -> Any:
-    """The SeqIO vocabulary that a record describes; its file is read at first use.
-
-    If T0REPRO_VOCAB is set, T5's own vocabulary comes from there.
-    """
-    from t0repro import compat
-
-    compat.install()
-    import seqio
-
-    from t0repro.tasks import seqio_tasks
-
-    if (described := _described_vocabulary(record)) is not None:
-        return seqio_tasks.seqio_vocabulary(described)
-    if isinstance(record, records.PassThroughVocabulary):
-        return seqio.PassThroughVocabulary(record.size, eos_id=record.eos_id)
-    if isinstance(record, seqio.Vocabulary):
-        return record  # a user's own object, bound in a gin file
-    raise UserError(
-        f"{record!r} is not a vocabulary.",
-        fix="Bind @seqio.SentencePieceVocabulary(), @seqio.ByteVocabulary() or"
-        " @seqio.PassThroughVocabulary().",
-    )
-
-
-def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
-    """Checks that a task or mixture uses its model's vocabularies.
-
-    Args:
-      name: The task or mixture.
-      inputs: The record of the model's vocabulary for inputs.
-      outputs: The record of its vocabulary for targets.
-
-    Raises:
-      UserError: If one differs, or there is no such task.
-    """
-    check_mixture(name)
-    features = find_tasks(name)[0].output_features
-    for feature, record in (("inputs", inputs), ("targets", outputs)):
-        if feature not in features:
-            continue
-        theirs = features[feature].vocabulary
-        ours = _described_vocabulary(record) or seqio_vocabulary(record)
-        check_ids(theirs)
-        if not are_same(theirs, ours):
-            raise UserError(
-                f"The {feature} of {name!r} are encoded with another vocabulary than the model's:"
-                f" {shown(theirs)} instead of {shown(ours)}.",
-                where="models.EncoderDecoderModel",
-                fix=f"Give the model the task's{_bindings(theirs)}, or choose a task with the"
-                f" model's{_variable(theirs, ours)}.",
-            )
-
-
-def check_own_tokenizer(ref: CheckpointRef, *records: Any) -> None:
-    """Checks that a model's vocabularies are that of the tokenizer beside its checkpoint.
-
-    Args:
-      ref: The checkpoint; for an adapter's, only its own files count.
-      *records: Records of the model's vocabularies.
-
-    Raises:
-      UserError: See `t0repro.converters.own_tokenizer`.
-    """
-    vocabularies = [_described_vocabulary(each) or seqio_vocabulary(each) for each in records]
-    own_tokenizer.check_own_tokenizer([ref.folder], *vocabularies)
-
-
-def check_rows(vocab_size: int, *vocabularies: Any) -> None:
-    """Checks that a model's embedding has a row for each token of its vocabularies.
-
-    A smaller vocabulary is usual: T5 pads its embedding to a multiple of 128 rows.
-
-    Args:
-      vocab_size: The embedding's number of rows.
-      *vocabularies: Records of the model's vocabularies.
-
-    Raises:
-      UserError: If a vocabulary is larger.
-    """
-    for record in vocabularies:
-        tasks_vocabulary.check_rows(
-            _described_vocabulary(record) or seqio_vocabulary(record),
-            vocab_size,
-            where="network.T5Config.vocab_size",
-            fix="Make it a multiple of 128 that is not smaller.",
-        )
-
-
-def _variable(theirs: Any, ours: Any) -> str:
-    """How tasks with the default vocabulary get the model's; "" for others."""
-    default, wanted = default_vocabulary(), address_of(ours)
-    if wanted in (None, default.address) or not are_same(theirs, default):
-        return ""
-    return f": {VOCABULARY_VARIABLE}={wanted}"
-
-
-def _bindings(vocabulary: Any) -> str:
-    """Bindings that give T5X's own model files a vocabulary; "" for one of another kind."""
-    path = address_of(vocabulary)
-    if not path or path == BYTES:
-        return ""
-    prefix = "seqio.SentencePieceVocabulary"
-    return (
-        f": {prefix}.sentencepiece_model_file = '{path}'"
-        f" and {prefix}.extra_ids = {vocabulary.extra_ids}"
-    )

@@ -14,19 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.gin_errors import not_described
-from t0repro.config.run_config import EvalDataConfig
-from t0repro.data.cached import by_turns, of_shard
+from t0repro.config.data import EvalDataConfig
+from t0repro.config.gin.errors import not_described
+from t0repro.data.cached import read_in_turns, split_by_shard
 from t0repro.data.mixing import FEATURES
+from t0repro.tasks.metrics import find_uncomputable_metric, metric_names
 from t0repro.tasks.prompt_cache.folders import PROVENANCE
 from t0repro.tasks.prompt_cache.records import features
-from t0repro.tasks.prompted_examples import UNCUT, prompted_examples, shard_of, uncomputable
-from t0repro.tasks.task import DescribedTask, find_tasks, is_described, metric_names
+from t0repro.tasks.prompted_examples import UNCUT, prompted_examples, shard_of
+from t0repro.tasks.registry import DescribedTask, find_tasks, is_described
 
 Example = dict[str, Any]
 
 
-def why_not_evaluated(name: str, split: str, *, use_cached: bool) -> str | None:
+def why_evaluation_needs_seqio(name: str, split: str, *, use_cached: bool) -> str | None:
     """What in the evaluation of a task or mixture needs SeqIO or t5, as a clause; None for nothing.
 
     Args:
@@ -34,12 +35,12 @@ def why_not_evaluated(name: str, split: str, *, use_cached: bool) -> str | None:
       split: The split.
       use_cached: Whether to read caches.
     """
-    return _first_reason(why_not_evaluated_task, name, split, use_cached)
+    return _first_reason(why_task_evaluation_needs_seqio, name, split, use_cached)
 
 
-def why_not_read(name: str, split: str, *, use_cached: bool) -> str | None:
+def why_reading_needs_seqio(name: str, split: str, *, use_cached: bool) -> str | None:
     """The same for reading the examples alone."""
-    return _first_reason(why_not_read_task, name, split, use_cached)
+    return _first_reason(why_task_reading_needs_seqio, name, split, use_cached)
 
 
 def _first_reason(
@@ -53,15 +54,15 @@ def _first_reason(
     return next((why for why in reasons if why), None)
 
 
-def why_not_evaluated_task(task: DescribedTask | Any, *, use_cached: bool) -> str | None:
+def why_task_evaluation_needs_seqio(task: DescribedTask | Any, *, use_cached: bool) -> str | None:
     """The same for the evaluation of one task, which is described or SeqIO's own."""
-    if why := why_not_read_task(task, use_cached=use_cached):
+    if why := why_task_reading_needs_seqio(task, use_cached=use_cached):
         return why
-    metric = uncomputable(task.prompt)
+    metric = find_uncomputable_metric(task.prompt)
     return metric and f"{task.name} has the metric {metric}"
 
 
-def why_not_read_task(task: DescribedTask | Any, *, use_cached: bool) -> str | None:
+def why_task_reading_needs_seqio(task: DescribedTask | Any, *, use_cached: bool) -> str | None:
     """The same for reading the examples of one task."""
     if not isinstance(task, DescribedTask):
         return f"{task.name} is a task of SeqIO's"
@@ -73,7 +74,7 @@ def why_not_read_task(task: DescribedTask | Any, *, use_cached: bool) -> str | N
     return None
 
 
-def described_with_metrics(name: str, split: str) -> list[DescribedTask]:
+def find_tasks_with_metrics(name: str, split: str) -> list[DescribedTask]:
     """The described tasks of a task or mixture that have the split and a metric, by name."""
     return [
         task
@@ -82,7 +83,7 @@ def described_with_metrics(name: str, split: str) -> list[DescribedTask]:
     ]
 
 
-def described_tasks(
+def iterate_eval_tasks(
     data: EvalDataConfig, lengths: Mapping[str, int] | None
 ) -> Iterator[tuple[DescribedTask, Iterator[Example]]]:
     """Yields each task with the split and a metric, and its examples.
@@ -93,7 +94,7 @@ def described_tasks(
     """
     # Mesh TensorFlow takes all examples if the number is None or negative.
     limit = data.num_eval_examples
-    for task in described_with_metrics(data.mixture_or_task_name, data.split):
+    for task in find_tasks_with_metrics(data.mixture_or_task_name, data.split):
         examples = eval_examples(task, data.split, lengths, use_cached=data.use_cached, mesh=True)
         yield task, itertools.islice(examples, None if limit is None or limit < 0 else limit)
 
@@ -124,15 +125,15 @@ def eval_examples(
     """
     if use_cached:
         assert task.cache_dir is not None, task.name
-        examples = cached_examples(Path(task.cache_dir), split, shard, num_shards)
+        examples = read_cached_examples(Path(task.cache_dir), split, shard, num_shards)
     else:
-        own = shard_of(shard, num_shards)
-        examples = prompted_examples(task.description, split, UNCUT, own)
+        select = shard_of(shard, num_shards)
+        examples = prompted_examples(task.description, split, UNCUT, select)
     ends = [name for name, feature in task.output_features.items() if mesh and feature.add_eos]
-    return examples if lengths is None else (_cut(each, lengths, ends) for each in examples)
+    return examples if lengths is None else (_truncate(each, lengths, ends) for each in examples)
 
 
-def _cut(example: Example, lengths: Mapping[str, int], ends: Sequence[str]) -> Example:
+def _truncate(example: Example, lengths: Mapping[str, int], ends: Sequence[str]) -> Example:
     cut = {name: example[name][: lengths[name]] for name in FEATURES}
     # Mesh TensorFlow puts EOS in place of the last token that is left.
     for name in ends:
@@ -141,7 +142,7 @@ def _cut(example: Example, lengths: Mapping[str, int], ends: Sequence[str]) -> E
     return {**example, **cut}
 
 
-def cached_examples(
+def read_cached_examples(
     folder: Path, split: str, shard: int = 0, num_shards: int = 1
 ) -> Iterator[Example]:
     """Yields a cached split's examples in SeqIO's order, without shuffling; every feature.
@@ -156,10 +157,10 @@ def cached_examples(
       UserError: If a file is broken.
     """
     info = json.loads((folder / f"info.{split}.json").read_text(encoding="utf-8"))["features"]
-    files, own = of_shard(folder, split, shard, num_shards)
-    for record in own(by_turns(files)):
-        found = features(record)
-        yield {name: _value(found.get(name, ()), info[name]) for name in info}
+    files, select = split_by_shard(folder, split, shard, num_shards)
+    for record in select(read_in_turns(files)):
+        values = features(record)
+        yield {name: _value(values.get(name, ()), info[name]) for name in info}
 
 
 def _value(values: Sequence[Any], info: Mapping[str, Any]) -> Any:

@@ -13,26 +13,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.tasks.prompt_cache.folders import PROVENANCE, shard_names, template_digest
-from t0repro.tasks.task import (
+from t0repro.storage import is_streamed
+from t0repro.tasks.prompt_cache.folders import PROVENANCE, shard_names
+from t0repro.tasks.prompt_cache.provenance import template_digest
+from t0repro.tasks.registry import (
     DescribedTask,
-    TaskDescription,
     find_tasks,
     prompted_mixtures,
     registered_mixtures,
     task_descriptions,
 )
-from t0repro.working_copies import is_streamed
+from t0repro.tasks.task import TaskDescription
 
 Fingerprint = Mapping[str, Mapping[str, Any]]
 
 _CHECKSUM = 4  # bytes at the end of a TFRecord file: of its last record
-_SAID = frozenset(["seed", "shards", "examples", "rate"])  # parts that a message can show
+_SHOWN = frozenset(["seed", "shards", "examples", "rate"])  # parts that a message can show
 
 
-def of_mixture(name: str, split: str, *, use_cached: bool) -> dict[str, dict[str, Any]]:
+def fingerprint_mixture(name: str, split: str, *, use_cached: bool) -> dict[str, dict[str, Any]]:
     """The fingerprint of a mixture's or task's examples of a split, as SeqIO or we read them."""
-    found = {}
+    parts_by_task = {}
     for task in find_tasks(name):
         if split not in task.splits:
             continue
@@ -40,18 +41,18 @@ def of_mixture(name: str, split: str, *, use_cached: bool) -> dict[str, dict[str
         if use_cached and task.supports_caching and task.cache_dir:
             if "://" in task.cache_dir:
                 # SeqIO has no public function for the cached files.
-                parts = _of_source(task._get_cached_source(split), split)
+                parts = _fingerprint_source(task._get_cached_source(split), split)
             else:
-                parts = of_cache(Path(task.cache_dir), split)
+                parts = fingerprint_cache(Path(task.cache_dir), split)
         elif description is not None:
-            parts = of_rows(description, split)
+            parts = fingerprint_rows(description, split)
         else:
-            parts = _of_source(task.source, split)
-        found[task.name] = {**parts, **_rate(name, task)}
-    return found
+            parts = _fingerprint_source(task.source, split)
+        parts_by_task[task.name] = {**parts, **_rate(name, task)}
+    return parts_by_task
 
 
-def of_cache(folder: Path, split: str) -> dict[str, Any]:
+def fingerprint_cache(folder: Path, split: str) -> dict[str, Any]:
     """The parts of a cached split."""
     info = json.loads((folder / f"info.{split}.json").read_text())
     files = [folder / name for name in shard_names(split, info["num_shards"])]
@@ -60,11 +61,11 @@ def of_cache(folder: Path, split: str) -> dict[str, Any]:
         "files": _digest([(path.name, path.stat().st_size) for path in files]),
     }
     if (folder / PROVENANCE).is_file():
-        made = json.loads((folder / PROVENANCE).read_text())
-        origin = made["splits"].get(split, {}).get("origin", {})
+        provenance = json.loads((folder / PROVENANCE).read_text())
+        origin = provenance["splits"].get(split, {}).get("origin", {})
         return parts | {
-            "seed": made["seed"],
-            "template": made["template"]["sha256"],
+            "seed": provenance["seed"],
+            "template": provenance["template"]["sha256"],
             "rows": _digest_of_origin(origin),
         }
     # Sizes do not show another order of the examples, which checksums of the last ones do.
@@ -73,7 +74,7 @@ def of_cache(folder: Path, split: str) -> dict[str, Any]:
     return parts
 
 
-def of_rows(task: TaskDescription, split: str) -> dict[str, Any]:
+def fingerprint_rows(task: TaskDescription, split: str) -> dict[str, Any]:
     """The parts of a prompted task that is rendered from its rows."""
     return {
         "rows": _digest_of_origin(task.rows.origin(split)),
@@ -93,7 +94,7 @@ def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
             continue
         old, new = then[name], now[name]
         parts = [
-            f"{part} {old[part]} then, {new[part]} now" if part in _SAID else part
+            f"{part} {old[part]} then, {new[part]} now" if part in _SHOWN else part
             for part in old
             if part in new and old[part] != new[part]
         ]
@@ -117,7 +118,7 @@ def _digest_of_origin(origin: Mapping[str, Any]) -> str:
     return _digest({key: origin[key] for key in origin if key not in ("path", "modified_ns")})
 
 
-def _of_source(source: Any, split: str) -> dict[str, Any]:
+def _fingerprint_source(source: Any, split: str) -> dict[str, Any]:
     """The parts of a SeqIO task's own source, as far as it tells."""
     parts: dict[str, Any] = {}
     # Sources are anyone's code, and none has to know its files or its number of examples.

@@ -25,22 +25,20 @@ depend on the number of shards but not on the number of processes.
 from __future__ import annotations
 
 import abc
-import atexit
 import json
-import queue
 import secrets
-import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from t0repro.data.fingerprints import Fingerprint, differences
-from t0repro.errors import UserError, of_command
-from t0repro.files import write_atomically
-from t0repro.partitioning.processes import from_first
+from t0repro.data.read_ahead import read_ahead
+from t0repro.errors import UserError
+from t0repro.partitioning.processes import broadcast_from_first
 from t0repro.progress import count_progress, say
+from t0repro.storage import write_atomically
 from t0repro.words import counted, some
 
 POSITION, ITERATOR = "position.json", "iterator"
@@ -51,7 +49,7 @@ Batch = dict[str, np.ndarray]
 
 
 class ResumableBatches(abc.ABC):
-    """Endless batches of a pipeline, usually tf.data's; implements `training.start.BatchSource`.
+    """Endless batches of a pipeline, usually tf.data's; implements `training.feed.BatchSource`.
 
     A subclass defines the pipeline (`_dataset`), what decides its batches (`_arguments`), and how
     an element becomes a numpy batch (`_to_numpy`).
@@ -64,7 +62,7 @@ class ResumableBatches(abc.ABC):
     def __init__(self, seed: int | None, num_shards: int = 1):
         self._bound_seed = self._seed = seed
         self.num_shards = num_shards
-        self._here: Sequence[int] = range(num_shards)
+        self.local_shards: Sequence[int] = range(num_shards)
         self._taken = 0
         self._made_of: Fingerprint = {}
         self._saves_iterator = False
@@ -72,29 +70,31 @@ class ResumableBatches(abc.ABC):
 
     def make_only(self, shards: Sequence[int]) -> None:
         """Zeroes the rows of other shards, which other processes build; before `open`."""
-        self._here = shards
+        self.local_shards = shards
 
     def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
-        """Batches from where the run continues; see `training.start.BatchSource`."""
+        """Batches from where the run continues; see `training.feed.BatchSource`."""
         position = self._position(saved)
         if self._seed is None:
             # Pick a seed now and save it: without one, a resumed run could not rebuild its batches.
             # The picked seed is never 0, which `or` would treat as not recorded.
-            self._seed = from_first(lambda: position.get("seed") or secrets.randbits(31) + 1)
+            self._seed = broadcast_from_first(
+                lambda: position.get("seed") or secrets.randbits(31) + 1
+            )
         self._taken = self._first(step, position)
-        self._made_of = self.made_of()
+        self._made_of = self.fingerprint()
         if self._taken:
             self._check_same_data(saved)
-        datasets = {index: self.dataset(self._seed, index) for index in self._here}
+        datasets = {index: self.dataset(self._seed, index) for index in self.local_shards}
         # Only a single pipeline's state can be saved; several shards are rebuilt and skipped.
         self._saves_iterator = self.num_shards == 1 and self._can_save_iterator(datasets[0])
         self._iterators = {index: iter(dataset) for index, dataset in datasets.items()}
         elements = self._elements()
         if self._taken:
             self._restore_position(elements, saved, position)
-        batches = map(self._assembled, elements)
+        batches = map(self._assemble, elements)
         # The saved state is the iterator's current position, so it must not read ahead.
-        return self._counted(batches if self._saves_iterator else read_ahead(batches))
+        return self._count(batches if self._saves_iterator else read_ahead(batches))
 
     def save(self, folder: Path) -> None:
         """Writes the position after the last batch taken; the pipeline's state if configured."""
@@ -102,7 +102,7 @@ class ResumableBatches(abc.ABC):
         # As they were when the data were opened: they may have changed on the disk since.
         position["made_of"] = self._made_of
         if self._saves_iterator:
-            self._tracked().write(str(folder / ITERATOR))
+            self._tf_checkpoint().write(str(folder / ITERATOR))
             position["iterator"] = ITERATOR
         # Written last: a position is read only together with a complete iterator state.
         write_atomically(folder / POSITION, json.dumps(position, indent=1) + "\n")
@@ -117,11 +117,9 @@ class ResumableBatches(abc.ABC):
         Raises:
           UserError: If caches, rows, templates or rates are no longer those of the position.
         """
-        self._made_of = self.made_of()
+        self._made_of = self.fingerprint()
         if self._first(step, self._position(saved)):
             self._check_same_data(saved)
-
-    # ---- What a subclass provides ---------------------------------------------------------------
 
     @abc.abstractmethod
     def dataset(self, seed: int, shard: int = 0) -> Any:
@@ -134,7 +132,7 @@ class ResumableBatches(abc.ABC):
     def _arguments(self) -> dict[str, Any]:
         """Whatever decides the batches apart from the seed; JSON values."""
 
-    def made_of(self) -> Fingerprint:
+    def fingerprint(self) -> Fingerprint:
         """What the examples are made from, by task; {} for examples without caches or rows."""
         return {}
 
@@ -156,15 +154,13 @@ class ResumableBatches(abc.ABC):
         del step
         return int(position.get("batches", 0))
 
-    # ---- Batches of shards ----------------------------------------------------------------------
-
     def _elements(self) -> Iterator[tuple[Any, ...]]:
         """Yields one element of each shard built here at a time."""
         if self.num_shards == 1:
             yield from zip(*self._iterators.values(), strict=True)
             return
         while True:
-            yield tuple(self._next(index) for index in self._here)
+            yield tuple(self._next(index) for index in self.local_shards)
 
     def _next(self, shard: int) -> Any:
         for element in self._iterators[shard]:
@@ -175,7 +171,7 @@ class ResumableBatches(abc.ABC):
             fix="Take fewer shards: each needs an example of every task.",
         )
 
-    def _assembled(self, elements: Sequence[Any]) -> Batch:
+    def _assemble(self, elements: Sequence[Any]) -> Batch:
         """The full batch; rows of shards built elsewhere are zeros."""
         parts = [self._to_numpy(element) for element in elements]
         if self.num_shards == 1:
@@ -183,14 +179,12 @@ class ResumableBatches(abc.ABC):
         batch = {}
         for name, first in parts[0].items():
             rows = np.zeros((self.num_shards, *first.shape), first.dtype)
-            for shard, part in zip(self._here, parts, strict=True):
+            for shard, part in zip(self.local_shards, parts, strict=True):
                 rows[shard] = part[name]
             batch[name] = rows.reshape(-1, *first.shape[1:])
         return batch
 
-    # ---- Finding the place ----------------------------------------------------------------------
-
-    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _count(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
             # Count before yielding: the generator does not continue until the next batch is
             # requested.
@@ -205,10 +199,10 @@ class ResumableBatches(abc.ABC):
             say("data: from the beginning, because the checkpoint has no data position")
             return {}
         position = json.loads((saved / POSITION).read_text())
-        ours, theirs = self._arguments(), _UNRECORDED | position["arguments"]
+        arguments, recorded = self._arguments(), _UNRECORDED | position["arguments"]
         # Compare only this version's names: whatever an older version recorded in addition does not
         # matter.
-        changed = [name for name in ours if ours[name] != theirs.get(name)]
+        changed = [name for name in arguments if arguments[name] != recorded.get(name)]
         if self._bound_seed not in (None, position["seed"]):
             changed.append("seed")
         if changed:
@@ -241,7 +235,7 @@ class ResumableBatches(abc.ABC):
                 fix="Put caches, rows, templates and rates back as they were, or read the former"
                 " cache from another folder. To read the changed data from their beginning,"
                 f" bind a seed other than {position['seed']}:"
-                f" {of_command('mesh_train_dataset_fn.seed', 'train/utils.DatasetConfig.seed')}.",
+                " mesh_train_dataset_fn.seed.",
             )
 
     def _restore_position(
@@ -254,7 +248,7 @@ class ResumableBatches(abc.ABC):
             say(f"data: after {taken}, by the input pipeline's state")
             # Without assert_consumed, TensorFlow restores what matches and silently ignores the
             # rest.
-            self._tracked().read(str(saved / ITERATOR)).assert_consumed()
+            self._tf_checkpoint().read(str(saved / ITERATOR)).assert_consumed()
             return
         say(f"data: after {taken}, which are rebuilt and skipped")
         if self._taken < _FEW:
@@ -268,65 +262,7 @@ class ResumableBatches(abc.ABC):
                 next(elements)
                 advance(1)
 
-    def _tracked(self) -> Any:
+    def _tf_checkpoint(self) -> Any:
         import tensorflow as tf
 
         return tf.train.Checkpoint(iterator=self._iterators[0])
-
-
-# ---- Reads from an iterator in a thread, a few items before they are asked for -------------------
-
-
-Item = TypeVar("Item")
-
-
-def read_ahead(items: Iterable[Item], count: int = 2) -> Iterator[Item]:
-    """The items in order, with up to `count` read ahead, starting now.
-
-    The next batch is thus built while the device computes, even if building it takes Python. An
-    error of `items` is raised in place of its item. The thread ends when the iterator is closed or
-    dropped, and at exit.
-    """
-    reading = _read_ahead(items, count)
-    next(reading)  # starts the thread; closing a generator ends it only if it has started
-    return reading
-
-
-def _read_ahead(items: Iterable[Item], count: int) -> Generator[Any]:
-    """Yields once when the thread has started, then the items."""
-    ready: queue.SimpleQueue[tuple[Item] | BaseException | None] = queue.SimpleQueue()
-    room, closed = threading.Semaphore(count), threading.Event()
-
-    def read() -> None:
-        iterator = iter(items)
-        try:
-            # Acquire room first: items that were read but not yet requested are held in memory.
-            while room.acquire() and not closed.is_set():
-                ready.put((next(iterator),))
-        except StopIteration:
-            ready.put(None)
-        except BaseException as error:
-            ready.put(error)
-
-    thread = threading.Thread(target=read, name="read ahead", daemon=True)
-    thread.start()
-
-    def end() -> None:
-        closed.set()
-        room.release()
-        thread.join()
-
-    atexit.register(end)
-    try:
-        yield
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            room.release()
-            yield item[0]
-    finally:
-        # If nobody closed it, `end` ran at exit; the iterator is dropped after the modules that
-        # `end` needs have been torn down.
-        if not closed.is_set():
-            atexit.unregister(end)
-            end()

@@ -8,30 +8,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from t0repro.config.run_config import RunConfig
-from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig, TrainingPlan
-from t0repro.data.batches import MODEL_FEATURES, as_seqio, described_batches, mesh_described_batches
-from t0repro.data.fingerprints import Fingerprint, of_mixture, of_rows
+from t0repro import compat
+from t0repro.config.data import SeqioDataConfig, TrainDataConfig
+from t0repro.config.run import RunConfig, TrainingPlan
+from t0repro.data.batches import MODEL_FEATURES
+from t0repro.data.choice_batches import ChoiceBatches
+from t0repro.data.described_batches import make_described_batches, make_mesh_batches
+from t0repro.data.fingerprints import Fingerprint, fingerprint_mixture
 from t0repro.data.resuming import Batch, ResumableBatches
+from t0repro.data.seqio_need import to_seqio_config
+from t0repro.data.tf_steps import disable_autotune, run_light_steps_in_place
 from t0repro.errors import UserError
 from t0repro.progress import say
-from t0repro.tasks.prompted_examples import prompted_examples
-from t0repro.tasks.task import (
-    TaskDescription,
-    find_tasks,
-    is_described,
-    prompted_mixtures,
-    registered_mixtures,
-    task_descriptions,
-)
-from t0repro.words import counted
+from t0repro.tasks.registry import find_tasks, is_described, registered_mixtures
 
 # seqio.EncDecFeatureConverter's features -> those of t0repro.data.batches.
 FEATURE_NAMES = {
@@ -45,7 +40,7 @@ FEATURE_NAMES = {
 
 
 class SeqioTrainBatches(ResumableBatches):
-    """The endless training batches of a dataset; implements `training.start.BatchSource`.
+    """The endless training batches of a dataset; implements `training.feed.BatchSource`.
 
     Without `save_dataset`, a resumed run reads its data from the beginning again, as in T5X. With
     it, checkpoints contain the state of SeqIO's input pipeline. A pipeline that runs Python
@@ -63,7 +58,7 @@ class SeqioTrainBatches(ResumableBatches):
         self._data, self._save_dataset, self._resumed = data, save_dataset, resumed
 
     def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
-        """Batches from where the run continues; see `training.start.BatchSource`."""
+        """Batches from where the run continues; see `training.feed.BatchSource`."""
         if self._data.seed is not None and not self._save_dataset:
             say(
                 "warning: the data have a seed but are not saved in checkpoints: after each restart"
@@ -84,17 +79,17 @@ class SeqioTrainBatches(ResumableBatches):
 
     def _can_save_iterator(self, dataset: Any) -> bool:
         # Without SeqIO there is no state of a pipeline; batches before the position are skipped.
-        return self._save_dataset and not self._described and not runs_python(dataset)
+        return self._save_dataset and not self._is_described and not runs_python(dataset)
 
     @functools.cached_property
-    def _described(self) -> bool:
+    def _is_described(self) -> bool:
         """Whether the tasks are read without SeqIO, which has not been given them."""
         return is_described(self._data.mixture_or_task_name)
 
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
-        if self._described:
+        if self._is_described:
             return dict(element)
-        return renamed({name: tensor.numpy() for name, tensor in element.items()})
+        return rename_seqio_features({name: tensor.numpy() for name, tensor in element.items()})
 
     def _arguments(self) -> dict[str, Any]:
         values = dataclasses.asdict(self._data)
@@ -104,29 +99,31 @@ class SeqioTrainBatches(ResumableBatches):
             if name not in ("seed", "use_memory_cache")  # neither decides a batch's contents
         }
 
-    def made_of(self) -> Fingerprint:
+    def fingerprint(self) -> Fingerprint:
         """See `ResumableBatches`; nothing without `save_dataset`, which records no position."""
         data = self._data
         if not self._save_dataset:
             return {}
-        return of_mixture(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
+        return fingerprint_mixture(
+            data.mixture_or_task_name, data.split, use_cached=data.use_cached
+        )
 
     def dataset(self, seed: int, shard: int = 0) -> Any:
         """Endless batches of a shard for a seed; see `ResumableBatches`."""
-        if self._described:
-            return described_batches(self._data, seed).dataset(seed, shard)
+        if self._is_described:
+            return make_described_batches(self._data, seed).dataset(seed, shard)
         return seqio_dataset(self._data, seed=seed, num_epochs=None, shard=shard).prefetch(2)
 
 
-def train_eval(plan: TrainingPlan) -> Mapping[str, EvalBatches]:
+def make_train_eval_batches(plan: TrainingPlan) -> Mapping[str, EvalBatches]:
     """Batches for evaluating a run's loss, by task; none if no task has the split."""
     data = plan.train_eval_data
     if data is None:
         return {}
-    found = EvalBatches.of_each(data, plan.eval_steps)
-    if not found:
+    batches = EvalBatches.for_each_task(data, plan.eval_steps)
+    if not batches:
         say(f"train_eval: no task of {data.mixture_or_task_name} has {data.split}")
-    return found
+    return batches
 
 
 class EvalBatches:
@@ -139,10 +136,10 @@ class EvalBatches:
 
     def __init__(self, data: SeqioDataConfig, eval_steps: int):
         self._data, self._steps = data, eval_steps
-        self._kept: list[Batch] = []
+        self._in_memory: list[Batch] = []
 
     @classmethod
-    def of_each(cls, data: SeqioDataConfig, eval_steps: int) -> dict[str, EvalBatches]:
+    def for_each_task(cls, data: SeqioDataConfig, eval_steps: int) -> dict[str, EvalBatches]:
         """Batches for evaluating the loss: for each task with the split, and for a mixture of them.
 
         Each has `eval_steps` full batches; if there are too few examples, they repeat. Returns no
@@ -165,8 +162,8 @@ class EvalBatches:
         Raises:
           UserError: If there are no examples.
         """
-        if self._kept:
-            yield from self._kept
+        if self._in_memory:
+            yield from self._in_memory
             return
         batches: list[Batch] = []
         for batch in self._batches():
@@ -180,11 +177,11 @@ class EvalBatches:
             )
         # Keep them only after a full pass: an abandoned iteration has too few batches.
         if self._data.use_memory_cache:
-            self._kept = batches
+            self._in_memory = batches
 
     def _batches(self) -> Iterator[Batch]:
         if is_described(self._data.mixture_or_task_name):
-            return described_batches(self._data, self._data.seed).first(self._steps)
+            return make_described_batches(self._data, self._data.seed).first(self._steps)
         # A finite number of epochs ends even if every example is filtered out.
         rows = seqio_dataset(
             dataclasses.replace(self._data, batch_size=1),
@@ -194,7 +191,7 @@ class EvalBatches:
         # Batch again across epochs, so that a task with fewer examples than a batch still fills
         # one.
         batches = rows.unbatch().repeat().batch(self._data.batch_size, drop_remainder=True)
-        return map(renamed, batches.take(self._steps).as_numpy_iterator())
+        return map(rename_seqio_features, batches.take(self._steps).as_numpy_iterator())
 
 
 def seqio_dataset(
@@ -210,8 +207,6 @@ def seqio_dataset(
         equals what T5X reads on one of that many hosts.
     """
     # compat has to be installed before anything imports t5 or seqio.
-    from t0repro import compat
-
     compat.install()
     import seqio
 
@@ -232,12 +227,12 @@ def seqio_dataset(
     )
 
 
-def renamed(batch: Mapping[str, Any]) -> Batch:
+def rename_seqio_features(batch: Mapping[str, Any]) -> Batch:
     """A SeqIO batch under this project's names: int32 [batch_size, length]."""
     return {
-        ours: np.asarray(batch[theirs], np.int32)
-        for theirs, ours in FEATURE_NAMES.items()
-        if theirs in batch
+        name: np.asarray(batch[t5x_name], np.int32)
+        for t5x_name, name in FEATURE_NAMES.items()
+        if t5x_name in batch
     }
 
 
@@ -245,7 +240,7 @@ def runs_python(dataset: Any) -> bool:
     """Whether a tf.data pipeline calls Python functions, whose state TensorFlow cannot save.
 
     TensorFlow does not report it: it saves such a pipeline's state without an error, and restores
-    it to another place (docs/decisions/0012).
+    it to another place (decision 12).
     """
     import tensorflow as tf
 
@@ -258,11 +253,8 @@ def runs_python(dataset: Any) -> bool:
     return b"PyFunc" in graph.numpy()
 
 
-# ---- Mesh TensorFlow's training data -------------------------------------------------------------
-
-
 class TrainBatches(ResumableBatches):
-    """The batches of a RunConfig's training data; implements `training.start.BatchSource`.
+    """The batches of a RunConfig's training data; implements `training.feed.BatchSource`.
 
     Args:
       config: A configuration of mode "train".
@@ -306,7 +298,7 @@ class TrainBatches(ResumableBatches):
         if not self._data.checkpoint_input_pipeline:
             return False
         # tf.data saves the state of Python generators without an error, even with the
-        # external-state policy FAIL (docs/decisions/0012). Even with use_cached, tasks that SeqIO
+        # external-state policy FAIL (decision 12). Even with use_cached, tasks that SeqIO
         # cannot cache may run such generators.
         described = is_described(self._data.mixture_or_task_name)
         if not self._data.use_cached or (not described and runs_python(dataset)):
@@ -314,7 +306,7 @@ class TrainBatches(ResumableBatches):
                 "The input pipeline cannot be saved: it runs Python functions.",
                 where="run.checkpoint_input_pipeline",
                 fix="Cache the tasks and bind mesh_train_dataset_fn.use_cached = True, or"
-                " remove the binding: a resumed run finds its place all the same.",
+                " remove the binding: resuming works without it.",
             )
         # Without SeqIO, batches before the position are rebuilt and skipped instead.
         return not described
@@ -332,10 +324,12 @@ class TrainBatches(ResumableBatches):
             "num_shards": data.num_shards,
         }
 
-    def made_of(self) -> Fingerprint:
+    def fingerprint(self) -> Fingerprint:
         """See `ResumableBatches`."""
         data = self._data
-        return of_mixture(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
+        return fingerprint_mixture(
+            data.mixture_or_task_name, data.split, use_cached=data.use_cached
+        )
 
     def dataset(self, seed: int, shard: int = 0) -> Any:
         """Endless batches as `train_model` makes them: a tf.data.Dataset of int tensors by feature.
@@ -345,9 +339,7 @@ class TrainBatches(ResumableBatches):
         """
         data, config = self._data, self._config
         if is_described(data.mixture_or_task_name):
-            return mesh_described_batches(as_seqio(data, config), seed, shard)
-        from t0repro import compat
-
+            return make_mesh_batches(to_seqio_config(data, config), seed, shard)
         compat.install()
         from t5.models import mesh_transformer
 
@@ -356,8 +348,8 @@ class TrainBatches(ResumableBatches):
         # so leave such a pipeline unchanged, and also one without a cache, which was not timed.
         light = data.use_cached and not data.checkpoint_input_pipeline
         with (
-            light_steps_in_place() if light else contextlib.nullcontext(),
-            reading_shard(data.mixture_or_task_name, shard, data.num_shards),
+            run_light_steps_in_place() if light else contextlib.nullcontext(),
+            read_only_shard(data.mixture_or_task_name, shard, data.num_shards),
         ):
             dataset = mesh_transformer.mesh_train_dataset_fn(
                 mixture_or_task_name=data.mixture_or_task_name,
@@ -370,7 +362,7 @@ class TrainBatches(ResumableBatches):
             )
         rows = config.batch_size // data.num_shards
         batches = dataset.repeat().batch(rows, drop_remainder=True).prefetch(2)
-        return without_autotune(batches) if light else batches
+        return disable_autotune(batches) if light else batches
 
 
 def train_batches(config: RunConfig, *, resumed: bool) -> ResumableBatches:
@@ -391,7 +383,7 @@ def train_batches(config: RunConfig, *, resumed: bool) -> ResumableBatches:
 
 
 @contextlib.contextmanager
-def reading_shard(name: str, shard: int, num_shards: int) -> Iterator[None]:
+def read_only_shard(name: str, shard: int, num_shards: int) -> Iterator[None]:
     """Context in which a task or mixture yields one shard of its examples, as SeqIO divides them.
 
     t5's mesh_train_dataset_fn has no argument for this.
@@ -409,237 +401,3 @@ def reading_shard(name: str, shard: int, num_shards: int) -> Iterator[None]:
         yield
     finally:
         del provider.get_dataset
-
-
-# ---- The light steps of a tf.data pipeline run where their example is ----------------------------
-
-# SeqIO and Mesh TensorFlow map a function over single examples seven or more times, to select, cast
-# and truncate features, each time with `num_parallel_calls=AUTOTUNE`. Such a function takes a
-# microsecond or two. Passing the example to another thread and back, and AUTOTUNE's modeling of
-# that time, took ten times as long as everything else (docs/benchmarks.md, "Full batches"). A
-# parallel map keeps its order, so the examples and their order do not change.
-
-
-# The functions of SeqIO 0.0.20, t5 0.9.4 and Mesh TensorFlow 0.1.21 that define light steps. All
-# others stay parallel: packing, which processes 1,024 examples at once, reading files, and the
-# tasks' own preprocessors.
-_LIGHT = {
-    # Parse a record, cast its integers, rename; AutoGraph prefixes functions that interleave calls
-    # with tf__.
-    "tf__read_file_fn",
-    "tf___rename_plaintext_to_pretokenized",
-    "trim_dataset",
-    "get_task_dataset",
-    "mesh_train_dataset_fn",
-    "pack_dataset",
-    "trim_and_pad_dataset",
-    "ensure_dataset_eos",
-}
-
-
-@contextlib.contextmanager
-def light_steps_in_place() -> Iterator[None]:
-    """Context in which new datasets run their light steps without starting threads."""
-    import tensorflow as tf
-    from tensorflow.python.data.ops import map_op
-
-    original = tf.data.Dataset.map
-
-    def map_in_place(self: Any, map_func: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        if _LIGHT.isdisjoint(map_func.__qualname__.split(".")):
-            return original(self, map_func, *args, **options)
-        # Dataset.map has no option for the executor that runs a function in the calling thread.
-        return map_op._MapDataset(
-            self, map_func, preserve_cardinality=True, use_inter_op_parallelism=False
-        )
-
-    tf.data.Dataset.map = map_in_place
-    try:
-        yield
-    finally:
-        tf.data.Dataset.map = original
-
-
-def without_autotune(dataset: Any) -> Any:
-    """The dataset, whose parallel steps use as many threads as there are processors."""
-    import tensorflow as tf
-
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)
-
-
-# ---- Batches of answer choices -------------------------------------------------------------------
-#
-# Examples are rendered from their rows, tokenized and kept in memory; neither a cache nor SeqIO is
-# read. t0repro.training.losses has a picture of a row.
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Choices:
-    """An example.
-
-    Attributes:
-      inputs: The input's token ids.
-      choices: Token ids of each choice, the right one first.
-    """
-
-    inputs: np.ndarray
-    choices: Sequence[np.ndarray]
-
-
-class ChoiceBatches(ResumableBatches):
-    """Endless unpacked batches of a prompted mixture or task.
-
-    The task of each row is sampled by the tasks' rates. Each task's examples are reshuffled for
-    every pass over them. Implements `training.start.BatchSource`.
-
-    Args:
-      config: A configuration of mode "train" with a `choice_loss`.
-
-    Raises:
-      UserError: If a task is not a prompted one or has no answer choices.
-    """
-
-    def __init__(self, config: RunConfig):
-        data, loss = config.plan.train_data, config.model.choice_loss
-        assert data is not None and loss is not None and config.sequence_length is not None
-        self._lengths, self._rows = dict(config.sequence_length), config.batch_size
-        self._split, self._choices, self._shuffle = data.split, loss.choices, data.shuffle
-        self._rates = rates_of(data.mixture_or_task_name)
-        super().__init__(data.seed)
-
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "choices": self._choices,
-            "rates": self._rates,
-            "split": self._split,
-            "sequence_length": self._lengths,
-            "batch_size": self._rows,
-            "shuffle": self._shuffle,
-        }
-
-    def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
-        return dict(element)
-
-    def made_of(self) -> Fingerprint:
-        """See `ResumableBatches`."""
-        return {name: of_rows(task_descriptions()[name], self._split) for name in self._rates}
-
-    def dataset(self, seed: int, shard: int = 0) -> Iterator[Batch]:
-        """Endless batches for a seed; see `ResumableBatches`."""
-        del shard  # there is only one
-        tasks = [
-            list(examples_of(task_descriptions()[name], self._split, self._lengths, self._choices))
-            for name in self._rates
-        ]
-        rates = np.array([*self._rates.values()]) / sum(self._rates.values())
-        # A generator for each task: its order must not depend on how often the others are sampled.
-        drawn, *orders = np.random.default_rng(seed).spawn(1 + len(tasks))
-        streams = [self._passes(each, order) for each, order in zip(tasks, orders, strict=True)]
-        while True:
-            rows = [next(streams[at]) for at in drawn.choice(len(tasks), self._rows, p=rates)]
-            yield to_batch(rows, self._lengths, self._choices)
-
-    def _passes(
-        self, examples: Sequence[Choices], random: np.random.Generator
-    ) -> Iterator[Choices]:
-        for _ in itertools.count():
-            order = random.permutation(len(examples)) if self._shuffle else range(len(examples))
-            yield from (examples[at] for at in order)
-
-
-def check_choices(config: RunConfig) -> Iterator[str]:
-    """Checks the first example of each task that a `choice_loss` is computed on; yields a line.
-
-    Raises:
-      UserError: As `rates_of` and `examples_of`.
-    """
-    data, loss = config.plan.train_data, config.model.choice_loss
-    assert data is not None and loss is not None and config.sequence_length is not None
-    tasks = [task_descriptions()[name] for name in rates_of(data.mixture_or_task_name)]
-    for task in tasks:
-        next(examples_of(task, data.split, config.sequence_length, loss.choices))
-    yield f"rows have room for the answer choices of {counted(len(tasks), 'task')}"
-
-
-def rates_of(name: str) -> dict[str, float]:
-    """The rate of each task of a mixture of prompted tasks, or of a task of that name.
-
-    Raises:
-      UserError: If there is no such mixture or task, or one without answer choices.
-    """
-    known, mixture = task_descriptions(), prompted_mixtures().get(name)
-    names = (name,) if mixture is None else mixture.tasks
-    without = [
-        each for each in names if each not in known or not known[each].prompt.has_answer_choices
-    ]
-    if without:
-        raise UserError(
-            f"A loss over answer choices cannot be computed on {without[0]!r}: it is no prompted"
-            " task, or its prompt lists no answer choices.",
-            where=f"the training data, {name!r}",
-            fix="Train on prompted tasks with answer choices (t0repro tasks ls shows them).",
-        )
-    return {each: 1.0 if mixture is None else mixture.rate(each) for each in names}
-
-
-def examples_of(
-    task: TaskDescription, split: str, lengths: Mapping[str, int], choices: int
-) -> Iterator[Choices]:
-    """Yields a split's examples in the order of its rows, except those without a right choice.
-
-    Args:
-      task: A task whose prompt has answer choices.
-      split: The split to read.
-      lengths: Maximum tokens of an input and of a choice.
-      choices: Maximum number of choices.
-
-    Raises:
-      UserError: If there is no such example, or one has more choices.
-    """
-    # Only the `_score_eval` twin has an example for each answer choice.
-    twin = task if task.prompt.score_eval else task.twin()
-    found = False
-    # The twin's examples for the choices of one input follow each other.
-    of_input = itertools.groupby(
-        prompted_examples(twin, split, lengths), key=lambda example: int(example["idx"][0])
-    )
-    for number, group in of_input:
-        rows = list(group)
-        right = [row["targets"] for row in rows if row["is_correct"]]
-        wrong = [row["targets"] for row in rows if not row["is_correct"]]
-        if right and 1 + len(wrong) > choices:
-            raise UserError(
-                f"Example {number} of {task.prompt.name}, split {split!r}, has"
-                f" {counted(len(rows), 'answer choice')}, and a row has room for {choices}.",
-                where="ChoiceLoss.choices",
-                fix=f"Bind ChoiceLoss.choices = {1 + len(wrong)} or more.",
-            )
-        if right:
-            found = True
-            yield Choices(rows[0]["inputs"], (right[0], *wrong))
-    if not found:
-        raise UserError(
-            f"{task.prompt.name} has no example in {split!r} of which an answer choice is right.",
-            where="the training data",
-            fix="Choose another split, or leave the task out.",
-        )
-
-
-def to_batch(rows: Sequence[Choices], lengths: Mapping[str, int], choices: int) -> Batch:
-    """The arrays of a batch: int32 [rows, length], targets `choices` times as long as a choice."""
-    inputs = np.zeros((len(rows), lengths["inputs"]), np.int32)
-    targets = np.zeros((len(rows), choices, lengths["targets"]), np.int32)
-    for at, row in enumerate(rows):
-        inputs[at, : len(row.inputs)] = row.inputs
-        for number, choice in enumerate(row.choices):
-            targets[at, number, : len(choice)] = choice
-    # 0 at padding, which belongs to no choice.
-    segments = (targets > 0) * np.arange(1, choices + 1, dtype=np.int32)[:, None]
-    flat = (len(rows), -1)
-    return {
-        "inputs": inputs,
-        "targets": targets.reshape(flat),
-        "targets_segmentation": segments.astype(np.int32).reshape(flat),
-    }

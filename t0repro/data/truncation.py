@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.data.cached import by_turns, shards_of
+from t0repro.data.cached import read_in_turns, shards_of
 from t0repro.data.mixing import FEATURES
 from t0repro.progress import say
+from t0repro.tasks.availability import lacks_cache
 from t0repro.tasks.prompt_cache.records import integers
 from t0repro.tasks.prompted_examples import UNCUT, prompted_examples
-from t0repro.tasks.task import lacks_cache, task_descriptions
+from t0repro.tasks.registry import task_descriptions
 from t0repro.words import counted, some
 
 EXAMPLES = 20
@@ -37,22 +38,22 @@ def note_truncation(
     if lengths is None:
         return
     passes = [task for task in tasks if not _fits(task, split, lengths, use_cached)]
-    looked_at = passes[:: -(-len(passes) // TASKS) or 1]
+    sampled = passes[:: -(-len(passes) // TASKS) or 1]
     cut: dict[str, dict[str, float]] = {feature: {} for feature in FEATURES}
-    for task in looked_at:
+    for task in sampled:
         examples = list(itertools.islice(_examples(task, split, lengths, use_cached), EXAMPLES))
         for feature, shares in cut.items():
-            known = [example[feature] for example in examples if feature in example]
-            longer = sum(len(tokens) > lengths.get(feature, len(tokens)) for tokens in known)
+            sequences = [example[feature] for example in examples if feature in example]
+            longer = sum(len(tokens) > lengths.get(feature, len(tokens)) for tokens in sequences)
             if longer:
-                shares[task.name] = longer / len(known)
-    parts = [_in_words(feature, lengths, shares) for feature, shares in cut.items() if shares]
+                shares[task.name] = longer / len(sequences)
+    parts = [_describe(feature, lengths, shares) for feature, shares in cut.items() if shares]
     if parts:
-        of = "" if len(looked_at) == len(passes) else f"{len(looked_at)} of {len(passes)} tasks, "
+        of = "" if len(sampled) == len(passes) else f"{len(sampled)} of {len(passes)} tasks, "
         say(f"note: {'; '.join(parts)} ({of}first {EXAMPLES} examples of each)")
 
 
-def _in_words(feature: str, lengths: Mapping[str, int], shares: Mapping[str, float]) -> str:
+def _describe(feature: str, lengths: Mapping[str, int], shares: Mapping[str, float]) -> str:
     worst = sorted(shares, key=lambda task: (-shares[task], task))
     named = some([f"{100 * shares[task]:.0f}% of {task}" for task in worst])
     return f"{feature} of more than {counted(lengths[feature], 'token')} lose their end: {named}"
@@ -83,7 +84,7 @@ def _examples(
     described = task_descriptions().get(task.name)
     if _reads_cache(task, use_cached):
         folder = Path(task.cache_dir)
-        for record in by_turns([folder / name for name in shards_of(folder, split)]):
+        for record in read_in_turns([folder / name for name in shards_of(folder, split)]):
             yield integers(record, FEATURES)
     elif described is not None and described.sp_model is not None:
         # Only the rows that are needed, since blocks of them are tokenized together.

@@ -22,7 +22,7 @@ import numpy as np
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5
-from t0repro.partitioning.devices import across_devices_of, data_parts, fetched
+from t0repro.partitioning.devices import count_data_shards, fetch, use_devices_of
 
 Pool = Literal["mean", "first"]
 
@@ -93,13 +93,13 @@ def encode_ids(
       batch_size: Rows that are on the devices at once; rounded up to whole blocks.
     """
     waiting: deque[tuple[Block, jax.Array]] = deque()
-    blocks = make_blocks([len(each) for each in ids], data_parts(checkpoint.params))
+    blocks = make_blocks([len(each) for each in ids], count_data_shards(checkpoint.params))
     for block in blocks:
         tokens, segments = np.zeros((2, block.rows, block.length), np.int32)
         for row, text in enumerate(block.texts):
             tokens[row, : len(ids[text])] = ids[text]
             segments[row, : len(ids[text])] = 1
-        with across_devices_of(checkpoint.params):
+        with use_devices_of(checkpoint.params):
             outputs = _encode(checkpoint.model, checkpoint.params, tokens, segments, pool)
         waiting.append((block, outputs))
         most = _BLOCKS_IN_FLIGHT if batch_size is None else -(-batch_size // block.rows)
@@ -112,7 +112,7 @@ def encode_ids(
 def _texts_of(
     block: Block, outputs: jax.Array, ids: Sequence[np.ndarray]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    values = fetched(outputs)
+    values = fetch(outputs)
     for row, text in enumerate(block.texts):
         # A copy, so that a caller who keeps one text does not keep the block.
         yield text, (values[row] if values.ndim == 2 else values[row, : len(ids[text])]).copy()

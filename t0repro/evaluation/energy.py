@@ -62,7 +62,9 @@ class EnergyMeter:
         cpus, devices = _rapl_counters(powercap), _nvml_counters() if gpus else []
         self._counters = [*cpus, *devices]
         names = [("CPU packages (RAPL)", cpus), ("GPUs (NVML)", devices)]
-        self.source = " and ".join(f"{len(found)} {name}" for name, found in names if found)
+        self.source = " and ".join(
+            f"{len(counters)} {name}" for name, counters in names if counters
+        )
         # The first reading starts the count.
         self.joules()
 
@@ -88,15 +90,15 @@ def _rapl_counters(powercap: Path) -> list[Callable[[], float]]:
 
 def _nvml_counters() -> list[Callable[[], float]]:
     """A counter for each GPU that has one (Volta and later); none without NVIDIA's driver."""
-    found = []
+    counters = []
     with contextlib.suppress(pynvml.NVMLError):
         # Never shut down: the counters are read as long as the process lives.
         pynvml.nvmlInit()
         for index in range(pynvml.nvmlDeviceGetCount()):
             device = pynvml.nvmlDeviceGetHandleByIndex(index)
             if _millijoules(device) is not None:
-                found.append(_counter(functools.partial(_millijoules, device), 1e3))
-    return found
+                counters.append(_counter(functools.partial(_millijoules, device), 1e3))
+    return counters
 
 
 def _counter(

@@ -26,13 +26,13 @@ from t0repro.evaluation.grouping import (
     make_batching,
     side_by_side,
 )
-from t0repro.evaluation.pairs import Pairs, distinct_pairs
+from t0repro.evaluation.pairs import Pairs, collect_pairs
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.model.t5 import T5, cross_attention_memory
-from t0repro.model.towers import Memory
-from t0repro.partitioning.devices import across_devices_of, data_parts, fetched, padded_rows
+from t0repro.model.t5 import T5, make_cross_attention_cache
+from t0repro.model.towers import CrossAttentionCache
+from t0repro.partitioning.devices import count_data_shards, fetch, pad_rows, use_devices_of
 from t0repro.progress import say
-from t0repro.training.losses import cross_entropy, of_each_target
+from t0repro.training.token_losses import cross_entropy, map_targets
 from t0repro.words import counted
 
 TOKENS_PER_BATCH = {"cpu": 4096, "gpu": 65536, "tpu": 65536}
@@ -87,7 +87,7 @@ class Engine:
           UserError: if not even one row fits.
         """
         waiting: deque[tuple[PlannedBatch, Any]] = deque()
-        for batch in side_by_side(plan.batches, data_parts(self.params)):
+        for batch in side_by_side(plan.batches, count_data_shards(self.params)):
             waiting.append((batch, self._attempt(batch, pairs)))
             if len(waiting) >= _IN_FLIGHT:
                 yield self._finish(*waiting.popleft(), pairs)
@@ -110,8 +110,8 @@ class Engine:
         if started is not None:
             try:
                 # Dispatch is asynchronous: running out of memory may surface only at this fetch.
-                return _summed(
-                    batch, [(rows, jax.tree.map(fetched, values)) for rows, values in started]
+                return _sum_by_pair(
+                    batch, [(rows, jax.tree.map(fetch, values)) for rows, values in started]
                 )
             except jax.errors.JaxRuntimeError as error:
                 self._too_large(batch, error)
@@ -146,8 +146,8 @@ class Engine:
         self, batch: PlannedBatch, pairs: Pairs
     ) -> list[tuple[DecoderRows, dict[str, jax.Array]]]:
         """Queues a batch on the device and returns without waiting for it."""
-        inputs, segments = self._padded(*batch.inputs(pairs))
-        with across_devices_of(self.params):
+        inputs, segments = self._pad_rows(*batch.inputs(pairs))
+        with use_devices_of(self.params):
             memory = encode(self.model, self.params, inputs, segments)
             return [
                 (
@@ -157,16 +157,16 @@ class Engine:
                         self.params,
                         memory,
                         segments,
-                        *self._padded(*_arrays(rows)),
+                        *self._pad_rows(rows.targets, rows.segments, rows.reads),
                         misses=self.misses,
                     ),
                 )
                 for rows in batch.decoder_rows(pairs)
             ]
 
-    def _padded(self, *arrays: np.ndarray) -> list[np.ndarray]:
+    def _pad_rows(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """Arrays padded with rows until they shard evenly across the devices."""
-        return [padded_rows(x, data_parts(self.params)) for x in arrays]
+        return [pad_rows(x, count_data_shards(self.params)) for x in arrays]
 
 
 def score_pairs(
@@ -183,14 +183,14 @@ def score_pairs(
       pairs: what to score.
       tokens_per_batch: see grouping.make_batching; defaults to a size for the device.
     """
-    tokens = tokens_per_batch or suited_tokens()
+    tokens = tokens_per_batch or default_tokens_per_batch()
     scores = np.zeros(len(pairs))
     for scored in Engine(params, model).run(pairs, make_batching(pairs, tokens)):
         scores[scored.pairs] = scored.scores
     return scores
 
 
-def suited_tokens() -> int:
+def default_tokens_per_batch() -> int:
     """Default number of tokens that a device processes at once."""
     return TOKENS_PER_BATCH.get(jax.default_backend(), 4096)
 
@@ -211,11 +211,13 @@ def score_examples(
       lengths: maximum tokens per feature; longer ones are truncated. None keeps all.
       tokens_per_batch: see grouping.make_batching.
     """
-    pairs = distinct_pairs(examples, lengths)
-    return pairs.of_examples(score_pairs(params, model, pairs, tokens_per_batch)).astype(np.float32)
+    pairs = collect_pairs(examples, lengths)
+    return pairs.expand_to_examples(score_pairs(params, model, pairs, tokens_per_batch)).astype(
+        np.float32
+    )
 
 
-def _summed(
+def _sum_by_pair(
     batch: PlannedBatch, parts: Sequence[tuple[DecoderRows, Mapping[str, np.ndarray]]]
 ) -> Scored:
     """Sums the tokens' values for each pair, in float64."""
@@ -234,30 +236,26 @@ def _summed(
     return Scored(pairs, sums["log_p"], sums.get("misses"))
 
 
-def _arrays(rows: DecoderRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return rows.targets, rows.segments, rows.reads
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def encode(
     model: T5,
     params: dict,
     inputs: Int[Array, "batch length"],
     segments: Int[Array, "batch length"],
-) -> Memory:
+) -> CrossAttentionCache:
     """Encodes inputs: the decoder's cross-attention keys and values, on the device."""
     encoded = model.apply(
         {"params": params}, jnp.asarray(inputs), jnp.asarray(segments), method=T5.encode
     )
     assert isinstance(encoded, jax.Array)
-    return cross_attention_memory(model, params, encoded)
+    return make_cross_attention_cache(model, params, encoded)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="misses")
 def decode(
     model: T5,
     params: dict,
-    memory: Memory,
+    memory: CrossAttentionCache,
     encoded_segments: Int[Array, "batch memory"],
     targets: Int[Array, "batch length"],
     segments: Int[Array, "batch length"],
@@ -290,10 +288,10 @@ def decode(
     )
     assert isinstance(hidden, jax.Array)
 
-    def values(logits: Array, targets: Array) -> dict[str, Array]:
-        found = {"log_p": -cross_entropy(logits, targets)}
+    def token_values(logits: Array, targets: Array) -> dict[str, Array]:
+        values = {"log_p": -cross_entropy(logits, targets)}
         if misses:
-            found["misses"] = (jnp.argmax(logits, -1) != targets).astype(jnp.float32)
-        return found
+            values["misses"] = (jnp.argmax(logits, -1) != targets).astype(jnp.float32)
+        return values
 
-    return of_each_target(model, params, hidden, targets, values)
+    return map_targets(model, params, hidden, targets, token_values)

@@ -1,4 +1,4 @@
-"""An evaluation's own record: provenance.json, operative_config.gin, and the closing lines."""
+"""An evaluation's own record: provenance.json and operative_config.gin."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import hashlib
 import json
 import os
 import platform
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from t0repro.compat import installed_version
-from t0repro.errors import as_shown
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.outputs import digest_of_texts, read_records
-from t0repro.files import naming, write_atomically
-from t0repro.words import counted, without_passwords
+from t0repro.evaluation.records import digest_of_texts, read_records
+from t0repro.storage import write_atomically
+from t0repro.storage.disk import name_in_errors
+from t0repro.words import without_passwords
 
 # An evaluation may leave this file beside its outputs: a JSON object with any of the fields
 # step, checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source,
@@ -82,8 +81,8 @@ def operative_config(mixture: str, checkpoint: Checkpoint, settings: Any) -> str
 
 def package_versions() -> dict[str, str]:
     """Versions of Python and of those installed packages that can affect the numbers."""
-    found = {name: installed_version(name) for name in _PACKAGES}
-    versions = {name: version for name, version in found.items() if version is not None}
+    installed = {name: installed_version(name) for name in _PACKAGES}
+    versions = {name: version for name, version in installed.items() if version is not None}
     return {"python": platform.python_version(), **versions}
 
 
@@ -115,7 +114,7 @@ def scores_sha256(folder: Path, records: Mapping[str, Mapping[str, Any]]) -> str
     for name in sorted(records):
         digest.update(f"{name}\n".encode())
         path = folder / f"{name}_{records[name]['key']['step']}_predictions"
-        with naming(path), open(path, "rb") as file:
+        with name_in_errors(path), open(path, "rb") as file:
             # In blocks: an evaluation's memory must not grow with its tasks' files.
             while block := file.read(1 << 20):
                 digest.update(block)
@@ -124,16 +123,16 @@ def scores_sha256(folder: Path, records: Mapping[str, Mapping[str, Any]]) -> str
 
 def _origins(used: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Dataset -> description of its rows' origin and version; unknown ones are left out."""
-    found = {}
+    origins = {}
     for record in used.values():
         origin = record["key"]["data"]
         if origin and "dataset" in origin:
             rest = [f"{name} {value}" for name, value in origin.items() if name != "dataset"]
             # Splits of one dataset, as ANLI's rounds are, each have their own
-            lines = found.setdefault(origin["dataset"], [])
+            lines = origins.setdefault(origin["dataset"], [])
             if (text := ", ".join(rest)) not in lines:
                 lines.append(text)
-    return {name: "; ".join(lines) for name, lines in sorted(found.items())}
+    return {name: "; ".join(lines) for name, lines in sorted(origins.items())}
 
 
 def _energy(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -146,53 +145,3 @@ def _energy(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "energy_joules": sum(record["joules"] for record in records),
         "energy_source": " or ".join(sources),
     }
-
-
-# ---- What evaluations print at the end: results, their files, the command for a report -----------
-
-
-def print_results(
-    metrics: Mapping[str, Mapping[str, float]], step: int, folder: str | os.PathLike[str]
-) -> None:
-    """Prints each task's metrics, the tasks' files, and the command for a report.
-
-    Args:
-      metrics: task -> metric name -> value.
-      step: the checkpoint's step.
-      folder: the `<split>_eval` folder that holds the files, or a model_dir without any.
-    """
-    print("\n".join(map(as_shown, result_lines(metrics, step, Path(folder)))), flush=True)
-
-
-def result_lines(metrics: Mapping[str, Mapping[str, float]], step: int, folder: Path) -> list[str]:
-    """The lines that `print_results` prints."""
-    width = max(map(len, metrics), default=0)
-    lines = [f"step {step}"]
-    for task, values in sorted(metrics.items()):
-        words = "  ".join(f"{name} {_shown(value)}" for name, value in values.items())
-        lines.append(f"  {task:{width}}  {words}")
-    written = [
-        path
-        for task in metrics
-        for path in (
-            folder / f"{task}_inputs",
-            folder / f"{task}_targets",
-            folder / f"{task}_{step}_predictions",
-        )
-        if path.is_file()
-    ]
-    if written:
-        out = shlex.quote(str(folder.parent / "report"))
-        lines.append(
-            f"wrote {counted(len(written), 'file')} into {folder}: inputs, targets, predictions"
-        )
-        lines.append(
-            f"for a report: t0repro report make {shlex.quote(str(folder))} --out {out}"
-            " (with --module_import and the tasks' module, grouped by dataset)"
-        )
-    return lines
-
-
-def _shown(value: float) -> str:
-    # Percentages to two places; losses, and fractions of tokens, to four digits.
-    return f"{value:.4g}" if 0 < abs(value) < 10 else f"{value:.2f}"

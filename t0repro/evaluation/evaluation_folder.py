@@ -1,152 +1,29 @@
-"""An evaluation's results folder: finished tasks, the code that made them, and new records."""
+"""An evaluation's results folder: which tasks are finished, and whose results it holds.
+
+<out>/<split>_eval/          the tasks' files (see task_output), provenance.json,
+operative_config.gin
+<out>/<split>_eval/results/  a record of each finished task
+<out>/scores/<key>/          the journal of scored pairs
+<out>/scores/step_<n>.json   which checkpoint the results of step n belong to
+"""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import hashlib
-import importlib.util
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.compat import installed_version
-from t0repro.config.run_config import DType
+from t0repro.config.model import DType
 from t0repro.errors import UserError
-from t0repro.evaluation import outputs
+from t0repro.evaluation import records
+from t0repro.evaluation.code_version import generation_digest, rendering_digest, scoring_digest
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.task_output import TaskResult
-from t0repro.files import write_atomically
+from t0repro.storage import write_atomically
 from t0repro.words import without_passwords
-
-_ROOT = "t0repro"
-
-# A pair's score: from tokens to log-likelihood, and how the journal stores it.
-_SCORING = (
-    "t0repro.evaluation.engine",
-    "t0repro.evaluation.pairs",
-)
-# A decoded text: from tokens to text.
-_GENERATION = ("t0repro.evaluation.generation",)
-# An example: from rows to tokens. All of t0repro.tasks is included, because only the command's run
-# shows which module registers a task.
-_RENDERING = ("t0repro.evaluation.reading",)
-
-# Packages whose versions decide what the modules compute.
-_COMPUTING_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
-_RENDERING_PACKAGES = ("promptsource", "jinja2", "seqio", "t5", "sentencepiece")
-
-ReadSource = Callable[[str], str | None]
-
-
-@functools.cache
-def scoring_digest() -> str:
-    """Digest, 16 hex digits, of the code of the model and the scoring engine."""
-    return code_digest(_SCORING, _COMPUTING_PACKAGES)
-
-
-@functools.cache
-def generation_digest() -> str:
-    """Digest, 16 hex digits, of the code of the model and of decoding."""
-    return code_digest(_GENERATION, _COMPUTING_PACKAGES)
-
-
-@functools.cache
-def rendering_digest() -> str:
-    """Digest, 16 hex digits, of the code that turns rows into examples."""
-    spec = importlib.util.find_spec("t0repro.tasks")
-    assert spec is not None and spec.origin is not None
-    tasks = Path(spec.origin).parent
-    modules = [path.relative_to(tasks).with_suffix("") for path in tasks.rglob("*.py")]
-    names = [".".join(("t0repro.tasks", *module.parts)) for module in modules]
-    return code_digest([*_RENDERING, *names], _RENDERING_PACKAGES)
-
-
-def code_digest(
-    modules: Iterable[str], packages: Iterable[str], read: ReadSource | None = None
-) -> str:
-    """Digest, 16 hex digits, of modules, all their imports from t0repro, and package versions.
-
-    Args:
-      modules: full names of modules of t0repro.
-      packages: distribution names; a missing one has the version "none".
-      read: returns a module's source by its full name, or None if there is no such module;
-        defaults to reading the installed source.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for name, source in sorted(imported_modules(modules, read or read_source).items()):
-        digest.update(f"{name} {hashlib.blake2b(source.encode()).hexdigest()}\n".encode())
-    for name in packages:
-        digest.update(f"{name} {installed_version(name) or 'none'}\n".encode())
-    return digest.hexdigest()
-
-
-def imported_modules(modules: Iterable[str], read: ReadSource) -> dict[str, str]:
-    """Full name -> source, for the modules and every module of t0repro that they import."""
-    found: dict[str, str] = {}
-    waiting = list(modules)
-    while waiting:
-        name = waiting.pop()
-        source = None if name in found else read(name)
-        if source is not None:
-            found[name] = source
-            waiting += _imports(source)
-            # Importing a module also runs its package's __init__.
-            waiting += [name.rpartition(".")[0]] if name != _ROOT else []
-    return found
-
-
-def _imports(source: str) -> Iterator[str]:
-    """Yields names that a source imports from t0repro: modules, and names defined in modules."""
-    for node in _executed(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            # `from package import module` and `from module import name` look alike.
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        yield from (name for name in names if name.split(".")[0] == _ROOT)
-
-
-def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes except those under `if TYPE_CHECKING`."""
-    for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and _named(node.test) == "TYPE_CHECKING"):
-            yield node
-            yield from _executed(node)
-
-
-def _named(node: ast.expr) -> str | None:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
-
-
-@functools.cache
-def read_source(name: str) -> str | None:
-    """Source of an installed module, without importing it; None if there is no such module."""
-    parts = name.split(".")
-    # Locate the folder by the first two parts: t0repro.tasks may lie outside t0repro's own.
-    spec = importlib.util.find_spec(".".join(parts[:2]))
-    if spec is None or spec.origin is None:
-        return None
-    if not spec.submodule_search_locations:
-        return Path(spec.origin).read_text(encoding="utf-8") if len(parts) == 2 else None
-    place = Path(spec.origin).parent.joinpath(*parts[2:])
-    for path in (place / "__init__.py", place.with_suffix(".py")):
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    return None
-
-
-# ---- The results folder of an evaluation: which tasks are finished, and records of new ones ------
-
-# <out>/<split>_eval/          the tasks' files (see task_output), provenance.json,
-#                              operative_config.gin
-# <out>/<split>_eval/results/  a record of each finished task
-# <out>/scores/<key>/          the journal of scored pairs
-# <out>/scores/step_<n>.json   which checkpoint the results of step n belong to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +40,7 @@ class EvaluationSettings:
       use_cached: read tasks from SeqIO's cache.
       calibrated: also score every choice given a content-free input.
       modes: some of selection.MODES: "rank" ranks answer choices, "generate" decodes.
-      at_hand: leave out tasks whose rows are not on this machine.
+      skip_missing: leave out tasks whose rows are not on this machine.
     """
 
     split: str = "validation"
@@ -176,7 +53,7 @@ class EvaluationSettings:
     use_cached: bool = False
     calibrated: bool = False
     modes: tuple[str, ...] = ("rank",)
-    at_hand: bool = False
+    skip_missing: bool = False
 
 
 class EvaluationFolder:
@@ -205,7 +82,7 @@ class EvaluationFolder:
     def key(self, name: str) -> dict[str, Any]:
         """Everything that determines a task's results, as JSON values."""
         from t0repro.evaluation.reading import data_origin, vocabulary_digest
-        from t0repro.tasks.task import prompted_tasks
+        from t0repro.tasks.registry import prompted_tasks
 
         settings, prompt = self._settings, prompted_tasks().get(name)
         generates = name in self._generated
@@ -221,7 +98,7 @@ class EvaluationFolder:
             "rendering": rendering_digest(),
             "activation": settings.activation,
             "task": name,
-            "prompt": outputs.digest_of_texts([prompt.prompt if prompt else ""]),
+            "prompt": records.digest_of_texts([prompt.prompt if prompt else ""]),
             "vocabulary": vocabulary_digest(name),
             "data": data_origin(name, settings.split, settings.use_cached),
             "split": settings.split,
@@ -232,16 +109,16 @@ class EvaluationFolder:
 
     def finished(self, names: Sequence[str]) -> tuple[str, ...]:
         """The tasks whose record has the current key and whose files are intact."""
-        found = outputs.read_records(self.path, self._checkpoint.step)
+        found = records.read_records(self.path, self._checkpoint.step)
         return tuple(
             name
             for name in names
-            if outputs.is_finished(self.path, self.key(name), found.get(name))
+            if records.is_finished(self.path, self.key(name), found.get(name))
         )
 
     def record(self, result: TaskResult, details: Mapping[str, Any]) -> None:
         """Writes a task's record, which marks it as finished."""
-        from t0repro.evaluation.reading import dropped_rows
+        from t0repro.evaluation.reading import find_dropped_rows
 
         examples = details.get("available") or result.statistics["inputs"]
         record = {
@@ -250,11 +127,11 @@ class EvaluationFolder:
             "metrics": result.metrics,
             "files": result.files,
             # Examples are numbered without these, so the same row may have two numbers.
-            "dropped_rows": dropped_rows(result.task, self._settings.split, examples),
+            "dropped_rows": find_dropped_rows(result.task, self._settings.split, examples),
             **result.statistics,
             **details,
         }
-        outputs.write_record(self.path, record)
+        records.write_record(self.path, record)
 
 
 def scores_key(checkpoint: Checkpoint) -> str:
@@ -312,22 +189,21 @@ def check_settings(
 
 def _decisive(mixture: str, settings: EvaluationSettings) -> dict[str, Any]:
     """What makes two evaluations of one checkpoint different, in JSON's types."""
-    found = {"mixture": mixture, **dataclasses.asdict(settings)}
+    decisive = {"mixture": mixture, **dataclasses.asdict(settings)}
     # The first changes scores by rounding alone, and the second adds rows that came since.
-    del found["tokens_per_batch"], found["at_hand"]
+    del decisive["tokens_per_batch"], decisive["skip_missing"]
     # Not asdict's copy, which keeps the type of the mapping.
-    return json.loads(json.dumps({**found, "lengths": dict(settings.lengths)}))
+    return json.loads(json.dumps({**decisive, "lengths": dict(settings.lengths)}))
 
 
 def _check_claims(out: Path, claim: Mapping[str, Any], add_step: bool, force: bool) -> None:
     """Refuses a folder with another evaluation's results, or removes these if `force`."""
-    claims = [read for path in _claims(out) if (read := _read_claim(path)) is not None]
-    found = [(other, _differences(other, claim, add_step)) for other in claims]
-    differences = next((each for _, each in found if each), [])
-    if not claims and (there := _unclaimed(out)):
-        differences = [f"it does not say what its {there} is of"]
+    claims = [recorded for path in _claims(out) if (recorded := _read_claim(path)) is not None]
+    differences = next(filter(None, (_differences(each, claim, add_step) for each in claims)), [])
+    if not claims and (unclaimed := _find_unclaimed(out)):
+        differences = [f"it does not say what its {unclaimed} is of"]
     # Nothing is lost where no task has been finished.
-    if not differences or (claims and not any(out.glob(f"*_eval/{outputs.RESULTS}/*.json"))):
+    if not differences or (claims and not any(out.glob(f"*_eval/{records.RESULTS}/*.json"))):
         return
     if not force:
         raise UserError(
@@ -344,49 +220,45 @@ def _claims(out: Path) -> list[Path]:
 
 
 def _read_claim(path: Path) -> dict[str, Any] | None:
-    """A claim with its step; None if it is damaged."""
+    """A claim; None if it is damaged."""
     try:
-        claim = json.loads(path.read_text(encoding="utf-8"))
-        # Earlier versions recorded the step in the file's name alone.
-        return {"step": int(path.stem.removeprefix("step_")), **claim}
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def _differences(other: Mapping[str, Any], claim: Mapping[str, Any], add_step: bool) -> list[str]:
-    """In words, what differs between another claim and this one; earlier versions recorded less."""
-    step, path = other["step"], claim.get("path")
-    found = []
-    if claim.get("step", step) != step:
+    """In words, what differs between another claim and this one, which may name no checkpoint."""
+    if not claim.keys() <= other.keys():
+        return ["it was written by another version of t0repro"]
+    differences = []
+    if "step" in claim and claim["step"] != other["step"]:
         # Another step has another checkpoint, so these are not compared.
-        found += [] if add_step else [f"step {step}, not {claim['step']}"]
-    elif other.get("digest") != claim.get("digest", other.get("digest")):
-        found.append(
-            f"results of another checkpoint of step {step}, {other.get('path')} (parameters"
-            f" {other.get('digest')}), not {path} ({claim['digest']})"
+        differences += [] if add_step else [f"step {other['step']}, not {claim['step']}"]
+    elif "digest" in claim and claim["digest"] != other["digest"]:
+        differences.append(
+            f"results of another checkpoint of step {other['step']}, {other['path']} (parameters"
+            f" {other['digest']}), not {claim['path']} ({claim['digest']})"
         )
-    else:
-        model = claim.get("model", {})
-        theirs = other.get("model", model)
-        changed = [name for name in model if theirs.get(name) != model[name]]
-        found += [
-            f"the same parameters in another model, whose {name} was {theirs.get(name)!r}, and the"
-            f" files of {path} say {model[name]!r}"
-            for name in changed[:1]
-        ]
-    settings = sorted(claim.keys() & other.keys() - {"path", "step", "digest", "model"})
-    return found + [
-        f"{name} {_shown(other[name])}, not {_shown(claim[name])}"
-        for name in settings
+    elif "model" in claim and claim["model"] != other["model"]:
+        before, now = other["model"], claim["model"]
+        name = next(name for name in sorted(now | before) if before.get(name) != now.get(name))
+        differences.append(
+            f"the same parameters in another model, whose {name} was {before.get(name)!r}, and the"
+            f" files of {claim['path']} say {now.get(name)!r}"
+        )
+    return differences + [
+        f"{name} {_in_words(other[name])}, not {_in_words(claim[name])}"
+        for name in sorted(claim.keys() - {"path", "step", "digest", "model"})
         if other[name] != claim[name]
     ]
 
 
-def _shown(value: Any) -> str:
+def _in_words(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _unclaimed(out: Path) -> str | None:
+def _find_unclaimed(out: Path) -> str | None:
     """The name of another program's evaluation in the folder, if there is one."""
     files = (*out.glob("*_eval*/*_targets"), *out.glob("report.json"))
     return next((str(path.relative_to(out).parts[0]) for path in sorted(files)), None)
@@ -397,8 +269,8 @@ def _remove_results(out: Path) -> None:
 
     The journal of scores stays: its entries are found by what they were computed with.
     """
-    for path in out.glob(f"*_eval/{outputs.RESULTS}/*.json"):
-        record = outputs.read_with_checksum(path)
+    for path in out.glob(f"*_eval/{records.RESULTS}/*.json"):
+        record = records.read_with_checksum(path)
         path.unlink()
         for name in record["files"] if record else ():
             if Path(name).name == name:

@@ -2,7 +2,7 @@
 
     tokens = generate_tokens(params, model, [example["inputs"] for example in examples],
                              config.decoding, length=128)
-    texts = texts_of(tokens, vocabulary)
+    texts = decode_texts(tokens, vocabulary)
 
 In greedy decoding, neither order nor batching changes the output. A beam search depends on both
 slightly (t0repro.model.decoding), so its batches equal Mesh TensorFlow's: consecutive examples, the
@@ -24,7 +24,7 @@ from t0repro.evaluation.energy import Cost, EnergyMeter
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.shapes import Int
 from t0repro.model.t5 import T5
-from t0repro.partitioning.devices import across_devices_of, data_parts, fetched, padded_rows
+from t0repro.partitioning.devices import count_data_shards, fetch, pad_rows, use_devices_of
 from t0repro.progress import count_progress
 
 if TYPE_CHECKING:
@@ -57,35 +57,35 @@ def generate_tokens(
       inputs_length: maximum tokens of an input; longer ones are truncated. None keeps all.
       fill_with_first: copies of the first input that a beam search appends, before empty rows.
     """
-    rows = [_unpadded(tokens, inputs_length) for tokens in inputs]
+    rows = [_strip_padding(tokens, inputs_length) for tokens in inputs]
     outputs: list[list[int]] = [[] for _ in rows]
     batches = _batches(rows, batch_size)
     if config.beam_size > 1:
         # Use Mesh TensorFlow's own batches: a beam search depends on all rows of its batch.
-        batches = _consecutive(len(rows), batch_size)
-        rows = _filled(rows, batch_size, fill_with_first)
+        batches = _consecutive_batches(len(rows), batch_size)
+        rows = _fill_batches(rows, batch_size, fill_with_first)
     limits = _search_limits(rows, config, batch_size)
     # Fixed, so that sampled outputs are the same in every run.
     key = jax.random.key(0)
 
-    def started() -> Iterator[tuple[np.ndarray, Any]]:
+    def start_batches() -> Iterator[tuple[np.ndarray, Any]]:
         """Each batch's row indices and its tokens, which the device may still be computing."""
         for number, members in enumerate(batches):
             # Pad a partial batch with copies of its first row, which add no decoding steps.
             full = np.concatenate([members, np.full(batch_size - len(members), members[0])])
-            padded = _padded([rows[member] for member in full])
+            padded = _pad_batch([rows[member] for member in full])
             # Fold in the batch's number, so that each batch samples its own noise from one seed.
             batch_key = jax.random.fold_in(key, number)
             # Padding rows for the devices end their beam search before its first step.
-            padded, steps = (padded_rows(x, data_parts(params)) for x in (padded, limits[full]))
-            with across_devices_of(params):
+            padded, steps = (pad_rows(x, count_data_shards(params)) for x in (padded, limits[full]))
+            with use_devices_of(params):
                 decoded = generate(
                     model, params, padded, config, length=length, search_steps=steps, key=batch_key
                 )
             yield members, decoded.tokens
 
     with count_progress(len(outputs), "decoding", "example", "decoded") as advance:
-        for members, tokens in _in_flight(started()):
+        for members, tokens in _fetch_in_order(start_batches()):
             # Copies and padding come after the real rows, and are dropped.
             real = members[members < len(outputs)]
             for member, row in zip(real, tokens, strict=False):
@@ -94,21 +94,21 @@ def generate_tokens(
     return outputs
 
 
-def _in_flight(
-    started: Iterator[tuple[np.ndarray, Any]],
+def _fetch_in_order(
+    start_batches: Iterator[tuple[np.ndarray, Any]],
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Fetches each batch only after starting the next one, so that the device stays busy."""
     waiting: deque[tuple[np.ndarray, Any]] = deque()
-    for batch in started:
+    for batch in start_batches:
         waiting.append(batch)
         if len(waiting) >= _IN_FLIGHT:
             members, tokens = waiting.popleft()
-            yield members, fetched(tokens)
+            yield members, fetch(tokens)
     for members, tokens in waiting:
-        yield members, fetched(tokens)
+        yield members, fetch(tokens)
 
 
-def texts_of(tokens: Sequence[Sequence[int]], vocabulary: Any) -> list[str]:
+def decode_texts(tokens: Sequence[Sequence[int]], vocabulary: Any) -> list[str]:
     """Decodes generated tokens to text, as Mesh TensorFlow does on a CPU.
 
     Args:
@@ -129,7 +129,7 @@ def texts_of(tokens: Sequence[Sequence[int]], vocabulary: Any) -> list[str]:
     return [text.decode("utf-8") for text in vocabulary.decode_tf(tf.constant(table)).numpy()]
 
 
-def _filled(rows: list[np.ndarray], batch_size: int, copies: int) -> list[np.ndarray]:
+def _fill_batches(rows: list[np.ndarray], batch_size: int, copies: int) -> list[np.ndarray]:
     """The rows, then copies of the first, then empty rows up to a full batch."""
     rows = rows + rows[:1] * copies
     return rows + [np.zeros(0, np.int32)] * (-len(rows) % batch_size)
@@ -145,7 +145,7 @@ def _search_limits(rows: Sequence[np.ndarray], config: DecodingConfig, batch_siz
     return np.repeat(np.array(limits, np.int32), batch_size)[: len(rows)]
 
 
-def _consecutive(count: int, batch_size: int) -> Iterator[np.ndarray]:
+def _consecutive_batches(count: int, batch_size: int) -> Iterator[np.ndarray]:
     """Yields row indices of consecutive full batches that cover the first `count` rows."""
     for start in range(0, count, batch_size):
         yield np.arange(start, start + batch_size)
@@ -153,29 +153,29 @@ def _consecutive(count: int, batch_size: int) -> Iterator[np.ndarray]:
 
 def _batches(rows: Sequence[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
     """Yields indices of rows of similar length, longest first so that memory runs out early."""
-    order = np.argsort([-_rounded(len(row)) for row in rows], kind="stable")
+    order = np.argsort([-_round_up_length(len(row)) for row in rows], kind="stable")
     start = 0
     while start < len(order):
-        length = _rounded(len(rows[order[start]]))
+        length = _round_up_length(len(rows[order[start]]))
         end = start + 1
         while end < min(len(order), start + batch_size):
             # Slightly shorter rows may complete a batch; much shorter ones get a batch of their
             # own.
-            if _rounded(len(rows[order[end]])) * 2 < length:
+            if _round_up_length(len(rows[order[end]])) * 2 < length:
                 break
             end += 1
         yield order[start:end]
         start = end
 
 
-def _padded(rows: Sequence[np.ndarray]) -> Int[np.ndarray, "batch length"]:
-    batch = np.zeros((len(rows), _rounded(max(len(row) for row in rows))), np.int32)
+def _pad_batch(rows: Sequence[np.ndarray]) -> Int[np.ndarray, "batch length"]:
+    batch = np.zeros((len(rows), _round_up_length(max(len(row) for row in rows))), np.int32)
     for target, row in zip(batch, rows, strict=True):
         target[: len(row)] = row
     return batch
 
 
-def _rounded(length: int) -> int:
+def _round_up_length(length: int) -> int:
     """Rounds up to 16, 24, 32, 48, 64, ...: few lengths to compile, little padding."""
     size = 16
     while size < length:
@@ -183,7 +183,7 @@ def _rounded(length: int) -> int:
     return size
 
 
-def _unpadded(tokens: Any, length: int | None) -> np.ndarray:
+def _strip_padding(tokens: Any, length: int | None) -> np.ndarray:
     return np.trim_zeros(np.asarray(tokens, np.int32)[:length], "b")
 
 
@@ -205,7 +205,7 @@ def decode_examples(
       The texts in the order of the examples, and what they cost.
     """
     meter = EnergyMeter()
-    started = time.monotonic()
+    start_batches = time.monotonic()
     tokens = generate_tokens(
         checkpoint.params,
         checkpoint.model,
@@ -215,5 +215,5 @@ def decode_examples(
         batch_size=min(_BATCH.get(jax.default_backend(), 32), len(examples)),
         inputs_length=lengths["inputs"],
     )
-    cost = Cost(time.monotonic() - started, meter.joules(), meter.source)
-    return texts_of(tokens, vocabulary), cost
+    cost = Cost(time.monotonic() - start_batches, meter.joules(), meter.source)
+    return decode_texts(tokens, vocabulary), cost

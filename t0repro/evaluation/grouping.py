@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from t0repro.evaluation.packing import Item, Row, pack, split_into_pieces
 from t0repro.evaluation.pairs import Pairs
 from t0repro.model.shapes import Int
 
@@ -206,7 +207,7 @@ def make_batching(
     )
 
 
-def joined(plans: Sequence[Batching]) -> Batching:
+def join_batchings(plans: Sequence[Batching]) -> Batching:
     """Merges plans of different pairs into one, grouping batches by shape."""
     batches = [batch for plan in plans for batch in plan.batches]
     return Batching(
@@ -242,23 +243,20 @@ def _cost(batch: PlannedBatch) -> int:
 def _items(pairs: Pairs, todo: Int[np.ndarray, " todo"]) -> list[Item]:
     """The items to pack: each input with pairs to score, and those pairs."""
     lengths = [len(target) for target in pairs.targets]
-    by_input: dict[int, list[int]] = {}
+    group_by_input: dict[int, list[int]] = {}
     for pair in todo:
         if lengths[pair]:
-            by_input.setdefault(int(pairs.input_of[pair]), []).append(int(pair))
+            group_by_input.setdefault(int(pairs.input_of[pair]), []).append(int(pair))
     items = []
-    for number, members in by_input.items():
+    for number, members in group_by_input.items():
         # Nearly always one piece; only inputs with very many choices have more.
-        pieces = pieces_of(lengths, members)
+        pieces = split_into_pieces(lengths, members)
         length = len(pairs.inputs[number])
         targets = max(sum(lengths[pair] for pair in piece) for piece in pieces)
         # An empty input has no segment for its choices to attend to if it shares a row.
         alone = len(pieces) > 1 or length == 0
         items.append(Item(number, max(length, 1), pieces, targets, alone))
     return items
-
-
-# Shapes ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -351,7 +349,9 @@ def _split(
     for end in range(1, n + 1):
         used, filled = inputs[end] - inputs[:end], outputs[end] - outputs[:end]
         # At least the most target tokens of any item; above that, in proportion to the inputs.
-        size[:end, end] = _rounded(np.maximum(targets[cuts[end] - 1], row_length * filled / used))
+        size[:end, end] = _round_up_targets(
+            np.maximum(targets[cuts[end] - 1], row_length * filled / used)
+        )
         # Two inputs longer than half a row cannot share one, however full rows are on average.
         rows = np.maximum(used / (_FILLED * row_length), halves[end] - halves[:end])
         rows = np.maximum(rows, filled / (_FILLED * size[:end, end]))
@@ -378,18 +378,15 @@ def _best_targets(own: Sequence[Item], shape: Shape) -> int:
         rows, _ = pack(sample, (), shape.length, targets)
         return len(rows) * (shape.length + TARGET_COST * targets)
 
-    tried = {int(_rounded(np.array(shape.targets * more))) for more in _MORE}
+    tried = {int(_round_up_targets(np.array(shape.targets * more))) for more in _MORE}
     return min(sorted(tried), key=cost) if sample else shape.targets
-
-
-# Batches -----------------------------------------------------------------------------------------
 
 
 def _batches(rows: Sequence[Row], tokens: int, length: int) -> list[PlannedBatch]:
     """Splits rows into batches as large as the limit allows; the last gets the smallest size."""
     if not rows:
         return []
-    targets = int(_rounded(np.array(max(row.targets for row in rows))))
+    targets = int(_round_up_targets(np.array(max(row.targets for row in rows))))
     limit = max(min(tokens // length, tokens // (4 * targets)), 1)
     batches = []
     for start in range(0, len(rows), limit):
@@ -401,178 +398,8 @@ def _batches(rows: Sequence[Row], tokens: int, length: int) -> list[PlannedBatch
     return batches
 
 
-def _rounded(targets: np.ndarray) -> Int[np.ndarray, " lengths"]:
+def _round_up_targets(targets: np.ndarray) -> Int[np.ndarray, " lengths"]:
     """Rounds numbers of target tokens up to row lengths."""
     targets = np.maximum(targets, SHORTEST_TARGETS)
     power = 2.0 ** np.ceil(np.log2(targets))
     return np.where(0.75 * power >= targets, 0.75 * power, power).astype(np.int64)
-
-
-# ---- Packing: inputs of different lengths in rows of one length ----------------------------------
-#
-# Each input is packed with all of its choices. An encoder row holds several inputs, one segment
-# each. The decoder row below it holds their choices, each its own segment that attends only to its
-# input's segment:
-#
-#     inputs     the premise ... ? is it so ? 0 0         one row of the encoder
-#     segments   1   1       1   1 2  2  2  2 0 0
-#     targets    yes </s> no </s> may be </s> true </s>   the row of the decoder below it
-#     segments   1   1    2  2    3   3  3    4    4
-#     reads      1   1    1  1    1   1  1    2    2
-#
-# Attention stays within a segment, so scores do not depend on what shares a row (as when T5 trains
-# on packed batches), and little padding remains.
-
-# Maximum target tokens per row. An input with more gets further decoder rows, which attend to the
-# same encoding.
-MAX_ROW = 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """An input to be packed.
-
-    Attributes:
-      number: the input's index in Pairs.inputs.
-      length: its number of tokens; 1 if it is empty.
-      pieces: its pairs, split into rows of at most MAX_ROW target tokens; nearly always one row.
-      targets: target tokens of the longest piece.
-      alone: whether it must not share its row with another input.
-    """
-
-    number: int
-    length: int
-    pieces: tuple[tuple[int, ...], ...]
-    targets: int
-    alone: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The inputs encoded in one row, and the pairs of each decoder row for them.
-
-    Attributes:
-      inputs: the inputs' numbers in row order; the first is segment 1.
-      pieces: the pairs of each decoder row; more than one row only for a single input.
-      length: total tokens of the inputs.
-      targets: tokens of the longest piece.
-    """
-
-    inputs: tuple[int, ...]
-    pieces: tuple[tuple[int, ...], ...]
-    length: int
-    targets: int
-
-
-def pieces_of(lengths: Sequence[int], members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Splits an input's pairs into rows of at most MAX_ROW tokens; a longer choice gets its own.
-
-    Args:
-      lengths: target tokens of each pair.
-      members: the input's pairs.
-    """
-    pieces: list[list[int]] = []
-    room = 0
-    for pair in members:
-        if lengths[pair] > room:
-            pieces.append([])
-            # A choice longer than MAX_ROW gets a row of its own length.
-            room = max(MAX_ROW, lengths[pair])
-        pieces[-1].append(pair)
-        room -= lengths[pair]
-    return tuple(map(tuple, pieces))
-
-
-def pack(
-    own: Sequence[Item], fillers: Sequence[Item], length: int, targets: int
-) -> tuple[list[Row], list[Item]]:
-    """Packs items into rows that hold `length` input tokens and `targets` target tokens.
-
-    Greedy: each row starts with the largest item left, then repeatedly takes the item that best
-      fits the free room in both dimensions. Inputs with many choices and inputs with few thus fill
-      each other's rows.
-
-    Args:
-      own: items that must all be packed.
-      fillers: items that only fill free room; none of them is `alone`.
-      length: input tokens per row, at least those of any item.
-      targets: target tokens per row, at least those of any item.
-
-    Returns:
-      The rows, and the fillers that did not fit.
-    """
-    rows = [_row([item]) for item in own if item.alone]
-    pool = _Pool([item for item in own if not item.alone], fillers, length, targets)
-    while (first := pool.largest()) is not None:
-        members = [first]
-        room, targets_room = length - first.length, targets - first.targets
-        while (item := pool.best(room, targets_room)) is not None:
-            members.append(item)
-            room, targets_room = room - item.length, targets_room - item.targets
-        rows.append(_row(members))
-    return rows, pool.left()
-
-
-class _Pool:
-    """Items grouped by (length, targets), so that items of equal size are compared only once."""
-
-    def __init__(self, own: Sequence[Item], fillers: Sequence[Item], length: int, targets: int):
-        kinds: dict[tuple[int, int, bool], list[Item]] = {}
-        for items, is_own in ((own, True), (fillers, False)):
-            for item in items:
-                if not item.alone:
-                    kinds.setdefault((item.length, item.targets, is_own), []).append(item)
-        # The largest first: argmax takes the first of equals
-        share = {kind: max(kind[0] / length, kind[1] / targets) for kind in kinds}
-        # Own items before fillers, so that `largest` ends where the fillers begin.
-        order = sorted(kinds, key=lambda kind: (not kind[2], -share[kind], kind))
-        self._items = [kinds[kind] for kind in order]
-        self._own = sum(kind[2] for kind in order)
-        self._next = 0
-        # A size without items left becomes the maximum, so that it never fits (see _take).
-        self._length = np.array([kind[0] for kind in order], np.int64)
-        self._targets = np.array([kind[1] for kind in order], np.int64)
-        self._scale = length, targets
-
-    def largest(self) -> Item | None:
-        """Removes and returns the largest item that is not a filler; None if there is none."""
-        # Sizes in descending order; `_next` moves on when a size is used up.
-        while self._next < self._own:
-            if self._items[self._next]:
-                return self._take(self._next)
-            self._next += 1
-        return None
-
-    def best(self, length: int, targets: int) -> Item | None:
-        """Removes and returns the item that best fits the free room; None if nothing fits."""
-        fits = (self._length <= length) & (self._targets <= targets)
-        if not fits.any():
-            return None
-        # The dot product of an item's size and the free room, each as a share of a row: a row with
-        # much room for inputs takes long inputs, one with much room for targets many choices.
-        weights = length / self._scale[0] ** 2, targets / self._scale[1] ** 2
-        value = np.where(fits, self._length * weights[0] + self._targets * weights[1], -1)
-        return self._take(int(value.argmax()))
-
-    def left(self) -> list[Item]:
-        """The items that were not taken."""
-        return [item for items in self._items for item in items]
-
-    def _take(self, at: int) -> Item:
-        item = self._items[at].pop()
-        if not self._items[at]:
-            self._length[at] = np.iinfo(np.int64).max
-        return item
-
-
-def _row(members: Sequence[Item]) -> Row:
-    if len(members) == 1:
-        pieces = members[0].pieces
-    else:
-        pieces = (tuple(pair for item in members for pair in item.pieces[0]),)
-    return Row(
-        inputs=tuple(item.number for item in members),
-        pieces=pieces,
-        length=sum(item.length for item in members),
-        targets=sum(item.targets for item in members),
-    )

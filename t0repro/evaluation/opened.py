@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from t0repro.config.run_config import Activation, DType, DTypePolicy, Layout, ModelConfig
+from t0repro.config.model import (
+    Activation,
+    DType,
+    DTypePolicy,
+    Layout,
+    ModelConfig,
+)
 from t0repro.converters.witnesses import ParametersDigest
 from t0repro.errors import UserError
 from t0repro.parameters import naming
@@ -77,7 +83,7 @@ def open_checkpoint(
     config.json or from the operative_config.gin beside the checkpoint; otherwise from T5 1.0 and
     1.1.
 
-    An adapter is opened with its base: see `with_adapter`. The parameters are sharded across all
+    An adapter is opened with its base: see `attach_adapter`. The parameters are sharded across all
     devices.
 
     Args:
@@ -97,9 +103,9 @@ def open_checkpoint(
     if is_adapter(ref):
         where = sources.base_of(ref).path
         base = open_checkpoint(where, None, activation, model_parallelism)
-        return with_adapter(base, open_adapter(ref))
-    tree = _with_encoder(ref, path)
-    return _opened(ref, tree, path, activation, model_parallelism)
+        return attach_adapter(base, open_adapter(ref))
+    tree = _open_tree_with_encoder(ref, path)
+    return _load(ref, tree, path, activation, model_parallelism)
 
 
 def check_checkpoint(
@@ -122,13 +128,13 @@ def check_checkpoint(
     from t0repro.partitioning.devices import choose
 
     ref = sources.find_checkpoint(path, step)
-    owns = [adapter_at(adapter) for adapter in adapters]
+    owns = [open_adapter_at(adapter) for adapter in adapters]
     if is_adapter(ref):
         base = check_checkpoint(sources.base_of(ref).path, None, model_parallelism)
         found = dataclasses.replace(base, path=path, folders=(ref.folder, *base.folders))
         owns.append(open_adapter(ref))
     else:
-        _, config = _described(ref, _with_encoder(ref, path), path)
+        _, config = _infer_model(ref, _open_tree_with_encoder(ref, path), path)
         choose(Layout(model=model_parallelism), config, where="--model_parallelism")
         model = T5(config, DTypePolicy("float32", "float32", "float32"))
         found = Checkpoint(path, 0, "", {}, model, (ref.folder,))
@@ -137,7 +143,7 @@ def check_checkpoint(
     return found
 
 
-def _with_encoder(ref: CheckpointRef, path: str) -> Mapping[str, StoredTensor]:
+def _open_tree_with_encoder(ref: CheckpointRef, path: str) -> Mapping[str, StoredTensor]:
     """A checkpoint's tensors, of which none is read yet."""
     from t0repro.converters import sources
 
@@ -167,8 +173,8 @@ def open_encoder(path: str, activation: DType, step: int | None = None) -> Check
     ref = sources.find_checkpoint(path, step)
     tree = sources.open_tree(ref, slots=False, encoder_only=True)
     if naming.is_decoder_only(tree):
-        raise _without_encoder(path)
-    return _opened(ref, tree, path, activation, encoder_only=True)
+        raise _no_encoder_error(path)
+    return _load(ref, tree, path, activation, encoder_only=True)
 
 
 def encoder_shape(path: str, step: int | None = None) -> ModelShape:
@@ -181,11 +187,11 @@ def encoder_shape(path: str, step: int | None = None) -> ModelShape:
 
     shape = sources.check_checkpoint(sources.open_checkpoint(sources.find_checkpoint(path, step)))
     if shape.decoder_only:
-        raise _without_encoder(path)
+        raise _no_encoder_error(path)
     return shape
 
 
-def _without_encoder(path: str) -> UserError:
+def _no_encoder_error(path: str) -> UserError:
     return UserError(
         "The model has no encoder.",
         where=path,
@@ -193,7 +199,7 @@ def _without_encoder(path: str) -> UserError:
     )
 
 
-def opened_once(
+def open_cached(
     open_one: Callable[[str, DType], Checkpoint], path: str, activation: DType
 ) -> Checkpoint:
     """The latest checkpoint at a path, which stays in memory until another is asked for.
@@ -208,18 +214,18 @@ def opened_once(
 
     # A folder's latest checkpoint changes during training, and a file when it is replaced.
     version = model_files.version(sources.find_checkpoint(path))
-    return _kept(open_one, path, json.dumps(version), activation)
+    return _open_version(open_one, path, json.dumps(version), activation)
 
 
 @functools.lru_cache(maxsize=1)
-def _kept(
+def _open_version(
     open_one: Callable[[str, DType], Checkpoint], path: str, version: str, activation: DType
 ) -> Checkpoint:
     del version  # only part of the cache key
     return open_one(path, activation)
 
 
-def _opened(
+def _load(
     ref: CheckpointRef,
     tree: Mapping[str, StoredTensor],
     path: str,
@@ -233,24 +239,24 @@ def _opened(
     Raises:
       UserError: if the JAX stack cannot compute the model, or it is damaged.
     """
-    from t0repro.model.t5 import T5, held_for_evaluation
-    from t0repro.partitioning.devices import choose, line_of
+    from t0repro.model.t5 import T5, evaluation_shapes
+    from t0repro.partitioning.devices import choose, describe_devices
     from t0repro.training.train_state import checkpoint_shapes
 
-    family, config = _described(ref, tree, path)
+    family, config = _infer_model(ref, tree, path)
     layout = Layout(model=model_parallelism)
     devices = choose(layout, config, where="--model_parallelism")
     if devices.mesh.size > 1:
-        print(line_of(devices, layout), file=sys.stderr)
+        print(describe_devices(devices, layout), file=sys.stderr)
     model = T5(config, DTypePolicy("float32", "float32", activation))
     if encoder_only and not family.shared_towers:
         read = (f"{naming.PARAMETERS}token_embedder/", f"{naming.PARAMETERS}encoder/", naming.STEP)
         tree = {key: tensor for key, tensor in tree.items() if key.startswith(read)}
-    held = devices.placed(held_for_evaluation(model, checkpoint_shapes(tree)))
-    return dataclasses.replace(on_devices(tree, held, model, path), folders=(ref.folder,))
+    shapes = devices.shapes_on_devices(evaluation_shapes(model, checkpoint_shapes(tree)))
+    return dataclasses.replace(load_on_devices(tree, shapes, model, path), folders=(ref.folder,))
 
 
-def _described(
+def _infer_model(
     ref: CheckpointRef, tree: Mapping[str, StoredTensor], path: str
 ) -> tuple[ModelShape, ModelConfig]:
     """The model that an open tree, and the files beside it, are of."""
@@ -263,7 +269,7 @@ def _described(
     return family, _model_config(family, arithmetic(source, family, gin_text(source)), path)
 
 
-def adapter_at(path: str) -> AdapterCheckpoint:
+def open_adapter_at(path: str) -> AdapterCheckpoint:
     """Opens an adapter's checkpoint, or a folder of PEFT's, without its base.
 
     Raises:
@@ -287,26 +293,26 @@ def check_adapter_fits(base: Checkpoint, own: AdapterCheckpoint) -> None:
     own.check_shape(own.note.adapter, base.model.config.shape)
 
 
-def with_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:
+def attach_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:
     """Attaches an adapter to an opened base, whose parameters stay where they are.
 
     Args:
       base: The base; any number of adapters may share it.
-      own: The adapter, from `adapter_at`.
+      own: The adapter, from `open_adapter_at`.
 
     Raises:
       UserError: See `check_adapter_fits`.
     """
     import jax
 
-    from t0repro.adapters import joined
+    from t0repro.adapters import join_adapter
     from t0repro.model.t5 import T5, adapter_shapes
     from t0repro.training.train_state import parameters_from_flat_tree
 
     check_adapter_fits(base, own)
     adapter = own.note.adapter
     model = T5(base.model.config.with_adapter(adapter), base.model.dtypes)
-    like = _on_every_device(adapter_shapes(model), base.params)
+    like = _replicate_shapes(adapter_shapes(model), base.params)
     digest = ParametersDigest()
     # What the logits depend on besides the adapter's own parameters.
     digest.add(f"{base.digest} {adapter.scale!r} {adapter.base_dtype}", np.zeros(()))
@@ -321,13 +327,13 @@ def with_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:
         path=own.ref.path,
         step=int(tree[naming.STEP]),
         digest=digest.hexdigest(),
-        params=joined(frozen, params, adapter.scale),
+        params=join_adapter(frozen, params, adapter.scale),
         model=model,
         folders=(own.ref.folder, *base.folders),
     )
 
 
-def _on_every_device(shapes: Any, params: Any) -> Any:
+def _replicate_shapes(shapes: Any, params: Any) -> Any:
     """Shapes of arrays that are whole on each of the devices that share a model's parameters."""
     import jax
 
@@ -376,12 +382,12 @@ def _model_config(family: ModelShape, computed: hf_config.Computation, path: str
     return config
 
 
-def on_devices(tree: OpenTree, held: Any, model: Any, path: str) -> Checkpoint:
+def load_on_devices(tree: OpenTree, shapes: Any, model: Any, path: str) -> Checkpoint:
     """Puts a checkpoint's parameters on the devices, reading and hashing one at a time.
 
     Args:
       tree: The checkpoint's entries, without slots.
-      held: The parameters' shapes, dtypes and shardings on the devices.
+      shapes: The parameters' shapes, dtypes and shardings on the devices.
       model: A t0repro.model.t5.T5.
       path: The checkpoint's path.
 
@@ -391,7 +397,7 @@ def on_devices(tree: OpenTree, held: Any, model: Any, path: str) -> Checkpoint:
     from t0repro.training.train_state import parameters_from_flat_tree
 
     digest = ParametersDigest()
-    params = parameters_from_flat_tree(tree, held, where=path, seen=digest.add)
+    params = parameters_from_flat_tree(tree, shapes, where=path, seen=digest.add)
     # A checkpoint that transformers wrote has no step.
     step = int(np.asarray(tree.get("state/step", 0)))
     return Checkpoint(path, step, digest.hexdigest(), params, model)

@@ -1,122 +1,37 @@
-"""A task's outputs: its scored (input, choice) pairs, their files, and the record of both."""
+r"""The files of a task's scored (input, choice) pairs, as an evaluation leaves them in a folder.
+
+Each of three files has one line per (input, choice) pair. Mesh TensorFlow's eval_model
+(mesh_tensorflow/transformer/utils.py, 0.1.21) and the JAX scorer write the same files into
+`<model_dir>/<split>_eval/`:
+
+    <task>_inputs              one rendered input per pair, newlines replaced by spaces; from Mesh
+                               TensorFlow the text is the repr of bytes: b'Is it so?\nYes or no?'
+    <task>_targets             str() of the tuple of t5.data.postprocessors.rank_classification:
+                               ((0, 1), True, 1.0, 3), or, where numpy 2 printed it,
+                               ((np.int32(0), np.int32(1)), np.True_, np.float32(1.0), 3)
+    <task>_<step>_predictions  one log-likelihood per line, natural logarithm, summed over the
+                               target's tokens, EOS included
+
+Only "\n" ends a line: an input may contain "\r" or U+2028, which `str.splitlines` would treat
+as line ends.
+"""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import hashlib
 import itertools
-import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import write_atomically
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TaskScores:
-    """The scored (input, choice) pairs of one task at one step, sorted by input, then choice.
-
-    Attributes:
-      task: the SeqIO task's name.
-      step: the checkpoint's global step.
-      input_index: which example of the task a pair belongs to.
-      choice_index: which answer choice of the example.
-      is_correct: whether the choice is a right answer; several may be, or none.
-      weight: the example's weight.
-      target_length: tokens of the choice, EOS included.
-      score: log-likelihood of the choice, natural logarithm, summed over its tokens.
-      inputs: the rendered input of each pair; None if not requested or not written.
-    """
-
-    task: str
-    step: int
-    input_index: Int[np.ndarray, " pairs"]
-    choice_index: Int[np.ndarray, " pairs"]
-    is_correct: Bool[np.ndarray, " pairs"]
-    weight: Float[np.ndarray, " pairs"]
-    target_length: Int[np.ndarray, " pairs"]
-    score: Float[np.ndarray, " pairs"]
-    inputs: tuple[str, ...] | None = None
-
-    def __len__(self) -> int:
-        return len(self.score)
-
-
-class ScoredPairs:
-    """Collects a task's pairs in the order of its examples.
-
-    A target is the result of t5.data.postprocessors.rank_classification for an example:
-    ((input, choice), is_correct, weight, target length).
-    """
-
-    def __init__(self) -> None:
-        self._parts: list[dict[str, np.ndarray]] = []
-
-    def add(self, targets: Sequence[Any], scores: Iterable[Any]) -> None:
-        """Adds pairs.
-
-        Args:
-          targets: the pairs' targets, as described above.
-          scores: the pairs' log-likelihoods, all of one floating-point type.
-        """
-        if not len(targets):
-            return  # an empty array would bring its own dtype into the concatenation
-        indices = np.array([target[0] for target in targets], np.int32).reshape(-1, 2)
-        self._parts.append(
-            {
-                "input_index": indices[:, 0],
-                "choice_index": indices[:, 1],
-                "is_correct": np.array([target[1] for target in targets], np.bool_),
-                # Keep the dtype: t5's metrics sum in the dtype of the weights.
-                "weight": np.array([target[2] for target in targets]),
-                "target_length": np.array([target[3] for target in targets], np.int32),
-                "score": np.array(list(scores)),
-            }
-        )
-
-    def for_metrics(self) -> tuple[list[Any], list[Any]]:
-        """Targets and scores in the order of the examples, as t5's metrics expect them."""
-        columns = self._columns()
-        indices = zip(columns["input_index"], columns["choice_index"], strict=True)
-        rest = (columns["is_correct"], columns["weight"], columns["target_length"].tolist())
-        return list(zip(indices, *rest, strict=True)), list(columns["score"])
-
-    def scores(self, task: str, step: int) -> TaskScores:
-        """The pairs as a task's scores at a step, in the order in which they were added."""
-        columns: dict[str, Any] = self._columns()
-        return TaskScores(task, step, **columns)
-
-    def _columns(self) -> dict[str, np.ndarray]:
-        names = self._parts[0]
-        return {name: np.concatenate([part[name] for part in self._parts]) for name in names}
-
-
-# ---- The files of a score evaluation -------------------------------------------------------------
-
-# Each of three files has one line per (input, choice) pair. Mesh TensorFlow's eval_model
-# (mesh_tensorflow/transformer/utils.py, 0.1.21) and the JAX scorer write the same files into
-# `<model_dir>/<split>_eval/`:
-#
-#     <task>_inputs              one rendered input per pair, newlines replaced by spaces; from Mesh
-#                                TensorFlow the text is the repr of bytes: b'Is it so?\nYes or no?'
-#     <task>_targets             str() of the tuple of t5.data.postprocessors.rank_classification:
-#                                ((0, 1), True, 1.0, 3), or, where numpy 2 printed it,
-#                                ((np.int32(0), np.int32(1)), np.True_, np.float32(1.0), 3)
-#     <task>_<step>_predictions  one log-likelihood per line, natural logarithm, summed over the
-#                                target's tokens, EOS included
-#
-# Only "\n" ends a line: an input may contain "\r" or U+2028, which `str.splitlines` would treat
-# as line ends.
-
+from t0repro.evaluation.records import check_files, find_decoded_tasks
+from t0repro.evaluation.task_scores import TaskScores
 
 _RUN_AGAIN = "Run the evaluation again; it writes the files of a task together."
 
@@ -148,7 +63,7 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
             else "Run scripts/rank_eval.sh first, with eval_model.output_eval_examples left on.",
         )
     predictions = [name for name in names if name.endswith("_predictions")]
-    decoded = _decoded_tasks(folder)
+    decoded = find_decoded_tasks(folder)
     return {task: _steps_of(task, predictions) for task in tasks if task not in decoded}
 
 
@@ -158,7 +73,7 @@ def latest_step(eval_dir: str | os.PathLike[str]) -> int:
     Raises:
       UserError: if the folder holds no predictions.
     """
-    steps = [step for found in find_tasks(eval_dir).values() for step in found]
+    steps = [step for steps in find_tasks(eval_dir).values() for step in steps]
     if not steps:
         raise UserError(
             "The folder holds targets but no predictions: the evaluation stopped before it scored.",
@@ -204,26 +119,26 @@ def iterate_task_scores(
     Raises:
       UserError: at once if a task or its step is missing; while iterating if a file is bad.
     """
-    found = find_tasks(eval_dir)
+    steps_of = find_tasks(eval_dir)
     step = latest_step(eval_dir) if step is None else step
     # Evaluations of other steps may have had other tasks.
-    there = [task for task in found if step in found[task]]
-    wanted = there or list(found) if tasks is None else list(tasks)
-    for task in wanted:
-        if task not in found:
+    at_step = [task for task in steps_of if step in steps_of[task]]
+    names = at_step or list(steps_of) if tasks is None else list(tasks)
+    for task in names:
+        if task not in steps_of:
             raise UserError(
                 f"The folder has no outputs of task {task!r}.",
                 where=str(eval_dir),
-                fix=f"Nearest names there: {nearest_names(task, found)}.",
+                fix=f"Nearest names there: {nearest_names(task, steps_of)}.",
             )
-        if step not in found[task]:
-            have = ", ".join(map(str, found[task])) or "none"
+        if step not in steps_of[task]:
+            have = ", ".join(map(str, steps_of[task])) or "none"
             raise UserError(
                 f"Task {task!r} has no predictions at step {step} (steps there: {have}).",
                 where=str(eval_dir),
                 fix="Name a step that every task has, or let the evaluation of that step finish.",
             )
-    return (_read_task(Path(eval_dir), task, step, with_inputs) for task in wanted)
+    return (_read_task(Path(eval_dir), task, step, with_inputs) for task in names)
 
 
 def read_first_input(eval_dir: str | os.PathLike[str], task: str) -> str | None:
@@ -249,32 +164,34 @@ def read_inputs_of(
     eval_dir: str | os.PathLike[str], task: str, examples: Sequence[int]
 ) -> dict[int, str]:
     """Rendered inputs of some of a task's examples, by index; empty if none were written."""
-    folder, wanted = Path(eval_dir), set(examples)
+    folder, numbers = Path(eval_dir), set(examples)
     path = folder / f"{task}_inputs"
-    if not wanted or not path.is_file():
+    if not numbers or not path.is_file():
         return {}
     targets = folder / f"{task}_targets"
-    found: dict[int, str] = {}
+    inputs: dict[int, str] = {}
     # Not strict: a file that another process is still writing may end earlier.
     for (number, target), (_, line) in zip(_lines(targets), _lines(path), strict=False):
         example = _parse_target(target, targets, number)[0][0]
-        if example in wanted:
-            found.setdefault(example, _input_text(line))
-    return found
+        if example in numbers:
+            inputs.setdefault(example, _input_text(line))
+            if len(inputs) == len(numbers):
+                break
+    return inputs
 
 
 def input_digests(eval_dir: str | os.PathLike[str], task: str) -> dict[int, bytes]:
     """A digest of each example's rendered input, by index; empty if none were written."""
     folder = Path(eval_dir)
     targets, path = folder / f"{task}_targets", folder / f"{task}_inputs"
-    found: dict[int, bytes] = {}
+    digests: dict[int, bytes] = {}
     if not path.is_file():
-        return found
+        return digests
     for (number, target), (_, line) in zip(_lines(targets), _lines(path), strict=False):
         example = _parse_target(target, targets, number)[0][0]
-        if example not in found:
-            found[example] = hashlib.blake2b(_input_text(line).encode(), digest_size=8).digest()
-    return found
+        if example not in digests:
+            digests[example] = hashlib.blake2b(_input_text(line).encode(), digest_size=8).digest()
+    return digests
 
 
 def _steps_of(task: str, predictions: list[str]) -> list[int]:
@@ -283,7 +200,7 @@ def _steps_of(task: str, predictions: list[str]) -> list[int]:
 
 
 def _read_task(folder: Path, task: str, step: int, with_inputs: bool) -> TaskScores:
-    _check_files(folder, task, step)
+    check_files(folder, task, step)
     targets_path = folder / f"{task}_targets"
     scores_path = folder / f"{task}_{step}_predictions"
     targets = [_parse_target(line, targets_path, n) for n, line in _lines(targets_path)]
@@ -458,127 +375,3 @@ def _check_choices(indices: np.ndarray, order: np.ndarray, path: Path) -> None:
         where=f"{path}:{order[at] + 1}",
         fix="Give each example of the task its own idx, and its choices the numbers from 0 on.",
     )
-
-
-# ---- Records of finished tasks -------------------------------------------------------------------
-#
-# An evaluation writes them, and the report reads them:
-#
-#     <split>_eval/results/<task>_<step>.json   written last, when the task's files are complete
-#
-# A record's key lists everything that determines its results: checkpoint, step, task, prompt text,
-# data, lengths, and the rendering and scoring code. A task counts as finished only for its record's
-# key, and only while its files match the digests in the record. A record whose checksum does not
-# match, because it was truncated or edited, is ignored.
-
-RESULTS = "results"
-_CHECKSUM = "checksum"
-
-
-def read_records(folder: str | os.PathLike[str], step: int) -> dict[str, dict[str, Any]]:
-    """Reads the records of a step's tasks, by task; empty if there are none."""
-    # Task names may end in digits, so check the file name's step against the record's.
-    found = map(read_with_checksum, sorted((Path(folder) / RESULTS).glob(f"*_{step}.json")))
-    records = {record["key"]["task"]: record for record in found if record is not None}
-    return {task: record for task, record in records.items() if record["key"]["step"] == step}
-
-
-def _decoded_tasks(folder: str | os.PathLike[str]) -> set[str]:
-    """Names of the folder's tasks that were decoded, whose files hold texts instead of scores."""
-    found = map(read_with_checksum, (Path(folder) / RESULTS).glob("*.json"))
-    return {each["key"]["task"] for each in found if each and each.get("mode") == "generate"}
-
-
-def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Writes a task's record; its files must have been written before."""
-    path = _path(folder, record["key"]["task"], record["key"]["step"])
-    write_with_checksum(path, record)
-
-
-def remove_record(folder: str | os.PathLike[str], task: str, step: int) -> None:
-    """Removes a task's record, if any, because its files have been rewritten."""
-    _path(Path(folder), task, step).unlink(missing_ok=True)
-
-
-def is_finished(folder: Path, key: Mapping[str, Any], record: Mapping[str, Any] | None) -> bool:
-    """Whether a task's record has this key and its files are unchanged."""
-    return (
-        record is not None
-        # Convert through JSON like the record's key: tuples become lists.
-        and record["key"] == json.loads(json.dumps(key))
-        and not _changed_files(folder, record)
-    )
-
-
-def _changed_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
-    """Names of a task's files that are missing or changed since the record was written."""
-    return [
-        name for name, digest in record["files"].items() if file_digest(folder / name) != digest
-    ]
-
-
-def _check_files(folder: Path, task: str, step: int) -> None:
-    """Refuses a task whose files were changed since they were written.
-
-    Files without a record, such as those of Mesh TensorFlow alone, are accepted as they are.
-
-    Raises:
-      UserError: naming the first changed file, or the record if it is damaged.
-    """
-    path = _path(folder, task, step)
-    record = read_with_checksum(path)
-    if record is None:
-        # No record is no fault: Mesh TensorFlow alone writes none. An unreadable one is damaged.
-        changed = [f"{RESULTS}/{path.name}"] if path.exists() else []
-    else:
-        changed = _changed_files(folder, record)
-    if changed:
-        raise UserError(
-            f"The file {changed[0]} is not what the evaluation of step {step} wrote.",
-            where=str(folder),
-            fix="Run that evaluation again: it redoes what was changed.",
-        )
-
-
-def digest_of_texts(texts: Iterable[str]) -> str:
-    """Digest, 16 hex digits, of texts in their order."""
-    return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
-
-
-def _path(folder: Path, task: str, step: int) -> Path:
-    return folder / RESULTS / f"{task}_{step}.json"
-
-
-def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON object that `read_with_checksum` reads."""
-    # Convert to the form in which it is read back (tuples become lists), and checksum that.
-    content = json.loads(json.dumps(content))
-    write_atomically(path, json.dumps({**content, _CHECKSUM: _checksum(content)}))
-
-
-def read_with_checksum(path: Path) -> dict[str, Any] | None:
-    """Reads a JSON object; None if it is missing or altered."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(record, dict):
-        return None
-    return record if record.pop(_CHECKSUM, None) == _checksum(record) else None
-
-
-def _checksum(record: Mapping[str, Any]) -> str:
-    return digest_of_texts([json.dumps(record, sort_keys=True)])
-
-
-def file_digest(path: Path) -> str | None:
-    """Digest of a file's content, as task_output.LineFile computes it; None if unreadable."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, _blake2b).hexdigest()
-    except OSError:
-        return None
-
-
-def _blake2b() -> Any:
-    return hashlib.blake2b(digest_size=8)

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import ScoredPairs, TaskScores
+from t0repro.evaluation.task_scores import ScoredPairs, TaskScores
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class RankResult:
     row: Int[np.ndarray, " examples"] | None = None
 
     @property
-    def paired_by(self) -> Int[np.ndarray, " examples"]:
+    def pairing_key(self) -> Int[np.ndarray, " examples"]:
         """What identifies each example under all prompts: its row or, if unknown, its index."""
         return self.example if self.row is None else self.row
 
@@ -183,7 +183,7 @@ def rank_metrics(
     return found
 
 
-def ranked_target(
+def postprocess_rank(
     output: Any, example: Mapping[str, Any] | None = None, is_target: bool = False
 ) -> Any:
     """What t5.data.postprocessors.rank_classification returns: a score, or a pair's target."""
@@ -217,7 +217,7 @@ def _tabulate(scores: TaskScores, num_classes: int | None, normalize: bool) -> _
     if normalize:
         if not scores.target_length.all():
             at = int(np.argmin(scores.target_length))
-            raise without_tokens(scores.task, scores.input_index[at], scores.choice_index[at])
+            raise empty_choice_error(scores.task, scores.input_index[at], scores.choice_index[at])
         values = values / scores.target_length
     if num_classes:
         # As t5 does: scores that differ only beyond float32 are a tie, which the first choice wins.
@@ -232,7 +232,7 @@ def _tabulate(scores: TaskScores, num_classes: int | None, normalize: bool) -> _
     )
 
 
-def without_tokens(task: str, example: int, choice: int) -> UserError:
+def empty_choice_error(task: str, example: int, choice: int) -> UserError:
     """The error for a choice whose score cannot be divided by its number of tokens, which is 0."""
     return UserError(
         f"Task {task!r}: choice {choice} of example {example} has no tokens, so its score cannot be"

@@ -1,4 +1,4 @@
-"""Scores one window of an evaluation, skipping pairs whose scores are already in the journal."""
+"""Scores one read buffer of an evaluation, but for pairs whose scores are in the journal."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from t0repro.evaluation.energy import Cost, EnergyMeter
-from t0repro.evaluation.grouping import Batching, joined, make_batching
-from t0repro.evaluation.pairs import DIGEST, Pairs, ScoreJournal, concatenated, distinct_pairs
+from t0repro.evaluation.grouping import Batching, join_batchings, make_batching
+from t0repro.evaluation.pairs import Pairs, collect_pairs, concatenate_pairs
+from t0repro.evaluation.score_journal import DIGEST, ScoreJournal
 from t0repro.evaluation.task_output import check_finite
 from t0repro.progress import count_progress, say
 from t0repro.words import counted
 
 if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
-    from t0repro.evaluation.reading import Part
+    from t0repro.evaluation.reading import Chunk
 
-# Finding finished parts scans all waiting parts' scores: too costly to do after each batch.
-_SECONDS_BETWEEN_PARTS = 2.0
+# Finding finished chunks scans all waiting chunks' scores: too costly to do after each batch.
+_SECONDS_BETWEEN_CHUNKS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ScoredPart:
-    """A part with its scores.
+class ScoredChunk:
+    """A chunk with its scores.
 
     Attributes:
       scores: log-likelihood of each example's choice, float32, natural log.
@@ -37,7 +38,7 @@ class ScoredPart:
       tokens_per_batch: the limit that the batches were planned with.
     """
 
-    part: Part
+    chunk: Chunk
     scores: Float[np.ndarray, " examples"]
     content_free: Float[np.ndarray, " examples"] | None
     cost: Cost
@@ -45,20 +46,20 @@ class ScoredPart:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Place:
-    """Maps a part's examples to pairs: with their own input, and with the content-free one."""
+class _ChunkPairs:
+    """Maps a chunk's examples to pairs: with their own input, and with the content-free one."""
 
-    part: Part
+    chunk: Chunk
     index: Int[np.ndarray, " examples"]
     free: Int[np.ndarray, " free"]
 
 
 class RankRun:
-    """Scores the pairs of parts, and returns each part once all of its pairs are scored.
+    """Scores the pairs of chunks, and returns each chunk once all of its pairs are scored.
 
     Args:
       checkpoint: the checkpoint to score with.
-      parts: parts of any number of tasks.
+      chunks: chunks of any number of tasks.
       lengths: maximum tokens per feature; None truncates nothing.
       journal: known scores are read from it and new ones appended; None keeps no journal.
       tokens_per_batch: see grouping.make_batching; defaults to a size for the device.
@@ -68,7 +69,7 @@ class RankRun:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        parts: Sequence[Part],
+        chunks: Sequence[Chunk],
         lengths: Mapping[str, int] | None,
         journal: ScoreJournal | None = None,
         *,
@@ -76,36 +77,36 @@ class RankRun:
         content_free: np.ndarray | None = None,
     ):
         self.checkpoint, self.journal = checkpoint, journal
-        # Plan each part's pairs and batches separately: then no batch, and so no score, depends on
-        # the rest of the window, on earlier runs' scores or on the number of devices.
-        own = [
-            distinct_pairs(examples, lengths)
-            for part in parts
-            for examples in _sections(part, content_free)
+        # Plan each chunk's pairs and batches separately: then no batch, and so no score, depends on
+        # the rest of the read buffer, on earlier runs' scores or on the number of devices.
+        by_section = [
+            collect_pairs(examples, lengths)
+            for chunk in chunks
+            for examples in _chunk_sections(chunk, content_free)
         ]
-        self.pairs: Pairs = concatenated(own)
-        self._places = _places(parts, self.pairs.index, content_free is not None)
+        self.pairs: Pairs = concatenate_pairs(by_section)
+        self._chunk_pairs = _locate_chunks(chunks, self.pairs.index, content_free is not None)
         if tokens_per_batch is None:
-            from t0repro.evaluation.engine import suited_tokens
+            from t0repro.evaluation.engine import default_tokens_per_batch
 
-            tokens_per_batch = suited_tokens()
+            tokens_per_batch = default_tokens_per_batch()
         self._tokens_per_batch = tokens_per_batch
-        ends = np.cumsum([len(pairs) for pairs in own])
-        self.plan: Batching = joined(
+        ends = np.cumsum([len(pairs) for pairs in by_section])
+        self.plan: Batching = join_batchings(
             [
                 make_batching(self.pairs, tokens_per_batch, np.arange(end - len(pairs), end))
-                for pairs, end in zip(own, ends, strict=True)
+                for pairs, end in zip(by_section, ends, strict=True)
             ]
         )
-        self._recall()
+        self._load_known_scores()
         self.scored = 0
         self._meter = EnergyMeter()
 
-    def score(self, done: Callable[[ScoredPart], None]) -> float:
-        """Scores all pairs, calling `done` with each finished part; returns the seconds taken."""
+    def score(self, done: Callable[[ScoredChunk], None]) -> float:
+        """Scores all pairs, calling `done` with each finished chunk; returns the seconds taken."""
         from t0repro.evaluation.engine import Engine
 
-        plan = self._left()
+        plan = self._unscored_plan()
         total = sum(len(batch.pairs) for batch in plan.batches)
         say(
             f"{counted(len(self.pairs.index), 'pair')}, {len(self.pairs):,} distinct, {total:,} to"
@@ -116,20 +117,20 @@ class RankRun:
         engine = Engine(self.checkpoint.params, self.checkpoint.model)
         self._meter.joules()  # starts the count: energy used until now was not spent on scoring
         started = last = handed_out = time.monotonic()
-        waiting = self._hand_out(self._places, done)
+        waiting = self._hand_out_finished(self._chunk_pairs, done)
         with count_progress(total, "scoring", "pair", "scored") as advance:
-            for found in engine.run(self.pairs, plan):
-                self._check(found.pairs, found.scores)
+            for batch in engine.run(self.pairs, plan):
+                self._check(batch.pairs, batch.scores)
                 now = time.monotonic()
-                self._keep(found.pairs, found.scores, now - last)
+                self._store_scores(batch.pairs, batch.scores, now - last)
                 last = now
-                advance(len(found.pairs))
-                if now - handed_out >= _SECONDS_BETWEEN_PARTS:
-                    waiting, handed_out = self._hand_out(waiting, done), now
-        self._hand_out(waiting, done)
+                advance(len(batch.pairs))
+                if now - handed_out >= _SECONDS_BETWEEN_CHUNKS:
+                    waiting, handed_out = self._hand_out_finished(waiting, done), now
+        self._hand_out_finished(waiting, done)
         return time.monotonic() - started
 
-    def _recall(self) -> None:
+    def _load_known_scores(self) -> None:
         """Loads known scores from the journal; the others are NaN."""
         # A choice without tokens is in no batch; its score is the empty sum, 0.
         known = np.zeros((3, len(self.pairs)))
@@ -148,7 +149,7 @@ class RankRun:
             known[:, planned] = self.journal.look_up(self._digests[planned])
         self.scores, self._seconds, self._joules = known
 
-    def _left(self) -> Batching:
+    def _unscored_plan(self) -> Batching:
         """The plan, less the batches whose scores are all known."""
         return dataclasses.replace(
             self.plan,
@@ -157,36 +158,36 @@ class RankRun:
             ),
         )
 
-    def _keep(self, pairs: np.ndarray, scores: np.ndarray, seconds: float) -> None:
+    def _store_scores(self, pairs: np.ndarray, scores: np.ndarray, seconds: float) -> None:
         """Stores a batch's scores; its seconds and joules are split evenly among its pairs."""
         joules = self._meter.joules()
-        each = None if joules is None else joules / len(pairs)
+        joules_per_pair = None if joules is None else joules / len(pairs)
         if self.journal is not None:
-            self.journal.add(self._digests[pairs], scores, seconds / len(pairs), each)
+            self.journal.add(self._digests[pairs], scores, seconds / len(pairs), joules_per_pair)
         self.scores[pairs] = scores
         self._seconds[pairs] = seconds / len(pairs)
-        self._joules[pairs] = np.nan if each is None else each
+        self._joules[pairs] = np.nan if joules_per_pair is None else joules_per_pair
         self.scored += len(pairs)
 
-    def _hand_out(
-        self, waiting: Sequence[_Place], done: Callable[[ScoredPart], None]
-    ) -> list[_Place]:
-        """Calls `done` for each part whose pairs are all scored; returns the other parts."""
+    def _hand_out_finished(
+        self, waiting: Sequence[_ChunkPairs], done: Callable[[ScoredChunk], None]
+    ) -> list[_ChunkPairs]:
+        """Calls `done` for each chunk whose pairs are all scored; returns the other chunks."""
         left = []
         for place in waiting:
             # NaN means that a later batch still has to score one of its pairs.
             if np.isnan(self.scores[place.index]).any() or np.isnan(self.scores[place.free]).any():
                 left.append(place)
             else:
-                done(self._scored(place))
+                done(self._score_chunk(place))
         return left
 
-    def _scored(self, place: _Place) -> ScoredPart:
-        # Charge a pair once, even if several of the part's examples share it.
+    def _score_chunk(self, place: _ChunkPairs) -> ScoredChunk:
+        # Charge a pair once, even if several of the chunk's examples share it.
         pairs = np.unique(place.index)
         joules = float(self._joules[pairs].sum())
-        return ScoredPart(
-            place.part,
+        return ScoredChunk(
+            place.chunk,
             self.scores[place.index].astype(np.float32),
             self.scores[place.free] if len(place.free) else None,
             Cost(
@@ -203,30 +204,32 @@ class RankRun:
         if not broken.size:
             return
         values = dict(zip(pairs.tolist(), scores.tolist(), strict=True))
-        for place in self._places:
-            for found in (place.index, place.free):
-                at = np.flatnonzero(np.isin(found, broken))
+        for place in self._chunk_pairs:
+            for index in (place.index, place.free):
+                at = np.flatnonzero(np.isin(index, broken))
                 if at.size:
-                    row = np.zeros(len(found))
-                    row[at] = [values[int(pair)] for pair in found[at]]
-                    check_finite(row, place.part.task, self.checkpoint.step)
+                    row = np.zeros(len(index))
+                    row[at] = [values[int(pair)] for pair in index[at]]
+                    check_finite(row, place.chunk.task, self.checkpoint.step)
 
 
-def _places(
-    parts: Sequence[Part], index: Int[np.ndarray, " examples"], with_free: bool
-) -> list[_Place]:
-    """Each part's pairs; those with the content-free input follow its own."""
-    start, found = 0, []
-    for part in parts:
-        end = start + len(part.examples)
-        after = end + len(part.examples) if with_free else end
-        found.append(_Place(part, index[start:end], index[end:after]))
+def _locate_chunks(
+    chunks: Sequence[Chunk], index: Int[np.ndarray, " examples"], with_free: bool
+) -> list[_ChunkPairs]:
+    """Each chunk's pairs; those with the content-free input follow its own."""
+    start, located = 0, []
+    for chunk in chunks:
+        end = start + len(chunk.examples)
+        after = end + len(chunk.examples) if with_free else end
+        located.append(_ChunkPairs(chunk, index[start:end], index[end:after]))
         start = after
-    return found
+    return located
 
 
-def _sections(part: Part, content_free: np.ndarray | None) -> list[Sequence[Mapping[str, Any]]]:
-    """A part's examples and, on request, the same choices with the content-free input."""
+def _chunk_sections(
+    chunk: Chunk, content_free: np.ndarray | None
+) -> list[Sequence[Mapping[str, Any]]]:
+    """A chunk's examples and, on request, the same choices with the content-free input."""
     if content_free is None:
-        return [part.examples]
-    return [part.examples, [{**each, "inputs": content_free} for each in part.examples]]
+        return [chunk.examples]
+    return [chunk.examples, [{**each, "inputs": content_free} for each in chunk.examples]]

@@ -14,20 +14,21 @@ import numpy as np
 
 from t0repro.data.eval_examples import eval_examples
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import digest_of_texts
-from t0repro.evaluation.task_output import TruncationCounter, judge_of_registered
+from t0repro.evaluation.judge import make_task_judge
+from t0repro.evaluation.records import digest_of_texts
+from t0repro.evaluation.task_output import TruncationCounter
 from t0repro.tasks.prompted_examples import prompted_examples
-from t0repro.tasks.task import DescribedTask, find_task, task_descriptions
+from t0repro.tasks.registry import DescribedTask, find_task, task_descriptions
 from t0repro.tasks.vocabulary import model_of
 
 Item = TypeVar("Item")
 Row = TypeVar("Row", bound=Mapping[str, Any])
 
-PARTS_IN_WINDOW = 8
+CHUNKS_IN_BUFFER = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class Chunk:
     """Consecutive examples of one task, which are scored in batches of their own.
 
     Attributes:
@@ -64,7 +65,7 @@ class TaskReader:
         self.name, self._task, self._split, self._lengths = name, task, split, lengths
         self._use_cached, self._features = use_cached, task.output_features
         self._sample = Sample(limit)
-        self.judge = judge_of_registered(task)
+        self.judge = make_task_judge(task)
 
     @property
     def available(self) -> int:
@@ -80,8 +81,8 @@ class TaskReader:
         # A task of t0repro is rendered without SeqIO, whose graph per task takes most of the time.
         description = None if self._use_cached else task_descriptions().get(self.name)
         if description is None or description.sp_model is None:
-            inputs = by_input(self._rows())
-            chosen = self._sample(_gathered(inputs) if self._use_cached else inputs)
+            inputs = group_by_input(self._rows())
+            chosen = self._sample(_gather_choices(inputs) if self._use_cached else inputs)
             return itertools.chain.from_iterable(rows for _, rows in chosen)
         return prompted_examples(description, self._split, self._lengths, self._sample)
 
@@ -99,7 +100,7 @@ class TaskReader:
             dataset_split=self._split,
             use_cached=self._use_cached,
         )
-        return map(_without_padding, dataset.dataset_fn().as_numpy_iterator())
+        return map(_strip_padding, dataset.dataset_fn().as_numpy_iterator())
 
 
 class Sample:
@@ -116,68 +117,70 @@ class Sample:
 
     def __call__(self, numbered: Iterable[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
         """The (number, input) pairs that are kept, by number."""
-        counted = self._counted(numbered)
+        counted = self._count_inputs(numbered)
         if self._limit is None:
             return counted
         # By lot and then number, so that equal lots cannot make the choice depend on the
         # order.
-        lots = ((_lot(number), number, item) for number, item in counted)
+        lots = ((_draw_lot(number), number, item) for number, item in counted)
         # Keeps `limit` inputs in memory, not the split.
         taken = heapq.nsmallest(self._limit, lots, key=lambda each: each[:2])
         return iter(sorted(((n, item) for _, n, item in taken), key=lambda each: each[0]))
 
-    def _counted(self, numbered: Iterable[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
+    def _count_inputs(self, numbered: Iterable[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
         for each in numbered:
             self.available += 1
             yield each
 
 
-def _lot(number: int) -> bytes:
+def _draw_lot(number: int) -> bytes:
     """Pseudorandom sort key of an input, the same in every run; the lowest keys are kept."""
     return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8, key=b"seed 0").digest()
 
 
-def windows(
+def read_buffers(
     tasks: Iterable[tuple[str, Iterable[dict[str, Any]]]], most_examples: int
-) -> Iterator[list[Part]]:
-    """Groups examples into windows to evaluate together: parts of tasks as long as they fit.
+) -> Iterator[list[Chunk]]:
+    """Groups examples into read buffers to evaluate together: chunks of tasks as long as they fit.
 
     Args:
-      tasks: each task's name and examples, which are read only as far as a window reaches.
-      most_examples: maximum number in a window.
+      tasks: each task's name and examples, which are read only as far as a read buffer reaches.
+      most_examples: maximum number in a read buffer.
     """
-    window: list[Part] = []
+    read_buffer: list[Chunk] = []
     room = most_examples
     for name, rows in tasks:
-        for part in parts_of(name, rows, max(most_examples // PARTS_IN_WINDOW, 1)):
-            if room < len(part.examples) and window:
-                yield window
-                window, room = [], most_examples
-            window.append(part)
-            room -= len(part.examples)
-    if window:
-        yield window
+        for chunk in split_into_chunks(name, rows, max(most_examples // CHUNKS_IN_BUFFER, 1)):
+            if room < len(chunk.examples) and read_buffer:
+                yield read_buffer
+                read_buffer, room = [], most_examples
+            read_buffer.append(chunk)
+            room -= len(chunk.examples)
+    if read_buffer:
+        yield read_buffer
 
 
-def parts_of(name: str, rows: Iterable[dict[str, Any]], most_examples: int) -> Iterator[Part]:
-    """Divides a task's examples into parts, which depend on nothing but the task.
+def split_into_chunks(
+    name: str, rows: Iterable[dict[str, Any]], most_examples: int
+) -> Iterator[Chunk]:
+    """Divides a task's examples into chunks, which depend on nothing but the task.
 
     Args:
       name: the task's name.
       rows: its examples.
-      most_examples: maximum number in a part. The choices of an input stay together, so one input
+      most_examples: maximum number in a chunk. The choices of an input stay together, so one input
         with more choices than that exceeds it.
     """
     examples: list[dict[str, Any]] = []
-    for _, choices in by_input(rows):
+    for _, choices in group_by_input(rows):
         if examples and len(examples) + len(choices) > most_examples:
-            yield Part(name, examples, last=False)
+            yield Chunk(name, examples, last=False)
             examples = []
         examples += choices
-    yield Part(name, examples)
+    yield Chunk(name, examples)
 
 
-def by_input(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
+def group_by_input(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
     """Yields each input's number and rows: a row per choice if answers are ranked, else one."""
     # Without idx, each row is an input of its own.
     numbers = itertools.count()
@@ -189,7 +192,7 @@ def by_input(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
         yield at, list(choices)
 
 
-def _gathered(
+def _gather_choices(
     inputs: Iterable[tuple[int, list[dict[str, Any]]]],
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """The inputs by number, each once with all of its rows; they are held until all are read."""
@@ -223,7 +226,7 @@ def data_origin(name: str, split: str, use_cached: bool) -> dict[str, Any] | Non
     return {"dataset": f"{source.dataset}{subset}", **origin}
 
 
-def dropped_rows(name: str, split: str, examples: int) -> list[int] | None:
+def find_dropped_rows(name: str, split: str, examples: int) -> list[int] | None:
     """The rows of a split that give none of a task's first examples; None if that is not known.
 
     Only t0repro's own tasks say which rows give no example, if the rows are on this machine.
@@ -243,7 +246,7 @@ def vocabulary_digest(name: str) -> str | None:
     return None if model is None else hashlib.blake2b(model, digest_size=8).hexdigest()
 
 
-def _without_padding(example: Mapping[str, Any]) -> dict[str, Any]:
+def _strip_padding(example: Mapping[str, Any]) -> dict[str, Any]:
     """Drops the zeros that pad an example's sequences, which are most of its bytes."""
     row = dict(example)
     for name in ("inputs", "targets"):

@@ -6,21 +6,21 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from t0repro.data.checks import check_readable, check_tokens, no_task_has
-from t0repro.data.eval_examples import why_not_evaluated_task
+from t0repro.data.checks import check_readable, check_tokens, missing_split_error
+from t0repro.data.eval_examples import why_task_evaluation_needs_seqio
 from t0repro.errors import UserError, nearest_names
+from t0repro.evaluation.judge import ranks_choices
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.task_output import ranks_choices
-from t0repro.tasks.task import (
-    SCORE_EVAL_SUFFIX,
+from t0repro.tasks.availability import missing_tasks
+from t0repro.tasks.metrics import metric_names
+from t0repro.tasks.registry import (
     DescribedTask,
     find_task,
     find_tasks,
-    metric_names,
-    not_at_hand,
     registered_mixtures,
     registered_tasks,
 )
+from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.vocabulary import VOCABULARY_VARIABLE, check_rows, shown
 from t0repro.words import some
 
@@ -47,7 +47,7 @@ class Selection:
 
 
 def subtasks(mixture: str, option: str) -> Sequence[Any]:
-    """The tasks of a registered mixture or task, as `t0repro.tasks.task.find_task` has them.
+    """The tasks of a registered mixture or task, as `t0repro.tasks.registry.find_task` has them.
 
     Args:
       mixture: its name.
@@ -73,7 +73,7 @@ def select_tasks(
     modes: Sequence[str],
     *,
     use_cached: bool = False,
-    at_hand: bool = False,
+    skip_missing: bool = False,
 ) -> Selection:
     """Selects the mixture's tasks that have the split: those to rank and those to decode.
 
@@ -86,17 +86,17 @@ def select_tasks(
       split: the split of every task.
       modes: some of MODES.
       use_cached: whether tasks are read from SeqIO's cache.
-      at_hand: leave out tasks whose rows are not on this machine; otherwise reading them fails.
+      skip_missing: leave out tasks whose rows are missing; otherwise reading them fails.
 
     Raises:
       UserError: if there is no such mixture or task, if a task cannot be evaluated in these modes,
-        or if no task has the split (or, with `at_hand`, its rows).
+        or if no task has the split (or, with `skip_missing`, its rows).
     """
-    tasks = _asked(mixture, modes)
+    tasks = _resolve_tasks(mixture, modes)
     ranked = [task for task in tasks if _ranks(task)]
     others = [task for task in tasks if not _ranks(task)]
     _check_modes(mixture, modes, ranked, others)
-    left_out = _left_out(mixture, tasks, split, only_at_hand=at_hand and not use_cached)
+    left_out = _find_left_out(mixture, tasks, split, skip_missing=skip_missing and not use_cached)
     # Caches first: reading one that is damaged would fail hours later.
     if use_cached:
         held = [task for task in tasks if task.name not in left_out]
@@ -110,20 +110,20 @@ def why_not_alone(
 ) -> str | None:
     """What needs SeqIO to read the tasks to evaluate, or t5 for their metrics; None for nothing."""
     reasons = (
-        why_not_evaluated_task(task, use_cached=use_cached)
-        for task in _asked(mixture, modes)
+        why_task_evaluation_needs_seqio(task, use_cached=use_cached)
+        for task in _resolve_tasks(mixture, modes)
         if split in task.splits
     )
     return next((why for why in reasons if why), None)
 
 
-def _asked(mixture: str, modes: Sequence[str]) -> list[Any]:
+def _resolve_tasks(mixture: str, modes: Sequence[str]) -> list[Any]:
     """The mixture's tasks, each in the form that ranks if both modes are asked for and it has one.
 
     They are sorted by name, so that two runs read, score and report them in the same order.
     """
     tasks = sorted(subtasks(mixture, "--mixture"), key=lambda task: task.name)
-    return [_ranking_twin(task) for task in tasks] if set(modes) == set(MODES) else tasks
+    return [_find_score_eval_task(task) for task in tasks] if set(modes) == set(MODES) else tasks
 
 
 def _check_modes(
@@ -132,11 +132,12 @@ def _check_modes(
     """Refuses tasks that cannot be evaluated in any of the modes."""
     # A task in no mode would be left out silently.
     if "generate" not in modes and others:
+        twins = [twin.name for task in others if (twin := _find_score_eval_task(task)) is not task]
+        instead = f"{some(twins)}, with their choices" if twins else "tasks with choices"
         raise UserError(
             f"Tasks have no answer choices to rank: {some([task.name for task in others])}.",
             where=mixture,
-            fix="Evaluate tasks whose name ends in _score_eval; decode the others with"
-            " --modes rank,generate.",
+            fix=f"Evaluate {instead}; or decode the others with --modes rank,generate.",
         )
     if "rank" not in modes and ranked:
         raise UserError(
@@ -152,15 +153,17 @@ def _check_modes(
         )
 
 
-def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool) -> dict[str, str]:
-    """Tasks without metrics, the split or, with `only_at_hand`, its rows; each with the reason."""
+def _find_left_out(
+    mixture: str, tasks: Sequence[Any], split: str, skip_missing: bool
+) -> dict[str, str]:
+    """Tasks without metrics, the split or, with `skip_missing`, its rows; each with the reason."""
     if not any(split in task.splits for task in tasks):
-        raise no_task_has(mixture, split, "--split")
+        raise missing_split_error(mixture, split, "--split")
     left_out = {task.name: f"no split {split}" for task in tasks if split not in task.splits}
     # Nothing would be reported of such a task.
     left_out |= {task.name: "no metric" for task in tasks if not _has_metric(task)}
-    if only_at_hand:
-        left_out |= not_at_hand(tasks, split, use_cached=False)
+    if skip_missing:
+        left_out |= missing_tasks(tasks, split, use_cached=False)
     if len(left_out) == len(tasks):
         raise UserError(
             f"No task of {mixture!r} has rows of split {split!r} here.",
@@ -169,7 +172,7 @@ def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool
     return left_out
 
 
-def _ranking_twin(task: Any) -> Any:
+def _find_score_eval_task(task: Any) -> Any:
     """The task that ranks the same prompt's answers, or the task itself if there is none."""
     try:
         # T0 registers a prompt with answer choices a second time, under this suffix.

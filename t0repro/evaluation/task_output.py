@@ -15,24 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import ScoredPairs
-from t0repro.evaluation.rank import rank_metrics, ranked_target, without_tokens
-from t0repro.files import make_folder, naming
-from t0repro.tasks.prompted_examples import metrics_of, postprocess
-from t0repro.tasks.task import DescribedTask
+from t0repro.evaluation.judge import Example, Judge
+from t0repro.evaluation.task_scores import ScoredPairs
+from t0repro.storage import make_folder
+from t0repro.storage.disk import name_in_errors
 
 
 class TruncationCounter:
@@ -86,129 +82,6 @@ class TruncationCounter:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         tokens = len(feature.vocabulary.encode(text)) + bool(feature.add_eos)
         return tokens > self._lengths[name]
-
-
-# ---- The outputs ---------------------------------------------------------------------------------
-
-
-Example = Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Judge:
-    """Postprocesses and evaluates a task's outputs.
-
-    Attributes:
-      task: the SeqIO task's name.
-      postprocess: turns a score, a decoded text or an example's target into what the metrics
-        compare.
-      metric_fns: each called as metric(targets, predictions) -> {name: value}.
-    """
-
-    task: str
-    postprocess: Callable[..., Any]
-    metric_fns: Sequence[Callable[..., Mapping[str, float]]]
-
-    @property
-    def ranks(self) -> bool:
-        """Whether a metric ranks answer choices."""
-        return ranks_choices(self.metric_fns)
-
-    def target(self, example: Example) -> Any:
-        """An example's target, postprocessed for the metrics."""
-        # Mesh TensorFlow evaluates against the text, whatever truncation left of its tokens.
-        text = example["targets_pretokenized"]
-        text = text.decode("utf-8") if isinstance(text, bytes) else text
-        example = without_padding(example) if self.ranks else example
-        return self.postprocess(text, example=example, is_target=True)
-
-    def metrics_of(self, examples: Sequence[Example], outputs: Iterable[Any]) -> dict[str, float]:
-        """The metrics, by name, of one score or decoded text per example."""
-        pairs = zip(outputs, examples, strict=True)
-        predictions = [self.postprocess(output, example=example) for output, example in pairs]
-        return self.metrics([self.target(example) for example in examples], predictions)
-
-    def metrics(self, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
-        """The task's metrics, by name.
-
-        Raises:
-          UserError: see `check_choices_have_tokens`.
-        """
-        found: dict[str, float] = {}
-        with warnings.catch_warnings():
-            # sklearn warns about metrics that are undefined for few examples; they are NaN.
-            warnings.filterwarnings("ignore", module=r"sklearn\.")
-            for metric in self.metric_fns:
-                check_choices_have_tokens(self.task, metric, targets)
-                values = metric(targets, predictions).items()
-                found |= {name: float(value) for name, value in values}
-        return found
-
-
-def without_padding(example: Example) -> Example:
-    """The example with its targets' tokens up to EOS.
-
-    Mesh TensorFlow's evaluation pads targets to the sequence length, and t5's postprocessor of rank
-    classification takes a choice's number of tokens from them.
-    """
-    return {**example, "targets": np.trim_zeros(np.asarray(example["targets"]), "b")}
-
-
-def judge_of(task: EvalTask) -> Judge:
-    """The judge of an evaluation task's outputs."""
-    return Judge(task.name, task.postprocess, task.metric_fns)
-
-
-def judge_of_registered(task: Any) -> Judge:
-    """The judge of the outputs of SeqIO's task, or of a described one.
-
-    Raises:
-      KeyError: If only t5 has a described task's metrics (`t0repro.tasks.prompted_examples`).
-    """
-    if not isinstance(task, DescribedTask):
-        return Judge(task.name, task.postprocess_fn, task.metric_fns)
-    choices = task.prompt.fixed_choices
-    if not task.prompt.score_eval:
-        compared = functools.partial(postprocess, label_classes=choices)
-        return Judge(task.name, compared, metrics_of(task.prompt))
-    metric = functools.partial(rank_metrics, num_classes=len(choices) if choices else None)
-    return Judge(task.name, ranked_target, [metric])
-
-
-def ranks_choices(metric_fns: Iterable[Any]) -> bool:
-    """Whether a metric is t5's rank_classification or ours, also as a functools.partial."""
-    names = ("rank_classification", rank_metrics.__name__)
-    return any(_name(metric) in names for metric in metric_fns)
-
-
-def _name(metric: Any) -> str:
-    # t5's tasks bind the metric's options by functools.partial, possibly nested.
-    while isinstance(metric, functools.partial):
-        metric = metric.func
-    return getattr(metric, "__name__", "")
-
-
-def check_choices_have_tokens(task: str, metric: Any, targets: Sequence[Any]) -> None:
-    """Refuses targets without tokens if the metric divides scores by the number of tokens.
-
-    Args:
-      task: the SeqIO task's name.
-      metric: a metric; only t5's rank_classification with normalize_by_target_length divides, and
-        0 / 0 would be ranked first.
-      targets: the metric's targets, (idx, is_correct, weight, number of tokens) each.
-
-    Raises:
-      UserError: if a choice has no tokens; it names the choice.
-    """
-    # A partial of a partial has the keywords of both.
-    if ranks_choices([metric]) and _keywords(metric).get("normalize_by_target_length"):
-        for (example, choice), *_, length in targets:
-            if not length:
-                raise without_tokens(task, example, choice)
-
-
-def _keywords(metric: Any) -> Mapping[str, Any]:
-    return metric.keywords if isinstance(metric, functools.partial) else {}
 
 
 def numbers(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, float]]:
@@ -292,7 +165,7 @@ class TaskOutput:
         """Computes the metrics and renames the files into place."""
         compared = (self._targets, self._predictions)
         if self._pairs is not None:
-            compared = self._pairs.for_metrics()
+            compared = self._pairs.as_metric_arguments()
         metrics = self.judge.metrics(*compared)
         files = {file.path.name: file.commit() for file in self._files}
         return TaskResult(self.judge.task, self.step, metrics, self._statistics.as_record(), files)
@@ -344,7 +217,7 @@ class LineFile:
 
     def write(self, values: Iterable[Any]) -> None:
         """Appends lines; a newline within a value becomes a space."""
-        with naming(self.path):
+        with name_in_errors(self.path):
             for value in values:
                 line = (str(value).replace("\n", " ") + "\n").encode()
                 self._digest.update(line)
@@ -352,7 +225,7 @@ class LineFile:
 
     def commit(self) -> str:
         """Syncs the file and renames it into place; returns its digest, 16 hex digits."""
-        with naming(self.path):
+        with name_in_errors(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -375,7 +248,7 @@ def _input_text(example: Example) -> str:
 
 
 @contextlib.contextmanager
-def explaining_incomplete_inputs(limit: int | None) -> Iterator[None]:
+def explain_incomplete_inputs(limit: int | None) -> Iterator[None]:
     """Names the binding to change if an input lacks some of its choices, and cannot be ranked.
 
     Args:

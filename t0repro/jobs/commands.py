@@ -10,11 +10,11 @@ import sys
 from collections.abc import Mapping
 from typing import Literal
 
-from t0repro.config.t5x import gin_files, records
+from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
-from t0repro.jobs.worker import INTERPRETER
-from t0repro.runs.preflight import NO_CHECKPOINT_YET
+from t0repro.jobs.job import INTERPRETER
+from t0repro.runs.checkpoint_checks import NO_CHECKPOINT_YET
 
 MODEL_DIR, MIXTURE, CHECKPOINT, TRAIN_STEPS, OUTPUT = (
     "MODEL_DIR",
@@ -221,9 +221,9 @@ def _check_gin(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
                 where=settings.gin_files[-1],
                 fix=f"Use %{name} where its value belongs.",
             )
-    evaluator = getattr(parsed.program, "inference_evaluator_cls", None)
-    if settings.run_mode == "eval" and evaluator is not None:
-        if not any(isinstance(one, records.TensorBoardLogger) for one in evaluator.logger_cls):
+    if settings.run_mode == "eval" and parsed.program["inference_evaluator_cls"] is not None:
+        called = {call.configurable for call in parsed.program.within()}
+        if "seqio.TensorBoardLogger" not in called:
             warnings.append(
                 f"{settings.gin_files[-1]}: the evaluator logs nothing to TensorBoard, so no metric"
                 " will be shown; add @seqio.TensorBoardLogger to seqio.Evaluator.logger_cls"

@@ -4,7 +4,7 @@ The controller's whole state is in the journal and in the jobs' exit files, so i
 restarted at any moment. A point (a checkpoint with a mixture) goes from waiting to running to
 succeeded. A failed job is restarted after a pause that doubles each time, up to a limit on
 failures. A checkpoint is kept until its jobs have ended. A job interrupted with its controller or
-by its engine is restarted without counting as a failure.
+by its launcher is restarted without counting as a failure.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from t0repro import buckets, leases, working_copies
-from t0repro.buckets import absolute
+from t0repro import storage
 from t0repro.converters import sources
 from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.event_files import MARK, read_scalars
-from t0repro.files import (
-    LOCK_FILES,
-    atomic_directory,
-    folder_lock,
+from t0repro.jobs import commands
+from t0repro.jobs.commands import JobSettings
+from t0repro.jobs.job import Job, Limits
+from t0repro.jobs.journal import FOLDER, JobJournal, Point, PointProgress
+from t0repro.jobs.launcher import Launcher
+from t0repro.progress import say
+from t0repro.storage import (
+    absolute_place,
+    address_of,
+    leases,
+    lock_folder,
     make_folder,
     output_path,
     put_file,
     write_atomically,
 )
-from t0repro.jobs import commands
-from t0repro.jobs.commands import JobSettings
-from t0repro.jobs.journal import FOLDER, JobJournal, Point, PointProgress
-from t0repro.jobs.worker import Job, Launcher, Limits
-from t0repro.progress import say
+from t0repro.storage.disk import atomic_directory
+from t0repro.storage.locks import LOCK_FILES
 from t0repro.words import counted
-from t0repro.working_copies import address_of
 
 SETTINGS = "settings.json"
-# Engines show a newly accepted job with a delay.
+# Launchers show a newly accepted job with a delay.
 _POLLS_BEFORE_LOST = 3
 _LINES_OF_LOG = 15
 # Exit code after a user error, in `cli.gate`, argparse and absl.
@@ -66,7 +68,7 @@ class Policy:
       retry_seconds: pause after the first failure; it doubles with each further one.
       limits: resource limits of each job.
       environment: variables for each job.
-      options: options for the engine.
+      options: options for the launcher.
       metric: the tag shown as main metric; None chooses one.
     """
 
@@ -95,7 +97,7 @@ class Controller:
         Raises:
           UserError: if a job could not work; see `commands.check`.
         """
-        self._model_dir = absolute(model_dir)
+        self._model_dir = absolute_place(model_dir)
         # In a bucket, jobs write to a working copy, which is uploaded.
         self._folder = output_path(self._model_dir / FOLDER)
         self._pins = _pins_of(self._model_dir, self._folder)
@@ -122,11 +124,11 @@ class Controller:
 
         Raises:
           UserError: if another controller has the folder, its jobs did something else, or the
-            engine refuses a job.
+            launcher refuses a job.
         """
         inspect = f"`t0repro aux status {self._model_dir}`"
         fix = f"A controller is already running; inspect it with {inspect}."
-        with folder_lock(self._folder, "auxiliary jobs", fix=fix):
+        with lock_folder(self._folder, "auxiliary jobs", fix=fix):
             self._journal = JobJournal(self._folder)
             self._check_settings()
             self._try_again()
@@ -191,7 +193,7 @@ class Controller:
             if state in ("waiting", "running"):
                 self._lost.pop(point, None)
                 continue
-            # An exit file is proof enough; without one, the engine may only be slow to show the
+            # An exit file is proof enough; without one, the launcher may only be slow to show the
             # job.
             if state == "unknown" and job.ending is None and not self._is_lost(point):
                 continue
@@ -202,14 +204,14 @@ class Controller:
         return self._lost[point] >= _POLLS_BEFORE_LOST
 
     def _end(self, point: Point, progress: PointProgress, job: Job, *, interrupted: bool) -> None:
-        """Records how a job ended; `interrupted` if its engine ended it without an exit file."""
+        """Records how a job ended; `interrupted` if its launcher ended it without an exit file."""
         del self._running[point]
         self._lost.pop(point, None)
         ending = job.ending
         who = f"step {point.step:,}, {point.mixture}"
         if ending is None and interrupted:
             self._journal.add("interrupted", point)
-            say(f"{who}: interrupted by its engine; it is started again")
+            say(f"{who}: interrupted by its launcher; it is started again")
             return
         if ending is not None and not ending.reason:
             with self._finished_results(point) as results:
@@ -252,18 +254,18 @@ class Controller:
             # checkpoints.
             shutil.rmtree(self._results_of(point), ignore_errors=True)
             if self._address:
-                buckets.remove_all(self._place_of(point))
+                storage.remove_all(self._place_of(point))
         make_folder(self._results_of(point))
         # Record it before submitting, so that no job runs that the journal lacks.
         self._journal.add("started", point, attempt=attempt)
-        working_copies.upload(self._model_dir / FOLDER)
+        storage.upload(self._model_dir / FOLDER)
         self._launcher.submit(job)
         self._running[point] = job
         say(f"step {point.step:,}, {point.mixture}: started ({job.name})")
 
     def _job(self, point: Point, attempt: int) -> Job:
         values = self._values(point)
-        # Include the folder: two training runs with equal mixtures and steps may share an engine.
+        # Include the folder: two training runs with equal mixtures and steps may share an launcher.
         named = f"{self._model_dir / FOLDER}\n{point.mixture}"
         digest = hashlib.sha256(named.encode()).hexdigest()[:8]
         return Job(
@@ -311,7 +313,7 @@ class Controller:
     def _finished_results(self, point: Point) -> contextlib.AbstractContextManager[Path]:
         """A context with the files that a job has written."""
         if self._settings.target == "train":  # in a bucket it writes there by itself
-            return working_copies.fetched(self._place_of(point))
+            return storage.fetch(self._place_of(point))
         return contextlib.nullcontext(self._results_of(point))
 
     # ---- Results -------------------------------------------------------------------------------
@@ -473,7 +475,7 @@ def _complete_checkpoints(model_dir: Path) -> dict[int, CheckpointRef]:
 
 def _pins_of(model_dir: Path, folder: Path) -> Pins:
     """A training run's pins; `folder` stores them on a disk."""
-    return _Leases(model_dir) if buckets.is_address(model_dir) else _Links(folder)
+    return _Leases(model_dir) if storage.is_address(model_dir) else _Links(folder)
 
 
 class Pins(Protocol):
@@ -570,9 +572,9 @@ class _Leases:
             # A lease only delays: the training run has marked what it wanted to remove meanwhile.
             if leases.is_unwanted(checkpoint):
                 # Imported here, since it brings JAX.
-                from t0repro.training.checkpoints import remove_checkpoint
+                from t0repro.training.checkpoint_retention import remove_checkpoint
 
-                remove_checkpoint(buckets.place(checkpoint))
+                remove_checkpoint(storage.place(checkpoint))
 
 
 def _link(ref: CheckpointRef, place: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from t0repro.errors import UserError
-from t0repro.files import naming, sync_directory
+from t0repro.storage.disk import name_in_errors, sync
 from t0repro.terminal import bars
 
 FOLDER = "auxiliary"
@@ -125,7 +125,7 @@ class JobJournal:
 
 def _append(path: Path, line: str) -> None:
     is_new = not path.exists()
-    with naming(path), open(path, "ab") as file:
+    with name_in_errors(path), open(path, "ab") as file:
         # A line truncated by a power failure must not absorb this one.
         cut = file.tell() > 0 and not _ends_in_newline(path)
         file.write((b"\n" if cut else b"") + line.encode() + b"\n")
@@ -133,7 +133,7 @@ def _append(path: Path, line: str) -> None:
         os.fsync(file.fileno())
     # A new file's name is on disk only once its folder is.
     if is_new:
-        sync_directory(path.parent)
+        sync(path.parent)
 
 
 def _ends_in_newline(path: Path) -> bool:

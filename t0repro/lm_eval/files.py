@@ -30,21 +30,18 @@ import numpy as np
 import yaml
 
 from t0repro.errors import UserError
-from t0repro.files import (
-    atomic_directory,
-    check_is_name,
-    naming,
-    write_atomically,
-)
+from t0repro.storage import address_of, write_atomically
+from t0repro.storage.disk import atomic_directory, name_in_errors
+from t0repro.storage.names import check_is_name
 from t0repro.tasks.catalogue import label
-from t0repro.tasks.task import SCORE_EVAL_SUFFIX, TaskDescription, task_descriptions
+from t0repro.tasks.registry import task_descriptions
+from t0repro.tasks.task import SCORE_EVAL_SUFFIX, TaskDescription
 from t0repro.words import counted
-from t0repro.working_copies import address_of
 
 # Evaluations import JAX, which takes seconds that exporting tasks does without.
 if TYPE_CHECKING:
-    from t0repro.evaluation.outputs import TaskScores
     from t0repro.evaluation.task_output import LineFile
+    from t0repro.evaluation.task_scores import TaskScores
 
 _NO_ANSWER = -100
 """lm-evaluation-harness's label of an example whose answer is none of its choices."""
@@ -139,7 +136,7 @@ def _export(
 def _write_rows(task: TaskDescription, split: str, path: Path) -> int:
     """Writes the split's rendered examples; returns their number."""
     examples = 0
-    with naming(path), open(path, "w", encoding="utf-8") as file:
+    with name_in_errors(path), open(path, "w", encoding="utf-8") as file:
         for row in _rendered(task, split):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             examples += 1
@@ -594,7 +591,7 @@ def export_results(eval_dir: Path, step: int, split: str, folder: Path) -> Path:
       UserError: If there are no scores, or a task's rows are no longer those that were scored.
     """
     from t0repro.evaluation.outputs import iterate_task_scores
-    from t0repro.reports.run import recorded_facts
+    from t0repro.reports.provenance import recorded_facts
 
     facts = recorded_facts(eval_dir, step)
     date = datetime.datetime.now().isoformat().replace(":", "-")

@@ -10,13 +10,13 @@ import numpy as np
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
 from t0repro.config.decoding import GREEDY
-from t0repro.config.run_config import DType
+from t0repro.config.model import DType
 from t0repro.errors import UserError, nearest_names
-from t0repro.evaluation.engine import Engine, suited_tokens
+from t0repro.evaluation.engine import Engine, default_tokens_per_batch
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.grouping import make_batching
-from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
-from t0repro.evaluation.pairs import distinct_pairs
+from t0repro.evaluation.opened import attach_adapter, open_adapter_at, open_checkpoint
+from t0repro.evaluation.pairs import collect_pairs
 from t0repro.evaluation.selection import check_fits
 from t0repro.progress import count_progress
 from t0repro.tasks.vocabulary import named_vocabulary
@@ -83,12 +83,12 @@ class T0ReproLM(LM):
                 fix=f"Nearest: {nearest_names(name, known.split())}.",
             )
         if eos not in EOS:
-            raise UserError(f"eos is {eos!r}.", where=where, fix=f"Give {' or '.join(EOS)}.")
+            raise UserError(f"Invalid eos={eos!r}.", where=where, fix=f"Give {' or '.join(EOS)}.")
         self._vocabulary = named_vocabulary(vocabulary)
         self._processor = self._vocabulary.processor()
         self._checkpoint = open_checkpoint(str(checkpoint), step, dtype)
         if adapter is not None:
-            self._checkpoint = with_adapter(self._checkpoint, adapter_at(str(adapter)))
+            self._checkpoint = attach_adapter(self._checkpoint, open_adapter_at(str(adapter)))
         check_fits(self._vocabulary, self._checkpoint)
         # A continuation is never cut, since its score would be another text's.
         self._eos, self._lengths = eos, {"inputs": max_length, "targets": 1 << 30}
@@ -109,15 +109,15 @@ class T0ReproLM(LM):
             }
             for request in requests
         ]
-        pairs = distinct_pairs(examples, self._lengths)
+        pairs = collect_pairs(examples, self._lengths)
         params, model = self._checkpoint.params, self._checkpoint.model
-        plan = make_batching(pairs, self._tokens_per_batch or suited_tokens())
+        plan = make_batching(pairs, self._tokens_per_batch or default_tokens_per_batch())
         scores, misses = np.zeros(len(pairs)), np.ones(len(pairs))
         with count_progress(len(pairs), "scoring", "pair", "scored") as advance:
             for found in Engine(params, model, misses=True).run(pairs, plan):
                 scores[found.pairs], misses[found.pairs] = found.scores, found.misses
                 advance(len(found.pairs))
-        scores, misses = pairs.of_examples(scores), pairs.of_examples(misses)
+        scores, misses = pairs.expand_to_examples(scores), pairs.expand_to_examples(misses)
         return [(float(score), not miss) for score, miss in zip(scores, misses, strict=True)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:

@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from t0repro.files import make_folder
+from t0repro.model.attention_mask import AttentionMask
 from t0repro.model.shapes import Array, Float
-from t0repro.partitioning.costs import ATTENDED, KERNEL_MATMULS
+from t0repro.partitioning.flops import ATTENDED, KERNEL_MATMULS
+from t0repro.storage import make_folder
 
 _SOURCE = Path(__file__).with_name("attention.cc")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
@@ -39,34 +40,32 @@ def attention(
     key: Float[Array, "batch heads keys d_kv"],
     value: Float[Array, "batch heads keys d_kv"],
     position_bias: Float[Array, "heads offsets"] | None,
-    visibility: Any,
+    mask: AttentionMask,
 ) -> Float[Array, "batch heads length d_kv"]:
-    """Like t0repro.model.attention.attention, without dropout; only if `available`."""
+    """Like t0repro.model.attention.attention, without dropout; only if `is_available`."""
     if position_bias is None:
         # A bias without offsets tells the kernel that there is none.
         position_bias = jnp.zeros((query.shape[1], 0), jnp.float32)
-    attended: Any = _attend(query, key, value, position_bias.astype(jnp.float32), visibility)
+    attended: Any = _attend(query, key, value, position_bias.astype(jnp.float32), mask)
     return attended
 
 
 @jax.custom_vjp
-def _attend(query: Array, key: Array, value: Array, bias: Array, visibility: Any) -> Array:
-    return _forward(query, key, value, bias, visibility)[0]
+def _attend(query: Array, key: Array, value: Array, bias: Array, mask: Any) -> Array:
+    return _forward(query, key, value, bias, mask)[0]
 
 
-def _forward(
-    query: Array, key: Array, value: Array, bias: Array, visibility: Any
-) -> tuple[Array, Any]:
-    y, log_z = _call(_TARGETS[0], (query, key, value, bias, *visibility), (query, query[..., 0]))
+def _forward(query: Array, key: Array, value: Array, bias: Array, mask: Any) -> tuple[Array, Any]:
+    y, log_z = _call(_TARGETS[0], (query, key, value, bias, *mask), (query, query[..., 0]))
     y, log_z = checkpoint_name(y, ATTENDED), checkpoint_name(log_z, ATTENDED)
-    return y, (query, key, value, bias, visibility, log_z)
+    return y, (query, key, value, bias, mask, log_z)
 
 
-def _backward(kept: Any, d_y: Array) -> tuple[Any, ...]:
-    query, key, value, bias, visibility, log_z = kept
+def _backward(residuals: Any, d_y: Array) -> tuple[Any, ...]:
+    query, key, value, bias, mask, log_z = residuals
     results = (query, key, value, jax.ShapeDtypeStruct((query.shape[0], *bias.shape), bias.dtype))
-    given = (query, key, value, bias, *visibility, log_z, d_y)
-    d_query, d_key, d_value, d_bias = _call(_TARGETS[1], given, results)
+    arguments = (query, key, value, bias, *mask, log_z, d_y)
+    d_query, d_key, d_value, d_bias = _call(_TARGETS[1], arguments, results)
     return d_query, d_key, d_value, jnp.sum(d_bias, axis=0), None
 
 
@@ -89,11 +88,8 @@ def _call(target: str, arguments: tuple[Any, ...], results: tuple[Any, ...]) -> 
     return call(*arguments)
 
 
-# ---- The library ---------------------------------------------------------------------------------
-
-
 @functools.cache
-def available() -> bool:
+def is_available() -> bool:
     """Whether the kernel is registered with JAX; builds it if this machine has not built it yet."""
     path = _library()
     if path is None:

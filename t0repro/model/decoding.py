@@ -18,7 +18,6 @@ cases included:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -27,19 +26,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.decoding import DecodingConfig
-from t0repro.model.attention import Visibility
+from t0repro.model.decoder_steps import Parameters, decoder_step, empty_cache, read_inputs
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.model.t5 import T5, cross_attention_memory, segments_of
-from t0repro.model.towers import Memory
+from t0repro.model.t5 import T5
 
 EOS = 1
 # Mesh TensorFlow's infinity (beam_search.INF); a beam that does not exist scores minus this.
 _NEVER = 1e7
 # Replaces the logits that top-k sampling drops.
 _DROPPED = -1e6
-
-Parameters = Mapping[str, Any]
-Cache = Mapping[str, Any]  # Flax's collection "cache" of the model
 
 
 class Decoded(NamedTuple):
@@ -97,81 +92,6 @@ def search_limit(longest_input: int, config: DecodingConfig) -> int:
     return int(product + np.float32(config.length_constant))
 
 
-# ---- One position of the decoder -----------------------------------------------------------------
-
-
-@flax.struct.dataclass
-class DecoderReads:
-    """The constant inputs of every decoding step.
-
-    Attributes:
-      memory: keys and values of the encoder's outputs, by layer, [batch, heads, memory, d_kv].
-      visibility: which inputs are not padding.
-    """
-
-    memory: Memory
-    visibility: Visibility
-
-
-def read_inputs(model: T5, params: Parameters, inputs: Int[Array, "batch memory"]) -> DecoderReads:
-    """Encodes the inputs, once for all positions."""
-    segments = segments_of(inputs, None)
-    encoded = model.apply({"params": params}, inputs, segments, method=T5.encode)
-    assert isinstance(encoded, jax.Array)
-    return DecoderReads(
-        memory=cross_attention_memory(model, params, encoded),
-        visibility=Visibility(jnp.ones((inputs.shape[0], 1), segments.dtype), segments),
-    )
-
-
-def empty_cache(model: T5, rows: int, length: int) -> Cache:
-    """Zeros for the keys and values of `length` positions in each decoder layer."""
-    config, dtype = model.config, jnp.dtype(model.dtypes.activation)
-    zeros = jnp.zeros((rows, config.num_heads, length, config.d_kv), dtype)
-    return {
-        "decoder": {
-            f"layers_{index}": {"self_attention": {"cached_key": zeros, "cached_value": zeros}}
-            for index in range(config.num_decoder_layers)
-        }
-    }
-
-
-def decoder_step(
-    model: T5,
-    params: Parameters,
-    reads: DecoderReads,
-    cache: Cache,
-    tokens: Int[Array, "batch beams"],
-    position: Int[Array, ""],
-) -> tuple[Float[Array, "batch beams vocab"], Cache]:
-    """Float32 logits of the targets at a position, and the cache with that position.
-
-    Args:
-      model: the model.
-      params: its parameters.
-      reads: from `read_inputs`; all beams of a row read the same input.
-      cache: keys and values of the earlier positions, [batch * beams, heads, length, d_kv].
-      tokens: the decoder's inputs: the targets one position earlier, 0 at the first.
-      position: counted from 0, less than the cache's length.
-    """
-    logits, updated = model.apply(
-        {"params": params, "cache": cache},
-        tokens.reshape(-1, 1),
-        position,
-        # The cache's length; its leaves are [rows, heads, length, d_kv].
-        jax.tree.leaves(cache)[0].shape[2],
-        reads.memory,
-        reads.visibility,
-        method=T5.decode_step,
-        mutable=["cache"],
-    )
-    assert isinstance(logits, jax.Array)
-    return logits.reshape(*tokens.shape, -1), updated["cache"]
-
-
-# ---- Greedy decoding and sampling ----------------------------------------------------------------
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _sample(
     model: T5,
@@ -222,9 +142,6 @@ def _choose(
         uniform = jax.random.uniform(key, logits.shape, minval=1e-9, maxval=1.0)
         logits = logits - jnp.log(-jnp.log(uniform)) * temperature
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-# ---- Beam search ---------------------------------------------------------------------------------
 
 
 @flax.struct.dataclass
@@ -310,7 +227,7 @@ def _grow(
 ) -> tuple[_Beams, Int[Array, "batch beams"]]:
     """Extends the beams by one token; also returns the parent of each beam that is now alive."""
     beams = logits.shape[1]
-    log_probs = _continued(logits, state.log_probs)
+    log_probs = _extend_log_probs(logits, state.log_probs)
     # Without the barrier, XLA would multiply by a rounded reciprocal of the penalty.
     divisors = jax.lax.optimization_barrier(jnp.broadcast_to(penalty, log_probs.shape))
     scores, parents, tokens = _best_continuations(
@@ -350,7 +267,7 @@ def _length_penalties(length: int, alpha: float) -> np.ndarray:
     return ((np.float32(5.0) + tokens) * sixth) ** np.float32(alpha)
 
 
-def _continued(
+def _extend_log_probs(
     logits: Float[Array, "batch beams vocab"], log_probs: Float[Array, "batch beams"]
 ) -> Float[Array, "batch beams vocab"]:
     """The log-probabilities of beams with each token appended.
@@ -373,13 +290,13 @@ def _best_continuations(
     batch, beams, vocab = scores.shape
     split = scores.reshape(batch, beams, vocab_parts, vocab // vocab_parts)
     # Without a prefilter (0), as many continuations per beam compete as the caller wants.
-    kept = min(prefilter or count, split.shape[-1])
-    values, tokens = jax.lax.top_k(split, kept)
+    per_beam = min(prefilter or count, split.shape[-1])
+    values, tokens = jax.lax.top_k(split, per_beam)
     # Convert ids within a shard of the vocabulary to ids in the whole.
     tokens = tokens + jnp.arange(vocab_parts)[:, None] * split.shape[-1]
     best, index = jax.lax.top_k(values.reshape(batch, -1), count)
     chosen = jnp.take_along_axis(tokens.reshape(batch, -1), index, axis=1)
-    return best, index // (vocab_parts * kept), chosen
+    return best, index // (vocab_parts * per_beam), chosen
 
 
 def _is_decided(state: _Beams, longest: Float[Array, " batch"]) -> Array:

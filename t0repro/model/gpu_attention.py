@@ -30,17 +30,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from t0repro.model.attention import INVISIBLE
+from t0repro.model.attention_mask import INVISIBLE, AttentionMask
 from t0repro.model.pallas_attention import (
     ABSENT,
     Kernels,
     Sizes,
     attend,
-    needed,
-    seen_by,
+    find_needed_blocks,
+    pack_mask,
 )
 from t0repro.model.shapes import Array, Float
-from t0repro.partitioning.costs import KERNEL_MATMULS
+from t0repro.partitioning.flops import KERNEL_MATMULS
 
 _FORWARD, _BACKWARD = KERNEL_MATMULS
 _SMALLEST = 16  # rows and columns of a matmul on tensor cores
@@ -56,8 +56,8 @@ def supports(device: Any) -> bool:
     if device.platform not in ("gpu", "cuda"):
         return False
     if not hasattr(device, "compute_capability"):
-        here = (x for x in jax.devices() if x.device_kind == device.device_kind)
-        device = next(here, None)
+        local_devices = (x for x in jax.devices() if x.device_kind == device.device_kind)
+        device = next(local_devices, None)
     # AMD's have names instead of numbers.
     major = getattr(device, "compute_capability", "").split(".")[0]
     return major.isdigit() and int(major) >= 8
@@ -68,7 +68,7 @@ def attention(
     key: Float[Array, "batch heads keys d_kv"],
     value: Float[Array, "batch heads keys d_kv"],
     position_bias: Float[Array, "heads offsets"] | None,
-    visibility: Any,
+    mask: AttentionMask,
     *,
     interpret: bool = False,
 ) -> Float[Array, "batch heads length d_kv"]:
@@ -83,14 +83,16 @@ def attention(
     batch, _, length, depth = query.shape
     padding = ((0, 0), (0, 0), (0, 0), (0, _power_of_two(depth) - depth))
     query, key = query.astype(value.dtype), key.astype(value.dtype)
-    given = [jnp.pad(x.swapaxes(1, 2), padding) for x in (query, key, value)]
+    operands = [jnp.pad(x.swapaxes(1, 2), padding) for x in (query, key, value)]
     # The diagonals are those of square blocks.
-    size = min(_block(given[0]), _power_of_two(max(length, key.shape[2])))
+    # Positions of a block, whose logits and results fit into the registers of four warps.
+    size = 64 >> (operands[0].dtype.itemsize > 2) + (operands[0].shape[3] > 128)
+    size = min(size, _power_of_two(max(length, key.shape[2])))
     sizes = Sizes(length, key.shape[2], size, size)
     forward = functools.partial(_run_forward, sizes, interpret)
     backward = functools.partial(_run_backward, sizes, interpret)
     kernels = Kernels(forward, backward, ("batch", "length", "heads"))
-    attended: Any = attend(kernels, *given, position_bias, *seen_by(visibility, batch))
+    attended: Any = attend(kernels, *operands, position_bias, *pack_mask(mask, batch))
     return attended[..., :depth].swapaxes(1, 2)
 
 
@@ -99,30 +101,22 @@ def _power_of_two(size: int) -> int:
     return max(_SMALLEST, pl.next_power_of_2(size))
 
 
-def _block(query: Array) -> int:
-    """Positions of a block, whose logits and results fit into the registers of four warps."""
-    return 64 >> (query.dtype.itemsize > 2) + (query.shape[3] > 128)
-
-
-# ---- The passes on one device -------------------------------------------------------------------
-
-
-def _run_forward(sizes: Sizes, interpret: bool, *given: Any) -> tuple[Array, Array]:
+def _run_forward(sizes: Sizes, interpret: bool, *operands: Any) -> tuple[Array, Array]:
     """The result, and log_z and the total of weights of all queries: [batch, heads, 2, queries]."""
-    query, key, value, bias, of_queries, of_keys = _in_full_blocks(sizes, *given)
+    query, key, value, bias, query_ids, key_ids = _pad_to_blocks(sizes, *operands)
     batch, length, heads, _ = query.shape
     y, sums = _call(
         functools.partial(_forward_kernel, sizes),
         (sizes.blocks, heads, batch),
         KERNEL_MATMULS[_FORWARD],
         [
-            _bounds(needed(of_queries, of_keys, sizes)),
+            _bounds(find_needed_blocks(query_ids, key_ids, sizes)),
             _vectors(query, sizes.block),
             _vectors(key),
             _vectors(value),
             _bias(bias),
-            _numbers(of_queries, sizes.block),
-            _numbers(of_keys),
+            _numbers(query_ids, sizes.block),
+            _numbers(key_ids),
         ],
         [
             _vectors(jax.ShapeDtypeStruct(query.shape, value.dtype), sizes.block),
@@ -133,10 +127,10 @@ def _run_forward(sizes: Sizes, interpret: bool, *given: Any) -> tuple[Array, Arr
     return y[:, : sizes.length], sums
 
 
-def _run_backward(sizes: Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]:
+def _run_backward(sizes: Sizes, interpret: bool, *residuals: Any) -> tuple[Any, ...]:
     """The gradients of query, key, value and position bias."""
-    *given, y, sums, d_y = kept
-    query, key, value, bias, of_queries, of_keys = _in_full_blocks(sizes, *given)
+    *operands, y, sums, d_y = residuals
+    query, key, value, bias, query_ids, key_ids = _pad_to_blocks(sizes, *operands)
     batch, _, heads, _ = query.shape
     # The mean of the weights' gradients, weighted by them. Its sum over keys is one over d_kv: the
     # sum of weights x (d_y . value) is d_y . y. The total differs from 1 for blind queries only.
@@ -144,9 +138,9 @@ def _run_backward(sizes: Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]:
     log_z, total = sums[:, :, 0], sums[:, :, 1]
     # A query that only pads a block has weights of 0.
     log_z = jnp.where(jnp.arange(log_z.shape[2]) < sizes.length, log_z, -ABSENT)
-    of_rows = jnp.stack([log_z, sizes.queries(product) / total], axis=2)
+    row_stats = jnp.stack([log_z, sizes.queries(product) / total], axis=2)
     d_y = sizes.queries(d_y, 1)
-    blocks = needed(of_queries, of_keys, sizes)
+    blocks = find_needed_blocks(query_ids, key_ids, sizes)
     call = functools.partial(_call, interpret=interpret)
 
     # KERNEL_MATMULS counts matmuls of the full matrices. The others here compute weights or their
@@ -161,10 +155,10 @@ def _run_backward(sizes: Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]:
             _vectors(key),
             _vectors(value),
             _bias(bias),
-            _numbers(of_queries, sizes.block),
-            _numbers(of_keys),
+            _numbers(query_ids, sizes.block),
+            _numbers(key_ids),
             _vectors(d_y, sizes.block),
-            _sums(of_rows, sizes.block),
+            _sums(row_stats, sizes.block),
         ],
         [_vectors(query, sizes.block)],
     )
@@ -178,10 +172,10 @@ def _run_backward(sizes: Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]:
             _vectors(key, sizes.key_block),
             _vectors(value, sizes.key_block),
             _bias(bias),
-            _numbers(of_queries),
-            _numbers(of_keys, sizes.key_block),
+            _numbers(query_ids),
+            _numbers(key_ids, sizes.key_block),
             _vectors(d_y),
-            _sums(of_rows),
+            _sums(row_stats),
         ],
         [_vectors(key, sizes.key_block), _vectors(value, sizes.key_block)],
     )
@@ -197,13 +191,13 @@ def _run_backward(sizes: Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]:
         (diagonals, heads, groups),
         0,
         [
-            _bounds(_on_diagonals(blocks), rows),
+            _bounds(_arrange_by_diagonal(blocks), rows),
             *(_vectors(x, rows=rows) for x in (query, key, value)),
             _bias(bias),
-            _numbers(of_queries, rows=rows),
-            _numbers(of_keys, rows=rows),
+            _numbers(query_ids, rows=rows),
+            _numbers(key_ids, rows=rows),
             _vectors(d_y, rows=rows),
-            _sums(of_rows, rows=rows),
+            _sums(row_stats, rows=rows),
         ],
         [
             (
@@ -215,20 +209,20 @@ def _run_backward(sizes: Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]:
     d_bias = _sum_along_diagonals(jnp.sum(d_blocks, axis=0))
     start = sizes.blocks * sizes.block - sizes.length
     d_bias = d_bias[:, start : start + sizes.length + sizes.keys - 1]
-    return *learned, d_bias.astype(given[3].dtype)
+    return *learned, d_bias.astype(operands[3].dtype)
 
 
-def _in_full_blocks(sizes: Sizes, *given: Any) -> tuple[Any, ...]:
-    query, key, value, bias, of_queries, of_keys = given
+def _pad_to_blocks(sizes: Sizes, *operands: Any) -> tuple[Any, ...]:
+    query, key, value, bias, query_ids, key_ids = operands
     if bias is not None:
         before = sizes.blocks * sizes.block - sizes.length
         after = sizes.offsets - before - bias.shape[1]
         bias = jnp.pad(bias.astype(jnp.float32), ((0, 0), (before, after)))
-    vectors = sizes.queries(query, 1), sizes.all_keys(key, 1), sizes.all_keys(value, 1)
-    return *vectors, bias, sizes.queries(of_queries), sizes.all_keys(of_keys)
+    vectors = sizes.queries(query, 1), sizes.pad_keys(key, 1), sizes.pad_keys(value, 1)
+    return *vectors, bias, sizes.queries(query_ids), sizes.pad_keys(key_ids)
 
 
-def _on_diagonals(blocks: Array) -> Array:
+def _arrange_by_diagonal(blocks: Array) -> Array:
     """[batch, blocks, key blocks] by diagonals, [batch, diagonals, blocks]; elsewhere False."""
     count, key_blocks = blocks.shape[1:]
     at = jnp.arange(1 - count, key_blocks)[:, None] + jnp.arange(count)
@@ -240,7 +234,7 @@ def _sum_along_diagonals(blocks: Array) -> Array:
     """Sums by offset, [heads, offsets], of one block of each diagonal [heads, diagonals, n, n]."""
     heads, diagonals, size, _ = blocks.shape
     # The last row first, each shifted by one more than the row before it, as in
-    # t0repro.model.attention.along_diagonals.
+    # t0repro.model.full_attention.expand_offsets.
     shifted = jnp.pad(blocks[:, :, ::-1], ((0, 0), (0, 0), (0, 0), (0, size)))
     shifted = shifted.reshape(heads, diagonals, -1)[..., :-size]
     sums = jnp.sum(shifted.reshape(heads, diagonals, size, 2 * size - 1), axis=2)
@@ -251,7 +245,6 @@ def _sum_along_diagonals(blocks: Array) -> Array:
     return sums.reshape(heads, -1)
 
 
-# ---- What the kernels read and write -------------------------------------------------------------
 # Each has its blocks and the array. A program has a number n, of a block of queries or keys or of a
 # diagonal; a head; and a row b, or as many `rows` as are given.
 
@@ -294,39 +287,36 @@ def _call(
     kernel: Callable[..., None],
     grid: tuple[int, ...],
     matmuls: int,
-    given: Sequence[tuple[Any, Any]],
+    operands: Sequence[tuple[Any, Any]],
     results: Sequence[tuple[Any, Any]],
     interpret: bool,
 ) -> Any:
     """Calls a kernel that counts as these matmuls, on arguments and for results."""
-    query, key = given[1][1], given[2][1]
+    query, key = operands[1][1], operands[2][1]
     batch, length, heads, depth = query.shape
     flops = 2 * matmuls * batch * heads * depth * length * key.shape[1]
     return pl.pallas_call(
         kernel,
         grid=grid,
-        in_specs=[spec for spec, _ in given],
+        in_specs=[spec for spec, _ in operands],
         out_specs=[spec for spec, _ in results],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in results],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=0, transcendentals=0),
         interpret=interpret,
-    )(*(x for _, x in given))
+    )(*(x for _, x in operands))
 
 
-# ---- The kernels, a program of each --------------------------------------------------------------
-
-
-def _forward_kernel(sizes: Sizes, bounds: Any, *given: Any) -> None:
-    query, key, value, bias, of_queries, of_keys, y, sums = given
+def _forward_kernel(sizes: Sizes, bounds: Any, *refs: Any) -> None:
+    query, key, value, bias, query_ids, key_ids, y, sums = refs
     first = pl.program_id(0) * sizes.block
-    q, seen = query[...], _rows(of_queries, slice(None))
+    q, q_ids = query[...], _rows(query_ids, slice(None))
 
-    def add(j: Array, carried: tuple[Array, ...]) -> tuple[Array, ...]:
-        result, maximum, total = carried
+    def add(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        result, maximum, total = carry
         keys = pl.ds(j * sizes.key_block, sizes.key_block)
-        of_block = _rows(of_keys, keys)
-        logits = _logits(sizes, q, key[keys], seen, of_block, bias, first, keys.start)
+        k_ids = _rows(key_ids, keys)
+        logits = _logits(sizes, q, key[keys], q_ids, k_ids, bias, first, keys.start)
         largest = jnp.maximum(maximum, jnp.max(logits, axis=1))
         weights = jnp.exp(logits - largest[:, None])
         before = jnp.exp(maximum - largest)
@@ -343,16 +333,16 @@ def _forward_kernel(sizes: Sizes, bounds: Any, *given: Any) -> None:
     sums[1, :] = total * scale
 
 
-def _query_kernel(sizes: Sizes, bounds: Any, *given: Any) -> None:
-    query, key, value, bias, of_queries, of_keys, d_y, of_rows, d_query = given
+def _query_kernel(sizes: Sizes, bounds: Any, *refs: Any) -> None:
+    query, key, value, bias, query_ids, key_ids, d_y, row_stats, d_query = refs
     first = pl.program_id(0) * sizes.block
-    q, dy, seen = query[...], d_y[...], _rows(of_queries, slice(None))
-    log_z, mean = of_rows[0, :], of_rows[1, :]
+    q, dy, q_ids = query[...], d_y[...], _rows(query_ids, slice(None))
+    log_z, mean = row_stats[0, :], row_stats[1, :]
 
     def add(j: Array, total: Array) -> Array:
         keys = pl.ds(j * sizes.key_block, sizes.key_block)
-        k, of_block = key[keys], _rows(of_keys, keys)
-        logits = _logits(sizes, q, k, seen, of_block, bias, first, keys.start)
+        k, k_ids = key[keys], _rows(key_ids, keys)
+        logits = _logits(sizes, q, k, q_ids, k_ids, bias, first, keys.start)
         weights = jnp.exp(logits - log_z[:, None])
         d_weights = _matmul(_ROW_BY_ROW, dy, value[keys])
         return total + _matmul(_PLAIN, weights * (d_weights - mean[:, None]), k)
@@ -361,20 +351,20 @@ def _query_kernel(sizes: Sizes, bounds: Any, *given: Any) -> None:
     d_query[...] = total.astype(d_query.dtype)
 
 
-def _key_kernel(sizes: Sizes, bounds: Any, *given: Any) -> None:
-    query, key, value, bias, of_queries, of_keys, d_y, of_rows, d_key, d_value = given
+def _key_kernel(sizes: Sizes, bounds: Any, *refs: Any) -> None:
+    query, key, value, bias, query_ids, key_ids, d_y, row_stats, d_key, d_value = refs
     first, step = pl.program_id(0) * sizes.key_block, min(sizes.block, _STEP)
     steps = sizes.block // step
-    k, v, seen = key[...], value[...], _rows(of_keys, slice(None))
+    k, v, block_ids = key[...], value[...], _rows(key_ids, slice(None))
 
     # Blocks are [keys, queries], so that no matmul needs weights transposed.
     def add(number: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
         queries = pl.ds(number * step, step)
-        q, dy, of_step = query[queries], d_y[queries], _rows(of_queries, queries)
-        logits = _logits(sizes, q, k, of_step, seen, bias, queries.start, first, by_key=True)
-        weights = jnp.exp(logits - of_rows[0, queries][None])
+        q, dy, q_ids = query[queries], d_y[queries], _rows(query_ids, queries)
+        logits = _logits(sizes, q, k, q_ids, block_ids, bias, queries.start, first, by_key=True)
+        weights = jnp.exp(logits - row_stats[0, queries][None])
         d_weights = _matmul(_ROW_BY_ROW, v, dy)
-        d_logits = weights * (d_weights - of_rows[1, queries][None])
+        d_logits = weights * (d_weights - row_stats[1, queries][None])
         return totals[0] + _matmul(_PLAIN, d_logits, q), totals[1] + _matmul(_PLAIN, weights, dy)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
@@ -383,20 +373,20 @@ def _key_kernel(sizes: Sizes, bounds: Any, *given: Any) -> None:
     d_value[...] = totals[1].astype(d_value.dtype)
 
 
-def _bias_kernel(sizes: Sizes, rows: int, bounds: Any, *given: Any) -> None:
-    query, key, value, bias, of_queries, of_keys, d_y, of_rows, d_block = given
+def _bias_kernel(sizes: Sizes, rows: int, bounds: Any, *refs: Any) -> None:
+    query, key, value, bias, query_ids, key_ids, d_y, row_stats, d_block = refs
     diagonal = pl.program_id(0) + 1 - sizes.blocks
 
     def add_row(b: Array, total: Array) -> Array:
         def add(i: Array, total: Array) -> Array:
             queries = pl.ds(i * sizes.block, sizes.block)
             keys = pl.ds((i + diagonal) * sizes.key_block, sizes.key_block)
-            seen = _rows(of_queries, queries, b), _rows(of_keys, keys, b)
+            block_ids = _rows(query_ids, queries, b), _rows(key_ids, keys, b)
             places = queries.start, keys.start
-            logits = _logits(sizes, query[b, queries], key[b, keys], *seen, bias, *places)
-            weights = jnp.exp(logits - of_rows[b, 0, queries][:, None])
+            logits = _logits(sizes, query[b, queries], key[b, keys], *block_ids, bias, *places)
+            weights = jnp.exp(logits - row_stats[b, 0, queries][:, None])
             d_weights = _matmul(_ROW_BY_ROW, d_y[b, queries], value[b, keys])
-            return total + weights * (d_weights - of_rows[b, 1, queries][:, None])
+            return total + weights * (d_weights - row_stats[b, 1, queries][:, None])
 
         return jax.lax.fori_loop(bounds[b, 0], bounds[b, 1], add, total)
 
@@ -418,8 +408,8 @@ def _logits(
     sizes: Sizes,
     query: Array,
     key: Array,
-    of_queries: Sequence[Array],
-    of_keys: Sequence[Array],
+    query_ids: Sequence[Array],
+    key_ids: Sequence[Array],
     bias: Any,
     first_query: Any,
     first_key: Any,
@@ -430,9 +420,9 @@ def _logits(
     queries, keys = (0, 1) if not by_key else (1, 0)
     left, right = (query, key) if not by_key else (key, query)
     expand = lambda x, axis: jnp.expand_dims(x, 1 - axis)  # noqa: E731
-    visible = expand(of_queries[0], queries) == expand(of_keys[0], keys)
-    if len(of_queries) > 1:
-        visible &= expand(of_queries[1], queries) >= expand(of_keys[1], keys)
+    visible = expand(query_ids[0], queries) == expand(key_ids[0], keys)
+    if len(query_ids) > 1:
+        visible &= expand(query_ids[1], queries) >= expand(key_ids[1], keys)
     added = jnp.where(visible, 0.0, INVISIBLE)
     place = functools.partial(jax.lax.broadcasted_iota, jnp.int32, added.shape)
     if bias is not None:

@@ -3,35 +3,30 @@
 Parameters are float32 and are cast to the activation dtype where they are used. In float32 every
 operation agrees with Mesh TensorFlow 0.1.21 up to rounding; if the order of operations matters
 beyond that, the docstring states it. Initial values also follow Mesh TensorFlow's distributions;
-`sample_parameters` computes them.
+t0repro.model.initialization computes them.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import flax
 import flax.linen as nn
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core.scope import LazyRng
-from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from t0repro.adapters import IA3_INPUT, IA3_OUTPUT, LORA_A, LORA_B
-from t0repro.config.run_config import ModelConfig
-from t0repro.model.attention import Visibility, attention
+from t0repro.config.model import ModelConfig
+from t0repro.model.attention import attention
+from t0repro.model.attention_mask import AttentionMask
+from t0repro.model.dropout import Dropout, ScannedLayer
+from t0repro.model.initialization import Initializer, parameter
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.parameters.naming import layer_name
-from t0repro.partitioning.devices import constrain, for_all_groups
+from t0repro.partitioning.devices import constrain
 
 # Mesh TensorFlow sets no initializer for position biases, so TensorFlow's default applies.
 _GLOROT_UNIFORM = nn.initializers.glorot_uniform(in_axis=0, out_axis=1)
@@ -66,7 +61,7 @@ class Dense(nn.Module):
     ) -> Float[Array, "*batch features"]:
         """Returns x @ kernel, changed by the adapter if there is one."""
         kernel = parameter(self, "kernel", self.kernel_init, (x.shape[-1], self.features))
-        if (scale := self._of_adapter(IA3_INPUT)) is not None:
+        if (scale := self._adapter_param(IA3_INPUT)) is not None:
             x = x * scale.astype(x.dtype)
         # Flatten to two axes: XLA on CPU then takes half as long for the gradient.
         rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
@@ -74,8 +69,8 @@ class Dense(nn.Module):
         # A fully sharded kernel is gathered here, in the activation dtype.
         kernel = constrain(kernel.astype(self.dtype), *self.axes)
         y = jnp.dot(rows, kernel, preferred_element_type=output_dtype)
-        if (first := self._of_adapter(LORA_A)) is not None:
-            second = self._of_adapter(LORA_B)
+        if (first := self._adapter_param(LORA_A)) is not None:
+            second = self._adapter_param(LORA_B)
             assert second is not None
             read = x
             if self.adapter_dropout is not None:
@@ -83,12 +78,12 @@ class Dense(nn.Module):
             read = read.reshape(rows.shape).astype(self.dtype)
             low = jnp.dot(read, first.astype(self.dtype))
             y = y + jnp.dot(low, second.astype(self.dtype), preferred_element_type=output_dtype)
-        if (scale := self._of_adapter(IA3_OUTPUT)) is not None:
+        if (scale := self._adapter_param(IA3_OUTPUT)) is not None:
             y = y * scale.astype(y.dtype)
         y = y.reshape(*x.shape[:-1], self.features)
         return constrain(y, "batch", *[None] * (y.ndim - 2), self.axes[1])
 
-    def _of_adapter(self, name: str) -> jax.Array | None:
+    def _adapter_param(self, name: str) -> jax.Array | None:
         """An adapter's parameter of this kernel, if it was given one."""
         return self.get_variable("params", name)
 
@@ -110,10 +105,10 @@ class RMSNorm(nn.Module):
         scale = parameter(self, "scale", nn.initializers.ones, (x.shape[-1],))
         x = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        normalised = x * jax.lax.rsqrt(variance + self.config.rms_norm_epsilon)
+        normalized = x * jax.lax.rsqrt(variance + self.config.rms_norm_epsilon)
         if self.config.arithmetic.cast_before_norm_scale:
-            return normalised.astype(self.dtype) * scale.astype(self.dtype)
-        return (normalised * scale).astype(self.dtype)
+            return normalized.astype(self.dtype) * scale.astype(self.dtype)
+        return (normalized * scale).astype(self.dtype)
 
 
 class Embedding(nn.Module):
@@ -207,8 +202,8 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: Float[Array, "batch length d_model"],
-        memory: Float[Array, "batch memory d_model"] | KeysAndValues,
-        visibility: Visibility,
+        key_value_source: Float[Array, "batch memory d_model"] | KeysAndValues,
+        mask: AttentionMask,
         position_bias: Float[Array, "heads offsets"] | None = None,
         *,
         deterministic: bool,
@@ -218,8 +213,8 @@ class Attention(nn.Module):
 
         Args:
           x: the source of queries.
-          memory: the source of keys and values, or its `keys_and_values`.
-          visibility: which query sees which key.
+          key_value_source: the source of keys and values, or its `keys_and_values`.
+          mask: which query sees which key.
           position_bias: added to the logits, by the offset of the key from the query.
           deterministic: False applies dropout.
           position: in decoding with a cache, the position of the one token in each row. Its key and
@@ -241,27 +236,27 @@ class Attention(nn.Module):
         # T5X divides before the projection, in the activations' dtype.
         queries = x / jnp.sqrt(d_kv).astype(x.dtype) if config.scale_queries else x
         query = project("query", queries, fan_in * d_kv**-0.5)
-        if isinstance(memory, KeysAndValues):
-            key, value = memory
+        if isinstance(key_value_source, KeysAndValues):
+            key, value = key_value_source
         else:
-            key = project("key", memory, fan_in)
-            value = project("value", memory, fan_in)
+            key = project("key", key_value_source, fan_in)
+            value = project("value", key_value_source, fan_in)
         if position is not None:
-            key = self._with_earlier("cached_key", key, position)
-            value = self._with_earlier("cached_value", value, position)
+            key = self._update_cache("cached_key", key, position)
+            value = self._update_cache("cached_value", value, position)
         in_float32 = config.arithmetic.float32_attention_logits
         logits_type = jnp.dtype("float32") if in_float32 else self.dtype
         query, key = query.astype(logits_type), key.astype(logits_type)
         # One mask for all queries of a sequence: axis -2 of [batch, heads, query, key].
         dropout = Dropout(config.dropout_rate, -2, self.layer)
-        dropped = functools.partial(dropout, deterministic=deterministic)
-        y = attention(query, key, value, position_bias, visibility, dropped)
+        apply_dropout = functools.partial(dropout, deterministic=deterministic)
+        y = attention(query, key, value, position_bias, mask, apply_dropout)
         y = y.swapaxes(1, 2)
         y = y.reshape(*y.shape[:-2], heads * d_kv)
         out = dense("out", config.d_model, normal((heads * d_kv) ** -0.5), ("heads", "embed"))
         return out(y, deterministic=deterministic)
 
-    def _with_earlier(
+    def _update_cache(
         self, name: str, x: Float[Array, "batch heads 1 d_kv"], position: Int[Array, ""]
     ) -> Float[Array, "batch heads keys d_kv"]:
         """The cache of this name with x at its position."""
@@ -282,7 +277,7 @@ def split_heads(
 
 def keys_and_values(
     parameters: Mapping[str, Any],
-    memory: Float[Array, "batch memory d_model"],
+    source: Float[Array, "batch memory d_model"],
     heads: int,
     dtype: jnp.dtype,
 ) -> KeysAndValues:
@@ -291,7 +286,7 @@ def keys_and_values(
     def project(name: str) -> jax.Array:
         size, init = parameters[name]["kernel"].shape[-1], nn.initializers.zeros
         dense = Dense(size, dtype, init, axes=("embed", "heads"))
-        y = dense.apply({"params": parameters[name]}, memory)
+        y = dense.apply({"params": parameters[name]}, source)
         assert isinstance(y, jax.Array)
         return split_heads(y, heads)
 
@@ -324,7 +319,7 @@ class RelativePositionBias(nn.Module):
         shape = (config.num_heads, config.relative_attention_num_buckets)
         values = parameter(self, "rel_embedding", _GLOROT_UNIFORM, shape)
 
-        def of_offsets(offsets: np.ndarray) -> Array:
+        def look_up(offsets: np.ndarray) -> Array:
             bucket = relative_position_bucket(
                 offsets,
                 self.bidirectional,
@@ -335,12 +330,12 @@ class RelativePositionBias(nn.Module):
             return values[:, bucket]
 
         if position is None:
-            return of_offsets(np.arange(1 - length, length, dtype=np.int32)).astype(self.dtype)
+            return look_up(np.arange(1 - length, length, dtype=np.int32)).astype(self.dtype)
         # numpy computes buckets while the model is traced, but the position is known only on the
         # device. So compute the bias of every distance up to where all share a bucket, and look up
         # each key's distance there.
         furthest = config.relative_attention_max_distance
-        by_distance = of_offsets(-np.arange(furthest + 1, dtype=np.int32)).astype(self.dtype)
+        by_distance = look_up(-np.arange(furthest + 1, dtype=np.int32)).astype(self.dtype)
         places = np.arange(length, dtype=np.int32)
         return by_distance[:, jnp.clip(position - places, 0, furthest)]
 
@@ -383,7 +378,7 @@ def relative_position_bucket(
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """The activation of this name; see t0repro.config.run_config.Activation.
+    """The activation of this name; see t0repro.config.model.Activation.
 
     Mesh TensorFlow's gelu is the tanh approximation (mesh_tensorflow.ops.gelu), and so is T5X's;
     transformers' "gelu" is the exact one, and its "gelu_new" is this gelu.
@@ -433,181 +428,3 @@ def fan_in_truncated_normal(
     This is mtf.layers.VarianceScalingInitializer, the default of dense layers.
     """
     return nn.initializers.truncated_normal(stddev=shape[0] ** -0.5)(key, shape, dtype)
-
-
-# ---- Dropout -------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ScannedLayer:
-    """One iteration of a scanned tower, whose body is traced once for all layers.
-
-    Attributes:
-      index: which layer it is, from 0.
-      count: number of layers.
-      rng: the tower's key; Flax folds the path of each module below it into it.
-      drawn: number of keys that each module has taken so far.
-    """
-
-    index: Int[Array, ""]
-    count: int
-    rng: LazyRng
-    drawn: collections.Counter[tuple[str, ...]] = dataclasses.field(
-        default_factory=collections.Counter
-    )
-
-    def key(self, path: tuple[str, ...]) -> jax.Array:
-        """The key that Flax gives the module at this path below `layers_<index>`.
-
-        Flax folds in a hash of the path, so this looks it up in a table of all layers' hashes.
-        """
-        # Increment before hashing: Flax numbers a module's keys from 1.
-        self.drawn[path] += 1
-        hashes = [
-            flax_hash(*self.rng.suffix, f"layers_{layer}", *path, self.drawn[path])
-            for layer in range(self.count)
-        ]
-        return jax.random.fold_in(self.rng.rng, jnp.asarray(hashes, jnp.uint32)[self.index])
-
-
-class Dropout(nn.Module):
-    """Zeroes entries and scales up the rest, with one mask for all positions along an axis.
-
-    Mesh TensorFlow broadcasts its noise over the length: it drops a channel for a whole sequence.
-    With a broadcast_axis of None, every entry is sampled separately.
-
-    Attributes:
-      rate: the fraction of entries that become zero.
-      broadcast_axis: see above.
-      layer: the layer that this is in, if its tower is scanned.
-    """
-
-    rate: float
-    broadcast_axis: int | None
-    layer: ScannedLayer | None = None
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*shape"], *, deterministic: bool) -> Float[Array, "*shape"]:
-        """Returns x itself when deterministic or when the rate is zero."""
-        if deterministic or self.rate == 0.0:
-            return x
-        keep = 1.0 - self.rate
-        shape = list(x.shape)
-        if self.broadcast_axis is not None:
-            shape[self.broadcast_axis] = 1
-        key = self.make_rng("dropout") if self.layer is None else self.layer.key(self.path)
-        # All groups sample one mask for the batch, so that a sharded run drops the same entries.
-        kept = for_all_groups(lambda rows: jax.random.bernoulli(key, keep, rows), tuple(shape))
-        return x * (kept.astype(x.dtype) / jnp.asarray(keep, x.dtype))
-
-
-# ---- Initial values ------------------------------------------------------------------------------
-#
-# One small program for each kind of parameter. Flax's `init` under one jit gives XLA separate
-# operations for each parameter. T5 1.1 small has 190 parameters of nine kinds; that program took
-# four times as long to compile as nine small ones together. The values equal Flax's bitwise.
-
-Initializer = Callable[..., jax.Array]
-_COLLECTION = "initializers"
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Noted:
-    """A parameter's initializer; part of a tree's structure, so that `eval_shape` returns it."""
-
-    init: Initializer
-
-
-def parameter(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...]) -> Any:
-    """Declares a module's only parameter, float32, so that `sample_parameters` can initialize it.
-
-    Returns the array passed to `apply`, JAX's or numpy's.
-
-    Args:
-      module: the module being called.
-      name: the parameter's name.
-      init: its initializer; one program initializes all parameters with the same (identical) one.
-      shape: its shape.
-    """
-    noted = _Noted(init)
-    # Ignored unless the caller requests the collection, which only the function below does.
-    module.sow(_COLLECTION, name, noted, init_fn=lambda: noted, reduce_fn=lambda _, new: new)
-    return module.param(name, init, shape, jnp.float32)
-
-
-def sample_parameters(
-    model: nn.Module,
-    key: jax.Array,
-    batch: Mapping[str, Any],
-    shardings: Any = None,
-    towers: Mapping[str, int] | None = None,
-) -> dict[str, Any]:
-    """The parameters that `model.init(key, batch)` would give, as a nested dictionary.
-
-    All layers of a tower declare the same parameters, so a model with one layer can stand for a
-    deeper one: tracing takes a time that grows with the number of layers.
-
-    Args:
-      model: a module that declares all its parameters by `parameter`.
-      key: PRNG key.
-      batch: arrays of token ids, of the shapes that the model takes.
-      shardings: the sharding of each parameter, as a tree; None for the default device. Each device
-        initializes its own shard, so none needs to hold a whole parameter.
-      towers: the number of layers of each tower, of which `model` has at most one; None for those
-        that it has.
-    """
-    of_model = _declared(model, tuple((name, x.shape) for name, x in batch.items()))
-    declared, noted = (_of_all_layers(flat, towers or {}) for flat in of_model)
-    places: dict[Any, Any] = flax.traverse_util.flatten_dict(shardings or {})
-    drawn = {}
-    for path, leaf in declared.items():
-        draw = _program(noted[path].init, leaf.shape, places.get(path))
-        # This is its module's only key, and Flax counts keys from 1.
-        drawn[path] = draw(key, np.uint32(flax_hash(*path[:-1], 1)))
-    return flax.traverse_util.unflatten_dict(drawn)
-
-
-def _of_all_layers(flat: Mapping[Any, Any], towers: Mapping[str, int]) -> dict[Any, Any]:
-    """A flat tree with as many layers as `towers` says, each like the first, sorted by path."""
-    found = {}
-    for path, leaf in flat.items():
-        count = towers.get(path[0], 1) if layer_name(0) in path[1:2] else 0
-        copies = [(path[0], layer_name(index), *path[2:]) for index in range(count)] or [path]
-        found |= dict.fromkeys(copies, leaf)
-    return dict(sorted(found.items()))
-
-
-# A training run asks twice: for the shapes, then for the values.
-@functools.cache
-def _declared(
-    model: nn.Module, shapes: tuple[tuple[str, tuple[int, ...]], ...]
-) -> tuple[dict[Any, jax.ShapeDtypeStruct], dict[Any, _Noted]]:
-    """Shapes and initializers of a model's parameters, by path."""
-    batch = {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes}
-    asked = ["params", _COLLECTION]
-    variables: Any = jax.eval_shape(lambda: model.init(jax.random.key(0), batch, mutable=asked))
-    flatten: Any = flax.traverse_util.flatten_dict
-    return flatten(variables["params"]), flatten(variables[_COLLECTION])
-
-
-@functools.cache
-def _program(init: Initializer, shape: tuple[int, ...], sharding: Sharding | None) -> Any:
-    def draw(key: jax.Array, path_hash: jax.Array) -> jax.Array:
-        return init(jax.random.fold_in(key, path_hash), shape, jnp.float32)
-
-    return jax.jit(draw, out_shardings=sharding)
-
-
-def flax_hash(*names: str | int) -> int:
-    """The hash of a path and a key count that flax.core.scope folds into a PRNG key."""
-    # The separator distinguishes ("ab", "c") from ("a", "bc"); Flax adds it only if so configured.
-    separator = b"\0" if flax.config.flax_fix_rng_separator else b""
-    sha1 = hashlib.sha1(usedforsecurity=False)
-    for name in names:
-        if isinstance(name, int):
-            data = name.to_bytes((name.bit_length() + 7) // 8, "big")
-        else:
-            data = name.encode()
-        sha1.update(separator + data)
-    return int.from_bytes(sha1.digest()[:4], "big")

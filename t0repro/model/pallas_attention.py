@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from t0repro.model.attention_mask import AttentionMask
 from t0repro.model.shapes import Array
-from t0repro.partitioning.costs import ATTENDED
 from t0repro.partitioning.devices import activation_spec, sum_over_shards
+from t0repro.partitioning.flops import ATTENDED
 
 ABSENT = -3e38  # the logit of a key that only pads a block; its weight is 0 for blind queries too
 
@@ -48,20 +49,17 @@ class Sizes:
 
     def queries(self, x: Array, axis: int = -1) -> Array:
         """Pads an axis of queries to full blocks."""
-        return _padded(x, axis, self.blocks * self.block)
+        return _pad(x, axis, self.blocks * self.block)
 
-    def all_keys(self, x: Array, axis: int = -1) -> Array:
+    def pad_keys(self, x: Array, axis: int = -1) -> Array:
         """Pads an axis of keys to full blocks."""
-        return _padded(x, axis, self.key_blocks * self.key_block)
+        return _pad(x, axis, self.key_blocks * self.key_block)
 
 
-def _padded(x: Array, axis: int, size: int) -> Array:
+def _pad(x: Array, axis: int, size: int) -> Array:
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, padding)
-
-
-# ---- Across devices, and the gradient ------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Kernels:
     """Both passes of attention on one device.
 
     Attributes:
-      forward: of query, key, value, position bias and what `seen_by` gives; the result, and for
+      forward: of query, key, value, position bias and what `pack_mask` gives; the result, and for
         each query log_z and the total of its weights, [batch, heads, 2, queries].
       backward: of all these and the result's gradient; the gradients of the first four arguments.
       axes: logical axes of query, key, value and result, up to that of heads.
@@ -80,22 +78,22 @@ class Kernels:
     axes: tuple[str, ...]
 
 
-def seen_by(visibility: Any, batch: int) -> tuple[Array, Array]:
+def pack_mask(mask: AttentionMask, batch: int) -> tuple[Array, Array]:
     """Segments, and order if it matters, of queries and of keys: int32 [batch, 1 or 2, positions].
 
     Args:
-      visibility: a t0repro.model.attention.Visibility.
+      mask: which query sees which key.
       batch: rows.
     """
-    query_segments, key_segments, query_order, key_order = visibility
+    query_segments, key_segments, query_order, key_order = mask
     if query_order is None or key_order is None:
         query_order = key_order = None
 
-    def joined(*arrays: Array | None) -> Array:
+    def join(*arrays: Array | None) -> Array:
         rows = [jnp.broadcast_to(x, (batch, x.shape[1])) for x in arrays if x is not None]
         return jnp.stack(rows, axis=1).astype(jnp.int32)
 
-    return joined(query_segments, query_order), joined(key_segments, key_order)
+    return join(query_segments, query_order), join(key_segments, key_order)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -105,22 +103,22 @@ def attend(
     key: Array,
     value: Array,
     bias: Array | None,
-    of_queries: Array,
-    of_keys: Array,
+    query_ids: Array,
+    key_ids: Array,
 ) -> Array:
     """Attention by these kernels, on each device's rows and heads, which must divide evenly."""
-    return _forward(kernels, query, key, value, bias, of_queries, of_keys)[0]
+    return _forward(kernels, query, key, value, bias, query_ids, key_ids)[0]
 
 
-def _forward(kernels: Kernels, *given: Any) -> tuple[Array, Any]:
+def _forward(kernels: Kernels, *operands: Any) -> tuple[Array, Any]:
     learned, seen, sums = _axes(kernels)
-    run = _on_each_device(kernels.forward, (*learned, *seen), (learned[0], sums))
-    y, totals = run(*given)
+    run = _shard_kernel(kernels.forward, (*learned, *seen), (learned[0], sums))
+    y, totals = run(*operands)
     y, totals = checkpoint_name(y, ATTENDED), checkpoint_name(totals, ATTENDED)
-    return y, (*given, y, totals)
+    return y, (*operands, y, totals)
 
 
-def _backward(kernels: Kernels, kept: Any, d_y: Array) -> tuple[Any, ...]:
+def _backward(kernels: Kernels, residuals: Any, d_y: Array) -> tuple[Any, ...]:
     def run(*arrays: Any) -> tuple[Any, ...]:
         *gradients, d_bias = kernels.backward(*arrays)
         if d_bias is not None:
@@ -128,8 +126,8 @@ def _backward(kernels: Kernels, kept: Any, d_y: Array) -> tuple[Any, ...]:
         return *gradients, d_bias
 
     learned, seen, sums = _axes(kernels)
-    given = (*learned, *seen, learned[0], sums, learned[0])
-    return (*_on_each_device(run, given, learned)(*kept, d_y), None, None)
+    axes = (*learned, *seen, learned[0], sums, learned[0])
+    return (*_shard_kernel(run, axes, learned)(*residuals, d_y), None, None)
 
 
 attend.defvjp(_forward, _backward)
@@ -140,35 +138,32 @@ def _axes(kernels: Kernels) -> tuple[Any, Any, Any]:
     return (*[kernels.axes] * 3, ("heads",)), (("batch",), ("batch",)), ("batch", "heads")
 
 
-def _on_each_device(function: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
+def _shard_kernel(function: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
     """Runs a function on each device's rows and heads: XLA cannot shard a kernel.
 
     Args:
       function: of arrays.
-      given: the logical axes of each argument, the first ones of its shape.
+      arguments: the logical axes of each argument, the first ones of its shape.
       results: likewise of each result.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function
-    specs = [tuple(activation_spec(*axes) for axes in several) for several in (given, results)]
+    specs = [tuple(activation_spec(*axes) for axes in several) for several in (arguments, results)]
     return jax.shard_map(function, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
 
-# ---- Blocks of no use ----------------------------------------------------------------------------
-
-
-def needed(of_queries: Array, of_keys: Array, sizes: Sizes) -> Array:
+def find_needed_blocks(query_ids: Array, key_ids: Array, sizes: Sizes) -> Array:
     """Whether a block's weights are not all 0: bool [batch, blocks, key blocks].
 
     An invisible key's weight is exactly 0, unless its query is blind.
     """
-    of_queries, of_keys = sizes.queries(of_queries), sizes.all_keys(of_keys)
-    visible = of_queries[:, 0, :, None] == of_keys[:, 0, None]
-    if of_queries.shape[1] > 1:
-        visible &= of_queries[:, 1, :, None] >= of_keys[:, 1, None]
-    is_query = jnp.arange(of_queries.shape[2])[:, None] < sizes.length
-    is_key = jnp.arange(of_keys.shape[2]) < sizes.keys
+    query_ids, key_ids = sizes.queries(query_ids), sizes.pad_keys(key_ids)
+    visible = query_ids[:, 0, :, None] == key_ids[:, 0, None]
+    if query_ids.shape[1] > 1:
+        visible &= query_ids[:, 1, :, None] >= key_ids[:, 1, None]
+    is_query = jnp.arange(query_ids.shape[2])[:, None] < sizes.length
+    is_key = jnp.arange(key_ids.shape[2]) < sizes.keys
     visible &= is_query & is_key
     # [batch, queries, key blocks]: XLA fuses all before it into this reduction.
     seen = jnp.any(visible.reshape(*visible.shape[:2], sizes.key_blocks, sizes.key_block), axis=3)

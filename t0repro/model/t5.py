@@ -31,22 +31,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.adapters import LORA_A, LORA_B
-from t0repro.config.run_config import DTypePolicy, ModelConfig
-from t0repro.model.attention import Visibility
-from t0repro.model.layers import (
-    Embedding,
-    flax_hash,
-    keys_and_values,
-    logits_dtype,
-    sample_parameters,
-)
+from t0repro.config.model import DTypePolicy, ModelConfig
+from t0repro.model.attention_mask import AttentionMask
+from t0repro.model.features import Batch, translate_call
+from t0repro.model.initialization import flax_hash, sample_parameters
+from t0repro.model.layers import Embedding, keys_and_values, logits_dtype
 from t0repro.model.shapes import Array, Bool, Float, Int
-from t0repro.model.towers import Memory, Tower, vocabulary
+from t0repro.model.towers import CrossAttentionCache, Tower, vocabulary
 
 EOS = 1
 
 
-def of_inputs(targets: Int[Array, "batch length"]) -> Bool[Array, "batch length"]:
+def mark_inputs(targets: Int[Array, "batch length"]) -> Bool[Array, "batch length"]:
     """Marks targets that belong to an example's inputs (transformer.delimited_lm_inputs_mask).
 
     Each example is two sequences that end in EOS, so tokens after an even number of EOS are inputs.
@@ -56,11 +52,11 @@ def of_inputs(targets: Int[Array, "batch length"]) -> Bool[Array, "batch length"
     return (jnp.cumsum(ends, axis=-1) - ends) % 2 == 0
 
 
-def visible_targets(
+def language_model_mask(
     config: ModelConfig,
     targets: Int[Array, "batch length"],
     segments: Int[Array, "batch length"] | None,
-) -> Visibility:
+) -> AttentionMask:
     """Which positions of a language model see each other.
 
     With full attention, inputs have priority 0, and so does the position after them, which reads
@@ -69,14 +65,14 @@ def visible_targets(
     """
     priority = jnp.arange(targets.shape[1])[None]
     if config.input_full_attention:
-        inputs = of_inputs(targets)
-        priority = priority * ~(inputs | delayed(inputs))
+        inputs = mark_inputs(targets)
+        priority = priority * ~(inputs | shift_by_one(inputs))
     if segments is None:
         segments = jnp.zeros((1, targets.shape[1]), jnp.int32)
-    return Visibility(segments, segments, priority, priority)
+    return AttentionMask(segments, segments, priority, priority)
 
 
-def delayed(x: Array) -> Array:
+def shift_by_one(x: Array) -> Array:
     """Shifts each row right by one, with a zero in front."""
     return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
 
@@ -115,49 +111,6 @@ def text_to_self(
     return result
 
 
-# ---- T5X's names of a batch's features -----------------------------------------------------------
-
-
-Batch = Mapping[str, jax.Array | np.ndarray]
-# Positions have no counterpart; loss_weights, [batch, length], weigh the targets' losses.
-OWN_NAMES = {
-    "encoder_input_tokens": "inputs",
-    "decoder_target_tokens": "targets",
-    "decoder_input_tokens": "decoder_inputs",
-    "encoder_segment_ids": "inputs_segmentation",
-    "decoder_segment_ids": "targets_segmentation",
-    "decoder_loss_weights": "loss_weights",
-}
-_POSITIONS = ("encoder_positions", "decoder_positions")
-
-
-def own_features(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A batch under this project's names; one that has them is returned as it is."""
-    if OWN_NAMES.keys().isdisjoint(batch):
-        return batch
-    return {ours: batch[name] for name, ours in OWN_NAMES.items() if name in batch}
-
-
-def _own_call(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of T5's call for those of T5X's network; others are returned as they are."""
-    by_name = "encoder_input_tokens" in kwargs
-    if "method" in kwargs or not (by_name or args and not isinstance(args[0], Mapping)):
-        return args, kwargs
-    if kwargs.pop("decode", False):
-        raise TypeError("This T5 decodes through t0repro.model.t5x_decoding, not with decode=True.")
-    order = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
-    named = {name: kwargs.pop(name, None) for name in (*OWN_NAMES, *_POSITIONS)}
-    named |= dict(zip(order, args, strict=False))
-    given = {name: x for name, x in named.items() if x is not None}
-    # T5X's init passes ones of float32 where no type is known.
-    batch = {name: jnp.asarray(x).astype(jnp.int32) for name, x in own_features(given).items()}
-    deterministic = not kwargs.pop("enable_dropout", True)
-    return (batch,), {**kwargs, "deterministic": deterministic}
-
-
-# ---- The model -----------------------------------------------------------------------------------
-
-
 class T5(nn.Module):
     """A T5: an encoder and a decoder, or a language model (t0repro.model.t5).
 
@@ -173,7 +126,7 @@ class T5(nn.Module):
     @nn.nowrap
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         """Flax's init, without the encoder's parameters if it shares the decoder's."""
-        args, kwargs = _own_call(args, kwargs)
+        args, kwargs = translate_call(args, kwargs)
         variables = super().init(rngs, *args, **kwargs)
         if self.config.shared_towers:
             # Flax has initialized them, since both towers have modules; `apply` replaces them by
@@ -189,9 +142,9 @@ class T5(nn.Module):
         """
         if self.config.shared_towers:
             params = variables["params"]
-            encoder = encoder_of_decoder(params["decoder"])
+            encoder = copy_to_encoder(params["decoder"])
             variables = {**variables, "params": {**params, "encoder": encoder}}
-        args, kwargs = _own_call(args, kwargs)
+        args, kwargs = translate_call(args, kwargs)
         return super().apply(variables, *args, **kwargs)
 
     def setup(self) -> None:
@@ -221,8 +174,8 @@ class T5(nn.Module):
             targets, segments = batch["targets"], batch.get("targets_segmentation")
             return self.decoder(
                 batch.get("decoder_inputs", shift_right(targets, segments)),
-                visible_targets(self.config, targets, segments),
-                nonpadding(segments, self.dtypes),
+                language_model_mask(self.config, targets, segments),
+                padding_mask(segments, self.dtypes),
                 deterministic=deterministic,
                 hidden=hidden,
             )
@@ -253,14 +206,14 @@ class T5(nn.Module):
         """The encoder's outputs, zero at padding, in the activation dtype."""
         return self.encoder(
             inputs,
-            Visibility(segments, segments),
-            nonpadding(segments, self.dtypes),
+            AttentionMask(segments, segments),
+            padding_mask(segments, self.dtypes),
             deterministic=deterministic,
         )
 
     def decode(
         self,
-        encoded: Float[Array, "batch memory d_model"] | Memory,
+        encoded: Float[Array, "batch memory d_model"] | CrossAttentionCache,
         encoder_segments: Int[Array, "batch memory"],
         targets: Int[Array, "batch length"],
         segments: Int[Array, "batch length"],
@@ -273,7 +226,7 @@ class T5(nn.Module):
         """Float32 logits of the targets given the encoder's outputs.
 
         Args:
-          encoded: the encoder's outputs, or their `cross_attention_memory`.
+          encoded: the encoder's outputs, or their `make_cross_attention_cache`.
           encoder_segments: segments of the inputs.
           targets: not shifted yet.
           segments: segments of the targets; a position attends to earlier ones of its own segment.
@@ -286,10 +239,10 @@ class T5(nn.Module):
         place = jnp.arange(targets.shape[1])[None]
         return self.decoder(
             shift_right(targets, segments) if inputs is None else inputs,
-            Visibility(segments, segments, place, place),
-            nonpadding(segments, self.dtypes),
+            AttentionMask(segments, segments, place, place),
+            padding_mask(segments, self.dtypes),
             encoded,
-            Visibility(reads, encoder_segments),
+            AttentionMask(reads, encoder_segments),
             deterministic=deterministic,
             hidden=hidden,
         )
@@ -299,8 +252,8 @@ class T5(nn.Module):
         tokens: Int[Array, "rows 1"],
         position: Int[Array, ""],
         length: int,
-        encoded: Memory | None,
-        encoded_visibility: Visibility | None,
+        encoded: CrossAttentionCache | None,
+        encoded_mask: AttentionMask | None,
     ) -> Float[Array, "rows 1 vocab"]:
         """Float32 logits of one position, given earlier ones in Flax's collection "cache".
 
@@ -308,26 +261,26 @@ class T5(nn.Module):
           tokens: the decoder's inputs there.
           position: counted from 0.
           length: number of positions in the cache.
-          encoded: from `cross_attention_memory`; None in a model without an encoder. Beams of one
-            input are adjacent rows of `tokens` that share one row of it.
-          encoded_visibility: which inputs are not padding.
+          encoded: from `make_cross_attention_cache`; None in a model without an encoder. Beams of
+            one input are adjacent rows of `tokens` that share one row of it.
+          encoded_mask: which inputs are not padding.
         """
         # Beyond the position, the cache still has zeros, which attention must not see.
         places = jnp.arange(length)[None]
         same = jnp.zeros((1, 1), jnp.int32)
-        earlier = Visibility(same, jnp.zeros_like(places), jnp.full((1, 1), position), places)
+        earlier = AttentionMask(same, jnp.zeros_like(places), jnp.full((1, 1), position), places)
         return self.decoder(
             tokens,
             earlier,
-            nonpadding(None, self.dtypes),
+            padding_mask(None, self.dtypes),
             encoded,
-            encoded_visibility,
+            encoded_mask,
             deterministic=True,
             position=position,
         )
 
 
-def encoder_of_decoder(decoder: Mapping[str, Any]) -> dict[str, Any]:
+def copy_to_encoder(decoder: Mapping[str, Any]) -> dict[str, Any]:
     """Renames the decoder's parameters to those of the encoder that shares them (bi_v1_shared)."""
     names = {
         "relpos_bias": "relpos_bias",
@@ -345,9 +298,9 @@ def encoder_of_decoder(decoder: Mapping[str, Any]) -> dict[str, Any]:
     return layers | shared | {"encoder_norm": decoder["decoder_norm"]}
 
 
-def cross_attention_memory(
+def make_cross_attention_cache(
     model: T5, parameters: Mapping[str, Any], encoded: Float[Array, "batch memory d_model"]
-) -> Memory:
+) -> CrossAttentionCache:
     """Keys and values of the encoder's outputs for every decoder layer, computed once."""
     dtype, decoder = jnp.dtype(model.dtypes.activation), parameters["decoder"]
     return tuple(
@@ -398,14 +351,14 @@ def shift_right(
     Source: mesh_tensorflow.transformer.transformer.autoregressive_inputs.
     """
     # The decoder reads negative targets, which carry no loss, as in Mesh TensorFlow.
-    inputs = jnp.abs(delayed(targets))
+    inputs = jnp.abs(shift_by_one(targets))
     # Otherwise a segment's first position would read the last target of the segment before.
     if segments is not None:
-        inputs = inputs * (segments == delayed(segments)).astype(inputs.dtype)
+        inputs = inputs * (segments == shift_by_one(segments)).astype(inputs.dtype)
     return inputs
 
 
-def nonpadding(
+def padding_mask(
     segments: Int[Array, "batch length"] | None, dtypes: DTypePolicy
 ) -> Float[Array, "#batch #length 1"]:
     """The factor by which Mesh TensorFlow multiplies: 1 at tokens, 0 at padding.
@@ -466,14 +419,14 @@ def initial_adapter(model: T5, key: jax.Array) -> Any:
         name = path[-1].key
         if name == LORA_A:
             bound = leaf.shape[0] ** -0.5
-            own = jax.random.fold_in(key, np.uint32(flax_hash(*(part.key for part in path))))
-            return jax.random.uniform(own, leaf.shape, jnp.float32, -bound, bound)
+            param_key = jax.random.fold_in(key, np.uint32(flax_hash(*(part.key for part in path))))
+            return jax.random.uniform(param_key, leaf.shape, jnp.float32, -bound, bound)
         return jnp.zeros(leaf.shape) if name == LORA_B else jnp.ones(leaf.shape)
 
     return jax.tree_util.tree_map_with_path(draw, adapter_shapes(model))
 
 
-def held_for_evaluation(model: T5, shapes: Any) -> Any:
+def evaluation_shapes(model: T5, shapes: Any) -> Any:
     """The shapes of a model's parameters, each in the dtype in which a forward pass uses it.
 
     Training keeps all parameters in float32. An evaluation may cast kernels and the embedding in
@@ -485,13 +438,13 @@ def held_for_evaluation(model: T5, shapes: Any) -> Any:
       shapes: a tree of its parameters' shapes.
     """
     config, activation = model.config, jnp.dtype(model.dtypes.activation)
-    of_logits = "embedding" if config.logits_from_embedding else "logits_dense"
+    logits_module = "embedding" if config.logits_from_embedding else "logits_dense"
 
-    def held(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    def cast(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         owner, name = (part.key for part in path[-2:])
         if name not in ("kernel", "embedding"):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        dtype = logits_dtype(config, activation) if of_logits in (owner, name) else activation
+        dtype = logits_dtype(config, activation) if logits_module in (owner, name) else activation
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
-    return jax.tree_util.tree_map_with_path(held, shapes)
+    return jax.tree_util.tree_map_with_path(cast, shapes)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.decoding import NEVER, DecodingPlan
-from t0repro.model.decoding import Parameters, decoder_step, empty_cache, read_inputs
+from t0repro.model.decoder_steps import Parameters, decoder_step, empty_cache, read_inputs
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5
 
@@ -157,9 +157,6 @@ def t5_functions(
     return empty_cache(model, rows, length), tokens_to_logits
 
 
-# ---- Beam search ---------------------------------------------------------------------------------
-
-
 def brevity_penalty(alpha: float, length: Any) -> jax.Array:
     """The divisor for the log-probability of an output of this length."""
     return jnp.power((5.0 + length) / 6.0, alpha)
@@ -215,11 +212,11 @@ def beam_search(
     del decode_rng
     rows, beams = inputs.shape[0], num_decodes
     length = inputs.shape[1] if max_decode_len is None else max_decode_len
-    whole, first = jnp.asarray(inputs), jnp.zeros(rows, jnp.int32)
+    prompts, first = jnp.asarray(inputs), jnp.zeros(rows, jnp.int32)
     if initial_index is not None:
         first = jnp.asarray(initial_index, jnp.int32)
         # The search sees only the last token of the prompt.
-        last = jnp.take_along_axis(whole, _prompt_lengths(whole)[:, None], axis=1)
+        last = jnp.take_along_axis(prompts, _prompt_lengths(prompts)[:, None], axis=1)
         inputs = jnp.pad(last, ((0, 0), (0, inputs.shape[1] - 1)))
     # The token forced at each position; beyond the prompt every token is free.
     prompt = jnp.pad(inputs[:, 1:], ((0, 0), (0, max(0, length + 1 - inputs.shape[1]))))
@@ -252,7 +249,7 @@ def beam_search(
         best = jnp.where(forced == 0, best, only)
         tokens = jnp.where(forced == 0, index % vocabulary, forced)
         parents = index // vocabulary
-        grown = _taken(state.live, parents).at[:, :, state.position + 1].set(tokens)
+        grown = _take_beams(state.live, parents).at[:, :, state.position + 1].set(tokens)
         ends = tokens == eos_id
 
         alive = _best_last(best + ends * NEG_INF, beams)
@@ -260,16 +257,16 @@ def beam_search(
         lengths = first[:, None] + state.position + 1
         scores = best / brevity_penalty(alpha, lengths) + ~ends * NEG_INF
         all_scores = jnp.concatenate([state.scores, scores], axis=1)
-        kept = _best_last(all_scores, beams)
-        rows_of = (jnp.arange(rows)[:, None] * beams + _taken(parents, alive)).reshape(-1)
+        ranked = _best_last(all_scores, beams)
+        parent_rows = (jnp.arange(rows)[:, None] * beams + _take_beams(parents, alive)).reshape(-1)
         return _Search(
             position=state.position + 1,
-            live=_taken(grown, alive),
-            log_probs=_taken(best + ends * NEG_INF, alive),
-            finished=_taken(jnp.concatenate([state.finished, grown], axis=1), kept),
-            scores=_taken(all_scores, kept),
-            is_finished=_taken(jnp.concatenate([state.is_finished, ends], axis=1), kept),
-            cache=_of_rows(cache, lambda x: jnp.take(x, rows_of, axis=cache_offset)),
+            live=_take_beams(grown, alive),
+            log_probs=_take_beams(best + ends * NEG_INF, alive),
+            finished=_take_beams(jnp.concatenate([state.finished, grown], axis=1), ranked),
+            scores=_take_beams(all_scores, ranked),
+            is_finished=_take_beams(jnp.concatenate([state.is_finished, ends], axis=1), ranked),
+            cache=_map_rows(cache, lambda x: jnp.take(x, parent_rows, axis=cache_offset)),
         )
 
     nothing = jnp.zeros((rows, beams, length + 1), jnp.int32)
@@ -282,13 +279,13 @@ def beam_search(
         finished=nothing,
         scores=jnp.full((rows, beams), NEG_INF),
         is_finished=nothing[:, :, 0] > 0,
-        cache=_repeated(cache, beams, cache_offset),
+        cache=_repeat_cache(cache, beams, cache_offset),
     )
     state = jax.lax.while_loop(more, step, start)
     any_finished = state.is_finished.any(axis=1)
     tokens = jnp.where(any_finished[:, None, None], state.finished, state.live)[:, :, 1:]
     if initial_index is not None:
-        tokens = _after_prompts(whole, tokens)
+        tokens = _prepend_prompts(prompts, tokens)
     return Decodes(tokens, jnp.where(any_finished[:, None], state.scores, state.log_probs))
 
 
@@ -297,47 +294,41 @@ def _prompt_lengths(prompts: Int[Array, "batch length"]) -> Int[Array, " batch"]
     return jnp.argmax((prompts != 0) * jnp.arange(prompts.shape[1]), axis=1)
 
 
-def _after_prompts(
+def _prepend_prompts(
     prompts: Int[Array, "batch some"], tokens: Int[Array, "batch beams length"]
 ) -> Int[Array, "batch beams length"]:
     """Each beam's tokens after those of its row's prompt, truncated to the same length."""
     length, shift = tokens.shape[2], _prompt_lengths(prompts)[:, None]
     at = jnp.arange(length)[None, :]
-    moved = _taken_last(tokens, jnp.maximum(at - shift, 0)[:, None, :])
-    known = jnp.pad(prompts[:, 1:], ((0, 0), (0, length)))[:, None, :length]
-    return jnp.where((at < shift)[:, None, :], known, moved)
+    places = jnp.broadcast_to(jnp.maximum(at - shift, 0)[:, None, :], tokens.shape)
+    moved = jnp.take_along_axis(tokens, places, axis=-1)
+    prompt_tokens = jnp.pad(prompts[:, 1:], ((0, 0), (0, length)))[:, None, :length]
+    return jnp.where((at < shift)[:, None, :], prompt_tokens, moved)
 
 
-def _taken_last(x: Array, index: Array) -> Array:
-    return jnp.take_along_axis(x, jnp.broadcast_to(index, x.shape), axis=-1)
-
-
-def _repeated(cache: Any, decodes: int, axis: int) -> Any:
+def _repeat_cache(cache: Any, decodes: int, axis: int) -> Any:
     """A cache in which the decodes of each row are adjacent."""
-    return _of_rows(cache, lambda x: jnp.repeat(x, decodes, axis=axis))
+    return _map_rows(cache, lambda x: jnp.repeat(x, decodes, axis=axis))
 
 
-def _of_rows(cache: Any, change: Callable[[Any], Any]) -> Any:
+def _map_rows(cache: Any, change: Callable[[Any], Any]) -> Any:
     """Applies a change to the cache's arrays that have a row for each decode."""
 
-    def changed(path: Any, x: Any) -> Any:
+    def change_leaf(path: Any, x: Any) -> Any:
         # Flax's layers keep these once, in addition to the arrays with rows.
         shared = jnp.ndim(x) == 0 or jax.tree_util.keystr(path[-1:], simple=True) == "cached_bias"
         return x if shared else change(x)
 
-    return jax.tree_util.tree_map_with_path(changed, cache)
+    return jax.tree_util.tree_map_with_path(change_leaf, cache)
 
 
 def _best_last(scores: Float[Array, "batch some"], count: int) -> Int[Array, "batch count"]:
     return jnp.flip(jax.lax.top_k(scores, count)[1], axis=1)
 
 
-def _taken(x: Array, index: Int[Array, "batch some"]) -> Array:
+def _take_beams(x: Array, index: Int[Array, "batch some"]) -> Array:
     """Selects beams by index, for each row."""
     return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-
-# ---- Sampling ------------------------------------------------------------------------------------
 
 
 def temperature_sample(
@@ -389,7 +380,7 @@ def temperature_sample(
 
     Source: t5x.decoding.temperature_sample.
     """
-    if not (_traced(topk) or _traced(topp)) and topk and topp:
+    if not (_is_traced(topk) or _is_traced(topp)) and topk and topp:
         raise ValueError("At most one of topk and topp may be other than 0.")
     rows, length = inputs.shape[0] * num_decodes, inputs.shape[1]
     # Decodes of one row are adjacent.
@@ -399,7 +390,7 @@ def temperature_sample(
         steps = max_decode_steps
         if max_decode_steps_hard_limit:
             steps = jnp.minimum(steps, max_decode_steps_hard_limit)
-        if not _traced(steps) and steps > length:
+        if not _is_traced(steps) and steps > length:
             raise ValueError(f"{steps} steps are more than the length, {length}.")
         limit = jnp.minimum((prompts != 0).sum(axis=1) + steps, length)
     ends_in_prompt = (prompts == eos_id).sum(axis=1)
@@ -415,7 +406,7 @@ def temperature_sample(
         )
         if logit_callback_fn is not None:
             logits = logit_callback_fn(logits, state)
-        chosen, log_p = _chosen_tokens(logits, temperature, topk, topp, rescale_log_probs, now)
+        chosen, log_p = _choose_tokens(logits, temperature, topk, topp, rescale_log_probs, now)
         at, done = state.cur_index + 1, state.ended[:, 0]
         forced = jnp.take_along_axis(state.sequences, at[:, None], axis=1)[:, 0]
         # Forced tokens and those after the end cost nothing.
@@ -442,7 +433,7 @@ def temperature_sample(
         step=jnp.int32(0),
         cur_index=first,
         sequences=prompts,
-        cache=_repeated(cache, num_decodes, cache_offset),
+        cache=_repeat_cache(cache, num_decodes, cache_offset),
         cur_token=jnp.take_along_axis(prompts, first[:, None], axis=1),
         ended=jnp.zeros((rows, 1), bool),
         rng=jax.random.PRNGKey(0) if decode_rng is None else decode_rng,
@@ -454,20 +445,18 @@ def temperature_sample(
     scores = state.log_prob.reshape(-1, num_decodes)
     order = jnp.argsort(scores, axis=1)
     tokens = state.sequences[:, 1:-1].reshape(-1, num_decodes, length)
-    return Decodes(_taken(tokens, order), _taken(scores, order))
+    return Decodes(_take_beams(tokens, order), _take_beams(scores, order))
 
-
-# ---- The choice of a token -----------------------------------------------------------------------
 
 MIN_TEMPERATURE = 1e-4  # at or below it, T5X takes the likeliest token
 
 
-def _traced(x: Any) -> bool:
+def _is_traced(x: Any) -> bool:
     """Whether a value is known only when a jitted function runs."""
     return isinstance(x, jax.core.Tracer)
 
 
-def _chosen_tokens(
+def _choose_tokens(
     logits: Float[Array, "rows vocab"],
     temperature: Any,
     topk: Any,
@@ -482,18 +471,18 @@ def _chosen_tokens(
     if isinstance(temperature, int | float) and temperature <= MIN_TEMPERATURE:
         return likeliest, certain
     scaled = logits / jnp.maximum(temperature, MIN_TEMPERATURE)
-    if _traced(topk):
+    if _is_traced(topk):
         # 0 keeps all, like the size of the whole vocabulary.
         count = jnp.where(topk > 0, jnp.minimum(topk, scaled.shape[-1]), scaled.shape[-1])
-        kept = jnp.take(jnp.flip(jnp.sort(scaled, axis=-1), axis=-1), count - 1, axis=-1)
-        scaled = jnp.where(scaled >= kept[:, None], scaled, NEVER)
+        threshold = jnp.take(jnp.flip(jnp.sort(scaled, axis=-1), axis=-1), count - 1, axis=-1)
+        scaled = jnp.where(scaled >= threshold[:, None], scaled, NEVER)
     elif topk:
-        kept = jax.lax.top_k(scaled, min(topk, scaled.shape[-1]))[0][:, -1:]
-        scaled = jnp.where(scaled >= kept, scaled, NEVER)
-    if _traced(topp):
-        scaled = jnp.where(topp > 0, _most_probable(scaled, topp), scaled)
+        threshold = jax.lax.top_k(scaled, min(topk, scaled.shape[-1]))[0][:, -1:]
+        scaled = jnp.where(scaled >= threshold, scaled, NEVER)
+    if _is_traced(topp):
+        scaled = jnp.where(topp > 0, _keep_top_p(scaled, topp), scaled)
     elif topp:
-        scaled = _most_probable(scaled, topp)
+        scaled = _keep_top_p(scaled, topp)
     token = jax.random.categorical(key, scaled).astype(jnp.int32)
     log_p = _log_prob(scaled if rescale else logits, token)
     if isinstance(temperature, int | float):
@@ -502,7 +491,7 @@ def _chosen_tokens(
     return jnp.where(greedy, likeliest, token), jnp.where(greedy, certain, log_p)
 
 
-def _most_probable(logits: Float[Array, "rows vocab"], share: Any) -> Float[Array, "rows vocab"]:
+def _keep_top_p(logits: Float[Array, "rows vocab"], share: Any) -> Float[Array, "rows vocab"]:
     """Keeps only the fewest most probable tokens that together have at least this probability."""
     probs = jax.nn.softmax(logits)
     ordered = -jnp.sort(-probs, axis=-1)

@@ -36,17 +36,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from t0repro.model.attention import INVISIBLE
+from t0repro.model.attention_mask import INVISIBLE, AttentionMask
 from t0repro.model.pallas_attention import (
     ABSENT,
     Kernels,
     Sizes,
     attend,
-    needed,
-    seen_by,
+    find_needed_blocks,
+    pack_mask,
 )
 from t0repro.model.shapes import Array, Float
-from t0repro.partitioning.costs import KERNEL_MATMULS
+from t0repro.partitioning.flops import KERNEL_MATMULS
 
 _FORWARD, _BACKWARD = KERNEL_MATMULS
 _LANES = 128  # columns of a TPU's registers; shifting by a multiple of this is free
@@ -77,7 +77,7 @@ def attention(
     key: Float[Array, "batch heads keys d_kv"],
     value: Float[Array, "batch heads keys d_kv"],
     position_bias: Float[Array, "heads offsets"] | None,
-    visibility: Any,
+    mask: AttentionMask,
     *,
     interpret: bool = False,
 ) -> Float[Array, "batch heads length d_kv"]:
@@ -92,12 +92,12 @@ def attention(
     # bfloat16 has two rows in each row of a register, and so 16 of them.
     padding = ((0, 0), (0, 0), (0, -depth % (2 * _SUBLANES)), (0, 0))
     query, key = query.astype(value.dtype), key.astype(value.dtype)
-    given = (jnp.pad(x.swapaxes(2, 3), padding) for x in (query, key, value))
+    operands = (jnp.pad(x.swapaxes(2, 3), padding) for x in (query, key, value))
     sizes = _sizes(length, key.shape[2])
     forward = functools.partial(_run_forward, sizes, interpret)
     backward = functools.partial(_run_backward, sizes, interpret)
     kernels = Kernels(forward, backward, ("batch", "heads"))
-    attended: Any = attend(kernels, *given, position_bias, *seen_by(visibility, batch))
+    attended: Any = attend(kernels, *operands, position_bias, *pack_mask(mask, batch))
     return attended[:, :, :depth].swapaxes(2, 3)
 
 
@@ -112,24 +112,21 @@ def _block(size: int) -> int:
     return _LANES * min(range(4, 0, -1), key=lambda n: -(-registers // n) * (n + 0.5))
 
 
-# ---- The passes on one device -------------------------------------------------------------------
-
-
-def _run_forward(sizes: Sizes, interpret: bool, *given: Any) -> tuple[Array, Array]:
+def _run_forward(sizes: Sizes, interpret: bool, *operands: Any) -> tuple[Array, Array]:
     """The result, and log_z and the total of weights of all queries: [batch, heads, 2, queries]."""
-    query, key, value, bias, of_queries, of_keys = given
+    query, key, value, bias, query_ids, key_ids = operands
     batch, heads, depth, _ = query.shape
 
-    def of_step(h: Any, b: Any, i: Any, j: Any, read: Any) -> tuple[Any, ...]:
+    def query_index(h: Any, b: Any, i: Any, j: Any, read: Any) -> tuple[Any, ...]:
         return b, h, 0, i
 
-    def keys_of_step(h: Any, b: Any, i: Any, j: Any, read: Any) -> tuple[Any, ...]:
+    def key_index(h: Any, b: Any, i: Any, j: Any, read: Any) -> tuple[Any, ...]:
         return b, h, 0, read[(b * sizes.blocks + i) * sizes.key_blocks + j]
 
     length = sizes.blocks * sizes.block
     results = [
         (
-            pl.BlockSpec((1, 1, rows, sizes.block), of_step),
+            pl.BlockSpec((1, 1, rows, sizes.block), query_index),
             jax.ShapeDtypeStruct((batch, heads, rows, length), dtype),
         )
         for rows, dtype in ((depth, value.dtype), (2, jnp.float32))
@@ -139,8 +136,8 @@ def _run_forward(sizes: Sizes, interpret: bool, *given: Any) -> tuple[Array, Arr
         functools.partial(_forward_kernel, sizes, bias is not None),
         _FORWARD,
         (heads, batch, sizes.blocks, sizes.key_blocks),
-        _blocks_to_read(needed(of_queries, of_keys, sizes)),
-        _operands(given, sizes, of_step, keys_of_step),
+        _blocks_to_read(find_needed_blocks(query_ids, key_ids, sizes)),
+        _operands(operands, sizes, query_index, key_index),
         results,
         scratch if bias is None else [*scratch, (_LANES, sizes.offsets)],
         interpret,
@@ -148,32 +145,32 @@ def _run_forward(sizes: Sizes, interpret: bool, *given: Any) -> tuple[Array, Arr
     return y[..., : sizes.length], sums
 
 
-def _run_backward(sizes: Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]:
+def _run_backward(sizes: Sizes, interpret: bool, *residuals: Any) -> tuple[Any, ...]:
     """The gradients of query, key, value and position bias."""
-    *given, y, sums, d_y = kept
-    query, key, value, bias, of_queries, of_keys = given
+    *arguments, y, sums, d_y = residuals
+    query, key, value, bias, query_ids, key_ids = arguments
     batch, heads, depth, _ = query.shape
     # The mean of the weights' gradients, weighted by them. Its sum over keys is one over d_kv: the
     # sum of weights x (d_y . value) is d_y . y. The total differs from 1 for blind queries only.
     product = jnp.sum(d_y.astype(jnp.float32) * y.astype(jnp.float32), axis=2)
     log_z, total = sums[:, :, 0], sums[:, :, 1]
-    of_rows = jnp.stack([log_z, sizes.queries(product) / total], axis=2)
+    row_stats = jnp.stack([log_z, sizes.queries(product) / total], axis=2)
 
-    def of_step(h: Any, b: Any, j: Any, i: Any, read: Any) -> tuple[Any, ...]:
+    def query_index(h: Any, b: Any, j: Any, i: Any, read: Any) -> tuple[Any, ...]:
         return b, h, 0, read[(b * sizes.key_blocks + j) * sizes.blocks + i]
 
-    def keys_of_step(h: Any, b: Any, j: Any, i: Any, read: Any) -> tuple[Any, ...]:
+    def key_index(h: Any, b: Any, j: Any, i: Any, read: Any) -> tuple[Any, ...]:
         return b, h, 0, j
 
-    operands = _operands(given, sizes, of_step, keys_of_step)
+    operands = _operands(arguments, sizes, query_index, key_index)
     for_queries, for_keys = operands[0][0], operands[1][0]
     operands += [
         (for_queries, sizes.queries(d_y)),
-        (pl.BlockSpec((1, 1, 2, sizes.block), of_step), of_rows),
+        (pl.BlockSpec((1, 1, 2, sizes.block), query_index), row_stats),
     ]
     queries, keys = operands[0][1], operands[1][1]
-    whole = pl.BlockSpec((1, 1, *queries.shape[2:]), lambda h, b, *_: (b, h, 0, 0))
-    results = [(whole, queries), (for_keys, keys), (for_keys, keys)]
+    all_queries = pl.BlockSpec((1, 1, *queries.shape[2:]), lambda h, b, *_: (b, h, 0, 0))
+    results = [(all_queries, queries), (for_keys, keys), (for_keys, keys)]
     scratch = [queries.shape[2:], *[(depth, sizes.key_block)] * 2]
     if bias is not None:
         d_bias = jax.ShapeDtypeStruct((heads, 1, sizes.offsets), jnp.float32)
@@ -184,7 +181,7 @@ def _run_backward(sizes: Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]:
         functools.partial(_backward_kernel, sizes, bias is not None),
         _BACKWARD,
         (heads, batch, sizes.key_blocks, sizes.blocks),
-        _blocks_to_read(needed(of_queries, of_keys, sizes).swapaxes(1, 2)),
+        _blocks_to_read(find_needed_blocks(query_ids, key_ids, sizes).swapaxes(1, 2)),
         operands,
         results,
         scratch,
@@ -193,10 +190,7 @@ def _run_backward(sizes: Sizes, interpret: bool, *kept: Any) -> tuple[Any, ...]:
     learned = d_query[..., : sizes.length], d_key[..., : sizes.keys], d_value[..., : sizes.keys]
     if bias is None:
         return *learned, None
-    return *learned, _by_offset(d_bias[0][:, 0], sizes).astype(bias.dtype)
-
-
-# ---- What the kernels read -----------------------------------------------------------------------
+    return *learned, _index_by_offset(d_bias[0][:, 0], sizes).astype(bias.dtype)
 
 
 def _blocks_to_read(needed: Array) -> Array:
@@ -211,41 +205,41 @@ def _blocks_to_read(needed: Array) -> Array:
     return jnp.where(last < 0, first, last).reshape(-1)
 
 
-def _by_distance(bias: Array, sizes: Sizes) -> Array:
+def _index_by_distance(bias: Array, sizes: Sizes) -> Array:
     """The position bias [heads, sizes.offsets] by query - key instead of key - query."""
     before = sizes.key_blocks * sizes.key_block - sizes.keys + 1
     after = sizes.offsets - before - bias.shape[1]
     return jnp.pad(bias[:, ::-1].astype(jnp.float32), ((0, 0), (before, after)))
 
 
-def _by_offset(x: Array, sizes: Sizes) -> Array:
-    """The inverse of `_by_distance`."""
+def _index_by_offset(x: Array, sizes: Sizes) -> Array:
+    """The inverse of `_index_by_distance`."""
     before = sizes.key_blocks * sizes.key_block - sizes.keys + 1
     return x[:, before : before + sizes.length + sizes.keys - 1][:, ::-1]
 
 
-def _operands(given: Sequence[Any], sizes: Sizes, of_step: Any, of_keys: Any) -> list[Any]:
+def _operands(arrays: Sequence[Any], sizes: Sizes, query_index: Any, key_index: Any) -> list[Any]:
     """What both kernels read, in full blocks: (its blocks, the array) of each.
 
     The functions give the indices of a step's queries and keys in [batch, heads, 1, blocks].
     """
-    query, key, value, bias, *seen = given
+    query, key, value, bias, *ids = arrays
 
-    def of(x: Array, index: Any, block: int) -> tuple[Any, Array]:
+    def operand(x: Array, index: Any, block: int) -> tuple[Any, Array]:
         if x.ndim == 4:
             return pl.BlockSpec((1, 1, x.shape[2], block), index), x
         flat = lambda *step: (index(*step)[0], 0, index(*step)[3])  # noqa: E731
         return pl.BlockSpec((1, x.shape[1], block), flat), x
 
     operands = [
-        of(sizes.queries(query), of_step, sizes.block),
-        of(sizes.all_keys(key), of_keys, sizes.key_block),
-        of(sizes.all_keys(value), of_keys, sizes.key_block),
-        of(sizes.queries(seen[0]), of_step, sizes.block),
-        of(sizes.all_keys(seen[1]), of_keys, sizes.key_block),
+        operand(sizes.queries(query), query_index, sizes.block),
+        operand(sizes.pad_keys(key), key_index, sizes.key_block),
+        operand(sizes.pad_keys(value), key_index, sizes.key_block),
+        operand(sizes.queries(ids[0]), query_index, sizes.block),
+        operand(sizes.pad_keys(ids[1]), key_index, sizes.key_block),
     ]
     if bias is not None:
-        operands.append((_bias_spec(sizes), _by_distance(bias, sizes)[:, None]))
+        operands.append((_bias_spec(sizes), _index_by_distance(bias, sizes)[:, None]))
     return operands
 
 
@@ -258,13 +252,13 @@ def _call(
     name: str,
     grid: tuple[int, ...],
     read: Array,
-    given: Sequence[tuple[Any, Array]],
+    operands: Sequence[tuple[Any, Array]],
     results: Sequence[tuple[Any, Any]],
     scratch: Sequence[tuple[int, ...]],
     interpret: bool,
 ) -> Any:
     """Calls a kernel on arguments and for results, each with its blocks; scratch is float32."""
-    arrays = [x for _, x in given]
+    arrays = [x for _, x in operands]
     (batch, heads, depth, length), keys = arrays[0].shape, arrays[1].shape[3]
     flops = 2 * KERNEL_MATMULS[name] * batch * heads * depth * length * keys
     shapes = [x for _, x in results]
@@ -274,7 +268,7 @@ def _call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
-            in_specs=[spec for spec, _ in given],
+            in_specs=[spec for spec, _ in operands],
             out_specs=[spec for spec, _ in results],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
@@ -289,11 +283,8 @@ def _call(
     )(read, *arrays)
 
 
-# ---- The kernels, on one block of queries and one of keys ----------------------------------------
-
-
-def _forward_kernel(sizes: Sizes, biased: bool, read: Any, *given: Any) -> None:
-    query, key, value, seen, keys_seen, *others = given
+def _forward_kernel(sizes: Sizes, biased: bool, read: Any, *refs: Any) -> None:
+    query, key, value, seen, keys_seen, *others = refs
     bias: Any = others.pop(0) if biased else None
     slanted: Any = others.pop() if biased else None
     y, sums, result, maximum, total = others
@@ -327,12 +318,12 @@ def _forward_kernel(sizes: Sizes, biased: bool, read: Any, *given: Any) -> None:
         sums[0, 0, 1:2] = total[...] * scale
 
 
-def _backward_kernel(sizes: Sizes, biased: bool, read: Any, *given: Any) -> None:
-    query, key, value, seen, keys_seen, *others = given
+def _backward_kernel(sizes: Sizes, biased: bool, read: Any, *refs: Any) -> None:
+    query, key, value, seen, keys_seen, *others = refs
     bias: Any = others.pop(0) if biased else None
     d_slanted: Any = others.pop() if biased else None
     slanted: Any = others.pop() if biased else None
-    d_y, of_rows, d_query, d_key, d_value, *d_bias, query_sum, key_sum, value_sum = others
+    d_y, row_stats, d_query, d_key, d_value, *d_bias, query_sum, key_sum, value_sum = others
     b, j, i = map(pl.program_id, (1, 2, 3))
     first, last = (i == 0) & (j == 0), (i == sizes.blocks - 1) & (j == sizes.key_blocks - 1)
 
@@ -356,9 +347,9 @@ def _backward_kernel(sizes: Sizes, biased: bool, read: Any, *given: Any) -> None
     def _() -> None:
         q, k, dy = query[0, 0], key[0, 0], d_y[0, 0]
         logits = _logits(q, k, seen[0], keys_seen[0], slanted, i, j, sizes)
-        weights = jnp.exp(logits - of_rows[0, 0, 0:1])
+        weights = jnp.exp(logits - row_stats[0, 0, 0:1])
         d_weights = _matmul(_COLUMNS, value[0, 0], dy)
-        d_logits = weights * (d_weights - of_rows[0, 0, 1:2])
+        d_logits = weights * (d_weights - row_stats[0, 0, 1:2])
         value_sum[...] += _matmul(_ROWS, dy, weights)
         key_sum[...] += _matmul(_ROWS, q, d_logits)
         queries = pl.ds(pl.multiple_of(i * sizes.block, _LANES), sizes.block)
@@ -392,8 +383,8 @@ def _matmul(axes: Any, x: Array, y: Array) -> Array:
 def _logits(
     query: Array,
     key: Array,
-    of_queries: Array,
-    of_keys: Array,
+    query_ids: Array,
+    key_ids: Array,
     slanted: Any,
     i: Array,
     j: Array,
@@ -401,9 +392,9 @@ def _logits(
 ) -> Array:
     """The logits of query block i and key block j, [keys, queries], float32."""
     # The keys' rows [1, keys] as columns; a transposed register then serves 128 queries.
-    down = [jnp.broadcast_to(x, (_LANES, sizes.key_block)).T for x in _rows(of_keys)]
+    down = [jnp.broadcast_to(x, (_LANES, sizes.key_block)).T for x in _rows(key_ids)]
     down = [jnp.concatenate([x] * (sizes.block // _LANES), axis=1) for x in down]
-    segments, *order = _rows(of_queries)
+    segments, *order = _rows(query_ids)
     visible = segments == down[0]
     if order:
         visible &= order[0] >= down[1]

@@ -27,23 +27,22 @@ from typing import Any
 
 import tensorflow
 
-from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
-from t0repro.evaluation import outputs
-from t0repro.evaluation.evaluation_facts import print_results, write_facts
+from t0repro.evaluation import records
+from t0repro.evaluation.evaluation_facts import write_facts
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
+from t0repro.evaluation.judge import check_choices_have_tokens, ranks_choices, strip_padding
 from t0repro.evaluation.opened import Checkpoint
+from t0repro.evaluation.result_lines import print_results
 from t0repro.evaluation.task_output import (
     Statistics,
     TaskResult,
     TruncationCounter,
-    check_choices_have_tokens,
-    explaining_incomplete_inputs,
+    explain_incomplete_inputs,
     numbers,
-    ranks_choices,
-    without_padding,
 )
-from t0repro.files import make_folder, naming, write_atomically
+from t0repro.storage import make_folder, scheme_of, write_atomically
+from t0repro.storage.disk import name_in_errors
 from t0repro.training.metrics import METRICS_FILE, drop_partial_line, step_line
 
 tf = tensorflow.compat.v1
@@ -92,7 +91,7 @@ class MetricsFile:
             # A killed run can leave a partial line, which would corrupt the next one.
             drop_partial_line(self._path)
             self._appended = True
-        with naming(self._path), open(self._path, "a", encoding="utf-8") as file:
+        with name_in_errors(self._path), open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def drop_training_after(self, step: int) -> None:
@@ -482,7 +481,7 @@ class _Evaluation:
                 statistics.add([kwargs["example"]])
                 self._examples[task] += 1
                 if ranked:
-                    kwargs["example"] = without_padding(kwargs["example"])
+                    kwargs["example"] = strip_padding(kwargs["example"])
             return original(value, **kwargs)
 
         return postprocess
@@ -495,7 +494,7 @@ class _Evaluation:
             # Only at the first metric: later tasks' metrics follow the same computation.
             self._seconds = self._seconds or time.monotonic() - self._began
             check_choices_have_tokens(task, metric_fn, targets)
-            with explaining_incomplete_inputs(_num_eval_examples()):
+            with explain_incomplete_inputs(_num_eval_examples()):
                 result = metric_fn(targets, predictions)
             results = self._results.setdefault(task, {})
             if isinstance(result, Mapping):
@@ -512,11 +511,11 @@ class _Evaluation:
         """Writes a scored task's record, replacing any that an earlier run left."""
         # Remove it first, so that a record never describes another run's files if this run dies
         # here.
-        outputs.remove_record(self._folder, task, self._step)
+        records.remove_record(self._folder, task, self._step)
         if not (self._scores and self._writes):
             return
         names = (f"{task}_targets", f"{task}_inputs", f"{task}_{self._step}_predictions")
-        digests = {name: outputs.file_digest(self._folder / name) for name in names}
+        digests = {name: records.file_digest(self._folder / name) for name in names}
         files = {name: digest for name, digest in digests.items() if digest is not None}
         if len(files) < len(names):
             return  # records are only read from local file systems

@@ -13,13 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from t0repro.config.configuration import Configuration, RunInputs
-from t0repro.config.mtf.parser import (
-    check_mode,
-    checkpoint_steps,
-    deprecated,
-    refuse_on_mesh_tensorflow,
-)
-from t0repro.config.run_config import RunConfig
+from t0repro.config.mtf.jax_settings import refusal_on_mesh_tensorflow
+from t0repro.config.mtf.model_api import check_mode, checkpoint_steps
+from t0repro.config.mtf.parser import deprecated_references
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 from t0repro.mtf import hooks
 from t0repro.progress import working
@@ -41,22 +38,21 @@ def run(flags: Any, configuration: Configuration | None) -> None:
     Raises:
       UserError: If training cannot continue in model_dir, or only the JAX stack has what gin binds.
     """
-    refuse_on_mesh_tensorflow()
+    if refusal := refusal_on_mesh_tensorflow():
+        raise refusal
     mode = flags.mode if configuration is None else configuration.inputs.mode
     with contextlib.ExitStack() as held:
         if mode in ("train", "finetune") and hooks.is_on_this_disk(flags.model_dir):
             # Imported here because it imports JAX, which no other mode needs.
             from t0repro.model.t5 import T5
+            from t0repro.training.model_dir import lock_for_training
             from t0repro.training.optimizers import make_optimizer
-            from t0repro.training.start import locked_for_training
             from t0repro.training.train_state import state_shapes
 
             found = None if configuration is None else configuration.run_or_refusal
             config = found if isinstance(found, RunConfig) else None
             check = held.enter_context(
-                locked_for_training(
-                    flags.model_dir, "mtf", config, allow_changed=flags.allow_changed
-                )
+                lock_for_training(flags.model_dir, "mtf", config, allow_changed=flags.allow_changed)
             )
             shapes = None
             if config is not None and config.optimizer is not None:
@@ -128,7 +124,7 @@ def _run_model_api(flags: Any) -> None:
     from t5.models.mtf_model import MtfModel
 
     # MtfModel skips no others where it reads an operative_config.gin.
-    mesh_transformer.DEPRECATED_GIN_REFERENCES = deprecated(mesh_transformer)
+    mesh_transformer.DEPRECATED_GIN_REFERENCES = deprecated_references()
     check_mode(flags)
     steps = checkpoint_steps(flags)
     model = MtfModel(

@@ -14,24 +14,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.converters.sources import load_any
 from t0repro.converters.tensors import FlatTree
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
-from t0repro.model.t5 import T5, nonpadding, segments_of, text_to_self
+from t0repro.model.t5 import T5, padding_mask, segments_of, text_to_self
 from t0repro.parameters import naming
 from t0repro.parity.mesh_jobs import MeshResult
-from t0repro.training.losses import cross_entropy
-from t0repro.training.models import T5Model
-from t0repro.training.optimizers import make_optimizer, make_schedule
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.schedules import make_schedule
+from t0repro.training.t5_model import T5Model
+from t0repro.training.token_losses import cross_entropy
 from t0repro.training.train_state import (
     TrainState,
     from_flat_tree,
     state_shapes,
     to_flat_tree,
 )
-from t0repro.training.train_step import loss_and_gradients, make_train_step, with_stacks
+from t0repro.training.train_step import loss_and_gradients, make_train_step, stack_builtin_state
 
 Arrays = Mapping[str, np.ndarray]
 # The features that the model reads; positions are not among them (t0repro.model.t5).
@@ -110,7 +111,7 @@ def run_jax(
         dropout_key=jax.random.key(0),
     )
     # In the trainer's form, so that the comparison covers the code that trains.
-    state = with_stacks(T5Model(model), state)
+    state = stack_builtin_state(T5Model(model), state)
     return _train(jax.jit(step), state, batches, snapshots, before)
 
 
@@ -185,7 +186,7 @@ def _present(model: T5, batch: Arrays, feature: str) -> Any:
     segments = None if segmentation is None else jnp.asarray(segmentation)
     if not model.config.decoder_only:  # an unpacked language model does not know its padding
         segments = segments_of(jnp.asarray(batch[feature]), segments)
-    return np.asarray(nonpadding(segments, model.dtypes))
+    return np.asarray(padding_mask(segments, model.dtypes))
 
 
 def _residual_stream(tower: str, modules: Mapping[str, Any], x: np.ndarray) -> Arrays:
@@ -200,9 +201,6 @@ def _residual_stream(tower: str, modules: Mapping[str, Any], x: np.ndarray) -> A
                 x = x + modules[layer][sublayer]["__call__"][0]
                 stream[f"{tower}/{layer}/{sublayer}"] = x
     return stream
-
-
-# ---- Mesh TensorFlow's results under the JAX stack's names ---------------------------------------
 
 
 def as_stack_result(result: MeshResult, snapshots: Sequence[int]) -> StackResult:

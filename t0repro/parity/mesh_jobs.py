@@ -24,7 +24,7 @@ import numpy as np
 
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.storage import write_atomically
 
 ARRAYS, DONE = "arrays.npz", "done"
 Batch = Mapping[str, np.ndarray]

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.files import make_folder, write_atomically
 from t0repro.parity.mesh_jobs import ARRAYS, DONE, MeshJob, load_batches
+from t0repro.storage import make_folder, write_atomically
 
 Arrays = dict[str, np.ndarray]
 
@@ -104,9 +104,6 @@ def _model_function(model_dir: str) -> Callable[..., Any]:
     finally:
         utils.tpu_estimator_model_fn = original
     return lambda **changes: original(**{**found, **changes})
-
-
-# ---- What is read inside the graphs --------------------------------------------------------------
 
 
 class _Captured:
@@ -198,9 +195,6 @@ def _feed(placeholders: Mapping[str, Any], batch: Mapping[str, np.ndarray]) -> d
 
 def _as_float32(lowering: Any, tensor: Any) -> Any:
     return tf.cast(lowering.export_to_tf_tensor(tensor), tf.float32)
-
-
-# ---- The three graphs ----------------------------------------------------------------------------
 
 
 def _train(

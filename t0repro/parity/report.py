@@ -11,10 +11,10 @@ import numpy as np
 
 from t0repro.evaluation.evaluation_facts import package_versions
 from t0repro.parity.run import Finding, Job, Parity, to_json
-from t0repro.reports.make_report import write_page
+from t0repro.reports.drawing import ROLES, Drawing, inline_plot, integer_steps
 from t0repro.reports.page import Page, Section
-from t0repro.reports.plots import ROLES, Drawing, inline_plot, integer_steps
-from t0repro.reports.run import git_commit
+from t0repro.reports.provenance import git_commit
+from t0repro.reports.report_files import write_page
 from t0repro.words import counted
 
 # Kinds that have their own section, in the order of the computation, with its title.
@@ -145,9 +145,6 @@ def _sources(facts: dict[str, Any]) -> Section:
     return Section("Where this comes from", lines)
 
 
-# ---- The plots of a comparison, in the report's style --------------------------------------------
-
-
 _SMALLEST = 1e-9  # smaller errors, zero included, are drawn as this on the logarithmic axis
 _MOST_BARS = 60
 
@@ -181,6 +178,8 @@ def error_plot(findings: Sequence[Finding], label: str) -> str:
     tolerance = shown[0].tolerance
 
     def draw(drawing: Drawing) -> None:
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
         # On a narrow screen names go above their bars, because there is no room beside them.
         pitch, left = (0.36, 0.15) if drawing.narrow else (0.2, 3.6)
         axes = drawing.axes(0.9 + pitch * len(shown), left)
@@ -200,6 +199,10 @@ def error_plot(findings: Sequence[Finding], label: str) -> str:
         else:
             axes.set_yticks(range(len(shown)), names, fontsize=9)
         axes.set_ylim(-0.6, len(shown) - (0.1 if drawing.narrow else 0.4))
+        # Matplotlib labels powers of ten in TeX, which an SVG without math shows as it is.
+        axes.xaxis.set_major_locator(LogLocator(numticks=5 if drawing.narrow else 9))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda error, _: f"{error:.0e}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("relative error")
         axes.grid(axis="x", linewidth=0.7)
 

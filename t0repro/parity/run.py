@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.config.mtf.parser import MeshInputs, refuse_on_mesh_tensorflow
-from t0repro.config.run_config import EvalDataConfig, RunConfig
+from t0repro.config.data import EvalDataConfig
+from t0repro.config.mtf.parser import MeshInputs
+from t0repro.config.run import RunConfig
 from t0repro.converters.tensors import FlatTree
 from t0repro.data.batches import eval_tasks
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
-from t0repro.evaluation.task_output import Judge, judge_of
-from t0repro.files import output_path
+from t0repro.evaluation.judge import Judge, make_judge
 from t0repro.parity.jax_run import (
     Error,
     StackResult,
@@ -30,6 +30,7 @@ from t0repro.parity.jax_run import (
     without_exchange,
 )
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
+from t0repro.storage import output_path
 
 PAIRS = 128  # maximum number of (input, choice) pairs to score from an evaluation task
 ROWS = 16  # rows in a batch of pairs
@@ -136,8 +137,10 @@ def make_job(
     kinds = {"master": "float32", "slice": "float32", "activation": dtype}
     settings = [f"utils.get_variable_dtype.{kind}_dtype = '{x}'" for kind, x in kinds.items()]
     inputs = dataclasses.replace(inputs, gin_params=[*inputs.gin_params, *settings])
-    config = load(inputs, float32_activations=float32).run
-    refuse_on_mesh_tensorflow()
+    configuration = load(inputs, float32_activations=float32, with_packages=True)
+    config = configuration.run
+    if configuration.only_on_jax:
+        raise configuration.only_on_jax
     if config.model.dropout_rate:
         raise UserError(
             f"The dropout rate is {config.model.dropout_rate}; the stacks draw different noise.",
@@ -172,7 +175,7 @@ def _task(name: str, config: RunConfig) -> ScoredTask:
         # Do not separate the choices of one input.
         while count > 1 and _input_of(examples[count]) == _input_of(examples[count - 1]):
             count -= 1
-    return ScoredTask(judge_of(task), examples[:count])
+    return ScoredTask(make_judge(task), examples[:count])
 
 
 def _input_of(example: Mapping[str, Any]) -> int:
@@ -321,8 +324,6 @@ def to_json(parity: Parity, facts: dict[str, Any]) -> str:
     }
     return json.dumps(value, indent=1) + "\n"
 
-
-# ---- The comparison, quantity by quantity, in the order of computation ---------------------------
 
 # The stacks agree, in float32 without dropout, if: the loss differs by a relative error of at most
 # 1e-5 at the first step and 1e-4 over twenty; after one step, every entry of every parameter and

@@ -28,13 +28,11 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from t0repro.config.run_config import Layout, ModelConfig
+from t0repro.config.model import Layout, ModelConfig
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.partitioning.topologies import memory_of
 from t0repro.words import counted
-
-# ---- The table of logical axes -------------------------------------------------------------------
 
 DATA, MODEL = "data", "model"
 RULES = {"batch": DATA, "heads": MODEL, "mlp": MODEL, "vocab": MODEL}
@@ -53,8 +51,8 @@ _LOGICAL = {
 
 def parameter_axes(path: str) -> tuple[str, ...]:
     """The logical axes of the parameter at a path of T5X's tree; () if there is none."""
-    found = naming.find_row(path, "t5x") or naming.find_row(path, "t5x", decoder_only=True)
-    return tuple(_LOGICAL[size] for size in found[0].axes) if found else ()
+    row = naming.find_row(path, "t5x") or naming.find_row(path, "t5x", decoder_only=True)
+    return tuple(_LOGICAL[size] for size in row[0].axes) if row else ()
 
 
 def parameter_spec(path: str, *, fully_sharded: bool) -> PartitionSpec:
@@ -111,24 +109,22 @@ def sum_over_shards(x: jax.Array, axis: str) -> jax.Array:
     return jax.lax.psum(x, name) if name in mesh.manual_axes else x
 
 
-def parts_of(*axes: str) -> int:
+def count_shards(*axes: str) -> int:
     """Number of shards of an activation with these axes on the device mesh in scope."""
     mesh, rules = jax.sharding.get_abstract_mesh(), _rules_in_scope()
     return math.prod(mesh.shape[name] for axis in axes if (name := rules.get(axis)) in mesh.shape)
 
 
 def _rules_in_scope() -> dict[str, str]:
-    """The table; code traced in `sums_over_groups` sees only one group's rows."""
-    # Inside `sums_over_groups`, the mesh axis `data` already shards the groups.
+    """The table; code traced in `sum_over_groups` sees only one group's rows."""
+    # Inside `sum_over_groups`, the mesh axis `data` already shards the groups.
     return {axis: name for axis, name in RULES.items() if axis != "batch" or _groups() == 1}
 
-
-# ---- Each part of a batch by itself -------------------------------------------------------------
 
 _GROUP = "group"
 
 
-def sums_over_groups(
+def sum_over_groups(
     function: Callable[..., Any], params: Any, batches: Any, groups: int, specs: Any
 ) -> Any:
     """Sums a function over parts of a batch, with a single all-reduce across devices at the end.
@@ -146,59 +142,56 @@ def sums_over_groups(
       specs: each parameter's sharding.
     """
 
-    def own(p: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def copy_for_groups(p: jax.Array, spec: PartitionSpec) -> jax.Array:
         copies = jnp.broadcast_to(p, (groups, *p.shape))
         return jax.lax.with_sharding_constraint(copies, PartitionSpec(DATA, *spec))
 
-    def by_group(x: jax.Array) -> jax.Array:
+    def split_rows(x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], groups, -1, *x.shape[2:])
         return jax.lax.with_sharding_constraint(x, PartitionSpec(None, DATA))
 
     # Tells constraints inside the function that the new axis is the mesh axis `data`.
     mapped = jax.vmap(function, in_axes=(0, 1), axis_name=_GROUP, spmd_axis_name=DATA)
-    sums = mapped(jax.tree.map(own, params, specs), jax.tree.map(by_group, batches))
+    sums = mapped(jax.tree.map(copy_for_groups, params, specs), jax.tree.map(split_rows, batches))
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 
-def for_all_groups(
+def draw_for_group(
     draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]
 ) -> jax.Array:
     """Random values of a shape [rows, ...], equal whether or not the rows are in groups.
 
     Args:
       draw: samples values of a shape.
-      shape: the requested shape, that of one group's rows in `sums_over_groups`.
+      shape: the requested shape, that of one group's rows in `sum_over_groups`.
     """
     groups = _groups()
     if groups == 1:
         return draw(shape)
     # Sample for all rows and take this group's, so that grouping does not change the mask.
-    whole = draw((groups * shape[0], *shape[1:])).reshape(groups, *shape)
-    return _of_group(whole, jax.lax.axis_index(_GROUP))
+    all_rows = draw((groups * shape[0], *shape[1:])).reshape(groups, *shape)
+    return _take_group(all_rows, jax.lax.axis_index(_GROUP))
 
 
 @custom_vmap
-def _of_group(whole: jax.Array, group: jax.Array) -> jax.Array:
-    return whole[group]
+def _take_group(all_rows: jax.Array, group: jax.Array) -> jax.Array:
+    return all_rows[group]
 
 
-@_of_group.def_vmap
-def _of_all_groups(size: int, batched: Any, whole: jax.Array, group: jax.Array) -> Any:
+@_take_group.def_vmap
+def _take_all_groups(size: int, batched: Any, all_rows: jax.Array, group: jax.Array) -> Any:
     """All groups' parts together are the whole array; without this rule it would be a gather."""
     del size, batched, group
-    return whole, True
+    return all_rows, True
 
 
 def _groups() -> int:
-    """Number of groups if traced inside `sums_over_groups`, else 1."""
+    """Number of groups if traced inside `sum_over_groups`, else 1."""
     try:
         # JAX raises a NameError for an axis that no vmap around this code has.
         return jax.lax.axis_size(_GROUP)
     except NameError:
         return 1
-
-
-# ---- The devices, and what is placed on them -----------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,12 +201,12 @@ class Partitioning:
     Attributes:
       mesh: devices by (data, model).
       fully_sharded: whether parameters and slots are sharded along `data` too.
-      at_hand: number of devices available, used or not.
+      available: number of devices available, used or not.
     """
 
     mesh: Mesh
     fully_sharded: bool
-    at_hand: int
+    available: int
 
     @property
     def data(self) -> int:
@@ -232,7 +225,7 @@ class Partitioning:
 
     def __str__(self) -> str:
         kind = self.mesh.devices.flat[0].device_kind
-        of = f" of {self.at_hand}" if self.at_hand > self.mesh.size else ""
+        of = f" of {self.available}" if self.available > self.mesh.size else ""
         fully = ", fully sharded" if self.fully_sharded else ""
         return (
             f"devices: {self.mesh.size}{of} x {kind}, data {self.data}, model {self.model}{fully}"
@@ -296,14 +289,14 @@ class Partitioning:
     def _parameter(self, path: str) -> PartitionSpec:
         return parameter_spec(path, fully_sharded=self.fully_sharded)
 
-    def placed(self, tree: Any) -> Any:
+    def shapes_on_devices(self, tree: Any) -> Any:
         """The shapes of a tree (see `shardings`), each with its sharding.
 
         On one device nothing is added, so that arrays made like it stay on the default device.
         """
-        return tree if self.mesh.size == 1 else self.divided(tree)
+        return tree if self.mesh.size == 1 else self.shapes_with_shardings(tree)
 
-    def divided(self, tree: Any) -> Any:
+    def shapes_with_shardings(self, tree: Any) -> Any:
         """The shapes of a tree (see `shardings`) with their shardings, even on one device."""
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -349,7 +342,7 @@ def is_sharded(x: np.ndarray | jax.Array) -> TypeGuard[jax.Array]:
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
-def fetched(x: np.ndarray | jax.Array) -> np.ndarray:
+def fetch(x: np.ndarray | jax.Array) -> np.ndarray:
     """An array's values; if other processes hold shards of it, all of them must make this call."""
     if isinstance(x, np.ndarray) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
@@ -359,7 +352,7 @@ def fetched(x: np.ndarray | jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def partitioning_of(tree: Any) -> Mesh | None:
+def find_mesh(tree: Any) -> Mesh | None:
     """The device mesh across which a tree's arrays are sharded; None if they are on one device."""
     sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
     if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
@@ -369,26 +362,23 @@ def partitioning_of(tree: Any) -> Mesh | None:
 
 
 @contextlib.contextmanager
-def across_devices_of(tree: Any):
+def use_devices_of(tree: Any):
     """A context in which traced code is sharded across the devices that hold a tree."""
-    mesh = partitioning_of(tree)
+    mesh = find_mesh(tree)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         yield
 
 
-def data_parts(tree: Any) -> int:
+def count_data_shards(tree: Any) -> int:
     """Number of shards of a batch, given where a model's parameters are."""
-    mesh = partitioning_of(tree)
+    mesh = find_mesh(tree)
     return 1 if mesh is None else mesh.shape[DATA]
 
 
-def padded_rows(x: np.ndarray, parts: int) -> np.ndarray:
+def pad_rows(x: np.ndarray, parts: int) -> np.ndarray:
     """An array padded with rows of zeros to a multiple of this number."""
     missing = -len(x) % parts
     return np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
-
-
-# ---- Choosing -----------------------------------------------------------------------------------
 
 
 def choose(
@@ -416,7 +406,7 @@ def choose(
     """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) == 1:
-        return _arranged(devices, 1, 1, False, 1)
+        return _arrange(devices, 1, 1, False, 1)
     flexible = layout.data is None or layout.topology is not None
     data = layout.data
     if flexible:
@@ -442,7 +432,7 @@ def choose(
         )
     check_divides(dataclasses.replace(layout, data=data), model, rows, where)
     _check_processes(devices, data * layout.model, where)
-    return _arranged(devices, data, layout.model, layout.fully_sharded, len(devices))
+    return _arrange(devices, data, layout.model, layout.fully_sharded, len(devices))
 
 
 def _check_processes(devices: Sequence[Any], used: int, where: str | None) -> None:
@@ -480,7 +470,7 @@ def check_divides(
             )
 
 
-def line_of(partitioning: Partitioning, layout: Layout) -> str:
+def describe_devices(partitioning: Partitioning, layout: Layout) -> str:
     """One line about a run's devices: "devices: 8 x cpu, data 4, model 2"."""
     if partitioning.mesh.size > 1:
         return str(partitioning)
@@ -492,8 +482,8 @@ def line_of(partitioning: Partitioning, layout: Layout) -> str:
     return f"{line} ({sizes} is for {counted(asked, 'device')})"
 
 
-def _arranged(
-    devices: Sequence[Any], data: int, model: int, fully_sharded: bool, at_hand: int
+def _arrange(
+    devices: Sequence[Any], data: int, model: int, fully_sharded: bool, available: int
 ) -> Partitioning:
     """The first devices as a device mesh; on TPUs, neighbors share a model."""
     chosen = list(devices)[: data * model]
@@ -506,7 +496,7 @@ def _arranged(
         array = np.array(chosen, dtype=object).reshape(data, model)
     # Auto: XLA decides whatever `constrain` leaves open.
     mesh = Mesh(array, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
-    return Partitioning(mesh, fully_sharded, at_hand)
+    return Partitioning(mesh, fully_sharded, available)
 
 
 def _name(path: Any) -> str:

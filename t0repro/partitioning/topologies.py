@@ -99,7 +99,7 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
     Raises:
       UserError: for an unknown name, or without libtpu.
     """
-    family, chips = _parsed(topology)
+    family, chips = _parse(topology)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             f"Compiling for {topology} takes libtpu, which is not installed.",
@@ -128,10 +128,10 @@ def chip_of(topology: str) -> Chip:
     Raises:
       UserError: for an unknown name.
     """
-    return _parsed(topology)[0].chip
+    return _parse(topology)[0].chip
 
 
-def published(device_kind: str) -> Chip | None:
+def find_chip(device_kind: str) -> Chip | None:
     """The published figures of a device kind, by JAX's name; None if unknown here."""
     if device_kind in _TPU_KINDS:
         return _FAMILIES[_TPU_KINDS[device_kind]].chip
@@ -148,7 +148,7 @@ def memory_of(device: Any) -> int | None:
         limit = (device.memory_stats() or {}).get("bytes_limit")
     except (AttributeError, RuntimeError):
         limit = None
-    chip = published(device.device_kind)
+    chip = find_chip(device.device_kind)
     return limit or (chip and chip.memory)
 
 
@@ -163,7 +163,7 @@ def torus(chips: int, axes: int) -> Sequence[int]:
     return [1 << (power + at) // axes for at in range(axes)]
 
 
-def _parsed(topology: str) -> tuple[_Family, int]:
+def _parse(topology: str) -> tuple[_Family, int]:
     """The version and the number of chips of a name such as v3-512 or v5litepod-16."""
     # Google's accelerator types use v5litepod for v5e.
     name = topology.lower().replace("v5litepod", "v5e")

@@ -10,7 +10,6 @@ prompts is one observation, because its outcomes are not independent.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -19,24 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import (
-    TaskScores,
-    find_tasks,
-    input_digests,
-    latest_step,
-    read_records,
-    read_task_scores,
-)
+from t0repro.evaluation.outputs import input_digests, latest_step, read_inputs_of, read_task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.reports.results import rank_folder, with_rows
-from t0repro.reports.run import (
-    PromptInfo,
-    Run,
-    dataset_label,
-    fixed_classes,
-    recorded_facts,
-    tasks_by_dataset,
-)
+from t0repro.evaluation.records import read_records
+from t0repro.evaluation.task_scores import TaskScores
+from t0repro.reports.prompts import PromptInfo, choice_text, fixed_classes, tasks_by_dataset
+from t0repro.reports.provenance import recorded_facts
+from t0repro.reports.ranking import with_rows
+from t0repro.reports.run import Run
 from t0repro.reports.statistics import (
     Bootstrap,
     Interval,
@@ -45,11 +34,13 @@ from t0repro.reports.statistics import (
     mcnemar,
     reweighted,
 )
+from t0repro.words import shortened
 
 if TYPE_CHECKING:
-    from t0repro.reports.models import Models
+    pass
 
 MAX_FLIPS = 200
+_INPUT_SHOWN = 600  # characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +81,8 @@ class DatasetDifference:
       only_a: (example, prompt) outcomes that only the first run gets right; only_b the second.
       p_value: of McNemar's test with examples as clusters (statistics.mcnemar).
       agreement: percentage of (example, prompt) outcomes on which both predictions agree.
-      p_adjusted: the p-value with Holm's correction over all datasets of all compared runs; None in
-        reports before schema 5.
+      p_adjusted: the p-value with Holm's correction over all datasets of all compared runs; None
+        for two seeds of one model.
       detectable: the smallest difference, in points, that these examples reveal with a power of
         80%.
     """
@@ -106,8 +97,8 @@ class DatasetDifference:
     only_b: int
     p_value: float
     agreement: float
+    detectable: float | None
     p_adjusted: float | None = None
-    detectable: float | None = None
 
     @property
     def difference(self) -> float:
@@ -122,7 +113,10 @@ class Flip:
     Attributes:
       margin_a: best score minus the second best in the first run; None where there is one choice.
       margin_b: the same in the second run.
-      right_a: whether the first run is right; None in reports written before schema 4.
+      right_a: whether the first run is right.
+      choice_a: the first run's choice, as its text where the prompt's choices are fixed.
+      choice_b: the second's.
+      input: the rendered input, shortened; None if inputs were not written.
       right_b: whether the second run is right.
     """
 
@@ -132,8 +126,11 @@ class Flip:
     predicted_b: int
     margin_a: float | None
     margin_b: float | None
-    right_a: bool | None = None
-    right_b: bool | None = None
+    right_a: bool
+    right_b: bool
+    choice_a: str
+    choice_b: str
+    input: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +142,7 @@ class RunComparison:
       step_a: the first run's step; step_b the second's.
       only_a: tasks that the second run lacks; only_b those that the first lacks.
       flips: the first MAX_FLIPS examples whose predictions differ.
-      datasets: accuracies; empty in reports written before schema 4.
+      datasets: accuracies.
       bootstrap: the options of the intervals.
       checkpoint_a: hash of the first run's checkpoint, None if not recorded; checkpoint_b of the
         second's.
@@ -161,11 +158,11 @@ class RunComparison:
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     flips: tuple[Flip, ...]
-    datasets: tuple[DatasetDifference, ...] = ()
-    bootstrap: Bootstrap = Bootstrap()
-    checkpoint_a: str | None = None
-    checkpoint_b: str | None = None
-    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    datasets: tuple[DatasetDifference, ...]
+    bootstrap: Bootstrap
+    checkpoint_a: str | None
+    checkpoint_b: str | None
+    left_out: dict[str, str]
 
     @property
     def same_checkpoint(self) -> bool | None:
@@ -176,8 +173,8 @@ class RunComparison:
 
     @property
     def alike(self) -> tuple[str, ...] | None:
-        """Datasets without a significant difference; None if p-values are uncorrected."""
-        if any(entry.p_adjusted is None for entry in self.datasets) or not self.datasets:
+        """Datasets without a significant difference; None for two seeds of one model."""
+        if any(entry.p_adjusted is None for entry in self.datasets):
             return None
         limit = 1 - self.bootstrap.confidence
         return tuple(entry.dataset for entry in self.datasets if (entry.p_adjusted or 0.0) > limit)
@@ -278,7 +275,7 @@ def compare_runs(
         task: (with_rows(ours, records.get(task)), with_rows(theirs, records.get(task)))
         for task, (ours, theirs) in ranked.items()
     }
-    flips = [flip for task in shared for flip in _flips(*ranked[task])]
+    flips = [flip for task in shared for flip in _flips(*ranked[task], prompts.get(task))]
     return RunComparison(
         label_a=a.label,
         label_b=b.label,
@@ -289,7 +286,7 @@ def compare_runs(
         ),
         only_a=tuple(sorted(scores_a.keys() - scores_b.keys())),
         only_b=tuple(sorted(scores_b.keys() - scores_a.keys())),
-        flips=tuple(flips[:MAX_FLIPS]),
+        flips=_with_inputs(flips[:MAX_FLIPS], a.eval_dir),
         datasets=tuple(
             _difference(dataset, [ranked[task] for task in tasks], bootstrap)
             for dataset, tasks in tasks_by_dataset(shared, prompts).items()
@@ -348,18 +345,6 @@ def _in_words(unlike: Mapping[str, str], prompts: Mapping[str, PromptInfo]) -> d
     return found
 
 
-def to_json(comparisons: Sequence[RunComparison], models: Models | None = None) -> str:
-    """The comparisons as an indented JSON list; each includes the findings about all models."""
-    more = {} if models is None else {"models": dataclasses.asdict(models)}
-    found = [
-        {**dataclasses.asdict(entry), "flipped": entry.flipped, **more} for entry in comparisons
-    ]
-    return json.dumps(found, indent=1) + "\n"
-
-
-# Scores ------------------------------------------------------------------------------------------
-
-
 def _check_same_pairs(a: TaskScores, b: TaskScores) -> None:
     """Refuses a task unless both runs scored the same choices of the same examples."""
     if not _equal(a, b, "input_index", "choice_index", "is_correct", "target_length"):
@@ -405,9 +390,6 @@ def _shared_pairs(a: TaskScores, b: TaskScores) -> tuple[np.ndarray, np.ndarray]
     return at_a[alike], at_b[alike]
 
 
-# Predictions -------------------------------------------------------------------------------------
-
-
 def _ranked(a: TaskScores, b: TaskScores, num_classes: int | None) -> tuple[RankResult, RankResult]:
     """Both runs' predictions on their common examples."""
     shared = np.intersect1d(a.input_index, b.input_index)
@@ -446,7 +428,7 @@ def _equal(a: TaskScores, b: TaskScores, *names: str) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
-def _flips(a: RankResult, b: RankResult) -> list[Flip]:
+def _flips(a: RankResult, b: RankResult, info: PromptInfo | None) -> list[Flip]:
     return [
         Flip(
             task=a.task,
@@ -457,17 +439,30 @@ def _flips(a: RankResult, b: RankResult) -> list[Flip]:
             margin_b=_finite_or_none(b.margin[at]),
             right_a=bool(a.correct[at]),
             right_b=bool(b.correct[at]),
+            choice_a=choice_text(info, int(a.predicted[at])),
+            choice_b=choice_text(info, int(b.predicted[at])),
         )
         for at in np.flatnonzero(a.predicted != b.predicted)
     ]
 
 
+def _with_inputs(flips: Sequence[Flip], eval_dir: str | os.PathLike[str]) -> tuple[Flip, ...]:
+    """The flips with their rendered inputs; both runs have the same."""
+    examples: dict[str, list[int]] = {}
+    for flip in flips:
+        examples.setdefault(flip.task, []).append(flip.example)
+    texts = {task: read_inputs_of(eval_dir, task, found) for task, found in examples.items()}
+    return tuple(
+        dataclasses.replace(flip, input=shortened(text, _INPUT_SHOWN))
+        if (text := texts[flip.task].get(flip.example)) is not None
+        else flip
+        for flip in flips
+    )
+
+
 def _finite_or_none(value: float) -> float | None:
     # JSON has no infinities.
     return float(value) if math.isfinite(value) else None
-
-
-# Accuracies --------------------------------------------------------------------------------------
 
 
 def _difference(
@@ -501,65 +496,3 @@ def _standard_error(first: Outcomes, second: Outcomes) -> float:
     moves = 100 * (gain - gain.mean())
     examples = len(moves)
     return math.sqrt((moves**2).sum() * examples / max(examples - 1, 1))
-
-
-# ---- Accuracy by checkpoint ----------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class History:
-    """Mean accuracy over prompts in percent, by dataset, at each of the steps.
-
-    Attributes:
-      curves: dataset -> one value per step.
-      chance: dataset -> its chance level.
-      skipped: tasks that lack one of the steps.
-    """
-
-    steps: tuple[int, ...]
-    curves: dict[str, tuple[float, ...]]
-    chance: dict[str, float]
-    skipped: tuple[str, ...]
-
-    def to_json(self) -> str:
-        """The history as indented JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
-
-
-def read_history(eval_dir: str | os.PathLike[str], prompts: Mapping[str, PromptInfo]) -> History:
-    """Ranks, at every step in the folder, the tasks with predictions at all of these steps.
-
-    Raises:
-      UserError: if there are no predictions, no task has all steps, or files cannot be read.
-    """
-    found = find_tasks(eval_dir)
-    steps = sorted({step for there in found.values() for step in there})
-    if not steps:
-        raise UserError(
-            "The folder holds no predictions.", where=str(eval_dir), fix="Evaluate a checkpoint."
-        )
-    # A curve needs a value at every step.
-    whole = [task for task, there in found.items() if set(there) == set(steps)]
-    if not whole:
-        raise UserError(
-            f"No task has predictions at all of the steps {', '.join(map(str, steps))}.",
-            where=str(eval_dir),
-            fix="Evaluate the steps that are missing.",
-        )
-    values: dict[str, dict[int, list[float]]] = {}
-    chance: dict[str, list[float]] = {}
-    for step in steps:
-        # Rank the scores of each step again, so that no step needs a report.
-        for result in rank_folder(eval_dir, prompts, step=step, tasks=whole):
-            label = dataset_label(result.task, prompts)
-            values.setdefault(label, {}).setdefault(step, []).append(result.accuracy)
-            chance.setdefault(label, []).append(result.chance)
-    return History(
-        steps=tuple(steps),
-        curves={
-            label: tuple(float(np.mean(by_step[step])) for step in steps)
-            for label, by_step in sorted(values.items())
-        },
-        chance={label: float(np.mean(found)) for label, found in sorted(chance.items())},
-        skipped=tuple(sorted(found.keys() - set(whole))),
-    )

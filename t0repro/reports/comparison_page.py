@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from t0repro.reports.comparison import History, RunComparison
+from t0repro.reports.comparison import RunComparison
+from t0repro.reports.history import History
 from t0repro.reports.losses import LossComparison, LossRow, thinned_losses
 from t0repro.reports.models import DatasetModels, Models
 from t0repro.reports.page import Cell, Column, Page, Section
 from t0repro.reports.plots import history_plot
-from t0repro.reports.run import synthetic_datasets, synthetic_warning
+from t0repro.reports.prompts import synthetic_datasets, synthetic_warning
 from t0repro.words import counted
 
 
@@ -35,8 +36,9 @@ _METHOD = (
     " first run gets right, the high end one that only the second does. So runs that agree on few"
     " examples may still differ. McNemar's test takes an example with all of its prompts as one"
     " cluster. Corrected p-values are Holm's over all datasets and all pairs of models. Two models"
-    " are told apart where that is at most what the intervals leave out. Models of one set may yet"
-    " differ by less than these examples show."
+    " differ significantly if their corrected p-value is at most one minus the intervals'"
+    " confidence, 0.05 for 95%. Models listed together may still differ by less than these examples"
+    " can show."
 )
 
 
@@ -156,7 +158,6 @@ def accuracy_section(compared: RunComparison) -> Section:
             f"{entry.difference:+.1f}",
             Cell(f"{entry.interval.low:+.1f} to {entry.interval.high:+.1f}", entry.interval.low),
             f"{entry.p_value:.3g}",
-            # Reports before schema 5 have neither of these two.
             "" if entry.p_adjusted is None else f"{entry.p_adjusted:.3g}",
             "" if entry.detectable is None else f"{entry.detectable:.1f}",
             str(entry.only_a),
@@ -196,7 +197,6 @@ def scores_in_words(compared: RunComparison) -> list[str]:
     """Sentences: where predictions differ, the largest differences, tasks in one run only."""
     worst = compared.worst
     lines = [checkpoints_in_words(compared)]
-    # Reports before schema 5 have no corrected p-values to tell runs apart by.
     if compared.alike is not None:
         alike, every = compared.alike, len(compared.alike) == len(compared.datasets)
         names = "any dataset" if every else ", ".join(alike)
@@ -249,15 +249,16 @@ def flips_section(compared: RunComparison) -> list[Section]:
     """The examples whose predictions differ; no section if there are none."""
     a, b = compared.label_a, compared.label_b
     header = (
-        Column("task"), "example", f"choice of {a}", f"choice of {b}", f"margin of {a}",
-        f"margin of {b}", Column("right"),
+        Column("task"), "example", Column("input", wide=True), Column(f"choice of {a}"),
+        Column(f"choice of {b}"), f"margin of {a}", f"margin of {b}", Column("right"),
     )  # fmt: skip
     rows = tuple(
         (
             flip.task,
             str(flip.example),
-            str(flip.predicted_a),
-            str(flip.predicted_b),
+            flip.input or "",
+            flip.choice_a,
+            flip.choice_b,
             # None: a single choice has no second best.
             "" if flip.margin_a is None else Cell(f"{flip.margin_a:.2e}", flip.margin_a),
             "" if flip.margin_b is None else Cell(f"{flip.margin_b:.2e}", flip.margin_b),
@@ -271,10 +272,7 @@ def flips_section(compared: RunComparison) -> list[Section]:
     return [Section(title, header=header, rows=rows, level=3)] * bool(rows)
 
 
-def _right(right_a: bool | None, right_b: bool | None, a: str, b: str) -> str:
-    # Reports before schema 4 do not record it.
-    if right_a is None or right_b is None:
-        return ""
+def _right(right_a: bool, right_b: bool, a: str, b: str) -> str:
     return "both" if right_a and right_b else a if right_a else b if right_b else "neither"
 
 

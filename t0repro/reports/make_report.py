@@ -2,67 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import dataclasses
-import json
 import os
-import shutil
-import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from t0repro.errors import UserError
-from t0repro.evaluation.outputs import (
-    TaskScores,
-    find_tasks,
-    iterate_task_scores,
-    latest_step,
-    read_records,
-)
-from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.files import make_folder, output_path, sync_directory, sync_tree, write_atomically
+from t0repro.evaluation.outputs import find_tasks, latest_step
+from t0repro.evaluation.rank import RankResult
+from t0repro.evaluation.records import read_records
 from t0repro.reports.comparison import RunComparison, compare_runs
+from t0repro.reports.decoded_tasks import generation_results
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
 from t0repro.reports.models import corrected as corrected_comparisons
-from t0repro.reports.page import Page, render_html, render_markdown
-from t0repro.reports.report import Report, published_figures, task_costs
-from t0repro.reports.report_page import report_page
-from t0repro.reports.results import (
-    GROUP_TITLES,
-    DatasetResult,
-    GroupResult,
-    calibration,
-    confusion,
-    corrected,
-    dataset_result,
-    generation_results,
-    group_of,
-    group_result,
-    prompt_flips,
-    prompt_result,
-    rank_folder,
-)
-from t0repro.reports.run import (
+from t0repro.reports.prompts import (
     PromptInfo,
-    Run,
-    collect_provenance,
     dataset_label,
-    fixed_classes,
     synthetic_datasets,
     tasks_by_dataset,
-    template_name,
 )
+from t0repro.reports.provenance import collect_provenance
+from t0repro.reports.published import published_figures
+from t0repro.reports.ranking import rank_folder
+from t0repro.reports.report import Report
+from t0repro.reports.results import (
+    GROUP_TITLES,
+    DatasetOutcomes,
+    DatasetResult,
+    GroupResult,
+    dataset_results,
+    group_of,
+    group_result,
+)
+from t0repro.reports.run import Run
 from t0repro.reports.statistics import (
     Bootstrap,
-    DatasetMean,
-    Outcomes,
-    random_prompts_interval,
-    reweighted,
 )
+from t0repro.reports.task_costs import task_costs
 
 _Path = str | os.PathLike[str]
 
@@ -314,9 +291,6 @@ def _overlap_notes(
         )
 
 
-# ---- The figures of each dataset and group -------------------------------------------------------
-
-
 def _summarize(
     results: Sequence[RankResult],
     prompts: Mapping[str, PromptInfo],
@@ -324,227 +298,22 @@ def _summarize(
     options: ReportOptions,
     extras: Mapping[str, Mapping[str, float]],
 ) -> tuple[tuple[GroupResult, ...], tuple[DatasetResult, ...]]:
-    """The report's groups and datasets; a task without a prompt is a dataset of its own.
-
-    `extras` has accuracies in percent: task -> name of another definition -> accuracy under it.
-    """
+    """The report's groups and datasets; a task without a prompt is a dataset of its own."""
     # A dataset may be in two groups: under prompts trained on and under held-out ones.
-    parts: dict[tuple[str, str], list[RankResult]] = {}
+    members: dict[tuple[str, str], list[RankResult]] = {}
     for result in sorted(results, key=lambda result: result.task):
         label = dataset_label(result.task, prompts)
         group = group_of(result.task, label, options.training_datasets, options.training_tasks)
-        parts.setdefault((label, group), []).append(result)
-    datasets, means = [], {}
-    for (label, group), members in sorted(parts.items()):
-        dataset, means[label, group] = _summarize_dataset(
-            label, group, members, prompts, eval_dir, options.bootstrap, extras
-        )
-        datasets.append(dataset)
-    # After the loop, since Holm's correction needs the p-values of all datasets.
-    datasets = corrected(datasets)
-    groups = [group_result(group, datasets, means, options.bootstrap) for group in GROUP_TITLES]
-    return tuple(group for group in groups if group is not None), datasets
-
-
-def _summarize_dataset(
-    label: str,
-    group: str,
-    results: Sequence[RankResult],
-    prompts: Mapping[str, PromptInfo],
-    eval_dir: str | os.PathLike[str],
-    bootstrap: Bootstrap,
-    extras: Mapping[str, Mapping[str, float]],
-) -> tuple[DatasetResult, DatasetMean]:
-    """The dataset's result with diagnostics, and its mean over prompts."""
-    outcomes = Outcomes.of(results)
-    found = reweighted(outcomes, label, bootstrap)
-    errors, error_of_mean = outcomes.standard_errors()
-    shown = [
-        dataclasses.replace(
-            prompt_result(
-                result,
-                prompts,
-                eval_dir,
-                found.each(lambda values, at=at: values[:, at]).interval(bootstrap),
-                float(errors[at]),
-            ),
-            extras=dict(extras.get(result.task, {})),
-        )
-        for at, result in enumerate(results)
+        members.setdefault((label, group), []).append(result)
+    ranked = [
+        DatasetOutcomes.of(label, group, ranked, options.bootstrap)
+        for (label, group), ranked in sorted(members.items())
     ]
-    flips, flipped = prompt_flips(results, eval_dir)
-    choices = {task: info.fixed_choices for task, info in prompts.items()}
-    dataset = dataset_result(
-        label, group, shown, found, float(error_of_mean), outcomes.same_rows, bootstrap
-    )
-    dataset = dataclasses.replace(
-        dataset,
-        random_prompts_interval=random_prompts_interval(outcomes, dataset.mean_interval, bootstrap),
-        confusion=confusion(results, choices),
-        calibration=calibration(results),
-        flips=flips,
-        flipped=flipped,
-    )
-    return dataset, DatasetMean.of(outcomes, found)
-
-
-# ---- A report's files, and every score as a table: all files of a kind, or none ------------------
-
-
-def write_report(report: Report, out: str | os.PathLike[str]) -> list[Path]:
-    """Writes report.json, report.md and report.html into a folder; returns their paths.
-
-    Raises:
-      UserError: like write_files.
-    """
-    return write_page("report", report_page(report), report.to_json(), out)
-
-
-def write_page(name: str, page: Page, content: str, out: str | os.PathLike[str]) -> list[Path]:
-    """Writes <name>.json with the content, and the page as <name>.md and <name>.html.
-
-    Raises:
-      UserError: like write_files.
-    """
-    files = {
-        f"{name}.json": content,
-        f"{name}.md": render_markdown(page),
-        f"{name}.html": render_html(page),
-    }
-    return write_files(files, out)
-
-
-def write_files(files: Mapping[str, str | bytes], out: str | os.PathLike[str]) -> list[Path]:
-    """Writes files into a folder, all of them or none, and returns their paths.
-
-    Raises:
-      UserError: if a file cannot be written; it names the file.
-    """
-    with _all_or_none(out) as staging:
-        for name, content in files.items():
-            write_atomically(staging / name, content)
-    return [Path(out) / name for name in files]
-
-
-@contextlib.contextmanager
-def _all_or_none(out: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary folder; its files are moved into `out` if the block raises nothing.
-
-    All files are synced before the first is renamed into place, so that a full disk leaves the
-    files of an earlier report as they were.
-
-    Raises:
-      UserError: if a file cannot be written; it names the file, or else the folder.
-    """
-    out = output_path(out)
-    # A unique name: two reports may be written to one folder at the same time.
-    staging = out / f".{uuid.uuid4().hex[:8]}.tmp"
-    try:
-        make_folder(staging)
-        yield staging
-        sync_tree(staging)
-        # By now everything is on disk, so running out of space is unlikely from here on.
-        for path in sorted(staging.iterdir()):
-            os.replace(path, out / path.name)
-        sync_directory(out)
-    except OSError as error:
-        # Named as in the user's folder: the temporary one is gone when the message is read.
-        at_fault = Path(error.filename or staging)
-        path = out / at_fault.name if at_fault.parent == staging else out
-        raise UserError(
-            f"{path.name} cannot be written: {error.strerror or error}.",
-            where=str(path),
-            fix="Free some space, or name another folder with --out, and run the command again.",
-        ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def as_json(values: Sequence[Any]) -> str:
-    """Dataclasses as an indented JSON list."""
-    return json.dumps([dataclasses.asdict(value) for value in values], indent=1) + "\n"
-
-
-# ---- Every (example, choice, score), for analysis ----------------------------------------------
-
-COLUMNS = (
-    "task", "dataset", "template", "step", "example", "choice",
-    "score", "target_length", "is_correct", "predicted",
-)  # fmt: skip
-
-
-def write_tables(
-    eval_dir: str | os.PathLike[str],
-    step: int,
-    prompts: Mapping[str, PromptInfo],
-    out: str | os.PathLike[str],
-    tasks: Sequence[str] | None = None,
-) -> list[Path]:
-    """Writes scores.csv and scores.parquet, a row for each pair of the tasks; returns their paths.
-
-    Scores are in natural-log units; `predicted` marks the example's prediction. In the CSV file, a
-    name that a spreadsheet would interpret as a formula is prefixed with an apostrophe.
-
-    Raises:
-      UserError: if the files cannot be read or written.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    csv_name, parquet_name = "scores.csv", "scores.parquet"
-    with _all_or_none(out) as staging, contextlib.ExitStack() as stack:
-        # newline="": the csv module ends lines itself, and a cell may contain line breaks.
-        file = stack.enter_context(open(staging / csv_name, "w", encoding="utf-8", newline=""))
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(COLUMNS)
-        parquet = None
-        # One task at a time: T0's held-out suite has 339,392 pairs.
-        for scores in iterate_task_scores(eval_dir, step, tasks):
-            columns = _columns(scores, prompts)
-            rows.writerows(_cells(columns))
-            table = pyarrow.table(columns)
-            # The writer needs the columns' types, which the first task shows.
-            if parquet is None:
-                parquet = stack.enter_context(
-                    pyarrow.parquet.ParquetWriter(
-                        staging / parquet_name, table.schema, compression="zstd"
-                    )
-                )
-            parquet.write_table(table)
-    return [Path(out) / csv_name, Path(out) / parquet_name]
-
-
-def _cells(columns: Mapping[str, np.ndarray]) -> Iterator[tuple[Any, ...]]:
-    """The rows of a CSV file."""
-    cells = (
-        [_plain(cell) if isinstance(cell, str) else cell for cell in columns[name].tolist()]
-        for name in COLUMNS
-    )
-    return zip(*cells, strict=True)
-
-
-def _plain(text: str) -> str:
-    """Prefixes a name that a spreadsheet would take for a formula with an apostrophe."""
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else text
-
-
-def _columns(scores: TaskScores, prompts: Mapping[str, PromptInfo]) -> dict[str, Any]:
-    classes = fixed_classes(prompts).get(scores.task)
-    ranked = rank_classification(scores, num_classes=classes)
-    # Look up a pair's example by index; ranked.example is sorted.
-    predicted = ranked.predicted[np.searchsorted(ranked.example, scores.input_index)]
-    constants = {
-        "task": scores.task,
-        "dataset": dataset_label(scores.task, prompts),
-        "template": template_name(scores.task, prompts) if scores.task in prompts else "",
-        "step": scores.step,
-    }
-    return {
-        **{name: np.full(len(scores), value) for name, value in constants.items()},
-        "example": scores.input_index,
-        "choice": scores.choice_index,
-        "score": scores.score,
-        "target_length": scores.target_length,
-        "is_correct": scores.is_correct,
-        "predicted": predicted == scores.choice_index,
-    }
+    datasets = dataset_results(ranked, prompts, eval_dir, options.bootstrap, extras)
+    groups = []
+    for group in GROUP_TITLES:
+        inside = [dataset for dataset in datasets if dataset.group == group]
+        means = [dataset.mean for dataset in ranked if dataset.group == group]
+        if inside:
+            groups.append(group_result(group, inside, means, options.bootstrap))
+    return tuple(groups), datasets

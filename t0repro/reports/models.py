@@ -9,24 +9,35 @@ datasets, so the probability of any false claim is at most 1 - confidence.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.evaluation.rank import RankResult
-from t0repro.reports.comparison import RunComparison, unlike_tasks
-from t0repro.reports.results import CLEAR, rank_folder
-from t0repro.reports.run import PromptInfo, Run, tasks_by_dataset
+from t0repro.reports.prompts import PromptInfo, tasks_by_dataset
+from t0repro.reports.run import Run
 from t0repro.reports.statistics import (
     Bootstrap,
     Interval,
     Outcomes,
-    difference_over_seeds,
-    holm,
     mcnemar,
     reweighted,
+)
+
+if TYPE_CHECKING:
+    from t0repro.reports.models import Models
+import itertools
+from collections.abc import Iterable
+
+from t0repro.reports.comparison import RunComparison, unlike_tasks
+from t0repro.reports.ranking import rank_folder
+from t0repro.reports.results import CLEAR
+from t0repro.reports.statistics import (
+    difference_over_seeds,
+    holm,
 )
 
 
@@ -157,12 +168,12 @@ def common_outcomes(runs: Sequence[Sequence[RankResult]]) -> list[Outcomes]:
     Args:
       runs: for each run, the results of the same prompts in the same order.
     """
-    examples = np.unique(np.concatenate([r.paired_by for results in runs for r in results]))
+    examples = np.unique(np.concatenate([r.pairing_key for results in runs for r in results]))
     shape = (len(runs), len(examples), len(runs[0]))
     right, weight = np.zeros(shape), np.zeros(shape)
     for at, results in enumerate(runs):
         for column, result in enumerate(results):
-            rows = np.searchsorted(examples, result.paired_by)
+            rows = np.searchsorted(examples, result.pairing_key)
             right[at, rows, column], weight[at, rows, column] = result.correct, result.weight
     # An outcome that one run lacks counts for none.
     weight = np.where((weight > 0).all(0), weight, 0.0)
@@ -272,3 +283,12 @@ def _with_p_values(
         )
         for compared in comparisons
     ]
+
+
+def to_json(comparisons: Sequence[RunComparison], models: Models | None = None) -> str:
+    """The comparisons as an indented JSON list; each includes the findings about all models."""
+    more = {} if models is None else {"models": dataclasses.asdict(models)}
+    found = [
+        {**dataclasses.asdict(entry), "flipped": entry.flipped, **more} for entry in comparisons
+    ]
+    return json.dumps(found, indent=1) + "\n"

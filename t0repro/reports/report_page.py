@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from t0repro.reports.comparison_page import flips_section, losses_section, scores_section
 from t0repro.reports.page import Card, Cell, Column, Page, Section
 from t0repro.reports.plots import loss_plot
-from t0repro.reports.report import Report, TaskCost
+from t0repro.reports.prompts import synthetic_warning
+from t0repro.reports.provenance import Provenance
+from t0repro.reports.report import Report
 from t0repro.reports.results import DatasetResult, GroupResult
-from t0repro.reports.run import Provenance, synthetic_warning
 from t0repro.reports.sections import (
     accuracy_sections,
     diagnostic_sections,
@@ -21,7 +22,9 @@ from t0repro.reports.sections import (
     unanswerable_sections,
     verdict,
     verdict_in_words,
+    wrong_sections,
 )
+from t0repro.reports.task_costs import TaskCost
 from t0repro.words import counted
 
 _NOTICEABLE_TIES = 0.05  # share of a prompt's examples; bfloat16 scores occasionally tie
@@ -40,6 +43,7 @@ def report_page(report: Report) -> Page:
             *prompts_sections(report),
             *_coverage_sections(report),
             *unanswerable_sections(report),
+            *wrong_sections(report),
             *generation_sections(report),
             *diagnostic_sections(report),
             *published_sections(report),
@@ -159,7 +163,7 @@ def _card(report: Report, group: GroupResult) -> Card:
         figure=f"{group.mean:.1f}%",
         lines=(
             f"{report.bootstrap.percent} interval"
-            f" {_range(group.interval.low, group.interval.high)};"
+            f" {group.interval.low:.1f} to {group.interval.high:.1f};"
             f" chance {group.chance:.1f}, majority class {group.majority:.1f}",
             f"{counted(group.datasets, 'dataset')}, {counted(group.prompts, 'prompt')}",
         ),
@@ -193,13 +197,6 @@ def _method(report: Report) -> list[str]:
         " answering with the choice position that is right most often: for fixed choices, the share"
         " of the majority class.",
     ]
-
-
-def _range(low: float, high: float) -> str:
-    return f"{low:.1f} to {high:.1f}"
-
-
-# ---- What was read of each task, and what it took ------------------------------------------------
 
 
 _TASKS_SHOWN = 10
@@ -287,9 +284,6 @@ def _cost_sections(report: Report) -> list[Section]:
     return [Section("Slowest and longest tasks", header=header, rows=rows)] * bool(rows)
 
 
-# ---- The training, the other stack, and a conversion ---------------------------------------------
-
-
 def _training_sections(report: Report) -> list[Section]:
     """The training run's losses, the other stack's scores and losses, and a conversion's result."""
     sections = []
@@ -316,9 +310,6 @@ def _training_sections(report: Report) -> list[Section]:
     if report.conversion:
         sections.append(Section("Conversion", text=report.conversion))
     return sections
-
-
-# ---- Where the numbers come from -----------------------------------------------------------------
 
 
 def _provenance_sections(source: Provenance, written: str) -> list[Section]:

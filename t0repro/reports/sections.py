@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from t0repro.reports.accuracy_plot import accuracy_plot, prompt_tip, published_letters
+from t0repro.reports.decoded_tasks import GenerationResult
 from t0repro.reports.page import Cell, Column, Section
-from t0repro.reports.plots import accuracy_plot, calibration_plot, prompt_tip, published_letters
-from t0repro.reports.report import Report, family_of
+from t0repro.reports.plots import calibration_plot
+from t0repro.reports.published import family_of
+from t0repro.reports.report import Report
 from t0repro.reports.results import (
     MAX_UNANSWERABLE,
+    MAX_WRONG,
     DatasetResult,
-    GenerationResult,
     GroupResult,
     PromptResult,
     group_name,
@@ -178,9 +181,6 @@ def _interval(low: float, high: float) -> Cell:
     return Cell(f"{low:.1f}\u2013{high:.1f}", low)
 
 
-# ---- Single answers and outputs, calibration, agreement of prompts -------------------------------
-
-
 _INPUT_SHOWN = 240
 
 
@@ -206,6 +206,29 @@ def unanswerable_sections(report: Report) -> list[Section]:
         f" {MAX_UNANSWERABLE} examples are listed."
     )
     return [Section("Answers that are none of the choices", note=note), *sections] * bool(sections)
+
+
+def wrong_sections(report: Report) -> list[Section]:
+    """The first wrong answers of each prompt, for a reader who asks what the model gets wrong."""
+    sections = [
+        Section(
+            f"{dataset.dataset}, {prompt.template_name}",
+            header=("example", Column("input", wide=True), Column("predicted"), Column("right")),
+            rows=tuple(
+                (str(entry.example), entry.input or "", entry.predicted, entry.right)
+                for entry in prompt.wrong_examples
+            ),
+            level=3,
+            folded=True,
+        )
+        for dataset, prompt in prompts_of(report)
+        if prompt.wrong_examples
+    ]
+    note = (
+        f"Of each prompt the first {MAX_WRONG}. A choice has a number where a prompt's choices"
+        " vary, or where its task's module was not named."
+    )
+    return [Section("Wrong answers", note=note), *sections] * bool(sections)
 
 
 def generation_sections(report: Report) -> list[Section]:
@@ -247,13 +270,12 @@ def _generation_tip(result: GenerationResult) -> str:
 
 def diagnostic_sections(report: Report) -> list[Section]:
     """Calibration, agreement between prompts, and which answers get confused."""
-    # Reports written before schema 2 have none.
-    if not any(dataset.calibration for dataset in report.datasets):
+    if not report.datasets:
         return []
     agreement = tuple(
         (
             dataset.dataset,
-            percent(dataset.calibration.error) if dataset.calibration else "",
+            percent(dataset.calibration.error),
             # Sort by the number, not by the text with its percent sign.
             Cell(f"{dataset.flipped:.1f}%", dataset.flipped)
             if len(dataset.prompts) > 1

@@ -150,12 +150,12 @@ class Outcomes:
     @classmethod
     def of(cls, results: Sequence[RankResult]) -> Outcomes:
         """The outcomes of a dataset's prompts; examples ascend by row, or index."""
-        examples = np.unique(np.concatenate([result.paired_by for result in results]))
+        examples = np.unique(np.concatenate([result.pairing_key for result in results]))
         right = np.zeros((len(examples), len(results)))
         weight = np.zeros_like(right)
         for column, result in enumerate(results):
             # Templates drop different rows, so a position does not identify an example.
-            rows = np.searchsorted(examples, result.paired_by)
+            rows = np.searchsorted(examples, result.pairing_key)
             right[rows, column], weight[rows, column] = result.correct, result.weight
         return cls(right, weight)
 
@@ -220,10 +220,10 @@ class Outcomes:
         """
         prompts = self.right.shape[-1]
         _, fixed = self.standard_errors()
-        of_examples = fixed**2
+        expand_to_examples = fixed**2
         of_prompts = self.accuracy.var(-1, ddof=1) / prompts
-        total = of_examples + of_prompts
-        terms = of_examples**2 / max(self.examples - 1, 1) + of_prompts**2 / (prompts - 1)
+        total = expand_to_examples + of_prompts
+        terms = expand_to_examples**2 / max(self.examples - 1, 1) + of_prompts**2 / (prompts - 1)
         # If neither examples nor prompts vary, this is zero over zero.
         freedom = total**2 / np.maximum(terms, np.finfo(float).tiny)
         if prompts < _FEW_PROMPTS:

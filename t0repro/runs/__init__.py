@@ -15,10 +15,10 @@ MODES = {
     "train": ("start", "start_configured"),
     "eval": ("evaluate", "evaluate"),
     "score_eval": ("evaluate", "evaluate"),
-    "perplexity_eval": ("evaluate", "evaluate_perplexity"),
-    "infer": ("text_scores", "infer"),
-    "score_from_dataset": ("text_scores", "score_from_dataset"),
-    "score_from_strings": ("text_scores", "score_from_strings"),
+    "perplexity_eval": ("perplexity", "evaluate_perplexity"),
+    "infer": ("text_modes", "infer"),
+    "score_from_dataset": ("text_modes", "score_from_dataset"),
+    "score_from_strings": ("text_modes", "score_from_strings"),
 }
 
 _ON_SEVERAL = ("train", "eval", "score_eval")
@@ -30,7 +30,7 @@ def run(configuration: Configuration) -> None:
     Raises:
       UserError: For a mode or an option that the JAX stack does not support, or for bad input.
     """
-    from t0repro.config.mtf.parser import refused_export
+    from t0repro.config.mtf.model_api import refused_export
     from t0repro.partitioning.processes import is_alone
 
     mode, place = configuration.inputs.mode, configuration.inputs.provenance.get("mode")

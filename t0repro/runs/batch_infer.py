@@ -15,8 +15,6 @@ Source: t5x.infer.
 
 from __future__ import annotations
 
-import functools
-import glob
 import hashlib
 import itertools
 import json
@@ -25,21 +23,22 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 
-from t0repro.config.inference_plan import InferPlan
+from t0repro.config.run import InferPlan
 from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
-from t0repro.data.checks import check_own_tokenizer
 from t0repro.data.eval_examples import eval_examples
+from t0repro.data.vocabulary_checks import check_own_tokenizer
 from t0repro.errors import UserError
-from t0repro.evaluation.evaluator import functions_of, model_features
+from t0repro.evaluation.evaluator import model_features
+from t0repro.evaluation.model_functions import make_functions
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.outputs import file_digest
-from t0repro.files import make_folder, naming, sync_directory, write_atomically
-from t0repro.runs.checkpoint_choice import (
+from t0repro.evaluation.records import file_digest
+from t0repro.runs.preflight import check_inference
+from t0repro.runs.restored_checkpoints import (
     chosen,
     generating_model,
     identity,
@@ -47,14 +46,11 @@ from t0repro.runs.checkpoint_choice import (
     opened,
     own_path,
 )
-from t0repro.runs.preflight import check_inference
-from t0repro.tasks.task import DescribedTask, find_tasks
+from t0repro.storage import make_folder, write_atomically
+from t0repro.storage.disk import name_in_errors, sync
+from t0repro.tasks.registry import DescribedTask, find_tasks
 from t0repro.tasks.vocabulary import VocabularyFile
 from t0repro.words import counted
-
-if TYPE_CHECKING:
-    import tensorflow as tf
-
 
 COMPLETED = ".COMPLETED"
 _SETTINGS = "settings.json"
@@ -119,26 +115,6 @@ def _chosen(plan: InferPlan) -> CheckpointRef:
     return ref
 
 
-def register_files(plan: InferPlan) -> None:
-    """Registers the task that reads the plan's files."""
-    import seqio
-
-    from t0repro.data.checks import seqio_vocabulary
-
-    assert plan.files is not None
-    _add_example_files(
-        plan.files.name,
-        plan.files.kind,
-        plan.files.paths,
-        inputs_key=plan.files.inputs_key,
-        targets_key=plan.files.targets_key,
-        features={
-            name: seqio.Feature(seqio_vocabulary(vocabulary), add_eos=add_eos)
-            for name, (vocabulary, add_eos) in plan.files.features.items()
-        },
-    )
-
-
 class _TaskJob:
     """The inference of one task's shard."""
 
@@ -161,11 +137,10 @@ class _TaskJob:
         if not complete or self._identity is None:
             return complete
         recorded, now = _lines_of(self.output)[1:], self._made_of()
-        # Earlier versions recorded less: no identity, or no second line at all.
-        if recorded == now[: len(recorded)]:
+        if recorded == now:
             return True
         what = "made from another checkpoint or with other settings"
-        if recorded[0] == now[0]:
+        if recorded[:1] == now[:1]:
             what = f"{self._checkpoint} has changed since"
         print(f"note: {self.output}: {what}; done again", file=sys.stderr)
         return False
@@ -295,7 +270,7 @@ class _TaskJob:
         plan = self._plan
         # A seed per chunk: it samples the same whether or not the run was interrupted before.
         model, size = generating_model(plan, checkpoint.model), plan.data.batch_size
-        functions = functions_of(model, checkpoint.params, plan.decoding, size, seed=number)
+        functions = make_functions(model, checkpoint.params, plan.decoding, size, seed=number)
         converted = list(enumerate(example for _, example in chunk))
         aux: Mapping[str, Sequence[Any]] = {}
         if plan.mode == "score":
@@ -318,14 +293,14 @@ class _TaskJob:
         """Concatenates the chunks and removes them."""
         # Written apart and renamed, so that a partial file is never mistaken for the result.
         whole = self.output.with_name(f".{self.output.name}.tmp")
-        with naming(self.output), open(whole, "wb") as merged:
+        with name_in_errors(self.output), open(whole, "wb") as merged:
             for number in range(count):
                 with open(self._chunk(number), "rb") as chunk:
                     shutil.copyfileobj(chunk, merged)
             merged.flush()
             os.fsync(merged.fileno())
         os.replace(whole, self.output)
-        sync_directory(self.output.parent)
+        sync(self.output.parent)
         # Mark the output before removing chunks: an interruption leaves at least one of the two.
         _mark(self.output, file_digest(self.output) or "", *self._made_of())
         shutil.rmtree(self._chunks)
@@ -417,105 +392,4 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# ---- A task over a user's files of examples: TFRecord files or JSON Lines ------------------------
-
 # Source: t5x.infer.create_task_from_tfexample_file.
-
-_SPLIT = "infer"
-
-
-def _add_example_files(
-    name: str,
-    kind: Literal["tfrecord", "jsonl"],
-    paths: Sequence[str],
-    *,
-    inputs_key: str,
-    targets_key: str | None,
-    features: Mapping[str, Any],
-) -> None:
-    """Registers a task whose split "infer" has the files' examples; only once per name.
-
-    Args:
-      name: The task's name.
-      kind: "tfrecord" for tf.train.Examples, "jsonl" for a JSON object on each line.
-      paths: Files, or patterns of files.
-      inputs_key: The feature or field with the text of the inputs.
-      targets_key: The feature or field with the text of the targets; None makes them empty.
-      features: seqio.Features `inputs` and `targets`.
-
-    Raises:
-      UserError: If there is no such file.
-    """
-    import seqio
-    import tensorflow as tf
-
-    found = sorted({path for pattern in paths for path in glob.glob(pattern)})
-    if not found:
-        raise UserError("The files of examples are not there.", where=", ".join(paths))
-    # SeqIO refuses a name twice, and a run repeated in one process gets here again.
-    if name in seqio.TaskRegistry.names():
-        return
-    keys = [key for key in (inputs_key, targets_key) if key]
-    if kind == "tfrecord":
-        texts = {key: tf.io.FixedLenFeature([], tf.string) for key in keys}
-        source: Any = seqio.TFExampleDataSource({_SPLIT: found}, texts)
-    else:
-        source = seqio.FunctionDataSource(
-            functools.partial(_rows_of_files, found, keys), splits=(_SPLIT,)
-        )
-    seqio.TaskRegistry.add(
-        name,
-        source,
-        preprocessors=[
-            functools.partial(
-                # SeqIO sets a feature whose key is None to empty text.
-                seqio.preprocessors.rekey,
-                key_map={"inputs": inputs_key, "targets": targets_key},
-            ),
-            seqio.preprocessors.tokenize_and_append_eos,
-        ],
-        output_features=features,
-    )
-
-
-def _rows_of_files(
-    paths: Sequence[str],
-    keys: Sequence[str],
-    split: str,
-    shuffle_files: bool,
-    seed: int | None = None,
-) -> tf.data.Dataset:
-    del split, shuffle_files, seed  # one split, and examples in the files' order
-    import tensorflow as tf
-
-    signature = {key: tf.TensorSpec((), tf.string) for key in keys}
-    return tf.data.Dataset.from_generator(
-        functools.partial(_rows, paths, keys), output_signature=signature
-    )
-
-
-def _rows(paths: Sequence[str], keys: Sequence[str]) -> Iterator[dict[str, str]]:
-    """The fields of each row, as text.
-
-    Raises:
-      UserError: If a line is not a JSON object or lacks a field.
-    """
-    for path in paths:
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _fields(line, keys, f"{path}:{number}")
-
-
-def _fields(line: str, keys: Sequence[str], where: str) -> dict[str, str]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"The line is not JSON: {error}", where=where) from error
-    if not isinstance(row, dict) or any(not isinstance(row.get(key), str) for key in keys):
-        raise UserError(
-            f"The row lacks a text: {' and '.join(keys)} are needed.",
-            where=where,
-            fix="Bind create_task_from_tfexample_file.inputs_key and targets_key to its fields.",
-        )
-    return {key: row[key] for key in keys}

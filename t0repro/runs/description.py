@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.inference_plan import InferencePlan
-from t0repro.files import make_folder, write_atomically
+from t0repro.config.run import InferencePlan
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import naming
 from t0repro.partitioning.devices import Partitioning, choose
+from t0repro.storage import make_folder, write_atomically
 from t0repro.training.train_state import TrainState
 
 # The sizes in the table of parameters, as T5X's network names its logical axes.

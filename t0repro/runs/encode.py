@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.config.run_config import DType
+from t0repro.config.model import DType
 from t0repro.converters.own_tokenizer import check_own_tokenizer, own_vocabulary
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.encoding import Pool, encode_ids
-from t0repro.evaluation.opened import Checkpoint, encoder_shape, open_encoder, opened_once
+from t0repro.evaluation.opened import Checkpoint, encoder_shape, open_cached, open_encoder
 from t0repro.progress import say
 from t0repro.tasks.vocabulary import VocabularyFile, check_rows, named_vocabulary
 from t0repro.words import counted
@@ -72,7 +72,7 @@ def encode(
     ids = [tokenizer.ids(row, f"row {at}") for at, row in enumerate(texts_or_ids)]
     tokenizer.report_cut()
     if not isinstance(model, Checkpoint):
-        model = opened_once(open_encoder, path, dtype or "float32")
+        model = open_cached(open_encoder, path, dtype or "float32")
     outputs: list[Any] = [None] * len(ids)
     for at, output in encode_ids(model, ids, pool, batch_size):
         outputs[at] = output

@@ -14,9 +14,9 @@ import numpy as np
 from t0repro.converters.released import OPT_IN
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import Checkpoint, open_encoder
-from t0repro.model.attention import Visibility
+from t0repro.model.attention_mask import AttentionMask
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.model.t5 import T5, nonpadding
+from t0repro.model.t5 import T5, padding_mask
 
 _FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.msgpack", "spiece.model")
 
@@ -124,8 +124,8 @@ def _encode(
     model: T5, params: dict, ids: Int[Array, "batch length"], mask: Int[Array, "batch length"]
 ) -> Float[Array, "batch length d_model"]:
     def call(module: T5) -> jax.Array:
-        visible = Visibility(jnp.ones_like(mask), mask)
-        return module.encoder(ids, visible, nonpadding(None, module.dtypes), deterministic=True)
+        visible = AttentionMask(jnp.ones_like(mask), mask)
+        return module.encoder(ids, visible, padding_mask(None, module.dtypes), deterministic=True)
 
     outputs = model.apply({"params": params}, method=call)
     assert isinstance(outputs, jax.Array)

@@ -6,8 +6,8 @@
 
 A task is skipped if its record's key (checkpoint, task, prompt text, data, split, limit, lengths,
 activations, rendering and scoring code) still matches. A pair in the journal is not scored again.
-Tasks are read, scored and written one window at a time, so memory for texts and tokens does not
-grow with the number or size of tasks. A task alone determines which of its pairs share a batch.
+Tasks are read, scored and written one read buffer at a time, so memory for texts and tokens does
+not grow with the number or size of tasks. A task alone determines which of its pairs share a batch.
 Scores are therefore bitwise equal after a restart, on any number of devices that divides the rows,
 and in any mixture.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +33,25 @@ from t0repro.evaluation.evaluation_folder import (
 )
 from t0repro.evaluation.generation import decode_examples
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.pairs import ScoreJournal
-from t0repro.evaluation.rank_run import RankRun, ScoredPart
-from t0repro.evaluation.reading import PARTS_IN_WINDOW, TaskReader, windows
+from t0repro.evaluation.rank_run import RankRun, ScoredChunk
+from t0repro.evaluation.reading import CHUNKS_IN_BUFFER, TaskReader, read_buffers
+from t0repro.evaluation.score_journal import ScoreJournal
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
-from t0repro.files import output_path, write_atomically
 from t0repro.progress import say
-from t0repro.reports.make_report import ReportOptions, make_report, write_report, write_tables
-from t0repro.reports.report import Report
-from t0repro.reports.run import PromptInfo, Run, training_datasets
-from t0repro.reports.statistics import Bootstrap
+from t0repro.storage import output_path, write_atomically
 from t0repro.words import counted
 
 CONTENT_FREE = "N/A"
 """The input of contextual calibration (Zhao et al. 2021, arXiv 2102.09690)."""
 
-# About 2.5 KB each. Smaller windows would need more compiled shapes and pack worse.
+# About 2.5 KB each. Smaller read buffers would need more compiled shapes and pack worse.
 PAIRS_IN_MEMORY = 131_072
 
 
-def part_size() -> int:
-    """Maximum examples per part of a task; each part has its own batches."""
-    return max(PAIRS_IN_MEMORY // PARTS_IN_WINDOW, 1)
+def chunk_size() -> int:
+    """Maximum examples per chunk of a task; each chunk has its own batches."""
+    return max(PAIRS_IN_MEMORY // CHUNKS_IN_BUFFER, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +66,7 @@ class Outcome:
       empty: tasks whose split has no examples.
       left_out: tasks that lack the split or its rows, each with the reason.
       pairs: number of (input, choice) pairs in the tasks that were read.
-      distinct: number of distinct pairs, summed over windows.
+      distinct: number of distinct pairs, summed over read buffers.
       scored: number of pairs that were not in the journal and were scored.
       padding: fraction of array entries that were padding, in [0, 1].
       shapes: number of distinct batch shapes.
@@ -133,7 +129,7 @@ def rank_eval(
         settings.split,
         settings.modes,
         use_cached=settings.use_cached,
-        at_hand=settings.at_hand,
+        skip_missing=settings.skip_missing,
     )
     if selected.left_out:
         say(f"Left out: {reasons_in_words(selected.left_out)}.")
@@ -231,18 +227,18 @@ class _Evaluation:
         readers = {name: self._reader(name) for name in names}
         tasks: dict[str, _RankedTask] = {}
         try:
-            for parts in windows(_with_progress(readers), PAIRS_IN_MEMORY):
+            for chunks in read_buffers(_with_progress(readers), PAIRS_IN_MEMORY):
                 run = RankRun(
                     self.checkpoint,
-                    parts,
+                    chunks,
                     settings.lengths,
                     journal,
                     tokens_per_batch=settings.tokens_per_batch,
                     content_free=free,
                 )
-                seconds = run.score(lambda part: self._add(tasks, readers, part))
+                seconds = run.score(lambda chunk: self._add(tasks, readers, chunk))
                 self._count(run, seconds)
-                del parts, run  # free this window's memory before the next one is read
+                del chunks, run  # free this read buffer's memory before the next one is read
         finally:
             journal.close()
             # On failure, remove the temporary files of tasks that are only partly written.
@@ -259,16 +255,16 @@ class _Evaluation:
         self,
         tasks: dict[str, _RankedTask],
         readers: Mapping[str, TaskReader],
-        scored: ScoredPart,
+        scored: ScoredChunk,
     ) -> None:
-        """Adds a part's scores to its task; writes the task if this is its last part."""
-        name = scored.part.task
-        # Create it only for the first part: creation empties the task's files.
+        """Adds a chunk's scores to its task; writes the task if this is its last chunk."""
+        name = scored.chunk.task
+        # Create it only for the first chunk: creation empties the task's files.
         if name not in tasks:
             tasks[name] = _RankedTask(self._output(readers[name]), scored.tokens_per_batch)
         task = tasks[name]
         task.add(scored)
-        if not scored.part.last:
+        if not scored.chunk.last:
             return
         del tasks[name]
         if not task.output.examples:
@@ -341,9 +337,9 @@ class _RankedTask:
         self._indices: list[np.ndarray] = []
         self._free: list[np.ndarray] = []
 
-    def add(self, scored: ScoredPart) -> None:
-        """Adds one part's scores and cost."""
-        examples = scored.part.examples
+    def add(self, scored: ScoredChunk) -> None:
+        """Adds one chunk's scores and cost."""
+        examples = scored.chunk.examples
         self.output.add(examples, scored.scores)
         self._cost += scored.cost
         if scored.content_free is not None:
@@ -372,61 +368,3 @@ def _with_progress(
         yield name, reader.examples()
         if count % 10 == 0 or count == len(readers):
             say(f"read {count} of {counted(len(readers), 'task')}")
-
-
-# ---- The report and the table of scores ----------------------------------------------------------
-
-
-def write_results(
-    outcome: Outcome,
-    step: int,
-    out: str | os.PathLike[str],
-    prompts: Mapping[str, PromptInfo],
-    trained: Collection[str],
-    *,
-    label: str,
-    title: str,
-    resamples: int,
-    extras: Sequence[str],
-) -> tuple[Report, list[Path]]:
-    """Writes report.json, .md and .html and, if tasks were ranked, scores.csv and .parquet.
-
-    Args:
-      outcome: what rank_eval returned.
-      step: the checkpoint's step.
-      out: the results folder.
-      prompts: task name -> its prompt.
-      trained: names of the tasks trained on.
-      label: what to call the run.
-      title: the report's heading.
-      resamples: random weightings of the examples for each interval.
-      extras: see ReportOptions.
-
-    Returns:
-      The report and the paths of the files.
-    """
-    # Empty tasks have no files.
-    ranked = [name for name in outcome.tasks if name not in outcome.empty]
-    decoded = [name for name in outcome.generated if name not in outcome.empty]
-    options = ReportOptions(
-        title=title,
-        bootstrap=Bootstrap(replicates=resamples),
-        # None, not an empty set: then no dataset can be called held out.
-        training_datasets=training_datasets(trained, prompts) or None,
-        training_tasks=trained,
-        tasks=[*ranked, *decoded],
-        extras=extras,
-        notes=_notes(outcome),
-    )
-    report = make_report(Run(label, outcome.folder, step), prompts, options)
-    paths = write_report(report, out)
-    if ranked:
-        paths += write_tables(outcome.folder, step, prompts, out, ranked)
-    return report, paths
-
-
-def _notes(outcome: Outcome) -> tuple[str, ...]:
-    notes = [f"No examples: {', '.join(outcome.empty)}."] if outcome.empty else []
-    if outcome.left_out:
-        notes.append(f"Left out: {reasons_in_words(outcome.left_out)}.")
-    return tuple(notes)

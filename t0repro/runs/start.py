@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.configuration import Configuration
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.converters import sources
 from t0repro.converters.restoring import starting_tree
-from t0repro.data.train_data import train_batches, train_eval
+from t0repro.data.train_data import make_train_eval_batches, train_batches
 from t0repro.evaluation.evaluator import infer_eval
 from t0repro.event_files import event_writer
 from t0repro.partitioning.processes import output_folder
 from t0repro.runs.train import Describe, train
-from t0repro.training.loop import Evaluations
+from t0repro.training.hooks.evaluate import Evaluations
 from t0repro.training.metrics import OpenWriter
-from t0repro.training.start import locked_for_training
+from t0repro.training.model_dir import lock_for_training
 
 
 def start_training(
@@ -42,7 +42,7 @@ def start_training(
     """
     plan, model_dir = config.plan, os.fspath(config.model_dir)
     # Take the lock, and check that the settings match, before model_dir is read or written.
-    with locked_for_training(model_dir, "jax", config, allow_changed=allow_changed) as check:
+    with lock_for_training(model_dir, "jax", config, allow_changed=allow_changed) as check:
         # Look only under the lock: before it, another run might still be saving here.
         resumed = bool(sources.list_checkpoints(model_dir))
         written = output_folder(model_dir)
@@ -50,7 +50,7 @@ def start_training(
             config,
             train_batches(config, resumed=resumed),
             check=check,
-            evaluations=Evaluations(train_eval(plan), infer_eval(config, written)),
+            evaluations=Evaluations(make_train_eval_batches(plan), infer_eval(config, written)),
             restore_from=lambda fresh: starting_tree(config, fresh),
             # Mesh TensorFlow keeps a run's events in model_dir, T5X in a folder for each split.
             writers=[event_writer(written)] if plan.log == "steps" else (),

@@ -12,53 +12,36 @@ from typing import Any
 
 import jax
 
-from t0repro.config.run_config import (
-    RunConfig,
-)
-from t0repro.config.training_plan import Replaced
+from t0repro.config.run import Replaced, RunConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
-from t0repro.partitioning.devices import Partitioning, choose, line_of
+from t0repro.partitioning.devices import Partitioning, choose, describe_devices
 from t0repro.partitioning.processes import is_first, output_folder
 from t0repro.progress import say
 from t0repro.training.checkpoints import checkpoint_path, latest_step
-from t0repro.training.hooks import (
-    Hook,
-    ReportBadUpdate,
-    SaveCheckpoints,
-    ShowProgress,
-    StopOnSignal,
-    StoppedBySignal,
-)
-from t0repro.training.loop import (
-    CollectGarbage,
-    Evaluate,
-    Evaluations,
-    RunProgress,
-    Summarise,
-    TrainingLoop,
-    compiled_in_background,
-    last_evaluated,
-)
+from t0repro.training.compile_ahead import compile_in_background
+from t0repro.training.feed import Batches, Feed
+from t0repro.training.hooks.collect_garbage import CollectGarbage
+from t0repro.training.hooks.evaluate import Evaluate, Evaluations
+from t0repro.training.hooks.record_run_state import RecordRunState
+from t0repro.training.hooks.report_bad_update import ReportBadUpdate
+from t0repro.training.hooks.run_progress import RunProgress, last_evaluated
+from t0repro.training.hooks.save import SaveCheckpoints
+from t0repro.training.hooks.show_progress import ShowProgress
+from t0repro.training.hooks.stop_on_signal import StopOnSignal, StoppedBySignal
+from t0repro.training.hooks.summarize import Summarize
+from t0repro.training.loop import Hook, TrainingLoop
 from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, Writer
 from t0repro.training.models import model_of
-from t0repro.training.optimizers import make_optimizer, make_schedule, skips_nan
+from t0repro.training.optimizers import make_optimizer, skips_nan
 from t0repro.training.partitioner import Partitioner
-from t0repro.training.rematerialization import batch_shapes, decided
-from t0repro.training.run_state import RecordRunState
-from t0repro.training.start import (
-    Batches,
-    Feed,
-    RestoreFrom,
-    chosen_seed,
-    keys,
-    new_state,
-    started,
-)
+from t0repro.training.rematerialization import batch_shapes, choose_remat
+from t0repro.training.schedules import make_schedule
+from t0repro.training.start import RestoreFrom, choose_seed, make_keys, new_state, restore_or_create
 from t0repro.training.stopping import make_actions
-from t0repro.training.train_state import TrainState, stacked_layers, state_shapes
-from t0repro.training.train_step import WeightMetricsComputer
+from t0repro.training.train_state import TrainState, stack_state, state_shapes
 from t0repro.training.trainer import BaseTrainer, PreemptionError, Trainer
+from t0repro.training.weight_metrics import WeightMetricsComputer
 from t0repro.words import counted
 
 # Writes the files in which a run describes itself.
@@ -102,7 +85,7 @@ def train(
         the first process only.
       vocabularies: SeqIO's, of inputs and targets, for a user's model.
       check: Called with the state's shapes before a checkpoint is restored; raises a UserError if
-        the state in model_dir is of another kind (t0repro.training.start).
+        the state in model_dir is of another kind (t0repro.training.model_dir).
 
     Raises:
       UserError: If the configuration cannot be trained, a checkpoint does not fit, or a loss is NaN
@@ -121,7 +104,7 @@ def train(
     # ---- Devices, and what they get of a batch --------------------------------------------------
     rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
     partitioning = choose(config.layout, config.model, rows=rows, where=where)
-    devices, features = line_of(partitioning, config.layout), batch_shapes(config)
+    devices, features = describe_devices(partitioning, config.layout), batch_shapes(config)
 
     # ---- Model, optimizer, schedule -------------------------------------------------------------
     if config.optimizer is None or config.schedule is None:
@@ -133,8 +116,8 @@ def train(
     optimizer, schedule = make_optimizer(config.optimizer), make_schedule(config.schedule)
     # Shapes only: a restored run never allocates the parameters that it would throw away.
     shapes = state_shapes(T5(config.model, config.dtypes), optimizer)
-    held = stacked_layers(config.model, shapes)
-    config, why = decided(config, held, features, partitioning, partitioning.memory)
+    held = stack_state(config.model, shapes)
+    config, why = choose_remat(config, held, features, partitioning, partitioning.memory)
     user_class = plan.user_classes.get("model")
     model = model_of(
         T5(config.model, config.dtypes),
@@ -144,12 +127,12 @@ def train(
         vocabularies=vocabularies,
         decoding=plan.decoding,
     )
-    seed = chosen_seed(plan) if seed is None else seed
-    initial_key, dropout_key = keys(seed, plan.keys)
+    seed = choose_seed(plan) if seed is None else seed
+    initial_key, dropout_key = make_keys(seed, plan.keys)
     fresh = functools.partial(new_state, model, initial_key)
     if user_class is not None:  # it may have other parameters, and variables that are not trained
         shapes = jax.eval_shape(fresh).replace(frozen=shapes.frozen)
-    shapes, adapter = partitioning.placed(shapes), config.model.adapter
+    shapes, adapter = partitioning.shapes_on_devices(shapes), config.model.adapter
     count, frozen = (
         sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (shapes.params, shapes.frozen)
     )
@@ -169,7 +152,7 @@ def train(
     if check is not None:
         check(shapes)
     restoring = time.perf_counter()
-    start = started(config, shapes, fresh, restore_from)
+    start = restore_or_create(config, shapes, fresh, restore_from)
     seconds = time.perf_counter() - restoring
     if start.is_new:
         say(f"start: parameters initialized from seed {seed}")
@@ -224,12 +207,10 @@ def train(
         "weight_metrics_computer": weights,
     }
     trainer: BaseTrainer = part("trainer", Trainer, arguments)
-    # Set after construction: T5X's constructors do not take these arguments, so a user's class
-    # cannot pass them on.
+    # Not constructor arguments: a user's class has T5X's constructor, which takes neither.
+    trainer.hold_if_not_finite = holds
     if files is not None:
         trainer.write_to(files)
-    if isinstance(trainer, Trainer):
-        trainer.hold_if_not_finite = holds
 
     # ---- Between steps, in the order in which T5X does it ---------------------------------------
     on_metrics = {mode: make_actions(items) for mode, items in plan.actions.items()}
@@ -239,7 +220,7 @@ def train(
     if plan.log == "summaries":
         # T5X's default: the shortest of the run's periods.
         period = plan.stats_period or plan.shortest_period(end_step - start.step)
-        between.append(Summarise(period, progress, on_metrics.get("TRAIN")))
+        between.append(Summarize(period, progress, on_metrics.get("TRAIN")))
     if plan.gc_period:
         between.append(CollectGarbage(plan.gc_period))
     if plan.save is None:
@@ -296,7 +277,7 @@ def train(
     known = feed.is_source and {"inputs", "targets"} <= (config.sequence_length or {}).keys()
     compiling = contextlib.nullcontext()
     if known and not config.model.decoder_only and start.step < end_step:
-        compiling = compiled_in_background(trainer, features)
+        compiling = compile_in_background(trainer, features)
     try:
         # The compiling thread uses the trainer, so it ends before the loop closes that.
         with loop, compiling:

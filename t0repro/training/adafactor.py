@@ -33,7 +33,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t0repro.config.run_config import AdafactorConfig
+from t0repro.config.optimizer import AdafactorConfig
 from t0repro.parameters.shape import Factoring, factoring
 
 
@@ -81,9 +81,6 @@ class Gradient(NamedTuple):
     learning_rate: jax.Array
 
 
-# ---- Mesh TensorFlow's Adafactor -----------------------------------------------------------------
-
-
 def slot_shapes(
     path: str, shape: tuple[int, ...], config: AdafactorConfig
 ) -> dict[str, tuple[int, ...]]:
@@ -119,7 +116,7 @@ def update(gradient: Gradient, config: AdafactorConfig) -> tuple[jax.Array, Slot
             size = jnp.minimum(size, config.max_parameter_scale)
         scale = scale * size
     decay = decay_rate(gradient.step, config)
-    direction, second_moment = _normalised(gradient.value, gradient.slots, decay, config, axes)
+    direction, second_moment = _normalize(gradient.value, gradient.slots, decay, config, axes)
     if config.clipping_threshold is not None:
         size = _rms(direction, axes.scaled)
         direction = direction / jnp.maximum(1.0, size / config.clipping_threshold)
@@ -134,7 +131,7 @@ def update(gradient: Gradient, config: AdafactorConfig) -> tuple[jax.Array, Slot
     if decay is not None:
         change = change + decay * gradient.parameter
     if config.skip_nan_updates:
-        change, slots = _without_nan(change, slots, gradient.slots)
+        change, slots = _drop_nan_updates(change, slots, gradient.slots)
     return -change, slots
 
 
@@ -151,13 +148,13 @@ def _weight_decay(learning_rate: jax.Array, config: AdafactorConfig) -> jax.Arra
     return config.weight_decay_rate
 
 
-def _without_nan(change: jax.Array, slots: Slots, before: Slots) -> tuple[jax.Array, Slots]:
+def _drop_nan_updates(change: jax.Array, slots: Slots, before: Slots) -> tuple[jax.Array, Slots]:
     """Leaves entries of a parameter and of its slots as they were where they would become NaN."""
     kept = jax.tree.map(lambda new, old: jnp.where(jnp.isnan(new), old, new), slots, before)
     return jnp.where(jnp.isnan(change), 0.0, change), kept
 
 
-def _normalised(
+def _normalize(
     gradient: jax.Array,
     slots: Slots,
     decay: jax.Array | float,

@@ -14,17 +14,14 @@ Trees are flat here: "target/encoder/encoder_norm/scale" -> array (t0repro.train
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
-import json
 import logging
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,42 +30,33 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from t0repro import leases
-from t0repro.buckets import (
-    absolute,
-    exists,
-    is_address,
-    orbax_writes_to,
-    place,
-    remove_all,
-    upload_tree,
-)
-from t0repro.config.training_plan import SaveConfig
-from t0repro.converters.jax_tree import jax_ref, jax_refs
-from t0repro.converters.orbax_dir import COMMITTED, METADATA, OrbaxArrays, is_orbax
-from t0repro.converters.storage import LocalCopy, names
+from t0repro.converters.jax_tree import jax_refs
+from t0repro.converters.orbax_dir import OrbaxArrays, is_orbax
 from t0repro.converters.tensors import with_parameters_in
 from t0repro.converters.witnesses import (
-    INTEGRITY,
     Written,
     check_contents,
-    describe_files,
     read_integrity,
-    write_integrity,
 )
 from t0repro.errors import UserError
-from t0repro.files import atomic_directory, check_is_no_pattern, input_path, output_path, writing
 from t0repro.partitioning.processes import (
-    from_first,
     is_alone,
     is_first,
-    meeting_point,
+    make_barrier,
     wait_for_all,
 )
 from t0repro.progress import only_records
-from t0repro.training.metrics import METRICS_FILE
+from t0repro.storage import (
+    absolute_place,
+    copy_here,
+    explain_errors,
+    input_path,
+    orbax_writes_to,
+    place,
+)
+from t0repro.storage.names import check_is_no_pattern
+from t0repro.training.checkpoint_commit import prepare_commit
 from t0repro.training.train_state import TrainState, flat_arrays, to_flat_tree
-from t0repro.working_copies import Scratch, upload
 
 DATA = "data"  # the checkpoint's folder for the position in the data
 # A slow disk may need longer than the ten minutes after which Orbax gives up by default.
@@ -180,15 +168,15 @@ def _start_saving(
     import orbax.checkpoint as ocp
     from orbax.checkpoint._src.metadata.checkpoint import metadata_store
 
-    path = absolute(path)
+    path = absolute_place(path)
     check_is_no_pattern(path, "Checkpoints")
     arrays = {name: np.asarray(value) if is_alone() else value for name, value in tree.items()}
     nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
     # Here and not in `finish`: processes number their meetings in the main thread's order.
-    whole = meeting_point()
+    whole = make_barrier()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(writing(path))
-        commit = stack.enter_context(_committing(path))
+        stack.enter_context(explain_errors(path))
+        commit = stack.enter_context(prepare_commit(path))
         temporary = commit.files
         if is_first():
             # Write these before returning, while they still belong to this step.
@@ -198,7 +186,7 @@ def _start_saving(
             if save_notes is not None:
                 save_notes(temporary)
         stack.enter_context(_quiet_after_failure())
-        stack.enter_context(_without_leftovers(temporary))
+        stack.enter_context(_remove_on_failure(temporary))
         checkpointer = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(),
             timeout_secs=_NO_LIMIT_SECONDS,
@@ -216,7 +204,7 @@ def _start_saving(
             if is_first():
                 commit.finish()
         if is_first() and then is not None:
-            with writing(path):
+            with explain_errors(path):
                 then()
         whole()
 
@@ -227,7 +215,7 @@ def _start_saving(
 
 
 @contextlib.contextmanager
-def _without_leftovers(temporary: Path) -> Iterator[None]:
+def _remove_on_failure(temporary: Path) -> Iterator[None]:
     """After a failure, removes what Orbax wrote, which takes up a full disk."""
     try:
         yield
@@ -270,10 +258,10 @@ def load_tree(path: PathLike) -> dict[str, np.ndarray]:
     Raises:
       UserError: if there is no checkpoint, or one of its files is missing or damaged.
     """
-    path = absolute(path)
-    with _reading(path):
-        check_contents(path, _written(path))
-        return _restored(path, {})
+    path = absolute_place(path)
+    with _explain_read_errors(path):
+        check_contents(path, _read_written(path))
+        return _restore(path, {})
 
 
 def load_sharded_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray | jax.Array]:
@@ -284,28 +272,28 @@ def load_sharded_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray 
 
     Args:
       path: the checkpoint's directory.
-      like: the state's shapes. An array that has a sharding there (`Partitioning.placed`) and the
-        same shape in the checkpoint is returned on the devices, with that sharding and dtype; any
-        other as numpy, as stored.
+      like: the state's shapes. An array that has a sharding there (see
+        `Partitioning.shapes_on_devices`) and the same shape in the checkpoint is returned on the
+        devices, with that sharding and dtype; any other as numpy, as stored.
 
     Raises:
       UserError: if there is no checkpoint, or one of its files is missing or damaged.
     """
-    path = absolute(path)
+    path = absolute_place(path)
     places = {
         name: leaf
         for name, leaf in flat_arrays(like).items()
         if isinstance(getattr(leaf, "sharding", None), NamedSharding)
     }
-    with _reading(path):
-        files = sorted(_written(path).items())
+    with _explain_read_errors(path):
+        files = sorted(_read_written(path).items())
         check_contents(path, dict(files[jax.process_index() :: jax.process_count()]))
         wait_for_all()  # all processes wait for the checks of all others
-        return _restored(path, places)
+        return _restore(path, places)
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _explain_read_errors(path: Path) -> Iterator[None]:
     """Reports a checkpoint that is not there, cannot be read, or was removed meanwhile."""
     if not is_orbax(os.fspath(path)):
         raise UserError(
@@ -331,7 +319,7 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
+def _restore(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
     """A complete checkpoint's arrays; those in `places` go to the devices if their shapes match."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
@@ -364,7 +352,7 @@ def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _written(path: PathLike) -> dict[str, Written]:
+def _read_written(path: PathLike) -> dict[str, Written]:
     """What was written to each of a checkpoint's files, as far as it is recorded."""
     files = read_integrity(os.fspath(path))
     if not files:
@@ -373,241 +361,8 @@ def _written(path: PathLike) -> dict[str, Written]:
     return files
 
 
-# ---- Removing ------------------------------------------------------------------------------------
-
-
-PINNED = "PINNED"  # a file of this name in a checkpoint exempts it, as in T5X
-
-
-def remove_superfluous(
-    model_dir: str | os.PathLike[str], save: SaveConfig, values: Mapping[int, float]
-) -> None:
-    """Removes the checkpoints that a rule does not keep; call it once a new one is complete.
-
-    Args:
-      model_dir: the run's folder.
-      save: see `superfluous`.
-      values: see `superfluous`.
-    """
-    paths = {step: checkpoint_path(model_dir, step) for step in list_checkpoints(model_dir)}
-    # A pinned checkpoint is neither removed nor counted toward the number to keep.
-    steps = [step for step, path in paths.items() if not (path / PINNED).exists()]
-    for step in superfluous(steps, save, values):
-        remove_checkpoint(paths[step])
-
-
-def superfluous(steps: Sequence[int], save: SaveConfig, values: Mapping[int, float]) -> list[int]:
-    """Steps whose checkpoints are to be removed; the latest is never among them.
-
-    Args:
-      steps: steps of all checkpoints that are not pinned, ascending.
-      save: how many to keep, and by what.
-      values: step -> the metric's value there, for `save.best`.
-    """
-    # With a negative number, tf.train.Saver would delete what it has just saved.
-    if save.keep is None or save.keep <= 0:
-        return []
-    # A step is saved before it is evaluated, so the latest has no value yet to be ranked by.
-    last = 1 if save.best else save.keep
-    earlier = [
-        step for step in steps[:-last] if not (save.keep_period and step % save.keep_period == 0)
-    ]
-    best = save.best
-    if best is None:
-        return earlier
-    with_value = [step for step in earlier if step in values]
-    sign = -1 if best.mode == "max" else 1
-    # Of equal values, the later step ranks higher.
-    ranked = sorted(with_value, key=lambda step: (sign * values[step], -step))
-    without = [] if best.keep_without_metric else [s for s in earlier if s not in values]
-    return sorted([*ranked[save.keep :], *without])
-
-
-def metric_by_step(model_dir: str | os.PathLike[str], metric: str) -> dict[int, float]:
-    """Step -> a metric's latest value in metrics.jsonl, named `<run>/<tag>` as in TensorBoard."""
-    path, values = output_path(model_dir) / METRICS_FILE, dict[int, float]()
-    for line in path.read_text().splitlines() if path.exists() else ():
-        row = json.loads(line)
-        tag = metric.removeprefix(f"{row.get('split')}/")
-        if tag != metric and tag in row:
-            values[int(row["step"])] = float(row[tag])
-    return values
-
-
-# ---- How a checkpoint becomes complete, is read and is removed, on a disk and in buckets ---------
-#
-# On a disk, it is renamed. In a bucket that Orbax writes to, Orbax marks it. To any other bucket,
-# it is uploaded.
-
-
-@dataclasses.dataclass(frozen=True)
-class Commit:
-    """How a checkpoint becomes complete where it is written.
-
-    Attributes:
-      files: The local folder for what is saved beside the arrays.
-      arrays: Where Orbax writes; it must not exist.
-      finish: Called once Orbax is done, in the first process.
-      path_class: Orbax's way of committing; None for its own choice.
-    """
-
-    files: Path
-    arrays: Path
-    finish: Callable[[], None]
-    path_class: Any = None
-
-
-def _committing(path: Path) -> contextlib.AbstractContextManager[Commit]:
-    """Prepares a checkpoint's place for Orbax; nothing is left of it if the block raises.
-
-    Args:
-      path: the checkpoint's directory, local or in a bucket.
-
-    Raises:
-      UserError: if there is a checkpoint already, or several processes cannot write there.
-    """
-    if not is_address(path):
-        return _renamed(path)
-    return _marked(path) if orbax_writes_to(path) else _uploaded(path)
-
-
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[Path]:
     """Where Orbax can read a checkpoint: the path itself, or a copy that lasts for the block."""
-    copy = None if orbax_writes_to(path) else LocalCopy(os.fspath(path))
+    copy = None if orbax_writes_to(path) else copy_here(os.fspath(path))
     yield path if copy is None else Path(copy.path)
-
-
-def remove_interrupted_saves(model_dir: str | os.PathLike[str]) -> None:
-    """Removes what killed saves left behind; no other run may be writing to model_dir."""
-    if not is_first():
-        return
-    if is_address(model_dir):
-        for name in names(str(place(model_dir))):
-            path = str(place(model_dir) / name)
-            if name.startswith("checkpoint_") and jax_ref(path, None) is None:
-                # Without the other description, this one alone would pass for an older checkpoint.
-                remove_all(path, ("_METADATA",))
-        return
-    for path in Path(model_dir).glob(".checkpoint_*.tmp*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Removes a checkpoint; while it is partly removed, it is not listed.
-
-    Of several processes, only the first one removes it. In a bucket, one that auxiliary jobs read
-    stays; their controller, or the next call, removes it.
-    """
-    if not is_first():
-        return
-    if is_address(path):
-        with leases.removing(str(path)) as is_free:
-            if is_free:
-                # These mark a checkpoint as complete; either of the last two does so alone.
-                remove_all(str(path), (INTEGRITY, COMMITTED, "_CHECKPOINT_METADATA", "_METADATA"))
-        return
-    hidden = path.with_name(f".{path.name}.removed.tmp")
-    shutil.rmtree(hidden, ignore_errors=True)
-    os.rename(path, hidden)
-    shutil.rmtree(hidden)
-
-
-@contextlib.contextmanager
-def _renamed(path: Path) -> Iterator[Commit]:
-    """On a disk: all is written below another name, and renamed."""
-    with _directory_of_all(path) as temporary:
-        # Orbax wants a folder that is not there yet, and its processes meet by the folder's name:
-        # this one is unlike that of any other save.
-        arrays = temporary / temporary.name
-
-        def finish() -> None:
-            for part in arrays.iterdir():
-                part.rename(temporary / part.name)
-            arrays.rmdir()
-            write_integrity(temporary, describe_files(temporary))
-
-        yield Commit(temporary, arrays, finish)
-
-
-@contextlib.contextmanager
-def _marked(path: Path) -> Iterator[Commit]:
-    """In a bucket that Orbax writes to: what is saved beside the arrays comes before its marker."""
-    from orbax.checkpoint._src.path.atomicity import CommitFileTemporaryPath
-
-    with _new_files(path) as files:
-        address = str(path)
-
-        class Committed(CommitFileTemporaryPath):
-            """A path whose commit has our files in it; Orbax commits in the first process."""
-
-            async def finalize(self) -> None:
-                # The log first: a checkpoint is never ahead of the metrics of its steps.
-                await asyncio.to_thread(upload, path.parent)
-                await asyncio.to_thread(upload_tree, files, address)
-                # Orbax removes it before it writes it. A removal that was sent twice, since its
-                # answer was late, may have come after the writing.
-                if not await asyncio.to_thread(exists, f"{address}/{METADATA}"):
-                    raise OSError(f"{METADATA} was written and is gone")
-                await super().finalize()
-
-        yield Commit(files, path, lambda: write_integrity(path, describe_files(path)), Committed)
-
-
-@contextlib.contextmanager
-def _uploaded(path: Path) -> Iterator[Commit]:
-    """In another bucket: Orbax writes to this machine's disk, and the files are uploaded."""
-    if not is_alone():
-        raise UserError(
-            "Several processes cannot write one checkpoint there.",
-            where=str(path),
-            fix="Train in a gs:// address, on a shared disk, or in one process.",
-        )
-    with _new_files(path) as files:
-        arrays = files / "arrays"
-
-        def finish() -> None:
-            for part in arrays.iterdir():
-                part.rename(files / part.name)
-            arrays.rmdir()
-            write_integrity(files, describe_files(files))
-            upload(path.parent)
-            # Orbax's marker is among the files; a checkpoint that has it is taken to be complete.
-            last = ("_METADATA", "_CHECKPOINT_METADATA", COMMITTED, INTEGRITY)
-            upload_tree(files, str(path), last)
-
-        yield Commit(files, arrays, finish)
-
-
-@contextlib.contextmanager
-def _new_files(path: Path) -> Iterator[Path]:
-    """A folder of this machine for the files of a checkpoint that a bucket does not have yet."""
-    if is_first() and is_orbax(os.fspath(path)):
-        raise _exists(path)
-    scratch = Scratch()
-    try:
-        yield scratch.path
-    finally:
-        scratch.remove()
-
-
-def _exists(path: Path) -> UserError:
-    return UserError(
-        "There is a checkpoint already.",
-        where=str(path),
-        fix="Remove it or choose another name.",
-    )
-
-
-@contextlib.contextmanager
-def _directory_of_all(path: Path) -> Iterator[Path]:
-    """The first process's `atomic_directory`, for all processes to write into."""
-    if not is_first():
-        yield Path(from_first(str))
-        return
-    try:
-        with atomic_directory(path) as temporary:
-            # The name has a random part, so it is sent to the others.
-            yield Path(from_first(lambda: str(temporary)))
-    except FileExistsError as error:
-        raise _exists(path) from error

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t0repro.files import append_or_undo, make_folder, naming, write_atomically
+from t0repro.storage import make_folder, write_atomically
+from t0repro.storage.disk import append_or_undo, name_in_errors
 
 METRICS_FILE = "metrics.jsonl"
 OpenWriter = Callable[[str], "Writer"]
@@ -181,7 +182,7 @@ def write_value(writer: Any, step: int, name: str, value: Any) -> None:
         getattr(writer, method)(step, {name: getattr(value, "value", value)}, **options)
 
 
-def in_split(folder: str, open_writer: OpenWriter | None) -> OpenWriter | None:
+def open_below(folder: str, open_writer: OpenWriter | None) -> OpenWriter | None:
     """Opens the writer of a split in a folder of its own below another."""
     return None if open_writer is None else lambda split: open_writer(f"{folder}/{split}")
 
@@ -305,7 +306,7 @@ class JsonLines:
 
     def sync(self) -> None:
         """Waits until every line is on disk."""
-        with naming(self._path):
+        with name_in_errors(self._path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:

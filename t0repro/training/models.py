@@ -18,27 +18,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.training_plan import UserClass
-from t0repro.model.t5 import T5, Batch, delayed, own_features
+from t0repro.config.run import UserClass
+from t0repro.model.features import Batch, rename_features, t5x_features
+from t0repro.model.t5 import T5, shift_by_one
 from t0repro.model.t5x_decoding import beam_search, t5_functions, temperature_sample
-from t0repro.model.towers import scanned_towers
+from t0repro.model.towers import count_scanned_layers
 from t0repro.training.losses import (
     NormalizingFactor,
     SpecialLossNormalizingFactor,
     compute_weighted_cross_entropy,
-    cross_entropy,
     get_loss_normalizing_factor_and_weights,
 )
 from t0repro.training.metric_classes import Metric
 from t0repro.training.optimizers import Optimizer
-from t0repro.training.t5_model import (
-    BaseModel,
-    LossFn,
-    T5Model,
-    compute_base_metrics,
-    count_packed_examples,
-    t5x_features,
-)
+from t0repro.training.t5_model import BaseModel, LossFn, T5Model
+from t0repro.training.t5x_metrics import compute_base_metrics, count_packed_examples
+from t0repro.training.token_losses import cross_entropy
 
 __all__ = [
     "BaseModel",
@@ -51,11 +46,11 @@ __all__ = [
     "count_packed_examples",
     "get_input_vocabulary",
     "get_output_vocabulary",
-    "is_own",
+    "is_builtin",
     "model_of",
-    "own_model",
-    "summed_towers",
-    "user_model",
+    "make_model",
+    "find_summed_towers",
+    "make_user_model",
 ]
 
 
@@ -169,8 +164,7 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
     Args:
       module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn, label_smoothing,
         z_loss, loss_normalizing_factor: see BaseTransformerModel.
-      feature_converter_cls: accepted for T5X's sake: examples are converted as
-        seqio.EncDecFeatureConverter does.
+      feature_converter_cls: None or seqio.EncDecFeatureConverter, as which examples are converted.
       default_decoder_params: what `predict_batch_with_aux` does by default.
     """
 
@@ -187,7 +181,9 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         loss_normalizing_factor: NormalizingFactor = None,
         default_decoder_params: DecoderParams | None = None,
     ):
-        del feature_converter_cls
+        name = getattr(feature_converter_cls, "__name__", str(feature_converter_cls))
+        if name not in ("None", "EncDecFeatureConverter"):
+            raise ValueError(f"The model reads the features of EncDecFeatureConverter, not {name}.")
         # The network's configuration is where the loss reads its options, and how T5X computes it.
         config = dataclasses.replace(
             module.config,
@@ -213,7 +209,7 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         self._default_decoder_params = default_decoder_params or DecoderParams()
 
     @classmethod
-    def configured(
+    def from_config(
         cls, module: T5, optimizer_def: Optimizer | None, **arguments: Any
     ) -> EncoderDecoderModel:
         """A model with the loss that the network's configuration sets; `arguments` override it.
@@ -270,7 +266,11 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         rngs = None if dropout_rng is None else {"dropout": dropout_rng}
         variables = {"params": params, **(other_variables or {})}
         return self.module.apply(
-            variables, own_features(batch), deterministic=rngs is None, rngs=rngs, mutable=mutable
+            variables,
+            rename_features(batch),
+            deterministic=rngs is None,
+            rngs=rngs,
+            mutable=mutable,
         )
 
     def features(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -279,10 +279,10 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         Raises:
           UserError: if there are no targets or no inputs.
         """
-        own = super().features(batch)
+        renamed = super().features(batch)
         if type(self) is EncoderDecoderModel:
-            return own
-        return t5x_features(own if "inputs" in batch else batch)
+            return renamed
+        return t5x_features(renamed if "inputs" in batch else batch)
 
     def predict_batch_with_aux(
         self,
@@ -312,7 +312,7 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         Raises:
           ValueError: if there are two PRNG keys.
         """
-        batch, defaults = own_features(batch), self._default_decoder_params
+        batch, defaults = rename_features(batch), self._default_decoder_params
         all_decodes = (
             defaults.return_all_decodes if return_all_decodes is None else return_all_decodes
         )
@@ -327,7 +327,9 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         count = num_decodes or defaults.num_decodes
         inputs, prompt = jnp.asarray(batch["inputs"], jnp.int32), batch.get("decoder_inputs")
         # The decoder's inputs lack the last target.
-        prompt = delayed(jnp.asarray(batch["targets"])) if prompt is None else jnp.asarray(prompt)
+        prompt = (
+            shift_by_one(jnp.asarray(batch["targets"])) if prompt is None else jnp.asarray(prompt)
+        )
         prompt = prompt.astype(jnp.int32)
         prompts = (
             defaults.prompt_with_targets if prompt_with_targets is None else prompt_with_targets
@@ -356,9 +358,9 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
           return_intermediates: whether {"decoder": {"token_scores", "target_tokens",
             "loss_weights"}} is returned too, each in a tuple of one.
         """
-        own = own_features(batch)
-        targets = jnp.asarray(own["targets"])
-        weights = jnp.asarray(own.get("loss_weights", targets > 0), jnp.float32)
+        renamed = rename_features(batch)
+        targets = jnp.asarray(renamed["targets"])
+        weights = jnp.asarray(renamed.get("loss_weights", targets > 0), jnp.float32)
         scores = -cross_entropy(self._compute_logits(params, batch), targets) * weights
         if not return_intermediates:
             return jnp.sum(scores, axis=-1)
@@ -376,11 +378,11 @@ def get_output_vocabulary(model: BaseTransformerModel) -> Any:
     return model.output_vocabulary
 
 
-def own_model(module: T5, optimizer_def: Optimizer | None = None) -> T5Model:
+def make_model(module: T5, optimizer_def: Optimizer | None = None) -> T5Model:
     """The model that a command trains, if the user has none: the network with its own loss."""
     if module.config.decoder_only:
         return T5Model(module, optimizer_def)
-    return EncoderDecoderModel.configured(module, optimizer_def)
+    return EncoderDecoderModel.from_config(module, optimizer_def)
 
 
 def model_of(
@@ -403,11 +405,11 @@ def model_of(
       decoding: how a user's model generates unless it says otherwise.
     """
     if user_class is None:
-        return own_model(module, optimizer)
-    return user_model(user_class, module, optimizer, vocabularies, decoding, where)
+        return make_model(module, optimizer)
+    return make_user_model(user_class, module, optimizer, vocabularies, decoding, where)
 
 
-def user_model(
+def make_user_model(
     user_class: UserClass,
     module: T5,
     optimizer: Optimizer | None,
@@ -417,16 +419,19 @@ def user_model(
 ) -> T5Model:
     """A user's subclass of EncoderDecoderModel with T5X's arguments; see `model_of`."""
     plan, loss = decoding or DecodingPlan(), module.config
-    options = plan.function_options()
     function = beam_search if plan.method == "beam_search" else temperature_sample
     # EncoderDecoderModel supplies these itself.
-    given = {name: x for name, x in options.items() if name not in ("eos_id", "num_decodes")}
+    options = {
+        name: x
+        for name, x in plan.function_options().items()
+        if name not in ("eos_id", "num_decodes")
+    }
     supplied = {
         "module": module,
         "input_vocabulary": vocabularies[0],
         "output_vocabulary": vocabularies[1],
         "optimizer_def": optimizer,
-        "decode_fn": functools.partial(function, **given),
+        "decode_fn": functools.partial(function, **options),
         "label_smoothing": loss.label_smoothing,
         "z_loss": loss.z_loss,
         "loss_normalizing_factor": loss.loss_denominator or "NUM_TOTAL_TARGET_TOKENS",
@@ -437,7 +442,7 @@ def user_model(
     return user_class.made(supplied, where)
 
 
-def is_own(model: BaseModel) -> TypeGuard[T5Model]:
+def is_builtin(model: BaseModel) -> TypeGuard[T5Model]:
     """Whether a model is this project's own, and not a user's subclass."""
     return type(model) in (T5Model, EncoderDecoderModel)
 
@@ -452,7 +457,7 @@ def _denominator(factor: NormalizingFactor) -> Any:
     return None if name.upper() == "NUM_TOTAL_TARGET_TOKENS" else name.upper()
 
 
-def summed_towers(model: BaseModel, loss_fn: LossFn) -> dict[str, int]:
+def find_summed_towers(model: BaseModel, loss_fn: LossFn) -> dict[str, int]:
     """Towers whose backward pass may add up its layers' gradients: name -> number of layers.
 
     Only for T5Model's own loss, which reads each layer once, inside its tower. A user's loss may
@@ -462,9 +467,9 @@ def summed_towers(model: BaseModel, loss_fn: LossFn) -> dict[str, int]:
       model: the model.
       loss_fn: what its `whole_batch` returned.
     """
-    own = (T5Model.loss_fn, EncoderDecoderModel.loss_fn)
+    own_losses = (T5Model.loss_fn, EncoderDecoderModel.loss_fn)
     if not isinstance(model, T5Model) or not model.has_own_loss():
         return {}
-    if getattr(loss_fn, "__func__", None) not in own:
+    if getattr(loss_fn, "__func__", None) not in own_losses:
         return {}
-    return scanned_towers(model.module.config)
+    return count_scanned_layers(model.module.config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,9 +12,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t0repro.partitioning.devices import DATA, MODEL, Partitioning
-from t0repro.partitioning.topologies import published
-from t0repro.training.metric_classes import Metric, TimeRate
-from t0repro.training.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +58,17 @@ class Partitioner:
 
         Args:
           batch_size: rows of a batch; None for one row per shard of the mesh axis `data`.
-          host_index: accepted for T5X's sake: every process reads the same.
+          host_index: the process, for `is_first_host_in_replica_set`; None for this one.
 
         Raises:
           ValueError: if the rows do not divide evenly among those shards.
         """
-        del host_index
         parts = self.mesh.shape[DATA]
         size = parts if batch_size is None else batch_size
         if size % parts:
             raise ValueError(f"A batch of {size} rows does not divide evenly across {parts} parts.")
-        return DataLayout(size, 0, 1, jax.process_index() == 0)
+        index = jax.process_index() if host_index is None else host_index
+        return DataLayout(size, 0, 1, index == 0)
 
     def get_logical_axes(self, train_state: Any) -> Any:
         """The state with the logical axes of each array in its place."""
@@ -139,47 +136,3 @@ class Partitioner:
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which what is traced is sharded across the devices."""
         return contextlib.nullcontext() if self.partitioning is None else self.partitioning.active()
-
-
-# ---- Compiled steps ------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledStep:
-    """A step compiled for batches of one set of shapes.
-
-    Attributes:
-      function: what it calls.
-      partitioner: gives the context that a function compiled at its first call needs; else None.
-      rates: its FLOP/s and MFU, as metrics.
-    """
-
-    function: Callable
-    partitioner: Partitioner | None
-    rates: Mapping[str, Metric]
-
-    def __call__(self, state: TrainState, features: Mapping[str, jax.Array]) -> Any:
-        """Runs the step on a batch that is already on the devices."""
-        if self.partitioner is not None:
-            with self.partitioner.active():
-                return self.function(state, features)
-        # A constant left on the host would otherwise be sent at every step, unnoticed.
-        with jax.transfer_guard("disallow"):
-            return self.function(state, features)
-
-
-def flops_rates(flops: int) -> dict[str, Metric]:
-    """Metrics of a step with this many FLOPs: `timing/flops_per_second` and `timing/mfu`.
-
-    The second is the share of all devices' published peak; it is left out if that peak is unknown.
-    """
-    chip = published(jax.devices()[0].device_kind)
-    rates: dict[str, Metric] = {"timing/flops_per_second": TimeRate(flops)}
-    if chip is None:
-        return rates
-    return rates | {"timing/mfu": TimeRate(flops / (chip.flops * jax.device_count()))}
-
-
-def shapes_of(features: Mapping[str, jax.Array]) -> tuple:
-    """Names, shapes and types of a batch: the key under which compiled steps are cached."""
-    return tuple(sorted((name, x.shape, str(x.dtype)) for name, x in features.items()))

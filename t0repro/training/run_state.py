@@ -8,22 +8,14 @@ in metrics.jsonl beside it (t0repro.training.metrics).
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import os
 import socket
-import time
-from collections import deque
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from t0repro.errors import UserError
-from t0repro.files import input_path, output_path, write_atomically, writing
-from t0repro.leases import is_alive
-from t0repro.training.hooks import Hook
-from t0repro.training.metrics import StepMetrics
-
-if TYPE_CHECKING:
-    from t0repro.training.loop import TrainingLoop
+from t0repro.storage import input_path
+from t0repro.storage.leases import is_alive
 
 RUN_STATE_FILE = "run_state.json"
 State = Literal["running", "finished", "stopped", "failed"]
@@ -92,79 +84,3 @@ def read_run_state(model_dir: str | os.PathLike[str]) -> RunState | None:
             reason = "its process is gone: it was killed, or the machine went down"
             return dataclasses.replace(state, state="failed", reason=reason)
     return state
-
-
-class RecordRunState(Hook):
-    """Keeps model_dir/run_state.json up to date.
-
-    Args:
-      model_dir: the run's folder.
-      interval: seconds between updates.
-    """
-
-    def __init__(self, model_dir: str | os.PathLike[str], interval: float = 5.0):
-        self._path, self._interval = output_path(model_dir) / RUN_STATE_FILE, interval
-        # A short window, so that the speed is that of the latest steps, however slow the start was.
-        self._recent: deque[StepMetrics] = deque(maxlen=20)
-        self._tokens = self._examples = self._first = self._last = 0
-        self._started, self._written_at = _now(), 0.0
-
-    def start(self, loop: TrainingLoop, last_step: int) -> None:
-        """Writes that training has begun."""
-        self._first, self._last = loop.step, last_step
-        self._write("running")
-
-    def on_metrics(self, metrics: StepMetrics) -> None:
-        """Counts the step; writes if the file is old enough."""
-        self._recent.append(metrics)
-        self._tokens += metrics.target_tokens
-        self._examples += metrics.examples
-        # Not at every step: each write waits for the disk.
-        if time.monotonic() - self._written_at >= self._interval:
-            self._write("running")
-
-    def end(self, loop: TrainingLoop) -> None:
-        """Writes how training ended."""
-        error = loop.error
-        if error is not None:
-            lines = str(error).strip().splitlines()
-            self._write(
-                "failed", f"{type(error).__name__}: {lines[0] if lines else ''}".strip(": ")
-            )
-        # Check this before the stop reason: a signal during the last step leaves nothing undone.
-        elif loop.step >= self._last:
-            self._write("finished")
-        else:
-            self._write("stopped", loop.stop_reason or "the batches ended")
-
-    def _write(self, state: State, reason: str | None = None) -> None:
-        latest = self._recent[-1] if self._recent else None
-        step = latest.step if latest else self._first
-        # If no time was measured, infinity makes the speed 0 and avoids a division by zero.
-        seconds = sum(row.seconds for row in self._recent) or float("inf")
-        speed = len(self._recent) / seconds if latest else None
-        tokens = sum(row.target_tokens for row in self._recent) / seconds if latest else None
-        values = RunState(
-            state=state,
-            reason=reason,
-            first_step=self._first,
-            step=step,
-            last_step=self._last,
-            loss=latest.loss if latest else None,
-            target_tokens=self._tokens,
-            examples=self._examples,
-            steps_per_second=speed,
-            target_tokens_per_second=tokens,
-            seconds_left=(self._last - step) / speed if speed else None,
-            started=self._started,
-            updated=_now(),
-            host=socket.gethostname(),
-            process=os.getpid(),
-        )
-        with writing(self._path):
-            write_atomically(self._path, json.dumps(dataclasses.asdict(values), indent=1) + "\n")
-        self._written_at = time.monotonic()
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 
 from t0repro.errors import UserError
+from t0repro.model.features import t5x_features
 from t0repro.partitioning.devices import is_sharded
-from t0repro.training.losses import count_examples, count_inputs, count_targets
-from t0repro.training.metric_classes import Fetched, computed, is_metric_obj, with_steps_and_time
-from t0repro.training.t5_model import t5x_features
+from t0repro.training.metric_classes import compute_values, fill_in_steps, is_metric_obj
+from t0repro.training.metrics_manager import Fetched
+from t0repro.training.token_losses import count_examples, count_inputs, count_targets
 from t0repro.training.trainer import BaseTrainer, NumpyBatch
 
 
@@ -44,21 +45,21 @@ def counts_of(batch: Mapping[str, Any]) -> dict[str, Any]:
 _on_devices = jax.jit(counts_of)
 
 
-def shared_counts(batch: NumpyBatch) -> Mapping[str, Any] | None:
+def count_if_sharded(batch: NumpyBatch) -> Mapping[str, Any] | None:
     """The same of a batch sharded across processes, all of which must call it; else None."""
     return _on_devices(batch) if any(map(is_sharded, batch.values())) else None
 
 
-def others_of(fetched: Fetched) -> dict[str, float]:
+def other_metrics(fetched: Fetched) -> dict[str, float]:
     """A step's metrics that StepMetrics has no fields for."""
-    values = computed(with_steps_and_time(fetched.metrics, 1, fetched.seconds))
+    values = compute_values(fill_in_steps(fetched.metrics, 1, fetched.seconds))
     for name in ("loss", "learning_rate", "learning_rate/current", "update_held"):
         values.pop(name, None)
     # A line of the log has room for numbers only.
     return {name: float(x) for name, x in values.items() if isinstance(x, int | float)}
 
 
-def timed(batches: Iterator[NumpyBatch]) -> Iterator[tuple[NumpyBatch, float]]:
+def time_batches(batches: Iterator[NumpyBatch]) -> Iterator[tuple[NumpyBatch, float]]:
     """Each batch, with the seconds spent waiting for it."""
     while True:
         started = time.perf_counter()
@@ -68,7 +69,7 @@ def timed(batches: Iterator[NumpyBatch]) -> Iterator[tuple[NumpyBatch, float]]:
         yield batch, time.perf_counter() - started
 
 
-def named_as_t5xs(batch: NumpyBatch) -> NumpyBatch:
+def rename_for_trainer(batch: NumpyBatch) -> NumpyBatch:
     """A batch as a user's method reads it; one that other processes share stays as it is."""
     return batch if any(map(is_sharded, batch.values())) else t5x_features(batch)
 
@@ -87,7 +88,7 @@ class TrainFeed:
     """
 
     def __init__(self, batches: Iterator[NumpyBatch], before_first: Callable[[NumpyBatch], None]):
-        self._timed, self._before_first = timed(batches), before_first
+        self._timed, self._before_first = time_batches(batches), before_first
         self.first_wait: float | None = None
         self.counts: list[Mapping[str, Any]] = []
         self.latest: NumpyBatch = {}
@@ -97,8 +98,8 @@ class TrainFeed:
 
     def __next__(self) -> NumpyBatch:
         self.latest, wait = next(self._timed)
-        self.counts.append(shared_counts(self.latest) or counts_of(self.latest))
-        batch = named_as_t5xs(self.latest)
+        self.counts.append(count_if_sharded(self.latest) or counts_of(self.latest))
+        batch = rename_for_trainer(self.latest)
         if self.first_wait is None:
             self.first_wait = wait
             self._before_first(batch)
@@ -110,7 +111,7 @@ class TrainFeed:
         return {name: total // max(steps, 1) for name, total in totals.items()}
 
 
-def wrong_train(trainer: BaseTrainer, what: str) -> UserError:
+def train_error(trainer: BaseTrainer, what: str) -> UserError:
     """The error of a trainer whose own `train` did not do what it must."""
     kind = type(trainer)
     return UserError(

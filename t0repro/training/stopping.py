@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.config.training_plan import ActionConfig, TerminateOnNanConfig, UserClass
+from t0repro.config.run import ActionConfig, TerminateOnNanConfig, UserClass
 from t0repro.progress import say
 from t0repro.training.metric_classes import Scalar
 from t0repro.training.metrics import kind_of
-from t0repro.training.train_state import single_layers
+from t0repro.training.train_state import unstack_state
 
 Results = Mapping[str, Mapping[str, Any]]  # task -> metric -> value
 
@@ -104,7 +104,7 @@ class EarlyStoppingAction(BaseAction):
         value = _value(metrics_by_task, self._task, self._metric)
         if value is None:
             return False
-        follow = self._since_best if self._reference == "best" else self._in_window
+        follow = self._compare_with_best if self._reference == "best" else self._compare_in_window
         stops = follow(value)
         if stops:
             values = ", ".join(f"{value:g}" for value in self._history)
@@ -122,7 +122,7 @@ class EarlyStoppingAction(BaseAction):
         """Restores the history."""
         self._history = [float(value) for value in state["history"]]
 
-    def _since_best(self, value: float) -> bool:
+    def _compare_with_best(self, value: float) -> bool:
         if not self._history or self._improves(value, self._history[0]):
             self._history = [value]
         else:
@@ -136,7 +136,7 @@ class EarlyStoppingAction(BaseAction):
         delta = self._atol + self._rtol * abs(best)
         return value < best - delta if self._mode == "min" else value > best + delta
 
-    def _in_window(self, value: float) -> bool:
+    def _compare_in_window(self, value: float) -> bool:
         values = self._history
         values.append(value)
         if len(values) < self._patience:
@@ -183,8 +183,8 @@ class RunActions:
     def __init__(self, actions: Sequence[BaseAction]):
         self.actions = tuple(actions)
         # These read metrics alone, so no state is copied for them.
-        known = (EarlyStoppingAction, TerminateOnNanAction)
-        self._reads_state = any(type(action) not in known for action in self.actions)
+        metrics_only = (EarlyStoppingAction, TerminateOnNanAction)
+        self._reads_state = any(type(action) not in metrics_only for action in self.actions)
 
     def __call__(self, train_state: Any, results: Results) -> bool:
         """Whether any action decides to stop.
@@ -194,19 +194,22 @@ class RunActions:
           results: see `BaseAction.run`.
         """
         if self._reads_state:
-            train_state = single_layers(train_state)
+            train_state = unstack_state(train_state)
         # The tasks' own metrics are plain numbers.
-        results = {task: _with_scalars(values) for task, values in results.items()}
+        wrap = lambda x: Scalar(x) if isinstance(x, int | float) else x  # noqa: E731
+        results = {
+            task: {name: wrap(x) for name, x in values.items()} for task, values in results.items()
+        }
         # A list, so that every action runs even after one has decided to stop.
         return any([action.run(train_state, results) for action in self.actions])
 
 
 def make_actions(configs: Sequence[ActionConfig]) -> RunActions:
     """The actions that a plan describes."""
-    return RunActions([_made(config) for config in configs])
+    return RunActions([_make_action(config) for config in configs])
 
 
-def _made(config: ActionConfig) -> BaseAction:
+def _make_action(config: ActionConfig) -> BaseAction:
     if isinstance(config, UserClass):
         # It may ask for clu's class inside a method, where it imports clu only then.
         with contextlib.suppress(ImportError):
@@ -238,7 +241,3 @@ def _value(results: Results, task: str, metric: str) -> float | None:
     kind = kind_of(results[task][metric])
     say(f"warning: {metric} of {task} is no number but {kind}: nothing stops on it")
     return None
-
-
-def _with_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: Scalar(x) if isinstance(x, int | float) else x for name, x in values.items()}

@@ -16,9 +16,9 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
-from t0repro.config.run_config import AdafactorConfig
+from t0repro.config.optimizer import AdafactorConfig
 from t0repro.parameters.shape import ALL_HEURISTIC, HEURISTIC, UNFACTORED
-from t0repro.training.optimizers import Optimizer, by_parts, make_optimizer
+from t0repro.training.optimizers import Optimizer, combine_optimizers, make_optimizer
 
 
 class FactorDim(enum.Enum):
@@ -135,7 +135,7 @@ class Adafactor(Optimizer):
             raise ValueError("dtype_momentum must be float32: slots have no other type here.")
         scales = multiply_by_parameter_scale
 
-        def of_run(params: Any) -> Optimizer:
+        def make(params: Any) -> Optimizer:
             """The optimizer for these parameters, with its exceptions by path."""
             # Read at each call, since `TrainState.create` calls `set_param_axes` later.
             config = self.config
@@ -146,7 +146,7 @@ class Adafactor(Optimizer):
             return make_optimizer(config)
 
         def init(params: Any) -> Any:
-            return of_run(params).init(params)
+            return make(params).init(params)
 
         def update(
             gradients: Any,
@@ -159,7 +159,7 @@ class Adafactor(Optimizer):
         ) -> tuple[Any, Any]:
             if learning_rate is None:
                 raise ValueError("Neither Adafactor nor the update has a learning rate.")
-            optimizer = of_run(params)
+            optimizer = make(params)
             return optimizer.update(
                 gradients, state, params, step=step, learning_rate=jnp.float32(learning_rate)
             )
@@ -268,7 +268,7 @@ class MultiOptimizer(Optimizer):
             return chosen
 
         parts = [(choice(traversal), part) for traversal, part in traversals_and_optimizers]
-        self = super().__new__(cls, *by_parts(parts))
+        self = super().__new__(cls, *combine_optimizers(parts))
         self.parts = tuple(part for _, part in traversals_and_optimizers)
         return self
 

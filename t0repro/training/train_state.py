@@ -35,14 +35,22 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from t0repro.adapters import joined
-from t0repro.config.run_config import ModelConfig
+from t0repro.adapters import join_adapter
+from t0repro.config.model import ModelConfig
 from t0repro.converters.tensors import StoredTensor
 from t0repro.converters.witnesses import ParametersDigest
 from t0repro.errors import UserError
+from t0repro.model.layer_stacks import (
+    Split,
+    can_stack,
+    count_stacked_layers,
+    split_rows,
+    stack_donating,
+    stack_layers,
+    unstack,
+)
 from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
-from t0repro.model.towers import Split, by_layer, is_alike, rows, scanned_towers, stacked, stacks_in
-from t0repro.model.towers import joined as joined_layers
+from t0repro.model.towers import count_scanned_layers
 from t0repro.parameters import naming
 from t0repro.partitioning.devices import parameter_axes, put, slot_spec
 from t0repro.partitioning.processes import is_first
@@ -113,7 +121,7 @@ class TrainState:
         """What the model of a configuration is applied to: an adapter's joined to the base's."""
         if config.adapter is None:
             return self.params
-        return joined(self.frozen, self.params, config.adapter.scale)
+        return join_adapter(self.frozen, self.params, config.adapter.scale)
 
     @property
     def param_states(self) -> Any:
@@ -154,7 +162,7 @@ class TrainState:
         They come from `params_axes`, else from t0repro.partitioning.devices; an array in neither
         has none.
         """
-        return _logical_axes(single_layers(self))
+        return _logical_axes(unstack_state(self))
 
     def apply_gradient(
         self, grads: Any, learning_rate: Any, flax_mutables: Any = None
@@ -186,25 +194,25 @@ def new_train_state(params: Any, optimizer: Optimizer, step: int = 0) -> TrainSt
     return TrainState(step=step_count, params=params, slots=slots, optimizer=optimizer)
 
 
-def single_layers(state: TrainState, split: Split = rows) -> TrainState:
+def unstack_state(state: TrainState, split: Split = split_rows) -> TrainState:
     """The state with each layer unstacked; a state without stacks is returned as it is.
 
     Args:
       state: by layer or stacked.
       split: turns a stack into the arrays of its layers.
     """
-    towers, of_base = stacks_in(state.params), stacks_in(state.frozen)
-    if not towers and not of_base:
+    towers, base_towers = count_stacked_layers(state.params), count_stacked_layers(state.frozen)
+    if not towers and not base_towers:
         return state
     return state.replace(
-        params=by_layer(state.params, towers, split),
-        slots=by_layer(state.slots, towers, split),
-        frozen=by_layer(state.frozen, of_base, split),
+        params=unstack(state.params, towers, split),
+        slots=unstack(state.slots, towers, split),
+        frozen=unstack(state.frozen, base_towers, split),
     )
 
 
-def stacked_layers(model: ModelConfig, state: TrainState) -> TrainState:
-    """The inverse of `single_layers`: each scanned tower's layers stacked, where that is possible.
+def stack_state(model: ModelConfig, state: TrainState) -> TrainState:
+    """The inverse of `unstack_state`: each scanned tower's layers stacked, where that is possible.
 
     Leaves alone a user's own optimizer, which may read parameters by name, and an optimizer whose
     slots differ between layers, as they do if one is frozen.
@@ -213,19 +221,19 @@ def stacked_layers(model: ModelConfig, state: TrainState) -> TrainState:
       model: the model's configuration.
       state: by layer, with its values or their shapes; arrays that get stacked are deleted.
     """
-    towers = scanned_towers(model)
+    towers = count_scanned_layers(model)
     if not towers or not isinstance(state.optimizer, StackingOptimizer):
         return state
-    if stacks_in(state.params) or stacks_in(state.frozen):
+    if count_stacked_layers(state.params) or count_stacked_layers(state.frozen):
         return state
     # An adapter may leave a tower as it is.
-    own = {tower: count for tower, count in towers.items() if tower in state.params}
-    if not is_alike(state.slots, own):
+    layers_to_stack = {tower: count for tower, count in towers.items() if tower in state.params}
+    if not can_stack(state.slots, layers_to_stack):
         return state
-    frozen = None if state.frozen is None else stacked(state.frozen, towers, joined_layers)
+    frozen = None if state.frozen is None else stack_layers(state.frozen, towers, stack_donating)
     return state.replace(
-        params=stacked(state.params, own, joined_layers),
-        slots=stacked(state.slots, own, joined_layers),
+        params=stack_layers(state.params, layers_to_stack, stack_donating),
+        slots=stack_layers(state.slots, layers_to_stack, stack_donating),
         frozen=frozen,
     )
 
@@ -234,14 +242,14 @@ def state_shapes(model: T5, optimizer: Optimizer) -> TrainState:
     """The shapes of a new state; nothing is allocated."""
     has_adapter = model.config.adapter is not None
     frozen = frozen_shapes(model) if has_adapter else None
-    own = adapter_shapes(model) if has_adapter else parameter_shapes(model)
-    state = jax.eval_shape(lambda p: new_train_state(p, optimizer), own)
+    params = adapter_shapes(model) if has_adapter else parameter_shapes(model)
+    state = jax.eval_shape(lambda p: new_train_state(p, optimizer), params)
     return state.replace(frozen=frozen)
 
 
-def held_shapes(model: T5, optimizer: Optimizer) -> TrainState:
+def stacked_shapes(model: T5, optimizer: Optimizer) -> TrainState:
     """The shapes of a new state as a trainer stores it; nothing is allocated."""
-    return stacked_layers(model.config, state_shapes(model, optimizer))
+    return stack_state(model.config, state_shapes(model, optimizer))
 
 
 def base_parameters(tree: OpenTree, like: Any, where: str) -> tuple[dict, str]:
@@ -279,14 +287,17 @@ def flat_arrays(state: TrainState) -> dict[str, Any]:
 
     Stacked layers are copied, each to an array of its own.
     """
-    state = single_layers(state.replace(frozen=None))
+    state = unstack_state(state.replace(frozen=None))
     flat: dict[str, Any] = {naming.STEP: state.step}
     for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items():
         flat[naming.PARAMETERS + path] = value
     for path, value in flax.traverse_util.flatten_dict(state.flax_mutables or {}, sep="/").items():
         flat[_MUTABLES + path] = value
     if not isinstance(state.slots, dict):
-        return flat | _of_optax(state.slots)
+        # Optax's state, with the names that flax's serialization gives its parts.
+        parts = flax.serialization.to_state_dict(state.slots)
+        parts = flax.traverse_util.flatten_dict(parts, sep="/")
+        return flat | {naming.SLOTS + name: value for name, value in parts.items()}
     slots = flat_slots(state.slots)
     values = {
         (path, name): getattr(slot, name)
@@ -305,25 +316,19 @@ def flat_arrays(state: TrainState) -> dict[str, Any]:
     return flat
 
 
-def _of_optax(state: Any) -> dict[str, Any]:
-    """The entries of an optax state, with the names that flax's serialization gives its parts."""
-    parts = flax.traverse_util.flatten_dict(flax.serialization.to_state_dict(state), sep="/")
-    return {naming.SLOTS + name: value for name, value in parts.items()}
-
-
-def _to_optax(tree: OpenTree, like: Any) -> Any:
+def _restore_optax_state(tree: OpenTree, like: Any) -> Any:
     """An optax state built from a checkpoint's entries; missing ones are zero, as initially."""
     # Keep the empty dictionaries that stand for transformations without state.
-    wanted = flax.traverse_util.flatten_dict(
+    like_parts = flax.traverse_util.flatten_dict(
         flax.serialization.to_state_dict(like), keep_empty_nodes=True, sep="/"
     )
-    found = {
-        name: _on_devices(tree.get(naming.SLOTS + name, np.zeros(part.shape)), part, part.dtype)
+    parts = {
+        name: _put_like(tree.get(naming.SLOTS + name, np.zeros(part.shape)), part, part.dtype)
         if hasattr(part, "dtype")
         else part
-        for name, part in wanted.items()
+        for name, part in like_parts.items()
     }
-    nested = flax.traverse_util.unflatten_dict(found, sep="/")
+    nested = flax.traverse_util.unflatten_dict(parts, sep="/")
     return flax.serialization.from_state_dict(like, nested)
 
 
@@ -345,7 +350,7 @@ def from_flat_tree(
     Args:
       tree: a checkpoint's entries.
       like: a state of the model and optimizer, for its shapes (one from jax.eval_shape will do)
-        and, if there are several devices, for its shardings (`Partitioning.placed`).
+        and, if there are several devices, for its shardings (`Partitioning.shapes_on_devices`).
       where: the checkpoint's path, for error messages.
 
     Raises:
@@ -355,14 +360,14 @@ def from_flat_tree(
     check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
     _report_unused(tree, shapes, where)
     params = {
-        path: _on_devices(tree[naming.PARAMETERS + path], value) for path, value in shapes.items()
+        path: _put_like(tree[naming.PARAMETERS + path], value) for path, value in shapes.items()
     }
     # Mesh TensorFlow's optimizers keep a dictionary of Slots; a chain keeps optax's own state.
     if not isinstance(like.slots, dict):
         return like.replace(
-            step=_on_devices(tree.get(naming.STEP, 0), like.step, np.int32),
+            step=_put_like(tree.get(naming.STEP, 0), like.step, np.int32),
             params=flax.traverse_util.unflatten_dict(params, sep="/"),
-            slots=_to_optax(tree, like.slots),
+            slots=_restore_optax_state(tree, like.slots),
             flax_mutables=_mutables(tree, like.flax_mutables, where),
         )
     slots = {
@@ -376,7 +381,7 @@ def from_flat_tree(
         for path, slot in flat_slots(like.slots).items()
     }
     return like.replace(
-        step=_on_devices(tree.get(naming.STEP, 0), like.step, np.int32),
+        step=_put_like(tree.get(naming.STEP, 0), like.step, np.int32),
         params=flax.traverse_util.unflatten_dict(params, sep="/"),
         slots=flax.traverse_util.unflatten_dict(slots, sep="/"),
         flax_mutables=_mutables(tree, like.flax_mutables, where),
@@ -397,7 +402,7 @@ def _mutables(tree: OpenTree, like: Any, where: str) -> Any:
             fix="Give a checkpoint that a training run of this model wrote.",
         )
     values = {
-        path: _on_devices(tree[_MUTABLES + path], value, value.dtype)
+        path: _put_like(tree[_MUTABLES + path], value, value.dtype)
         for path, value in wanted.items()
     }
     return flax.traverse_util.unflatten_dict(values, sep="/")
@@ -435,12 +440,12 @@ def parameters_from_flat_tree(
         value = np.asarray(tree[naming.PARAMETERS + path])
         seen(naming.PARAMETERS + path, value)
         if path in shapes:
-            params[path] = _on_devices(value, shapes[path], shapes[path].dtype)
+            params[path] = _put_like(value, shapes[path], shapes[path].dtype)
     # Keep the model's order, for which the programs were compiled.
     return flax.traverse_util.unflatten_dict({path: params[path] for path in shapes}, sep="/")
 
 
-def _on_devices(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:
+def _put_like(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:
     """A checkpoint's value on the device, or sharded across devices as `like` is."""
     if isinstance(value, jax.Array):  # see `load_sharded_tree`
         return value
@@ -466,7 +471,7 @@ def _parameter_paths(tree: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _unused(tree: Mapping[str, Any], shapes: Container[str]) -> list[str]:
+def _find_unused(tree: Mapping[str, Any], shapes: Container[str]) -> list[str]:
     """The paths of a checkpoint's parameters that the model lacks."""
     return [path for path in _parameter_paths(tree) if path not in shapes]
 
@@ -488,7 +493,7 @@ def check_parameters(
     """
     missing = [path for path in shapes if naming.PARAMETERS + path not in tree]
     if missing:
-        extra = _unused(tree, shapes)
+        extra = _find_unused(tree, shapes)
         raise UserError(
             f"The checkpoint lacks {len(missing)} of the model's {len(shapes)} parameters, for"
             f" instance {missing[0]}; {len(extra)} of its own are not in the model.",
@@ -511,7 +516,7 @@ def check_parameters(
 
 def _report_unused(tree: OpenTree, shapes: Container[str], where: str) -> None:
     """Warns of parameters that the model lacks, such as the upper layers of a deeper model."""
-    extra = _unused(tree, shapes)
+    extra = _find_unused(tree, shapes)
     # No error: Mesh TensorFlow and T5X ignore such parameters, and say nothing.
     if extra and is_first():
         warning = (
@@ -528,7 +533,7 @@ def _slot(tree: OpenTree, path: str, name: str, like: Any, where: str) -> jax.Ar
     value = next((value for value in found if value is not None), None)
     # T5X writes (1,) for a slot that is not used; a parameter of one entry has the same shape.
     if value is None or (value.shape == (1,) and shape != (1,)):
-        return _on_devices(np.zeros(shape, np.float32), like)
+        return _put_like(np.zeros(shape, np.float32), like)
     if tuple(value.shape) != shape:
         raise UserError(
             f"The slot {name} of {path} has shape {list(value.shape)} in the checkpoint and"
@@ -536,10 +541,7 @@ def _slot(tree: OpenTree, path: str, name: str, like: Any, where: str) -> jax.Ar
             where=where,
             fix="Give the optimizer options that the checkpoint was trained with.",
         )
-    return _on_devices(value, like)
-
-
-# ---- The logical names of a state's axes ---------------------------------------------------------
+    return _put_like(value, like)
 
 
 def _axis_names(params_axes: Any, params: Any) -> Any:

@@ -1,6 +1,6 @@
 """One update: sums the microbatches' gradients in float32, then applies the optimizer.
 
-An update may measure the parameters, gradients and updates too (`WeightMetricsComputer`).
+An update may measure the parameters, gradients and updates too (t0repro.training.weight_metrics).
 """
 
 from __future__ import annotations
@@ -8,44 +8,37 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import DictKey
 
 from t0repro.errors import UserError
-from t0repro.model.shapes import Array, Float
-from t0repro.model.t5 import T5, Batch
-from t0repro.model.towers import (
-    Towers,
-    added_up,
-    by_layer,
-    stacks_in,
-    sums_like,
-    with_sums,
-    zero_sums,
+from t0repro.model.features import Batch
+from t0repro.model.gradient_accumulators import (
+    add_grads,
+    attach_accumulators,
+    detach_accumulators,
+    init_accumulators,
 )
-from t0repro.parameters.naming import LAYERS
-from t0repro.partitioning.devices import DATA, Partitioning, constrain, sums_over_groups
+from t0repro.model.layer_stacks import Towers
+from t0repro.model.shapes import Array, Float
+from t0repro.model.t5 import T5
+from t0repro.partitioning.devices import DATA, Partitioning, constrain, sum_over_groups
 from t0repro.training.metric_classes import (
     Average,
-    AverageOfMeasured,
-    AveragePerStep,
     LastValue,
-    Metric,
     merge_metrics,
 )
-from t0repro.training.models import BaseModel, T5Model, is_own, summed_towers
-from t0repro.training.optimizers import Optimizer, Schedule
-from t0repro.training.train_state import TrainState, stacked_layers
+from t0repro.training.models import find_summed_towers, is_builtin
+from t0repro.training.optimizers import Optimizer
+from t0repro.training.schedules import Schedule
+from t0repro.training.t5_model import BaseModel, T5Model
+from t0repro.training.train_state import TrainState, stack_state
+from t0repro.training.weight_metrics import WeightMetricsComputer
 from t0repro.words import counted
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 _DATA_SPEC = PartitionSpec(DATA)
-
-
-# ---- T5X's functions ----------------------------------------------------------------------------
 
 
 def accumulate_grads_microbatched(
@@ -75,16 +68,17 @@ def accumulate_grads_microbatched(
       dropout_rng: PRNG key of this step, into which each microbatch's number is folded; None for no
         dropout.
       num_microbatches: number of equal parts; None or 1 for the batch as a whole.
-      data_partition_spec: accepted for T5X's sake and ignored: the device mesh in scope shards the
-        rows.
+      data_partition_spec: that of the partitioner, by whose first axis the rows are sharded.
       t5x_dropout_compat: repeats T5X, which gives all microbatches of a step the same key, and so
         the same masks, and cuts the batch into contiguous slices.
       partitioning: the devices, if there are several.
 
     Raises:
       UserError: if the batch cannot be split into that many equal parts.
+      ValueError: for another data_partition_spec.
     """
-    del data_partition_spec
+    if data_partition_spec != _DATA_SPEC:
+        raise ValueError(f"data_partition_spec is {_DATA_SPEC}, not {data_partition_spec}.")
     count = num_microbatches or 1
     rows = next(iter(batch.values())).shape[0]
     if rows % count:
@@ -95,11 +89,11 @@ def accumulate_grads_microbatched(
         )
     # Compute this before the split: the loss's divisor belongs to all microbatches together.
     batch, loss_fn = model.whole_batch(batch)
-    towers = summed_towers(model, loss_fn)
+    towers = find_summed_towers(model, loss_fn)
     if train_state.frozen is not None:
         # If few parameters are trained, the sums of their gradients are small and need not pass
         # through the scans.
-        loss_fn, towers = _of_adapter(model, loss_fn, train_state), {}
+        loss_fn, towers = _loss_of_adapter(model, loss_fn, train_state), {}
     keys = microbatch_keys(dropout_rng, count, t5x_dropout_compat)
     gradients_of = _gradients_function(loss_fn, train_state.flax_mutables or None)
     if count == 1:
@@ -110,19 +104,21 @@ def accumulate_grads_microbatched(
         shardings = partitioning.shardings(params)
         specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
-    def of_parts(params: Any, parts: Any) -> tuple[Any, Any, Any]:
-        return _scanned(gradients_of, params, parts, keys, mutables, towers, specs)
+    def accumulate(params: Any, parts: Any) -> tuple[Any, Any, Any]:
+        return _scan_microbatches(gradients_of, params, parts, keys, mutables, towers, specs)
 
     parts = split_into_microbatches(batch, count, contiguous=t5x_dropout_compat)
     together = partitioning is None or partitioning.fully_sharded or partitioning.data == 1
     # An adapter's gradients are too small to be worth adding up across devices only once.
     together = together or train_state.frozen is not None
-    if together or not _adds_up(of_parts, params, parts):
-        totals, metrics, after = of_parts(params, parts)
+    if together or not _can_sum_over_groups(accumulate, params, parts):
+        totals, metrics, after = accumulate(params, parts)
     else:
         assert partitioning is not None
-        totals, metrics, after = sums_over_groups(of_parts, params, parts, partitioning.data, specs)
-    return sums_like(params, totals, towers), metrics, after
+        totals, metrics, after = sum_over_groups(
+            accumulate, params, parts, partitioning.data, specs
+        )
+    return detach_accumulators(params, totals, towers), metrics, after
 
 
 def apply_grads(
@@ -172,11 +168,11 @@ def parameters_of(model: BaseModel, train_state: TrainState) -> Any:
     return train_state.parameters_of(model.module.config)
 
 
-def _of_adapter(model: BaseModel, loss_fn: Callable, train_state: TrainState) -> Callable:
+def _loss_of_adapter(model: BaseModel, loss_fn: Callable, train_state: TrainState) -> Callable:
     """The loss as a function of the adapter's parameters alone."""
 
-    def loss(own: Any, *arguments: Any) -> Any:
-        return loss_fn(parameters_of(model, train_state.replace(params=own)), *arguments)
+    def loss(adapter_params: Any, *arguments: Any) -> Any:
+        return loss_fn(parameters_of(model, train_state.replace(params=adapter_params)), *arguments)
 
     return loss
 
@@ -210,24 +206,21 @@ def train_with_lr(
         t5x_dropout_compat=t5x_dropout_compat,
         partitioning=partitioning,
     )
-    others = {} if mutables is None else {"flax_mutables": mutables}
+    new_variables = {} if mutables is None else {"flax_mutables": mutables}
     new_state, metrics = apply_grads(
-        train_state, gradients, metrics, learning_rate, weight_metrics_computer, others
+        train_state, gradients, metrics, learning_rate, weight_metrics_computer, new_variables
     )
     if not hold_if_not_finite:
         return new_state, metrics
     # Check entry by entry, since a sum of finite numbers may overflow. Check parameters too: an
     # optimizer that squares a large gradient may overflow by itself.
-    looked_at = jax.tree.leaves((gradients, metrics.get("loss"), new_state.params))
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in looked_at]))
+    checked_arrays = jax.tree.leaves((gradients, metrics.get("loss"), new_state.params))
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in checked_arrays]))
     # The base is the same in both, and large.
     new_state, before = new_state.replace(frozen=None), train_state.replace(frozen=None)
-    held = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, before)
-    held = held.replace(frozen=train_state.frozen)
-    return held, {**metrics, "update_held": LastValue(1.0 - finite.astype(jnp.float32))}
-
-
-# ---- Microbatches -------------------------------------------------------------------------------
+    kept_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, before)
+    kept_state = kept_state.replace(frozen=train_state.frozen)
+    return kept_state, {**metrics, "update_held": LastValue(1.0 - finite.astype(jnp.float32))}
 
 
 def split_into_microbatches(
@@ -267,18 +260,20 @@ def _gradients_function(loss_fn: Callable, mutables: Any) -> Callable[..., tuple
     """(params, batch, key, mutables) -> (gradients, metrics, mutables)."""
     function = jax.value_and_grad(loss_fn, has_aux=True)
 
-    def without(params: Any, part: Batch, key: Any, _: Any) -> tuple[Any, Any, Any]:
-        (_, metrics), gradients = function(params, part, key)
+    def compute_grads(params: Any, microbatch: Batch, key: Any, _: Any) -> tuple[Any, Any, Any]:
+        (_, metrics), gradients = function(params, microbatch, key)
         return gradients, metrics, None
 
-    def with_mutables(params: Any, part: Batch, key: Any, before: Any) -> tuple[Any, Any, Any]:
-        (_, (metrics, after)), gradients = function(params, part, key, before)
+    def compute_with_mutables(
+        params: Any, microbatch: Batch, key: Any, before: Any
+    ) -> tuple[Any, Any, Any]:
+        (_, (metrics, after)), gradients = function(params, microbatch, key, before)
         return gradients, metrics, after
 
-    return without if mutables is None else with_mutables
+    return compute_grads if mutables is None else compute_with_mutables
 
 
-def _scanned(
+def _scan_microbatches(
     gradients_of: Callable,
     params: Any,
     parts: Any,
@@ -289,36 +284,38 @@ def _scanned(
 ) -> tuple[Any, Any, Any]:
     """Adds up the microbatches' gradients in float32, and merges their metrics in order.
 
-    The gradient sums of `towers` are stacked, see `zero_sums`.
+    The scan's carry, and what each microbatch makes of it:
+
+        totals    float32 gradient sums, like the parameters; those of `towers` are stacked and go
+                  through the loss, whose backward pass adds to them (`init_accumulators`)
+        merged    metrics of the microbatches so far
+        before    the model's mutables after the microbatch before, or None
     """
 
     def add(carry: tuple, item: tuple) -> tuple[tuple, None]:
         totals, merged, before = carry
-        part, index = item
-        given = with_sums(params, totals, towers)
-        gradients, metrics, after = gradients_of(given, part, keys(index), before)
+        microbatch, index = item
+        params_and_sums = attach_accumulators(params, totals, towers)
+        gradients, metrics, after = gradients_of(params_and_sums, microbatch, keys(index), before)
         later = merge_metrics(merged, metrics)
         # The scan starts from zeros, which not every metric can merge with: the first microbatch's
         # metrics replace them.
         merged = jax.tree.map(lambda one, two: jnp.where(index == 0, one, two), metrics, later)
-        return (added_up(totals, gradients, towers), merged, after), None
+        return (add_grads(totals, gradients, towers), merged, after), None
 
     first = jax.tree.map(lambda x: x[0], parts)
     _, metrics, _ = jax.eval_shape(gradients_of, params, first, keys(0), mutables)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
-    start = (zero_sums(params, towers, specs), nothing, mutables)
+    start = (init_accumulators(params, towers, specs), nothing, mutables)
     count = next(iter(parts.values())).shape[0]
     return jax.lax.scan(add, start, (parts, jnp.arange(count)))[0]
 
 
-def _adds_up(of_parts: Callable, params: Any, parts: Any) -> bool:
+def _can_sum_over_groups(of_parts: Callable, params: Any, parts: Any) -> bool:
     """Whether all metrics are sums, so that each group of devices can process its rows alone."""
     _, metrics, mutables = jax.eval_shape(of_parts, params, parts)
     kinds = [metric for metric in metrics.values() if jax.tree.leaves(metric)]
     return mutables is None and all(getattr(metric, "additive", False) for metric in kinds)
-
-
-# ---- T5's loss, gradients and step without a trainer --------------------------------------------
 
 
 def loss_and_gradients(
@@ -380,7 +377,7 @@ def make_train_step(
     return train_step
 
 
-def jitted_train_step(
+def jit_train_step(
     train_step: TrainStep, state: TrainState, partitioning: Partitioning | None
 ) -> Any:
     """The train step under jit; it reuses the state's buffers and leaves each part where it is.
@@ -398,16 +395,14 @@ def jitted_train_step(
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 
 
-# ---- The state that a step takes, with the layers of deep towers stacked -------------------------
-
 # A deep tower is one scanned body, and one operation updates all layers of a stack. So the compiled
 # step does not grow with depth, and no step copies layers into stacks. Code that reads a state by
-# parameter names gets it by layer (`single_layers`, t0repro.training.train_state); checkpoints
+# parameter names gets it by layer (`unstack_state`, t0repro.training.train_state); checkpoints
 # always are by layer.
 
 
-def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
-    """The state with stacked layers (`stacked_layers`), unless the model is a user's own.
+def stack_builtin_state(model: BaseModel, state: TrainState) -> TrainState:
+    """The state with stacked layers (`stack_state`), unless the model is a user's own.
 
     Such a model may read parameters by name.
 
@@ -415,99 +410,6 @@ def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
       model: what the state is for.
       state: by layer, with its values or their shapes; arrays that get stacked are deleted.
     """
-    if not is_own(model) or type(model.module) is not T5:
+    if not is_builtin(model) or type(model.module) is not T5:
         return state
-    return stacked_layers(model.module.config, state)
-
-
-# ---- T5X's metrics of parameters, gradients and updates (t5x.trainer.WeightMetricsComputer) ------
-
-
-class WeightMetricsComputer:
-    """Measures every parameter: `weight_rms/<path>`, `weight_gradient_rms/...`, and so on.
-
-    Over the whole model there are `weight_gradient_norm`, `weight_rms_all` and
-    `weight_update_rms_all`. Means are over the steps that were measured.
-
-    Args:
-      every: steps between measurements. Each reads all parameters, gradients and updates once more.
-    """
-
-    def __init__(self, every: int = 1):
-        self._every = every
-
-    @staticmethod
-    def _make_rms_metrics(name: str, tree: Any) -> dict[str, Metric]:
-        """The RMS of each array of a tree, by `name` and its path."""
-        return _by_parameter(name, tree, lambda x: jnp.sqrt(jnp.mean(jnp.square(x))))
-
-    @staticmethod
-    def _make_max_metrics(name: str, tree: Any) -> dict[str, Metric]:
-        """The largest size of an entry of each array of a tree, by `name` and its path."""
-        return _by_parameter(name, tree, lambda x: jnp.max(jnp.abs(x)))
-
-    def compute_metrics(
-        self, gradients: Any, old_train_state: TrainState, new_train_state: TrainState
-    ) -> dict[str, Metric]:
-        """Metrics by name, float32 scalars on the device.
-
-        Args:
-          gradients: gradients of all parameters.
-          old_train_state: the state before the update.
-          new_train_state: the state after it, whose parameters are measured.
-        """
-        before, after = old_train_state.params, new_train_state.params
-        if self._every == 1:
-            values, count = self._measured(gradients, before, after), jnp.float32(1.0)
-        else:
-            measures = new_train_state.step % self._every == 0
-            shapes = jax.eval_shape(self._measured, gradients, before, after)
-            # `cond` rather than `where`, which would compute both: steps between measurements cost
-            # nothing.
-            values = jax.lax.cond(
-                measures,
-                self._measured,
-                lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-                *(gradients, before, after),
-            )
-            count = measures.astype(jnp.float32)
-        return {name: AverageOfMeasured(value, count) for name, value in values.items()}
-
-    def _measured(self, gradients: Any, before: Any, after: Any) -> dict[str, jax.Array]:
-        """Float32 scalars by T5X's names, such as `weight_rms/decoder/decoder_norm/scale`."""
-        # The parameters' actual change, after float32 rounding.
-        updates = jax.tree.map(jnp.subtract, after, before)
-        of_parameters: dict[str, Any] = {
-            **self._make_rms_metrics("weight_rms", after),
-            **self._make_rms_metrics("weight_gradient_rms", gradients),
-            **self._make_rms_metrics("weight_update_rms", updates),
-            # Infinite or NaN where a weight was zero, as in T5X.
-            **self._make_rms_metrics(
-                "weight_update_divided_by_weight_rms", jax.tree.map(jnp.divide, updates, before)
-            ),
-            **self._make_max_metrics("weight_max", after),
-        }
-        return {name: metric.total for name, metric in of_parameters.items()} | {
-            "weight_gradient_norm": jnp.sqrt(_sum_of_squares(gradients)),
-            "weight_rms_all": jnp.sqrt(_sum_of_squares(after) / _size(after)),
-            "weight_update_rms_all": jnp.sqrt(_sum_of_squares(updates) / _size(after)),
-        }
-
-
-def _by_parameter(name: str, tree: Any, measure: Callable) -> dict[str, Metric]:
-    """A measure of every parameter; of each layer separately if layers are stacked."""
-
-    def measured(path: Any, value: jax.Array) -> jax.Array:
-        return (jax.vmap(measure) if DictKey(LAYERS) in path else measure)(value)
-
-    values = by_layer(jax.tree_util.tree_map_with_path(measured, tree), stacks_in(tree))
-    flat: Any = flax.traverse_util.flatten_dict(values, sep="/")
-    return {f"{name}/{path}": AveragePerStep(value) for path, value in flat.items()}
-
-
-def _sum_of_squares(tree: Any) -> jax.Array:
-    return jnp.sum(jnp.stack([jnp.vdot(x, x) for x in jax.tree.leaves(tree)]))
-
-
-def _size(tree: Any) -> int:
-    return sum(x.size for x in jax.tree.leaves(tree))
+    return stack_state(model.module.config, state)

@@ -22,12 +22,13 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from t0repro.model.towers import released
-from t0repro.partitioning.costs import count_flops
-from t0repro.training.metric_classes import Metric, MetricMap, MetricsManager, Scalar, merge_metrics
-from t0repro.training.metrics import OpenWriter, SplitMetrics, in_split
-from t0repro.training.models import BaseModel
-from t0repro.training.partitioner import CompiledStep, Partitioner, flops_rates, shapes_of
+from t0repro.model.layer_stacks import unstack_donating
+from t0repro.partitioning.flops import count_flops
+from t0repro.training.compiled_step import CompiledStep, flops_rates, shapes_of
+from t0repro.training.metric_classes import Metric, MetricMap, Scalar, merge_metrics
+from t0repro.training.metrics import OpenWriter, SplitMetrics, open_below
+from t0repro.training.metrics_manager import MetricsManager
+from t0repro.training.partitioner import Partitioner
 from t0repro.training.stopping import (
     ActionMapType,
     ActionMode,
@@ -35,15 +36,16 @@ from t0repro.training.stopping import (
     EarlyStoppingAction,
     TerminateOnNanAction,
 )
-from t0repro.training.train_state import TrainState, single_layers
+from t0repro.training.t5_model import BaseModel
+from t0repro.training.train_state import TrainState, unstack_state
 from t0repro.training.train_step import (
-    WeightMetricsComputer,
     accumulate_grads_microbatched,
     apply_grads,
     eval_step,
+    stack_builtin_state,
     train_with_lr,
-    with_stacks,
 )
+from t0repro.training.weight_metrics import WeightMetricsComputer
 
 __all__ = [
     "ActionMapType",
@@ -133,6 +135,7 @@ class BaseTrainer(abc.ABC):
     Attributes:
       stop_training: set it, or let an action set it, to end the loop around this trainer; a call of
         `train` during which it is set ends after that update.
+      hold_if_not_finite: whether `Trainer` skips an update whose loss or gradient is NaN or Inf.
       on_update: called after each update with its batch and the future that `update` returns; the
         commands' loop sets it.
       train_metrics_manager: the manager of the split `train`.
@@ -158,7 +161,7 @@ class BaseTrainer(abc.ABC):
     ):
         self._model, self._base_rng = model, rng
         self._partitioner = partitioner or Partitioner()
-        train_state = self._held(train_state)
+        train_state = self._stack(train_state)
         self._train_state_axes = train_state_axes
         if train_state_axes is None:
             self._train_state_axes = self._partitioner.get_mesh_axes(train_state)
@@ -167,11 +170,11 @@ class BaseTrainer(abc.ABC):
         self._compiled_train_steps: dict[Any, CompiledStep] = {}
         self._compiled_eval_steps: dict[Any, CompiledStep] = {}
         self._compiling = threading.Lock()
-        self.stop_training = False
+        self.stop_training = self.hold_if_not_finite = False
         self.on_update: Callable[[NumpyBatch, concurrent.futures.Future], None] | None = None
         self._own_files = None
         if files is None and summary_dir is not None and jax.process_index() == 0:
-            writers = in_split(summary_dir, open_writer)
+            writers = open_below(summary_dir, open_writer)
             files = self._own_files = SplitMetrics(summary_dir, None, writers)
         self.train_metrics_manager = MetricsManager("train", summary_dir, files=files)
         self.train_metrics_manager.report_uptime()
@@ -219,19 +222,19 @@ class BaseTrainer(abc.ABC):
     def train_state(self) -> TrainState:
         """The state after the latest update; its arrays are valid until the next.
 
-        Stacked layers are copied; `held_state` copies nothing.
+        Stacked layers are copied; `stacked_state` copies nothing.
         """
         with self._train_state_mutex:
-            return single_layers(self._train_state)
+            return unstack_state(self._train_state)
 
     @train_state.setter
     def train_state(self, train_state: TrainState) -> None:
         with self._train_state_mutex:
-            self._train_state = self._held(train_state)
+            self._train_state = self._stack(train_state)
 
     @property
-    def held_state(self) -> TrainState:
-        """The state as the trainer stores it, perhaps stacked (t0repro.training.train_step)."""
+    def stacked_state(self) -> TrainState:
+        """The state as the trainer stores it, perhaps stacked (t0repro.model.layer_stacks)."""
         if type(self).train_state is not BaseTrainer.train_state:
             return self.train_state  # what a class of the user's makes of it
         with self._train_state_mutex:
@@ -240,18 +243,16 @@ class BaseTrainer(abc.ABC):
     def release(self) -> TrainState:
         """Hands over the state after the latest update; the trainer cannot be used afterwards."""
         with self._train_state_mutex:
-            self._train_state = single_layers(self._train_state, released)
+            self._train_state = unstack_state(self._train_state, unstack_donating)
             return self._train_state
 
-    def _held(self, train_state: TrainState) -> TrainState:
+    def _stack(self, train_state: TrainState) -> TrainState:
         """A given state in the form that the trainer stores."""
         return train_state
 
     def overrides(self, method: str) -> bool:
         """Whether the method of this name is not BaseTrainer's."""
         return getattr(getattr(self, method), "__func__", None) is not getattr(BaseTrainer, method)
-
-    # ---- Training -------------------------------------------------------------------------------
 
     def train(
         self, batch_iter: Iterator[NumpyBatch], num_steps: int, start_step: int | None = None
@@ -334,10 +335,8 @@ class BaseTrainer(abc.ABC):
         self._train_step_for(self._partitioner.put_batch(self._model.features(batch)))
 
     def _train_step_for(self, features: Mapping[str, jax.Array]) -> CompiledStep:
-        made = self._compiled_train_steps
-        return self._step_for(made, lambda: self._partitioned_train_step, features)
-
-    # ---- Evaluation -----------------------------------------------------------------------------
+        steps = self._compiled_train_steps
+        return self._step_for(steps, lambda: self._partitioned_train_step, features)
 
     def eval(
         self, batch_iters: Mapping[str, Iterable[NumpyBatch]]
@@ -350,7 +349,7 @@ class BaseTrainer(abc.ABC):
         """
         results = {}
         for name, batches in batch_iters.items():
-            manager, state = self.eval_metrics_managers[name], self.held_state
+            manager, state = self.eval_metrics_managers[name], self.stacked_state
             # Updates may still be queued: start the clock when the last of them is done.
             manager.start_duration_timer(block_on=state.step)
             queued: collections.deque[concurrent.futures.Future] = collections.deque()
@@ -373,10 +372,8 @@ class BaseTrainer(abc.ABC):
             self._compile(self._eval_step_for, batch, self.eval_metrics_managers[name])
 
     def _eval_step_for(self, features: Mapping[str, jax.Array]) -> CompiledStep:
-        made = self._compiled_eval_steps
-        return self._step_for(made, lambda: self._partitioned_eval_step, features)
-
-    # ---- What subclasses define -----------------------------------------------------------------
+        steps = self._compiled_eval_steps
+        return self._step_for(steps, lambda: self._partitioned_eval_step, features)
 
     @property
     @abc.abstractmethod
@@ -406,25 +403,25 @@ class BaseTrainer(abc.ABC):
         started = time.perf_counter()
         step_for(self._partitioner.put_batch(self._model.features(batch)))
         seconds = time.perf_counter() - started
-        manager.write_scalar("timing/compilation_seconds", seconds, int(self.held_state.step))
+        manager.write_scalar("timing/compilation_seconds", seconds, int(self.stacked_state.step))
 
     def _step_for(
         self,
-        made: dict[Any, CompiledStep],
+        steps: dict[Any, CompiledStep],
         function: Callable[[], Any],
         features: Mapping[str, jax.Array],
     ) -> CompiledStep:
-        """The step for batches of these shapes, cached in `made`."""
+        """The step for batches of these shapes, cached in `steps`."""
         key = shapes_of(features)
         # An update waits here for a compilation in the background instead of starting its own.
         with self._compiling:
-            if key not in made:
+            if key not in steps:
                 started = time.perf_counter()
-                made[key] = self._compiled(function(), features)
+                steps[key] = self._compile_step(function(), features)
                 self.compilation_seconds += time.perf_counter() - started
-        return made[key]
+        return steps[key]
 
-    def _compiled(self, function: Any, features: Mapping[str, jax.Array]) -> CompiledStep:
+    def _compile_step(self, function: Any, features: Mapping[str, jax.Array]) -> CompiledStep:
         """A step for batches of these shapes, compiled if it is one jitted function."""
         if not hasattr(function, "trace"):
             return CompiledStep(function, self._partitioner, {})
@@ -470,7 +467,6 @@ class Trainer(BaseTrainer):
         self._learning_rate_fn, self._num_microbatches = learning_rate_fn, num_microbatches
         self._weight_metrics_computer = weight_metrics_computer
         self._t5x_dropout_compat = t5x_dropout_compat
-        self.hold_if_not_finite = hold_if_not_finite
         # A user's step, weight metrics, partitioner or axes expect a state by layer.
         self._stacks = (
             type(self) is Trainer
@@ -488,9 +484,10 @@ class Trainer(BaseTrainer):
             rng=rng,
             **options,
         )
+        self.hold_if_not_finite = hold_if_not_finite
 
-    def _held(self, train_state: TrainState) -> TrainState:
-        return with_stacks(self._model, train_state) if self._stacks else train_state
+    def _stack(self, train_state: TrainState) -> TrainState:
+        return stack_builtin_state(self._model, train_state) if self._stacks else train_state
 
     @functools.cached_property
     def _partitioned_train_step(self) -> Callable:
@@ -521,9 +518,6 @@ class Trainer(BaseTrainer):
             lambda state, batch: eval_step(self._model, state, batch),
             in_axis_resources=(self._train_state_axes, self._partitioner.data_partition_spec),
         )
-
-
-# ---- The types that t5x.trainer names ------------------------------------------------------------
 
 
 class ArrayMapFuture(Protocol):

@@ -19,32 +19,18 @@ from typing import Any
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.files import (
-    FULL_NUMBERS,
-    check_is_no_pattern,
-    make_folder,
-    output_path,
-    write_atomically,
-)
 from t0repro.progress import working
-from t0repro.tasks.prompt_cache import folders, shards
-from t0repro.tasks.prompt_cache.plan import (
-    CachedTask,
-    CachePlan,
-    Prompt,
-    Request,
-    RowsOfSplit,
-    make_plan,
-)
-from t0repro.tasks.prompt_cache.records import Statistics, feature_types
-from t0repro.tasks.prompt_cache.shards import (
-    BeamWorkers,
-    Piece,
-    PieceResult,
-    SpooledRows,
-    save_array,
-)
-from t0repro.tasks.registration import needs_seqio
+from t0repro.storage import make_folder, output_path, write_atomically
+from t0repro.storage.disk import FULL_NUMBERS
+from t0repro.storage.names import check_is_no_pattern
+from t0repro.tasks.modules import needs_seqio
+from t0repro.tasks.prompt_cache import folders, provenance, shards
+from t0repro.tasks.prompt_cache.beam_workers import BeamWorkers
+from t0repro.tasks.prompt_cache.example_writer import Statistics, feature_types
+from t0repro.tasks.prompt_cache.plan import CachePlan, Request, make_plan
+from t0repro.tasks.prompt_cache.prompts import CachedTask, Prompt, RowsOfSplit
+from t0repro.tasks.prompt_cache.shards import Piece, PieceResult, SpooledRows
+from t0repro.tasks.prompt_cache.spool import save_array
 from t0repro.words import counted
 
 # Rows that a worker renders per call, to report progress and to limit memory.
@@ -181,9 +167,6 @@ def _planned_elsewhere(request: Request) -> CachePlan:
     libraries = ", with TensorFlow and SeqIO" if needs_seqio(request.modules) else ""
     with working(f"importing the tasks{libraries}"), _pool(1) as other:
         return other.submit(make_plan, request).result()
-
-
-# The run ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -393,7 +376,7 @@ class _Run:
         before = folder / folders.PROVENANCE
         if before.is_file():  # splits are added
             described = {**json.loads(before.read_text())["splits"], **described}
-        content = folders.describe(prompt, task, self._request.seed, described)
+        content = provenance.describe(prompt, task, self._request.seed, described)
         self._write_json(task, folders.PROVENANCE, content)
         folders.put_in_place(staged, folder, task.splits)
         self.done.append(task.name)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,108 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from t0repro.compat import installed_version
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.prompt_cache.folders import (
-    MARKER,
-    PROVENANCE,
+from t0repro.tasks.availability import missing_rows
+from t0repro.tasks.prompt_cache.folders import MARKER, PROVENANCE, remove_interrupted
+from t0repro.tasks.prompt_cache.prompts import CachedTask, PlainTemplate, Prompt, RowsOfSplit
+from t0repro.tasks.prompt_cache.provenance import (
     damage,
     model_digest,
-    remove_interrupted,
     rows_changed,
     template_digest,
 )
-from t0repro.tasks.task import missing_rows
 from t0repro.words import counted
 
 if TYPE_CHECKING:
     from t0repro.tasks.source import PromptedRows
     from t0repro.tasks.task import TaskDescription
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainTemplate:
-    """The fields of a template that rendering needs; a user's `own` is rendered in the sandbox."""
-
-    name: str
-    id: str
-    jinja: str
-    answer_choices: str | None
-    own: bool = False
-
-    def digest(self) -> str:
-        """SHA-256 of the Jinja of prompt and answer choices."""
-        # A NUL in between: text that moves from one to the other has to change the digest.
-        return hashlib.sha256(f"{self.jinja}\0{self.answer_choices}".encode()).hexdigest()
-
-
-@dataclasses.dataclass(frozen=True)
-class RowsOfSplit:
-    """The source of a split's rows, and how to check them.
-
-    Attributes:
-      root: The folder of datasets, or None for the one that T0REPRO_DATA_DIR names.
-      dataset: The Hugging Face name.
-      subset: The configuration, or None.
-      file: The split's name in the data.
-      max_rows: Maximum number of rows, evenly spaced; None takes all.
-      seed: Draws them at random instead.
-      columns: Columns that this run's templates read.
-      estimate: Approximate number of rows, for the progress bar.
-    """
-
-    root: str | None
-    dataset: str
-    subset: str | None
-    file: str
-    max_rows: int | None
-    seed: int | None
-    columns: tuple[str, ...]
-    estimate: int
-
-
-@dataclasses.dataclass(frozen=True)
-class CachedTask:
-    """A task to cache, or to add splits to.
-
-    Attributes:
-      name: The SeqIO task's name.
-      folder: Its folder's name in the cache folder.
-      splits: Splits that are left to cache.
-      score_eval: Whether it is a twin, with one example per answer choice.
-    """
-
-    name: str
-    folder: str
-    splits: tuple[str, ...]
-    score_eval: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """A template over a dataset's splits, rendered once for both a task and its twin.
-
-    Attributes:
-      source: Seeds the template's random choices, with the split and the row's number.
-      dataset: The Hugging Face name.
-      subset: The configuration, or None.
-      template: The template.
-      rows: Split -> where its rows are.
-      tasks: The task, its twin, or both.
-      vocabulary: Key in the plan's vocabularies.
-      eos: Feature -> id of the token appended to it, or None.
-    """
-
-    source: str
-    dataset: str
-    subset: str | None
-    template: PlainTemplate
-    rows: Mapping[str, RowsOfSplit]
-    tasks: tuple[CachedTask, ...]
-    vocabulary: str
-    eos: Mapping[str, int | None]
-
-    def wanting(self, split: str) -> tuple[CachedTask, ...]:
-        """The tasks whose caches lack a split."""
-        return tuple(task for task in self.tasks if split in task.splits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +63,7 @@ class Request:
       mixtures: Mixtures whose tasks to cache.
       folder: The cache folder.
       splits: Only these splits; None caches all splits of a task.
-      at_hand: Leave out splits whose rows are missing, rather than stop.
+      skip_missing: Leave out splits whose rows are missing, rather than stop.
       seed: Seed for the templates' random choices and the order of examples.
       min_shards: Minimum number of files per split.
       templates: Files of the user's own templates.
@@ -163,13 +74,12 @@ class Request:
     mixtures: tuple[str, ...]
     folder: str
     splits: tuple[str, ...] | None = None
-    at_hand: bool = False
+    skip_missing: bool = False
     seed: int = 0
     min_shards: int = 16
     templates: tuple[str, ...] = ()
 
 
-# Making the plan ----------------------------------------------------------------------------------
 # t0repro's own modules describe their tasks without SeqIO. A user's module may need it; a separate
 # process then makes the plan and ends before the work begins, because SeqIO and TensorFlow take
 # about a gigabyte.
@@ -185,8 +95,8 @@ def make_plan(request: Request) -> CachePlan:
       UserError: If a name matches nothing, a task is not a prompted one, rows are missing, or a
         task is already cached but damaged, or from another template, vocabulary, seed or rows.
     """
-    from t0repro.tasks.registration import load_tasks
-    from t0repro.tasks.task import task_descriptions
+    from t0repro.tasks.modules import load_tasks
+    from t0repro.tasks.registry import task_descriptions
 
     load_tasks(request.modules, request.templates, into_seqio=False)
     names = _selected(request)
@@ -196,7 +106,7 @@ def make_plan(request: Request) -> CachePlan:
     planner = _Planner(request)
     for name in names:
         planner.add(descriptions[name])
-    planner.check_at_hand(len(names))
+    planner.check_missing(len(names))
     return CachePlan(
         prompts=planner.prompts(),
         vocabularies=planner.vocabularies,
@@ -207,7 +117,7 @@ def make_plan(request: Request) -> CachePlan:
 
 
 def _selected(request: Request) -> list[str]:
-    from t0repro.tasks.task import registered_tasks, tasks_of_mixture
+    from t0repro.tasks.registry import registered_tasks, tasks_of_mixture
 
     names = [task for mixture in request.mixtures for task in tasks_of_mixture(mixture)]
     tasks = registered_tasks()
@@ -274,7 +184,7 @@ class _Planner:
             self._check_same(task, self.folder / folder, [s for s in wanted if s in cached])
         # Cached splits are not checked again, so their rows may be gone.
         splits = [split for split in wanted if split not in (cached or ())]
-        splits = [split for split in splits if self._at_hand(task, split)]
+        splits = [split for split in splits if self._has_rows(task, split)]
         if not splits:
             return
         # Only if something is left to write: never touch the folder of a complete task.
@@ -284,16 +194,16 @@ class _Planner:
         )
         self._made_of[rows.name] = task
 
-    def check_at_hand(self, selected: int) -> None:
+    def check_missing(self, selected: int) -> None:
         """Raises UserError if rows are missing, unless such splits are to be left out."""
-        if self._missing and not self.request.at_hand:
+        if self._missing and not self.request.skip_missing:
             first = next(iter(self._missing.values()))
             places = sorted(self._missing)
             raise UserError(
                 f"The rows of {counted(len(places), 'split')} are missing: {', '.join(places[:8])}"
                 f"{', ...' if len(places) > 8 else ''}. The first: {first.what}",
                 where=first.where,
-                fix=f"{first.fix} Or leave such splits out with --at_hand, or name others with"
+                fix=f"{first.fix} Or leave such splits out with --skip_missing, or name others with"
                 " --splits.",
             )
         # All requested splits lack rows, and no earlier run cached any of them.
@@ -305,7 +215,7 @@ class _Planner:
                 fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
             )
 
-    def _at_hand(self, task: TaskDescription, split: str) -> bool:
+    def _has_rows(self, task: TaskDescription, split: str) -> bool:
         error = missing_rows(task.rows, split)
         if error is not None:
             place = "/".join(filter(None, (task.rows.dataset, task.rows.subset)))

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.progress import working
+from t0repro.tasks.modules import load_tasks
 from t0repro.tasks.prompt_cache import folders
-from t0repro.tasks.registration import load_tasks
-from t0repro.tasks.task import find_tasks
+from t0repro.tasks.registry import find_tasks
 from t0repro.tasks.vocabulary import check_ids
 from t0repro.words import counted
 

@@ -5,114 +5,29 @@ Workers are processes of this machine, or those of Beam's runners.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
 import hashlib
-import io
 import itertools
-import json
 import os
 import signal
-import tempfile
-from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import dacite
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
-from t0repro.tasks import sandbox
+from t0repro.tasks.prompt_cache.example_writer import ExampleWriter, Statistics, Tokenizer
 from t0repro.tasks.prompt_cache.folders import shard_names
-from t0repro.tasks.prompt_cache.plan import Prompt, RowsOfSplit
-from t0repro.tasks.prompt_cache.records import ExampleWriter, RecordFile, Statistics, Tokenizer
+from t0repro.tasks.prompt_cache.prompts import Prompt, RowsOfSplit
+from t0repro.tasks.prompt_cache.records import RecordFile
+from t0repro.tasks.prompt_cache.spool import Spool, SpoolReader, write_spool
 from t0repro.tasks.readers import Reader, find_reader
+from t0repro.tasks.rendering import Renderer, compile_template
 from t0repro.tasks.source import Split, cannot_render, checked_rows, schema_of_rows
-from t0repro.tasks.templates import (
-    Drop,
-    Renderer,
-    Rendering,
-    compile_template,
-    promptsource_environment,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Spool:
-    """The files of a split's rows: `<base>.rows`, with their offsets and numbers in the source."""
-
-    base: str
-    count: int
-
-    def open(self) -> SpoolReader:
-        """Opens the rows for reading."""
-        return SpoolReader(self)
-
-    def remove(self) -> None:
-        """Removes the files."""
-        for suffix in (".rows", ".offsets.npy", ".numbers.npy", ".ordinals.npy"):
-            Path(self.base + suffix).unlink(missing_ok=True)
-
-
-def write_spool(rows: Iterable[tuple[int, dict[str, Any]]], base: Path) -> Spool:
-    """Writes (number in the source, row) pairs; needs 16 bytes of memory per row."""
-    offsets, numbers = array("Q", [0]), array("Q")
-    with open(f"{base}.rows", "wb", buffering=1 << 20) as file:
-        for number, row in rows:
-            data = sandbox.encode_row(row)
-            file.write(data)
-            offsets.append(offsets[-1] + len(data))
-            numbers.append(number)
-    save_array(Path(f"{base}.offsets.npy"), np.frombuffer(offsets, np.uint64))
-    save_array(Path(f"{base}.numbers.npy"), np.frombuffer(numbers, np.uint64))
-    return Spool(str(base), len(numbers))
-
-
-def save_array(path: Path, values: np.ndarray) -> None:
-    """Writes an array like np.save, but raises the system's own error on failure.
-
-    On a full disk, NumPy's own file writing raises an OSError without an error number.
-    """
-    whole = io.BytesIO()
-    np.save(whole, values)
-    path.write_bytes(whole.getbuffer())
-
-
-class SpoolReader:
-    """Reads rows by their place in the spool; a context manager."""
-
-    def __init__(self, spool: Spool):
-        # Map it rather than load it: a worker with a few shards needs only part of it.
-        self._offsets = np.load(f"{spool.base}.offsets.npy", mmap_mode="r", allow_pickle=False)
-        empty = np.zeros(0, np.uint64)  # which cannot be mapped
-        numbers = f"{spool.base}.numbers.npy"
-        self._numbers = (
-            np.load(numbers, mmap_mode="r", allow_pickle=False) if spool.count else empty
-        )
-        self._file = os.open(f"{spool.base}.rows", os.O_RDONLY)
-
-    def __enter__(self) -> SpoolReader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        os.close(self._file)
-
-    def rows(self, places: np.ndarray) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yields (place, number in the source, row) for each place, in the order given."""
-        for place in places.tolist():
-            start, end = int(self._offsets[place]), int(self._offsets[place + 1])
-            # Read, not mapped: mapped pages would count toward this process's memory.
-            row = sandbox.decode_row(os.pread(self._file, end - start, start))
-            yield place, int(self._numbers[place]), row
-
-
-# ---- A worker's part of caching: spools rows, and writes a spool's shards as TFRecord files ------
-
+from t0repro.tasks.templates import Drop, Rendering, promptsource_environment
 
 ROWS_PER_SHARD = 1 << 14
 """Rows per shard; a larger split gets more shards than requested, to bound memory."""
@@ -140,9 +55,6 @@ def start_worker(parent: int, threads: int) -> None:
 def warm_up() -> None:
     """Imports what rendering needs."""
     promptsource_environment()
-
-
-# Rows --------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +97,6 @@ def spool_rows(rows: RowsOfSplit, base: str) -> SpooledRows:
     split = {"dataset": rows.dataset, "subset": rows.subset, "split": rows.file}
     drawn = {} if rows.seed is None else {"seed": rows.seed}
     return SpooledRows(spool, {**split, **origin, "max_rows": rows.max_rows, **drawn})
-
-
-# Shards ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,9 +273,6 @@ def _write_batch(
                 files[True].write(record)
 
 
-# What a worker keeps between pieces -------------------------------------------------------------
-
-
 def compiled_template(prompt: Prompt) -> Renderer:
     """The prompt's compiled template, cached; a Jinja error names template and task."""
     return _compile(prompt.template, prompt.source)
@@ -383,98 +289,3 @@ def _compile(template: Any, task: str) -> Renderer:
 @functools.lru_cache(maxsize=4)
 def _example_writer(vocabulary: str, eos: tuple[tuple[str, int | None], ...]) -> ExampleWriter:
     return ExampleWriter(Tokenizer(Path(vocabulary).read_bytes(), _threads), dict(eos))
-
-
-# Beam's runners in place of local processes -------------------------------------------------------
-# One pipeline at a time runs all queued work: the first spools the rows of all splits, the second
-# writes all shards, and a third rewrites twins whose rows are renumbered. The same functions write
-# the same bytes. Workers read and write the cache folder at the same path as this machine, and find
-# the rows there.
-
-# The result type of each function, since results come back as JSON.
-_RESULTS = {"spool_rows": SpooledRows, "write_piece": PieceResult}
-_FUNCTIONS = {"spool_rows": spool_rows, "write_piece": write_piece}
-
-
-class BeamWorkers:
-    """Accepts calls like a process pool, and runs them when a caller waits for their results.
-
-    Args:
-      options: Beam's pipeline options, as on the command line of a pipeline.
-      folder: a folder that all workers can access, for results.
-    """
-
-    def __init__(self, options: Sequence[str], folder: Path):
-        self._options, self._folder = list(options), folder
-        self._queued: list[tuple[Future[Any], str, tuple[Any, ...]]] = []
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Queues a call of one of `_FUNCTIONS`."""
-        future: Future[Any] = Future()
-        self._queued.append((future, function.__name__, arguments))
-        return future
-
-    def finished(self, futures: Collection[Future[Any]]) -> set[Future[Any]]:
-        """Runs a pipeline over everything queued, after which all futures have their results."""
-        import apache_beam as beam
-
-        queued, self._queued = self._queued, []
-        with tempfile.TemporaryDirectory(dir=self._folder) as results:
-            calls = [(n, name, arguments) for n, (_, name, arguments) in enumerate(queued)]
-            with _pipeline(self._options) as pipeline:
-                # Reshuffle, so that calls are spread over all workers.
-                _ = pipeline | beam.Create(calls) | beam.Reshuffle() | beam.Map(_call, results)
-            for number, (future, name, _) in enumerate(queued):
-                future.set_result(_read(Path(results, f"{number}.json"), name))
-        return set(futures)
-
-
-def _pipeline(options: Sequence[str]) -> Any:
-    """A pipeline with these options.
-
-    Raises:
-      UserError: if Beam refuses them.
-    """
-    import apache_beam as beam
-    from apache_beam.options.pipeline_options import PipelineOptions
-
-    said = io.StringIO()
-    try:
-        # argparse prints the refused option, below hundreds of lines of usage, and exits.
-        with contextlib.redirect_stderr(said):
-            parsed = PipelineOptions(options)
-            parsed.get_all_options()  # by itself Beam parses many of them while it works
-            return beam.Pipeline(options=parsed)
-    except (ValueError, SystemExit) as error:
-        reason = error if isinstance(error, ValueError) else said.getvalue().splitlines()[-1]
-        raise UserError(
-            f"Beam refuses its options: {reason}",
-            where="--beam_options",
-            fix="Correct them: the options of Beam's own pipelines, joined by commas.",
-        ) from error
-
-
-def _call(call: tuple[int, str, tuple[Any, ...]], results: str) -> None:
-    """Runs a call on a worker; writes its result, or the user error that it found."""
-    number, name, arguments = call
-    try:
-        result = dataclasses.asdict(_FUNCTIONS[name](*arguments))
-    except UserError as error:
-        result = {"error": [error.what, error.where, error.fix]}
-    write_atomically(Path(results, f"{number}.json"), json.dumps(result))
-
-
-def _read(path: Path, name: str) -> Any:
-    """A call's result.
-
-    Raises:
-      UserError: if the call found a user error.
-    """
-    result = json.loads(path.read_text(encoding="utf-8"))
-    if "error" in result:
-        what, where, fix = result["error"]
-        raise UserError(what, where=where, fix=fix)
-    for field in ("statistics", "files"):  # JSON's names are strings
-        if field in result:
-            result[field] = {key == "true": value for key, value in result[field].items()}
-    return dacite.from_dict(_RESULTS[name], result, dacite.Config(strict=True))

@@ -1,7 +1,7 @@
 """Addresses of buckets on command lines: no command takes one for a local folder.
 
 The table of options is made from the commands' own definitions: a new option that takes text has
-to be declared as written (`cli.spelling.output`) or listed here as not written.
+to be declared as written (`cli.paths.output`) or listed here as not written.
 """
 
 import contextlib
@@ -14,15 +14,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 
-from t0repro import buckets
 from t0repro.cli import app
-from t0repro.cli.spelling import output, source, target
+from t0repro.cli.paths import output, source, target
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
-from t0repro.files import make_folder, output_path, write_atomically
+from t0repro.storage import access, make_folder, output_path, write_atomically
 
 from ..runs.tiny_gin import MODEL
 from .commands import run
@@ -47,7 +45,7 @@ def no_credentials(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(home / "gcloud"))
     for file in ("_MACHINE", "_VENDOR"):
-        monkeypatch.setattr(buckets, file, home / file)
+        monkeypatch.setattr(access, file, home / file)
 
     def refuse(*args, **kwargs):
         raise AssertionError("a network connection was tried")
@@ -87,7 +85,7 @@ def options():
         for name, child in getattr(command, "commands", {}).items():
             yield from below(child, (*words, name))
 
-    return list(below(typer.main.get_command(app.app), ()))
+    return list(below(app.command(), ()))
 
 
 def name_of(parameter):
@@ -159,7 +157,7 @@ def test_an_address_is_refused_at_once_and_nothing_is_made(entry, monkeypatch, c
         assert code == 2, said
         assert f"{address} cannot be opened" in said and why in said
         assert f"where: {name_of(parameter)}" in said
-        assert "to do: " in said and not any(tmp_path.iterdir())
+        assert "fix: " in said and not any(tmp_path.iterdir())
 
 
 T5X = ["--gin_file", MODEL, "--gin.DROPOUT_RATE=0.0", "--gin.MIXTURE_OR_TASK_NAME='m'"]
@@ -247,15 +245,15 @@ def test_all_folders_are_made_in_one_place():
         for text in [path.read_text(encoding="utf-8")]
         if "parents=True" in text or "os.makedirs" in text
     }
-    assert found == {"files.py", "working_copies.py"}
+    assert found == {"disk.py", "working_copies.py"}
 
 
 # Runs each command line in a process of its own, which begins with what the program itself imports;
 # prints (exit code, CPU seconds with those imports, what it said).
 _TIMED = """
 import json, os, pathlib, resource, signal, sys
-from t0repro import buckets
-buckets._MACHINE = buckets._VENDOR = pathlib.Path("/not/there")
+from t0repro.storage import access
+access._MACHINE = access._VENDOR = pathlib.Path("/not/there")
 from t0repro.cli import app, t5_mesh_transformer
 own = resource.getrusage(resource.RUSAGE_SELF)
 for line in json.load(sys.stdin):
@@ -313,7 +311,7 @@ def test_each_command_says_within_two_seconds_that_there_are_no_credentials(tmp_
             (code, seconds < SECONDS) == (2, True)
             and f"{address} cannot be opened" in said
             and "no Google Cloud credentials" in said
-            and "to do: " in said
+            and "fix: " in said
         )
     ]
     assert not wrong and not any(tmp_path.iterdir()), wrong

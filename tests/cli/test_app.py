@@ -13,11 +13,12 @@ import pytest
 import typer
 
 from t0repro.cli import app
+from t0repro.cli.commands import More
 from t0repro.cli.gate import ErrorHandling
-from t0repro.cli.spelling import show_canonical, with_t5x_overrides
+from t0repro.cli.spelling import with_t5x_overrides
 from t0repro.errors import UserError
 
-from ..docs_commands import programs_started
+from ..helpers.docs_commands import programs_started
 from .commands import run
 
 
@@ -38,7 +39,7 @@ def test_a_user_error_is_printed_to_stderr_and_exits_with_2(monkeypatch, capsys,
     failing(UserError("No such thing.", where="here:1", fix="Make one."))
     code, out, err = run(monkeypatch, capsys, "doctor")
     assert code == 2
-    assert err.endswith(" ...\nt0repro: No such thing.\n  where: here:1\n  to do: Make one.\n")
+    assert err.endswith(" ...\nt0repro: No such thing.\n  where: here:1\n  fix: Make one.\n")
     assert out == ""
 
 
@@ -89,7 +90,7 @@ def _commands(command, path: tuple[str, ...] = ()):
         yield from _commands(child, (*path, name))
 
 
-COMMANDS = list(_commands(typer.main.get_command(app.app)))
+COMMANDS = list(_commands(app.command()))
 
 
 def test_all_commands_are_there():
@@ -124,23 +125,22 @@ def _examples(command) -> list[list[str]]:
     return [shlex.split(part) for part in parts if part.strip()]
 
 
-@pytest.mark.parametrize("command", list(_callbacks(typer.main.get_command(app.app))))
+@pytest.mark.parametrize("command", list(_callbacks(app.command())))
 def test_examples_in_help_are_command_lines_that_the_parser_takes(command):
-    root = typer.main.get_command(app.app)
-    show_canonical(root)
+    root = app.command()
     for words in _examples(command):
         assert "..." not in words  # nobody can paste that
         assert _parse(root, with_t5x_overrides(words)).callback is not None
 
 
-@pytest.mark.parametrize("command", list(_callbacks(typer.main.get_command(app.app))))
+@pytest.mark.parametrize("command", list(_callbacks(app.command())))
 def test_help_at_80_columns_cuts_no_options_name_and_its_examples_can_be_pasted(command, tmp_path):
-    show_canonical(command)
     context = typer.Context(command, info_name="t0repro", terminal_width=80)
     page = command.get_help(context)
     assert max(map(len, page.splitlines())) <= 80 and "\u2026" not in page
-    names = [name for each in command.params if not getattr(each, "hidden", False)
-             for name in each.opts if name.startswith("-")]  # fmt: skip
+    names = [next(name for name in each.opts if name.startswith("--")) for each in command.params
+             if each.param_type_name == "option" and not each.hidden
+             and not isinstance(each.rich_help_panel, More)]  # fmt: skip
     assert [name for name in names if not re.search(rf"{name}\b", page)] == []
     for example in re.findall(r"Example:\n((?: {4}.*\n)+)", f"{page}\n"):
         started = programs_started(example, tmp_path)
@@ -148,15 +148,30 @@ def test_help_at_80_columns_cuts_no_options_name_and_its_examples_can_be_pasted(
         assert all("\\" not in word for words in started for word in words)
 
 
-def test_long_help_groups_options_under_headings():
-    root = typer.main.get_command(app.app)
-    show_canonical(root)
-    for name, headings in {
-        "train": ["Options", "Log", "Gin files and data", "Several processes", "Auxiliary jobs"],
-        "eval": ["Options", "Log", "Gin files and data"],
-    }.items():
-        page = root.commands[name].get_help(typer.Context(root.commands[name]))
-        assert all(f"\n{heading}:\n" in page for heading in headings)
+@pytest.mark.parametrize(
+    ("name", "headings", "hidden"),
+    [
+        ("train", ["Options", "Gin files and data"], ["Several processes", "Auxiliary jobs"]),
+        ("rank-eval", ["Required", "Options", "Tasks and rows"], ["Computation", "The report"]),
+    ],
+)
+def test_help_groups_options_under_headings_and_leaves_some_to_help_all(
+    monkeypatch, capsys, name, headings, hidden
+):
+    short, full = (run(monkeypatch, capsys, name, flag)[1] for flag in ("-h", "--help-all"))
+    assert all(f"\n{heading}:\n" in short for heading in headings)
+    assert not any(f"\n{heading}:\n" in short for heading in hidden)
+    assert all(f"\n{heading}:\n" in full for heading in (*headings, *hidden))
+
+
+def test_commands_and_options_take_dashes_and_underscores(monkeypatch, capsys):
+    for words in (
+        ("rank_eval", "--help"),
+        ("rank-eval", "--help_all"),
+        ("tasks", "fetch_p3", "-h"),
+    ):
+        code, out, _ = run(monkeypatch, capsys, *words)
+        assert code == 0 and "Usage: t0repro " in out
 
 
 def _parse(command, words, parent=None):
@@ -167,14 +182,12 @@ def _parse(command, words, parent=None):
     return command
 
 
-@pytest.mark.parametrize("command", list(_callbacks(typer.main.get_command(app.app))))
+@pytest.mark.parametrize("command", list(_callbacks(app.command())))
 def test_a_command_that_prints_a_table_prints_json_too(command):
     source = inspect.getsource(inspect.unwrap(command.callback))
     tables = ("print_table(", "show_page(", "in_columns(", "print_list(", "print_page(")
     has_json = any("--json" in parameter.opts for parameter in command.params)
     assert has_json or not any(table in source for table in tables)
-    # All of them by one function.
-    assert not has_json or "as_json" in source
 
 
 # docs/runs.md: "`--json` works with every command that prints a table or a page".
@@ -187,7 +200,7 @@ WITH_JSON = {
 
 
 def test_these_commands_print_json():
-    commands = [each.values[0] for each in _callbacks(typer.main.get_command(app.app))]
+    commands = [each.values[0] for each in _callbacks(app.command())]
     given = [c for c in commands if any("--json" in parameter.opts for parameter in c.params)]
     assert {command.name for command in given} == WITH_JSON
     # checkpoint verify and report verify; compare and vertex compare; aux status.
@@ -261,7 +274,6 @@ sys.meta_path.insert(0, Heavy())
 @pytest.mark.parametrize(
     ("line", "first"),
     [
-        ("t5_mesh_transformer", "importing TensorFlow"),
         ("t0repro train --gin_file a.gin", "reading gin files"),
         ("t0repro eval --gin_file a.gin", "reading gin files"),
         ("t0repro precompile --gin_param a=1 --topology cpu-1", "looking for devices"),

@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from .. import commands
+from ..helpers import commands
+from ..helpers.own_lines import foreign_lines
 from ..jobs.trainings import curve, make_evaluator, save_checkpoints
-from ..own_lines import foreign_lines
 from .commands import run
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from .. import commands
-from ..own_lines import foreign_lines
+from ..helpers import commands
+from ..helpers.own_lines import foreign_lines
 
 DEMO = "--module_import=t0repro.tasks.demo"
 

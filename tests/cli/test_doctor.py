@@ -11,7 +11,7 @@ import pytest
 from t0repro import doctor
 from t0repro.doctor import Diagnosis, Finding
 
-from ..own_lines import foreign_lines
+from ..helpers.own_lines import foreign_lines
 
 
 def diagnosis(core_state: str, data_state: str = "broken") -> Diagnosis:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .. import commands
+from ..helpers import commands
 from ..runs.tiny_gin import MODEL, SIZES
 
 CHOICES = "demo_synthetic_glue_mrpc_want_to_know_score_eval"

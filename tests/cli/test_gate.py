@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import typer
 
 from t0repro.cli import app, gate, spelling
 from t0repro.errors import UserError
@@ -32,19 +31,19 @@ def run_program(body: str) -> subprocess.CompletedProcess[str]:
 def test_ctrl_c_ends_with_how_to_go_on_and_exit_code_130():
     ended = run_program("interrupt()")
     assert ended.returncode == 130
-    assert ended.stderr == "\nit: interrupted.\n  to do: Go on so.\n"
+    assert ended.stderr == "\nit: interrupted.\n  fix: Go on so.\n"
 
 
 def test_a_second_ctrl_c_while_files_are_closed_shows_no_traceback():
     ended = run_program("atexit.register(interrupt)\ninterrupt()")
     assert ended.returncode == 130
-    assert ended.stderr == "\nit: interrupted.\n  to do: Go on so.\n"
+    assert ended.stderr == "\nit: interrupted.\n  fix: Go on so.\n"
 
 
 def test_a_second_ctrl_c_while_the_first_is_handled_shows_no_traceback():
     ended = run_program("try:\n    interrupt()\nfinally:\n    interrupt()")
     assert ended.returncode == 130
-    assert ended.stderr == "\nit: interrupted.\n  to do: Go on so.\n"
+    assert ended.stderr == "\nit: interrupted.\n  fix: Go on so.\n"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_a_second_ctrl_c_while_the_first_is_handled_shows_no_traceback():
 def test_ctrl_c_where_python_swallows_it_still_ends_the_command(body):
     ended = run_program(body)
     assert ended.returncode == 130
-    assert ended.stderr == "\nit: interrupted.\n  to do: Go on so.\n"
+    assert ended.stderr == "\nit: interrupted.\n  fix: Go on so.\n"
 
 
 def test_a_process_of_several_commands_keeps_one_hook(monkeypatch):
@@ -102,25 +101,25 @@ def pressed():
         ("doctor", "t0repro.doctor.diagnose", ""),
         (
             "cache --tasks x --output_cache_dir DIR",
-            "t0repro.tasks.prompt_cache.cache.cache_tasks",
+            "t0repro.cli.cache.cache_tasks",
             "tasks that are cached already are kept",
         ),
         (
             "convert A B --to jax",
-            "t0repro.converters.convert.convert",
+            "t0repro.cli.convert.convert_checkpoint",
             "tensors that are written already are kept",
         ),
         (
             "rank-eval --checkpoint C --mixture demo_eval_score_eval"
             " --module_import t0repro.tasks.demo --out DIR",
-            "t0repro.evaluation.opened.open_checkpoint",
+            "t0repro.cli.bodies.rank_eval.open_checkpoint",
             "pairs that are scored already are kept",
         ),
-        ("report make E --out DIR", "t0repro.reports.make_report.make_report", ""),
-        ("compare A B", "t0repro.reports.run.find_evaluation", ""),
+        ("report make E --out DIR", "t0repro.cli.report.make_report", ""),
+        ("compare A B", "t0repro.cli.compare.find_evaluation", ""),
         (
             "checkpoint fetch t5.1.1.lm100k.xl --to DIR",
-            "t0repro.converters.released.fetch",
+            "t0repro.cli.checkpoint.fetch_checkpoint",
             "files that are downloaded already are kept",
         ),
         (
@@ -136,7 +135,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys, tmp_path, pressed, line, 
     code, _, err = run(monkeypatch, capsys, *words)
     assert code == 130
     again = f"Start the same command again: {kept}" if kept else "Start the same command again"
-    assert err.endswith(f"\nt0repro: interrupted.\n  to do: {again}.\n")
+    assert err.endswith(f"\nt0repro: interrupted.\n  fix: {again}.\n")
 
 
 # ---- Spelling -----------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ def commands(command, path: tuple[str, ...] = ()):
         yield from commands(child, (*path, name))
 
 
-COMMANDS = dict(commands(typer.main.get_command(app.app)))
+COMMANDS = dict(commands(app.command()))
 
 
 def options(path: tuple[str, ...]) -> list[str]:
@@ -183,9 +182,9 @@ def test_help_shows_every_option_in_one_spelling(monkeypatch, capsys):
 
 
 def test_values_keep_their_dashes():
-    line = ["--gin-file=my-model.gin", "--at_hand", "--", "--not-an-option", "a-b"]
+    line = ["--gin-file=my-model.gin", "--skip_missing", "--", "--not-an-option", "a-b"]
     spelled = spelling.canonical_arguments(line)
-    assert spelled[:2] == ["--gin_file=my-model.gin", "--at_hand"]
+    assert spelled[:2] == ["--gin_file=my-model.gin", "--skip_missing"]
     assert spelled[-1] == "a-b"
 
 
@@ -209,7 +208,7 @@ def test_an_error_that_passed_through_gin_is_printed_as_it_was_written():
         "fails()"
     )
     assert ended.returncode == 2
-    assert ended.stderr == "it: This is wrong.\n  where: here\n  to do: Do that.\n"
+    assert ended.stderr == "it: This is wrong.\n  where: here\n  fix: Do that.\n"
 
 
 def test_a_package_that_an_installation_leaves_out_is_named_with_how_to_get_it():
@@ -218,6 +217,6 @@ def test_a_package_that_an_installation_leaves_out_is_named_with_how_to_get_it()
     )
     assert ended.returncode == 2
     assert ended.stderr == (
-        "it: This needs seqio, which is not installed.\n  to do: Install the reference tier:"
+        "it: This needs seqio, which is not installed.\n  fix: Install the reference tier:"
         " TIER=reference bash scripts/setup.sh, in a checkout. docs/tiers.md lists what needs it.\n"
     )

@@ -3,10 +3,9 @@
 import logging
 
 import pytest
-import typer
 from absl import logging as absl_logging
 
-from t0repro.cli.app import app
+from t0repro.cli.app import command
 from t0repro.cli.spelling import as_click_reads, with_t5x_overrides
 
 from .commands import run
@@ -27,9 +26,9 @@ def log_as_it_was():
 @pytest.mark.parametrize("mode", ["train", "eval", "infer", "precompile", "explain"])
 @pytest.mark.parametrize("verbosity", ["-v=-1", "-v -1", "--v=-1", "--verbosity=-1"])
 def test_every_command_of_t5x_takes_them_in_absls_spellings(mode, verbosity):
-    command = typer.main.get_command(app).get_command(None, mode)
+    parser = command().get_command(None, mode)
     words = with_t5x_overrides([*T5X[:3], *verbosity.split()])
-    assert command.make_context(mode, words).params["verbosity"] == -1
+    assert parser.make_context(mode, words).params["verbosity"] == -1
 
 
 def test_a_level_that_is_none_is_a_mistake(monkeypatch, capsys):

@@ -5,19 +5,18 @@ import subprocess
 import sys
 
 import pytest
-import typer
 
-from t0repro.cli.app import app
-from t0repro.cli.run_modes import T5xOptions
-from t0repro.cloud.auxiliary import AuxiliaryOptions
+from t0repro.cli.app import command
+from t0repro.cli.t5x_options import T5xOptions
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 
 
 def options_of(*path):
     """Name -> (help, default) of a command's options."""
-    command = typer.main.get_command(app)
+    parser = command()
     for name in path:
-        command = command.commands[name]
-    return {each.name: (each.help, each.default) for each in command.params}
+        parser = parser.commands[name]
+    return {each.name: (each.help, each.default) for each in parser.params}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,7 @@ def test_t0s_command_has_the_options_of_auxiliary_jobs_with_the_same_defaults():
 import dataclasses
 from absl import flags
 from t0repro.cli import t5_mesh_transformer
-from t0repro.cloud.auxiliary import AuxiliaryOptions
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 t5_mesh_transformer.define_group(AuxiliaryOptions)
 flags.FLAGS(["t5", "--max_failures=2", "--time_limit=1.5", "--main_metric=accuracy"])
 for field in dataclasses.fields(AuxiliaryOptions):

@@ -9,7 +9,7 @@ import pytest
 from t0repro.cli import gate
 from t0repro.progress import NOT_ON_A_TPU, quiet_libtpu
 
-from .. import commands
+from ..helpers import commands
 
 
 def tasks_ls(folder, *arguments):
@@ -38,7 +38,7 @@ def test_the_working_folder_hides_no_installed_module(tmp_path, monkeypatch):
 def test_t0s_own_module_registers_its_tasks_here():
     code = """
 from t0repro.tasks.registration import describing
-from t0repro.tasks.task import prompted_mixtures
+from t0repro.tasks.registry import prompted_mixtures
 with describing():
     import t0.seqio_tasks
 print(len(prompted_mixtures()["t0_train"].tasks))

@@ -5,10 +5,12 @@ import re
 import shlex
 from pathlib import Path
 
-from .. import commands
+from ..helpers import commands
 from ..runs.tiny_gin import SIZES
 
-DOCS = (Path(__file__).resolve().parents[2] / "docs/trainer.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = (ROOT / "docs/trainer.md").read_text()
+EXAMPLE = ROOT / "scripts/demo/t5x_extension"
 PARTS = '''
 import jax.numpy as jnp
 
@@ -49,8 +51,8 @@ my_parts.Largest.scale = 1000.0
 
 
 def test_the_docs_command_trains_the_extension_with_a_partitioner_and_weight_metrics(tmp_path):
-    (_, _, extension) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
-    (gin,) = re.findall(r"```\n(from __gin__.*?)```", DOCS, re.DOTALL)
+    extension = (EXAMPLE / "my_extension.py").read_text()
+    gin = (EXAMPLE / "my_run.gin").read_text()
     (command,) = re.findall(r"`(t0repro train --gin_file=my_run.gin .*?)`", DOCS)
     (tmp_path / "my_extension.py").write_text(extension)
     (tmp_path / "my_parts.py").write_text(PARTS)

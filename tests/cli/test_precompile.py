@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jaxlib._hlo import HloModule
 
-from .. import commands
+from ..helpers import commands
 
 DEMO = [
     *("--module_import", "t0repro.tasks.demo", "--gin_file", "dataset.gin"),

@@ -6,8 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from t0repro import working_copies
-from t0repro.config.t5x.inference import eval_plan
+from t0repro import storage
+from t0repro.config.t5x.run import eval_plan
+from t0repro.storage import working_copies
 from t0repro.training.checkpoints import load_tree
 
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
@@ -55,7 +56,7 @@ _SAME = re.compile(r"^(eval|infer|plot|compare)/|/metrics\.jsonl$|model-info")
 
 def left_by(place):
     """Names of files, and the content of those that hold no more times and places than these."""
-    with working_copies.fetched(place) as folder:
+    with storage.fetch(place) as folder:
         files = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
         names = {name for name, path in files.items() if path.is_file() and not _OWN.search(name)}
         return names, {

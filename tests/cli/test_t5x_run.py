@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from t0repro.adapters import ia3
-from t0repro.config.t5x.inference import eval_plan
-from t0repro.files import folder_lock
+from t0repro.config.t5x.run import eval_plan
+from t0repro.storage import lock_folder
 
-from .. import commands
 from ..evaluation.small_model import save_adapter
-from ..own_lines import foreign_lines
+from ..helpers import commands
+from ..helpers.own_lines import foreign_lines
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
 
 EVAL_MACROS = ("MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH", "EVAL_OUTPUT_DIR")
@@ -106,7 +106,7 @@ def test_a_refused_run_leaves_no_folder(checkpoint, tmp_path, mode, spoiled):
     ],
 )
 def test_a_second_run_into_one_folder_is_refused(checkpoint, tmp_path, mode, held, what):
-    with folder_lock(tmp_path / "out" / held, what):
+    with lock_folder(tmp_path / "out" / held, what):
         code, _, said = run(mode, *macros_of(mode, checkpoint, tmp_path / "out"))
     assert code == 2 and f"Another run holds this folder for {what}" in said
     assert f"another {mode.upper()}_OUTPUT_DIR" in said
@@ -128,12 +128,13 @@ def test_a_dry_run_reports_all_that_is_wrong_at_once(checkpoint, tmp_path):
 def test_an_evaluation_looks_for_caches_in_the_folders_of_the_command_line(tmp_path, monkeypatch):
     import seqio
 
-    from t0repro.cli.run_modes import T5xOptions, register
+    from t0repro.cli.bodies.registration import register
+    from t0repro.cli.t5x_options import T5xOptions
 
     folders = [str(tmp_path / name) for name in "abc"]
     monkeypatch.setattr(seqio.utils, "_GLOBAL_CACHE_DIRECTORIES", [])
     made = parsed("eval", "eval", *(f"{name} = 'x'" for name in EVAL_MACROS))
-    register(made, T5xOptions(seqio_additional_cache_dirs=[",".join(folders[:2]), folders[2]]))
+    register(made, T5xOptions(cache_dir=[",".join(folders[:2]), folders[2]]))
     assert seqio.get_global_cache_dirs() == folders
 
 

@@ -18,4 +18,4 @@ def test_30_dry_runs_with_wrong_values_end_in_words(monkeypatch, capsys):
         more = ["--run_mode=precompile"] if mode == "precompile" else []
         code, _, err = run(monkeypatch, capsys, mode, *flags, *more, "--dry_run")
         gin.clear_config()
-        assert code == 2 and "to do: " in err and "Error: " not in err, (mode, name, value, err)
+        assert code == 2 and "fix: " in err and "Error: " not in err, (mode, name, value, err)

@@ -11,7 +11,7 @@ import pytest
 
 from t0repro.cli import app
 
-from ..own_lines import foreign_lines
+from ..helpers.own_lines import foreign_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = "--module_import=t0repro.tasks.demo"
@@ -65,7 +65,7 @@ def own(tmp_path, monkeypatch):
     yield write
     import seqio
 
-    from t0repro.tasks import task as registry
+    from t0repro.tasks import registry
 
     for task in list(registry.prompted_tasks().values()):
         if task.dataset in written:
@@ -108,11 +108,11 @@ def test_ls_shows_every_task_with_choices_metrics_and_rate(run):
 
 def test_ls_can_leave_out_what_is_not_on_this_machine(run, own):
     rows = [{"text": "a", "label": 0}]
-    path = own("at_hand_reviews", rows, one={"jinja": "{{text}} ||| {{label}}"})
+    path = own("reviews_here", rows, one={"jinja": "{{text}} ||| {{label}}"})
     arguments = ("ls", DEMO, "--module_import=t0repro.tasks.t0", f"--templates={path}", "--json")
     everything = {task["task"] for task in json.loads(run(*arguments)[1])}
-    here = {task["task"] for task in json.loads(run(*arguments, "--at_hand")[1])}
-    assert "at_hand_reviews_one" in here and here < everything
+    here = {task["task"] for task in json.loads(run(*arguments, "--skip_missing")[1])}
+    assert "reviews_here_one" in here and here < everything
     assert "super_glue_rte_GPT_3_style" in everything - here
 
 
@@ -136,7 +136,7 @@ def test_ls_says_what_is_cached_and_what_is_drawn_too_often(run, tmp_path):
     name = "demo_synthetic_glue_mrpc_paraphrase"
     (tmp_path / name).mkdir()
     (tmp_path / name / "stats.train.json").write_text('{"examples": 10}')
-    arguments = ("ls", DEMO, "--mixture", "demo_train", "--cache", tmp_path)
+    arguments = ("ls", DEMO, "--mixture", "demo_train", "--cache_dir", tmp_path)
     assert "0 of them are cached." in run(*arguments)[1]
     (tmp_path / name / "COMPLETED").touch()
     code, out, _ = run(*arguments)

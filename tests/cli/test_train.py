@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from t0repro.config.t5x.inference import eval_plan
+from t0repro.config.t5x.run import eval_plan
 from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint
 
-from .. import commands
-from ..own_lines import foreign_lines
+from ..helpers import commands
+from ..helpers.own_lines import foreign_lines
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
 from ..tasks.prompt_caches import make
 
@@ -186,7 +186,7 @@ def train_cached(model_dir, cache, *bindings):
 
 
 def test_cached_tasks_are_trained_on_without_tensorflow_to_the_same_bits(tmp_path):
-    from t0repro.tasks.registration import load_tasks
+    from t0repro.tasks.modules import load_tasks
 
     load_tasks(["t0repro.tasks.demo"], into_seqio=False)
     make(tmp_path / "cache", mixtures=("demo_train",))

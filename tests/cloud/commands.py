@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from t0repro import buckets
+from t0repro.storage import access
 from tests.cli.commands import run
 from tests.cloud.services import LOCATION, PROJECT
 
@@ -20,7 +20,7 @@ def no_credentials(monkeypatch, empty):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(empty))
     for file in ("_MACHINE", "_VENDOR"):
-        monkeypatch.setattr(buckets, file, empty / file)
+        monkeypatch.setattr(access, file, empty / file)
 
 
 def vertex(monkeypatch, capsys, command, *arguments):

@@ -14,11 +14,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from t0repro.cloud.google import Place, connect
+from t0repro.cloud.vertex.google import Place, connect
 from tests.cloud import tiny_jobs
 from tests.cloud.services import LOCATION, PROJECT, Services, serving
 from tests.cloud.storage import StorageServer
-from tests.loopback import running
+from tests.helpers.loopback import running
 
 BUCKET = "bucket"
 
@@ -49,9 +49,7 @@ def certificate(tmp_path_factory) -> tuple[bytes, bytes]:
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
-    # IAM is asked by XManager alone.
-    names = [x509.DNSName("localhost"), x509.DNSName("iam.googleapis.com")]
-    names += [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     made = (
         x509.CertificateBuilder()
         .subject_name(name)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import google_crc32c
 
-from tests.loopback import FileHandler, FileServer
+from tests.helpers.loopback import FileHandler, FileServer
 
 
 class StorageServer(FileServer):

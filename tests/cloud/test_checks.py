@@ -4,10 +4,12 @@ from importlib.util import find_spec
 
 import pytest
 
-from t0repro import buckets
-from t0repro.cloud.spec import Machines, check_machines, read_arguments, tpu_slice
-from t0repro.cloud.submission import check
+from t0repro.cloud.vertex.accelerators import check_machines, tpu_slice
+from t0repro.cloud.vertex.checks import check_job
+from t0repro.cloud.vertex.command_line import read_arguments
+from t0repro.cloud.vertex.spec import Machines
 from t0repro.errors import UserError
+from t0repro.storage import buckets, stores
 from tests.runs.tiny_gin import MODEL, SIZES
 
 CPU = Machines("n1-standard-4")
@@ -21,7 +23,7 @@ TRAIN = (
 
 
 def checked(*words, machines=CPU, location="europe-west4"):
-    return check(read_arguments(words), machines, location)
+    return check_job(read_arguments(words), machines, location)
 
 
 def test_a_training_is_read_as_the_container_will():
@@ -57,14 +59,14 @@ def test_a_folder_for_results_may_stand_in_a_gin_file(folder, tmp_path):
 def test_a_gin_file_below_gcs_is_read_here_from_its_bucket(bucket_servers, monkeypatch):
     for name, value in bucket_servers["gs"].items():
         monkeypatch.setenv(name, value)
-    buckets.file_system.cache_clear()
+    stores.file_system.cache_clear()
     buckets.write("gs://bucket/my.gin", b"MODEL_DIR = 'gs://b/m'\n")
     words = [word for word in TRAIN if "MODEL_DIR" not in word]
     configured, _ = checked(*words, "--gin_file=/gcs/bucket/my.gin")
     assert configured.output == "gs://b/m"
     with pytest.raises(UserError, match="There is no gin file gs://bucket/other.gin"):
         checked(*words, "--gin_file=/gcs/bucket/other.gin")
-    buckets.file_system.cache_clear()
+    stores.file_system.cache_clear()
 
 
 def test_an_evaluation_and_an_inference_have_their_configuration_too():
@@ -160,7 +162,7 @@ def test_what_the_tables_do_not_know_is_said_and_passes():
 def test_a_slice_of_tpu_hosts_is_named_by_its_topology(machine_type, topology, found):
     machines = Machines(machine_type, tpu_topology=topology)
     assert tpu_slice(machines) == found
-    lines = check(
+    lines = check_job(
         read_arguments(TRAIN + ("--gin.BATCH_SIZE=16",)), machines, "us-east5", compiles=False
     )[1]
     assert lines[-1].startswith("memory (estimated; ")

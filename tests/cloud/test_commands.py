@@ -10,7 +10,7 @@ from t0repro.event_files import event_writer
 from tests.cloud import commands
 from tests.cloud.commands import no_credentials
 from tests.cloud.services import STORE, JobState
-from tests.own_lines import foreign_lines
+from tests.helpers.own_lines import foreign_lines
 
 RANK_EVAL = ("--run_mode", "rank-eval", "--", "--checkpoint=gs://bucket/model", "--mixture=m")
 

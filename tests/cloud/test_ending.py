@@ -5,8 +5,8 @@ import time
 import grpc
 import pytest
 
-from t0repro.cloud.google import cancel_job, find_job, logs_of_job, look_at_job
-from t0repro.cloud.submission import follow, record_end, record_of
+from t0repro.cloud.vertex.custom_jobs import cancel_job, find_job, logs_of_job, read_job
+from t0repro.cloud.vertex.outcome import follow, read_record, record_end
 from t0repro.errors import UserError
 from t0repro.event_files import event_writer
 from t0repro.progress import heard_by
@@ -122,8 +122,8 @@ def test_whoever_looks_later_records_the_end_and_only_once(cloud, experiment):
     name, _ = submitted(cloud)
     write_accuracy(cloud, 10.0)
     ended(cloud, name)
-    seen = look_at_job("1000", cloud.place)
-    record = record_of(seen, cloud.place)
+    seen = read_job("1000", cloud.place)
+    record = read_record(seen, cloud.place)
     assert record is not None
     first = record_end(seen, record, cloud.place)
     updates = cloud.services.calls.count("UpdateContext")

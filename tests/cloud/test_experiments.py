@@ -3,16 +3,17 @@
 import grpc
 import pytest
 
-from t0repro.cloud import submission
-from t0repro.cloud.experiments import Tracking, check
-from t0repro.cloud.spec import Machines
-from t0repro.cloud.submission import Configured, Request
+from t0repro.cloud.vertex import submission
+from t0repro.cloud.vertex.experiments import Tracking, check_tracking
+from t0repro.cloud.vertex.job_config import JobConfig
+from t0repro.cloud.vertex.spec import Machines
+from t0repro.cloud.vertex.submission import Request
 from t0repro.errors import UserError
 from tests.cloud.services import STORE, TENSORBOARD, Refused
 
 EXPERIMENT = f"{STORE}/contexts/t5"
 WORDS = ("--run_mode=rank-eval", "--checkpoint=/gcs/bucket/c", "--out=/gcs/bucket/out")
-TRAINING = Configured(
+TRAINING = JobConfig(
     text="A = 1\n",
     architecture="Total number of parameters: 1\n",
     output="/gcs/bucket/model",
@@ -59,7 +60,7 @@ def test_the_run_of_a_job_has_its_artifacts_execution_and_parameters(cloud, expe
 
 
 def test_an_artifact_that_is_missing_leaves_the_others_their_lineage(cloud, experiment):
-    submitted(cloud, Configured(output="/gcs/bucket/out"))
+    submitted(cloud, JobConfig(output="/gcs/bucket/out"))
     assert lineage(cloud.services) == {"small-1-model": "OUTPUT"}
     assert len(cloud.services.executions) == 1
 
@@ -84,7 +85,7 @@ def test_what_is_missing_or_taken_is_said_before_anything_is_made(
     submitted(cloud, run_name="taken")
     before = len(cloud.services.calls)
     with pytest.raises(UserError, match=message):
-        check(tracking, cloud.place)
+        check_tracking(tracking, cloud.place)
     assert not [call for call in cloud.services.calls[before:] if call.startswith("Create")]
 
 

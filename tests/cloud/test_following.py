@@ -1,12 +1,16 @@
 """A run's lines and files reach a tracker once, over restarts and failures."""
 
 import json
+import sys
+import types
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from t0repro.cloud import tracker as tracking
-from t0repro.cloud.tracker import TRACKING_FILE, TrackedRun, TrackerName, tracked
+from t0repro.cloud.trackers import follower, table
+from t0repro.cloud.trackers.follower import TRACKING_FILE, track
+from t0repro.cloud.trackers.table import TrackerName
+from t0repro.cloud.trackers.tracker import TrackedRun
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.training.metrics import JsonLines, MetricLog
@@ -21,7 +25,7 @@ class Recorder:
         self.down = False
         self._waiting = []
 
-    def open(self, name, run, run_id):
+    def open(self, run, run_id):
         self.opened_with.append(run_id)
         self.parameters = run.flat_parameters()
         return self
@@ -47,13 +51,15 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(tracking, "open_tracker", recorder.open)
+    module = types.SimpleNamespace(open_run=recorder.open)
+    monkeypatch.setitem(sys.modules, "t0repro.cloud.trackers.mlflow_tracker", module)
+    monkeypatch.setattr(table, "TRACKER_PACKAGES", dict.fromkeys(TrackerName))
     return recorder
 
 
 def follow(folder, *, parameters=None, files=("*.gin", "out/*.txt")):
     run = TrackedRun(folder, parameters or {}, files)
-    return tracked([TrackerName.MLFLOW], run)
+    return track([TrackerName.MLFLOW], run)
 
 
 def train(folder, first, last, start_step):
@@ -107,7 +113,7 @@ def test_what_a_tracker_did_not_take_is_sent_by_the_next_start(tmp_path, recorde
     recorder.down = True
     said = []
     run = TrackedRun(tmp_path, {}, ())
-    with heard_by(said.append), tracked([TrackerName.MLFLOW], run):
+    with heard_by(said.append), track([TrackerName.MLFLOW], run):
         train(tmp_path, 1, 3, 0)
     assert any("the server is down" in line for line in said)
     recorder.down = False
@@ -117,7 +123,7 @@ def test_what_a_tracker_did_not_take_is_sent_by_the_next_start(tmp_path, recorde
 
 
 def test_lines_are_sent_while_the_run_goes_on_but_no_half_line(tmp_path, recorder, monkeypatch):
-    monkeypatch.setattr(tracking, "_SECONDS", 0.01)
+    monkeypatch.setattr(follower, "_SECONDS", 0.01)
     with follow(tmp_path), open(tmp_path / "metrics.jsonl", "w") as file:
         file.write('{"split": "train", "step": 1, "loss": 1.0}\n{"split": "tr')
         file.flush()
@@ -143,7 +149,7 @@ def test_a_damaged_tracking_file_is_named(tmp_path, recorder):
 
 def test_tensorboard_shows_settings_and_texts_beside_the_metrics(tmp_path):
     run = TrackedRun(tmp_path, {"steps": 3}, ("*.gin",))
-    with tracked([TrackerName.TENSORBOARD], run):
+    with track([TrackerName.TENSORBOARD], run):
         (tmp_path / "config.gin").write_text("A = 1")
     events = EventAccumulator(str(tmp_path)).Reload()
     texts = {

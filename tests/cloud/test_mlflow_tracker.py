@@ -9,7 +9,9 @@ import urllib.request
 
 import pytest
 
-from t0repro.cloud.tracker import TrackedRun, TrackerName, tracked
+from t0repro.cloud.trackers.follower import track
+from t0repro.cloud.trackers.table import TrackerName
+from t0repro.cloud.trackers.tracker import TrackedRun
 from t0repro.errors import UserError
 from t0repro.training.metrics import MetricLog
 
@@ -53,7 +55,7 @@ def address(server, monkeypatch):
 
 
 def write(folder, steps):
-    with tracked([TrackerName.MLFLOW], TrackedRun(folder, {"model": {"d_model": 8}}, ("*.gin",))):
+    with track([TrackerName.MLFLOW], TrackedRun(folder, {"model": {"d_model": 8}}, ("*.gin",))):
         metrics = MetricLog(folder, steps[0] - 1)
         for step in steps:
             metrics.write("train", step, {"loss": 1 / step})
@@ -86,7 +88,7 @@ def test_a_server_that_is_not_there_is_named_before_the_run(tmp_path, monkeypatc
     run = TrackedRun(tmp_path / "run", {}, ())
     with (
         pytest.raises(UserError, match="MLFLOW_TRACKING_URI"),
-        tracked([TrackerName.MLFLOW], run),
+        track([TrackerName.MLFLOW], run),
     ):
         raise AssertionError("the run must not begin")
     assert not run.folder.exists()

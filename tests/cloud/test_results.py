@@ -1,7 +1,7 @@
 """The best of each metric, from whatever a job wrote."""
 
-from t0repro.cloud.google import storage_client
-from t0repro.cloud.job_files import best_metrics, copy_results
+from t0repro.cloud.vertex.google import storage_client
+from t0repro.cloud.vertex.results import best_metrics, copy_results
 from t0repro.event_files import event_writer
 from tests.reports.suites import report_of, small_suite
 

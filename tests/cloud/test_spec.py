@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 import gin
 from t0repro.cli.spelling import with_t5x_overrides
-from t0repro.cloud.spec import ACCELERATORS, JobSpec, Machines, override
+from t0repro.cloud.vertex.accelerators import ACCELERATORS
+from t0repro.cloud.vertex.command_line import override
+from t0repro.cloud.vertex.spec import JobSpec, Machines
 from t0repro.errors import UserError
 
 TPU = Machines("cloud-tpu", "TPU_V2", 128)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from t0repro.cloud.job_files import new_folder, stage
-from t0repro.cloud.spec import read_arguments
+from t0repro.cloud.vertex.command_line import read_arguments
+from t0repro.cloud.vertex.staging import new_folder, stage
 from t0repro.errors import UserError
 
 FOLDER = "gs://b/t0repro/job"

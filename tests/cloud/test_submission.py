@@ -3,9 +3,10 @@
 import grpc
 import pytest
 
-from t0repro.cloud import submission
-from t0repro.cloud.spec import Machines
-from t0repro.cloud.submission import Configured, Request
+from t0repro.cloud.vertex import submission
+from t0repro.cloud.vertex.job_config import JobConfig
+from t0repro.cloud.vertex.spec import Machines
+from t0repro.cloud.vertex.submission import Request
 from t0repro.errors import UserError
 from tests.cloud.services import Refused
 
@@ -25,7 +26,7 @@ def request_(tmp_path):
 
 
 def test_a_job_is_submitted_with_its_gin_files_staged(cloud, request_):
-    name = submission.submit(request_, Configured(), cloud.place)
+    name = submission.submit(request_, JobConfig(), cloud.place)
     (job,) = cloud.services.jobs.values()
     assert name == job.name
     (file,) = cloud.staged()
@@ -40,5 +41,5 @@ def test_a_quota_that_is_used_up_leaves_nothing(cloud, request_):
         Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "custom_model_training_tpu_v3 is exceeded")
     ]
     with pytest.raises(UserError, match="quota is used up: .*tpu_v3 is exceeded"):
-        submission.submit(request_, Configured(), cloud.place)
+        submission.submit(request_, JobConfig(), cloud.place)
     assert not cloud.staged() and not cloud.services.jobs

@@ -6,7 +6,7 @@ import time
 import grpc
 import pytest
 
-from t0repro.cloud.job_files import uploading
+from t0repro.cloud.vertex.tensorboard import upload_in_background
 from t0repro.event_files import event_writer
 from t0repro.progress import heard_by
 from tests.cloud.services import TENSORBOARD, Refused
@@ -28,7 +28,10 @@ def write(cloud):
 @contextlib.contextmanager
 def upload(cloud, said, **options):
     where = ("gs://bucket/model", "t5", "small-1", TENSORBOARD)
-    with heard_by(said.append), uploading(*where, cloud.place, **{"every": 0.05} | options):
+    with (
+        heard_by(said.append),
+        upload_in_background(*where, cloud.place, **{"every": 0.05} | options),
+    ):
         yield
 
 

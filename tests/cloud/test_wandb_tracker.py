@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-from t0repro.cloud.tracker import TrackedRun, TrackerName, tracked
+from t0repro.cloud.trackers.follower import track
+from t0repro.cloud.trackers.table import TrackerName
+from t0repro.cloud.trackers.tracker import TrackedRun
 from t0repro.training.metrics import MetricLog
 
 wandb = pytest.importorskip("wandb", reason="needs the extra wandb")
@@ -49,7 +51,7 @@ def ended_records(folder):
 def test_an_offline_run_holds_settings_metrics_and_files(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "my-run"
-    with tracked([TrackerName.WANDB], TrackedRun(folder, {"model": {"d_model": 8}}, ("*.gin",))):
+    with track([TrackerName.WANDB], TrackedRun(folder, {"model": {"d_model": 8}}, ("*.gin",))):
         metrics = MetricLog(folder, 0)
         for step in (1, 2):
             metrics.write("train", step, {"loss": 1 / step})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.config.t5x import gin_files, run
 
 MODEL = "t5x/examples/t5/t5_1_1/small.gin"

@@ -5,11 +5,11 @@ import socket
 
 import pytest
 
-from t0repro import buckets
 from t0repro.config.configuration import check_addresses
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs, parse
 from t0repro.errors import UserError
+from t0repro.storage import access
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def no_credentials(monkeypatch, tmp_path):
     for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST", "STORAGE_EMULATOR_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
-    monkeypatch.setattr(buckets, "_MACHINE", tmp_path / "product_name")
+    monkeypatch.setattr(access, "_MACHINE", tmp_path / "product_name")
 
     def refuse(*args, **kwargs):
         raise AssertionError("a network connection was tried")
@@ -67,23 +67,23 @@ def test_a_checkpoint_a_cache_or_a_model_dir_in_a_bucket_is_refused_by_its_flag(
 
 
 def test_any_of_the_usual_credentials_lets_an_address_pass(no_credentials, monkeypatch):
-    assert not buckets.has_google_credentials()
+    assert not access.has_google_credentials()
     key = no_credentials / "key.json"
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(key))
     with pytest.raises(UserError, match="which is not a file"):
-        buckets.check_credentials("gs://a/b", None)
+        access.check_credentials("gs://a/b", None)
     key.write_text("{}")
-    buckets.check_credentials("gs://a/b", None)
+    access.check_credentials("gs://a/b", None)
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
     (no_credentials / "gcloud").mkdir()
     (no_credentials / "gcloud" / "application_default_credentials.json").write_text("{}")
-    assert buckets.has_google_credentials()
+    assert access.has_google_credentials()
 
 
 def test_a_machine_of_googles_needs_no_file(no_credentials):
     (no_credentials / "product_name").write_text("Google Compute Engine\n")
-    assert buckets.has_google_credentials()
+    assert access.has_google_credentials()
 
 
 def test_a_local_path_is_never_refused(no_credentials):
-    buckets.check_credentials("/tmp/model.ckpt-1", None)
+    access.check_credentials("/tmp/model.ckpt-1", None)

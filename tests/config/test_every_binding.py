@@ -4,7 +4,6 @@ Every argument of every configurable that a T5 reaches is bound to other values,
 What the reader lets pass must give both stacks the same parameters, by name and shape.
 """
 
-import inspect
 import json
 import subprocess
 import sys
@@ -15,8 +14,9 @@ import jax
 import pytest
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.model import KNOWN_BINDINGS
+from t0repro.config.mtf.known import known_bindings
 from t0repro.config.mtf.parser import MeshInputs
+from t0repro.config.mtf.stand_ins import signature_of
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 
@@ -39,15 +39,16 @@ def inputs(param: str) -> MeshInputs:
     )
 
 
-def arguments(function) -> dict:
-    """Every argument that a configurable takes, with its default, those of its bases included."""
-    taken = {}
-    for owner in inspect.getmro(function) if inspect.isclass(function) else (function,):
-        signature = inspect.signature(owner.__init__ if inspect.isclass(owner) else owner)
-        for name, parameter in signature.parameters.items():
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                taken.setdefault(name, parameter.default)
-    return {name: default for name, default in taken.items() if name != "self"}
+def arguments(selector: str) -> dict:
+    """Every argument that a configurable takes, with its default, those of its base included."""
+    owners = [selector.replace("EncDecAttention", "SelfAttention"), selector]
+    return {
+        name: parameter.default
+        for owner in owners
+        for name, parameter in signature_of(owner).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and name != "self"
+    }
 
 
 def other_values(default) -> list[str]:
@@ -64,13 +65,11 @@ def other_values(default) -> list[str]:
 
 
 def bindings() -> list[str]:
-    import gin.config
-
-    dialect.load(inputs("run.train_steps = 1"))  # registers every configurable
     return [
         f"{scope}{selector}.{argument} = {value}"
-        for selector in KNOWN_BINDINGS
-        for argument, default in arguments(gin.config._REGISTRY[selector].wrapped).items()
+        for selector in known_bindings()
+        if ".transformer.transformer" in selector
+        for argument, default in arguments(selector).items()
         for value in other_values(default)
         for scope in SCOPES
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOOR = ROOT / "t0repro" / "config" / "gin_door.py"
+DOOR = ROOT / "t0repro" / "config" / "gin" / "door.py"
 # What gin calls its references, by which a macro could be followed.
 OF_REFERENCES = {"ConfigurableReference", "config_key", "scoped_configurable_fn", "scoped_selector"}
 

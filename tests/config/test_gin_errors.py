@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 
 from .mutations import FUZZ, folder_for_files, mutated

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import gin
-from t0repro.config import gin_imports
-from t0repro.config.gin_errors import is_shipped
+from t0repro.config.gin import folders as gin_folders
+from t0repro.config.gin import imports
+from t0repro.config.gin.folders import is_shipped
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.mtf.parser import parse as parse_mesh
 from t0repro.config.t5x import gin_files
@@ -40,14 +41,12 @@ def stranger(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     sys.modules.pop("stranger_tasks", None)
-    gin_imports.restrict_imports(None)
+    imports.restrict_imports(None)
     gin.clear_config()
 
 
 def test_a_listing_follows_includes_and_imports_nothing(stranger):
-    found = gin_imports.list_imports(
-        ["outer.gin"], ["import a.b"], [str(stranger)], allowlist=["a"]
-    )
+    found = imports.list_imports(["outer.gin"], ["import a.b"], [str(stranger)], allowlist=["a"])
     assert [(line.module, line.allowed) for line in found] == [
         ("__gin__.dynamic_registration", True),
         ("stranger_tasks", False),
@@ -67,29 +66,29 @@ def test_a_listing_ends_at_a_missing_file_a_circle_and_what_is_no_gin(stranger):
     ):
         (stranger / "loop.gin").write_text(f"{text}\n")
         with pytest.raises(UserError, match=what) as caught:
-            gin_imports.list_imports(["loop.gin"], [], [str(stranger)], None)
+            imports.list_imports(["loop.gin"], [], [str(stranger)], None)
         assert "loop.gin" in str(caught.value.where) and caught.value.fix
 
 
 def test_a_listing_has_the_modules_of_datasets_with_the_line_that_names_them(stranger):
     path = stranger / "run.gin"
     path.write_text(f"{RUN}infer_eval/utils.DatasetConfig.module = 'others'\n")
-    folders = [str(gin_files.shipped_files())]
+    folders = [str(gin_folders.shipped_files())]
     override = "MIXTURE_OR_TASK_MODULE = 'stranger_tasks'"
-    found = gin_imports.list_imports([str(path)], [override], folders, ["others"])
+    found = imports.list_imports([str(path)], [override], folders, ["others"])
     modules = {line.module: (line.allowed, line.place) for line in found}
     assert modules["stranger_tasks"] == (False, f"the command line: {override!r}")
     assert modules["others"] == (True, f"{path}:3")
     assert not (stranger / "ran").exists()
     # Without a module, pretrain.gin's None names nothing.
     assert "stranger_tasks" not in [
-        line.module for line in gin_imports.list_imports([str(path)], [], folders, None)
+        line.module for line in imports.list_imports([str(path)], [], folders, None)
     ]
 
 
 def test_a_listing_finds_what_t5s_own_files_import():
-    folders = gin_imports.mesh_folders(())
-    found = gin_imports.list_imports(["dataset.gin", "models/t5.1.1.small.gin"], [], folders, [])
+    folders = gin_folders.mesh_folders(())
+    found = imports.list_imports(["dataset.gin", "models/t5.1.1.small.gin"], [], folders, [])
     assert found and all(line.allowed for line in found)
 
 
@@ -155,7 +154,7 @@ def test_a_missing_module_is_named_with_the_module_that_imports_it(stranger):
 
 
 def test_recorded_gin_files_are_those_of_mesh_tensorflow_and_t5():
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "mtf_gin_files.py"))
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts/dev/mtf_gin_files.py"))
     sources = {name: path for name, _, path in script["sources"]()}
     recorded = {str(path.relative_to(script["FOLDER"])) for path in script["FOLDER"].rglob("*.gin")}
     assert recorded == sources.keys()
@@ -164,15 +163,15 @@ def test_recorded_gin_files_are_those_of_mesh_tensorflow_and_t5():
 
 
 def test_without_the_packages_their_recorded_files_are_read(monkeypatch):
-    monkeypatch.setattr(gin_imports, "package_folder", lambda name: None)
-    folders = gin_imports.mesh_folders(())
-    files = [gin_imports.default_bindings(), "dataset.gin", "demo/t5.1.1.demo.gin"]
-    found = gin_imports.list_imports(files, [], folders, [])
+    monkeypatch.setattr(gin_folders, "package_folder", lambda name: None)
+    folders = gin_folders.mesh_folders(())
+    files = [gin_folders.default_bindings(), "dataset.gin", "demo/t5.1.1.demo.gin"]
+    found = imports.list_imports(files, [], folders, [])
     assert all(line.allowed for line in found)
     assert {line.place.rpartition(":")[0] for line in found} == {
         str(Path(folders[0], name)) for name in ("defaults.gin", "dataset.gin")
     }
-    assert not gin_imports.has_module("t5", "models")
+    assert not gin_folders.has_module("t5", "models")
     assert all(is_shipped(line.place) for line in found)
 
 

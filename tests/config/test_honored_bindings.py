@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from t0repro.config import gin_door
-from t0repro.config.mtf import dialect, parser
-from t0repro.config.mtf.dialect import KNOWN_BINDINGS
+from t0repro.config.mtf import dialect, jax_settings, stand_ins
+from t0repro.config.mtf.known import known_bindings
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
 
@@ -329,15 +328,15 @@ def test_a_filter_of_variables_freezes_the_others():
 
 def known_arguments() -> dict[str, Any]:
     """Every argument that a run may bind, by its full name, with its default."""
-    functions = {selector: gin_door.function_of(selector) for selector in KNOWN_BINDINGS}
-    functions |= {
-        parser.JAX_MODEL: parser.jax_model,
-        parser.JAX_TRAINING: parser.jax_training,
+    signatures = {selector: stand_ins.signature_of(selector) for selector in known_bindings()}
+    signatures |= {
+        jax_settings.JAX_MODEL: inspect.signature(jax_settings.jax_model),
+        jax_settings.JAX_TRAINING: inspect.signature(jax_settings.jax_training),
     }
     return {
         f"{selector}.{name}": parameter.default
-        for selector, function in functions.items()
-        for name, parameter in inspect.signature(function).parameters.items()
+        for selector, signature in signatures.items()
+        for name, parameter in signature.parameters.items()
         if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
     }
 

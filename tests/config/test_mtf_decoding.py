@@ -2,10 +2,11 @@
 
 import pytest
 
+from t0repro.config.checkpoints import CheckpointChoice
 from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run_config import CheckpointChoice, RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 
 PARAMS = (

@@ -54,6 +54,9 @@ def test_t5_1_1s_sublayers_spelled_out_mean_todays(tmp_path):
 @pytest.mark.parametrize("fork", [False, True], ids=["released", "of a fork"])
 def test_gin_holds_the_same_after_t5s_own_command_has_parsed_it(tmp_path, monkeypatch, text, fork):
     """t5's main is run to the point where it calls utils.run, which both backends share."""
+    from t0repro import compat
+
+    compat.install()
     import mesh_tensorflow.transformer.utils as utils
     from t5.models import mesh_transformer_main
 

@@ -5,9 +5,9 @@ import typing
 
 import pytest
 
-from t0repro.config import run_config
+from t0repro.config import checkpoints, data, decoding, model, optimizer, run
 from t0repro.config.ranges import Range, check, range_of
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 
 from .t5x_trainings import config as t5x_config
@@ -15,8 +15,11 @@ from .test_mtf_gin import load
 
 CONFIGS = [
     kind
-    for kind in vars(run_config).values()
-    if dataclasses.is_dataclass(kind) and kind.__module__ == run_config.__name__
+    for module in (checkpoints, data, decoding, model, optimizer, run)
+    for kind in vars(module).values()
+    if isinstance(kind, type)
+    and dataclasses.is_dataclass(kind)
+    and kind.__module__ == module.__name__
 ]
 
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from t0repro.config.model import DTypePolicy
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.recipe import t5_1_1, training_config
-from t0repro.config.run_config import DTypePolicy
 from t0repro.errors import UserError
 
 LENGTHS = {"inputs": 64, "targets": 16}

@@ -7,21 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t0repro.config.run_config import (
+from t0repro.config.data import EvalDataConfig, TrainDataConfig
+from t0repro.config.model import DTypePolicy, ModelConfig
+from t0repro.config.optimizer import (
     AdafactorConfig,
     AdamWeightDecayConfig,
-    DTypePolicy,
-    EvalDataConfig,
-    ModelConfig,
     MomentumConfig,
-    RunConfig,
     ScheduleConfig,
     SgdConfig,
 )
-from t0repro.config.training_plan import TrainDataConfig, mesh_transformer_plan
+from t0repro.config.run import RunConfig, mesh_transformer_plan
 from t0repro.errors import UserError
 
-from ..tiny_models import PLAN, run_config
+from ..helpers.tiny_models import PLAN, run_config
 
 # For the fields that no strategy is given for below: a NaN is not equal to itself.
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.training.optimizers import make_schedule
+from t0repro.training.schedules import make_schedule
 
 from .test_mtf_gin import load
 
@@ -58,7 +58,7 @@ def mesh_tensorflows_rates(steps: list[int], total: int) -> list[float]:
     ],
 )
 def test_factors_of_a_product_are_read_in_the_scopes_in_which_mesh_tensorflow_calls_them(bindings):
-    schedule = load(*bindings, "run.total_run_steps = 200").schedule
+    schedule = load(*bindings, "run.total_run_steps = 200", with_packages=True).schedule
     assert schedule is not None
     steps = [30, 35, 60, 120, 180, 199]
     ours = [float(make_schedule(schedule)(np.int32(step))) for step in steps]

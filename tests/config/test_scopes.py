@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config.mtf.misread import DECODER_ONLY, TOWER_SCOPES, scopes_read
-from t0repro.config.mtf.model import FIELD_SOURCES
+from t0repro.config.model import ModelConfig
+from t0repro.config.mtf.arguments import DECODER_ONLY, TOWER_SCOPES, scopes_read
+from t0repro.config.mtf.stand_ins import full_name
+from t0repro.config.names import arguments_of
 from t0repro.errors import UserError
 
 from .test_mtf_gin import load
@@ -103,7 +105,8 @@ def other(value) -> str:
 def test_a_scoped_binding_changes_the_run_as_it_changes_mesh_tensorflow_or_is_refused(tmp_path):
     plain = load().model
     bindings = {}
-    for field, (selector, argument, _) in FIELD_SOURCES.items():
+    for field, setting in arguments_of(ModelConfig, "mtf").items():
+        selector, argument = full_name(setting.configurable.rpartition("/")[2]), setting.argument
         if selector.startswith("t0repro") or argument in ("model_type", "encoder_name"):
             continue
         # Unbound, or bound to False, a run decides by itself whether to rematerialize.

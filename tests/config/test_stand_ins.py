@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config.mtf import dialect, packages
+from t0repro.config.mtf import dialect, stand_ins
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
 
@@ -58,15 +58,20 @@ CASES = {
     "batch of half a sequence": ((), ("run.batch_size = ('tokens_per_batch', 100)",)),
     "no layers": ((), ("make_layer_stack.num_layers = 0",)),
 }  # fmt: skip
-# What only the real packages can say or do.
-NEED_PACKAGES = {
-    "unknown configurable": ((), ("SelfAtention.num_heads = 4",)),
-    "layer of its own": ((), ("decoder/make_layer_stack.layers = [@LocalSelfAttention]",)),
-    "no task": ((), ("MIXTURE_NAME = 'nobodys'",)),
-    "user's import": (("import_json.gin",), ()),
-    "no shape": ((), ("run.mesh_shape = 'batch'",)),
-    "type of TensorFlow's": ((), ("get_variable_dtype.activation_dtype = 'half'",)),
-}
+# What the stand-ins cannot do, and what the error says of it.
+NOT_ON_JAX = {
+    "unknown configurable": ((), ("SelfAtention.num_heads = 4",), "run with --backend=mtf"),
+    "unknown reference": ((), ("run.optimizer = @optimize.Adam",), "run with --backend=mtf"),
+    "a call": ((), ("run.optimizer = @AdafactorOptimizer()",), "run with --backend=mtf"),
+    "layer of its own": (
+        (), ("decoder/make_layer_stack.layers = [@LocalSelfAttention]",), "LocalSelfAttention (0",
+    ),
+    "no task": ((), ("MIXTURE_NAME = 'nobodys'",), "MIXTURE_NAME = 'nobodys'"),
+    "no shape": ((), ("run.mesh_shape = 'batch'",), "run.mesh_shape is 'batch'"),
+    "type of TensorFlow's": (
+        (), ("get_variable_dtype.activation_dtype = 'int7'",), "TensorFlow has no such type",
+    ),
+}  # fmt: skip
 
 INFER = MeshInputs(
     "a_model_dir",
@@ -89,23 +94,19 @@ def told(read) -> dict:
     """What came of reading a configuration, as JSON holds it."""
     try:
         found = read()
+        run = found.run
     except UserError as error:
         # The folders searched are more after each parse of a process.
         fix = str(error.fix).partition(" Searched")[0]
         return {"error": [type(error).__name__, error.what, error.where, fix]}
-    if found is None:
-        return {"needs": "packages"}
     inputs = {k: repr(v) for k, v in vars(found.inputs).items() if k != "vocabularies"}
     inputs["provenance"] = dict(found.inputs.provenance)
-    return {"run": repr(found.run), "inputs": inputs, "gin": found.gin_text}
+    return {"run": repr(run), "inputs": inputs, "gin": found.gin_text}
 
 
 def described(arguments: list) -> list[dict]:
     """Each configuration as stand-ins give it, in this process, which has no package after it."""
-    results = [
-        told(lambda each=each: dialect.describe(inputs_of(*each), lambda run: None))
-        for each in arguments
-    ]
+    results = [told(lambda each=each: dialect.load(inputs_of(*each))) for each in arguments]
     found = {"tensorflow", "mesh_tensorflow", "t5", "seqio", "clu"}.intersection(sys.modules)
     assert not found, found
     return results
@@ -124,14 +125,8 @@ def in_another_process(cases: list) -> list[dict]:
 
 
 def as_loaded(inputs: MeshInputs) -> dict:
-    """As the JAX stack gets it from the packages; a refusal as the command raises it."""
-
-    def read():
-        found = dialect.load(inputs)
-        _ = found.run
-        return found
-
-    return told(read)
+    """As it is read with the packages' own configurables."""
+    return told(lambda: dialect.load(inputs, with_packages=True))
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +144,10 @@ def results(prefix):
         **CASES,
         **{f"released {name}": ((f"{name}.gin",), ()) for name in ("T5_1_0", "T5_1_1")},
     }
-    arguments = [[*case, prefix] for case in (*cases.values(), *NEED_PACKAGES.values())]
+    others = [case[:2] for case in NOT_ON_JAX.values()]
+    arguments = [[*case, prefix] for case in (*cases.values(), *others)]
     found = in_another_process(arguments)
-    return dict(zip((*cases, *NEED_PACKAGES), zip(found, arguments, strict=True), strict=True))
+    return dict(zip((*cases, *NOT_ON_JAX), zip(found, arguments, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", [*CASES, "released T5_1_0", "released T5_1_1"])
@@ -160,14 +156,25 @@ def test_the_configuration_or_the_error_is_that_of_the_real_packages(results, na
     assert found == as_loaded(inputs_of(*arguments))
 
 
-@pytest.mark.parametrize("name", NEED_PACKAGES)
-def test_what_is_not_recorded_is_left_to_the_real_packages(results, name):
-    assert results[name][0] == {"needs": "packages"}
+@pytest.mark.parametrize("name", NOT_ON_JAX)
+def test_what_is_not_recorded_is_refused_by_name_and_place(results, name):
+    told, _ = results[name]
+    assert NOT_ON_JAX[name][2] in " ".join(map(str, told["error"]))
+    assert "gin_param" in str(told["error"]) or "command line" in str(told["error"])
+
+
+def test_a_module_that_a_gin_file_imports_may_import_the_packages(tmp_path, monkeypatch):
+    """It registers their own configurables, which the stand-ins hide and then give back."""
+    (tmp_path / "my_layers.py").write_text("import t5.models.mesh_transformer\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    inputs = inputs_of((), ("import my_layers",))
+    assert dialect.load(inputs).run == dialect.load(inputs, with_packages=True).run
+    assert dialect.load(inputs).run.model.d_model == 128
 
 
 def test_the_recorded_signatures_are_those_of_the_installed_packages():
-    script = runpy.run_path(str(ROOT / "scripts" / "mtf_signatures.py"))
-    assert packages.recorded() == script["record"]()
+    script = runpy.run_path(str(ROOT / "scripts" / "dev" / "mtf_signatures.py"))
+    assert stand_ins.recorded() == script["record"]()
 
 
 def test_lines_of_text_without_a_mixture_are_read_with_the_vocabulary_that_is_named(monkeypatch):

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-import tests.tiny_models as tiny
-from t0repro.config.run_config import Arithmetic
+import tests.helpers.tiny_models as tiny
+from t0repro.config.model import Arithmetic
 from t0repro.config.t5x import gin_files, run
 from t0repro.config.translation import translated
 from t0repro.tasks.demo.datasets import VOCABULARY

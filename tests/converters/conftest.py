@@ -17,6 +17,8 @@ from t0repro.converters.tensor_bundle import BundleWriter
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 
+from ..helpers.kept import COMPAT
+
 HERE = Path(__file__).parent
 
 # Like T5 1.0's released checkpoints as a TPU would continue them: bfloat16 masters, norms under
@@ -76,6 +78,9 @@ def mesh_checkpoints(train_mesh_tensorflow, once) -> dict[str, Path]:
         lambda root: train_mesh_tensorflow(
             [{"model_dir": root / name, "train_steps": 2, **models[name]} for name in models]
         ),
+        repr(models),
+        HERE / "train_mesh_tensorflow.py",
+        COMPAT,
     )
     return {name: root / name for name in models}
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from t0repro.adapters import Adapter
-from t0repro.config.run_config import ModelConfig
+from t0repro.config.model import ModelConfig
 from t0repro.converters.adapter_files import AdapterNote
 from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.parameters import naming
 from t0repro.training.checkpoints import checkpoint_path, save_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 _DEEP = tiny.model_config(num_encoder_layers=2, num_decoder_layers=2)
 _RELU = dataclasses.replace(_DEEP, activations=("relu",))
@@ -30,7 +30,7 @@ MODELS = {
 }
 
 GOLDENS = {"lora": "gated, untied", "ia3": "relu, tied"}
-"""Folders that PEFT wrote, by name, and the models below them: scripts/make_peft_goldens.py."""
+"""Folders that PEFT wrote, by name, and the models below them: scripts/dev/make_peft_goldens.py."""
 GOLDEN_FILES = Path(__file__).parent / "peft_goldens"
 
 

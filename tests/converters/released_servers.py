@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, unquote, urlparse
 
 import google_crc32c
 
-from ..loopback import FileHandler, FileServer, running
+from ..helpers.loopback import FileHandler, FileServer, running
 
 PAGE = 2  # objects of a bucket's listing; Google Cloud Storage's page has 1,000
 

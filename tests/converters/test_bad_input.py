@@ -10,7 +10,7 @@ import pytest
 from t0repro.converters import mtf
 from t0repro.converters.convert import convert
 from t0repro.errors import UserError
-from t0repro.files import folder_lock
+from t0repro.storage import lock_folder
 
 from .checkpoint_files import assert_same_bits, read_variables
 
@@ -140,13 +140,13 @@ def test_a_checkpoint_that_is_not_finished_is_told(tmp_path, name):
 
 
 def test_another_conversion_to_the_same_destination_is_told(tiny_checkpoint, tmp_path):
-    with folder_lock(tmp_path / ".out.conversion", "converting a checkpoint"):
+    with lock_folder(tmp_path / ".out.conversion", "converting a checkpoint"):
         with pytest.raises(UserError, match="Another run holds .* converting a checkpoint"):
             convert(tiny_checkpoint, tmp_path / "out", "jax")
 
 
 def test_nothing_is_converted_into_a_directory_that_a_training_holds(tiny_checkpoint, tmp_path):
-    with folder_lock(tmp_path / "model", "training"):
+    with lock_folder(tmp_path / "model", "training"):
         with pytest.raises(UserError, match="Another run holds .* training"):
             convert(tiny_checkpoint, tmp_path / "model", "jax", force=True)
     assert not list((tmp_path / "model").glob("checkpoint_*"))

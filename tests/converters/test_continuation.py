@@ -50,16 +50,14 @@ class JaxStack:
     def __init__(self):
         import jax
 
-        from t0repro.config.run_config import (
-            AdafactorConfig,
-            ScheduleConfig,
-        )
+        from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
         from t0repro.model.t5 import T5, initial_parameters
-        from t0repro.training.optimizers import make_optimizer, make_schedule
+        from t0repro.training.optimizers import make_optimizer
+        from t0repro.training.schedules import make_schedule
         from t0repro.training.train_state import new_train_state
         from t0repro.training.train_step import make_train_step
 
-        from ..tiny_models import FLOAT32, model_config
+        from ..helpers.tiny_models import FLOAT32, model_config
 
         optimizer = make_optimizer(
             AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 128)

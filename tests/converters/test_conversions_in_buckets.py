@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from t0repro import buckets
-from t0repro.converters import staging, storage
 from t0repro.converters.convert import convert
 from t0repro.converters.inspection import compare
 from t0repro.errors import UserError
+from t0repro.storage import buckets
 
 from ..cli.commands import run
 
@@ -39,7 +38,7 @@ def with_kinds(*kinds):
 def place(bucket, request, monkeypatch):
     """An address of this test alone. At gs:// an object is sent in several parts there."""
     if bucket.startswith("gs"):
-        monkeypatch.setattr(storage, "_PART_BYTES", 1 << 18)
+        monkeypatch.setattr(buckets, "_PART_BYTES", 1 << 18)
     monkeypatch.setattr("time.time_ns", lambda: 1)  # Orbax's metadata has the time
     name = request.node.name.replace("[", "-").rstrip("]")
     return f"{bucket.rpartition('/')[0]}/{name}"
@@ -111,11 +110,11 @@ def cut_at(monkeypatch):
 
             return call
 
-        monkeypatch.setattr(staging.buckets, "write", counted(write))
-        monkeypatch.setattr(storage.NewObject, "finish", counted(finish))
+        monkeypatch.setattr(buckets, "write", counted(write))
+        monkeypatch.setattr(buckets.NewObject, "finish", counted(finish))
         return made
 
-    write, finish = buckets.write, storage.NewObject.finish
+    write, finish = buckets.write, buckets.NewObject.finish
     return set_limit
 
 

@@ -11,7 +11,7 @@ from t0repro.converters import mtf
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
-from t0repro.files import LOCK_FILE
+from t0repro.storage.locks import LOCK_FILE
 
 from .checkpoint_files import assert_same_bits, read_variables
 

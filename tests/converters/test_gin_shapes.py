@@ -6,7 +6,7 @@ import json
 import pytest
 
 from t0repro.converters.convert import convert
-from t0repro.converters.model_files import check_gin_file
+from t0repro.converters.model_gin import check_gin_file
 from t0repro.errors import UserError
 
 from .checkpoint_files import assert_same_bits, read_variables

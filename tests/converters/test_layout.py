@@ -244,7 +244,7 @@ def test_slots_of_a_matrix_change_places_exactly_when_it_is_square(shape):
 @settings(deadline=None)  # the first example imports JAX
 @given(SHAPES)
 def test_dropped_axes_are_those_of_this_project_s_adafactor(shape):
-    from t0repro.config.run_config import AdafactorConfig
+    from t0repro.config.optimizer import AdafactorConfig
     from t0repro.parameters.shape import factoring
 
     config = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 1)

@@ -6,18 +6,19 @@ import shutil
 import numpy as np
 import pytest
 
-from t0repro import buckets
+from t0repro import storage
 from t0repro.adapters import ia3, lora
 from t0repro.converters import sources
 from t0repro.converters.convert import convert
 from t0repro.converters.merging import merge, unmerge
-from t0repro.converters.model_files import without_adapter
+from t0repro.converters.model_gin import without_adapter
 from t0repro.errors import UserError
-from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
+from t0repro.evaluation.opened import attach_adapter, open_adapter_at, open_checkpoint
 from t0repro.parameters import naming
+from t0repro.storage import buckets
 
-from .. import tiny_models as tiny
 from ..cli.commands import run
+from ..helpers import tiny_models as tiny
 from .peft_side import MODELS, forget_hash, save_adapter, save_base, tokens
 
 MODEL = MODELS["gated, untied"]
@@ -124,7 +125,7 @@ def test_an_adapter_and_its_base_are_merged_and_scored_in_a_bucket(
     base, _, adapters = made
     at, own = f"{bucket}/base/{base.name}", f"{bucket}/own/{adapters['lora'].name}"
     for place, address in ((base, at), (adapters["lora"], own)):
-        buckets.upload_tree(place, address)
+        storage.put_tree(place, address)
     note = json.loads((adapters["lora"] / "adapter.json").read_text())
     buckets.write(f"{own}/adapter.json", json.dumps({**note, "base": at}).encode())
     for words in (
@@ -136,7 +137,9 @@ def test_an_adapter_and_its_base_are_merged_and_scored_in_a_bucket(
         assert code == 0, said
     assert_same_bits(f"{bucket}/back", base)
     opened = open_checkpoint(at, None, "float32")
-    digests = {with_adapter(opened, adapter_at(path)).digest for path in (own, f"{bucket}/peft")}
+    digests = {
+        attach_adapter(opened, open_adapter_at(path)).digest for path in (own, f"{bucket}/peft")
+    }
     assert digests == {open_checkpoint(str(adapters["lora"]), None, "float32").digest}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -111,7 +111,7 @@ def test_an_adapter_that_peft_trained_is_read_here(peft, bases, model, kind, tmp
 
 
 @pytest.mark.hf
-def test_t_fews_vectors_are_read_as_the_page_says(peft, bases, tmp_path, monkeypatch):
+def test_t_fews_vectors_become_a_folder_of_pefts(peft, bases, tmp_path, monkeypatch):
     import torch
 
     base, hf = bases["gated, untied"]
@@ -125,10 +125,9 @@ def test_t_fews_vectors_are_read_as_the_page_says(peft, bases, tmp_path, monkeyp
     }
     monkeypatch.chdir(tmp_path)
     torch.save(vectors, "t03b_ia3_finish.pt")
-    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    exec(block, {})
-    edit(tmp_path / "t_few_pretrained", base_model_name_or_path=str(hf))
+    words = ["t_few_to_peft.py", "t03b_ia3_finish.pt", "t_few_pretrained", str(hf)]
+    monkeypatch.setattr("sys.argv", words)
+    runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "demo" / words[0]))
     found, expected = (
         open_adapter(sources.find_checkpoint(tmp_path / name))
         for name in ("t_few_pretrained", "own")

@@ -20,7 +20,7 @@ from t0repro.converters.convert import convert
 from t0repro.converters.inspection import verify
 from t0repro.converters.merging import merge
 from t0repro.errors import UserError
-from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
+from t0repro.evaluation.opened import attach_adapter, open_adapter_at, open_checkpoint
 
 from .peft_side import MODELS, Header, rewrite, save_adapter, save_base
 
@@ -180,7 +180,9 @@ def test_every_command_names_the_tensors_that_are_missing(whole, peft_folder, tm
         lambda: merge(peft_folder, tmp_path / "out", "hf"),
         # rank-eval and eval, of the adapter and of --adapter.
         lambda: open_checkpoint(str(peft_folder), None, "float32"),
-        lambda: with_adapter(open_checkpoint(base, None, "float32"), adapter_at(str(peft_folder))),
+        lambda: attach_adapter(
+            open_checkpoint(base, None, "float32"), open_adapter_at(str(peft_folder))
+        ),
     ):
         with pytest.raises(UserError, match="missing: ") as refused:
             command()

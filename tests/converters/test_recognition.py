@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from t0repro.config.run_config import ModelConfig
+from t0repro.config.model import ModelConfig
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape, check_parameters, recognise

@@ -77,8 +77,8 @@ def test_the_page_has_the_table_of_families():
         cells += (f"{family.pad}, {family.eos}", family.vocabulary, family.checked_against)
         rows.append(f"| {' | '.join((*cells, family.to_know))} |")
     table = "\n".join(rows)
-    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
-    assert table in page.read_text(), f"docs/checkpoints.md lacks this table:\n{table}"
+    page = Path(__file__).parents[2] / "docs" / "formats.md"
+    assert table in page.read_text(), f"docs/formats.md lacks this table:\n{table}"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from t0repro.config.gin_errors import configuration_errors
+from t0repro.config.gin.errors import configuration_errors
 from t0repro.converters import restoring as checks
 from t0repro.converters.convert import convert
 from t0repro.errors import UserError
@@ -52,7 +52,7 @@ def test_a_checkpoint_without_any_data_or_index_is_found(checkpoint, tmp_path):
     shard.unlink()
     with pytest.raises(UserError, match="A data file of the checkpoint is missing"):
         checks.check_checkpoint(checkpoint)
-    with pytest.raises(UserError, match="There is no checkpoint"):
+    with pytest.raises(UserError, match="Checkpoint not found"):
         checks.check_checkpoint(str(tmp_path / "model.ckpt-8"))
 
 

@@ -96,7 +96,7 @@ def test_a_copied_directory_is_read_itself_whatever_path_its_state_file_has(mixe
         shutil.rmtree(mixed)
     assert find_checkpoint(copy).path == f"{copy}/model.ckpt-7"
     # TensorFlow would read the other directory, or start again.
-    with pytest.raises(UserError, match=rf"(?s){mixed}/model.ckpt-7, in another.*{copy}/checkp"):
+    with pytest.raises(UserError, match=rf"(?s){mixed}/model.ckpt-7, outside its.*{copy}/checkp"):
         mtf.check_state_file(copy)
     for file in copy.glob("model.ckpt-7.*"):
         file.unlink()
@@ -109,7 +109,7 @@ def test_a_file_is_no_checkpoint_and_an_absent_one_is_told_with_the_steps_there(
     with pytest.raises(UserError, match="This file is not a checkpoint"):
         find_checkpoint(mixed / "notes.txt")
     for name in ("checkpoint_4", "model.ckpt-4", "model.ckpt-4.index"):
-        with pytest.raises(UserError, match="with this name; its directory has steps 3, 5, 7"):
+        with pytest.raises(UserError, match="not found; its directory has steps 3, 5, 7"):
             find_checkpoint(mixed / name)
 
 

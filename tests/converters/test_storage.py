@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from t0repro.converters import storage
+from t0repro import storage
 from t0repro.converters.convert import convert
 from t0repro.converters.inspection import compare, verify
 from t0repro.converters.sources import find_checkpoint, load_any
@@ -159,7 +159,7 @@ def test_an_address_that_nothing_here_opens_is_told(tmp_path):
         convert("nowhere://bucket/model", tmp_path / "out", "mtf")
 
 
-@pytest.mark.parametrize("method", ["info", "ls", "open"])
+@pytest.mark.parametrize("method", ["info", "ls", "cat_file"])
 def test_a_store_that_does_not_answer_is_told_and_taken_for_no_missing_file(
     tiny_checkpoint, tmp_path, upload, monkeypatch, method
 ):

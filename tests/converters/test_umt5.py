@@ -70,7 +70,7 @@ def test_t5x_s_scanned_tree_stacks_the_biases(source, tmp_path):
 
 
 def test_only_t5x_s_scanned_model_is_such_a_t5(source, tmp_path):
-    with pytest.raises(UserError, match=r"scalable_t5.*\n.*source.*\n.*--scan"):
+    with pytest.raises(UserError, match=r"scanned layout.*\n.*source.*\n.*--scan"):
         convert(source, tmp_path / "out", "t5x")
 
 

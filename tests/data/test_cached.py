@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from t0repro import compat
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data import cached
 from t0repro.data.cached import CachedBatches
-from t0repro.data.train_data import EvalBatches, renamed, seqio_dataset
+from t0repro.data.train_data import EvalBatches, rename_seqio_features, seqio_dataset
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.tasks.prompt_cache.folders import shard_names
@@ -66,7 +66,7 @@ def seqios(folder, lengths, pack, count) -> list[dict[str, np.ndarray]]:
     data = SeqioDataConfig(TASK, lengths, "train", 4, False, None, use_cached=True, pack=pack)
     with task_cached_in(folder):
         dataset = seqio_dataset(data, seed=None, num_epochs=None)
-        return [renamed(batch) for batch in dataset.take(count).as_numpy_iterator()]
+        return [rename_seqio_features(batch) for batch in dataset.take(count).as_numpy_iterator()]
 
 
 def mesh_tensorflows(folder, lengths, pack, count) -> list[dict[str, np.ndarray]]:
@@ -220,10 +220,10 @@ def test_with_a_seed_shuffled_and_mixed_batches_are_seqios(
     lengths, batches = {"inputs": 8, "targets": 4}, 150
     with pytest.MonkeyPatch.context() as patched, mixture_cached_in(folders, rates) as name:
         patched.setattr(dataset_providers, "_MAX_EXAMPLES_TO_MEM_CACHE", held)
-        patched.setattr(cached, "HELD", held)
+        patched.setattr(cached, "KEPT_IN_MEMORY", held)
         data = SeqioDataConfig(name, lengths, "train", 4, True, None, use_cached=True, pack=pack)
         dataset = seqio_dataset(data, seed=seed, num_epochs=None).take(batches)
-        theirs = [renamed(batch) for batch in dataset.as_numpy_iterator()]
+        theirs = [rename_seqio_features(batch) for batch in dataset.as_numpy_iterator()]
         given_rates = dict(zip(folders, rates, strict=True))
         ours = first(CachedBatches(given_rates, lengths, 4, pack=pack, seed=seed), batches)
     assert_equal(ours, theirs)

@@ -7,27 +7,26 @@ import pytest
 import seqio
 
 from t0repro import compat
-from t0repro.config.t5x import records
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config import data as records
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data.checks import (
     check_data,
     check_features,
     check_readable,
-    check_rows,
     check_tokens,
-    check_vocabularies,
     tasks_to_train_on,
     tasks_with_split,
 )
 from t0repro.data.train_data import TrainBatches
+from t0repro.data.vocabulary_checks import check_rows, check_vocabularies
 from t0repro.errors import UserError
+from t0repro.tasks.availability import missing_tasks
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.registration import add_prompted_task
-from t0repro.tasks.task import not_at_hand
 from t0repro.tasks.vocabulary import DEFAULT_ADDRESS
 from tests.tasks.vocabularies import write_vocabulary
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 @pytest.mark.parametrize("use_cached", [True, False])
@@ -119,7 +118,8 @@ def batches_of(task, **changes):
 def test_a_task_that_seqio_cannot_cache_is_read_without(without_placeholder):
     check_readable(without_placeholder, "train", use_cached=True)
     assert (
-        not_at_hand(tasks_with_split(without_placeholder, "train"), "train", use_cached=True) == {}
+        missing_tasks(tasks_with_split(without_placeholder, "train"), "train", use_cached=True)
+        == {}
     )
     assert next(batches_of(without_placeholder))["inputs"].tolist() == [[2, 3, 0, 0]] * 3
 
@@ -150,7 +150,7 @@ def with_vocabulary(tmp_path, monkeypatch):
     """Registers a task whose vocabulary is the one that T0REPRO_VOCAB names."""
     (tmp_path / "super_glue" / "rte").mkdir(parents=True)
     (tmp_path / "super_glue" / "rte" / "train.jsonl").write_text("")
-    monkeypatch.setattr("t0repro.tasks.task._tasks", {})
+    monkeypatch.setattr("t0repro.tasks.registry._tasks", {})
     monkeypatch.setattr(seqio.TaskRegistry, "_REGISTRY", {})
 
     def register(address: object) -> str:
@@ -237,8 +237,8 @@ def test_a_task_that_lacks_a_feature_is_named_by_every_check_before_anything_sta
     without_inputs, tmp_path
 ):
     from t0repro.runs import preflight
+    from t0repro.tasks.checking import Verdict, check_tasks, tasks_without_prompts
     from t0repro.tasks.prompt_cache import seqio_plan
-    from t0repro.tasks.showing import Verdict, check_tasks, tasks_without_prompts
 
     name, lengths = without_inputs.name, {"inputs": 4, "targets": 4}
     message = f"The task {name} cannot be read: .*missing expected output feature.*: inputs"
@@ -264,7 +264,7 @@ def test_a_task_that_lacks_a_feature_is_named_by_every_check_before_anything_sta
 
 def test_a_source_that_cannot_be_opened_is_named_with_its_task_in_one_line():
     """As by TensorFlow Datasets, which lists all of its datasets after the one that is missing."""
-    from t0repro.tasks.showing import Verdict, check_tasks
+    from t0repro.tasks.checking import Verdict, check_tasks
 
     class Missing(seqio.FunctionDataSource):
         @property

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from t0repro.config.choices import ChoiceLoss
-from t0repro.config.training_plan import TrainDataConfig
-from t0repro.data.train_data import ChoiceBatches, examples_of
+from t0repro.config.data import TrainDataConfig
+from t0repro.data.choice_batches import ChoiceBatches, read_choices
 from t0repro.errors import UserError
 from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.registration import add_mixture, describing
-from t0repro.tasks.task import task_descriptions
+from t0repro.tasks.registry import task_descriptions
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 with describing():
     import t0repro.tasks.demo  # noqa: F401
@@ -62,7 +62,7 @@ def test_a_row_has_the_right_choice_first_and_then_the_wrong_ones():
 
 
 def test_each_pass_has_each_example_once_in_a_new_order_that_the_seed_decides():
-    count = len(list(examples_of(task_descriptions()[NEWS], "train", LENGTHS, 4)))
+    count = len(list(read_choices(task_descriptions()[NEWS], "train", LENGTHS, 4)))
     assert count == 640
     orders = [
         [
@@ -101,7 +101,7 @@ def test_a_resumed_run_goes_on_after_its_last_batch(tmp_path):
 
 def test_an_example_with_more_choices_than_a_row_has_room_for_is_refused():
     with pytest.raises(UserError, match="4 answer choices, and a row has room for 3") as refused:
-        next(examples_of(task_descriptions()[NEWS], "train", LENGTHS, 3))
+        next(read_choices(task_descriptions()[NEWS], "train", LENGTHS, 3))
     assert "ChoiceLoss.choices = 4" in refused.value.fix
 
 
@@ -117,7 +117,7 @@ import collections, json
 from t0repro.tasks.registration import describing
 with describing():
     import t0repro.tasks.few_shot
-from t0repro.tasks.task import prompted_mixtures, prompted_tasks, task_descriptions
+from t0repro.tasks.registry import prompted_mixtures, prompted_tasks, task_descriptions
 mixtures = prompted_mixtures()
 of_cb = mixtures["few_shot_super_glue_cb_32_seed_42"].tasks
 rows = {name: [at for at, _ in task_descriptions()[name].rows.rows("train")] for name in of_cb}

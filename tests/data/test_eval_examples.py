@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import seqio
 
+from t0repro.config.data import EvalDataConfig, EvaluatorConfig, LoggerConfig, SeqioDataConfig
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.run_config import EvalDataConfig
-from t0repro.config.training_plan import EvaluatorConfig, LoggerConfig, SeqioDataConfig
 from t0repro.data.batches import eval_tasks
 from t0repro.data.eval_examples import eval_examples
 from t0repro.errors import UserError
 from t0repro.evaluation import evaluator
 from t0repro.event_files import read_scalars
-from t0repro.tasks.task import DescribedTask, add_cache_dirs, task_descriptions
+from t0repro.tasks.registry import DescribedTask, add_cache_dirs, task_descriptions
 
 from ..tasks.prompt_caches import make
 
@@ -101,7 +100,7 @@ class Functions:
 @pytest.fixture
 def evaluate(monkeypatch, tmp_path):
     """Evaluates a task by either evaluator; returns its metrics and the contents of its files."""
-    monkeypatch.setattr(evaluator, "functions_of", Functions)
+    monkeypatch.setattr(evaluator, "make_functions", Functions)
     loggers = tuple(LoggerConfig(kind, None) for kind in ("py", "tensorboard", "json"))
 
     def evaluated(made, name, lengths, num_examples):
@@ -122,7 +121,7 @@ def evaluate(monkeypatch, tmp_path):
 @pytest.mark.parametrize("lengths", [None, {"inputs": 64, "targets": 8}])
 @pytest.mark.parametrize("name", NAMES)
 def test_metrics_and_files_are_those_of_seqios_evaluator(monkeypatch, evaluate, name, lengths):
-    monkeypatch.setattr(evaluator, "described_with_metrics", lambda *_: [described(name)])
+    monkeypatch.setattr(evaluator, "find_tasks_with_metrics", lambda *_: [described(name)])
     ours = evaluate(evaluator.DescribedEvaluator, name, lengths, 12)
     theirs = evaluate(evaluator.SeqioEvaluator, name, lengths, 12)
     assert len(ours[1][f"{name}-000003.jsonl"]) == 12
@@ -132,13 +131,13 @@ def test_metrics_and_files_are_those_of_seqios_evaluator(monkeypatch, evaluate, 
 
 @pytest.mark.parametrize("made", [evaluator.DescribedEvaluator, evaluator.SeqioEvaluator])
 def test_a_repeated_evaluation_leaves_each_row_once(monkeypatch, evaluate, made):
-    monkeypatch.setattr(evaluator, "described_with_metrics", lambda *_: [described(RANKED)])
+    monkeypatch.setattr(evaluator, "find_tasks_with_metrics", lambda *_: [described(RANKED)])
     _, first, _ = evaluate(made, RANKED, None, 12)
     _, again, _ = evaluate(made, RANKED, None, 12)
     assert again == first and len(first[f"{RANKED}-metrics.jsonl"]) == 1
 
 
 def test_too_few_pairs_to_rank_are_refused(monkeypatch, evaluate):
-    monkeypatch.setattr(evaluator, "described_with_metrics", lambda *_: [described(RANKED)])
+    monkeypatch.setattr(evaluator, "find_tasks_with_metrics", lambda *_: [described(RANKED)])
     with pytest.raises(UserError, match="num_examples = 11"):
         evaluate(evaluator.DescribedEvaluator, RANKED, None, 11)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from t0repro.data.resuming import read_ahead
+from t0repro.data.read_ahead import read_ahead
 
 
 def threads():

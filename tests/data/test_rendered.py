@@ -10,19 +10,18 @@ import seqio
 from seqio import dataset_providers
 
 from t0repro import compat
-from t0repro.config.run_config import EvalDataConfig
-from t0repro.config.training_plan import SeqioDataConfig
-from t0repro.data import batches, cached
-from t0repro.data.batches import RenderedBatches
+from t0repro.config.data import EvalDataConfig, SeqioDataConfig
+from t0repro.data import batches, cached, described_batches
 from t0repro.data.cached import CachedBatches
+from t0repro.data.described_batches import RenderedBatches
 from t0repro.data.train_data import EvalBatches, SeqioTrainBatches
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.tasks.registration import add_prompted_task
+from t0repro.tasks.registry import DescribedTask, task_descriptions
 from t0repro.tasks.rows import DATA_VARIABLE
-from t0repro.tasks.task import DescribedTask, task_descriptions
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from ..tasks.prompt_caches import make
 from .test_cached import assert_equal
 
@@ -91,7 +90,7 @@ def test_batches_of_rows_are_seqios(pack, shuffle, num_shards):
 def test_a_task_too_large_for_memory_is_rendered_alike_in_each_epoch(monkeypatch):
     config = data(pack=False)
     held = first(rendered_batches(config), 150)
-    monkeypatch.setattr(batches, "HELD", 0)
+    monkeypatch.setattr(described_batches, "KEPT_IN_MEMORY", 0)
     monkeypatch.setattr(dataset_providers, "_MAX_EXAMPLES_TO_MEM_CACHE", 0)
     assert_equal(first(rendered_batches(config), 150), held)
     assert_equal(seqios(config, 150), held)
@@ -108,7 +107,7 @@ def cache(tmp_path_factory):
 @pytest.mark.parametrize(("shuffle", "held"), [(True, 10_000), (True, 0), (False, 10_000)])
 def test_shards_of_caches_are_seqios(cache, monkeypatch, num_shards, shuffle, held):
     monkeypatch.setattr(dataset_providers, "_MAX_EXAMPLES_TO_MEM_CACHE", held)
-    monkeypatch.setattr(cached, "HELD", held)
+    monkeypatch.setattr(cached, "KEPT_IN_MEMORY", held)
     for name in RATES:
         monkeypatch.setattr(seqio.TaskRegistry.get(name), "_cache_dir", str(cache / name))
     config = data(shuffle=shuffle, num_shards=num_shards, batch_size=10, use_cached=True)
@@ -144,11 +143,11 @@ def test_rows_of_an_evaluation_are_mesh_tensorflows(pack, shuffle, limit):
     lengths = {**LENGTHS, "targets": 1}  # EOS takes the place of the only token
     config = EvalDataConfig(EVALUATED, "validation", False, pack, limit, shuffle, SEED)
     with only_described(batches):
-        ((name, ours),) = batches.mesh_described_rows(config, lengths)
-        ours = list(map(batches._of_one_row, ours))
-    ((_, theirs),) = batches._eval_datasets(config, lengths)
+        ((name, ours),) = described_batches.make_mesh_rows(config, lengths)
+        ours = list(map(batches._take_row, ours))
+    (theirs,) = batches._mesh_eval_datasets(config, lengths)
     assert name == EVALUATED and any(row["targets"][-1] for row in ours)
-    assert_equal(ours, list(batches._as_numpy(theirs)))
+    assert_equal(ours, list(batches._to_numpy(theirs.dataset_fn())))
 
 
 def test_training_rows_for_a_perplexity_are_mesh_tensorflows():

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from t0repro import compat
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data.train_data import (
     EvalBatches,
     SeqioTrainBatches,
+    make_train_eval_batches,
     runs_python,
     seqio_dataset,
-    train_eval,
 )
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 compat.install()
 import seqio  # noqa: E402
@@ -286,7 +286,7 @@ def test_python_functions_in_a_pipeline_are_found():
 
 def test_evaluation_has_full_batches_of_each_task_and_of_the_mixture():
     data = data_config(shuffle=False, pack=False, batch_size=8)
-    batches = EvalBatches.of_each(data, eval_steps=3)
+    batches = EvalBatches.for_each_task(data, eval_steps=3)
     assert list(batches) == ["lines_of_40", "lines_of_9", "lines_of_49"]
     small = list(batches["lines_of_9"])
     assert [batch["inputs"].shape for batch in small] == [(8, 48)] * 3
@@ -305,11 +305,11 @@ def test_evaluation_has_full_batches_of_each_task_and_of_the_mixture():
 
 def test_a_task_without_the_split_is_not_evaluated_and_an_empty_one_is_refused(tmp_path):
     data = data_config(split="validation")
-    assert EvalBatches.of_each(data, 1) == {}
+    assert EvalBatches.for_each_task(data, 1) == {}
     said = []
     plan = dataclasses.replace(tiny.PLAN, train_eval_data=data)
     with heard_by(said.append):
-        assert train_eval(plan) == {}
+        assert make_train_eval_batches(plan) == {}
     assert said == [f"train_eval: no task of {data.mixture_or_task_name} has validation"]
     (tmp_path / "empty.txt").write_text("")
     feature = seqio.Feature(seqio.ByteVocabulary(), dtype=tf.int32)
@@ -324,12 +324,12 @@ def test_a_task_without_the_split_is_not_evaluated_and_an_empty_one_is_refused(t
     )
     try:
         with pytest.raises(UserError, match="'no_lines' has no example to evaluate"):
-            list(EvalBatches.of_each(data_config("no_lines"), 1)["no_lines"])
+            list(EvalBatches.for_each_task(data_config("no_lines"), 1)["no_lines"])
     finally:
         seqio.TaskRegistry.remove("no_lines")
 
 
 def test_memory_cache_off_reads_the_same_batches_again():
     data = dataclasses.replace(data_config(), use_memory_cache=False)
-    batches = EvalBatches.of_each(data, 2)["lines_of_40"]
+    batches = EvalBatches.for_each_task(data, 2)["lines_of_40"]
     assert_equal(list(batches), list(batches))

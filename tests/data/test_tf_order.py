@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from t0repro import compat
-from t0repro.data.mixing import ShuffleSeeds, _log, draws, shuffled
+from t0repro.data.tf_order import ShuffleSeeds, _log, draws, shuffle_like_tf
 
 SEEDS = st.integers(0, 2**31)  # of all that a run may draw
 
@@ -29,7 +29,7 @@ def test_shuffled_items_have_tf_datas_order_in_every_epoch(tf, count, buffer_siz
     dataset = tf.data.Dataset.range(count).shuffle(buffer_size, seed=seed)
     seeds = ShuffleSeeds(seed)
     for _ in range(3):
-        ours = list(shuffled(iter(range(count)), buffer_size, seeds))
+        ours = list(shuffle_like_tf(iter(range(count)), buffer_size, seeds))
         assert ours == [int(item) for item in dataset.as_numpy_iterator()]
 
 

@@ -12,7 +12,7 @@ from t0repro.data.checks import check_shards
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from ..tasks.prompt_caches import make
 
 MIXTURE = "light_steps"

@@ -5,11 +5,11 @@ import re
 import pytest
 
 from t0repro import compat
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data.truncation import EXAMPLES, note_truncation
 from t0repro.progress import heard_by
-from t0repro.tasks.registration import load_tasks
-from t0repro.tasks.task import add_cache_dirs, find_tasks
+from t0repro.tasks.modules import load_tasks
+from t0repro.tasks.registry import add_cache_dirs, find_tasks
 
 from ..tasks.prompt_caches import make
 
@@ -104,8 +104,8 @@ def test_both_dialects_say_it_in_the_checks_that_a_start_and_a_dry_run_share(tas
     heard: list[str] = []
     with heard_by(heard.append):
         preflight._mesh_training_data(SimpleNamespace(inputs=inputs), jax=False)
-    monkeypatch.setattr("t0repro.data.checks.check_vocabularies", lambda *_: None)
-    monkeypatch.setattr("t0repro.data.checks.check_rows", lambda *_: None)
+    monkeypatch.setattr("t0repro.data.vocabulary_checks.check_vocabularies", lambda *_: None)
+    monkeypatch.setattr("t0repro.data.vocabulary_checks.check_rows", lambda *_: None)
     data = SeqioDataConfig(NAME, lengths, "train", 1, False, 1)
     model = SimpleNamespace(decoder_only=False, vocab_size=1408)
     with heard_by(heard.append):

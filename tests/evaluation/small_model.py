@@ -14,7 +14,7 @@ from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parameters.shape import ModelShape
 from t0repro.training.checkpoints import save_tree
 
-from ..tiny_models import FLOAT32, model_config
+from ..helpers.tiny_models import FLOAT32, model_config
 
 VOCABULARY = 1408  # the demo's pieces, padded to a multiple of 128
 

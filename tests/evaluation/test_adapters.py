@@ -57,9 +57,11 @@ def scores_of(folder):
 def compared(prompts, model_dir, adapters, tmp_path_factory):
     """Three adapters evaluated over one base, and how often parameters were loaded."""
     out, loaded = tmp_path_factory.mktemp("out"), []
-    on_devices = opened.on_devices
+    load_on_devices = opened.load_on_devices
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opened, "on_devices", lambda *a: loaded.append(a[3]) or on_devices(*a))
+        patch.setattr(
+            opened, "load_on_devices", lambda *a: loaded.append(a[3]) or load_on_devices(*a)
+        )
         patch.setattr(sys, "argv", [])
         named = (f"--adapter={path}" for path in adapters.values())
         assert not rank_eval(model_dir, out, *named)

@@ -1,7 +1,7 @@
 import pytest
 
-from t0repro.evaluation import evaluation_folder
-from t0repro.evaluation.evaluation_folder import code_digest, imported_modules, read_source
+from t0repro.evaluation import code_version
+from t0repro.evaluation.code_version import code_digest, collect_modules, read_source
 
 
 def with_a_change_in(changed):
@@ -15,16 +15,16 @@ def with_a_change_in(changed):
 
 
 PARTS = {
-    "scoring": evaluation_folder._SCORING,
-    "generation": evaluation_folder._GENERATION,
-    "rendering": evaluation_folder._RENDERING,
+    "scoring": code_version._SCORING,
+    "generation": code_version._GENERATION,
+    "rendering": code_version._RENDERING,
 }
 
 
 @pytest.mark.parametrize(
     ("part", "module"),
     [
-        ("scoring", "t0repro.training.losses"),
+        ("scoring", "t0repro.training.token_losses"),
         ("scoring", "t0repro.model.t5"),
         ("scoring", "t0repro.model.layers"),
         ("scoring", "t0repro.evaluation.grouping"),
@@ -49,7 +49,7 @@ def test_code_that_results_do_not_depend_on_leaves_the_digest_alone():
 
 def test_another_version_of_a_package_gives_another_digest(monkeypatch):
     before = code_digest(PARTS["scoring"], ["jax"])
-    monkeypatch.setattr(evaluation_folder.importlib.metadata, "version", lambda name: "0.0.1")
+    monkeypatch.setattr(code_version.importlib.metadata, "version", lambda name: "0.0.1")
     assert code_digest(PARTS["scoring"], ["jax"]) != before
 
 
@@ -64,10 +64,10 @@ def test_imports_are_followed_wherever_they_stand_but_for_type_checkers():
         ),
         "t0repro.e": "",
     }
-    found = imported_modules(["t0repro.a"], sources.get)
+    found = collect_modules(["t0repro.a"], sources.get)
     assert set(found) == {"t0repro", "t0repro.a", "t0repro.b", "t0repro.c", "t0repro.c.d"}
 
 
 def test_every_task_module_counts_for_rendering():
-    digest = evaluation_folder.rendering_digest()
-    assert len(digest) == 16 and digest == evaluation_folder.rendering_digest()
+    digest = code_version.rendering_digest()
+    assert len(digest) == 16 and digest == code_version.rendering_digest()

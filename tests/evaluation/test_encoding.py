@@ -104,7 +104,7 @@ def test_no_rows_give_no_arrays(model_dir):
     ],
 )
 def test_a_bad_row_is_named_before_the_model_is_read(row, said, model_dir, monkeypatch):
-    monkeypatch.setattr("t0repro.runs.encode.opened_once", lambda *_: pytest.fail("was read"))
+    monkeypatch.setattr("t0repro.runs.encode.open_cached", lambda *_: pytest.fail("was read"))
     with pytest.raises(UserError, match=said) as error:
         t0repro.encode(model_dir, [[5, 9], row])
     assert error.value.where == "row 1"

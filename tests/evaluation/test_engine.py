@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.config.decoding import GREEDY
-from t0repro.config.run_config import DTypePolicy
+from t0repro.config.model import DTypePolicy
 from t0repro.errors import UserError
-from t0repro.evaluation import engine, grouping
+from t0repro.evaluation import engine, packing
 from t0repro.evaluation.engine import Engine, score_examples, score_pairs
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.grouping import make_batching
-from t0repro.evaluation.pairs import distinct_pairs
+from t0repro.evaluation.pairs import collect_pairs
 from t0repro.model.t5 import T5
 from t0repro.progress import heard_by
 
-from ..plain_scoring import row_scores
+from ..helpers.plain_scoring import row_scores
 from .small_model import CONFIG, MODEL, small_parameters
 
 TOLERANCE = 1e-5  # absolute, per target token
@@ -70,7 +70,7 @@ def test_scores_agree_with_plain_scoring_whatever_batch_size_grouping_and_order(
 
 
 def test_scores_agree_when_choices_take_several_rows(params, monkeypatch):
-    monkeypatch.setattr(grouping, "MAX_ROW", 8)
+    monkeypatch.setattr(packing, "MAX_ROW", 8)
     examples = examples_of(3, 3, 9)
     scores = score_examples(params, MODEL, examples, None, 64)
     assert per_token(examples, scores, plain_scores(params, examples)).max() <= TOLERANCE
@@ -100,7 +100,7 @@ def test_each_distinct_input_is_encoded_once_and_each_pair_scored_once(params, m
     monkeypatch.setattr(engine, "decode", counting_decode)
     examples = examples_of(5, 6, 5)[1:]
     examples = [e for e in examples if len(e["inputs"])]
-    pairs = distinct_pairs(examples + examples)
+    pairs = collect_pairs(examples + examples)
     score_pairs(params, MODEL, pairs, 48)
     assert sum(encoded) == len(pairs.inputs) < len(pairs)
     assert sum(decoded) == len(pairs) < 2 * len(examples)
@@ -140,10 +140,10 @@ def test_a_batch_that_memory_does_not_hold_is_halved_and_said(params, monkeypatc
     expected = score_examples(params, MODEL, examples, None, 768)
     device, said = OutOfMemory(3), []
     monkeypatch.setattr(engine, "encode", device)
-    pairs = distinct_pairs(examples)
+    pairs = collect_pairs(examples)
     with heard_by(said.append):
         scores = score_pairs(params, MODEL, pairs, 768)
-    np.testing.assert_allclose(pairs.of_examples(scores), expected, atol=1e-5)
+    np.testing.assert_allclose(pairs.expand_to_examples(scores), expected, atol=1e-5)
     assert said == [
         "Out of memory with 12 rows of 64 input and 16 target tokens: continuing with 6.",
         "Out of memory with 6 rows of 64 input and 16 target tokens: continuing with 3.",
@@ -172,7 +172,7 @@ def test_batches_come_in_the_plans_order_while_the_next_one_is_under_way(params,
         return dispatch(self, batch, pairs)
 
     monkeypatch.setattr(Engine, "_dispatch", noting)
-    pairs = distinct_pairs([{"inputs": [n] * 8, "targets": [n, 1]} for n in range(2, 14)])
+    pairs = collect_pairs([{"inputs": [n] * 8, "targets": [n, 1]} for n in range(2, 14)])
     plan = make_batching(pairs, 32)
     run = Engine(params, MODEL).run(pairs, plan)
     assert next(run).pairs.tolist() == plan.batches[0].pairs.tolist()
@@ -186,7 +186,7 @@ def test_batches_of_the_same_lengths_are_compiled_once(params):
     programs = (engine.encode, engine.decode)
 
     def compiled(inputs):
-        pairs = distinct_pairs(examples_of(7, inputs, 2), None)
+        pairs = collect_pairs(examples_of(7, inputs, 2), None)
         plan = make_batching(pairs, 64)
         before = [program._cache_size() for program in programs]
         for _ in Engine(params, model).run(pairs, plan):
@@ -210,9 +210,9 @@ def test_misses_are_the_targets_that_greedy_decoding_would_not_choose(params):
     other = [
         {**each, "targets": [*each["targets"][:-1], each["targets"][-1] + 1]} for each in examples
     ]
-    pairs = distinct_pairs(examples + other)
+    pairs = collect_pairs(examples + other)
     misses = np.full(len(pairs), np.nan)
     for scored in Engine(params, MODEL, misses=True).run(pairs, make_batching(pairs, 48)):
         misses[scored.pairs] = scored.misses
     expected = [0.0] * len(examples) + [1.0] * len(other)
-    assert pairs.of_examples(misses).tolist() == expected
+    assert pairs.expand_to_examples(misses).tolist() == expected

@@ -9,14 +9,14 @@ import pytest
 from t0repro.config.decoding import GREEDY
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_folder import EvaluationSettings
-from t0repro.evaluation.generation import generate_tokens, texts_of
+from t0repro.evaluation.generation import decode_texts, generate_tokens
 from t0repro.evaluation.opened import open_checkpoint
-from t0repro.evaluation.outputs import read_records
 from t0repro.evaluation.reading import TaskReader
+from t0repro.evaluation.records import read_records
 from t0repro.evaluation.selection import check_vocabulary, select_tasks
 from t0repro.reports.report import load_report
 from t0repro.runs import rank_eval
-from t0repro.runs.rank_eval import write_results
+from t0repro.runs.rank_report import write_results
 
 SETTINGS = EvaluationSettings(
     lengths={"inputs": 64, "targets": 8}, limit=4, modes=("rank", "generate")
@@ -95,14 +95,15 @@ def test_prompts_with_choices_are_ranked_and_others_decoded_in_one_report(
     import seqio
 
     vocabulary = seqio.get_mixture_or_task(DECODED).output_features["targets"].vocabulary
-    texts = texts_of(tokens, vocabulary)
+    texts = decode_texts(tokens, vocabulary)
     lines = (outcome.folder / f"{DECODED}_7_predictions").read_text().split("\n")[:-1]
     assert lines == [text.replace("\n", " ") for text in texts]
     record = read_records(outcome.folder, 7)[DECODED]
     expected = reader.judge.metrics_of(examples, texts)["sequence_accuracy"]
     assert record["metrics"]["sequence_accuracy"] == expected
     # What reads scores passes decoded tasks over
-    from t0repro.reports.comparison import compare_runs, read_history
+    from t0repro.reports.comparison import compare_runs
+    from t0repro.reports.history import read_history
     from t0repro.reports.make_report import ReportOptions, make_report
     from t0repro.reports.run import Run
     from t0repro.reports.statistics import Bootstrap

@@ -73,7 +73,7 @@ def test_the_limit_of_a_search_is_of_the_consecutive_examples_and_what_fills_the
 
 
 def test_input_lengths_are_rounded_to_few():
-    assert {generation._rounded(n) for n in range(1, 513)} == {
+    assert {generation._round_up_length(n) for n in range(1, 513)} == {
         16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512,
     }  # fmt: skip
 

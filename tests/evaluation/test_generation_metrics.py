@@ -11,9 +11,9 @@ import sacrebleu
 from rouge_score import rouge_scorer
 from t5.evaluation import metrics
 
-from t0repro.evaluation.task_output import Judge
-from t0repro.tasks.prompted_examples import METRICS
-from t0repro.tasks.seqio_tasks import postprocess, task_metrics
+from t0repro.evaluation.judge import Judge
+from t0repro.tasks.metrics import METRIC_FUNCTIONS, postprocess
+from t0repro.tasks.seqio_tasks import task_metrics
 
 WORDS = (
     "the",
@@ -116,14 +116,14 @@ NUMBERS = {"pearson_corrcoef", "spearman_corrcoef"}
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", sorted(METRICS.keys() - NOT_OF_TEXTS - NUMBERS))
+@pytest.mark.parametrize("name", sorted(METRIC_FUNCTIONS.keys() - NOT_OF_TEXTS - NUMBERS))
 def test_metrics_without_t5_are_t5s(name, seed):
     targets, outputs = generated(seed)
     of_several = name in ("squad", "trivia_qa", "coqa_f1")
     np.random.seed(seed)  # ROUGE's are medians of resampled means
     theirs = getattr(metrics, name)([[t] for t in targets] if of_several else targets, outputs)
     np.random.seed(seed)
-    assert METRICS[name](targets, outputs) == theirs
+    assert METRIC_FUNCTIONS[name](targets, outputs) == theirs
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -132,11 +132,11 @@ def test_metrics_of_numbers_without_t5_are_t5s(name, seed):
     random = np.random.default_rng(seed)
     targets = random.integers(0, 2, 40).tolist()
     outputs = (random.random(40) + targets).tolist()
-    assert METRICS[name](targets, outputs) == getattr(metrics, name)(targets, outputs)
+    assert METRIC_FUNCTIONS[name](targets, outputs) == getattr(metrics, name)(targets, outputs)
 
 
 def test_a_class_that_a_text_does_not_name_counts_as_wrong_in_t5s_f1():
     targets, outputs = [0, 1, 1, 0, 1], [0, -1, 1, -1, 0]
-    ours = METRICS["f1_score_with_invalid"](targets, outputs)
+    ours = METRIC_FUNCTIONS["f1_score_with_invalid"](targets, outputs)
     assert ours == metrics.f1_score_with_invalid(targets, outputs)
     assert outputs == [0, -1, 1, -1, 0]

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t0repro.evaluation import grouping
+from t0repro.evaluation import grouping, packing
 from t0repro.evaluation.grouping import make_batching
-from t0repro.evaluation.pairs import concatenated, distinct_pairs
+from t0repro.evaluation.pairs import collect_pairs, concatenate_pairs
 
 TOKENS = st.lists(st.integers(1, 5), max_size=40)
 EXAMPLES = st.lists(
@@ -19,17 +19,17 @@ def examples_of(*pairs):
 
 
 def test_equal_pairs_are_one_and_equal_inputs_are_one():
-    pairs = distinct_pairs(
+    pairs = collect_pairs(
         examples_of(([5, 6], [7, 1]), ([5, 6], [8, 1]), ([5, 6, 0, 0], [7, 1, 0]), ([5], [7, 1]))
     )
     assert (len(pairs.inputs), len(pairs)) == (2, 3)
     assert pairs.index.tolist() == [0, 1, 0, 2]
     assert pairs.input_of.tolist() == [0, 0, 1]
-    assert pairs.of_examples(np.array([0.5, 1.5, 2.5])).tolist() == [0.5, 1.5, 0.5, 2.5]
+    assert pairs.expand_to_examples(np.array([0.5, 1.5, 2.5])).tolist() == [0.5, 1.5, 0.5, 2.5]
 
 
 def test_tokens_beyond_the_sequence_lengths_are_cut_off_before_pairs_are_compared():
-    pairs = distinct_pairs(
+    pairs = collect_pairs(
         examples_of(([5, 6, 7], [8, 9, 1]), ([5, 6, 9], [8, 1, 1])), {"inputs": 2, "targets": 1}
     )
     assert len(pairs) == 1
@@ -37,19 +37,19 @@ def test_tokens_beyond_the_sequence_lengths_are_cut_off_before_pairs_are_compare
 
 
 def test_a_digest_tells_input_from_target_and_outlives_the_process():
-    pairs = distinct_pairs(examples_of(([5, 6], [7]), ([5], [6, 7])))
+    pairs = collect_pairs(examples_of(([5, 6], [7]), ([5], [6, 7])))
     assert pairs.digest(0) != pairs.digest(1)
     assert pairs.digest(0).hex() == "77d162d3386221026900d18c1c940120"
 
 
 def test_a_target_with_a_hole_is_refused():
     with pytest.raises(ValueError, match="Example 1: a target holds an id below 1"):
-        distinct_pairs(examples_of(([5], [7, 1]), ([5], [7, 0, 1])))
+        collect_pairs(examples_of(([5], [7, 1]), ([5], [7, 0, 1])))
 
 
 @given(EXAMPLES, st.integers(8, 200))
 def test_every_pair_with_tokens_is_planned_once_in_bounded_shapes(examples, tokens):
-    pairs = distinct_pairs(examples)
+    pairs = collect_pairs(examples)
     plan = make_batching(pairs, tokens)
     planned = [int(p) for batch in plan.batches for p in batch.pairs]
     assert sorted(planned) == [p for p in range(len(pairs)) if len(pairs.targets[p])]
@@ -63,7 +63,7 @@ def test_every_pair_with_tokens_is_planned_once_in_bounded_shapes(examples, toke
 
 @given(EXAMPLES)
 def test_arrays_hold_the_tokens_and_padding_is_counted_exactly(examples):
-    pairs = distinct_pairs(examples)
+    pairs = collect_pairs(examples)
     plan = make_batching(pairs, 64)
     inputs = [batch.inputs(pairs)[0] for batch in plan.batches]
     rows = [rows for batch in plan.batches for rows in batch.decoder_rows(pairs)]
@@ -79,7 +79,7 @@ def test_arrays_hold_the_tokens_and_padding_is_counted_exactly(examples):
 
 @given(EXAMPLES, st.integers(8, 200))
 def test_every_choice_reads_its_own_input_and_no_other(examples, tokens):
-    pairs = distinct_pairs(examples)
+    pairs = collect_pairs(examples)
     for batch in make_batching(pairs, tokens).batches:
         ids, segments = batch.inputs(pairs)
         for rows in batch.decoder_rows(pairs):
@@ -93,14 +93,14 @@ def test_every_choice_reads_its_own_input_and_no_other(examples, tokens):
 
 
 def test_an_empty_input_shares_its_row_with_no_other():
-    pairs = distinct_pairs(examples_of(([], [7]), ([5], [7]), ([6], [7])))
+    pairs = collect_pairs(examples_of(([], [7]), ([5], [7]), ([6], [7])))
     rows = [row.inputs for batch in make_batching(pairs, 64).batches for row in batch.rows]
     assert sorted(map(sorted, rows)) == [[0], [1, 2]]
 
 
 def test_very_many_choices_take_further_rows_of_the_same_input(monkeypatch):
-    monkeypatch.setattr(grouping, "MAX_ROW", 10)
-    pairs = distinct_pairs(examples_of(*(([5, 6], [7] * n) for n in (4, 6, 5, 12))))
+    monkeypatch.setattr(packing, "MAX_ROW", 10)
+    pairs = collect_pairs(examples_of(*(([5, 6], [7] * n) for n in (4, 6, 5, 12))))
     (batch,) = make_batching(pairs, 1000).batches
     (row,) = batch.rows
     assert row.pieces == ((0, 1), (2,), (3,))
@@ -109,7 +109,7 @@ def test_very_many_choices_take_further_rows_of_the_same_input(monkeypatch):
 
 def test_batches_of_a_shape_are_full_but_for_the_last_which_has_one_of_few_sizes():
     def sizes(count):
-        rows = [grouping.Row((n,), ((n,),), 8, 1) for n in range(count)]
+        rows = [packing.Row((n,), ((n,),), 8, 1) for n in range(count)]
         return [(batch.size, len(batch.rows)) for batch in grouping._batches(rows, 1024, 64)]
 
     assert sizes(35) == [(16, 16), (16, 16), (3, 3)]
@@ -120,8 +120,8 @@ def test_batches_of_a_shape_are_full_but_for_the_last_which_has_one_of_few_sizes
 
 def test_a_part_of_a_window_has_the_batches_that_it_has_alone():
     random = np.random.default_rng(0)
-    parts = [distinct_pairs(list(lengths_of(random, 40))) for _ in range(3)]
-    together = concatenated(parts)
+    parts = [collect_pairs(list(lengths_of(random, 40))) for _ in range(3)]
+    together = concatenate_pairs(parts)
     ends = np.cumsum([len(part) for part in parts])
     for part, end in zip(parts, ends, strict=True):
         alone = make_batching(part, 512)
@@ -132,7 +132,7 @@ def test_a_part_of_a_window_has_the_batches_that_it_has_alone():
 
 
 def test_devices_side_by_side_compute_whole_batches_of_the_plan():
-    pairs = distinct_pairs(list(lengths_of(np.random.default_rng(0), 200)))
+    pairs = collect_pairs(list(lengths_of(np.random.default_rng(0), 200)))
     plan = make_batching(pairs, 512)
     for together in grouping.side_by_side(plan.batches, 3):
         size, length, targets = together.shape
@@ -154,14 +154,14 @@ def lengths_of(random, inputs):
 
 
 def test_inputs_of_all_lengths_are_packed_into_few_shapes_with_little_padding():
-    pairs = distinct_pairs(list(lengths_of(np.random.default_rng(0), 1000)))
+    pairs = collect_pairs(list(lengths_of(np.random.default_rng(0), 1000)))
     plan = make_batching(pairs, 4096)
     # The last batch of each kind of row may have fewer rows.
     assert plan.padding < 0.12 and len({shape[1:] for shape in plan.shapes}) <= 4
 
 
 def test_only_what_is_to_do_is_planned():
-    pairs = distinct_pairs(examples_of(([5], [7]), ([5], [8]), ([6], [7])))
+    pairs = collect_pairs(examples_of(([5], [7]), ([5], [8]), ([6], [7])))
     plan = make_batching(pairs, 64, np.array([1]))
     assert [batch.pairs.tolist() for batch in plan.batches] == [[1]]
     assert make_batching(pairs, 64, np.array([], np.int64)).batches == ()

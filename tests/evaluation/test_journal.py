@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from t0repro.evaluation.pairs import DIGEST, ScoreJournal
+from t0repro.evaluation.score_journal import DIGEST, ScoreJournal
 
 RECORD = 36
 

@@ -7,7 +7,7 @@ from t0repro.converters.sources import load_any, open_any
 from t0repro.converters.tensors import StoredTensor
 from t0repro.converters.witnesses import parameters_digest
 from t0repro.evaluation.engine import score_examples
-from t0repro.evaluation.opened import on_devices, open_checkpoint
+from t0repro.evaluation.opened import load_on_devices, open_checkpoint
 
 from .small_model import save_model
 
@@ -38,7 +38,7 @@ def test_each_tensor_is_read_once_when_its_turn_comes(tmp_path):
 
     tree = {name: counted(name, tensor) for name, tensor in open_any(folder, slots=False).items()}
     assert not reads
-    again = on_devices(tree, opened.params, opened.model, folder)
+    again = load_on_devices(tree, opened.params, opened.model, folder)
     parameters = sorted(name for name in tree if name.startswith("target/"))
     assert reads == [*parameters, "state/step"]
     assert again.digest == opened.digest == parameters_digest(whole, whole.__getitem__)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t0repro.evaluation.grouping import Item, pack
+from t0repro.evaluation.packing import Item, pack
 
 LENGTH, TARGETS = 100, 10
 LENGTHS, COUNTS = st.integers(1, LENGTH), st.integers(1, TARGETS)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import TaskScores
-from t0repro.evaluation.rank import rank_classification, rank_metrics, ranked_target
-from t0repro.evaluation.task_output import Judge
+from t0repro.evaluation.judge import Judge
+from t0repro.evaluation.rank import postprocess_rank, rank_classification, rank_metrics
+from t0repro.evaluation.task_scores import TaskScores
 
 
 def task_scores(targets, scores):
@@ -113,11 +113,11 @@ def test_float32_weights_and_undefined_metrics_are_treated_as_t5_does(num_classe
                 "weight": np.float32(0.1 + number % 3),
                 "targets": np.ones(number % 5, np.int32),
             }
-            targets.append(ranked_target("", example=example, is_target=True))
+            targets.append(postprocess_rank("", example=example, is_target=True))
             theirs = postprocessors.rank_classification("", example=example, is_target=True)
             assert repr(targets[-1]) == repr(theirs)
     scores = list(generator.normal(size=len(targets)).astype(np.float32))
-    assert ranked_target(scores[0], example={}) is scores[0]
+    assert postprocess_rank(scores[0], example={}) is scores[0]
     ours = rank_metrics(targets, scores, num_classes)
     theirs = t5_metrics.rank_classification(targets, scores, num_classes=num_classes)
     assert {name: repr(float(value)) for name, value in theirs.items()} == {

@@ -19,23 +19,25 @@ from t0repro.evaluation import engine, evaluation_folder, reading
 from t0repro.evaluation.engine import Engine
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
 from t0repro.evaluation.opened import open_checkpoint
-from t0repro.evaluation.outputs import read_records, read_task_scores, write_record
+from t0repro.evaluation.outputs import read_task_scores
+from t0repro.evaluation.records import read_records, write_record
 from t0repro.evaluation.task_output import LineFile, TruncationCounter
-from t0repro.files import folder_lock
 from t0repro.progress import heard_by
 from t0repro.reports import load_report
-from t0repro.reports.comparison import compare_runs, read_history
+from t0repro.reports.comparison import compare_runs
+from t0repro.reports.history import read_history
 from t0repro.reports.make_report import ReportOptions, make_report
-from t0repro.reports.results import rank_folder
+from t0repro.reports.ranking import rank_folder
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap, Outcomes
 from t0repro.runs import rank_eval
-from t0repro.runs.rank_eval import write_results
-from t0repro.tasks import task as registry
+from t0repro.runs.rank_report import write_results
+from t0repro.storage import lock_folder
+from t0repro.tasks import registry
 from t0repro.tasks.demo.datasets import VOCABULARY
-from t0repro.tasks.registration import register_templates
+from t0repro.tasks.template_registration import register_templates
 
-from ..plain_scoring import row_scores
+from ..helpers.plain_scoring import row_scores
 from ..tasks.prompt_caches import make
 from .small_model import save_model
 
@@ -141,7 +143,7 @@ def test_metrics_are_t5s_under_t5s_names(evaluated):
 
 
 def rank_results(folder, task):
-    from t0repro.reports.results import rank_folder
+    from t0repro.reports.ranking import rank_folder
 
     return rank_folder(folder, {}, tasks=[task])
 
@@ -283,7 +285,7 @@ def test_results_of_a_model_whose_config_was_corrected_are_not_taken_for_the_new
     (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.5}))
     with pytest.raises(UserError, match="rms_norm_epsilon was 1e-06, and .* say 0.5"):
         evaluate(folder, tmp_path / "out", mixture=task)
-    # Nor are they taken if the claim is lost, or was made by a version that did not know the model.
+    # Nor are they taken if the claim is lost.
     (claim,) = (tmp_path / "out/scores").glob("step_*.json")
     claim.unlink()
     with pytest.raises(UserError, match="does not say what its report.json|validation_eval is of"):
@@ -653,7 +655,7 @@ def test_tasks_without_rows_here_are_an_error_or_left_out_and_named(model_dir, p
     seqio.MixtureRegistry.add("with_a_task_without_rows", [absent, other], default_rate=1)
     with pytest.raises(UserError, match="copa"):
         evaluate(model_dir, tmp_path / "out", mixture="with_a_task_without_rows")
-    settings, said = dataclasses.replace(SETTINGS, at_hand=True), []
+    settings, said = dataclasses.replace(SETTINGS, skip_missing=True), []
     mixture = "with_a_task_without_rows"
     outcome = evaluate(model_dir, tmp_path / "out", settings, mixture, said)
     assert outcome.tasks == (other,)
@@ -691,7 +693,7 @@ def test_the_command_goes_on_after_a_kill_and_writes_a_report(model_dir, tmp_pat
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    done = start(model_dir, tmp_path, "--also=calibrated", "--tracker=tensorboard", *arguments)
+    done = start(model_dir, tmp_path, "--calibrated", "--tracker=tensorboard", *arguments)
     output, _ = done.communicate(timeout=300)
     assert done.returncode == 0, output
     (tracked,) = json.loads((tmp_path / "tracking.json").read_text()).values()
@@ -716,7 +718,7 @@ def test_the_command_goes_on_after_a_kill_and_writes_a_report(model_dir, tmp_pat
 
 
 def test_a_second_run_into_the_same_folder_is_refused_at_once(model_dir, tmp_path):
-    with folder_lock(tmp_path, "rank evaluation"):
+    with lock_folder(tmp_path, "rank evaluation"):
         second = start(model_dir, tmp_path, "--limit=1")
         output, _ = second.communicate(timeout=120)
     assert second.returncode == 2, output

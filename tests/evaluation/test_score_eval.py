@@ -7,14 +7,14 @@ import weakref
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import EvalDataConfig
+from t0repro.config.data import EvalDataConfig
 from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
 from t0repro.evaluation import reading
-from t0repro.evaluation.task_output import explaining_incomplete_inputs
-from t0repro.runs import evaluate as score_eval
+from t0repro.evaluation.task_output import explain_incomplete_inputs
+from t0repro.runs import task_writer as score_eval
 
-from ..tiny_models import run_config
+from ..helpers.tiny_models import run_config
 
 SIZES = (3, 4, 2, 9, 1, 1)
 
@@ -56,31 +56,34 @@ def config():
     return run_config("a_model_dir", 1, eval_data=data)
 
 
-def parts(windows):
-    return [[(int(part.task[-1]), len(part.examples), part.last) for part in w] for w in windows]
+def chunks(read_buffers):
+    return [
+        [(int(chunk.task[-1]), len(chunk.examples), chunk.last) for chunk in w]
+        for w in read_buffers
+    ]
 
 
 def test_windows_are_whole_tasks_and_parts_of_those_that_are_larger(read, config, monkeypatch):
     monkeypatch.setattr(score_eval, "EXAMPLES_IN_MEMORY", 8)
-    monkeypatch.setattr(reading, "PARTS_IN_WINDOW", 2)
-    windows = score_eval.TaskWindows(config)
+    monkeypatch.setattr(reading, "CHUNKS_IN_BUFFER", 2)
+    read_buffers = score_eval.TaskBuffers(config)
     # A task's parts are the same whatever shares their window.
     expected = [
         [(0, 3, True), (1, 4, True)],
         [(2, 2, True), (3, 4, False)],
         [(3, 4, False), (3, 1, True), (4, 1, True), (5, 1, True)],
     ]
-    assert parts(windows) == expected
-    assert parts(windows) == expected  # for another checkpoint
-    assert len(read) == 2 * sum(SIZES) and len(windows.judges) == len(SIZES)
+    assert chunks(read_buffers) == expected
+    assert chunks(read_buffers) == expected  # for another checkpoint
+    assert len(read) == 2 * sum(SIZES) and len(read_buffers.judges) == len(SIZES)
 
 
 def test_only_a_window_is_held_though_a_task_is_larger(read, config, monkeypatch):
     monkeypatch.setattr(score_eval, "EXAMPLES_IN_MEMORY", 4)
     held = []
-    for window in score_eval.TaskWindows(config):
-        here = sum(len(part.examples) for part in window)
-        del window
+    for read_buffer in score_eval.TaskBuffers(config):
+        here = sum(len(chunk.examples) for chunk in read_buffer)
+        del read_buffer
         gc.collect()
         held.append((here, sum(at() is not None for at in read)))
     assert len(held) == sum(SIZES) / 4
@@ -90,29 +93,33 @@ def test_only_a_window_is_held_though_a_task_is_larger(read, config, monkeypatch
 
 
 def test_what_fits_in_one_window_is_read_once(read, config):
-    windows = score_eval.TaskWindows(config)
-    assert parts(windows) == parts(windows) == [[(n, s, True) for n, s in enumerate(SIZES)]]
+    read_buffers = score_eval.TaskBuffers(config)
+    assert (
+        chunks(read_buffers)
+        == chunks(read_buffers)
+        == [[(n, s, True) for n, s in enumerate(SIZES)]]
+    )
     assert len(read) == sum(SIZES)
 
 
-@pytest.mark.parametrize("window", [7, 100])
+@pytest.mark.parametrize("read_buffer", [7, 100])
 def test_without_bound_lengths_all_tasks_have_those_of_the_longest(
-    read, config, monkeypatch, window
+    read, config, monkeypatch, read_buffer
 ):
-    monkeypatch.setattr(score_eval, "EXAMPLES_IN_MEMORY", window)
-    windows = score_eval.TaskWindows(dataclasses.replace(config, sequence_length=None))
-    assert windows.lengths == {"inputs": 12, "targets": 9}  # task 3's last example
-    assert score_eval.TaskWindows(config).lengths == config.sequence_length
+    monkeypatch.setattr(score_eval, "EXAMPLES_IN_MEMORY", read_buffer)
+    read_buffers = score_eval.TaskBuffers(dataclasses.replace(config, sequence_length=None))
+    assert read_buffers.lengths == {"inputs": 12, "targets": 9}  # task 3's last example
+    assert score_eval.TaskBuffers(config).lengths == config.sequence_length
 
 
 def test_only_t5s_error_about_cut_off_choices_is_explained():
     with (
         pytest.raises(UserError, match="5 pairs cannot be ranked: each input has 2 choices"),
-        explaining_incomplete_inputs(5),
+        explain_incomplete_inputs(5),
     ):
         raise AssertionError("5 % 2 != 0")
     for limit, error in ((None, AssertionError("5 % 2 != 0")), (5, AssertionError("another"))):
-        with pytest.raises(AssertionError), explaining_incomplete_inputs(limit):
+        with pytest.raises(AssertionError), explain_incomplete_inputs(limit):
             raise error
 
 

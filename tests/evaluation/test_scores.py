@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.evaluation.outputs import ScoredPairs, read_task_scores
+from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.task_output import LineFile
+from t0repro.evaluation.task_scores import ScoredPairs
 
 floats = st.floats(width=32, max_value=0.0, allow_nan=False, allow_infinity=False)
 
@@ -44,7 +45,7 @@ def test_files_give_back_the_pairs_sorted_and_metrics_get_them_as_they_came(
     ]
     # A file holds the shortest decimal that stands for a float32.
     assert read.score.tolist() == [float(str(np.float32(pair[-1]))) for pair in by_index]
-    again, given_scores = collected.for_metrics()
+    again, given_scores = collected.as_metric_arguments()
     assert list(map(str, again)) == list(map(str, targets))
     assert [score.tobytes() for score in given_scores] == [score.tobytes() for score in scores]
 
@@ -68,4 +69,4 @@ def test_empty_parts_do_not_matter(parts):
     for _ in range(parts):
         collected.add([], np.zeros(0, np.float32))
     collected.add([((0, 0), True, 1.0, 2)], np.array([-1.0], np.float32))
-    assert collected.for_metrics()[1] == [-1.0]
+    assert collected.as_metric_arguments()[1] == [-1.0]

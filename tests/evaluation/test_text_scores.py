@@ -17,8 +17,8 @@ from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.vocabulary import VocabularyFile
 from t0repro.training.checkpoints import save_tree
 
-from .. import tiny_models as tiny
-from ..plain_scoring import row_scores
+from ..helpers import tiny_models as tiny
+from ..helpers.plain_scoring import row_scores
 
 TEXTS = ["is this film good or bad ? the cast was lovely", "what is it about"]
 MODEL = tiny.model(vocab_size=1408)

@@ -12,24 +12,21 @@ from typer.testing import CliRunner
 
 from t0repro.cli.report import app
 from t0repro.errors import UserError
-from t0repro.evaluation import evaluation_facts, outputs
+from t0repro.evaluation import evaluation_facts, records
 from t0repro.evaluation.evaluation_folder import EvaluationSettings
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.reading import TaskReader
 from t0repro.progress import heard_by
 from t0repro.reports import make_report as making
-from t0repro.reports.make_report import write_report
+from t0repro.reports import score_tables
 from t0repro.reports.report import load_report
+from t0repro.reports.report_files import write_report
 from t0repro.reports.run import Run
-from t0repro.runs import rank_eval
+from t0repro.runs import rank_eval, rank_report
 from t0repro.runs import verify as runs_verify
-from t0repro.runs.verify import (
-    chosen_cells,
-    detection_probability,
-    not_verified,
-    options_of,
-    verify,
-)
+from t0repro.runs.verified_cells import chosen_cells
+from t0repro.runs.verified_figures import options_of
+from t0repro.runs.verify import detection_probability, not_verified, verify
 
 SETTINGS = EvaluationSettings(lengths={"inputs": 128, "targets": 32}, limit=12)
 ALL = 10_000
@@ -43,7 +40,7 @@ def reported(model_dir, prompts, tmp_path_factory):
     with heard_by(lambda text: None), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = rank_eval.rank_eval(checkpoint, "demo_eval_score_eval", out, SETTINGS)
-    rank_eval.write_results(
+    rank_report.write_results(
         outcome, 7, out, prompts, (), label="jax", title="Demo", resamples=100, extras=()
     )
     return out
@@ -130,7 +127,7 @@ def test_a_changed_row_is_noticed(reported, prompts, monkeypatch):
 
     monkeypatch.setattr(TaskReader, "examples", one_changed)
     changed = differing(reported, prompts)
-    assert len(changed) == len(outputs.read_records(reported / "validation_eval", 7))
+    assert len(changed) == len(records.read_records(reported / "validation_eval", 7))
     assert all("another line than the rows give" in each.details for each in changed)
 
 
@@ -158,20 +155,20 @@ def cover_up(out, changed, prompts):
             for line in range(example * choices, (example + 1) * choices):
                 scores[line] = str(np.float32(float(scores[line]) - 0.001))
         path.write_text("".join(f"{score}\n" for score in scores))
-        record = outputs.read_records(folder, 7)[task]
-        record["files"][path.name] = outputs.file_digest(path)
-        outputs.write_record(folder, record)
+        record = records.read_records(folder, 7)[task]
+        record["files"][path.name] = records.file_digest(path)
+        records.write_record(folder, record)
     facts = json.loads((folder / "provenance.json").read_text())
-    facts["scores_sha256"] = evaluation_facts.scores_sha256(folder, outputs.read_records(folder, 7))
+    facts["scores_sha256"] = evaluation_facts.scores_sha256(folder, records.read_records(folder, 7))
     (folder / "provenance.json").write_text(json.dumps(facts))
     options = dataclasses.replace(options_of(load_report(out)), title="Demo")
     write_report(making.make_report(Run("jax", folder, 7), prompts, options), out)
-    making.write_tables(folder, 7, prompts, out)
+    score_tables.write_tables(folder, 7, prompts, out)
 
 
 def test_covered_up_scores_are_noticed_as_often_as_is_said(copied, prompts):
     folder = copied / "validation_eval"
-    tasks = sorted(outputs.read_records(folder, 7))
+    tasks = sorted(records.read_records(folder, 7))
     changed = {task: {1, 7} for task in tasks[: len(tasks) // 2]}
     cover_up(copied, changed, prompts)
     differ = differing(copied, prompts)
@@ -180,7 +177,7 @@ def test_covered_up_scores_are_noticed_as_often_as_is_said(copied, prompts):
     assert len(differ) == sum(map(len, changed.values()))
     share = len(differ) / (12 * len(tasks))
     for cells in (1, 5, 20):
-        draws = (chosen_cells(outputs.read_records(folder, 7), cells, seed) for seed in range(600))
+        draws = (chosen_cells(records.read_records(folder, 7), cells, seed) for seed in range(600))
         caught = [
             any(changed.get(task, set()) & {cell for cell in own} for task, own in drawn.items())
             for drawn in draws
@@ -282,8 +279,8 @@ def flip_all_answers(out):
 
 
 def forget_dropped_rows(out):
-    record = next(iter(outputs.read_records(out / "validation_eval", 7).values()))
-    outputs.write_record(out / "validation_eval", {**record, "dropped_rows": [0]})
+    record = next(iter(records.read_records(out / "validation_eval", 7).values()))
+    records.write_record(out / "validation_eval", {**record, "dropped_rows": [0]})
 
 
 def empty(name):

@@ -1,4 +1,4 @@
-"""What `scripts/make_reference_goldens.py` records of the reference stack, and from what.
+"""What `scripts/dev/make_reference_goldens.py` records of the reference stack, and from what.
 
 Neither TensorFlow nor SeqIO nor t5 is imported here: the core's tests read the cases, too.
 

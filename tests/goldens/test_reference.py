@@ -14,16 +14,17 @@ import flax.traverse_util
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import DTypePolicy, ModelConfig
+from t0repro.config.model import DTypePolicy, ModelConfig
 from t0repro.data.cached import CachedBatches
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.t5 import T5
-from t0repro.tasks.prompted_examples import METRICS, prompted_examples
-from t0repro.tasks.registration import load_tasks
-from t0repro.tasks.task import prompted_mixtures, task_descriptions
-from t0repro.tasks.templates import compile_template
+from t0repro.tasks.metrics import METRIC_FUNCTIONS
+from t0repro.tasks.modules import load_tasks
+from t0repro.tasks.prompted_examples import prompted_examples
+from t0repro.tasks.registry import prompted_mixtures, task_descriptions
+from t0repro.tasks.rendering import compile_template
 
 from ..tasks.prompt_caches import make
 from . import cases
@@ -101,7 +102,9 @@ def test_templates_render_what_promptsource_rendered(recorded):
 
 @pytest.mark.parametrize("name", cases.METRICS)
 def test_metrics_of_texts_are_t5s(recorded, name):
-    assert dict(METRICS[name](*cases.METRICS[name])) == pytest.approx(recorded["metrics"][name])
+    assert dict(METRIC_FUNCTIONS[name](*cases.METRICS[name])) == pytest.approx(
+        recorded["metrics"][name]
+    )
 
 
 @pytest.fixture(scope="module")

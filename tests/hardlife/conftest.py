@@ -88,7 +88,7 @@ def moments(request):
 
 @pytest.fixture
 def outcome(request):
-    """Takes a line for the summary at the end, which docs/reliability.md quotes."""
+    """Takes a line for the summary at the end, which docs/evidence/reliability.md quotes."""
 
     def say(line: str) -> None:
         request.node.user_properties.append(("outcome", line))

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import DTypePolicy
+from t0repro.config.model import DTypePolicy
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from t0repro.config.t5x.gin_files import T5xInputs, parse
-from t0repro.config.t5x.inference import infer_plan
+from t0repro.config.t5x.run import infer_plan
 from t0repro.converters.sources import find_checkpoint, load_any
 from t0repro.errors import UserError
 

@@ -28,11 +28,11 @@ MIXTURES = ("a", "b")
 # Continues from its latest checkpoint, saves every second step and keeps the two latest.
 TRAINING = f"""
 import sys, time
-from t0repro.config.training_plan import SaveConfig
+from t0repro.config.checkpoints import SaveConfig
 from t0repro.training.checkpoints import latest_step, save_checkpoint
 from t0repro.training.checkpoints import remove_interrupted_saves
 from t0repro.training.checkpoints import remove_superfluous
-from tests.tiny_models import new_state
+from tests.helpers.tiny_models import new_state
 remove_interrupted_saves(sys.argv[1])
 state = new_state()
 for step in range((latest_step(sys.argv[1]) or 0) + 2, {LAST_STEP} + 1, 2):

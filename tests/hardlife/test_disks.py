@@ -15,7 +15,7 @@ pytestmark = pytest.mark.hardlife
 def assert_clear(code, said):
     """An error for a person: exit code 2, no traceback, what to do next."""
     assert code == 2 and "Traceback" not in said, said[-3000:]
-    assert re.search(r"to do: \S", said), said[-3000:]
+    assert re.search(r"fix: \S", said), said[-3000:]
 
 
 def size(folder):

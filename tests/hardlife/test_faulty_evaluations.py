@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro import buckets, working_copies
+from t0repro import storage
 
 from . import more_jobs
 from .jobs import Job, Result, rank_eval_job, write_checkpoint
@@ -45,7 +45,7 @@ class Evaluation:
 
     def result(self, place: str) -> Result:
         """The files that must not depend on any fault, by name."""
-        with working_copies.fetched(place) as folder:
+        with storage.fetch(place) as folder:
             found = [path for path in folder.glob(RESULTS[self.mode]) if _is_same(path.name)]
             names = {str(path.relative_to(folder)): path.read_bytes() for path in found}
         times = re.compile(rb'"[^"]*(time|second)[^"]*": [^,}]+')
@@ -106,8 +106,8 @@ def _evaluation(mode: str, folder: Path, trained: Callable[[], Path]) -> Evaluat
 
 def begin(made: Evaluation, address: str) -> None:
     """Makes a place of a bucket what an evaluation begins with."""
-    buckets.remove_all(address)
-    buckets.upload_tree(made.inputs, address)
+    storage.remove_all(address)
+    storage.put_tree(made.inputs, address)
 
 
 @pytest.mark.parametrize("mode", RESULTS)

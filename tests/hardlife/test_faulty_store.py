@@ -16,21 +16,16 @@ import urllib.request
 import numpy as np
 import pytest
 
-from t0repro import buckets, working_copies
+from t0repro import storage
 from t0repro.converters.convert import convert
 from t0repro.converters.inspection import compare
 from t0repro.errors import UserError
-from t0repro.files import input_path
-from t0repro.training.checkpoints import (
-    checkpoint_path,
-    list_checkpoints,
-    load_tree,
-    remove_interrupted_saves,
-    save_tree,
-)
+from t0repro.storage import buckets, input_path, stores
+from t0repro.training.checkpoint_retention import remove_interrupted_saves
+from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree, save_tree
 
-from ..bucket_servers import S3, GoogleStorage
-from ..faulty_store import FaultyStore
+from ..helpers.bucket_servers import S3, GoogleStorage
+from .faulty_store import FaultyStore
 from .jobs import LAST_STEP, T0REPRO, Job, visible_files, write_checkpoint
 
 pytestmark = pytest.mark.hardlife
@@ -68,13 +63,13 @@ def store(monkeypatch, request):
     proxy.bucket = server.address
     for name, value in server.environment(server.port).items():
         monkeypatch.setenv(name, value)
-    buckets.file_system.cache_clear()
-    buckets.remove_all(server.address)  # moto's servers of one process share their objects
+    stores.file_system.cache_clear()
+    storage.remove_all(server.address)  # moto's servers of one process share their objects
     yield proxy
     proxy.close()
     server.stop()
-    working_copies.close_all()
-    buckets.file_system.cache_clear()
+    storage.close_copies()
+    stores.file_system.cache_clear()
 
 
 def in_bucket(job, store, result, *options):
@@ -181,8 +176,8 @@ def test_a_cache_is_written_to_a_store_that_fails_and_read_there(
         store.counts[kind] = 0
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(buckets, "_PART_BYTES", 1 << 13)
-    buckets.file_system.cache_clear()
+    monkeypatch.setattr(buckets, "_AHEAD_BYTES", 1 << 13)
+    stores.file_system.cache_clear()
     task, refused = sorted({name.partition("/")[0] for name in expected})[0], 0
     # Listings are read when a copy is opened, once, so that all that is new is shown by now.
     del store.counts["hidden"]
@@ -190,12 +185,12 @@ def test_a_cache_is_written_to_a_store_that_fails_and_read_there(
         try:
             folder = input_path(f"{address}/{task}")
             for path in sorted(folder.iterdir()):
-                with working_copies.opened(path) as file:
+                with storage.open_file(path) as file:
                     assert file.read() == expected[f"{task}/{path.name}"], path.name
         except UserError as error:
             assert error.fix
             refused += 1
-        working_copies.close_all()
+        storage.close_copies()
     outcome(
         f"a cache in a store that fails ({store.bucket}): written: {written}: {runs} runs, the same"
         f" {len(expected)} files; read: {faults_of(store)}: the same bytes, {refused} errors"
@@ -207,7 +202,7 @@ def speak_with(store, monkeypatch):
     address = f"http://127.0.0.1:{store.port}"
     for name, value in {**store.environment, "TENSORSTORE_GCS_HTTP_URL": address}.items():
         monkeypatch.setenv(name, value)
-    buckets.file_system.cache_clear()
+    stores.file_system.cache_clear()
 
 
 @in_each_store
@@ -216,7 +211,7 @@ def test_a_conversion_between_addresses_of_a_store_that_fails_writes_the_same_by
 ):
     # One that is in plain files, and one of which TensorStore reads a single store.
     sources = [f"{store.bucket}/mtf", f"{store.bucket}/jax"]
-    buckets.upload_tree(write_checkpoint(tmp_path / "jax"), sources[1])
+    storage.put_tree(write_checkpoint(tmp_path / "jax"), sources[1])
     convert(sources[1], sources[0], "mtf")
     for number, source in enumerate(sources):
         convert(source, tmp_path / f"here{number}", "hf")
@@ -231,7 +226,7 @@ def test_a_conversion_between_addresses_of_a_store_that_fails_writes_the_same_by
                 ended = True
             except UserError as error:
                 assert error.fix
-                assert not buckets.exists(f"{out}/config.json")
+                assert not storage.exists(f"{out}/config.json")
         # By name: listings lag.
         for path in (tmp_path / f"here{number % 2}").iterdir():
             assert buckets.read(f"{out}/{path.name}") == path.read_bytes(), path.name

@@ -9,7 +9,7 @@ import pytest
 
 from t0repro.converters.sources import load_any
 
-from ..bucket_servers import S3, GoogleStorage, Relay
+from ..helpers.bucket_servers import S3, GoogleStorage, Relay
 from . import jobs
 
 pytestmark = pytest.mark.hardlife
@@ -76,7 +76,7 @@ def test_a_store_that_cuts_connections_ends_a_conversion_clearly_and_it_goes_on(
             break
         cut += 1
         assert relay.cuts > before and "Traceback" not in said, said[-3000:]
-        assert code == 2 and "to do: Check the connection" in said, said
+        assert code == 2 and "fix: Check the connection" in said, said
         assert not (tmp_path / "out").exists()
     relay.limit = None
     code, said = convert(f"{server.address}/{to}", tmp_path / "again", environment)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.buckets import place
-from t0repro.cloud.auxiliary import AuxiliaryOptions, auxiliary_jobs_during_training
+from t0repro.cloud.auxiliary import auxiliary_jobs_during_training
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
-from t0repro.files import input_path
 from t0repro.jobs.journal import read_status
+from t0repro.storage import input_path, place
 
 from .trainings import curve, save_checkpoints
 

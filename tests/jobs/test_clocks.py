@@ -28,7 +28,7 @@ time.time_ns = lambda: real_ns() + int(next(offsets)) * 10**9
 CONTROLLER = f"""
 import sys
 from pathlib import Path
-from t0repro.jobs.worker import Limits
+from t0repro.jobs.job import Limits
 from tests.jobs.trainings import work_once
 work_once(
     Path(sys.argv[1]), sys.argv[2], "hangs", "m", max_parallel=2, max_failures=2,

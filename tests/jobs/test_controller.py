@@ -14,7 +14,7 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.jobs.journal import JobJournal, Point, curves, read_status, to_json
-from t0repro.jobs.worker import LocalLauncher
+from t0repro.jobs.local_launcher import LocalLauncher
 from t0repro.training.checkpoints import checkpoint_path
 
 from .trainings import controller, curve, save_checkpoints, work_once
@@ -157,7 +157,7 @@ def test_a_job_whose_machine_is_taken_away_is_started_again_and_did_not_fail(tmp
     assert work_once(model_dir, waits, said=said, launcher=PreemptingLauncher(4), max_failures=1)
     assert runs(tmp_path) == ["3 m"]
     assert read_status(model_dir)[Point(3, "m")].attempt == 5
-    assert sum("interrupted by its engine" in line for line in said) == 4
+    assert sum("interrupted by its launcher" in line for line in said) == 4
 
 
 def test_metrics_arrive_in_the_order_of_steps(tmp_path, evaluator):

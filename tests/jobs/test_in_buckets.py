@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from t0repro import buckets, leases, working_copies
-from t0repro.buckets import place
-from t0repro.config.training_plan import SaveConfig
-from t0repro.files import input_path
+from t0repro import storage
+from t0repro.config.checkpoints import SaveConfig
 from t0repro.jobs.journal import read_status
-from t0repro.jobs.worker import LocalLauncher
-from t0repro.training.checkpoints import list_checkpoints, remove_superfluous
+from t0repro.jobs.local_launcher import LocalLauncher
+from t0repro.storage import buckets, input_path, leases, place
+from t0repro.training.checkpoint_retention import remove_superfluous
+from t0repro.training.checkpoints import list_checkpoints
 
 from .trainings import controller, curve, save_checkpoints, work_once
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_in_use_outlives_the_trainings_retention(bucket, tmp_path, 
 
     assert watched.run(training_continues)
     assert states[1] == [3, 6] and runs(tmp_path) == ["3 m", "6 m"]
-    working_copies.close_all()
+    storage.close_copies()
     # There is no further save, so the controller removed it, and no trace of a pin is left of it.
     assert list_checkpoints(bucket) == [6]
     assert not [name for name in buckets.objects(bucket) if "checkpoint_3" in name]
@@ -96,7 +96,7 @@ def test_a_controller_that_is_killed_is_followed_by_one_that_does_the_rest(
     first.wait()
     stays.unlink()
     assert work_once(bucket, waits)
-    working_copies.close_all()
+    storage.close_copies()
     assert set(runs(tmp_path)) == {"3 m", "6 m"}
     assert curve(input_path(bucket) / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
     assert [each.state for each in read_status(input_path(bucket)).values()] == ["succeeded"] * 2
@@ -119,7 +119,7 @@ def test_jobs_on_other_machines_read_and_leave_everything_in_the_bucket(
     once = f"sh -c 'if rm {breaks}; then echo broken; exit 1; fi; {' '.join(evaluator)}'"
     said = []
     assert work_once(bucket, once, launcher=OtherMachine(), said=said)
-    working_copies.close_all()
+    storage.close_copies()
     assert runs(tmp_path) == ["3 m", "6 m"]
     assert curve(input_path(bucket) / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
     assert any("failed: exit code 1" in line and "| broken" in line for line in said)

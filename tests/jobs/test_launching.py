@@ -16,15 +16,13 @@ from typer.testing import CliRunner
 
 from t0repro.cli.app import app
 from t0repro.cli.gate import ErrorHandling
-from t0repro.cloud.engines import Machine, find_machine, read_template
-from t0repro.cloud.launching import (
-    Launch,
-    gcluster_command,
-    job_set,
-    sky_task,
-    slurm_script,
-    tpu_vm_commands,
-)
+from t0repro.cloud.launchers.gcluster import gcluster_command
+from t0repro.cloud.launchers.kubernetes import job_set, read_template
+from t0repro.cloud.launchers.launch import Launch
+from t0repro.cloud.launchers.machines import Machine, find_machine
+from t0repro.cloud.launchers.skypilot import sky_task
+from t0repro.cloud.launchers.slurm import slurm_script
+from t0repro.cloud.launchers.tpu_vm import tpu_vm_commands
 from t0repro.errors import UserError
 from t0repro.training.checkpoints import list_checkpoints
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from t0repro.cloud.engines import Machine, find_machine
+from t0repro.cloud.launchers.machines import Machine, find_machine
 from t0repro.errors import UserError
 
 FILE = """

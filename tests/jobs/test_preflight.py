@@ -2,7 +2,8 @@
 
 import pytest
 
-from t0repro.cloud.auxiliary import AuxiliaryOptions, auxiliary_jobs_during_training, check_jobs
+from t0repro.cloud.auxiliary import auxiliary_jobs_during_training, check_jobs
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
@@ -37,7 +38,7 @@ def test_a_split_that_no_task_has_stops_the_training_before_it_starts(tmp_path, 
     message = str(refused.value)
     assert f"The jobs for {TASK} would fail. No task of '{TASK}' has a split 'test'." in message
     assert "where: MIXTURE_OR_TASK_SPLIT (utils.DatasetConfig.split)" in message
-    assert "to do: Choose one of " in message and "Traceback" not in message
+    assert "fix: Choose one of " in message and "Traceback" not in message
     assert [path.name for path in tmp_path.iterdir()] == ["my_eval.gin"]
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from t0repro.config.t5x.inference import eval_plan
+from t0repro.config.t5x.run import eval_plan
 from t0repro.jobs.journal import read_status
-from t0repro.reports.comparison import read_history
+from t0repro.reports.history import read_history
 
 from ..runs.tiny_gin import parsed, save_checkpoint
 from .trainings import curve, work_once

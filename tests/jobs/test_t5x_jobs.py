@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from t0repro.config.t5x.inference import eval_plan
+from t0repro.config.t5x.run import eval_plan
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.journal import read_status
-from t0repro.jobs.worker import LocalLauncher
+from t0repro.jobs.local_launcher import LocalLauncher
 from t0repro.training.checkpoints import list_checkpoints
 
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint

@@ -3,14 +3,13 @@
 import grpc
 import pytest
 
-from t0repro import working_copies
-from t0repro.buckets import place
-from t0repro.cloud.engines import VertexLauncher, VertexMachine
+from t0repro import storage
+from t0repro.cloud.launchers.vertex import VertexLauncher, VertexMachine
 from t0repro.errors import UserError
-from t0repro.files import input_path
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
-from t0repro.jobs.worker import Job, Limits
+from t0repro.jobs.job import Job, Limits
+from t0repro.storage import input_path, place
 
 from ..cloud import conftest as vertex
 from ..cloud.services import LOCATION, PROJECT, JobState, Refused
@@ -99,7 +98,7 @@ def test_checkpoints_in_a_bucket_are_evaluated_by_jobs_on_the_service(
     # Nothing is mounted here.
     unmounted = VertexLauncher(launcher.machine)
     assert Controller(bucket, settings, unmounted, Policy(poll_seconds=0.2)).run(lambda: False)
-    working_copies.close_all()
+    storage.close_copies()
     assert curve(input_path(bucket) / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
     pools = [job.job_spec.worker_pool_specs[0] for job in cloud.services.jobs.values()]
     files = [pool.container_spec.args[-1] for pool in pools]

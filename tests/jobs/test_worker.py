@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from t0repro.jobs.worker import INTERPRETER, Job, Limits, LocalLauncher
+from t0repro.jobs.job import INTERPRETER, Job, Limits
+from t0repro.jobs.local_launcher import LocalLauncher
 
 
 def python_job(folder: Path, code: str, **limits) -> Job:

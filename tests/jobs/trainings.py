@@ -11,12 +11,13 @@ from tensorboard.util.tensor_util import make_ndarray
 from t0repro.converters.convert import convert
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
-from t0repro.jobs.worker import Launcher, LocalLauncher
+from t0repro.jobs.launcher import Launcher
+from t0repro.jobs.local_launcher import LocalLauncher
 from t0repro.progress import heard_by
 from t0repro.training.checkpoints import checkpoint_path, save_tree
 from t0repro.training.train_state import to_flat_tree
 
-from ..tiny_models import new_state
+from ..helpers.tiny_models import new_state
 
 # Evaluates "accuracy" as a function of the checkpoint's step, and counts how often it ran.
 EVALUATOR = """
@@ -35,7 +36,7 @@ else:
     assert any(checkpoint.parent.glob(checkpoint.name + "*"))
 output = pathlib.Path(os.environ["EVAL_OUTPUT_DIR"])
 if "://" in os.environ["EVAL_OUTPUT_DIR"]:  # a job on another machine
-    from t0repro.files import output_path
+    from t0repro.storage import output_path
     output = output_path(os.environ["EVAL_OUTPUT_DIR"])
 mixture = os.environ["MIXTURE_OR_TASK_NAME"]
 writer = EventFileWriter(str(output / "inference_eval" / mixture))
@@ -43,8 +44,8 @@ value = Summary.Value(tag="accuracy", simple_value=1 - 1 / (1 + step))
 writer.add_event(Event(step=step, summary=Summary(value=[value])))
 writer.close()
 (output / f"{mixture}_{step}_predictions").write_text(f"{step}\\n")
-if "t0repro.working_copies" in sys.modules:
-    sys.modules["t0repro.working_copies"].close_all()
+if "t0repro.storage.working_copies" in sys.modules:
+    sys.modules["t0repro.storage.working_copies"].close_all()
 with open(sys.argv[1], "a") as runs:
     runs.write(f"{step} {mixture}\\n")
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from t0repro import buckets
+from t0repro.storage import buckets
 
 from ..cli.commands import run
 
@@ -19,7 +19,7 @@ def seqio_tasks():
     """Registers the demo's tasks with SeqIO."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TensorFlow's and T5's own, at import
-        from t0repro.reports.run import load_prompts
+        from t0repro.reports.prompts import load_prompts
 
         load_prompts(["t0repro.tasks.demo"], into_seqio=True)
 
@@ -33,7 +33,7 @@ def export(folder, *more):
 @pytest.fixture(scope="module")
 def exported(seqio_tasks, tmp_path_factory):
     from t0repro.lm_eval.files import export_tasks
-    from t0repro.tasks.task import select_tasks
+    from t0repro.tasks.registry import select_tasks
 
     folder = tmp_path_factory.mktemp("export") / "demo"
     export_tasks(select_tasks(MIXTURE), "validation", folder, "demo_eval")

@@ -176,7 +176,7 @@ def test_an_adapter_scores_as_the_checkpoint_that_it_is_merged_into(checkpoint, 
     ("arguments", "words"),
     [
         ({}, "No checkpoint is named"),
-        ({"checkpoint": "x", "eos": "both"}, "eos is 'both'"),
+        ({"checkpoint": "x", "eos": "both"}, "Invalid eos='both'"),
         ({"checkpoint": "x", "vocabluary": "y"}, "Nearest: 'vocabulary'"),
     ],
 )

@@ -241,7 +241,7 @@ def evaluated(tmp_path_factory):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TensorFlow's and T5's own, at import
-        from t0repro.reports.run import load_prompts
+        from t0repro.reports.prompts import load_prompts
 
         load_prompts(["t0repro.tasks.demo"], into_seqio=True)
         folder = tmp_path_factory.mktemp("evaluated")

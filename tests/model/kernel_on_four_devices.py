@@ -10,14 +10,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
+from helpers.tiny_models import ADAFACTOR, FLOAT32, SCHEDULE, batches, model_config
 from partitioning.device_steps import run_steps
-from tiny_models import ADAFACTOR, FLOAT32, SCHEDULE, batches, model_config
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.model import attention, gpu_attention, tpu_attention
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import choose
-from t0repro.training.optimizers import make_optimizer, make_schedule
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.schedules import make_schedule
 
 MODEL = model_config(num_heads=2, d_kv=8, dropout_rate=0.1, scan_layers=True)
 

@@ -8,15 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tests.tiny_models as tiny
-from t0repro.config.run_config import Arithmetic
-from t0repro.model.layers import (
-    Dropout,
-    Embedding,
-    RMSNorm,
-    kernel_initializer,
-    relative_position_bucket,
-)
+import tests.helpers.tiny_models as tiny
+from t0repro.config.model import Arithmetic
+from t0repro.model.dropout import Dropout
+from t0repro.model.layers import Embedding, RMSNorm, kernel_initializer, relative_position_bucket
 from t0repro.model.t5 import T5
 
 BFLOAT16 = jnp.dtype("bfloat16")

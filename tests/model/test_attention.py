@@ -15,20 +15,17 @@ from hypothesis import given, settings
 
 from t0repro.model import attention as attending
 from t0repro.model import cpu_attention
-from t0repro.model.attention import (
-    Visibility,
-    attention,
-    blockwise_attention,
-    full_matrix,
-    number_of_blocks,
-)
+from t0repro.model.attention import attention, number_of_blocks
+from t0repro.model.attention_mask import AttentionMask
+from t0repro.model.blockwise_attention import blockwise_attention
+from t0repro.model.full_attention import full_matrix
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.partitioning import costs
+from t0repro.partitioning import memory
 from t0repro.training.train_step import loss_and_gradients
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
-needs_compiler = pytest.mark.skipif(not cpu_attention.available(), reason="no C++ compiler here")
+needs_compiler = pytest.mark.skipif(not cpu_attention.is_available(), reason="no C++ compiler here")
 KINDS = ("packed", "causal", "cross", "prefix", "blind")
 
 
@@ -52,7 +49,7 @@ def arrays(seed, batch, heads, length, keys, *, depth=4, kind="packed", biased=T
         of_queries = np.where(np.arange(length)[None] < 1 + length // 3, last + 2, of_queries)
     seen = (of_queries, of_keys, *orders)
     as_array = lambda x: None if x is None else jnp.asarray(x)  # noqa: E731
-    return *map(as_array, (query, key, value, bias)), Visibility(*map(as_array, seen))
+    return *map(as_array, (query, key, value, bias)), AttentionMask(*map(as_array, seen))
 
 
 def values_and_gradients(function, *given):
@@ -69,12 +66,12 @@ def values_and_gradients(function, *given):
 
 def in_blocks(blocks, query, key, value, bias, visibility):
     sizes = (query.shape[0], query.shape[2], key.shape[2])
-    return blockwise_attention(query, key, value, bias, visibility.for_all(*sizes), blocks)
+    return blockwise_attention(query, key, value, bias, visibility.broadcast(*sizes), blocks)
 
 
 def by_kernel(query, key, value, bias, visibility):
     sizes = (query.shape[0], query.shape[2], key.shape[2])
-    return cpu_attention.attention(query, key, value, bias, visibility.for_all(*sizes))
+    return cpu_attention.attention(query, key, value, bias, visibility.broadcast(*sizes))
 
 
 def assert_close(found, expected):
@@ -140,7 +137,7 @@ def test_the_kernel_stays_within_its_memory_on_a_cpu_without_avx(tmp_path):
 
 @needs_compiler
 def test_the_kernel_serves_float32_of_some_size_on_one_cpu():
-    way = attending.implementation
+    way = attending.choose_implementation
     assert way(8, 6, 512, 512, float32=True) == "cpu"
     assert way(8, 6, 512, 512, float32=False) == "full"
     assert way(8, 6, 1, 512, float32=True) == "full"  # decoding
@@ -153,7 +150,7 @@ def test_the_kernel_serves_float32_of_some_size_on_one_cpu():
 def test_without_a_compiler_attention_is_xlas(monkeypatch, tmp_path):
     script = """
 from t0repro.model import attention
-print(attention.implementation(8, 6, 512, 512, float32=True))
+print(attention.choose_implementation(8, 6, 512, 512, float32=True))
 """
     environment = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
@@ -206,12 +203,12 @@ def gradients_of(changes):
 def test_a_models_loss_and_gradients_are_the_same(monkeypatch, changes):
     """With dropout: what is dropped of the weights is dropped of the values."""
     ways = [gradients_of(changes)]
-    if cpu_attention.available():
+    if cpu_attention.is_available():
         monkeypatch.setattr(attending, "KERNEL_FROM", 0)
         ways.append(gradients_of(changes))
         assert "t0repro_attention_gradients" in ways[-1][0].as_text()
         monkeypatch.setattr(attending, "KERNEL_FROM", 1 << 23)
-    monkeypatch.setattr(costs, "ATTENTION_BLOCK_BYTES", 400)
+    monkeypatch.setattr(memory, "ATTENTION_BLOCK_BYTES", 400)
     ways.append(gradients_of(changes))
     assert len({step.as_text() for step, _ in ways}) == len(ways)
     one, *others = [step(params) for step, params in ways]
@@ -226,14 +223,14 @@ def test_a_long_sequence_needs_a_fraction_of_the_memory(monkeypatch):
     segments = jnp.ones((8, 512), jnp.int32)
 
     def temporaries(function):
-        loss = lambda *x: jnp.sum(function(*x, Visibility(segments, segments)))  # noqa: E731
+        loss = lambda *x: jnp.sum(function(*x, AttentionMask(segments, segments)))  # noqa: E731
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(*qkv, bias).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     matrix = 4 * 8 * 4 * 512 * 512
     assert temporaries(full_matrix) > matrix
     assert temporaries(functools.partial(in_blocks, 16)) < matrix / 3
-    if cpu_attention.available():
+    if cpu_attention.is_available():
         assert temporaries(attention) < matrix / 8
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from t0repro.config.decoding import DecodingConfig
-from t0repro.model import decoding
+from t0repro.model import decoder_steps, decoding
 from t0repro.model.t5 import T5, initial_parameters
 
-from ..tiny_models import FLOAT32, UMT5, model_config
+from ..helpers.tiny_models import FLOAT32, UMT5, model_config
 
 CONFIG = model_config(num_decoder_layers=2, d_kv=8, vocab_size=24)
 TIED = dataclasses.replace(CONFIG, activations=("relu",), logits_from_embedding=True)
@@ -52,9 +52,9 @@ def test_logits_with_the_cache_are_those_of_the_whole_sequence(config):
     length = 140  # beyond the distance from which on all positions share a bucket
     targets = jnp.asarray(np.random.default_rng(0).integers(2, 24, (3, length)), jnp.int32)
     expected = logits_of(model, params, INPUTS, targets)
-    reads = decoding.read_inputs(model, params, INPUTS)
-    cache = decoding.empty_cache(model, 3, length)
-    step = jax.jit(decoding.decoder_step, static_argnums=0)
+    reads = decoder_steps.read_inputs(model, params, INPUTS)
+    cache = decoder_steps.empty_cache(model, 3, length)
+    step = jax.jit(decoder_steps.decoder_step, static_argnums=0)
     last = jnp.zeros(3, jnp.int32)
     for position in range(length):
         logits, cache = step(model, params, reads, cache, last[:, None], jnp.int32(position))
@@ -228,7 +228,7 @@ def test_a_beam_that_does_not_exist_loses_the_normalizer_before_it_gains_a_logit
     logits = np.random.default_rng(0).normal(size=(40, 2, 128)).astype(np.float32)
     alive = np.tile(np.float32([-1e7, -1e7 - 3]), (40, 1))
     log_z = np.asarray(jax.nn.logsumexp(logits, axis=-1, keepdims=True))
-    grown = np.asarray(jax.jit(decoding._continued)(logits, alive))
+    grown = np.asarray(jax.jit(decoding._extend_log_probs)(logits, alive))
     # Tokens tie by whole numbers; the logarithm's last place may move one or two.
     assert (grown != logits + (alive[..., None] - log_z)).mean() < 1e-2
     # As Mesh TensorFlow's source has it, others tie: its graph is optimized before it runs.

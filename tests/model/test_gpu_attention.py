@@ -9,7 +9,7 @@ import pytest
 
 from t0repro.model import attention as attending
 from t0repro.model import gpu_attention
-from t0repro.model.attention import Visibility
+from t0repro.model.attention_mask import AttentionMask
 
 KERNELS = ["_forward_kernel", "_query_kernel", "_key_kernel", "_bias_kernel"]
 
@@ -19,7 +19,7 @@ def lowered(dtype, depth, *, keys=300, ordered=False, biased=True, groups=()):
 
     def both(query, key, value, bias, of_queries, of_keys):
         orders = (of_queries, of_keys) if ordered else (None, None)
-        visibility = Visibility(of_queries, of_keys, *orders)
+        visibility = AttentionMask(of_queries, of_keys, *orders)
         way = lambda *learned: gpu_attention.attention(*learned, visibility)  # noqa: E731
         y, pull_back = jax.vjp(way, query, key, value, bias)
         return y, pull_back(y)
@@ -55,7 +55,7 @@ def test_without_a_bias_no_kernel_computes_its_gradient():
 
 
 def test_groups_of_rows_lower_for_cuda():
-    """t0repro.partitioning.devices.sums_over_groups adds an axis to all arrays."""
+    """t0repro.partitioning.devices.sum_over_groups adds an axis to all arrays."""
     assert kernels_in(lowered(jnp.bfloat16, 64, groups=(2,))) == KERNELS
 
 
@@ -67,7 +67,7 @@ def test_it_serves_gpus_whose_tensor_cores_take_bfloat16(monkeypatch, capability
     device = types.SimpleNamespace(
         platform="gpu", device_kind="a card", compute_capability=capability
     )
-    chosen = lambda: attending.implementation(8, 16, 1024, 1024, float32=False)  # noqa: E731
+    chosen = lambda: attending.choose_implementation(8, 16, 1024, 1024, float32=False)  # noqa: E731
     monkeypatch.setattr(attending, "_device", lambda: device)
     assert chosen() == way
     # A device mesh knows only a device's kind; the devices here know the rest.

@@ -8,7 +8,7 @@ import pytest
 
 from t0repro.model.t5 import T5, initial_parameters
 
-from ..tiny_models import BFLOAT16, FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
+from ..helpers.tiny_models import BFLOAT16, FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
 
 T5X = dataclasses.replace(T5_1_1.arithmetic, rescaled_truncated_normal=True)
 MODELS = {

@@ -7,13 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t0repro.model.layer_stacks import (
+    count_stacked_layers,
+    drop_layers,
+    stack_donating,
+    stack_layers,
+    unstack,
+    unstack_donating,
+)
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.model.towers import by_layer, joined, released, stacked, stacks_in, without_layers
-from t0repro.training.models import T5Model
+from t0repro.training.t5_model import T5Model
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 TOWERS = {"encoder": 2, "decoder": 3}
 SCANNED = {"num_encoder_layers": 2, "num_decoder_layers": 3, "scan_layers": True}
@@ -34,38 +41,38 @@ def same(one, two):
 
 def test_stacking_and_splitting_are_inverse():
     params = parameters()
-    whole = stacked(params, TOWERS)
-    assert stacks_in(params) == {} and stacks_in(whole) == TOWERS
+    whole = stack_layers(params, TOWERS)
+    assert count_stacked_layers(params) == {} and count_stacked_layers(whole) == TOWERS
     assert whole["decoder"]["layers_*"]["mlp"]["wo"]["kernel"].shape[0] == 3
-    assert same(by_layer(whole, stacks_in(whole)), params)
+    assert same(unstack(whole, count_stacked_layers(whole)), params)
 
 
 def test_joining_leaves_no_second_copy_nor_does_releasing():
     params, kept = parameters(), jax.device_get(parameters())
-    whole = stacked(params, TOWERS, joined)
+    whole = stack_layers(params, TOWERS, stack_donating)
     assert params["encoder"]["layers_1"]["mlp"]["wo"]["kernel"].is_deleted()
     assert not params["token_embedder"]["embedding"].is_deleted()
-    single = by_layer(whole, TOWERS, released)
+    single = unstack(whole, TOWERS, unstack_donating)
     assert whole["encoder"]["layers_*"]["mlp"]["wo"]["kernel"].is_deleted()
     assert same(single, kept)
 
 
 def test_shapes_are_joined_like_arrays():
-    shapes = stacked(jax.eval_shape(parameters), TOWERS, joined)
-    assert shapes == jax.eval_shape(lambda: stacked(parameters(), TOWERS))
+    shapes = stack_layers(jax.eval_shape(parameters), TOWERS, stack_donating)
+    assert shapes == jax.eval_shape(lambda: stack_layers(parameters(), TOWERS))
 
 
 def test_views_of_numpy_take_no_memory():
-    whole = jax.device_get(stacked(parameters(), TOWERS))
-    single = by_layer(whole, TOWERS)
+    whole = jax.device_get(stack_layers(parameters(), TOWERS))
+    single = unstack(whole, TOWERS)
     kernels = (whole["encoder"]["layers_*"], single["encoder"]["layers_1"])
     assert np.shares_memory(*(layers["mlp"]["wo"]["kernel"] for layers in kernels))
 
 
 def test_trees_of_a_users_model_have_no_stacks():
     for tree in ([jnp.zeros(2)], {"kernel": jnp.zeros(2)}, {"a": {"layers_0": 1}}):
-        assert stacks_in(tree) == {}
-        assert by_layer(tree, {}) is tree and without_layers(tree, {}) is tree
+        assert count_stacked_layers(tree) == {}
+        assert unstack(tree, {}) is tree and drop_layers(tree, {}) is tree
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -82,7 +89,7 @@ def test_gradients_are_those_by_layer(microbatches, dtypes):
         return accumulate_grads_microbatched(model, state, batch, key, microbatches)[:2]
 
     expected, loss = jax.jit(gradients)(params)
-    found, same_loss = jax.jit(gradients)(stacked(params, TOWERS))
-    assert stacks_in(found) == TOWERS
+    found, same_loss = jax.jit(gradients)(stack_layers(params, TOWERS))
+    assert count_stacked_layers(found) == TOWERS
     assert same_loss["loss"].total == loss["loss"].total
-    assert same(by_layer(found, TOWERS), expected)
+    assert same(unstack(found, TOWERS), expected)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
+from t0repro.training.t5_model import T5Model
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched, loss_and_gradients
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 DEEP = {"num_encoder_layers": 2, "num_decoder_layers": 3, "scan_layers": True}
 

@@ -8,16 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.config.run_config import Activation
-from t0repro.model.attention import Visibility, attention_weights
-from t0repro.model.layers import (
-    Dropout,
-    Embedding,
-    activation,
-    relative_position_bucket,
-)
+from t0repro.config.model import Activation
+from t0repro.model.attention_mask import AttentionMask
+from t0repro.model.dropout import Dropout
+from t0repro.model.full_attention import attention_weights
+from t0repro.model.layers import Embedding, activation, relative_position_bucket
 
-from ..tiny_models import model_config
+from ..helpers.tiny_models import model_config
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -130,6 +127,6 @@ def test_attention_weights_are_one_each_where_nothing_is_visible():
 def test_masks_show_what_is_in_the_segment_and_not_later():
     segments = jnp.array([[1, 1, 2, 0]])
     place = jnp.arange(4)[None]
-    visible = Visibility(segments, segments, place, place).matrix()[0, 0]
+    visible = AttentionMask(segments, segments, place, place).matrix()[0, 0]
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     np.testing.assert_array_equal(visible, np.array(expected, bool))

@@ -17,7 +17,8 @@ from t0repro.config.decoding import DecodingConfig
 from t0repro.model import decoding
 from t0repro.model.t5 import T5
 
-from ..tiny_models import FLOAT32, model_config
+from ..helpers.kept import COMPAT
+from ..helpers.tiny_models import FLOAT32, model_config
 
 pytestmark = pytest.mark.mtf
 
@@ -47,16 +48,19 @@ def table_of(search: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
+def mesh(once):
     """What Mesh TensorFlow finds in each search."""
-    folder = tmp_path_factory.mktemp("beams")
+    folder = once("mesh_beams", search, Path(__file__), SCRIPT, COMPAT)
+    return dict(np.load(folder / "found.npz"))
+
+
+def search(folder):
     paths = [str(folder / name) for name in ("searches.npz", "options.json", "found.npz")]
     np.savez(paths[0], **{str(number): table_of(number) for number in range(len(SEARCHES))})
     Path(paths[1]).write_text(json.dumps(SEARCHES))
     command = [sys.executable, str(SCRIPT), *paths]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return dict(np.load(paths[2]))
 
 
 @pytest.fixture

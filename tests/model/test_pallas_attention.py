@@ -14,9 +14,10 @@ import pytest
 
 from t0repro.model import attention as attending
 from t0repro.model import gpu_attention, tpu_attention
-from t0repro.model.attention import attention, full_matrix
-from t0repro.model.pallas_attention import Sizes, needed
-from t0repro.partitioning.costs import count_flops
+from t0repro.model.attention import attention
+from t0repro.model.full_attention import full_matrix
+from t0repro.model.pallas_attention import Sizes, find_needed_blocks
+from t0repro.partitioning.flops import count_flops
 
 from .test_attention import arrays, values_and_gradients
 
@@ -98,7 +99,7 @@ def test_bfloat16_differs_from_float32_by_its_rounding(kernel, kind):
 
 def test_only_blocks_that_some_query_needs_are_computed():
     sizes = Sizes(512, 512, 128, 128)
-    found = functools.partial(needed, sizes=sizes)
+    found = functools.partial(find_needed_blocks, sizes=sizes)
     segments = jnp.repeat(jnp.array([[1, 2]]), 256, axis=1)[:, None]
     # Each half of a row sees itself.
     halves = np.kron(np.eye(2, dtype=bool), np.ones((2, 2), bool))
@@ -119,13 +120,13 @@ def test_only_blocks_that_some_query_needs_are_computed():
 def test_attention_drops_the_same_keys(kernel, monkeypatch):
     monkeypatch.setattr(attending, "KERNEL_FROM", 0)
     monkeypatch.setattr(MODULES[kernel], "supports", lambda device: True)
-    monkeypatch.setattr(attending.cpu_attention, "available", lambda: False)
+    monkeypatch.setattr(attending.cpu_attention, "is_available", lambda: False)
     monkeypatch.setattr(MODULES[kernel], "attention", INTERPRETED[kernel])
     given = arrays(4, 2, 2, 40, 40)
-    assert attending.implementation(2, 2, 40, 40, float32=True) == kernel
+    assert attending.choose_implementation(2, 2, 40, 40, float32=True) == kernel
     mask = np.random.default_rng(0).integers(0, 2, (2, 2, 1, 40))
     dropped = lambda x: x * mask * 2  # noqa: E731
-    ways = (functools.partial(way, dropped=dropped) for way in (attention, full_matrix))
+    ways = (functools.partial(way, apply_dropout=dropped) for way in (attention, full_matrix))
     found, expected = (
         values_and_gradients(lambda *x, way=way: way(*x[:4], x[4]), *given) for way in ways
     )

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training.losses import training_loss
+from t0repro.training.token_losses import training_loss
 from t0repro.training.train_step import loss_and_gradients
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 DEEP = {"num_encoder_layers": 2, "num_decoder_layers": 2}
 VARIANTS = {

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from t0repro.model.t5 import (
     T5,
-    held_for_evaluation,
+    evaluation_shapes,
     initial_parameters,
     segments_of,
     shift_right,
 )
 from t0repro.model.towers import Block, Tower
 
-from ..tiny_models import BFLOAT16, FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
+from ..helpers.tiny_models import BFLOAT16, FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +311,7 @@ def test_parameters_held_in_bfloat16_compute_the_same_bits(config, wider, float3
     arithmetic = dataclasses.replace(config.arithmetic, float32_vocabulary_logits=float32_logits)
     model = T5(dataclasses.replace(config, arithmetic=arithmetic), BFLOAT16)
     params = initial_parameters(model, jax.random.key(0))
-    types = jax.tree.map(lambda x: x.dtype, held_for_evaluation(model, params))
+    types = jax.tree.map(lambda x: x.dtype, evaluation_shapes(model, params))
     held = jax.tree.map(lambda x, dtype: x.astype(dtype), params, types)
     batch = batch_of([[5, 6, 1, 0]], [[7, 8, 1]])
     logits = [logits_of(model, each, batch) for each in (params, held)]
@@ -346,7 +346,7 @@ def test_layers_without_dropout_are_traced_once_for_the_same_program(config, mon
         return [name for name in re.findall("stablehlo[.]([a-z_]+)", text) if name != "constant"]
 
     once, seen = program(), list(calls)
-    monkeypatch.setattr(Tower, "_shares_trace", lambda *_: False)
+    monkeypatch.setattr(Tower, "_can_share_trace", lambda *_: False)
     each = program()
     assert seen == [True, False]
     assert calls == [True] * 3 + [False] * 3

@@ -11,7 +11,7 @@ from t0repro.config.decoding import DecodingPlan
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.model.t5x_decoding import generate
 
-from ..tiny_models import FLOAT32, model_config
+from ..helpers.tiny_models import FLOAT32, model_config
 
 CONFIG = model_config(num_decoder_layers=2, d_kv=8, vocab_size=24)
 INPUTS = np.array([[5, 9, 3, 1, 0, 0], [7, 7, 2, 8, 4, 1], [3, 1, 0, 0, 0, 0]], np.int32)

@@ -5,14 +5,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.model import attention as attending
-from t0repro.model.attention import Visibility, attention
-from t0repro.partitioning.costs import count_flops
+from t0repro.model.attention import attention
+from t0repro.model.attention_mask import AttentionMask
 from t0repro.partitioning.devices import choose
+from t0repro.partitioning.flops import count_flops
 from t0repro.partitioning.topologies import devices_of
 
-from ..tiny_models import model_config
+from ..helpers.tiny_models import model_config
 
 
 @pytest.mark.tpu
@@ -29,7 +30,7 @@ def test_libtpu_compiles_values_and_gradients(topology, layout):
 
     def loss(query, key, value, bias, segments, order):
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-        y = attention(query, key, value, bias, Visibility(segments, segments, order, order))
+        y = attention(query, key, value, bias, AttentionMask(segments, segments, order, order))
         return jnp.sum(y.astype(jnp.float32))
 
     of_heads = shape(jnp.bfloat16, 4, 4, 1024, 64)
@@ -47,4 +48,4 @@ def test_libtpu_compiles_values_and_gradients(topology, layout):
 def test_a_v3_keeps_blocks():
     partitioning = choose(Layout(1, 1), model_config(), rows=8, devices=devices_of("v3-8")[0][:1])
     with partitioning.active():
-        assert attending.implementation(8, 16, 1024, 1024, float32=False) == "blocks"
+        assert attending.choose_implementation(8, 16, 1024, 1024, float32=False) == "blocks"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE))
 
 import mesh_commands as commands  # noqa: E402 (in this folder)
 
@@ -18,7 +19,7 @@ def vocabulary(once) -> Path:
         ended = commands.run_python(code, commands.environment(path))
         assert path.exists(), ended.stderr
 
-    return once("mesh_vocabulary", fill) / "tiny.model"
+    return once("mesh_vocabulary", fill, HERE / "tiny_tasks.py") / "tiny.model"
 
 
 @pytest.fixture(scope="session")

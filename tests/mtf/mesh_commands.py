@@ -3,6 +3,7 @@
 As a program: the server behind CommandServer.
 """
 
+import importlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
-from commands import ForkServer, serve  # noqa: E402
+from helpers.commands import ForkServer, serve  # noqa: E402
 
 BIN = Path(sys.executable).parent
 
@@ -104,8 +105,12 @@ class CommandServer:
 
 
 def _serve() -> None:
+    from t0repro import compat
     from t0repro.cli import t5_mesh_transformer
 
+    # Once for all jobs: it takes seconds.
+    compat.install()
+    importlib.import_module("t5.models.mesh_transformer_main")
     sys.argv[0] = "t5_mesh_transformer"
     t5_mesh_transformer.define_flags()
     serve(lambda job: _run(**job))

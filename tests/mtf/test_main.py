@@ -11,7 +11,7 @@ from pathlib import Path
 import mesh_commands as commands
 import pytest
 
-from ..own_lines import foreign_lines
+from ..helpers.own_lines import foreign_lines
 
 pytestmark = pytest.mark.mtf
 
@@ -306,7 +306,7 @@ def test_a_user_error_inside_the_data_pipeline_reaches_the_user(server, tmp_path
     assert stderr.splitlines()[-3:] == [
         "t5_mesh_transformer: Row 3 is broken.",
         "  where: rows.jsonl:3",
-        "  to do: Fix it.",
+        "  fix: Fix it.",
     ]
     assert "Traceback" not in stderr
 
@@ -317,7 +317,7 @@ def test_a_task_without_rows_is_no_training_that_succeeded(server, tmp_path):
     assert code == 2, stderr
     assert "t5_mesh_transformer: There are no batches to train on" in stderr
     # No address of a function in memory, which gin adds to errors.
-    assert stderr.splitlines()[-1].startswith("  to do: Check that the task has rows")
+    assert stderr.splitlines()[-1].startswith("  fix: Check that the task has rows")
 
 
 def test_a_training_that_is_done_already_succeeds_without_a_batch(model_dir, server):

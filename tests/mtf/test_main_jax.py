@@ -19,7 +19,7 @@ from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
 
 from ..converters.tensorflow_tables import compress_index
-from ..own_lines import foreign_lines
+from ..helpers.own_lines import foreign_lines
 
 pytestmark = pytest.mark.mtf
 

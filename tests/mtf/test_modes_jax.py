@@ -10,7 +10,7 @@ from pathlib import Path
 import mesh_commands as commands
 import pytest
 
-from ..own_lines import foreign_lines
+from ..helpers.own_lines import foreign_lines
 
 pytestmark = pytest.mark.mtf
 

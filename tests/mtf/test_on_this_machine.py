@@ -64,7 +64,7 @@ def test_a_wrong_number_or_name_is_refused_alike_on_both(server, tmp_path, backe
         [f"--model_dir={model_dir}", *commands.TRAIN, f"--backend={backend}", flag]
     )
     assert code == 2, text
-    assert part in text and "where: " in text and "to do: " in text
+    assert part in text and "where: " in text and "fix: " in text
     assert "Traceback" not in text
     assert not model_dir.exists()
 

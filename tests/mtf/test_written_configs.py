@@ -6,7 +6,7 @@ import pytest
 
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 
 pytestmark = pytest.mark.mtf

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.parity.jax_run import StackResult, as_stack_result, run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
 
@@ -82,9 +82,9 @@ class Case:
 
     def config(self) -> RunConfig:
         """The JAX stack's configuration."""
-        from t0repro.config.mtf.dialect import describe_or_load
+        from t0repro.config.mtf.dialect import load
 
-        return describe_or_load(self.inputs(), float32_activations=self.dtype == "float32").run
+        return load(self.inputs(), float32_activations=self.dtype == "float32").run
 
     def batches(self) -> list[dict[str, np.ndarray]]:
         """Draws the same batches in every process; with dropout, a single batch, repeated."""

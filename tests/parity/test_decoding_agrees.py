@@ -27,7 +27,7 @@ from t0repro.model.decoding import generate, search_limit
 from t0repro.model.t5 import T5
 from t0repro.parameters import naming
 
-from ..tiny_models import FLOAT32, model_config
+from ..helpers.tiny_models import FLOAT32, model_config
 from .conftest import _job
 
 pytestmark = pytest.mark.mtf

@@ -11,8 +11,8 @@ from t0repro.parity import report, run
 from t0repro.parity.jax_run import as_stack_result, injected, with_error
 from t0repro.parity.mesh_jobs import load_batches, read_result
 
-from .. import commands
-from ..own_lines import foreign_lines
+from ..helpers import commands
+from ..helpers.own_lines import foreign_lines
 
 pytestmark = pytest.mark.mtf
 

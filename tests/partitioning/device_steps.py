@@ -4,9 +4,9 @@ import jax
 
 from t0repro.model.t5 import initial_parameters
 from t0repro.partitioning.devices import put
-from t0repro.training.models import T5Model
+from t0repro.training.t5_model import T5Model
 from t0repro.training.train_state import new_train_state
-from t0repro.training.train_step import jitted_train_step, make_train_step, with_stacks
+from t0repro.training.train_step import jit_train_step, make_train_step, stack_builtin_state
 
 
 def run_steps(model, optimizer, schedule, batches, partitioning, *, microbatches, stacks=True):
@@ -16,7 +16,7 @@ def run_steps(model, optimizer, schedule, batches, partitioning, *, microbatches
     """
     several = partitioning if partitioning.mesh.size > 1 else None
     state = new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
-    state = with_stacks(T5Model(model), state) if stacks else state
+    state = stack_builtin_state(T5Model(model), state) if stacks else state
     if several:
         state = jax.tree.map(put, state, several.shardings(state))
     step = make_train_step(
@@ -30,7 +30,7 @@ def run_steps(model, optimizer, schedule, batches, partitioning, *, microbatches
     put_batch = several.put_batch if several else jax.device_put
     with partitioning.active():
         compiled = (
-            jitted_train_step(step, state, several).lower(state, put_batch(batches[0])).compile()
+            jit_train_step(step, state, several).lower(state, put_batch(batches[0])).compile()
         )
     losses = []
     for batch in batches:

@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
+from helpers.tiny_models import ADAFACTOR, FLOAT32, batches, model_config, run_config
 from partitioning.device_steps import run_steps
-from tiny_models import ADAFACTOR, FLOAT32, batches, model_config, run_config
 
 from t0repro.config.decoding import DecodingConfig
-from t0repro.config.run_config import (
+from t0repro.config.model import Layout
+from t0repro.config.optimizer import (
     AdamWeightDecayConfig,
-    Layout,
     MomentumConfig,
     ScheduleConfig,
     SgdConfig,
@@ -28,14 +28,15 @@ from t0repro.config.run_config import (
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.partitioning import costs
-from t0repro.partitioning.costs import collectives, counts
+from t0repro.partitioning import memory
+from t0repro.partitioning.collectives import collectives, counts
 from t0repro.partitioning.devices import choose
 from t0repro.progress import heard_by
-from t0repro.runs.evaluate import perplexity_metrics
+from t0repro.runs.perplexity import perplexity_metrics
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree
-from t0repro.training.optimizers import make_optimizer, make_schedule
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.schedules import make_schedule
 
 MODEL = model_config(d_model=32, d_ff=64, num_heads=4, d_kv=8, z_loss=1e-4)
 LAYOUTS = {
@@ -166,7 +167,7 @@ def scanned():
 def in_blocks():
     """Attention of whole matrices on one device, and of blocks of queries in two layouts."""
     one = trained(None, dropout_rate=0.1)
-    costs.ATTENTION_BLOCK_BYTES = 64
+    memory.ATTENTION_BLOCK_BYTES = 64
     return {
         "one": one,
         "data 4, model 2": trained(Layout(4, 2), dropout_rate=0.1),

@@ -19,16 +19,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
+from helpers.tiny_models import batches, model_config, run_config
 from partitioning.device_steps import run_steps
-from tiny_models import batches, model_config, run_config
 
-from t0repro.config.run_config import Layout, MomentumConfig
+from t0repro.config.model import Layout
+from t0repro.config.optimizer import MomentumConfig
 from t0repro.model.t5 import T5
-from t0repro.partitioning.costs import collectives, counts
-from t0repro.partitioning.devices import choose, fetched
-from t0repro.runs.precompile import train_programs
-from t0repro.training.optimizers import make_optimizer, make_schedule
-from t0repro.training.train_state import single_layers
+from t0repro.partitioning.collectives import collectives, counts
+from t0repro.partitioning.devices import choose, fetch
+from t0repro.runs.programs import train_programs
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.schedules import make_schedule
+from t0repro.training.train_state import unstack_state
 
 MODEL_PARALLELISM = 8
 MODEL = model_config(
@@ -53,7 +55,7 @@ def trained(config, devices, steps):
         partitioning,
         microbatches=config.num_microbatches,
     )
-    state = single_layers(jax.tree.map(fetched, state))
+    state = unstack_state(jax.tree.map(fetch, state))
     return losses, state, compiled, partitioning
 
 

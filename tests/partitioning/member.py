@@ -25,16 +25,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
+from helpers.tiny_models import (
+    FLOAT32,
+    OPTIMIZER,
+    PLAN,
+    batches,
+    mesh_plan,
+    model_config,
+    run_config,
+)
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import FLOAT32, OPTIMIZER, PLAN, batches, mesh_plan, model_config, run_config
 
-from t0repro.config.run_config import DecodingConfig, Layout
-from t0repro.config.training_plan import TerminateOnNanConfig
+from t0repro.config.decoding import DecodingConfig
+from t0repro.config.model import Layout
+from t0repro.config.run import TerminateOnNanConfig
 from t0repro.data.resuming import ResumableBatches
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.partitioning import processes
+from t0repro.partitioning import joining
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import (
     checkpoint_path,
@@ -42,7 +51,7 @@ from t0repro.training.checkpoints import (
     load_sharded_tree,
     save_checkpoint,
 )
-from t0repro.training.hooks import Hook
+from t0repro.training.loop import Hook
 from t0repro.training.train_state import TrainState, new_train_state, to_flat_tree
 
 # Scanned layers, which a trainer holds stacked, and checkpoints have each by itself.
@@ -206,7 +215,7 @@ def read(folder):
 def main(asked):
     """Runs what is asked for."""
     layout = {name: asked[name] for name in ("data", "model", "fully_sharded") if name in asked}
-    with processes.joined(processes.Asked()):
+    with joining.join_processes(joining.ProcessFlags()):
         if asked.get("read"):
             print(json.dumps(read(asked["folder"])))
             return

@@ -1,6 +1,6 @@
 """Collectives are read off HLO with their bytes, groups and the loops around them."""
 
-from t0repro.partitioning.costs import collectives, counts
+from t0repro.partitioning.collectives import collectives, counts
 
 HLO = """HloModule jit_step, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 

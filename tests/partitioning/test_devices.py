@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import pytest
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.errors import UserError
-from t0repro.partitioning.devices import choose, line_of
+from t0repro.partitioning.devices import choose, describe_devices
 
-from ..tiny_models import MODEL, model_config
+from ..helpers.tiny_models import MODEL, model_config
 
 EIGHT = jax.devices()[:1] * 8  # only counted: every layout here is refused
 
@@ -46,6 +46,6 @@ def test_one_device_is_one_device_whatever_the_layout():
     layout = Layout(64, 8, topology="v3-512")
     partitioning = choose(layout, MODEL, devices=jax.devices()[:1])
     assert partitioning.mesh.size == 1
-    line = line_of(partitioning, layout)
+    line = describe_devices(partitioning, layout)
     assert line == "devices: 1 x cpu (data 64, model 8 is for 512 devices)"
-    assert line_of(partitioning, Layout()) == "devices: 1 x cpu"
+    assert describe_devices(partitioning, Layout()) == "devices: 1 x cpu"

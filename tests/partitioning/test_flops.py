@@ -6,10 +6,10 @@ import pytest
 
 from t0repro.model import attention, cpu_attention
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.partitioning.costs import count_flops
+from t0repro.partitioning.flops import count_flops
 from t0repro.training.train_step import loss_and_gradients
 
-from ..tiny_models import FLOAT32, batches, model_config
+from ..helpers.tiny_models import FLOAT32, batches, model_config
 
 WIDE = {"d_model": 128, "d_ff": 256, "num_heads": 4, "d_kv": 32, "vocab_size": 512}
 
@@ -49,7 +49,7 @@ def test_microbatches_leave_the_count_as_it_is_and_recomputation_adds_a_forward_
 
 
 def test_an_attention_kernel_counts_as_whole_matrices_do(monkeypatch):
-    if not cpu_attention.available():
+    if not cpu_attention.is_available():
         pytest.skip("no C++ compiler here")
     whole = gradients_of(model_config(**WIDE)).jaxpr.jaxpr
     monkeypatch.setattr(attention, "KERNEL_FROM", 0)

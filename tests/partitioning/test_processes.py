@@ -13,13 +13,14 @@ import flax.traverse_util
 import numpy as np
 import pytest
 
-from t0repro import buckets
 from t0repro.errors import UserError
-from t0repro.partitioning.processes import Asked, cluster, is_several, with_environment
+from t0repro.partitioning.joining import ProcessFlags, cluster, is_several, read_environment
+from t0repro.storage import buckets, stores
+from t0repro.training.bad_update import replay
 from t0repro.training.checkpoints import list_checkpoints, load_tree, save_tree
-from t0repro.training.hooks import PREEMPTED, replay
+from t0repro.training.hooks.stop_on_signal import PREEMPTED
 
-from ..tiny_models import batches
+from ..helpers.tiny_models import batches
 from .member import evaluated, trained
 
 MEMBER = Path(__file__).with_name("member.py")
@@ -268,8 +269,8 @@ def test_processes_find_each_other_by_their_engines_variables(tmp_path, one_proc
 )
 def test_launchers_are_recognised(environment, name):
     assert cluster(environment) == name
-    assert is_several(Asked(), environment) == (name is not None)
-    assert not is_several(Asked(count=1), environment)
+    assert is_several(ProcessFlags(), environment) == (name is not None)
+    assert not is_several(ProcessFlags(count=1), environment)
 
 
 def test_an_indexed_job_of_kubernetes_needs_only_its_size_and_address():
@@ -278,14 +279,18 @@ def test_an_indexed_job_of_kubernetes_needs_only_its_size_and_address():
         "T0REPRO_PROCESS_COUNT": "4",
         "T0REPRO_COORDINATOR_ADDRESS": "train-0:8476",
     }
-    assert with_environment(Asked(), environment) == Asked("train-0:8476", 4, 3)
-    assert with_environment(Asked(index=1), environment).index == 1
+    assert read_environment(ProcessFlags(), environment) == ProcessFlags("train-0:8476", 4, 3)
+    assert read_environment(ProcessFlags(index=1), environment).index == 1
 
 
 def test_open_mpi_says_all_but_the_address():
     environment = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
-    assert with_environment(Asked("first:8476"), environment) == Asked("first:8476", 2, 1)
-    assert with_environment(Asked(), environment) == Asked(), "JAX finds out, with Open MPI 4"
+    assert read_environment(ProcessFlags("first:8476"), environment) == ProcessFlags(
+        "first:8476", 2, 1
+    )
+    assert read_environment(ProcessFlags(), environment) == ProcessFlags(), (
+        "JAX finds out, with Open MPI 4"
+    )
 
 
 def cluster_spec(pool, index, others=2):
@@ -296,26 +301,30 @@ def cluster_spec(pool, index, others=2):
 
 def test_replicas_on_vertex_ai_are_told_everything():
     found = [
-        with_environment(Asked(timeout=9), cluster_spec(*task))
+        read_environment(ProcessFlags(timeout=9), cluster_spec(*task))
         for task in (("workerpool0", 0), ("workerpool1", 0), ("workerpool1", 1))
     ]
-    assert found == [Asked("first:2222", 3, index, timeout=9) for index in range(3)]
+    assert found == [ProcessFlags("first:2222", 3, index, timeout=9) for index in range(3)]
     # What is said otherwise counts, as for the commands that a process of several starts.
-    assert not is_several(with_environment(Asked(count=1), cluster_spec("workerpool1", 1)), {})
-    alone = with_environment(Asked(), cluster_spec("workerpool0", 0, others=0))
-    assert alone == Asked() and not is_several(alone, {})
+    assert not is_several(
+        read_environment(ProcessFlags(count=1), cluster_spec("workerpool1", 1)), {}
+    )
+    alone = read_environment(ProcessFlags(), cluster_spec("workerpool0", 0, others=0))
+    assert alone == ProcessFlags() and not is_several(alone, {})
 
 
 @pytest.mark.parametrize("spec", ["{", "[]", '{"cluster": {}, "task": {}}'])
 def test_a_cluster_that_cannot_be_read_is_refused(spec):
     with pytest.raises(UserError, match="which replica"):
-        with_environment(Asked(), {"CLUSTER_SPEC": spec})
+        read_environment(ProcessFlags(), {"CLUSTER_SPEC": spec})
 
 
-@pytest.mark.parametrize("asked", [Asked(count=2, index=2), Asked(index=1), Asked(count=0)])
+@pytest.mark.parametrize(
+    "asked", [ProcessFlags(count=2, index=2), ProcessFlags(index=1), ProcessFlags(count=0)]
+)
 def test_impossible_numbers_are_refused(asked):
     with pytest.raises(UserError):
-        with_environment(asked, {})
+        read_environment(asked, {})
 
 
 @pytest.mark.slow
@@ -324,7 +333,7 @@ def test_two_processes_write_one_checkpoint_to_a_bucket_as_one_process_does(
 ):
     for name, value in bucket_servers["gs"].items():
         monkeypatch.setenv(name, value)
-    buckets.file_system.cache_clear()
+    stores.file_system.cache_clear()
     address = "gs://bucket/two_processes"
     codes, _, errors, _ = members(2, folder=address, steps=4, data=2)
     assert codes == [0, 0], errors
@@ -337,4 +346,4 @@ def test_two_processes_write_one_checkpoint_to_a_bucket_as_one_process_does(
     (tmp_path / "metrics.jsonl").write_bytes(buckets.read(f"{address}/metrics.jsonl"))
     save_tree(tmp_path / "checkpoint_6", load_tree(f"{address}/checkpoint_6"))
     assert_same(tmp_path, one_process, 6)
-    buckets.file_system.cache_clear()
+    stores.file_system.cache_clear()

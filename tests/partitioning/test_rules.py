@@ -9,15 +9,15 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning.devices import (
     constrain,
-    for_all_groups,
+    count_shards,
+    draw_for_group,
     parameter_axes,
     parameter_spec,
-    parts_of,
     slot_spec,
-    sums_over_groups,
+    sum_over_groups,
 )
 
-from ..tiny_models import FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
+from ..helpers.tiny_models import FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
 
 LANGUAGE_MODEL = model_config(model_type="lm", num_encoder_layers=0)
 SHARED = model_config(shared_towers=True)
@@ -119,14 +119,19 @@ def test_an_activation_is_divided_where_its_sizes_allow(eight_devices, shape, ax
 
 
 def test_an_activation_is_divided_among_the_devices_of_its_axes(eight_devices):
-    assert parts_of("batch", "vocab") == 8
-    assert (parts_of("batch"), parts_of("heads"), parts_of("embed"), parts_of()) == (4, 2, 1, 1)
+    assert count_shards("batch", "vocab") == 8
+    assert (
+        count_shards("batch"),
+        count_shards("heads"),
+        count_shards("embed"),
+        count_shards(),
+    ) == (4, 2, 1, 1)
 
 
 def test_without_a_mesh_nothing_is_divided():
     x = jnp.zeros((8, 2))
     assert constrain(x, "batch", "mlp") is x
-    assert parts_of("batch", "vocab") == 1
+    assert count_shards("batch", "vocab") == 1
 
 
 PARAMS = {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3), "scale": np.float32([5, 7])}
@@ -142,7 +147,7 @@ def products(params, microbatches):
 
     def of_rows(rows):
         rows = constrain(rows * params["scale"], "batch", "mlp")
-        drawn = rows * for_all_groups(draw, rows.shape)
+        drawn = rows * draw_for_group(draw, rows.shape)
         return {"sum": rows.sum(0) @ params["kernel"], "drawn": drawn.sum(0)}
 
     return jax.tree.map(lambda x: x.sum(0), jax.vmap(of_rows)(microbatches))
@@ -150,7 +155,7 @@ def products(params, microbatches):
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_sums_over_groups_are_those_of_the_whole_batch(one_device, groups):
-    sums = sums_over_groups(products, PARAMS, BATCH, groups, SPECS)
+    sums = sum_over_groups(products, PARAMS, BATCH, groups, SPECS)
     whole = products(PARAMS, BATCH)
     assert sums.keys() == whole.keys()
     for name in whole:
@@ -159,11 +164,11 @@ def test_sums_over_groups_are_those_of_the_whole_batch(one_device, groups):
 
 def test_each_group_has_parameters_and_rows_of_its_own(eight_devices):
     def of_group(params, microbatches):
-        assert microbatches.shape == (2, 2, 2) and parts_of("batch") == 1
+        assert microbatches.shape == (2, 2, 2) and count_shards("batch") == 1
         return constrain(microbatches[0], "batch", "mlp")
 
     def summed(params, batch):
-        return sums_over_groups(of_group, params, batch, 4, SPECS)
+        return sum_over_groups(of_group, params, batch, 4, SPECS)
 
     assert constraints(summed, PARAMS, BATCH) == [
         ("data", None, "model"),  # kernel

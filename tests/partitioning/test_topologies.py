@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.partitioning.topologies import devices_of, memory_of, published, torus
+from t0repro.partitioning.topologies import devices_of, find_chip, memory_of, torus
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def test_an_unknown_slice_says_which_there_are(name):
     ],
 )
 def test_a_device_at_hand_has_the_published_peak_of_its_kind(kind, flops):
-    chip = published(kind)
+    chip = find_chip(kind)
     assert chip is not None and chip.flops == flops
 
 
 @pytest.mark.parametrize("kind", ["cpu", "TPU v4 lite", "TPU v99", "NVIDIA A100-SXM4-40GB"])
 def test_of_another_kind_nothing_is_guessed(kind):
-    assert published(kind) is None
+    assert find_chip(kind) is None
 
 
 def test_a_devices_memory_is_what_it_says_that_programs_may_take():

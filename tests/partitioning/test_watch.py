@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import ctypes, os, signal, socket, sys, threading, time
-from t0repro.partitioning.processes import Watch
+from t0repro.partitioning.watch import Watch
 
 server = socket.create_server(("127.0.0.1", 0))
 said = [server.getsockname()[1], "00" * 16]  # by the first process: its port and the run's token

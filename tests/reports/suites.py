@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from t0repro.reports import page
+from t0repro.reports import page_html, page_markdown
 from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
 from t0repro.reports.report_page import report_page
 from t0repro.reports.run import Run
@@ -70,11 +70,11 @@ def report_of(evaluation, beside=None, **options):
 
 
 def render_html(report):
-    return page.render_html(report_page(report))
+    return page_html.render_html(report_page(report))
 
 
 def render_markdown(report):
-    return page.render_markdown(report_page(report))
+    return page_markdown.render_markdown(report_page(report))
 
 
 def full_report(evaluation, tmp_path):

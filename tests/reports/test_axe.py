@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from t0repro.reports.make_report import write_report
+from t0repro.reports.report_files import write_report
 
 from .browser import HERE, open_browser
 from .suites import full_report, small_suite

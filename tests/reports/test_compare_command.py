@@ -4,7 +4,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from t0repro.cli.report import compare
+from t0repro.cli.compare import compare
 from t0repro.errors import UserError
 
 from .test_comparison import RTE, two_examples, write_eval, write_run

@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from t0repro.cli.report import app
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import write_record
-from t0repro.reports.comparison import compare_runs, read_history
+from t0repro.evaluation.records import write_record
+from t0repro.reports.comparison import compare_runs
 from t0repro.reports.comparison_page import comparison_page, history_page
+from t0repro.reports.history import read_history
 from t0repro.reports.models import compare_models
-from t0repro.reports.page import render_html
+from t0repro.reports.page_html import render_html
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap, mcnemar
 

@@ -7,7 +7,7 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.event_files import event_writer
-from t0repro.reports.training_runs import curves_in_words, curves_page, read_curves
+from t0repro.reports.curves import curves_in_words, curves_page, read_curves
 
 
 def write_lines(folder, *rows):

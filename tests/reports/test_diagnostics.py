@@ -1,17 +1,18 @@
 import html
-import json
 import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from t0repro.reports.accuracy_plot import published_letters
+from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
 from t0repro.reports.make_report import ReportOptions, make_report
-from t0repro.reports.page import render_html
-from t0repro.reports.plots import published_letters
-from t0repro.reports.report import load_report, published_figures
+from t0repro.reports.page_html import render_html
+from t0repro.reports.published import published_figures
+from t0repro.reports.ranking import rank_folder
+from t0repro.reports.report import load_report
 from t0repro.reports.report_page import report_page
-from t0repro.reports.results import calibration, confusion, prompt_flips, rank_folder
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
 
@@ -107,25 +108,6 @@ def test_the_report_has_diagnostics_extras_and_published_figures(folder, tmp_pat
     path = tmp_path / "report.json"
     path.write_text(report.to_json())
     assert load_report(path) == report
-
-
-def test_a_report_of_schema_1_still_loads(folder, tmp_path):
-    content = json.loads(make_report(Run("jax", folder), PROMPTS).to_json())
-    content["schema_version"] = 1
-    for name in ("published", "tasks"):
-        del content[name]
-    for name in ("checkpoint_hash", "templates_hash", "data_revision", "energy_joules"):
-        del content["provenance"][name]
-    for dataset in content["datasets"]:
-        for name in ("confusion", "calibration", "flips", "flipped"):
-            del dataset[name]
-        for prompt in dataset["prompts"]:
-            del prompt["extras"]
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps(content))
-    loaded = load_report(path)
-    assert loaded.schema_version == 1
-    assert loaded.datasets[0].confusion is None and loaded.published == ()
 
 
 def test_every_published_figure_names_its_source():

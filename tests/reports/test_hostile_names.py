@@ -11,25 +11,16 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
-from t0repro.reports.make_report import (
-    ExtraContent,
-    ReportOptions,
-    make_report,
-    write_report,
-    write_tables,
-)
-from t0repro.reports.page import (
-    Column,
-    Page,
-    Section,
-    markdown_table,
-    print_page,
-    render_html,
-    render_markdown,
-)
+from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
+from t0repro.reports.page import Column, Page, Section
+from t0repro.reports.page_html import render_html
+from t0repro.reports.page_markdown import markdown_table, render_markdown
+from t0repro.reports.page_terminal import print_page
 from t0repro.reports.report import load_report
+from t0repro.reports.report_files import write_report
 from t0repro.reports.report_page import brief_page, report_page
 from t0repro.reports.run import Run
+from t0repro.reports.score_tables import write_tables
 from t0repro.reports.statistics import Bootstrap
 
 from .scored_folder import write_scores

@@ -11,7 +11,7 @@ import typer
 from scipy.stats import t as student
 from typer.testing import CliRunner
 
-from t0repro.cli.report import compare
+from t0repro.cli.compare import compare
 from t0repro.errors import UserError
 from t0repro.reports.make_report import ExtraContent
 from t0repro.reports.models import compare_models, sets_alike

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from t0repro.reports.comparison import compare_runs, read_history, to_json
+from t0repro.reports.comparison import compare_runs
 from t0repro.reports.comparison_page import comparison_page, history_page
-from t0repro.reports.make_report import ReportOptions, make_report, write_page, write_report
+from t0repro.reports.curves import curves_page
+from t0repro.reports.history import read_history
+from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.models import to_json
 from t0repro.reports.report import SCHEMA_VERSION
+from t0repro.reports.report_files import write_page, write_report
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
-from t0repro.reports.training_runs import curves_page
 
 from .browser import ENTER, ESCAPE, HERE, SHIFT, SPACE, TAB, open_browser
 from .scored_folder import write_scores

@@ -8,9 +8,11 @@ import pytest
 
 import t0repro.reports
 from t0repro.errors import UserError
-from t0repro.reports.make_report import ReportOptions, make_report, write_report
+from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.prompts import dataset_label
 from t0repro.reports.report import SCHEMA_VERSION, load_report
-from t0repro.reports.run import Run, dataset_label
+from t0repro.reports.report_files import write_report
+from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
 
 from .scored_folder import write_scores
@@ -153,6 +155,20 @@ def test_examples_whose_answer_is_no_choice_are_counted_and_listed(tmp_path):
     assert load_report(tmp_path) == report
 
 
+def test_wrong_answers_are_listed_with_their_inputs_and_choices(tmp_path):
+    scores = [[-1.0, -2.0], [-1.0, -2.0], [-2.0, -1.0]]
+    folder = write_scores(tmp_path / "validation_eval", "a", scores, [0, 1, -1])
+    info = SimpleNamespace(
+        dataset="d", subset=None, template_name="t", fixed_choices=("yes", "no"), prompt="?"
+    )
+    report = make_report(Run("jax", folder), {"a": info})
+    (wrong,) = report.datasets[0].prompts[0].wrong_examples
+    assert (wrong.example, wrong.input, wrong.predicted, wrong.right) == (1, "input 1", "yes", "no")
+    assert "| 1 | input 1 | yes | no |" in render_markdown(report)
+    (wrong,) = make_report(Run("jax", folder), {}).datasets[0].prompts[0].wrong_examples
+    assert (wrong.predicted, wrong.right) == ("choice 0", "choice 1")
+
+
 def test_data_and_energy_are_told_where_they_are_known(suite):
     facts = {"data": {"super_glue/rte": "source local, sha256 ab12"}, "energy_joules": 12.4}
     facts["energy_source"] = "1 CPU packages (RAPL)"
@@ -162,18 +178,6 @@ def test_data_and_energy_are_told_where_they_are_known(suite):
         assert "source local, sha256 ab12" in text
     (suite.folder / "provenance.json").unlink()
     assert "12 J" not in render_markdown(report_of(suite))
-
-
-def test_reports_of_the_schemas_before_are_still_read(suite, tmp_path):
-    content = json.loads(report_of(suite).to_json())
-    for name in ("generation", "published", "tasks"):
-        del content[name]
-    del content["provenance"]["data"], content["provenance"]["energy_source"]
-    for dataset in content["datasets"]:
-        for prompt in dataset["prompts"]:
-            del prompt["unanswerable_examples"]
-    (tmp_path / "report.json").write_text(json.dumps({**content, "schema_version": 1}))
-    assert load_report(tmp_path).datasets == report_of(suite).datasets
 
 
 def test_a_checkout_without_git_has_no_commit(suite, monkeypatch):
@@ -197,12 +201,13 @@ def test_a_report_loads_back_equal(suite, tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == ["report.html", "report.json", "report.md"]
 
 
-def test_a_newer_schema_and_a_file_that_is_no_report_are_refused(suite, tmp_path):
+def test_another_schema_and_a_file_that_is_no_report_are_refused(suite, tmp_path):
     path = tmp_path / "report.json"
     content = json.loads(report_of(suite).to_json())
-    path.write_text(json.dumps(content | {"schema_version": SCHEMA_VERSION + 1}))
-    with pytest.raises(UserError, match=f"has schema {SCHEMA_VERSION + 1}; this t0repro reads up"):
-        load_report(path)
+    for version in (SCHEMA_VERSION - 1, SCHEMA_VERSION + 1):
+        path.write_text(json.dumps(content | {"schema_version": version}))
+        with pytest.raises(UserError, match=f"has schema {version}; this t0repro reads"):
+            load_report(path)
     path.write_text(json.dumps(content | {"unheard_of": 1}))
     with pytest.raises(UserError, match="fields are not those of schema"):
         load_report(path)

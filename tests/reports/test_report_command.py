@@ -6,7 +6,7 @@ from t0repro.cli.report import app
 from t0repro.errors import UserError
 from t0repro.reports.report import load_report
 
-from ..own_lines import foreign_lines
+from ..helpers.own_lines import foreign_lines
 
 
 def test_report_make_writes_three_files_and_prints_a_summary(suite, tmp_path):

@@ -6,10 +6,10 @@ import re
 import pytest
 from rich.console import Console
 
-from t0repro.evaluation.outputs import write_record
+from t0repro.evaluation.records import write_record
 from t0repro.reports.comparison_page import comparison_page
 from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
-from t0repro.reports.page import print_page
+from t0repro.reports.page_terminal import print_page
 from t0repro.reports.report_page import brief_page, report_page
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from t0repro.cli.report import runs
+from t0repro.cli.training_runs import runs
 from t0repro.errors import UserError
 from t0repro.reports.training_runs import find_runs, left_out_in_words, run_rows, to_json
 from t0repro.training.run_state import RUN_STATE_FILE, RunState

@@ -8,8 +8,8 @@ from scipy.special import expit, logit
 from scipy.stats import beta
 from scipy.stats import t as student
 
-from t0repro.evaluation.outputs import TaskScores
 from t0repro.evaluation.rank import rank_classification
+from t0repro.evaluation.task_scores import TaskScores
 from t0repro.reports.statistics import (
     Bootstrap,
     DatasetMean,

@@ -6,10 +6,11 @@ import stat
 import pytest
 from typer.testing import CliRunner
 
-from t0repro.cli.report import app, compare
+from t0repro.cli.compare import compare
+from t0repro.cli.report import app
 from t0repro.errors import UserError
-from t0repro.files import folder_lock
-from t0repro.reports.make_report import write_files
+from t0repro.reports.report_files import write_files
+from t0repro.storage import lock_folder
 
 from .test_comparison import write_run
 
@@ -97,7 +98,7 @@ def test_a_folder_that_another_run_holds_is_refused(tmp_path, command):
         "history": (app, ["history", str(folder)]),
         "compare": (_alone(compare), [str(folder), str(folder), "--resamples", "100"]),
     }[command]
-    with folder_lock(out, "evaluating"):
+    with lock_folder(out, "evaluating"):
         run = CliRunner().invoke(arguments[0], [*arguments[1], "--out", str(out)])
         assert isinstance(run.exception, UserError)
         assert "Another run holds this folder for evaluating" in str(run.exception)

@@ -12,16 +12,16 @@ import seqio
 import tensorflow as tf
 
 from t0repro.adapters import lora
-from t0repro.config.t5x.inference import infer_plan
+from t0repro.config.t5x.run import infer_plan
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
-from t0repro.evaluation.evaluator import ModelFunctions
+from t0repro.evaluation.model_functions import ModelFunctions
 from t0repro.runs.batch_infer import infer
-from t0repro.runs.checkpoint_choice import chosen, is_there, opened
+from t0repro.runs.restored_checkpoints import chosen, is_there, opened
 
 from ..evaluation.small_model import save_adapter
-from ..own_lines import foreign_lines
+from ..helpers.own_lines import foreign_lines
 from .tiny_gin import parsed, save_checkpoint
 
 TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"

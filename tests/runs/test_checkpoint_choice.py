@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from t0repro.config.run_config import CheckpointChoice
+from t0repro.config.checkpoints import CheckpointChoice
 from t0repro.errors import UserError
 from t0repro.runs import checkpoint_choice
 

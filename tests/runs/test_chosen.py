@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 
-from t0repro.config.t5x.inference import eval_plan
-from t0repro.config.training_plan import RestoreConfig
-from t0repro.converters import storage
+from t0repro import storage
+from t0repro.config.checkpoints import RestoreConfig
+from t0repro.config.t5x.run import eval_plan
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
-from t0repro.runs.checkpoint_choice import chosen, identity, is_there
+from t0repro.runs.restored_checkpoints import chosen, identity, is_there
 
 from .tiny_gin import parsed, save_checkpoint
 
@@ -47,7 +47,7 @@ def test_a_checkpoint_is_another_one_once_it_is_replaced_at_its_path(two, tmp_pa
 def test_a_copy_of_a_checkpoint_with_checksums_is_the_same_one(two, tmp_path, kind):
     ref = make(kind, two[0], tmp_path / "model")
     first = identity(ref)
-    for file in storage.walk(ref.path):
+    for file in storage.list_files(ref.path):
         os.utime(file, (0, 0))
     assert identity(ref) == first
 

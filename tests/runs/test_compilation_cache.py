@@ -8,7 +8,7 @@ from pathlib import Path
 PROGRAM = """
 import collections, sys
 import jax
-import tiny_models as tiny
+import helpers.tiny_models as tiny
 from t0repro.runs.train import train
 
 events = collections.Counter()

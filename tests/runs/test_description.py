@@ -2,7 +2,7 @@
 
 import jax
 
-import tests.tiny_models as tiny
+import tests.helpers.tiny_models as tiny
 from t0repro.partitioning.devices import choose
 from t0repro.runs.description import model_info
 

@@ -4,11 +4,10 @@ import shutil
 
 import pytest
 
-from t0repro.config.t5x.inference import eval_plan, infer_plan
-from t0repro.config.t5x.run import train_config
+from t0repro.config.t5x.run import eval_plan, infer_plan, model_vocabularies, train_config
 from t0repro.errors import UserError
 from t0repro.runs.batch_infer import infer
-from t0repro.runs.evaluate import evaluate_checkpoints
+from t0repro.runs.evaluate_checkpoints import evaluate_checkpoints
 from t0repro.runs.preflight import check_inference, check_training
 
 from .tiny_gin import parsed, save_checkpoint
@@ -36,13 +35,9 @@ def described(*bindings):
     return parsed("train", "pretrain", *MACROS, *bindings)
 
 
-def vocabularies(run):
-    return run.program.model.input_vocabulary, run.program.model.output_vocabulary
-
-
 def said(*bindings):
     made, lines = described(*bindings), []
-    check_training(train_config(made), vocabularies(made), lines.append)
+    check_training(train_config(made), model_vocabularies(made), lines.append)
     return lines
 
 
@@ -127,5 +122,5 @@ def test_rows_that_are_not_cached_are_named_with_a_remedy_for_all_of_them():
 def test_a_training_without_the_dry_run_is_refused_by_the_same_checks(tmp_path, binding, message):
     run = described(f"MODEL_DIR = '{tmp_path / 'model'}'", binding)
     with pytest.raises(UserError, match=message):
-        check_training(train_config(run), vocabularies(run), lambda line: None)
+        check_training(train_config(run), model_vocabularies(run), lambda line: None)
     assert not (tmp_path / "model").exists()

@@ -13,6 +13,7 @@ from t0repro.errors import UserError
 from t0repro.runs import encode_file as module
 from t0repro.runs.encode import Limits, Tokenizer
 from t0repro.runs.encode_file import encode_file
+from t0repro.runs.encoded_output import OutputLayout
 from t0repro.tasks import vocabulary as vocabularies
 from t0repro.tasks.demo.datasets import VOCABULARY as DEMO_VOCABULARY
 
@@ -95,7 +96,7 @@ def test_what_another_command_left_is_not_taken_up(model, texts, tmp_path, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(module._Layout, "finish", lambda self, *files: interrupted(*files))
+        patched.setattr(OutputLayout, "finish", lambda self, *files: interrupted(*files))
         encode_file(model, texts, out, pool="first")
     assert encode_file(model, texts, out, pool="mean").resumed == 0
     assert "starting over: other settings than" in capsys.readouterr().err

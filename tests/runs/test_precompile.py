@@ -5,21 +5,16 @@ import dataclasses
 import jax
 import pytest
 
-from t0repro.config.run_config import Layout
-from t0repro.partitioning.costs import Memory, counts
+from t0repro.config.model import Layout
+from t0repro.partitioning.collectives import counts
 from t0repro.partitioning.devices import choose
+from t0repro.partitioning.memory import Memory
 from t0repro.partitioning.topologies import devices_of
-from t0repro.runs.precompile import (
-    Program,
-    adjusted,
-    described,
-    evaluation_programs,
-    precompile,
-    remedies,
-    train_programs,
-)
+from t0repro.runs.fitting import adjusted, remedies
+from t0repro.runs.precompile import described, precompile
+from t0repro.runs.programs import Program, evaluation_programs, train_programs
 
-from ..tiny_models import BFLOAT16, model_config, run_config
+from ..helpers.tiny_models import BFLOAT16, model_config, run_config
 
 MODEL = model_config(d_model=128, d_ff=256, num_heads=4, d_kv=32, vocab_size=1024)
 TRAINING = run_config(

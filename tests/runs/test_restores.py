@@ -10,15 +10,14 @@ import seqio
 import tensorflow as tf
 
 from t0repro.config.t5x.gin_files import T5xInputs, parse
-from t0repro.config.t5x.inference import eval_plan, infer_plan
-from t0repro.config.t5x.run import train_config
+from t0repro.config.t5x.run import eval_plan, infer_plan, train_config
 from t0repro.converters import convert
 from t0repro.converters.restoring import starting_tree
 from t0repro.converters.sources import load_any
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.runs.batch_infer import infer
-from t0repro.runs.checkpoint_choice import chosen, opened
+from t0repro.runs.restored_checkpoints import chosen, opened
 from t0repro.runs.start import start_training
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.train_state import new_train_state, to_flat_tree

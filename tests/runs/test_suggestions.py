@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.partitioning.devices import choose
 from t0repro.partitioning.topologies import devices_of
-from t0repro.runs.precompile import suggest, variants
+from t0repro.runs.fitting import suggest, variants
 
-from ..tiny_models import BFLOAT16, model_config, run_config
+from ..helpers.tiny_models import BFLOAT16, model_config, run_config
 
 pytestmark = pytest.mark.tpu
 

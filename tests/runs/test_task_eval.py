@@ -13,16 +13,16 @@ import seqio
 
 from t0repro.adapters import ia3
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.t5x.inference import eval_plan
+from t0repro.config.t5x.run import eval_plan
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
-from t0repro.evaluation.outputs import read_with_checksum, write_with_checksum
-from t0repro.runs.checkpoint_choice import chosen, identity, opened
-from t0repro.runs.evaluate import EvaluatedCheckpoints, evaluate_checkpoints
+from t0repro.evaluation.records import read_with_checksum, write_with_checksum
+from t0repro.runs.evaluate_checkpoints import EvaluatedCheckpoints, evaluate_checkpoints
+from t0repro.runs.restored_checkpoints import chosen, identity, opened
 
 from ..evaluation.small_model import STEP, save_adapter
-from ..own_lines import foreign_lines
+from ..helpers.own_lines import foreign_lines
 from .tiny_gin import parsed, save_checkpoint
 
 GENERATED = "demo_synthetic_glue_mrpc_want_to_know"

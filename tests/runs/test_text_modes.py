@@ -4,7 +4,7 @@ import pytest
 
 from t0repro.config.decoding import InferConfig, ScoreStringsConfig
 from t0repro.errors import UserError
-from t0repro.runs import text_scores
+from t0repro.runs import text_files
 
 
 class Letters:
@@ -17,19 +17,19 @@ class Letters:
 def test_lines_lose_trailing_space_and_one_empty_line_at_the_end(tmp_path):
     path = tmp_path / "lines"
     path.write_text(" a b \t\n\n\u2028c\r\n\n")
-    assert text_scores.read_lines(str(path), "x") == [" a b", "", "\u2028c"]
+    assert text_files.read_lines(str(path), "x") == [" a b", "", "\u2028c"]
     path.write_text("a")
-    assert text_scores.read_lines(str(path), "x") == ["a"]
+    assert text_files.read_lines(str(path), "x") == ["a"]
 
 
 def test_each_line_is_decoded_as_often_as_it_is_to_be(tmp_path):
     path = tmp_path / "lines"
     path.write_text("a\nb\n")
-    assert text_scores.infer_inputs(InferConfig(str(path), "out", 1, 2)) == ["a", "a", "b", "b"]
+    assert text_files.infer_inputs(InferConfig(str(path), "out", 1, 2)) == ["a", "a", "b", "b"]
 
 
 def test_a_line_is_encoded_without_space_around_it_with_eos_and_cut():
-    found = text_scores.encode_lines([" ab ", "", "abcd"], Letters(), 1, 3)
+    found = text_files.encode_lines([" ab ", "", "abcd"], Letters(), 1, 3)
     assert [ids.tolist() for ids in found] == [[97, 98, 1], [1], [97, 98, 99]]
 
 
@@ -42,7 +42,7 @@ def test_a_line_is_encoded_without_space_around_it_with_eos_and_cut():
     ],
 )
 def test_targets_are_shared_out_among_inputs(inputs, targets, expected):
-    assert text_scores.strings_to_score(ScoreStringsConfig(inputs, targets, 1, True)) == expected
+    assert text_files.strings_to_score(ScoreStringsConfig(inputs, targets, 1, True)) == expected
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_targets_are_shared_out_among_inputs(inputs, targets, expected):
 )
 def test_numbers_that_do_not_fit_are_refused(inputs, targets, part):
     with pytest.raises(UserError, match=part):
-        text_scores.strings_to_score(ScoreStringsConfig(inputs, targets, 1, True))
+        text_files.strings_to_score(ScoreStringsConfig(inputs, targets, 1, True))
 
 
 def test_newlines_within_a_line_are_written_as_spaces(tmp_path):
-    text_scores.write_lines(tmp_path / "folder" / "out", ["a\nb", 3])
+    text_files.write_lines(tmp_path / "folder" / "out", ["a\nb", 3])
     assert (tmp_path / "folder" / "out").read_text() == "a b\n3\n"

@@ -4,7 +4,8 @@ import itertools
 import json
 import random
 
-from t0repro.tasks.templates import compiled, make_template
+from t0repro.tasks.rendering import compiled
+from t0repro.tasks.templates import make_template
 
 COUNT = 300
 ROW = {"text": "a b c d e f", "label": 1, "words": list("abcdefgh"), "more": {"x": 1, "y": 2}}

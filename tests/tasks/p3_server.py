@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
-from ..loopback import FileHandler, FileServer, running
+from ..helpers.loopback import FileHandler, FileServer, running
 
 PAGE = 4  # entries of a listing; the hub's is 1,000
 

@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from t0repro.files import LOCK_FILE
+from t0repro.storage.locks import LOCK_FILE
 from t0repro.tasks.prompt_cache.cache import Summary, cache_tasks
 from t0repro.tasks.prompt_cache.plan import Request, make_plan
 

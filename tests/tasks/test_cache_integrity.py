@@ -12,9 +12,9 @@ from t0repro.data.checks import check_readable
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.tasks.demo.datasets import FOLDER, VOCABULARY
-from t0repro.tasks.prompt_cache.folders import check_caches, damage
+from t0repro.tasks.prompt_cache.provenance import check_caches, damage
 from t0repro.tasks.registration import add_prompted_task
-from t0repro.tasks.task import task_descriptions
+from t0repro.tasks.registry import task_descriptions
 from t0repro.tasks.vocabulary import VocabularyFile
 
 from .prompt_caches import make

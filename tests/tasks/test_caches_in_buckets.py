@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from t0repro import buckets, compat, working_copies
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro import compat, storage
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data.cached import CachedBatches
 from t0repro.data.train_data import runs_python, seqio_dataset
 from t0repro.errors import UserError
-from t0repro.files import input_path
-from t0repro.tasks.prompt_cache.folders import check_caches, damage
+from t0repro.storage import buckets, input_path
+from t0repro.tasks.prompt_cache.provenance import check_caches, damage
 from t0repro.tasks.prompt_cache.records import read_records
 
 from .prompt_caches import make
@@ -34,8 +34,8 @@ def local(tmp_path_factory):
 @pytest.fixture
 def there(bucket, local, monkeypatch):
     """The cache of the task in a bucket; its objects are read in small parts."""
-    monkeypatch.setattr(buckets, "_PART_BYTES", 2500)
-    buckets.upload_tree(local, f"{bucket}/{TASK}")
+    monkeypatch.setattr(buckets, "_AHEAD_BYTES", 2500)
+    storage.put_tree(local, f"{bucket}/{TASK}")
     return f"{bucket}/{TASK}"
 
 
@@ -68,7 +68,7 @@ def test_batches_of_a_bucket_are_those_of_a_disk_and_resume_exactly(
     stopped = batches(there, shuffle=shuffle)
     first(stopped, 15)
     stopped.save(tmp_path)
-    working_copies.close_all()  # another process has a copy elsewhere
+    storage.close_copies()  # another process has a copy elsewhere
     assert_equal(first(batches(there, shuffle=shuffle), 25, tmp_path), on_disk[15:])
 
 
@@ -77,7 +77,7 @@ def test_seqio_reads_of_a_bucket_what_it_reads_of_a_disk(there, local, monkeypat
     compat.install()
     import seqio
 
-    from t0repro.tasks.task import add_cache_dirs
+    from t0repro.tasks.registry import add_cache_dirs
 
     add_cache_dirs([there.rpartition("/")[0]])
     data = SeqioDataConfig(TASK, LENGTHS, "train", 4, True, None, use_cached=True, pack=True)
@@ -100,13 +100,13 @@ def test_a_copy_of_a_cache_takes_no_space_and_fetches_no_more_than_is_read(
     there, monkeypatch, request
 ):
     fetched = []
-    really = buckets.read_part
+    really = buckets.read
 
-    def read_part(address, start, end):
+    def read(address, start, end):
         fetched.append(end - start)
         return really(address, start, end)
 
-    monkeypatch.setattr(buckets, "read_part", read_part)
+    monkeypatch.setattr(buckets, "read", read)
     shards = sorted(input_path(there).glob("train.tfrecord-*"))
     assert len(shards) == SHARDS and not any(shard.stat().st_blocks for shard in shards)
     assert damage(input_path(there), "train") is None and not fetched
@@ -126,12 +126,12 @@ def test_damage_in_a_bucket_is_found_as_on_a_disk(there, local):
     with pytest.raises(UserError, match="A record is cut or its checksum is wrong") as error:
         first(batches(there), 200)
     assert f"{there}/{name}, byte " in str(error.value)
-    working_copies.close_all()
+    storage.close_copies()
     buckets.write(f"{there}/{name}", bytes(content[:-1]))
     assert damage(input_path(there), "train") == (
         f"{name} has {len(content) - 1:,} of {len(content):,} bytes"
     )
-    working_copies.close_all()
+    storage.close_copies()
     buckets.remove(f"{there}/{name}")
     assert f"1 of {SHARDS} shards are missing" in damage(input_path(there), "train")
 

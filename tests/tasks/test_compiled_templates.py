@@ -7,15 +7,15 @@ import random
 import pytest
 
 from t0repro.tasks.catalogue import p3_sizes, rounds_of, t0_datasets
-from t0repro.tasks.prompt_cache.plan import PlainTemplate, Prompt, RowsOfSplit
+from t0repro.tasks.prompt_cache.prompts import PlainTemplate, Prompt, RowsOfSplit
 from t0repro.tasks.prompt_cache.shards import compiled_template, reader_of, render_row, rows_of
+from t0repro.tasks.rendering import compiled
 from t0repro.tasks.rows import read_rows
 from t0repro.tasks.schema import columns_read
 from t0repro.tasks.templates import (
     NO_LABEL,
     Drop,
     Rendering,
-    compiled,
     load_template,
     task_name,
     template_datasets,

@@ -10,7 +10,7 @@ import seqio
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.catalogue import features_of
 from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
-from t0repro.tasks.task import metric_names
+from t0repro.tasks.metrics import metric_names
 from t0repro.tasks.templates import load_template
 
 MAX_INPUTS, MAX_TARGETS = 128, 32

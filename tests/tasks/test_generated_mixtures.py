@@ -7,20 +7,20 @@ import pytest
 import seqio
 import tensorflow as tf
 
-from t0repro.config.t5x import records
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config import data as records
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data.checks import check_data
 from t0repro.errors import UserError
 from t0repro.evaluation.selection import MODES, select_tasks
 from t0repro.runs import preflight
-from t0repro.tasks import showing
+from t0repro.tasks import checking
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.listing import list_tasks
 from t0repro.tasks.prompt_cache.plan import Request, make_plan
 from t0repro.tasks.prompt_cache.seqio_plan import selected_tasks
 from t0repro.tasks.registration import add_mixture, add_prompted_task
+from t0repro.tasks.registry import find_tasks
 from t0repro.tasks.seqio_tasks import seqio_vocabulary
-from t0repro.tasks.task import find_tasks
 from t0repro.tasks.vocabulary import VocabularyFile
 from tests.tasks.vocabularies import write_vocabulary
 
@@ -90,7 +90,7 @@ def verdicts(mixture, folder):
         list(preflight._data(data, model, (record, record), mode))
 
     def show():
-        showing.check_tasks(showing.tasks_without_prompts(mixture), lambda count: None)
+        checking.check_tasks(checking.tasks_without_prompts(mixture), lambda count: None)
 
     return {
         "tasks ls": refused(list_tasks, mixture),

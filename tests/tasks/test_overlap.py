@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from t0repro.errors import UserError
 from t0repro.reports.make_report import accuracies_without
-from t0repro.tasks import overlap
-from t0repro.tasks.registration import register_templates
+from t0repro.tasks import overlap, run_index
+from t0repro.tasks.template_registration import register_templates
 
 from ..cli.commands import run
 
@@ -112,21 +112,21 @@ def test_an_index_in_parts_finds_what_a_whole_one_finds(mixtures, monkeypatch):
     learned, evaluated = mixtures(train, [{"text": text} for text in texts])
     whole = overlap.find_overlap(learned, evaluated)
     parts = []
-    made = overlap._part
+    made = run_index._part
 
     def counting(*arguments):
         parts.append(made(*arguments))
         return parts[-1]
 
-    monkeypatch.setattr(overlap, "_part", counting)
-    monkeypatch.setattr(overlap, "_BYTES_A_RUN", 2**20 // 100)  # room for 100 runs in a MiB
+    monkeypatch.setattr(run_index, "_part", counting)
+    monkeypatch.setattr(run_index, "_BYTES_A_RUN", 2**20 // 100)  # room for 100 runs in a MiB
     assert overlap.find_overlap(learned, evaluated, memory=1) == whole
     assert len(parts) > 3 and flagged(whole) == [0, 3, 6, 9]
 
 
 def test_equal_hashes_alone_flag_nothing(mixtures, monkeypatch):
     learned, evaluated = mixtures([{"text": words(1, 20)}], [{"text": words(2, 20)}])
-    monkeypatch.setattr(overlap, "hash", lambda word: 1, raising=False)
+    monkeypatch.setattr(run_index, "hash", lambda word: 1, raising=False)
     assert flagged(overlap.find_overlap(learned, evaluated)) == []
 
 
@@ -146,8 +146,8 @@ def test_tasks_list_examples_and_a_report_leaves_them_out(mixtures, tmp_path, mo
 
     import numpy as np
 
-    from t0repro.evaluation.outputs import TaskScores
     from t0repro.evaluation.rank import rank_classification
+    from t0repro.evaluation.task_scores import TaskScores
 
     example, choice = np.divmod(np.arange(8), 2)
     scores = TaskScores(

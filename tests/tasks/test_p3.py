@@ -15,10 +15,10 @@ import seqio
 import tensorflow as tf
 
 from t0repro.errors import UserError
-from t0repro.files import folder_lock
 from t0repro.hub_files import HubRepository
+from t0repro.storage import lock_folder
 from t0repro.tasks import p3
-from t0repro.tasks.prompt_cache.folders import P3_SOURCE
+from t0repro.tasks.prompt_cache.provenance import P3_SOURCE
 from t0repro.tasks.prompt_cache.records import count_records, read_records
 
 from . import p3_server
@@ -340,7 +340,7 @@ def test_a_listing_whose_next_page_is_itself_or_elsewhere_is_refused(
 
 
 def test_two_fetches_to_one_folder_are_told_apart(server, tmp_path):
-    with folder_lock(tmp_path, "test"), pytest.raises(UserError, match="Another run holds"):
+    with lock_folder(tmp_path, "test"), pytest.raises(UserError, match="Another run holds"):
         p3.fetch([TASK], tmp_path, repository(server))
 
 

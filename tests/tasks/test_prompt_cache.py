@@ -371,8 +371,8 @@ def test_missing_rows_stop_the_run_unless_only_those_at_hand_are_wanted(tmp_path
     path.unlink()
     with pytest.raises(UserError, match=r"validation.* missing") as caught:
         make(tmp_path / "cache", "away_rte", "here_rte")
-    assert "--at_hand" in str(caught.value)
-    summary = make(tmp_path / "cache", "away_rte", "here_rte", at_hand=True)
+    assert "--skip_missing" in str(caught.value)
+    summary = make(tmp_path / "cache", "away_rte", "here_rte", skip_missing=True)
     assert summary.cached == ["here_rte"]
     assert [entry[:2] for entry in summary.left_out] == [("away_rte", "validation")]
 

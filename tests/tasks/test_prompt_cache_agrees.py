@@ -8,11 +8,11 @@ import pytest
 import seqio
 
 from t0repro.errors import UserError
-from t0repro.tasks.prompt_cache.folders import check_caches
+from t0repro.tasks.prompt_cache.provenance import check_caches
 from t0repro.tasks.prompt_cache.records import RecordFile
 from t0repro.tasks.prompted_examples import UNCUT, prompted_examples
 from t0repro.tasks.registration import add_prompted_task
-from t0repro.tasks.task import task_descriptions
+from t0repro.tasks.registry import task_descriptions
 from tests.tasks.vocabularies import write_vocabulary
 
 from .prompt_caches import make

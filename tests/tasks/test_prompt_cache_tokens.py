@@ -9,7 +9,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.tasks.prompt_cache.records import Tokenizer, count, varint
+from t0repro.tasks.prompt_cache.example_writer import Tokenizer, count
+from t0repro.tasks.prompt_cache.records import varint
 from t0repro.tasks.rows import read_rows
 
 ODD = [

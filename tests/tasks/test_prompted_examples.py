@@ -6,7 +6,7 @@ import seqio
 
 from t0repro.errors import UserError
 from t0repro.tasks.prompted_examples import prompted_examples
-from t0repro.tasks.task import task_descriptions
+from t0repro.tasks.registry import task_descriptions
 
 from .real_tasks import ROWS, register
 

@@ -14,14 +14,16 @@ from t5.evaluation import metrics
 
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks, vocabulary
+from t0repro.tasks.checking import Verdict, check_tasks
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.listing import list_tasks
+from t0repro.tasks.metrics import postprocess
+from t0repro.tasks.modules import load_tasks
 from t0repro.tasks.prompt_cache.seqio_plan import selected_tasks
-from t0repro.tasks.registration import add_mixture, add_prompted_task, load_tasks
-from t0repro.tasks.seqio_tasks import postprocess, task_metrics
-from t0repro.tasks.showing import Verdict, check_tasks
+from t0repro.tasks.registration import add_mixture, add_prompted_task
+from t0repro.tasks.registry import find_tasks, prompted_mixtures, tasks_of_mixture
+from t0repro.tasks.seqio_tasks import task_metrics
 from t0repro.tasks.source import PromptedRows, Split
-from t0repro.tasks.task import find_tasks, prompted_mixtures, tasks_of_mixture
 from t0repro.tasks.templates import load_template
 from t0repro.tasks.vocabulary import VocabularyFile
 from tests.tasks.vocabularies import write_vocabulary
@@ -34,8 +36,8 @@ def add(rows_root, monkeypatch):
     """Registers tasks over the three rows for the time of a test, in registries that are empty."""
     for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
         monkeypatch.setattr(registry, "_REGISTRY", {})
-    monkeypatch.setattr("t0repro.tasks.task._tasks", {})
-    monkeypatch.setattr("t0repro.tasks.task._mixtures", {})
+    monkeypatch.setattr("t0repro.tasks.registry._tasks", {})
+    monkeypatch.setattr("t0repro.tasks.registry._mixtures", {})
     vocabulary = VocabularyFile(str(VOCABULARY))
 
     def add_task(template="GPT-3 style", splits=SPLITS, **options):
@@ -213,7 +215,7 @@ def test_a_task_of_rate_zero_is_in_the_mixture_and_never_sampled():
 def test_folders_of_caches_stay_known_once_seqio_is_imported(tmp_path):
     program = f"""
 import sys
-from t0repro.tasks.task import add_cache_dirs, cache_dirs
+from t0repro.tasks.registry import add_cache_dirs, cache_dirs
 add_cache_dirs([{str(tmp_path)!r}])
 assert "seqio" not in sys.modules
 from t0repro import compat

@@ -50,8 +50,8 @@ def test_the_registry_of_prompts_is_light():
 DESCRIBED = """
 import sys
 from t0repro.tasks.registration import describing
-from t0repro.tasks.task import prompted_mixtures
-from t0repro.tasks.task import prompted_tasks
+from t0repro.tasks.registry import prompted_mixtures
+from t0repro.tasks.registry import prompted_tasks
 with describing():
     for module in {modules}:
         __import__(f"t0repro.tasks.{{module}}")
@@ -59,8 +59,8 @@ heavy = {{"tensorflow", "seqio", "t5", "jax", "datasets"}} & set(sys.modules)
 assert not heavy, heavy
 mixtures = {{name: sorted(of.tasks) for name, of in prompted_mixtures().items()}}
 described = sorted(prompted_tasks()), mixtures
-from t0repro.tasks.task import _mixtures
-from t0repro.tasks.task import _tasks
+from t0repro.tasks.registry import _mixtures
+from t0repro.tasks.registry import _tasks
 for module in {modules}:
     del sys.modules[f"t0repro.tasks.{{module}}"]
 _tasks.clear(), _mixtures.clear()

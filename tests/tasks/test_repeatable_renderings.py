@@ -7,13 +7,9 @@ import sys
 
 import pytest
 
-from t0repro.tasks.templates import (
-    PromptEnvironment,
-    Rendering,
-    TemplateFailure,
-    fixed_choices,
-    promptsource_environment,
-)
+from t0repro.tasks.prompt_environment import PromptEnvironment, TemplateFailure
+from t0repro.tasks.rendering import fixed_choices
+from t0repro.tasks.templates import Rendering, promptsource_environment
 
 from . import generated_templates
 from .generated_templates import ROW, Plain, own, rendered
@@ -101,9 +97,9 @@ def test_a_row_may_quote_an_address(kind):
 
 
 def test_both_environments_are_the_repeatable_one():
-    from t0repro.tasks import sandbox
+    from t0repro.tasks import sandbox_worker
 
-    for environment in (promptsource_environment(), sandbox.StrictEnvironment()):
+    for environment in (promptsource_environment(), sandbox_worker.StrictEnvironment()):
         assert isinstance(environment, PromptEnvironment)
         assert "lipsum" not in environment.globals
 
@@ -145,7 +141,7 @@ RANDOM = """\
 
 @pytest.mark.usefixtures("forget")
 def test_two_caches_of_the_same_rows_are_equal_and_so_is_beams(data, tmp_path):  # noqa: F811
-    from t0repro.tasks.registration import register_templates
+    from t0repro.tasks.template_registration import register_templates
 
     register_templates(write(tmp_path, HEAD + RANDOM))
     caches = []

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t0repro.tasks import sandbox
-from t0repro.tasks.prompt_cache.shards import write_spool
+from t0repro.tasks import row_codec
+from t0repro.tasks.prompt_cache.spool import write_spool
 from t0repro.tasks.rows import read_rows
 
 LEAVES = st.one_of(
@@ -56,20 +56,20 @@ def kinds(value):
 
 @given(ROWS)
 def test_any_row_comes_back_equal_in_value_and_type(row):
-    encoded = sandbox.encode_row(row)
+    encoded = row_codec.encode_row(row)
     assert b"\n" not in encoded and encoded.isascii()
-    back = sandbox.decode_row(encoded)
+    back = row_codec.decode_row(encoded)
     assert back == row and kinds(back) == kinds(row)
 
 
 def test_numbers_that_are_none_come_back():
-    back = sandbox.decode_row(sandbox.encode_row({"a": math.nan, "b": math.inf}))
+    back = row_codec.decode_row(row_codec.encode_row({"a": math.nan, "b": math.inf}))
     assert math.isnan(back["a"]) and back["b"] == math.inf
 
 
 def test_what_no_row_holds_is_refused():
     with pytest.raises(TypeError, match="Path"):
-        sandbox.encode_row({"a": __import__("pathlib").Path()})
+        row_codec.encode_row({"a": __import__("pathlib").Path()})
 
 
 def test_rows_of_every_type_that_parquet_has_go_through_a_spool(tmp_path):

@@ -51,7 +51,7 @@ def test_a_missing_file_is_named_with_what_is_there_and_how_to_get_it(rows_root)
     text = str(error.value)
     assert str(rows_root / "super_glue" / "rte" / "test.jsonl") in text
     assert "train, validation" in text
-    assert "one JSON object per line or as Parquet" in text
+    assert "one JSON object per line or as Parquet, CSV or TSV" in text
 
 
 @pytest.mark.parametrize(

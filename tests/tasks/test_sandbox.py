@@ -14,7 +14,9 @@ import jinja2
 import jinja2.meta
 import pytest
 
-from t0repro.tasks import sandbox
+from t0repro.tasks import sandbox, sandbox_worker
+from t0repro.tasks.prompt_environment import TemplateFailure, UndefinedVariable
+from t0repro.tasks.rendering import compiled, fixed_choices
 from t0repro.tasks.rows import read_rows
 from t0repro.tasks.schema import columns_read
 from t0repro.tasks.templates import (
@@ -22,10 +24,6 @@ from t0repro.tasks.templates import (
     CompiledTemplate,
     Drop,
     Rendering,
-    TemplateFailure,
-    UndefinedVariable,
-    compiled,
-    fixed_choices,
     load_template,
     make_template,
     promptsource_environment,
@@ -367,4 +365,5 @@ def test_prompts_of_promptsource_given_as_ones_own_render_the_same_where_nothing
 
 def test_answers_of_the_process_are_json_and_hold_nothing_to_run():
     # Whatever a template made of its process, the worst that it could send is text.
-    assert json.loads(json.dumps(sandbox._answer("render", {}))).keys() == {"failure", "message"}
+    answer = json.loads(json.dumps(sandbox_worker._answer("render", {})))
+    assert answer.keys() == {"failure", "message"}

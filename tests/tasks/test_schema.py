@@ -47,8 +47,9 @@ def test_a_label_that_is_text_may_be_a_number_as_pandas_reads_it():
 
 
 def test_hellaswags_label_as_a_number_renders_as_its_text():
+    from t0repro.tasks.rendering import render
     from t0repro.tasks.schema import schema_of
-    from t0repro.tasks.templates import load_template, render
+    from t0repro.tasks.templates import load_template
 
     row = {"ind": 1, "activity_label": "a", "ctx_a": "a", "ctx_b": "b", "ctx": "a b"}
     row |= {"endings": ["w", "x", "y", "z"], "source_id": "s", "split": "train", "split_type": "t"}

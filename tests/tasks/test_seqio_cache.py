@@ -12,13 +12,13 @@ import seqio
 import tensorflow as tf
 
 from t0repro.errors import UserError
-from t0repro.files import folder_lock
+from t0repro.storage import lock_folder
 from t0repro.tasks.prompt_cache import seqio_plan
 from t0repro.tasks.prompt_cache.cache import cache_tasks
 from t0repro.tasks.prompt_cache.plan import Request, make_plan
 
-from .. import commands
-from ..own_lines import foreign_lines
+from ..helpers import commands
+from ..helpers.own_lines import foreign_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
@@ -88,7 +88,7 @@ def test_missing_rows_end_with_one_message_and_exit_code_2(tmp_path):
         T0REPRO_VOCAB=str(ROOT / "tasks" / "demo" / "sentencepiece.model"),
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert "train.jsonl" in done.stderr and "to do:" in done.stderr
+    assert "train.jsonl" in done.stderr and "fix:" in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "cache").exists()
 
 
@@ -158,7 +158,7 @@ def test_t0repro_cache_writes_what_seqio_cache_tasks_writes(cache, tmp_path):
 
 
 def test_neither_command_caches_into_a_folder_that_the_other_holds(tmp_path):
-    with folder_lock(tmp_path, "caching"):
+    with lock_folder(tmp_path, "caching"):
         done = run_script(tmp_path)
     assert done.returncode == 2 and "another run is caching into" in done.stderr
 
@@ -166,7 +166,7 @@ def test_neither_command_caches_into_a_folder_that_the_other_holds(tmp_path):
     hold = f'exec 9>"{tmp_path}/.t0repro.lock"; flock --nonblock 9; echo held; exec sleep 60'
     with subprocess.Popen(["bash", "-c", hold], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="holds this folder"), folder_lock(tmp_path, "caching"):
+        with pytest.raises(UserError, match="holds this folder"), lock_folder(tmp_path, "caching"):
             pass
         holder.kill()
 

@@ -32,7 +32,7 @@ def local(shared_data, monkeypatch):
     module = importlib.import_module("t0repro.tasks.local")
     for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
         monkeypatch.setattr(registry, "_REGISTRY", {})
-    monkeypatch.setattr("t0repro.tasks.task._tasks", {})
+    monkeypatch.setattr("t0repro.tasks.registry._tasks", {})
     module.register_local(shared_data)
 
 

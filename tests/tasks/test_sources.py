@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.tasks import readers, rows
+from t0repro.tasks import rows, story_cloze
 from t0repro.tasks.catalogue import catalogue
 from t0repro.tasks.seqio_tasks import PromptedSource, in_blocks
 from t0repro.tasks.source import PromptedRows, Split
@@ -172,7 +172,7 @@ def test_story_cloze_says_where_to_ask_and_is_read_as_it_is_sent(monkeypatch, tm
     with pytest.raises(UserError) as error:
         source.num_input_examples("validation")
     folder = tmp_path / "story_cloze" / "2016"
-    assert readers.STORY_CLOZE_FORM in str(error.value)
+    assert story_cloze.STORY_CLOZE_FORM in str(error.value)
     file = folder / "cloze_test_val__spring2016 - cloze_test_ALL_val.csv"
     assert str(file) in str(error.value)
     folder.mkdir(parents=True)
@@ -188,7 +188,7 @@ def test_story_cloze_says_where_to_ask_and_is_read_as_it_is_sent(monkeypatch, tm
         "sentence_quiz2": "She flew.",
         "answer_right_ending": 1,
     }
-    assert source.splits_at_hand() == ["validation"]
+    assert source.available_splits() == ["validation"]
     assert source.origin("validation")["source"] == "manual"
     assert source.num_input_examples("validation") == 1
     assert next(source.examples("validation"))["targets"] == "She slept."

@@ -16,8 +16,9 @@ from t5.evaluation import metrics
 
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.catalogue import catalogue, features_of, rounds_of, t0_datasets
+from t0repro.tasks.metrics import metric_names
+from t0repro.tasks.registry import prompted_mixtures
 from t0repro.tasks.schema import columns_of_dataset
-from t0repro.tasks.task import metric_names, prompted_mixtures
 from t0repro.tasks.templates import task_name, template_names
 
 TABLE = json.loads((Path(__file__).parent / "t0_mixtures.json").read_text())
@@ -209,7 +210,7 @@ def test_what_is_at_hand_and_t0_can_be_imported_in_one_process_in_either_order(
     for order in ((local.register_local, t0.register_t0), (t0.register_t0, local.register_local)):
         for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
             monkeypatch.setattr(registry, "_REGISTRY", {})
-        monkeypatch.setattr("t0repro.tasks.task._tasks", {})
+        monkeypatch.setattr("t0repro.tasks.registry._tasks", {})
         for register in order:
             register(*([rows_root] if register is local.register_local else []))
             if register is order[0] is local.register_local:

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from t0repro.errors import UserError
+from t0repro.tasks.rendering import compiled, fixed_choices
 from t0repro.tasks.template_files import read_template_file
-from t0repro.tasks.templates import compiled, fixed_choices
 
 ROW = {"text": "A fine soup.", "options": ["tea", "soup", "bread"], "label": 1}
 

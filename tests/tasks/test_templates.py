@@ -6,14 +6,8 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.tasks.catalogue import rounds_of, t0_datasets
-from t0repro.tasks.templates import (
-    fixed_choices,
-    load_template,
-    render,
-    task_name,
-    template_datasets,
-    template_names,
-)
+from t0repro.tasks.rendering import fixed_choices, render
+from t0repro.tasks.templates import load_template, task_name, template_datasets, template_names
 
 MRPC = {"sentence1": "A cat sat.", "sentence2": "A cat was sitting.", "label": 1, "idx": 0}
 

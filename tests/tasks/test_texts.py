@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t0repro import compat
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data.train_data import runs_python, seqio_dataset
 from t0repro.errors import UserError
 from t0repro.tasks.texts import add_described, add_text_task

@@ -16,11 +16,11 @@ import seqio
 
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
-from t0repro.tasks.listing import print_checks
-from t0repro.tasks.registration import register_templates
-from t0repro.tasks.showing import Verdict, check_tasks
-from t0repro.tasks.task import prompted_mixtures, task_descriptions
+from t0repro.tasks.checking import Verdict, check_tasks
+from t0repro.tasks.printing import print_checks
+from t0repro.tasks.registry import prompted_mixtures, task_descriptions
 from t0repro.tasks.template_files import read_template_file
+from t0repro.tasks.template_registration import register_templates
 from t0repro.tasks.templates import Drop
 
 from .prompt_caches import make
@@ -77,7 +77,7 @@ def write(folder: Path, text: str) -> Path:
 def forget():
     """Takes the registered tasks of my_reviews back, so that tests do not meet."""
     yield
-    from t0repro.tasks import task as registry
+    from t0repro.tasks import registry
 
     for name in {"my_mixture", "m"} & set(seqio.MixtureRegistry.names()):
         seqio.MixtureRegistry.remove(name)
@@ -458,7 +458,7 @@ def test_seqio_caches_ones_own_prompts_and_both_read_the_cache_as_it_renders(
         "--model_dir=model",
         f"--additional_task_cache_dirs={tmp_path / 'cache'}",
         "--gin_file=dataset.gin",
-        "--at_hand",  # the other task of the mixture is not cached
+        "--skip_missing",  # the other task of the mixture is not cached
         "--gin_param=MIXTURE_NAME = 'my_mixture'",
         "--gin_file=demo/t5.1.1.demo.gin",
         "--gin_file=learning_rate_schedules/constant_0_001.gin",

@@ -9,8 +9,8 @@ import sentencepiece
 import seqio
 from sentencepiece import sentencepiece_model_pb2
 
-from t0repro import buckets
 from t0repro.errors import UserError
+from t0repro.storage import access, buckets
 from t0repro.tasks import vocabulary
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.seqio_tasks import LazyVocabulary, seqio_vocabulary
@@ -261,7 +261,7 @@ def asked(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(vocabulary.urllib.request, "urlopen", no_network)
-    monkeypatch.setattr(buckets, "has_google_credentials", lambda: False)
+    monkeypatch.setattr(access, "has_google_credentials", lambda: False)
     vocabulary._fetch.cache_clear()
     yield asked
     vocabulary._fetch.cache_clear()

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from t0repro.config.run_config import (
-    AdafactorConfig,
-    ModelConfig,
-    ScheduleConfig,
-)
+from t0repro.config.model import ModelConfig
+from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
 from t0repro.parameters import naming
 
-from ..tiny_models import T5_1_1
+from ..helpers import tiny_models
+from ..helpers.kept import COMPAT
 
 SCRIPT = Path(__file__).with_name("run_mesh_model.py")
 ADAFACTOR = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 128)
@@ -59,7 +57,7 @@ class Case:
 def model_config(**changes) -> ModelConfig:
     """A T5 1.1 that is small and has factored slots, of square and of oblong matrices."""
     config = dataclasses.replace(
-        T5_1_1,
+        tiny_models.T5_1_1,
         num_encoder_layers=2,
         num_decoder_layers=2,
         d_model=128,
@@ -161,8 +159,12 @@ def run_mesh(jobs: list[dict]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def run_cases(directory: Path) -> dict[str, dict[str, np.ndarray]]:
-    """What Mesh TensorFlow makes of each case, and its position buckets."""
+# What its results depend on.
+SOURCES = (Path(__file__), SCRIPT, COMPAT, Path(tiny_models.__file__))
+
+
+def run_cases(directory: Path) -> None:
+    """Writes what Mesh TensorFlow makes of each case, and its position buckets."""
     jobs: list[dict] = [{"buckets": 2048, "out": str(directory / "buckets.npz")}]
     for index, case in enumerate(CASES):
         batches = directory / f"batches_{index}.npz"
@@ -185,8 +187,12 @@ def run_cases(directory: Path) -> dict[str, dict[str, np.ndarray]]:
             }
         )
     run_mesh(jobs)
-    names = ["buckets", *(case.name for case in CASES)]
-    return {name: dict(np.load(job["out"])) for name, job in zip(names, jobs, strict=True)}
+
+
+def read_cases(directory: Path) -> dict[str, dict[str, np.ndarray]]:
+    """What run_cases wrote, by the case's name; and "buckets"."""
+    files = {"buckets": "buckets", **{case.name: index for index, case in enumerate(CASES)}}
+    return {name: dict(np.load(directory / f"{file}.npz")) for name, file in files.items()}
 
 
 def flat_tree(results: dict[str, np.ndarray], when: str, step: int) -> dict[str, np.ndarray]:

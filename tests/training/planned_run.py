@@ -14,11 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import tests.tiny_models as tiny  # noqa: E402
-from t0repro.config.training_plan import EarlyStoppingConfig  # noqa: E402
+import tests.helpers.tiny_models as tiny  # noqa: E402
+from t0repro.config.run import EarlyStoppingConfig
 from t0repro.runs.train import train  # noqa: E402
-from t0repro.training.hooks import Hook  # noqa: E402
-from t0repro.training.loop import Evaluations
+from t0repro.training.hooks.evaluate import Evaluations
+from t0repro.training.loop import Hook  # noqa: E402
 
 LAST_STEP = 30
 WHILE_WRITTEN = "while a checkpoint is being written"

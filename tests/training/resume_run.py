@@ -18,11 +18,11 @@ from t0repro.data.train_data import TrainBatches
 from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import list_checkpoints
-from t0repro.training.hooks import Hook
+from t0repro.training.loop import Hook
 from t0repro.training.train_state import to_flat_tree
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-import tiny_models as tiny  # noqa: E402 (in the folder above)
+import helpers.tiny_models as tiny  # noqa: E402
 
 TASK = "demo_synthetic_glue_mrpc_paraphrase"
 LAST_STEP = 7

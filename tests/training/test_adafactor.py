@@ -12,7 +12,7 @@ from t0repro.parameters.shape import factoring
 from t0repro.training.adafactor import Slots, decay_rate, slot_shapes
 from t0repro.training.optimizers import make_optimizer
 
-from ..tiny_models import ADAFACTOR
+from ..helpers.tiny_models import ADAFACTOR
 
 STANDARD = dataclasses.replace(ADAFACTOR, min_dim_size_to_factor=128)
 

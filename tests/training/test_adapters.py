@@ -12,10 +12,12 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.adapters import ia3, joined, lora
+from t0repro.adapters import ia3, join_adapter, lora
+from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.configuration import check_adapter
-from t0repro.config.run_config import AdamWeightDecayConfig, Layout
-from t0repro.config.training_plan import RestoreConfig, TerminateOnNanConfig
+from t0repro.config.model import Layout
+from t0repro.config.optimizer import AdamWeightDecayConfig
+from t0repro.config.run import TerminateOnNanConfig
 from t0repro.converters import sources
 from t0repro.converters.adapter_files import (
     AdapterNote,
@@ -24,17 +26,17 @@ from t0repro.converters.adapter_files import (
 from t0repro.converters.convert import convert
 from t0repro.converters.restoring import starting_tree
 from t0repro.errors import UserError
-from t0repro.evaluation.opened import adapter_at, open_checkpoint, with_adapter
+from t0repro.evaluation.opened import attach_adapter, open_adapter_at, open_checkpoint
 from t0repro.model.layers import Dense
 from t0repro.model.t5 import T5, initial_adapter, initial_parameters
-from t0repro.partitioning import costs
+from t0repro.partitioning import memory
 from t0repro.runs.train import train
+from t0repro.training.bad_update import replay
 from t0repro.training.checkpoints import checkpoint_path, save_tree
-from t0repro.training.hooks import replay
-from t0repro.training.start import locked_for_training
+from t0repro.training.model_dir import lock_for_training
 from t0repro.training.train_state import to_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 DEEP = dataclasses.replace(
     tiny.MODEL, num_encoder_layers=3, num_decoder_layers=3, dropout_rate=0.1, scan_layers=True
@@ -75,7 +77,7 @@ def config_of(model_dir, base, adapter, steps=4, model=DEEP, **changes):
 
 def run(config, batches=None, allow_changed=False):
     """Trains as the command does, on the same batches by step."""
-    with locked_for_training(config.model_dir, "jax", config, allow_changed=allow_changed) as check:
+    with lock_for_training(config.model_dir, "jax", config, allow_changed=allow_changed) as check:
         folder = checkpoint_path(config.model_dir, 2)
         skipped = 2 if folder.is_dir() else 0
         return to_flat_tree(
@@ -107,10 +109,10 @@ def test_a_new_adapter_leaves_every_logit_bit_equal(adapter, dtypes):
     own = initial_adapter(model, jax.random.key(1))
     batch = tiny.batches(1)[0]
     before = plain.apply({"params": params}, batch)
-    after = model.apply({"params": joined(params, own, adapter.scale)}, batch)
+    after = model.apply({"params": join_adapter(params, own, adapter.scale)}, batch)
     np.testing.assert_array_equal(before, after)
     moved = jax.tree.map(lambda x: x + 0.1, own)
-    changed = model.apply({"params": joined(params, moved, adapter.scale)}, batch)
+    changed = model.apply({"params": join_adapter(params, moved, adapter.scale)}, batch)
     assert np.abs(np.asarray(changed - before)).max() > 1e-3
 
 
@@ -120,7 +122,7 @@ def test_an_adapter_computes_what_its_papers_formula_says():
     a, b = generator.normal(size=(8, 2)), generator.normal(size=(2, 6))
     inputs, outputs = generator.normal(size=8), generator.normal(size=6)
     dense = Dense(6, jax.numpy.float32, jax.nn.initializers.zeros)
-    tree = joined({"kernel": kernel}, {"lora_a": a, "lora_b": b}, 1.5)
+    tree = join_adapter({"kernel": kernel}, {"lora_a": a, "lora_b": b}, 1.5)
     found = dense.apply({"params": jax.tree.map(jax.numpy.float32, tree)}, jax.numpy.float32(x))
     np.testing.assert_allclose(found, x @ kernel + 1.5 * (x @ a @ b), rtol=1e-5, atol=1e-5)
     tree = {"kernel": kernel, "ia3_input": inputs, "ia3_output": outputs}
@@ -138,7 +140,7 @@ def test_t_fews_targets_compute_what_pefts_do():
         scale = np.linspace(0.5, 1.5, DEEP.d_ff, dtype="f")
         moved = jax.tree.map(lambda x, by=scale: x * by, own)
         assert name in str(jax.tree_util.tree_structure(own))
-        found.append(model.apply({"params": joined(params, moved)}, batch))
+        found.append(model.apply({"params": join_adapter(params, moved)}, batch))
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
     plain = T5(DEEP, tiny.FLOAT32).apply({"params": params}, batch)
     assert np.abs(np.asarray(plain - found[0])).max() > 1e-2
@@ -171,7 +173,7 @@ def test_a_run_trains_and_saves_the_adapter_alone_and_goes_on_bit_for_bit(base, 
 
 
 def test_gradients_of_an_adapter_are_finite_differences_of_the_loss():
-    from t0repro.training.models import T5Model
+    from t0repro.training.t5_model import T5Model
     from t0repro.training.train_state import TrainState
     from t0repro.training.train_step import accumulate_grads_microbatched, parameters_of
 
@@ -231,12 +233,12 @@ ON_FOUR = """
 import sys
 from pathlib import Path
 from tests.training import test_adapters as t
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 folder, base = map(Path, sys.argv[1:])
 opened = t.open_checkpoint(str(base), None, "float32", model_parallelism=2)
 for name in ("ia3", "lora"):
     own = t.adapter_at(str(folder / f"{name}, moved"))
-    t.np.save(folder / f"{name}.npy", t.logits(t.with_adapter(opened, own)))
+    t.np.save(folder / f"{name}.npy", t.logits(t.attach_adapter(opened, own)))
 folder /= "runs"
 plain = t.dataclasses.replace(t.DEEP, dropout_rate=0.0)
 for name, layout in (("four", Layout(data=2, model=2)), ("sharded", Layout(fully_sharded=True))):
@@ -266,7 +268,7 @@ def test_several_devices_train_and_evaluate_the_same_adapter(base, trained, tmp_
         assert losses(trained / "runs" / name) == pytest.approx(expected, rel=1e-5)
     opened = open_checkpoint(str(base), None, "float32")
     for name in ("ia3", "lora"):
-        expected = logits(with_adapter(opened, adapter_at(str(trained / f"{name}, moved"))))
+        expected = logits(attach_adapter(opened, open_adapter_at(str(trained / f"{name}, moved"))))
         np.testing.assert_allclose(np.load(trained / f"{name}.npy"), expected, rtol=0, atol=1e-5)
 
 
@@ -317,7 +319,7 @@ def test_a_merged_models_logits_are_the_adapted_models(base, trained, name):
     reader = AdapterReader(sources.find_checkpoint(place))
     own = nested({key: reader.read(key) for key in reader.tensors})
     batch = tiny.batches(1)[0]
-    adapted = plain.apply({"params": joined(frozen, own, adapter.scale)}, batch)
+    adapted = plain.apply({"params": join_adapter(frozen, own, adapter.scale)}, batch)
     before = plain.apply({"params": frozen}, batch)
     assert np.abs(adapted - before).max() > 1e-2 * np.abs(adapted).max()
     assert_differ_by_rounding(adapted, plain, nested(sources.open_any(place)), batch)
@@ -344,7 +346,7 @@ def test_an_adapters_checkpoint_is_evaluated_as_a_whole_model(base, trained):
 def test_an_adapter_over_an_opened_base_computes_what_the_merged_model_does(base, trained, name):
     place = trained / f"{name}, moved"
     opened = open_checkpoint(str(base), None, "float32")
-    beside = with_adapter(opened, adapter_at(str(place)))
+    beside = attach_adapter(opened, open_adapter_at(str(place)))
     assert beside.step == 2 and beside.digest != opened.digest
     batch = tiny.batches(1)[0]
     found = beside.model.apply({"params": beside.params}, batch)
@@ -367,7 +369,7 @@ def test_a_new_adapter_changes_no_bit_scored_or_merged(base, name, dtype, tmp_pa
     save_tree(place, {**tree, "state/step": np.int32(0)})
     opened = open_checkpoint(str(base), None, dtype)
     AdapterNote(adapter, str(base), opened.digest).write(place)
-    beside, batch = with_adapter(opened, adapter_at(str(place))), tiny.batches(1)[0]
+    beside, batch = attach_adapter(opened, open_adapter_at(str(place))), tiny.batches(1)[0]
     logits = [each.model.apply({"params": each.params}, batch) for each in (opened, beside)]
     np.testing.assert_array_equal(*logits)
     before, merged = sources.load_any(base), sources.load_any(place)
@@ -377,10 +379,10 @@ def test_a_new_adapter_changes_no_bit_scored_or_merged(base, name, dtype, tmp_pa
 
 def test_the_scale_of_an_adapter_is_part_of_its_hash(base, trained):
     opened = open_checkpoint(str(base), None, "float32")
-    own = adapter_at(str(trained / "lora, moved"))
-    digest = with_adapter(opened, own).digest
+    own = open_adapter_at(str(trained / "lora, moved"))
+    digest = attach_adapter(opened, own).digest
     own.note = dataclasses.replace(own.note, adapter=dataclasses.replace(LORA, alpha=2.0))
-    assert with_adapter(opened, own).digest != digest
+    assert attach_adapter(opened, own).digest != digest
 
 
 def test_a_merge_needs_the_base_that_the_adapter_was_trained_on(tmp_path):
@@ -484,7 +486,7 @@ def test_the_account_of_memory_is_that_of_the_arrays(base, adapter, tmp_path):
 
     config = config_of(tmp_path, base, adapter)
     counted = step_memory(config, *held(config, choose(config.layout, config.model, rows=2)))
-    estimated = costs.estimate(config)
+    estimated = memory.estimate(config)
     of_base = sum(np.prod(s) for s in DEEP.shape.parameters().values())
     of_base *= 2 if adapter.base_dtype == "bfloat16" else 4
     assert counted.parameters == estimated.parameters == of_base + counted.gradients

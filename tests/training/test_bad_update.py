@@ -8,18 +8,18 @@ import numpy as np
 import optax
 import pytest
 
-from t0repro.config.training_plan import TerminateOnNanConfig
+from t0repro.config.run import TerminateOnNanConfig
 from t0repro.errors import UserError
+from t0repro.training.bad_update import find_bad_tensor, replay
 from t0repro.training.checkpoints import list_checkpoints, load_tree
-from t0repro.training.hooks import first_bad_tensor, replay
-from t0repro.training.loop import Evaluations
+from t0repro.training.hooks.evaluate import Evaluations
 from t0repro.training.metric_classes import AveragePerStep
-from t0repro.training.models import BaseModel, T5Model
 from t0repro.training.run_state import read_run_state
+from t0repro.training.t5_model import BaseModel, T5Model
 from t0repro.training.train_state import TrainState, to_flat_tree
 from t0repro.training.train_step import train_with_lr
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from .test_planned import planned
 
 STOP = {"TRAIN": (TerminateOnNanConfig("train", "loss"),)}
@@ -66,7 +66,7 @@ def test_between_two_saves_the_state_is_saved_once_with_what_goes_with_it(tmp_pa
 def test_parameters_are_looked_at_first_and_a_finite_update_has_nothing_bad():
     params = tiny.new_state().params
     (batch,) = tiny.batches(1)
-    find = lambda p: first_bad_tensor(T5Model(tiny.model()), p, batch, jax.random.key(0), 2)  # noqa: E731
+    find = lambda p: find_bad_tensor(T5Model(tiny.model()), p, batch, jax.random.key(0), 2)  # noqa: E731
     assert find(params) is None
     params["decoder"]["decoder_norm"]["scale"] = params["decoder"]["decoder_norm"]["scale"] * np.nan
     assert str(find(params)) == ("the parameter decoder/decoder_norm/scale: 8 of 8 are NaN or Inf")
@@ -130,7 +130,7 @@ class Spoiled(T5Model):
 def test_of_bad_gradients_the_one_is_named_that_the_backward_pass_finishes_first():
     (batch,) = tiny.batches(1)
     model, params = Spoiled(tiny.model()), tiny.new_state().params
-    bad = first_bad_tensor(model, params, batch, jax.random.key(0), 1)
+    bad = find_bad_tensor(model, params, batch, jax.random.key(0), 1)
     assert (bad.kind, bad.name) == ("gradient", "encoder/layers_0/mlp/wo/kernel")
 
 

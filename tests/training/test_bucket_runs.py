@@ -9,17 +9,12 @@ import sys
 import numpy as np
 import pytest
 
-from t0repro import buckets, working_copies
+from t0repro import storage
 from t0repro.errors import UserError
+from t0repro.storage import buckets
 from t0repro.training import checkpoints
-from t0repro.training.checkpoints import (
-    checkpoint_path,
-    list_checkpoints,
-    load_tree,
-    remove_checkpoint,
-    remove_interrupted_saves,
-    save_tree,
-)
+from t0repro.training.checkpoint_retention import remove_checkpoint, remove_interrupted_saves
+from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree, save_tree
 
 from . import resume_run
 from .resume_run import LAST_STEP, run
@@ -38,7 +33,7 @@ def losses(model_dir):
 
 
 def assert_same(address, tree, local):
-    working_copies.close_all()
+    storage.close_copies()
     assert losses(address) == list(resume_run.losses(local[0]).items())
     for name, expected in local[1].items():
         np.testing.assert_array_equal(tree[name], expected, err_msg=name)

@@ -9,9 +9,9 @@ import shutil
 
 import pytest
 
-from t0repro.config.training_plan import SeqioDataConfig
-from t0repro.data.batches import RenderedBatches
+from t0repro.config.data import SeqioDataConfig
 from t0repro.data.cached import CachedBatches
+from t0repro.data.described_batches import RenderedBatches
 from t0repro.data.resuming import POSITION
 from t0repro.data.train_data import SeqioTrainBatches
 from t0repro.errors import UserError
@@ -19,7 +19,7 @@ from t0repro.progress import heard_by
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.training.checkpoints import checkpoint_path, data_folder
 
-from .. import commands
+from ..helpers import commands
 from ..runs.tiny_gin import MODEL, SIZES
 from ..tasks.prompt_caches import make
 from . import resume_run
@@ -127,7 +127,7 @@ def test_the_same_cache_made_again_and_one_of_seqio_alone_are_told_apart(cache, 
 
 def test_rows_that_changed_are_refused(tmp_path):
     import t0repro.tasks.demo  # noqa: F401 (registers the task)
-    from t0repro.tasks.task import record_task, task_descriptions
+    from t0repro.tasks.registry import record_task, task_descriptions
 
     described = task_descriptions()[TASK]
     source = RenderedBatches(

@@ -8,15 +8,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from t0repro.config.training_plan import SaveConfig
+from t0repro.config.checkpoints import SaveConfig
 from t0repro.converters import sources
 from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError
-from t0repro.training import checkpoints
-from t0repro.training.checkpoints import remove_interrupted_saves, remove_superfluous
+from t0repro.training import checkpoint_commit, checkpoints
+from t0repro.training.checkpoint_retention import remove_interrupted_saves, remove_superfluous
 from t0repro.training.train_state import from_flat_tree, parameters_from_flat_tree, to_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_an_interrupted_save_is_not_listed_and_leaves_the_one_before(tmp_path, m
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints, "describe_files", interrupt)
+    monkeypatch.setattr(checkpoint_commit, "describe_files", interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save_checkpoint(tmp_path, state.replace(step=jnp.int32(8)))
     assert checkpoints.list_checkpoints(tmp_path) == [7]

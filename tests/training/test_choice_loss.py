@@ -15,18 +15,19 @@ import pytest
 from t0repro.adapters import ia3
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import check_choice_loss
-from t0repro.config.run_config import RunConfig
-from t0repro.config.training_plan import TrainDataConfig
-from t0repro.data.train_data import Choices, to_batch
+from t0repro.config.data import TrainDataConfig
+from t0repro.config.run import RunConfig
+from t0repro.data.choice_batches import Choices, make_choice_batch
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.runs.train import train
-from t0repro.training.models import EncoderDecoderModel, T5Model
+from t0repro.training.models import EncoderDecoderModel
 from t0repro.training.rematerialization import batch_shapes
+from t0repro.training.t5_model import T5Model
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 CHOICES, LENGTHS = 3, {"inputs": 6, "targets": 4}
 FEW = 8  # token ids below it
@@ -108,7 +109,9 @@ def test_losses_are_those_of_an_independent_implementation(params, microbatches,
     rows = examples()
     expected = independent(params, rows)
     model = T5Model(T5(with_loss(), tiny.FLOAT32), measured=measured)
-    _, metrics = gradients_of(model, params, to_batch(rows, LENGTHS, CHOICES), microbatches)
+    _, metrics = gradients_of(
+        model, params, make_choice_batch(rows, LENGTHS, CHOICES), microbatches
+    )
     for name in expected if measured else ["loss"]:
         assert float(metrics[name].total) == pytest.approx(expected[name], rel=2e-6), name
     parts = expected["length_normalized_loss"], expected["unlikelihood_loss"]
@@ -118,14 +121,14 @@ def test_losses_are_those_of_an_independent_implementation(params, microbatches,
 def test_a_loss_that_is_switched_off_adds_nothing(params):
     rows = examples()
     model = T5Model(T5(with_loss(unlikelihood=0.0, length_normalized=0.0), tiny.FLOAT32))
-    _, metrics = gradients_of(model, params, to_batch(rows, LENGTHS, CHOICES))
+    _, metrics = gradients_of(model, params, make_choice_batch(rows, LENGTHS, CHOICES))
     assert float(metrics["loss"].total) == float(metrics["cross_ent_loss"].total)
 
 
 def test_room_for_more_choices_and_rows_of_padding_change_nothing(params):
     rows = examples()
     expected = independent(params, rows)
-    batch = to_batch(rows, {"inputs": 9, "targets": 7}, 5)
+    batch = make_choice_batch(rows, {"inputs": 9, "targets": 7}, 5)
     padded = {name: np.pad(x, ((0, 2), (0, 0))) for name, x in batch.items()}
     model = T5Model(T5(with_loss(choices=5), tiny.FLOAT32))
     gradients, metrics = gradients_of(model, params, padded)
@@ -134,11 +137,11 @@ def test_room_for_more_choices_and_rows_of_padding_change_nothing(params):
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "kind"), [(2, T5Model), (1, EncoderDecoderModel.configured)]
+    ("microbatches", "kind"), [(2, T5Model), (1, EncoderDecoderModel.from_config)]
 )
 def test_gradients_are_finite_differences_of_the_independent_loss(params, microbatches, kind):
     rows = examples()
-    batch = to_batch(rows, LENGTHS, CHOICES)
+    batch = make_choice_batch(rows, LENGTHS, CHOICES)
     model = kind(T5(with_loss(), tiny.FLOAT32), None)
     gradients, _ = gradients_of(model, params, batch, microbatches)
     square = sum(float((g**2).sum()) for g in jax.tree.leaves(gradients))
@@ -154,7 +157,7 @@ def test_gradients_are_finite_differences_of_the_independent_loss(params, microb
 ON_FOUR = """
 import sys
 from pathlib import Path
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from tests.training import test_choice_loss as t
 for name, layout in (("four", Layout(data=2, model=2)), ("sharded", Layout(fully_sharded=True))):
     t.trained(Path(sys.argv[1]) / name, layout=layout)
@@ -165,7 +168,7 @@ def trained(model_dir, **changes):
     """The losses of three steps on one batch, in which some examples have fewer choices."""
     changes = {"model": with_loss(), "num_microbatches": 2, "batch_size": 8, **changes}
     config = tiny.run_config(model_dir, 3, **changes)
-    train(config, 3 * [to_batch(examples(), LENGTHS, CHOICES)], seed=3)
+    train(config, 3 * [make_choice_batch(examples(), LENGTHS, CHOICES)], seed=3)
     lines = map(json.loads, (model_dir / "metrics.jsonl").read_text().splitlines())
     return [row["loss"] for row in lines if "loss" in row]
 
@@ -198,7 +201,7 @@ def test_scanned_layers_dropout_and_bfloat16_train(tmp_path):
 
 def test_the_compiled_step_has_the_shapes_of_the_batches():
     config = tiny.run_config("", 1, model=with_loss(), batch_size=8, sequence_length=LENGTHS)
-    expected = {n: x.shape for n, x in to_batch(examples(), LENGTHS, CHOICES).items()}
+    expected = {n: x.shape for n, x in make_choice_batch(examples(), LENGTHS, CHOICES).items()}
     assert batch_shapes(config) == expected
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from t0repro.runs.train import train
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 class Source:

@@ -14,9 +14,9 @@ from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training import checkpoints
-from t0repro.training.start import locked_for_training
+from t0repro.training.model_dir import lock_for_training
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -97,7 +97,7 @@ def test_what_training_without_a_batch_leaves_does_not_hinder_another_model(tmp_
         (tiny.model_config(d_model=8, activations=("relu",)), tiny.batches(2)),
     ):
         config = tiny.run_config(tmp_path, 2, model=model)
-        with locked_for_training(tmp_path, "jax", config):
+        with lock_for_training(tmp_path, "jax", config):
             with contextlib.nullcontext() if batches else pytest.raises(UserError, match="batch"):
                 train(config, batches)
     assert checkpoints.list_checkpoints(tmp_path) == [2]
@@ -132,7 +132,7 @@ def test_a_negative_number_of_checkpoints_to_keep_is_refused(tmp_path):
 SLOW = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-import tiny_models as tiny
+import helpers.tiny_models as tiny
 from t0repro.cli.gate import gate
 from t0repro.runs.train import train
 

@@ -8,16 +8,19 @@ import threading
 import numpy as np
 import pytest
 
-from t0repro.config.training_plan import SaveConfig
+from t0repro.config.checkpoints import SaveConfig
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.runs.train import train
-from t0repro.training import checkpoints, hooks
-from t0repro.training.hooks import Hook, SaveCheckpoints, StoppedBySignal
+from t0repro.training import checkpoint_commit, checkpoints
+from t0repro.training.hooks import save, stop_on_signal
+from t0repro.training.hooks.save import SaveCheckpoints
+from t0repro.training.hooks.stop_on_signal import StoppedBySignal
+from t0repro.training.loop import Hook
 from t0repro.training.run_state import read_run_state
 from t0repro.training.train_state import to_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from .test_trainer import make_loop
 
 
@@ -26,8 +29,8 @@ class Held:
 
     def __init__(self, monkeypatch):
         self.reached, self.go, self.most, self._now = threading.Event(), threading.Event(), 0, 0
-        self._describe = checkpoints.describe_files
-        monkeypatch.setattr(checkpoints, "describe_files", self)
+        self._describe = checkpoint_commit.describe_files
+        monkeypatch.setattr(checkpoint_commit, "describe_files", self)
 
     def __call__(self, folder):
         self._now += 1
@@ -87,7 +90,7 @@ def test_one_checkpoint_is_written_at_a_time(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("every", [2, 50])
 def test_an_error_of_the_background_ends_training_in_its_own_words(tmp_path, monkeypatch, every):
-    monkeypatch.setattr(checkpoints, "describe_files", full)
+    monkeypatch.setattr(checkpoint_commit, "describe_files", full)
     config = tiny.run_config(tmp_path, 50, plan=tiny.mesh_plan(save_checkpoints_steps=every))
     with pytest.raises(UserError, match="The disk is full") as error:
         train(config, tiny.batches(50))
@@ -100,7 +103,7 @@ def test_an_error_of_the_background_ends_training_in_its_own_words(tmp_path, mon
 
 
 def test_an_error_of_training_is_not_hidden_by_one_of_its_save(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(checkpoints, "describe_files", full)
+    monkeypatch.setattr(checkpoint_commit, "describe_files", full)
 
     def broken():
         yield tiny.batches(1)[0]
@@ -132,7 +135,8 @@ def test_all_actions_are_ended_whatever_one_of_them_does():
 
 @pytest.mark.parametrize("notice", [600.0, 0.0])
 def test_a_save_that_a_preemption_would_outrun_is_told(tmp_path, monkeypatch, notice):
-    monkeypatch.setattr(hooks, "NOTICE_SECONDS", notice)
+    for module in (save, stop_on_signal):
+        monkeypatch.setattr(module, "NOTICE_SECONDS", notice)
     said = []
 
     def batches():

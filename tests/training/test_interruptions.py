@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from t0repro.training.checkpoints import list_checkpoints
-from t0repro.training.hooks import PREEMPTED, StoppedBySignal
+from t0repro.training.hooks.stop_on_signal import PREEMPTED, StoppedBySignal
 from t0repro.training.train_state import to_flat_tree
 from t0repro.training.trainer import PreemptionError
 

@@ -4,17 +4,13 @@ import json
 
 import pytest
 
-from t0repro.config.training_plan import BestCheckpoints, SaveConfig
-from t0repro.training.checkpoints import (
-    PINNED,
-    list_checkpoints,
-    load_tree,
-    metric_by_step,
-    superfluous,
-)
-from t0repro.training.hooks import Hook, SaveCheckpoints
+from t0repro.config.checkpoints import BestCheckpoints, SaveConfig
+from t0repro.training.checkpoint_retention import PINNED, list_superfluous, metric_by_step
+from t0repro.training.checkpoints import list_checkpoints, load_tree
+from t0repro.training.hooks.save import SaveCheckpoints
+from t0repro.training.loop import Hook
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from .test_trainer import make_loop
 
 STEPS = [10, 20, 30, 40, 50]
@@ -23,8 +19,8 @@ STEPS = [10, 20, 30, 40, 50]
 def kept(values=None, keep=2, steps=STEPS, period=None, **best):
     options = {"metric": "train/x", "mode": "max", "keep_without_metric": True}
     rule = BestCheckpoints(**{**options, **best}) if values is not None else None
-    save = SaveConfig(10, (), keep, None, False, None, rule, period)
-    gone = superfluous(steps, save, values or {})
+    save = SaveConfig(10, keep=keep, best=rule, keep_period=period)
+    gone = list_superfluous(steps, save, values or {})
     return [step for step in steps if step not in gone]
 
 

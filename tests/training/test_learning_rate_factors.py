@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.errors import UserError
-from t0repro.training.optimizers import FACTORS, create_learning_rate_scheduler
+from t0repro.training.schedules import FACTORS, create_learning_rate_scheduler
 
 STEPS = [0, 1, 9, 10, 11, 99, 100, 101, 1000, 12345, 1_112_200]
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.model.t5 import initial_parameters
-from t0repro.training import losses as loss_module
-from t0repro.training.losses import (
+from t0repro.training import token_losses as loss_module
+from t0repro.training.token_losses import (
+    add_loss_weights,
     count_examples,
     count_inputs,
     count_targets,
@@ -15,12 +16,11 @@ from t0repro.training.losses import (
     evaluation_metrics,
     evaluation_sums,
     loss_denominator,
-    of_each_target,
+    map_targets,
     training_loss,
-    with_loss_weights,
 )
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 def by_hand(logits, targets, *, smoothing=0.0, z_loss=0.0):
@@ -74,21 +74,21 @@ def test_a_denominator_that_counts_targets_is_at_least_one():
         batch = {"targets": np.array(targets, np.int32)}
         found = loss_denominator(real, batch)
         assert (float(found), found.dtype) == (tokens, np.float32)
-        assert float(loss_denominator(average, with_loss_weights(average, batch))) == examples
+        assert float(loss_denominator(average, add_loss_weights(average, batch))) == examples
 
 
 def test_each_example_of_an_average_per_sequence_weighs_the_same():
     config = tiny.model_config(loss_denominator="AVERAGE_PER_SEQUENCE")
     batch = {"inputs": np.ones((3, 2)), "targets": np.array([[4, 3, 1, 0], [-3, 7, 1, 0], [0] * 4])}
-    weighted = with_loss_weights(config, batch)
+    weighted = add_loss_weights(config, batch)
     expected = [[1 / 3, 1 / 3, 1 / 3, 0], [0, 1 / 2, 1 / 2, 0], [0] * 4]
     np.testing.assert_allclose(weighted["loss_weights"], expected, rtol=1e-6)
     assert weighted["loss_weights"].dtype == np.float32
     assert weighted["inputs"] is batch["inputs"] and weighted["targets"] is batch["targets"]
     packed = {"targets": np.array([[5, 6, 7]]), "targets_segmentation": np.array([[1, 1, 2]])}
-    weights = with_loss_weights(config, packed)["loss_weights"]
+    weights = add_loss_weights(config, packed)["loss_weights"]
     np.testing.assert_allclose(weights, [[1 / 2, 1 / 2, 1]], rtol=1e-6)
-    assert with_loss_weights(tiny.MODEL, batch) is batch
+    assert add_loss_weights(tiny.MODEL, batch) is batch
 
 
 def test_losses_and_sums_are_those_of_the_logits():
@@ -250,7 +250,7 @@ def test_logits_of_a_part_of_the_targets_are_made_at_a_time(limit, mesh, positio
         return {"sum": logits.sum(-1), "targets": targets}
 
     def found():
-        return of_each_target(model, params, jnp.asarray(hidden), jnp.asarray(targets), values)
+        return map_targets(model, params, jnp.asarray(hidden), jnp.asarray(targets), values)
 
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(mesh, ("data", "model"))):
         program = str(jax.make_jaxpr(found)())

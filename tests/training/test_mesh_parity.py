@@ -7,12 +7,13 @@ import pytest
 
 from t0repro.model.layers import relative_position_bucket
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training.optimizers import make_optimizer, make_schedule
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import from_flat_tree, new_train_state, to_flat_tree
 from t0repro.training.train_step import loss_and_gradients, make_train_step
 
-from ..plain_scoring import row_scores
-from ..tiny_models import FLOAT32
+from ..helpers.plain_scoring import row_scores
+from ..helpers.tiny_models import FLOAT32
 from . import mesh_reference as reference
 
 pytestmark = pytest.mark.mtf
@@ -21,9 +22,10 @@ OPTIMIZER = make_optimizer(reference.ADAFACTOR)
 
 
 @pytest.fixture(scope="session")
-def mesh_runs(tmp_path_factory):
+def mesh_runs(once):
     """Everything that Mesh TensorFlow computes for this module, in one process of its own."""
-    return reference.run_cases(tmp_path_factory.mktemp("mesh"))
+    folder = once("mesh_parity", reference.run_cases, *reference.SOURCES)
+    return reference.read_cases(folder)
 
 
 @pytest.fixture(params=reference.CASES, ids=lambda case: case.name, scope="module")

@@ -16,17 +16,17 @@ from t0repro.training.metric_classes import (
     Average,
     AveragePerStep,
     LastValue,
-    MetricsManager,
     StepsPerTime,
     Sum,
     Time,
     TimeRate,
-    computed,
+    compute_values,
+    copy_to_host,
+    fill_in_steps,
     merge_metrics,
-    on_host,
-    with_steps_and_time,
 )
 from t0repro.training.metrics import SplitMetrics
+from t0repro.training.metrics_manager import MetricsManager
 
 from .test_metrics import read_events
 
@@ -63,7 +63,7 @@ def test_a_summary_is_over_all_that_was_added_since_the_last(tmp_path, files):
 
 def test_a_merged_window_is_written_as_t5x_hands_it_in(files):
     manager = MetricsManager("train", files=files)
-    merged = merge_metrics(on_host(one_step(1.0)), on_host(one_step(3.0)))
+    merged = merge_metrics(copy_to_host(one_step(1.0)), copy_to_host(one_step(3.0)))
     with pytest.raises(ValueError, match="start_duration_timer"):
         manager.write_metrics_summary(merged, 2, 2)
     manager.start_duration_timer()
@@ -183,8 +183,8 @@ def test_metrics_merge_and_compute_as_their_names_say():
         "time": Time.from_model_output(),
         "speed": StepsPerTime.from_model_output(),
     }
-    both = with_steps_and_time(on_host(merge_metrics(first, second)), 2, 4.0)
-    assert computed(both) == {
+    both = fill_in_steps(copy_to_host(merge_metrics(first, second)), 2, 4.0)
+    assert compute_values(both) == {
         "average": 2.0, "last": 2.0, "rate": 2.5, "time": 4.0, "speed": 0.5,
     }  # fmt: skip
     with pytest.raises(ValueError, match="filled in"):

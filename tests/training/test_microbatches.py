@@ -10,11 +10,11 @@ import pytest
 
 from t0repro.model.t5 import T5
 from t0repro.training.metric_classes import AveragePerStep
-from t0repro.training.models import BaseModel, T5Model
+from t0repro.training.t5_model import BaseModel, T5Model
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 DENOMINATORS = ["NUM_REAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE", None, 60.0]
 (BATCH,) = tiny.batches(1, rows=12)

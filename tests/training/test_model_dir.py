@@ -7,24 +7,24 @@ import numpy as np
 import pytest
 
 from t0repro.config.configuration import Configuration, RunInputs
-from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
+from t0repro.config.optimizer import AdamWeightDecayConfig, MomentumConfig, SgdConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
 from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.runs.start import start_configured
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree, save_tree
+from t0repro.training.model_dir import check_model_dir, check_slots, lock_for_training
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.start import check_model_dir, check_slots, locked_for_training
 from t0repro.training.train_state import state_shapes
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from . import resume_run
 
 
 def trained(model_dir, **changes):
     config = tiny.run_config(model_dir, 2, **changes)
-    with locked_for_training(model_dir, "jax", config) as check:
+    with lock_for_training(model_dir, "jax", config) as check:
         train(config, tiny.batches(2), check=check)
     return config
 
@@ -190,7 +190,7 @@ def test_a_second_training_is_refused_at_once_and_touches_nothing(once, tmp_path
     model_dir = shutil.copytree(once, tmp_path / "model")
     running = model_dir / ".checkpoint_4.0a1b2c3d.tmp"
     running.mkdir()
-    with locked_for_training(model_dir, "jax", tiny.run_config(model_dir, 4)):
+    with lock_for_training(model_dir, "jax", tiny.run_config(model_dir, 4)):
         before = contents(model_dir)
         with pytest.raises(UserError, match="Another run holds this folder for training"):
             start_configured(configuration(model_dir, "second"))

@@ -6,20 +6,16 @@ import numpy as np
 import pytest
 
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.run_config import Arithmetic
-from t0repro.model.t5 import own_features
+from t0repro.config.model import Arithmetic
+from t0repro.model.features import rename_features, t5x_features
 from t0repro.model.t5x_decoding import generate, temperature_sample
 from t0repro.training import losses, trainer
 from t0repro.training.metric_classes import AveragePerStep
-from t0repro.training.models import (
-    BaseTransformerModel,
-    EncoderDecoderModel,
-    T5Model,
-    t5x_features,
-)
+from t0repro.training.models import BaseTransformerModel, EncoderDecoderModel
+from t0repro.training.t5_model import T5Model
 from t0repro.training.train_state import TrainState
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 OPTIONS = {
     "label_smoothing": 0.1,
@@ -74,7 +70,7 @@ def test_one_loss_by_three_ways(params, factor):
     assert set(named) == set(t5x_features(PACKED))
     assert own.features(PACKED) == PACKED
     loss, metrics = own.loss_fn(params, PACKED, None)
-    same, _ = own.loss_fn(params, own_features(named), None)
+    same, _ = own.loss_fn(params, rename_features(named), None)
     from_logits, theirs = logits.loss_fn(params, named, None)
     plain, _ = T5Model(own.module).loss_fn(params, PACKED, None)
     np.testing.assert_allclose([same, from_logits, plain], [loss] * 3, rtol=1e-6)
@@ -144,7 +140,7 @@ def test_the_decoder_reads_the_batchs_own_inputs(params):
     }
     log_p = np.asarray(jax.nn.log_softmax(model.module.apply({"params": params}, equivalent)))
     expected = np.take_along_axis(log_p, targets[..., None], -1)[..., 0].sum(axis=-1)
-    for batch in (TOKENS, t5x_features(TOKENS), own_features(TOKENS)):
+    for batch in (TOKENS, t5x_features(TOKENS), rename_features(TOKENS)):
         scores = model.score_batch(params, batch)
         np.testing.assert_allclose(scores, expected, rtol=1e-5)
         loss, _ = model.loss_fn(params, batch, None)
@@ -239,7 +235,7 @@ def test_features_are_those_of_seqios_converter():
     converted = seqio.EncDecFeatureConverter(pack=True)(examples, lengths)
     theirs = list(converted.as_numpy_iterator())
     theirs = {name: np.stack([row[name] for row in theirs]) for name in theirs[0]}
-    given = {name: x for name, x in own_features(theirs).items() if name != "decoder_inputs"}
+    given = {name: x for name, x in rename_features(theirs).items() if name != "decoder_inputs"}
     ours = t5x_features(given)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from t0repro.config.run_config import (
+from t0repro.config.optimizer import (
     AdafactorConfig,
     AdamWeightDecayConfig,
     MomentumConfig,
@@ -23,10 +23,12 @@ from t0repro.config.run_config import (
 from t0repro.parameters import naming
 from t0repro.training import optimizers
 from t0repro.training.adafactor import Slots
-from t0repro.training.optimizers import make_optimizer, make_schedule
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import TrainState, flat_slots, from_flat_tree, to_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
+from ..helpers.kept import COMPAT
 
 SCRIPT = Path(__file__).with_name("run_mesh_optimizers.py")
 STEPS = 4
@@ -170,9 +172,14 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
+def mesh(once):
     """What Mesh TensorFlow computes for all cases, in one process."""
-    folder = tmp_path_factory.mktemp("mesh")
+    folder = once("mesh_optimizers", run_mesh, Path(__file__), SCRIPT, COMPAT)
+    with np.load(folder / "out.npz") as results:
+        return dict(results)
+
+
+def run_mesh(folder):
     renamed = {}
     for key, x in arrays().items():
         prefix, _, path = key.partition("/")
@@ -206,8 +213,6 @@ def mesh(tmp_path_factory):
         [sys.executable, str(SCRIPT), json.dumps(job)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    with np.load(folder / "out.npz") as results:
-        return dict(results)
 
 
 def unflatten(tree):

@@ -10,15 +10,16 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.config.training_plan import TerminateOnNanConfig, UserClass
+from t0repro.config.run import TerminateOnNanConfig, UserClass
 from t0repro.errors import UserError
 from t0repro.runs.train import train
 from t0repro.training import trainer
 from t0repro.training.checkpoints import list_checkpoints
-from t0repro.training.hooks import Hook, StoppedBySignal
-from t0repro.training.loop import Evaluations
+from t0repro.training.hooks.evaluate import Evaluations
+from t0repro.training.hooks.stop_on_signal import StoppedBySignal
+from t0repro.training.loop import Hook
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 CALLS = []
 
@@ -155,8 +156,8 @@ def test_an_update_that_is_nan_is_held_and_reported_within_a_call(tmp_path):
         def after_step(self, loop):
             if loop.step == 5 and not state:
                 state["params"] = True
-                spoiled = jax.tree.map(lambda x: x * np.nan, loop.held_state.params)
-                loop.trainer.train_state = loop.held_state.replace(params=spoiled)
+                spoiled = jax.tree.map(lambda x: x * np.nan, loop.stacked_state.params)
+                loop.trainer.train_state = loop.stacked_state.replace(params=spoiled)
 
     plan = {"actions": {"TRAIN": (TerminateOnNanConfig("train", "loss"),)}, "eval_period": 0}
     plan |= {"stats_period": 8, "save": dataclasses.replace(tiny.PLAN.save, period=8)}

@@ -9,18 +9,16 @@ import jax
 import numpy as np
 import pytest
 
-import tests.tiny_models as tiny
-from t0repro.config.run_config import Arithmetic, ScheduleConfig
-from t0repro.config.training_plan import (
-    EarlyStoppingConfig,
-    TerminateOnNanConfig,
-)
+import tests.helpers.tiny_models as tiny
+from t0repro.config.model import Arithmetic
+from t0repro.config.optimizer import ScheduleConfig
+from t0repro.config.run import EarlyStoppingConfig, TerminateOnNanConfig
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import list_checkpoints, load_tree
-from t0repro.training.hooks import PREEMPTED, StoppedBySignal
-from t0repro.training.loop import Evaluations
+from t0repro.training.hooks.evaluate import Evaluations
+from t0repro.training.hooks.stop_on_signal import PREEMPTED, StoppedBySignal
 from t0repro.training.train_state import to_flat_tree
 
 PLAN = tiny.PLAN

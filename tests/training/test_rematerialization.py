@@ -15,10 +15,10 @@ from t0repro.progress import heard_by
 from t0repro.runs import train as training
 from t0repro.training import rematerialization
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.rematerialization import batch_shapes, decided, step_bytes
-from t0repro.training.train_state import held_shapes
+from t0repro.training.rematerialization import batch_shapes, choose_remat, step_bytes
+from t0repro.training.train_state import stacked_shapes
 
-from ..tiny_models import BFLOAT16, model_config, run_config
+from ..helpers.tiny_models import BFLOAT16, model_config, run_config
 
 MODEL = model_config(num_encoder_layers=2, num_decoder_layers=2, d_ff=64)
 RUN = run_config(
@@ -46,13 +46,13 @@ def devices(data=1, model=1):
 
 def step_in(run, around):
     """What decides: the run's state as its trainer holds it, its batch, and the devices."""
-    held = held_shapes(T5(run.model, run.dtypes), make_optimizer(run.optimizer))
+    held = stacked_shapes(T5(run.model, run.dtypes), make_optimizer(run.optimizer))
     return held, batch_shapes(run), around
 
 
 def bytes_of(run, around):
     held, features, _ = step_in(run, around)
-    return step_bytes(run, around.divided(held), features, around)
+    return step_bytes(run, around.shapes_with_shardings(held), features, around)
 
 
 def recomputing(way, run=RUN):
@@ -63,7 +63,7 @@ def test_the_first_policy_that_fits_is_taken():
     kinds = {way: bytes_of(recomputing(way), devices()) for way in ("none", "minimal", "full")}
     assert kinds["none"] > kinds["minimal"] > kinds["full"]
     roomy = int(1.12 * kinds["none"])
-    assert decided(RUN, *step_in(RUN, devices()), roomy) == (recomputing("none"), "")
+    assert choose_remat(RUN, *step_in(RUN, devices()), roomy) == (recomputing("none"), "")
     for memory, way in (
         # What is not counted needs room, too.
         (kinds["none"], "minimal"),
@@ -71,24 +71,26 @@ def test_the_first_policy_that_fits_is_taken():
         # The compiler says of the smallest step there is whether it fits.
         (1, "full"),
     ):
-        run, why = decided(RUN, *step_in(RUN, devices()), memory)
+        run, why = choose_remat(RUN, *step_in(RUN, devices()), memory)
         assert run == recomputing(way)
         assert why.startswith(f"recompute: {way!r}, since a step that keeps all activations")
 
 
 def test_who_says_what_is_recomputed_gets_that_and_a_machine_of_unknown_memory_keeps_everything():
     for way in ("none", "minimal", "full", "offload"):
-        assert decided(recomputing(way), *step_in(RUN, devices()), 1) == (recomputing(way), "")
-    assert decided(RUN, *step_in(RUN, devices()), None) == (RUN, "")
+        assert choose_remat(recomputing(way), *step_in(RUN, devices()), 1) == (recomputing(way), "")
+    assert choose_remat(RUN, *step_in(RUN, devices()), None) == (RUN, "")
     evaluation = dataclasses.replace(RUN, mode="eval")
-    assert decided(evaluation, *step_in(RUN, devices()), 1) == (evaluation, "")
+    assert choose_remat(evaluation, *step_in(RUN, devices()), 1) == (evaluation, "")
 
 
 def test_the_first_process_decides_for_all(monkeypatch):
     # What it decided is handed to one that knows nothing of its device, as JAX tells no process of
     # others' devices.
-    monkeypatch.setattr(rematerialization, "from_first", lambda value: ["minimal", "a line"])
-    assert decided(RUN, *step_in(RUN, devices()), None) == (recomputing("minimal"), "a line")
+    monkeypatch.setattr(
+        rematerialization, "broadcast_from_first", lambda value: ["minimal", "a line"]
+    )
+    assert choose_remat(RUN, *step_in(RUN, devices()), None) == (recomputing("minimal"), "a line")
 
 
 @pytest.mark.parametrize(("size", "way"), [("3B", "none"), ("11B", "minimal")])
@@ -101,7 +103,7 @@ def test_t0s_commands_fit_the_slice_that_they_name(size, way):
     )  # fmt: skip
     run = dataclasses.replace(T0, model=model, num_microbatches=microbatches)
     memory = chip_of("v3-512").memory
-    found, why = decided(run, *step_in(run, devices(64, 8)), memory)
+    found, why = choose_remat(run, *step_in(run, devices(64, 8)), memory)
     assert found.model.recompute == way
     assert ("15.48 GiB" in why) == (way != "none")
     by_compiler = {"3B": 5.28, "11B": 13.93}[size] * GIB

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from t0repro.config.training_plan import RestoreConfig
+from t0repro.config.checkpoints import RestoreConfig
 from t0repro.converters.restoring import restored
 from t0repro.errors import UserError
 from t0repro.progress import heard_by

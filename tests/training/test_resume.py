@@ -12,7 +12,7 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.training.checkpoints import checkpoint_path, data_folder, list_checkpoints
-from t0repro.training.hooks import PREEMPTED, StoppedBySignal
+from t0repro.training.hooks.stop_on_signal import PREEMPTED, StoppedBySignal
 from t0repro.words import counted
 
 from ..tasks.prompt_caches import make

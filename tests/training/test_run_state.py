@@ -10,10 +10,10 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.runs.train import train
-from t0repro.training.hooks import Hook
+from t0repro.training.loop import Hook
 from t0repro.training.run_state import RUN_STATE_FILE, read_run_state
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 class Do(Hook):

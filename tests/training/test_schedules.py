@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import ScheduleConfig
+from t0repro.config.optimizer import ScheduleConfig
 from t0repro.errors import UserError
-from t0repro.training.optimizers import SCHEDULES, make_schedule
+from t0repro.training.schedules import SCHEDULES, make_schedule
 
 TOTAL = 1000
 

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
+from t0repro.config.optimizer import AdamWeightDecayConfig, MomentumConfig, SgdConfig
 from t0repro.converters.restoring import keep_matching
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training.train_state import to_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 def new_tree():

@@ -6,15 +6,15 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning, choose
-from t0repro.runs.precompile import train_programs
+from t0repro.runs.programs import train_programs
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.rematerialization import batch_shapes, step_memory
-from t0repro.training.train_state import held_shapes
+from t0repro.training.train_state import stacked_shapes
 
-from ..tiny_models import BFLOAT16, model_config, run_config
+from ..helpers.tiny_models import BFLOAT16, model_config, run_config
 
 MODEL = model_config(
     num_encoder_layers=4, num_decoder_layers=4, d_model=32, d_ff=64, num_heads=4, d_kv=8
@@ -38,8 +38,8 @@ def training(**changes):
 
 def held(run, devices):
     """A run's state as its trainer holds it and its batch, by their shapes, and the devices."""
-    shapes = held_shapes(T5(run.model, run.dtypes), make_optimizer(run.optimizer))
-    return devices.divided(shapes), batch_shapes(run), devices
+    shapes = stacked_shapes(T5(run.model, run.dtypes), make_optimizer(run.optimizer))
+    return devices.shapes_with_shardings(shapes), batch_shapes(run), devices
 
 
 def counted(data=1, shared_by=1, fully_sharded=False, **changes):

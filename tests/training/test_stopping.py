@@ -11,9 +11,9 @@ import clu.values
 import numpy as np
 import pytest
 
-from t0repro.config.training_plan import EarlyStoppingConfig, TerminateOnNanConfig
+from t0repro.config.run import EarlyStoppingConfig, TerminateOnNanConfig
 from t0repro.progress import heard_by
-from t0repro.training.metric_classes import Scalar, Sum, computed
+from t0repro.training.metric_classes import Scalar, Sum, compute_values
 from t0repro.training.stopping import (
     BaseAction,
     EarlyStoppingAction,
@@ -34,8 +34,8 @@ def stops_at(values, mode="min", patience=3, atol=0.0, rtol=0.0, reference="prev
 
 
 def rows_of_the_docs():
-    """(values, options, where T5X's rule stops, where ours does) of docs/trainer.md's table."""
-    lines = (ROOT / "docs/trainer.md").read_text().splitlines()
+    """(values, options, where T5X's rule stops, where ours does) of docs/t5x_names.md's table."""
+    lines = (ROOT / "docs/t5x_names.md").read_text().splitlines()
     header = next(n for n, line in enumerate(lines) if line.startswith("| values | mode |"))
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[header + 2 :])
     for row in rows:
@@ -145,7 +145,7 @@ class HaltsOnClus(BaseAction):
 def test_an_action_that_asks_for_clus_scalars_acts_on_every_number(value):
     state = types.SimpleNamespace(params={}, frozen=None)
     assert RunActions([HaltsOnClus()])(state, {"task": {"loss": value}})
-    assert isinstance(computed({"x": Sum(np.float32(1))})["x"], clu.values.Value)
+    assert isinstance(compute_values({"x": Sum(np.float32(1))})["x"], clu.values.Value)
 
 
 def test_all_actions_run_whatever_the_first_one_says():

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-import tests.tiny_models as tiny
-from t0repro.config.run_config import OptaxConfig
+import tests.helpers.tiny_models as tiny
+from t0repro.config.optimizer import OptaxConfig
 from t0repro.errors import UserError
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.train_state import (

@@ -14,8 +14,8 @@ import numpy as np
 import optax
 import pytest
 
-import tests.tiny_models as tiny
-from t0repro.config.run_config import AdafactorConfig, MultiOptimizerConfig, OptimizerPart
+import tests.helpers.tiny_models as tiny
+from t0repro.config.optimizer import AdafactorConfig, MultiOptimizerConfig, OptimizerPart
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.t5x_optimizers import (
     HEURISTIC_RULE,

@@ -7,20 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tests.tiny_models as tiny
-from t0repro.config.run_config import Arithmetic
+import tests.helpers.tiny_models as tiny
+from t0repro.config.model import Arithmetic
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training.losses import (
+from t0repro.training.metric_classes import compute_values, copy_to_host, fill_in_steps
+from t0repro.training.t5_model import T5Model
+from t0repro.training.t5x_metrics import loss_and_sums
+from t0repro.training.token_losses import (
+    add_loss_weights,
     cross_entropy,
     evaluation_sums,
     loss_denominator,
     token_weights,
     training_loss,
-    with_loss_weights,
 )
-from t0repro.training.metric_classes import computed, on_host, with_steps_and_time
-from t0repro.training.models import T5Model
-from t0repro.training.t5_model import loss_and_sums
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched
 
@@ -104,7 +104,7 @@ def measured(model, params, batch, microbatches=1):
         return accumulate_grads_microbatched(T5Model(model), state, batch, None, microbatches)[:2]
 
     gradients, metrics = step(params, batch)
-    return computed(with_steps_and_time(on_host(metrics), 1, 1.0)), gradients
+    return compute_values(fill_in_steps(copy_to_host(metrics), 1, 1.0)), gradients
 
 
 DENOMINATORS = [1.0, 262144.0, None, "NUM_REAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE"]
@@ -139,7 +139,7 @@ def test_each_way_to_normalise_is_as_by_hand_whole_and_in_microbatches(params, d
 
 
 def test_weights_of_packed_examples_are_the_reciprocal_of_their_length():
-    batch = with_loss_weights(config_of("AVERAGE_PER_SEQUENCE"), PACKED)
+    batch = add_loss_weights(config_of("AVERAGE_PER_SEQUENCE"), PACKED)
     weights = token_weights(config_of("AVERAGE_PER_SEQUENCE"), batch)
     third = 1 / 3
     expected = [[third, third, third, 1, 0], [0.5, 0.5, third, third, third]]
@@ -229,5 +229,5 @@ def test_the_loss_of_a_target_token_is_the_same_whatever_the_dialect_divides_by(
         parameters = initial_parameters(model, jax.random.key(0))
         trained = T5Model(model)
         loss, _ = trained.loss_fn(parameters, PACKED, None)
-        shown.append(trained.per_target_token(float(loss), 9, PACKED))
+        shown.append(trained.loss_per_target_token(float(loss), 9, PACKED))
     np.testing.assert_allclose(shown, shown[0], rtol=1e-6)

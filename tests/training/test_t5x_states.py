@@ -7,14 +7,14 @@ import pytest
 from flax.linen.partitioning import AxisMetadata
 from jax.sharding import PartitionSpec
 
-from t0repro.config.run_config import Layout
+from t0repro.config.model import Layout
 from t0repro.errors import UserError
 from t0repro.partitioning.devices import choose
 from t0repro.training.partitioner import DataLayout, Partitioner
 from t0repro.training.t5x_optimizers import Adafactor, standard_logical_factor_rules
 from t0repro.training.train_state import TrainState
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 @pytest.fixture(scope="module")

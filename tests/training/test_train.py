@@ -9,7 +9,7 @@ from t0repro.runs.train import train
 from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree
 from t0repro.training.train_state import to_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 def run(model_dir, train_steps, batches, **options):

@@ -13,7 +13,7 @@ from t0repro.training.train_step import (
     split_into_microbatches,
 )
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

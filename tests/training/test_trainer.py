@@ -8,17 +8,18 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.config.training_plan import SaveConfig
+from t0repro.config.checkpoints import SaveConfig
 from t0repro.errors import UserError
 from t0repro.training.checkpoints import list_checkpoints
-from t0repro.training.hooks import Hook, SaveCheckpoints, ShowProgress
-from t0repro.training.loop import TrainingLoop
+from t0repro.training.hooks.save import SaveCheckpoints
+from t0repro.training.hooks.show_progress import ShowProgress
+from t0repro.training.loop import Hook, TrainingLoop
 from t0repro.training.metrics import MetricLog, StepMetrics
-from t0repro.training.models import T5Model
+from t0repro.training.t5_model import T5Model
 from t0repro.training.train_state import to_flat_tree
 from t0repro.training.trainer import Trainer
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 
 
 def make_trainer(*, model=None, state=None, microbatches=1, seed=0, eval_names=(), **options):
@@ -54,7 +55,7 @@ class Recorder(Hook):
         self.calls.append(("metrics", metrics.step))
 
     def end(self, loop):
-        self.calls.append(("end", loop.failed))
+        self.calls.append(("end", loop.has_failed))
 
 
 def rows(model_dir):

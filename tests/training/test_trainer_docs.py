@@ -1,7 +1,9 @@
-"""The code of docs/trainer.md runs as it is printed there, and learns."""
+"""The code of docs/trainer.md and of its examples runs as it is, and learns."""
 
 import json
 import re
+import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,31 +11,26 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.cli.run_modes import start
+from t0repro.cli.bodies.training import start
+from t0repro.config.run import UserClass
 from t0repro.config.t5x import gin_files
-from t0repro.config.t5x.inference import eval_plan
-from t0repro.config.t5x.run import train_config
-from t0repro.config.training_plan import UserClass
+from t0repro.config.t5x.run import eval_plan, model_vocabularies, train_config
 from t0repro.errors import UserError
-from t0repro.evaluation.evaluator import functions_of
+from t0repro.evaluation.model_functions import make_functions
 from t0repro.model.t5 import T5
-from t0repro.runs.checkpoint_choice import generating_model
+from t0repro.runs.restored_checkpoints import generating_model
 from t0repro.training.checkpoints import load_tree, save_checkpoint
 from t0repro.training.train_state import from_flat_tree
 
-from .. import tiny_models as tiny
+from ..helpers import tiny_models as tiny
 from ..runs.tiny_gin import SIZES
 
 EVALUATED = "demo_synthetic_glue_mrpc_want_to_know"
 DOCS = Path(__file__).resolve().parents[2] / "docs/trainer.md"
 
 
-def test_the_docs_own_code_trains_a_student_in_under_sixty_lines(tmp_path):
-    _, code, _ = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    written = [line for line in code.splitlines() if line.strip() and "import" not in line]
-    assert len(written) < 60
-    namespace = {"__name__": "the_docs"}
-    exec(compile(code, str(DOCS), "exec"), namespace)
+def test_the_example_of_distillation_trains_a_student(tmp_path):
+    namespace = runpy.run_path(str(DOCS.parents[1] / "scripts/demo/distill.py"))
     module = tiny.model(vocab_size=1408)
     teacher = tiny.new_state(seed=5, vocab_size=1408).params
     state, (first, second) = namespace["imitate"](module, teacher, str(tmp_path), 8)
@@ -61,12 +58,9 @@ def test_the_t5_made_by_hand_learns_to_copy_and_generates():
 @pytest.fixture
 def extension(tmp_path, monkeypatch):
     """The ported extension's gin file, beside its module, and the bindings of a tiny model."""
-    (_, _, code), text = (
-        re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL),
-        DOCS.read_text(),
-    )
-    (gin,) = re.findall(r"```\n(from __gin__.*?)```", text, re.DOTALL)
-    (tmp_path / "my_extension.py").write_text(code)
+    example = DOCS.parents[1] / "scripts/demo/t5x_extension"
+    gin = (example / "my_run.gin").read_text()
+    shutil.copy(example / "my_extension.py", tmp_path)
     (tmp_path / "my_run.gin").write_text("\n".join([gin, "import seqio", *SIZES, ""]))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_extension", raising=False)
@@ -103,13 +97,7 @@ def test_a_ported_t5x_extension_trains_from_its_gin_file(extension, tmp_path, mo
         "predict_batch",
         lambda self, *args: generated.append(own(self, *args)) or generated[-1],
     )
-    model = parsed.program.model
-    start(
-        parsed.gin_text,
-        train_config(parsed),
-        (model.input_vocabulary, model.output_vocabulary),
-        False,
-    )
+    start(parsed.gin_text, train_config(parsed), model_vocabularies(parsed), False)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if row["split"] == "train" and "loss" in row]
     assert [row["step"] for row in trained] == [2]
@@ -151,5 +139,5 @@ def test_eval_generates_by_the_users_model(extension, tmp_path):
     assert plan.user_model == UserClass("my_extension", "RobustModel", {"q": 0.7})
     assert "user_model" in plan.decisive()
     model = generating_model(plan, T5(plan.model, plan.dtypes))
-    functions = functions_of(model, tiny.new_state().params, plan.decoding, 4)
+    functions = make_functions(model, tiny.new_state().params, plan.decoding, 4)
     assert type(functions).__name__ == "UserModelFunctions" and model._q == 0.7

@@ -7,7 +7,7 @@ import pytest
 
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run_config import AdamWeightDecayConfig
+from t0repro.config.optimizer import AdamWeightDecayConfig
 from t0repro.parameters import naming
 from t0repro.parity.jax_run import run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches

@@ -1,21 +1,22 @@
 """The Mesh TensorFlow dialect: gin files and --gin_param overrides -> RunConfig.
 
-gin, Mesh TensorFlow and t5 do the parsing, so that a typo fails here with the same message. The
-RunConfig then comes from what gin configured (the arguments of `utils.run`, the model that
-`build_model` makes, the optimizer class, the schedule function), not from the text. A binding that
+gin parses the files, so that a typo fails here with the same message. The RunConfig then comes from
+the arguments that gin would give Mesh TensorFlow's functions, not from the text. A binding that
 would change a Mesh TensorFlow run but that the JAX stack does not support is an error that names
 the binding and its place; none is ignored.
 """
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from typing import Any, get_args
 
-from t0repro import compat
-from t0repro.config import gin_door, ranges
+import gin
+from t0repro.config import ranges
+from t0repro.config.checkpoints import CheckpointChoice
 from t0repro.config.configuration import (
     Configuration,
     NotOnJax,
@@ -23,256 +24,170 @@ from t0repro.config.configuration import (
     check_adapter,
     check_choice_loss,
 )
-from t0repro.config.gin_door import Bindings
-from t0repro.config.gin_errors import configuration_errors
-from t0repro.config.mtf import model as mtf_model
-from t0repro.config.mtf import optimizer as mtf_optimizer
-from t0repro.config.mtf import packages
+from t0repro.config.data import EvalDataConfig, TrainDataConfig
+from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
+from t0repro.config.gin import door
+from t0repro.config.gin.door import Bindings
+from t0repro.config.gin.errors import configuration_errors
+from t0repro.config.model import DType, DTypePolicy, Layout, ModelConfig
+from t0repro.config.mtf import mesh, stand_ins
+from t0repro.config.mtf.arguments import Arguments
+from t0repro.config.mtf.inputs import dtype_name, read_inputs
+from t0repro.config.mtf.jax_settings import refusal_on_mesh_tensorflow
+from t0repro.config.mtf.known import refuse_unknown_bindings
 from t0repro.config.mtf.misread import check_types, misread, scoped_calls
-from t0repro.config.mtf.packages import MESH_TRANSFORMER
-from t0repro.config.mtf.parser import (
-    JAX_MODEL,
-    JAX_TRAINING,
-    UTILS,
-    FindCheckpoint,
-    Flags,
-    MeshInputs,
-    RunArguments,
-    jax_training,
-    parse,
-    parse_model_api,
-    refused_export,
-)
-from t0repro.config.mtf.run_inputs import (
-    DATA_BINDINGS,
-    DECODING_BINDINGS,
-    DTYPES,
-    DatasetReader,
-    DecodingReader,
-    InputsReader,
-    dtype_name,
-)
-from t0repro.config.run_config import (
-    DType,
-    DTypePolicy,
-    Layout,
-    ModelConfig,
-    RunConfig,
-    ScheduleConfig,
-)
-from t0repro.config.training_plan import TrainDataConfig, TrainingPlan, mesh_transformer_plan
-from t0repro.errors import UserError, needs_reference_tier
+from t0repro.config.mtf.model import read_model
+from t0repro.config.mtf.model_api import FindCheckpoint, parse_model_api, refused_export
+from t0repro.config.mtf.optimizer import read_optimizer, read_schedule
+from t0repro.config.mtf.parser import MeshInputs, parse
+from t0repro.config.mtf.stand_ins import full_name
+from t0repro.config.optimizer import ScheduleConfig
+from t0repro.config.run import RunConfig, TrainingPlan, mesh_transformer_plan
+from t0repro.errors import UserError
+from t0repro.tasks.modules import load_tasks
 from t0repro.tasks.vocabulary import BYTES, VocabularyFile
 from t0repro.words import without_passwords
 
 
-def load(inputs: MeshInputs, *, float32_activations: bool = True) -> Configuration:
+def load(
+    inputs: MeshInputs,
+    *,
+    float32_activations: bool = True,
+    with_packages: bool = False,
+    flags: Any = None,
+    find_checkpoint: FindCheckpoint | None = None,
+) -> Configuration:
     """Parses the gin inputs as t5_mesh_transformer does, and returns a run's configuration.
 
     Args:
       inputs: files, overrides and search paths.
       float32_activations: compute in float32 whatever gin binds, as t5_mesh_transformer does
         without --tpu. False follows get_variable_dtype.
+      with_packages: import t5 and Mesh TensorFlow and leave gin configured for a run on them;
+        otherwise stand-ins describe them, and gin is as it was before.
+      flags: with --use_model_api, t5's parsed flags, which stand in for bindings of `run`.
+      find_checkpoint: with `flags`, finds the checkpoint that mode finetune starts from.
 
     Raises:
-      UserError: for any mistake in a file or an override, with its place.
+      UserError: for any mistake in a file, an override or a flag, with its place.
     """
-    bindings = parse(inputs)
-    # A second block: from here on, messages can give the places of bindings.
-    with configuration_errors(bindings):
-        return read(inputs.model_dir, bindings, float32_activations=float32_activations)
+    if not with_packages:
+        with configuration_errors():
+            load_tasks(inputs.module_imports, into_seqio=False)
+    with contextlib.nullcontext() if with_packages else _stand_ins():
+        if flags is None or find_checkpoint is None:
+            bindings = parse(inputs, with_packages=with_packages)
+        else:
+            with configuration_errors():
+                bindings = parse_model_api(
+                    inputs, flags, find_checkpoint, with_packages=with_packages
+                )
+        # A second block: from here on, messages can give the places of bindings.
+        with configuration_errors(bindings):
+            return _read(inputs.model_dir, bindings, float32_activations)
 
 
-def describe(
-    inputs: MeshInputs,
-    why_not: Callable[[RunConfig], str | None],
-    *,
-    float32_activations: bool = True,
-) -> Configuration | None:
-    """As `load`, but without Mesh TensorFlow, t5, SeqIO and TensorFlow; None if it needs them.
-
-    Args:
-      inputs: As for `load`.
-      why_not: Returns what in the run needs the packages, if anything; its tasks are only
-        described.
-      float32_activations: As for `load`.
-
-    Raises:
-      UserError: As from `load`, or if the packages are needed and not installed.
-    """
-    # TensorFlow Datasets' folder is a setting of SeqIO's.
-    if inputs.tfds_data_dir or not packages.can_be_described(inputs.module_imports):
-        return None
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
+    """Stand-ins within the block; a name that they lack may be known to the real packages."""
     try:
-        with packages.described():
-            bindings = _described_bindings(inputs)
-            configuration = _described(inputs, bindings, float32_activations)
-        why = why_not(configuration.run)
-    except packages.NeedsPackages as needed:
-        why = str(needed)
-    if why is not None and not compat.is_installed():
-        raise needs_reference_tier(why)
-    return configuration if why is None else None
-
-
-def describe_or_load(inputs: MeshInputs, *, float32_activations: bool = True) -> Configuration:
-    """As `load`, by `describe` if that can do it.
-
-    Raises:
-      UserError: As from `describe`.
-    """
-    activations = {"float32_activations": float32_activations}
-    return describe(inputs, lambda run: None, **activations) or load(inputs, **activations)
-
-
-def _described_bindings(inputs: MeshInputs) -> Bindings:
-    try:
-        return parse(inputs)
+        with stand_ins.registered():
+            yield
     except UserError as error:
-        # A name that is not recorded may be known to a later version of the packages.
-        if error.what.startswith("No configurable matching"):
-            raise packages.NeedsPackages(error.what) from error
-        raise
-
-
-def _described(inputs: MeshInputs, bindings: Bindings, float32_activations: bool) -> Configuration:
-    with configuration_errors(bindings):
-        try:
-            return read(inputs.model_dir, bindings, float32_activations=float32_activations)
-        except UserError:
+        if not error.what.startswith("No configurable matching"):
             raise
-        except Exception as error:
-            # A stand-in raised it; the real package has its own message.
-            raise packages.NeedsPackages(str(error)) from error
+        fix = f"{error.fix} Or {stand_ins.OTHERWISE}."
+        raise NotOnJax(error.what, where=error.where, fix=fix) from error
 
 
-def load_model_api(
-    inputs: MeshInputs,
-    flags: Flags,
-    find_checkpoint: FindCheckpoint,
-    *,
-    float32_activations: bool = True,
-) -> Configuration:
-    """Like `load`, for --use_model_api, whose flags stand in for bindings of `run`.
-
-    Args:
-      inputs: as for `load`.
-      flags: t5's parsed flags.
-      find_checkpoint: finds the checkpoint that mode finetune starts from; not called in other
-        modes.
-      float32_activations: as for `load`.
-
-    Raises:
-      UserError: as from `load`, and for flags that do not fit together.
-    """
-    with configuration_errors():
-        bindings = parse_model_api(inputs, flags, find_checkpoint)
-    with configuration_errors(bindings):
-        return read(inputs.model_dir, bindings, float32_activations=float32_activations)
-
-
-# ---- What gin configured, objects and arguments and not its text, as a RunConfig -----------------
-
-
-def layout_of(arguments: RunArguments, tpu_mesh: str | None) -> Layout:
-    """The Layout that mesh_shape and layout_rules define; without a mesh, all devices along data.
-
-    Args:
-      arguments: of `utils.run`.
-      tpu_mesh: see `RunInputs.tpu_mesh`.
-
-    Raises:
-      NotOnJax: for a rule that shards d_model.
-    """
-    mtf = packages.module("mesh_tensorflow")
-    shape = mtf.convert_to_shape(arguments.run["mesh_shape"])
-    rules = mtf.convert_to_layout_rules(arguments.run["layout_rules"])
-    arguments.note("layout", f"{UTILS}.run", "mesh_shape")
-    # One device: there is nothing to shard, and rules without a mesh have no meaning.
-    if shape.size == 1:
-        return Layout()
-
-    # A set: dimensions on the same mesh axis are sharded by it once.
-    def parts(*dimensions: str) -> int:
-        axes = {
-            rules.tensor_dimension_to_mesh_axis(mtf.Dimension(name, shape.size), shape)
-            for name in dimensions
-        } - {None}
-        return math.prod(shape.dims[axis].size for axis in axes)
-
-    if parts("d_model") > 1:
-        arguments.refuse("layout_rules", "a rule that divides d_model")
-    topology = None
-    if tpu_mesh:
-        selector = f"{UTILS}.tpu_mesh_shape"
-        arguments.note("layout", selector, "tpu_topology")
-        # Only a mesh computed for a TPU adapts to the devices of this machine.
-        bound = arguments.arguments(selector, arguments.utils.tpu_mesh_shape)
-        topology = bound["tpu_topology"]
-    # Mesh TensorFlow may shard only some of these three; here, all of them are sharded.
-    return Layout(parts("batch"), parts("d_ff", "heads", "vocab"), topology=topology)
-
-
-def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True) -> Configuration:
-    """The run that gin's current configuration describes.
-
-    Raises:
-      UserError: naming binding and place, for a configuration that neither backend can run.
-    """
-    import gin
-
+def _read(model_dir: str, bindings: Bindings, float32_activations: bool) -> Configuration:
+    """The run that gin's current configuration describes."""
     check_types(bindings)
-    arguments = RunArguments(bindings)
-    inputs = InputsReader(arguments).inputs(model_dir)
-    warnings = tuple(misread(bindings, arguments.run["model_type"]))
+    arguments = Arguments(bindings)
+    inputs = read_inputs(arguments, model_dir)
+    warnings = tuple(misread(bindings, arguments.model_type))
     try:
         if warnings:
             raise warnings[0]
-        run = _ConfigReader(arguments, float32_activations).run_config(inputs)
+        run = _read_run(arguments, inputs, float32_activations)
     # Kept, not raised: the run may be for Mesh TensorFlow.
     except NotOnJax as refusal:
         run = refusal
     # Calls made here must not appear in the operative_config.gin of a Mesh TensorFlow run.
-    gin_door.forget_calls()
+    door.forget_calls()
     text = without_passwords(gin.config_str())
-    return Configuration(inputs, run, text, misread=warnings)
+    return Configuration(
+        inputs, run, text, misread=warnings, only_on_jax=refusal_on_mesh_tensorflow()
+    )
 
 
-# Configurables that a run on the JAX stack reads, with the arguments it supports. Any other
-# argument of these may only be bound to its default. `...` admits every argument, because the real
-# function is called or because the value does not affect the computation.
-KNOWN_BINDINGS: Mapping[str, Any] = {
-    f"{UTILS}.run": {
-        "vocabulary", "train_dataset_fn", "eval_dataset_fn", "dataset_split", "autostack",
-        "eval_checkpoint_step", "export_checkpoint_step", "export_path", "mode",
-        "iterations_per_loop", "save_checkpoints_steps", "keep_checkpoint_max", "eval_summary_dir",
-        "batch_size", "train_steps", "total_run_steps", "sequence_length", "mesh_shape",
-        "mesh_devices", "layout_rules", "learning_rate_schedule", "optimizer", "model_type",
-        "perplexity_eval_steps", "init_checkpoint", "output_eval_examples", "eval_dir_suffix",
-        "variable_filter", "skip_seen_data", "seen_data_init_step", "checkpoint_input_pipeline",
-        "tpu_job_name", "tpu", "gcp_project", "tpu_zone", "model_dir",
-    },
-    f"{UTILS}.get_variable_dtype": ...,
-    f"{UTILS}.serialize_num_microbatches": ...,
-    f"{UTILS}.auto_train_steps": ...,
-    f"{UTILS}.tpu_mesh_shape": ...,
-    f"{UTILS}.tpu_estimator_model_fn": {
-        "model_info_file", "tpu_summaries", "init_variable_filter", "hierarchical_tiling_spec",
-        "init_checkpoint",
-    },
-    f"{UTILS}.score_with_estimator": set(),
-    f"{UTILS}.init_checkpoint_variable_mapping": set(),
-    f"{UTILS}.should_load_variable": set(),
-    f"{MESH_TRANSFORMER}.get_vocabulary": ...,
-    "mesh_tensorflow.transformer.dataset.pack_dataset": set(),
-    "mesh_tensorflow.layers.unit_scaling_convention": set(),
-    "mesh_tensorflow.layers.VarianceScalingInitializer": set(),
-    "mesh_tensorflow.ops.rewrite_stack_variables": ...,
-    **mtf_model.KNOWN_BINDINGS,
-    **mtf_optimizer.KNOWN_BINDINGS,
-    **DECODING_BINDINGS,
-    **DATA_BINDINGS,
-}  # fmt: skip
+def _read_run(arguments: Arguments, inputs: RunInputs, float32_activations: bool) -> RunConfig:
+    """The RunConfig.
+
+    Raises:
+      NotOnJax: naming binding and place, if the JAX stack does not support the configuration.
+    """
+    refuse_unknown_bindings(arguments)
+    _refuse_model_types(arguments)
+    for refusal in scoped_calls(arguments.bindings, arguments.model_type):
+        raise refusal
+    mode = inputs.mode
+    train_steps = _train_steps(arguments, inputs)
+    sizes = tuple(each.vocab_size for each in inputs.vocabularies)
+    model = read_model(arguments, sizes)
+    # Evaluations find an adapter through the checkpoint's adapter.json, not through gin.
+    if mode == "train":
+        model = _with_choice_loss(arguments, _with_adapter(arguments, model))
+    optimizer = read_optimizer(arguments, model)
+    vocabulary = inputs.vocabularies[0]
+    config = arguments.settings(
+        RunConfig,
+        "",
+        mode=mode,
+        model_dir=inputs.model_dir,
+        model=model,
+        checkpoint_choice=arguments.settings(CheckpointChoice, "checkpoint_choice."),
+        decoding=_read_decoding(arguments),
+        infer=_read_infer(arguments) if mode == "infer" else None,
+        score_strings=_read_strings(arguments) if mode == "score_from_strings" else None,
+        dtypes=_read_dtypes(arguments, float32_activations),
+        optimizer=optimizer,
+        # Schedules with an end count to total_run_steps if it is bound.
+        schedule=read_schedule(arguments, _total_run_steps(arguments, train_steps), optimizer),
+        plan=_read_plan(arguments, _read_train_data(arguments), inputs.init_checkpoint),
+        eval_data=_read_eval_data(arguments),
+        sequence_length=inputs.sequence_length,
+        batch_size=inputs.batch_size,
+        num_microbatches=inputs.num_microbatches,
+        train_steps=train_steps,
+        eval_checkpoint_step=inputs.eval_checkpoint_step,
+        vocabulary=_address(vocabulary),
+        vocabulary_extra_ids=getattr(vocabulary, "extra_ids", 0),
+        layout=read_layout(arguments, inputs.tpu_mesh),
+    )
+    if config.layout.topology:
+        arguments.note("layout", "utils.tpu_mesh_shape", "tpu_topology")
+    config = dataclasses.replace(config, provenance=dict(sorted(arguments.provenance.items())))
+    _check(arguments, config)
+    return config
+
+
+def _check(arguments: Arguments, config: RunConfig) -> None:
+    """Checks values together, where all have been read, whichever file or flag they came from."""
+    ranges.check(config, config.provenance)
+    # Named in errors about the position bias's buckets: the setting that is bound.
+    distance, buckets = "relative_attention_max_distance", "relative_attention_num_buckets"
+    is_bound = arguments.place(distance, "t0repro.jax_model")
+    config.model.check_position_buckets(
+        config.provenance.get(f"model.{distance if is_bound else buckets}")
+    )
+    check_adapter(config)
+    check_choice_loss(config)
+    data = config.plan.train_data
+    if data is not None:
+        place = config.provenance.get("plan.train_data.num_shards")
+        name = "t0repro.jax_training.data_shards"
+        ranges.check_divides(name, data.num_shards, config.batch_size, place)
 
 
 def _address(vocabulary: Any) -> str | None:
@@ -281,232 +196,284 @@ def _address(vocabulary: Any) -> str | None:
     return getattr(vocabulary, "sentencepiece_model_file", None)
 
 
-class _ConfigReader:
-    """Builds a RunConfig from the arguments, noting each value's provenance."""
+# ---- Rules: fields for which an argument itself is not the value ---------------------------------
 
-    def __init__(self, arguments: RunArguments, float32_activations: bool):
-        self._gin = arguments
-        self._float32 = float32_activations
 
-    def run_config(self, inputs: RunInputs) -> RunConfig:
-        """The RunConfig.
-
-        Raises:
-          NotOnJax: naming binding and place, if the JAX stack does not support the configuration.
-        """
-        self._refuse_unknown_bindings()
-        self._refuse_model_types()
-        for refusal in scoped_calls(self._gin.bindings, self._gin.run["model_type"]):
-            raise refusal
-        run = self._gin.run
-        train_steps = self._train_steps(inputs.batch_size, inputs.sequence_length)
-        model = self._model()
-        # Evaluations find an adapter through the checkpoint's adapter.json, not through gin.
-        if inputs.mode == "train":
-            model = self._with_choice_loss(self._with_adapter(model))
-        training = mtf_optimizer.OptimizerReader(self._gin.bindings, run, self._gin.provenance)
-        optimizer = training.optimizer(model)
-        decoding = DecodingReader(self._gin.bindings, run, self._gin.provenance)
-        data = DatasetReader(self._gin, decoding)
-        fields: dict[str, Any] = {
-            "mode": inputs.mode,
-            "model_dir": inputs.model_dir,
-            "model": model,
-            **decoding.fields(model.vocab_size),
-            "dtypes": self._dtypes(),
-            "optimizer": optimizer,
-            # Schedules with an end count to total_run_steps if it is bound.
-            "schedule": training.schedule(self._total_run_steps(train_steps), optimizer),
-            "plan": self._plan(data.train_data(), inputs.init_checkpoint),
-            "eval_data": data.eval_data(),
-            "sequence_length": inputs.sequence_length,
-            "batch_size": inputs.batch_size,
-            "num_microbatches": inputs.num_microbatches,
-            "train_steps": train_steps,
-            "eval_checkpoint_step": inputs.eval_checkpoint_step,
-            "scores_filename": self._gin.argument(f"{UTILS}.save_scores", "scores_filename"),
-            "vocabulary": _address(inputs.vocabularies[0]),
-            "vocabulary_extra_ids": getattr(inputs.vocabularies[0], "extra_ids", 0),
-            "layout": layout_of(self._gin, inputs.tpu_mesh),
-            "weight_metrics_every": jax_training()["weight_metrics_every"],
-        }
-        self._gin.note("weight_metrics_every", JAX_TRAINING, "weight_metrics_every")
-        for name in ("eval_summary_dir", "eval_dir_suffix", "output_eval_examples"):
-            fields[name] = run[name]
-        for name in fields:
-            if name in run:
-                self._gin.note(name, f"{UTILS}.run", name)
-        config = RunConfig(**fields, provenance=dict(sorted(self._gin.provenance.items())))
-        # Check here, where everything has been read, whichever file or flag it came from.
-        ranges.check(config, config.provenance)
-        config.model.check_position_buckets(config.provenance.get(self._position_setting()))
-        check_adapter(config)
-        check_choice_loss(config)
-        if (train_data := config.plan.train_data) is not None:
-            place = config.provenance.get("plan.train_data.num_shards")
-            shards, name = train_data.num_shards, f"{JAX_TRAINING}.data_shards"
-            ranges.check_divides(name, shards, config.batch_size, place)
-        return config
-
-    def _plan(
-        self, train_data: TrainDataConfig | None, init_checkpoint: str | None
-    ) -> TrainingPlan:
-        """The intervals of mesh_transformer_main, with the numbers that gin binds."""
-        notes = {"period": "save_checkpoints_steps", "keep": "keep_checkpoint_max"}
-        for field, name in notes.items():
-            self._gin.note(f"plan.save.{field}", f"{UTILS}.run", name)
-        estimator = f"{UTILS}.tpu_estimator_model_fn"
-        variables = self._gin.argument(estimator, "init_variable_filter") or ""
-        if init_checkpoint is not None:
-            self._gin.note("plan.restore.path", f"{UTILS}.run", "init_checkpoint")
-            self._gin.note("plan.restore.variable_filter", estimator, "init_variable_filter")
-        init_adapter = jax_training()["init_adapter"] if self._gin.run["mode"] == "train" else None
-        if init_adapter is not None:
-            self._gin.note("plan.restore.adapter", JAX_TRAINING, "init_adapter")
-            if init_checkpoint is None:
-                raise UserError(
-                    f"init_adapter is {init_adapter!r}, but its base is not given.",
-                    where=self._gin.provenance.get("plan.restore.adapter"),
-                    fix="Bind utils.run.init_checkpoint to the base.",
-                )
-        return mesh_transformer_plan(
-            train_data,
-            init_checkpoint=init_checkpoint,
-            init_variable_filter=variables,
-            init_adapter=init_adapter,
-            places={
-                **{
-                    name: self._gin.place_of_run(name)
-                    for name in (*notes.values(), "init_checkpoint")
-                },
-                "init_variable_filter": self._gin.bindings.find(
-                    (), estimator, "init_variable_filter"
-                ),
-            },
-            **{name: self._gin.run[name] for name in notes.values()},
+def _refuse_model_types(arguments: Arguments) -> None:
+    model_type, mode = arguments.model_type, arguments.run["mode"]
+    if model_type not in ("bitransformer", "lm", "delimited_lm"):
+        arguments.refuse(f"model_type {model_type!r}", "model_type")
+    if str(mode).startswith("export"):
+        raise refused_export(mode, arguments.place("mode"))
+    if model_type != "bitransformer" and mode not in ("train", "perplexity_eval"):
+        arguments.refuse(
+            f"mode {mode!r} of a model without an encoder: it trains such a model and measures"
+            " its perplexity, but cannot continue a partial sequence, as decoding has to, or"
+            " score one",
+            "mode",
         )
 
-    def _with_adapter(self, model: ModelConfig) -> ModelConfig:
-        """The model with the adapter that gin binds; one without stays as it is."""
-        adapter = jax_training()["adapter"]
-        if adapter is None:
-            return model
-        self._gin.note("model.adapter", JAX_TRAINING, "adapter")
-        find = self._gin.bindings.find
-        targets = find((), f"t0repro.adapters.{adapter.kind}", "targets")
-        return model.with_adapter(adapter, targets or find((), JAX_TRAINING, "adapter"))
 
-    def _with_choice_loss(self, model: ModelConfig) -> ModelConfig:
-        """The model with the loss over answer choices that gin binds."""
-        loss = jax_training()["choice_loss"]
-        if loss is not None:
-            self._gin.note("model.choice_loss", JAX_TRAINING, "choice_loss")
-        return model.with_choice_loss(loss, self._gin.provenance.get("model.loss_denominator"))
-
-    def _position_setting(self) -> str:
-        """The field to name in errors about the position bias's buckets: the one that is bound."""
-        import gin
-
-        distance = "relative_attention_max_distance"
-        bound = distance in gin.get_bindings(JAX_MODEL)
-        return f"model.{distance if bound else 'relative_attention_num_buckets'}"
-
-    def _refuse_unknown_bindings(self) -> None:
-        """Refuses a supported configurable's argument that is neither read nor at its default."""
-        for (scope, selector), arguments in gin_door.bound().items():
-            known = KNOWN_BINDINGS.get(selector)
-            if known is None or known is ...:
-                continue
-            parameters = inspect.signature(gin_door.function_of(selector)).parameters
-            # Compare with the signature's defaults: binding a default changes nothing.
-            for argument in set(arguments) - set(known):
-                value = gin_door.resolved(scope, selector)[argument]
-                if argument in parameters and value == parameters[argument].default:
-                    continue
-                self._gin.refuse(argument, f"{argument} = {value!r}", selector, scope)
-
-    def _refuse_model_types(self) -> None:
-        run, mode = self._gin.run, self._gin.run["mode"]
-        if run["model_type"] not in ("bitransformer", "lm", "delimited_lm"):
-            self._gin.refuse("model_type", f"model_type {run['model_type']!r}")
-        if str(mode).startswith("export"):
-            raise refused_export(mode, self._gin.place_of_run("mode"))
-        if run["model_type"] != "bitransformer" and mode not in ("train", "perplexity_eval"):
-            self._gin.refuse(
-                "mode",
-                f"mode {mode!r} of a model without an encoder: it trains such a model and measures"
-                " its perplexity, but cannot continue a partial sequence, as decoding has to, or"
-                " score one",
-            )
-
-    def _train_steps(self, batch_size: int, sequence_length: Mapping[str, int] | None) -> int:
-        steps = function = self._gin.run["train_steps"]
-        if not callable(steps):  # a number, or nonsense
-            ranges.check_field(
-                RunConfig, "train_steps", steps, self._gin.place_of_run("train_steps")
-            )
-            return steps
-        if sequence_length is None:
-            raise UserError(
-                "run.train_steps counts tokens, and run.sequence_length is None.",
-                where=self._gin.bindings.find((), f"{UTILS}.run", "train_steps"),
-                fix="Bind run.train_steps to a number.",
-            )
-        return function(batch_size, sequence_length)
-
-    def _total_run_steps(self, train_steps: int) -> int:
-        steps, place = self._gin.run["total_run_steps"], self._gin.place_of_run("total_run_steps")
-        if steps is None:
-            return train_steps
-        ranges.check_field(ScheduleConfig, "total_train_steps", steps, place, "run.total_run_steps")
+def _train_steps(arguments: Arguments, inputs: RunInputs) -> int:
+    steps: Any = arguments.run["train_steps"]
+    if not callable(steps):  # a number, or nonsense
+        place = arguments.place("train_steps")
+        ranges.check_field(RunConfig, "train_steps", steps, place)
         return steps
-
-    def _check_depth(self) -> None:
-        """Checks numbers of layers before Mesh TensorFlow makes an object for each."""
-        selector = "mesh_tensorflow.transformer.transformer.make_layer_stack"
-        for scope in ("", "encoder", "decoder"):
-            depth = gin_door.resolved(scope, selector).get("num_layers")
-            place = self._gin.bindings.find((scope,), selector, "num_layers")
-            if depth is not None:
-                ranges.check_field(ModelConfig, "num_decoder_layers", depth, place, "num_layers")
-
-    def _model(self) -> Any:
-        import gin
-
-        self._check_depth()
-        vocabulary = self._gin.run["vocabulary"]
-        model = self._gin.utils.build_model(
-            model_type=self._gin.run["model_type"],
-            input_vocab_size=self._gin.utils.inputs_vocabulary(vocabulary).vocab_size,
-            output_vocab_size=self._gin.utils.targets_vocabulary(vocabulary).vocab_size,
-            layout_rules=self._gin.run["layout_rules"],
-            mesh_shape=self._gin.run["mesh_shape"],
+    reference = arguments.reference("utils.run", "train_steps")
+    # The default is auto_train_steps too.
+    if reference is not None and reference.name != "auto_train_steps":
+        arguments.refuse(f"train_steps = @{reference.name}", "train_steps")
+    if inputs.sequence_length is None:
+        raise UserError(
+            "run.train_steps counts tokens, and run.sequence_length is None.",
+            where=arguments.place("train_steps"),
+            fix="Bind run.train_steps to a number.",
         )
-        model_type = self._gin.run["model_type"]
-        for field, (selector, argument, scopes) in mtf_model.FIELD_SOURCES.items():
-            if model_type != "bitransformer":
-                scopes = ()  # a single tower is built in no scope
-            self._gin.note(f"model.{field}", selector, argument, scopes)
-        if gin.get_bindings(JAX_MODEL).get("recompute") is not None:
-            self._gin.note("model.recompute", JAX_MODEL, "recompute")
-        return mtf_model.read_model(model, model_type, self._gin.bindings)
+    count_steps: Any = steps
+    return count_steps(inputs.batch_size, inputs.sequence_length)
 
-    def _dtypes(self) -> DTypePolicy:
-        names: dict[str, Any] = {}
-        for field in ("master", "slice", "activation"):
-            names[field] = dtype_name(self._gin, f"{field}_dtype")
-            self._gin.note(f"dtypes.{field}", DTYPES, f"{field}_dtype")
-        # As t5's main does without --tpu, whatever gin binds.
-        if self._float32:
-            for field in ("slice", "activation"):
-                names[field] = "float32"
-                self._gin.provenance[f"dtypes.{field}"] = "set by t5_mesh_transformer without --tpu"
-        # In evaluation, 16-bit weights and 16-bit activations give the same results.
-        if names["slice"] != "float32" and (
-            self._gin.run["mode"] == "train" or names["activation"] == "float32"
-        ):
-            self._gin.refuse("slice_dtype", f"slice_dtype {names['slice']!r}", DTYPES)
-        for field, name in names.items():
-            if name not in get_args(DType):
-                self._gin.refuse(f"{field}_dtype", f"{field}_dtype {name!r}", DTYPES)
-        return DTypePolicy(**names)
+
+def _total_run_steps(arguments: Arguments, train_steps: int) -> int:
+    steps = arguments.run["total_run_steps"]
+    if steps is None:
+        return train_steps
+    place = arguments.place("total_run_steps")
+    ranges.check_field(ScheduleConfig, "total_train_steps", steps, place, "run.total_run_steps")
+    return steps
+
+
+def _with_adapter(arguments: Arguments, model: ModelConfig) -> ModelConfig:
+    """The model with the adapter that gin binds; one without stays as it is."""
+    adapter = arguments.of("t0repro.jax_training")["adapter"]
+    if adapter is None:
+        return model
+    place = arguments.place("targets", f"t0repro.adapters.{adapter.kind}")
+    return model.with_adapter(adapter, place or arguments.provenance["model.adapter"])
+
+
+def _with_choice_loss(arguments: Arguments, model: ModelConfig) -> ModelConfig:
+    """The model with the loss over answer choices that gin binds."""
+    loss = arguments.of("t0repro.jax_training")["choice_loss"]
+    return model.with_choice_loss(loss, arguments.provenance.get("model.loss_denominator"))
+
+
+def _read_dtypes(arguments: Arguments, float32_activations: bool) -> DTypePolicy:
+    configurable = "utils.get_variable_dtype"
+    names: dict[str, Any] = {
+        field: dtype_name(arguments, f"{field}_dtype")
+        for field in ("master", "slice", "activation")
+    }
+    # As t5's main does without --tpu, whatever gin binds.
+    if float32_activations:
+        names |= dict.fromkeys(("slice", "activation"), "float32")
+    # In evaluation, 16-bit weights and 16-bit activations give the same results.
+    if names["slice"] != "float32" and (
+        arguments.run["mode"] == "train" or names["activation"] == "float32"
+    ):
+        arguments.refuse(f"slice_dtype {names['slice']!r}", "slice_dtype", configurable)
+    for field, name in names.items():
+        if name not in get_args(DType):
+            arguments.refuse(f"{field}_dtype {name!r}", f"{field}_dtype", configurable)
+    dtypes = arguments.settings(DTypePolicy, "dtypes.", **names)
+    if float32_activations:
+        for field in ("slice", "activation"):
+            arguments.provenance[f"dtypes.{field}"] = "set by t5_mesh_transformer without --tpu"
+    return dtypes
+
+
+def read_layout(arguments: Arguments, tpu_mesh: str | None) -> Layout:
+    """The Layout that mesh_shape and layout_rules define; without a mesh, all devices along data.
+
+    Args:
+      arguments: gin's.
+      tpu_mesh: see `RunInputs.tpu_mesh`.
+
+    Raises:
+      NotOnJax: for a rule that shards d_model.
+    """
+    shape, rules = arguments.run["mesh_shape"], arguments.run["layout_rules"]
+    # One device: there is nothing to shard, and rules without a mesh have no meaning.
+    if math.prod(each.size for each in mesh.mesh_dimensions(shape)) == 1:
+        return Layout()
+
+    # A set: dimensions on the same mesh axis are sharded by it once.
+    def shards(*dimensions: str) -> int:
+        axes = {axis for name in dimensions for axis in mesh.mesh_axes(name, shape, rules)}
+        return math.prod(axis.size for axis in axes)
+
+    if shards("d_model") > 1:
+        arguments.refuse("a rule that divides d_model", "layout_rules")
+    # Only a mesh computed for a TPU adapts to the devices of this machine.
+    topology = arguments.of("utils.tpu_mesh_shape")["tpu_topology"] if tpu_mesh else None
+    # Mesh TensorFlow may shard only some of these three; here, all of them are sharded.
+    return Layout(shards("batch"), shards("d_ff", "heads", "vocab"), topology=topology)
+
+
+def _read_plan(
+    arguments: Arguments, train_data: TrainDataConfig | None, init_checkpoint: str | None
+) -> TrainingPlan:
+    """The intervals of mesh_transformer_main, with the numbers that gin binds."""
+    run, estimator = arguments.run, "utils.tpu_estimator_model_fn"
+    notes = {"period": "save_checkpoints_steps", "keep": "keep_checkpoint_max"}
+    for field, name in notes.items():
+        arguments.note(f"plan.save.{field}", "utils.run", name)
+    if init_checkpoint is not None:
+        arguments.note("plan.restore.path", "utils.run", "init_checkpoint")
+        arguments.note("plan.restore.variable_filter", estimator, "init_variable_filter")
+    training = arguments.of("t0repro.jax_training")
+    init_adapter = training["init_adapter"] if run["mode"] == "train" else None
+    if init_adapter is not None:
+        arguments.note("plan.restore.adapter", "t0repro.jax_training", "init_adapter")
+        if init_checkpoint is None:
+            raise UserError(
+                f"init_adapter is {init_adapter!r}, but its base is not given.",
+                where=arguments.provenance["plan.restore.adapter"],
+                fix="Bind utils.run.init_checkpoint to the base.",
+            )
+    return mesh_transformer_plan(
+        train_data,
+        init_checkpoint=init_checkpoint,
+        init_variable_filter=arguments.of(estimator).get("init_variable_filter") or "",
+        init_adapter=init_adapter,
+        places={
+            **{name: arguments.place(name) for name in (*notes.values(), "init_checkpoint")},
+            "init_variable_filter": arguments.place("init_variable_filter", estimator),
+        },
+        **{name: run[name] for name in notes.values()},
+    )
+
+
+def _dataset_scope(arguments: Arguments, caller: str, argument: str, expected: str) -> str | None:
+    """The scope in which t5's dataset function is called; None without a function.
+
+    Raises:
+      UserError: For another function, or without a mixture.
+    """
+    if arguments.of(caller).get(argument) is None:
+        return None
+    reference = arguments.reference(caller, argument)
+    if reference is None or reference.name != expected:
+        shown = reference.name if reference else arguments.of(caller)[argument]
+        arguments.refuse(f"the dataset function {shown}", argument, caller)
+    if "mixture_or_task_name" not in arguments.of(expected, reference.scope):
+        raise UserError(
+            f"{expected}.mixture_or_task_name is not bound.",
+            fix="Add --gin_file=dataset.gin and --gin_param=\"MIXTURE_NAME = 'NAME'\".",
+        )
+    return reference.scope
+
+
+def _read_train_data(arguments: Arguments) -> TrainDataConfig | None:
+    """The dataset of `run.train_dataset_fn`; None without one."""
+    run = arguments.run
+    scope = _dataset_scope(arguments, "utils.run", "train_dataset_fn", "mesh_train_dataset_fn")
+    if scope is None:
+        return None
+    shards = arguments.of("t0repro.jax_training")["data_shards"]
+    if shards != 1 and run["checkpoint_input_pipeline"]:
+        raise UserError(
+            "The state of an input pipeline in several shards cannot be saved.",
+            where=arguments.place("checkpoint_input_pipeline"),
+            fix="Bind run.checkpoint_input_pipeline = False: a resumed run finds its place all"
+            " the same.",
+        )
+    if run["skip_seen_data"] and run["checkpoint_input_pipeline"]:
+        raise UserError(
+            "At most one of run.skip_seen_data and run.checkpoint_input_pipeline may be True.",
+            where=arguments.place("checkpoint_input_pipeline"),
+            fix="Bind one of them to False.",
+        )
+    # False and unbound differ: only unbound resumes exactly (see TrainDataConfig).
+    is_bound = arguments.place("skip_seen_data") is not None
+    return arguments.settings(
+        TrainDataConfig,
+        "plan.train_data.",
+        scope=scope,
+        skip_seen_data=run["skip_seen_data"] if is_bound else None,
+    )
+
+
+def _read_eval_data(arguments: Arguments) -> EvalDataConfig | None:
+    """The data to evaluate; None without a dataset function."""
+    caller, argument = "utils.run", "eval_dataset_fn"
+    if arguments.run["mode"] == "score_from_dataset":
+        _check_postprocess(arguments, "utils.score_from_dataset")
+        caller, argument = "utils.score_from_dataset", "score_dataset_fn"
+        arguments.required(caller, argument)
+    scope = _dataset_scope(arguments, caller, argument, "mesh_eval_dataset_fn")
+    if scope is None:
+        return None
+    return arguments.settings(EvalDataConfig, "eval_data.", scope=scope)
+
+
+# ---- Rules of the modes eval, infer and score_from_* ---------------------------------------------
+
+# An argument that Mesh TensorFlow passes explicitly overrides a binding of it. For instance,
+# `Unitransformer.sample_autoregressive.temperature`, which sample_decode.gin also binds, changes
+# nothing in an encoder-decoder model: Bitransformer.decode passes its own.
+
+
+def _refuse_mode(arguments: Arguments, what: str, argument: str, name: str) -> None:
+    raise NotOnJax(
+        f"{what} is not supported ({name.rpartition('.')[2]}.{argument}).",
+        where=arguments.bindings.source((), full_name(name), argument),
+        fix="Change the binding.",
+    )
+
+
+def _read_decoding(arguments: Arguments) -> DecodingConfig:
+    decode, options = "Bitransformer.decode", arguments.of("Bitransformer.decode")
+    # What Bitransformer.decode and sample_autoregressive refuse.
+    if options["beam_size"] > 1:
+        for argument, neutral in (("temperature", 0), ("sampling_keep_top_k", -1)):
+            if options[argument] != neutral:
+                what = f"A beam search with {argument} = {options[argument]!r}"
+                _refuse_mode(arguments, what, argument, decode)
+    if options["sampling_keep_top_k"] != -1 and options["sampling_keep_top_k"] <= 0:
+        what = "sampling_keep_top_k below 1 (but not -1)"
+        _refuse_mode(arguments, what, "sampling_keep_top_k", decode)
+    search = "beam_search.beam_search"
+    prefilter = arguments.of(search)["num_prefilter"]
+    # The device mesh decides how many candidates each shard of the vocabulary contributes.
+    shards = mesh.count_shards("vocab", arguments.run["mesh_shape"], arguments.run["layout_rules"])
+    # A beam search needs two candidates per beam, in case one of them ends.
+    if prefilter and prefilter * shards < 2:
+        _refuse_mode(arguments, f"num_prefilter = {prefilter}", "num_prefilter", search)
+    return arguments.settings(
+        DecodingConfig, "decoding.", prefilter=prefilter or 0, vocab_parts=shards
+    )
+
+
+def _read_infer(arguments: Arguments) -> InferConfig:
+    reference = arguments.reference("utils.infer_model", "decode_fn")
+    if reference is not None and reference.name != "decode_from_file":
+        _refuse_mode(arguments, f"infer with {reference.name}", "decode_fn", "utils.infer_model")
+    function = "utils.decode_from_file"
+    for argument in ("input_filename", "output_filename"):
+        arguments.required(function, argument)
+    repeats = arguments.of(function)["repeats"]
+    if repeats < 1:
+        _refuse_mode(arguments, f"repeats = {repeats}", "repeats", function)
+    return arguments.settings(InferConfig, "infer.")
+
+
+def _read_strings(arguments: Arguments) -> ScoreStringsConfig:
+    function = "utils.score_from_strings"
+    _check_postprocess(arguments, function)
+    # With inputs = None, Mesh TensorFlow scores the targets alone; only targets must be given.
+    lines = {
+        "inputs": arguments.required(function, "inputs", none_is_missing=False),
+        "targets": arguments.required(function, "targets"),
+    }
+    # Turn gin's lists into tuples: RunConfig is frozen.
+    lines = {name: tuple(x) if isinstance(x, list) else x for name, x in lines.items()}
+    return arguments.settings(ScoreStringsConfig, "score_strings.", **lines)
+
+
+def _check_postprocess(arguments: Arguments, function: str) -> None:
+    value = arguments.required(function, "score_postprocess_fn")
+    reference = arguments.reference(function, "score_postprocess_fn")
+    if reference is None or reference.name != "save_scores":
+        shown = f"@{reference.name}" if reference else repr(value)
+        _refuse_mode(arguments, f"{shown} on scores", "score_postprocess_fn", function)

@@ -11,33 +11,15 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
-from t0repro.config.gin_door import Bindings, Key
-from t0repro.config.gin_errors import is_shipped
-from t0repro.config.mtf.packages import TRANSFORMER
+from t0repro.config.gin import door
+from t0repro.config.gin.door import Bindings, Key
+from t0repro.config.gin.folders import is_shipped
+from t0repro.config.mtf.arguments import DECODER_ONLY, TOWERS, scopes_read
+from t0repro.config.mtf.stand_ins import full_name
 from t0repro.config.ranges import alternatives, declared_arguments, fits, in_words
 from t0repro.errors import UserError, nearest_names
 
-_LAYERS = "mesh_tensorflow.transformer.transformer_layers"
-_TOWERS = ("encoder", "decoder")
-
-# The scopes in which an encoder-decoder model reads its configurables. Constructors run in their
-# tower's scope. Everything else, such as sublayers and optimizers, runs outside of both scopes.
-TOWER_SCOPES: Mapping[str, tuple[str, ...]] = {
-    f"{TRANSFORMER}.make_layer_stack": _TOWERS,
-    f"{TRANSFORMER}.LayerStack": _TOWERS,
-    f"{TRANSFORMER}.Unitransformer": _TOWERS,
-    f"{_LAYERS}.DenseReluDense": _TOWERS,
-    f"{_LAYERS}.SelfAttention": _TOWERS,
-    f"{_LAYERS}.EncDecAttention": ("decoder",),
-}
-# Arguments that the encoder's constructor accepts but never uses: it computes no logits or loss.
-DECODER_ONLY: frozenset[str] = frozenset({
-    "label_smoothing", "z_loss", "loss_denominator", "shared_embedding_and_softmax_weights",
-    "loss_on_targets_only", "loss_fn",
-})  # fmt: skip
-_UNITRANSFORMER = f"{TRANSFORMER}.Unitransformer"
 # Arguments whose defaults do not show that they are lists or functions.
 _TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("sublayers_initial", "sublayers_per_layer", "sublayers_final"),
@@ -52,7 +34,7 @@ _TYPES: Mapping[str, Any] = {
 }  # fmt: skip
 # The JAX stack reads these from the object made in the scope, or in the scope of a reference.
 _READ_IN_ANY_SCOPE = (
-    f"{_LAYERS}.", "mesh_tensorflow.optimize.",
+    "mesh_tensorflow.transformer.transformer_layers.", "mesh_tensorflow.optimize.",
     "mesh_tensorflow.transformer.learning_rate_schedules.",
     "t5.models.mesh_transformer.mesh_train_dataset_fn",
     "t5.models.mesh_transformer.mesh_eval_dataset_fn",
@@ -60,21 +42,6 @@ _READ_IN_ANY_SCOPE = (
 _OR_WARNED = ", or run with --backend=mtf, which only warns of it"
 _MODEL_TYPES = ("bitransformer", "lm", "delimited_lm")
 _PACKAGES = ("mesh_tensorflow.", "t5.", "t0repro.", "Bitransformer.", "Unitransformer.")
-
-
-def scopes_read(selector: str, model_type: str, argument: str | None = None) -> tuple[str, ...]:
-    """The scopes in which Mesh TensorFlow calls a configurable; "" means no scope.
-
-    Args:
-      selector: The configurable.
-      model_type: Mesh TensorFlow's; a language model's only tower is built in no scope.
-      argument: Only the scopes in which this argument has an effect.
-    """
-    if model_type != "bitransformer":
-        return ("",)
-    if selector == _UNITRANSFORMER and argument in DECODER_ONLY:
-        return ("decoder",)
-    return TOWER_SCOPES.get(selector, ("",))
 
 
 def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
@@ -87,11 +54,11 @@ def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
     Yields:
       An error for each such binding, which a run on Mesh TensorFlow may print as a warning.
     """
-    for (scope, selector), arguments in gin_door.bound().items():
-        if selector in (gin_door.MACRO, "gin.constant"):
+    for (scope, selector), arguments in door.bound().items():
+        if selector in (door.MACRO, "gin.constant"):
             continue
-        hints = declared_arguments(gin_door.function_of(selector))
-        for argument, value in gin_door.resolved(scope, selector).items():
+        hints = declared_arguments(door.function_of(selector))
+        for argument, value in door.resolved(scope, selector).items():
             if argument not in arguments:
                 continue  # bound in an enclosing scope
             where = bindings.place((scope, selector, argument))
@@ -120,19 +87,19 @@ def scoped_calls(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
       An error for each such binding that this stack would not read in its scope.
     """
     references = (
-        gin_door.reference_to(part)
-        for arguments in gin_door.bound().values()
+        door.reference_to(part)
+        for arguments in door.bound().values()
         for value in arguments.values()
-        for part in gin_door.parts_of(value)
+        for part in door.flatten_value(value)
     )
     entered = {scope for each in references if each for scope in each.scopes if scope}
-    for (scope, selector), arguments in gin_door.bound().items():
-        if scope not in entered or selector == gin_door.MACRO:
+    for (scope, selector), arguments in door.bound().items():
+        if scope not in entered or selector == door.MACRO:
             continue
         read = scopes_read(selector, model_type)
         if selector.startswith(_READ_IN_ANY_SCOPE) or scope in read:
             continue
-        values = gin_door.resolved(scope, selector)
+        values = door.resolved(scope, selector)
         for argument in arguments:
             key = (scope, selector, argument)
             if not _holds_anyway(key, values[argument], read):
@@ -157,11 +124,11 @@ def _holds_anyway(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
     """Whether an argument has the value in these scopes too."""
     _, selector, argument = key
     default = _default(selector, argument)
-    return all(gin_door.resolved(x, selector).get(argument, default) == value for x in scopes)
+    return all(door.resolved(x, selector).get(argument, default) == value for x in scopes)
 
 
 def _default(selector: str, argument: str) -> Any:
-    parameters = inspect.signature(gin_door.function_of(selector)).parameters
+    parameters = inspect.signature(door.function_of(selector)).parameters
     # A misspelt name has no default if the class takes any keyword.
     return parameters[argument].default if argument in parameters else inspect.Parameter.empty
 
@@ -173,7 +140,10 @@ def _is_twin(key: Key, value: Any, bindings: Bindings) -> bool:
     no where the author wanted the encoder's to take effect: see `_is_layered`.
     """
     scope, selector, argument = key
-    if (scope, selector) != ("encoder", _UNITRANSFORMER) or argument not in DECODER_ONLY:
+    if (scope, selector) != (
+        "encoder",
+        full_name("transformer.Unitransformer"),
+    ) or argument not in DECODER_ONLY:
         return False
     if value == _default(selector, argument):
         return True
@@ -204,8 +174,8 @@ def _prevails(place: str | None, key: Key, bindings: Bindings) -> bool:
 
 def _scope_in_effect(scope: str, selector: str, argument: str) -> str | None:
     """The innermost scope enclosing `scope` that binds the argument; None if none does."""
-    around = reversed(gin_door.enclosing(scope))
-    return next((x for x in around if argument in gin_door.bound().get((x, selector), {})), None)
+    around = reversed(door.enclosing(scope))
+    return next((x for x in around if argument in door.bound().get((x, selector), {})), None)
 
 
 def _short(selector: str) -> str:
@@ -218,20 +188,20 @@ def check_types(bindings: Bindings) -> None:
     Raises:
       UserError: for a value whose type is not its argument's, which is that of the default.
     """
-    for (scope, selector), arguments in gin_door.bound().items():
-        if selector in (gin_door.MACRO, "gin.constant"):
+    for (scope, selector), arguments in door.bound().items():
+        if selector in (door.MACRO, "gin.constant"):
             continue
-        parameters = inspect.signature(gin_door.function_of(selector)).parameters
+        parameters = inspect.signature(door.function_of(selector)).parameters
         for argument, raw in arguments.items():
-            value = gin_door.followed(raw)
+            value = door.followed(raw)
             hint = _TYPES.get(argument)
             if hint is None and argument in parameters:
                 hint = _hint_of_default(parameters[argument].default)
             # A reference's value is known only when it is called.
             known = value
             if isinstance(value, list | tuple):
-                known = [x for x in value if not gin_door.is_reference(gin_door.followed(x))]
-            if hint is None or gin_door.is_reference(value) or fits(known, hint):
+                known = [x for x in value if not door.is_reference(door.followed(x))]
+            if hint is None or door.is_reference(value) or fits(known, hint):
                 continue
             wanted = in_words(hint)
             raise UserError(
@@ -266,7 +236,7 @@ def _no_effect(key: Key, read: tuple[str, ...], bindings: Bindings) -> NotOnJax:
         place = bindings.find((winner,), selector, argument)
         why = f"{ways[0]} is bound too, at {place}, and wins"
     else:
-        known = dict.fromkeys((*read, *_TOWERS, *bindings.scopes))
+        known = dict.fromkeys((*read, *TOWERS, *bindings.scopes))
         near = nearest_names(scope, [each for each in known if each not in ("", scope)], 2)
         why = f"Mesh TensorFlow never reads it in the scope {scope!r} (nearest scopes: {near})"
     return NotOnJax(

@@ -1,34 +1,34 @@
-"""Reads a ModelConfig off the model objects that Mesh TensorFlow's build_model makes.
+"""The rules by which gin's bindings of Mesh TensorFlow's layers make a ModelConfig.
 
-If those objects have a property that the JAX model does not support, the error names the binding
-that set it.
+Mesh TensorFlow builds a tower from a list of layer classes, each called in the tower's scope. What
+its layers are called with is read here, and a layer or an option that the JAX model lacks is an
+error that names the binding.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from typing import Any, NoReturn, cast
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
-from t0repro.config import gin_door
+from t0repro.config import ranges
 from t0repro.config.configuration import NotOnJax
-from t0repro.config.gin_door import Bindings
-from t0repro.config.gin_errors import is_shipped
-from t0repro.config.mtf.packages import TRANSFORMER
-from t0repro.config.mtf.parser import JAX_MODEL, jax_model
-from t0repro.config.run_config import Activation, ModelConfig, Recompute
+from t0repro.config.gin import door
+from t0repro.config.gin.folders import is_shipped
+from t0repro.config.model import Activation, ModelConfig, Recompute
+from t0repro.config.mtf.arguments import Arguments
+from t0repro.config.mtf.jax_settings import check_recompute
+from t0repro.config.mtf.stand_ins import full_name
 from t0repro.errors import UserError
 from t0repro.parameters.naming import SHARED_LAYERS
 
-_LAYERS = "mesh_tensorflow.transformer.transformer_layers"
-_STACK = f"{TRANSFORMER}.LayerStack"
-_UNITRANSFORMER = f"{TRANSFORMER}.Unitransformer"
-_DROPOUT = f"{TRANSFORMER}.sublayer_dropout"
-_RMS_NORM = f"{TRANSFORMER}.sublayer_rms_norm"
-
+_MAKE_STACK = "transformer.make_layer_stack"
+_STACK = "transformer.LayerStack"
+_TOWER = "transformer.Unitransformer"
 _ENCODER_LAYERS = ("SelfAttention", "DenseReluDense")
 _DECODER_LAYERS = ("SelfAttention", "EncDecAttention", "DenseReluDense")
-_SIZES = {  # of a layer, the same in all layers of a kind
+# Of a layer: its arguments, the first ones of which must be the same in all layers of a kind.
+_SIZES = {
     "SelfAttention": (
         "num_heads", "key_value_size", "relative_attention_num_buckets", "relative_attention_type",
     ),
@@ -54,413 +54,350 @@ _SUBLAYERS = {
         "sublayers_final": ["sublayer_legacy_final_rms_norm", "sublayer_dropout"],
     },
 }  # fmt: skip
-
-# For the reader: configurables that make up the model, with the arguments that are read here.
-KNOWN_BINDINGS: Mapping[str, Any] = {
-    _UNITRANSFORMER: {
-        "d_model", "max_length", "shared_embedding_and_softmax_weights", "label_smoothing",
-        "z_loss", "vocab_divisor", "positional_embedding", "loss_denominator",
-        "input_full_attention", "loss_on_targets_only",
-    },
-    _STACK: {*_SUBLAYERS["rms_norm"], "dropout_rate", "norm_epsilon", "recompute_grads"},
-    f"{TRANSFORMER}.make_layer_stack": {"layers", "num_layers"},
-    f"{TRANSFORMER}.make_bitransformer": {"encoder_name", "decoder_name"},
-    f"{TRANSFORMER}.Bitransformer": set(),
-    f"{TRANSFORMER}.VocabEmbedding": set(),
-    f"{TRANSFORMER}.get_vocab_embedding_cls": set(),
-    f"{TRANSFORMER}.shift_targets": set(),
-    _DROPOUT: {"dropout_rate"},
-    _RMS_NORM: {"epsilon"},
-    f"{TRANSFORMER}.sublayer_residual": set(),
-    f"{TRANSFORMER}.sublayer_call_layer": set(),
-    f"{TRANSFORMER}.sublayer_mask_padding": set(),
-    f"{_LAYERS}.DenseReluDense": {"hidden_size", "dropout_rate", "activation"},
-    f"{_LAYERS}.SelfAttention": {
-        "num_heads", "key_value_size", "dropout_rate", "relative_attention_type",
-        "relative_attention_num_buckets",
-    },
-    f"{_LAYERS}.EncDecAttention": {"num_heads", "key_value_size", "dropout_rate"},
-    f"{_LAYERS}.enc_dec_attention": set(),
-    f"{_LAYERS}.enc_dec_attention_bias": set(),
-}  # fmt: skip
-
-# ModelConfig field -> (configurable, argument, scopes from the outermost to the innermost).
-FIELD_SOURCES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "num_encoder_layers": (f"{TRANSFORMER}.make_layer_stack", "num_layers", ("encoder",)),
-    "num_decoder_layers": (f"{TRANSFORMER}.make_layer_stack", "num_layers", ("decoder",)),
-    "d_model": (_UNITRANSFORMER, "d_model", ("decoder",)),
-    "d_ff": (f"{_LAYERS}.DenseReluDense", "hidden_size", ("decoder",)),
-    "num_heads": (f"{_LAYERS}.SelfAttention", "num_heads", ("decoder",)),
-    "d_kv": (f"{_LAYERS}.SelfAttention", "key_value_size", ("decoder",)),
-    "vocab_size": (_UNITRANSFORMER, "vocab_divisor", ("decoder",)),
-    "activations": (f"{_LAYERS}.DenseReluDense", "activation", ("decoder",)),
-    "logits_from_embedding": (
-        _UNITRANSFORMER,
-        "shared_embedding_and_softmax_weights",
-        ("decoder",),
-    ),
-    "relative_attention_num_buckets": (
-        f"{_LAYERS}.SelfAttention",
-        "relative_attention_num_buckets",
-        ("decoder",),
-    ),
-    "dropout_rate": (_DROPOUT, "dropout_rate", ()),
-    "label_smoothing": (_UNITRANSFORMER, "label_smoothing", ("decoder",)),
-    "z_loss": (_UNITRANSFORMER, "z_loss", ("decoder",)),
-    "loss_denominator": (_UNITRANSFORMER, "loss_denominator", ("decoder",)),
-    "model_type": ("mesh_tensorflow.transformer.utils.run", "model_type", ()),
-    "input_full_attention": (_UNITRANSFORMER, "input_full_attention", ("decoder",)),
-    "loss_on_targets_only": (_UNITRANSFORMER, "loss_on_targets_only", ("decoder",)),
-    "shared_towers": (f"{TRANSFORMER}.make_bitransformer", "encoder_name", ()),
-    "recompute": (_STACK, "recompute_grads", ("decoder",)),
-    "norm_names": (_STACK, "norm_epsilon", ("decoder",)),
-    "rms_norm_epsilon": (_RMS_NORM, "epsilon", ()),
-    "relative_attention_max_distance": (
-        JAX_MODEL,
-        "relative_attention_max_distance",
-        (),
-    ),
-    "scale_tied_logits": (JAX_MODEL, "scale_tied_logits", ()),
-    "position_bias_per_layer": (
-        f"{_LAYERS}.SelfAttention",
-        "relative_attention_type",
-        ("decoder",),
-    ),
-}
+# Of the activations of T5 and its variants, those that Mesh TensorFlow has; it has no silu.
+_ACTIVATIONS = ("relu", "gelu", "swish", "sigmoid", "tanh", "linear")
 
 
-def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
-    """The ModelConfig of a Bitransformer, or of a Unitransformer that is a language model.
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """A layer: its class, its name in a checkpoint's variables, and the arguments of its class."""
+
+    kind: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tower:
+    """The encoder, the decoder, or a language model's only tower, whose scope is ""."""
+
+    scope: str
+    kinds: tuple[str, ...]
+    name: str
+    layers: Sequence[_Layer]
+    options: Mapping[str, Any]
+    stack: Mapping[str, Any]
+
+
+def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> ModelConfig:
+    """The ModelConfig of an encoder-decoder model or of a language model.
 
     Args:
-      model: what mesh_tensorflow.transformer.utils.build_model returned.
-      model_type: the model type it was called with.
-      bindings: to look up the place of a refused binding.
+      arguments: gin's.
+      vocabulary_sizes: of inputs and targets, before they are padded.
 
     Raises:
       UserError: if the model has a layer or an option that the JAX model lacks.
     """
-    reader = _ModelReader(bindings)
-    two_towers = model_type == "bitransformer"
-    towers = {"encoder": model.encoder, "decoder": model.decoder} if two_towers else {"": model}
-    kinds = {"encoder": _ENCODER_LAYERS, "decoder": _DECODER_LAYERS, "": _ENCODER_LAYERS}
-    for scope, tower in towers.items():
-        reader.check_depth(tower, scope)
-        reader.check_tower(tower, kinds[scope], scope)
-    if two_towers:
-        reader.check_bitransformer(model)
+    _check_depth(arguments)
+    towers = _read_towers(arguments)
+    for tower in towers:
+        _check_tower(arguments, tower)
+    sizes = vocabulary_sizes[-len(towers) :]
+    rows = [_padded(arguments, *each) for each in zip(towers, sizes, strict=True)]
+    if len(towers) == 2:
+        _check_encoder_and_decoder(arguments, towers[0], towers[1], rows)
     # If both towers must agree on a value, take it from the decoder, or from the only tower.
-    decoder = list(towers.values())[-1]
-    attention, *_, feed_forward = decoder.layer_stack._layers[: len(kinds[list(towers)[-1]])]
-    layers = {
-        # A layer stack lists every sublayer's layer: two or three of them form one block.
-        scope: len(tower.layer_stack._layers) // len(kinds[scope])
-        for scope, tower in towers.items()
-    }
-    several_layers = max(layers.values()) > 1
-    own = jax_model()
-    # Not a field of ModelConfig: it selects the activations' names.
-    exact_gelu = own.pop("exact_gelu")
-    return ModelConfig(
-        num_encoder_layers=layers.pop("encoder", 0),
-        # Arguments are evaluated in order: once `encoder` has been popped, one tower is left.
-        num_decoder_layers=layers.popitem()[1],
-        d_model=decoder.model_dim.size,
-        d_ff=feed_forward.hidden_size,
-        num_heads=attention.num_heads,
-        d_kv=attention.key_value_size,
-        vocab_size=decoder.output_vocab_dim.size,
-        activations=reader.activations(feed_forward, exact_gelu),
-        logits_from_embedding=decoder.shared_embedding_and_softmax_weights,
-        relative_attention_num_buckets=attention.relative_attention_num_buckets,
-        dropout_rate=reader.dropout_rate(towers),
-        label_smoothing=decoder.label_smoothing,
-        z_loss=decoder.z_loss,
-        loss_denominator=decoder._loss_denominator,
-        model_type=model_type,  # pyright: ignore[reportArgumentType]
-        input_full_attention=decoder.input_full_attention,
-        loss_on_targets_only=decoder.loss_on_targets_only,
-        shared_towers=len({tower.name for tower in towers.values()}) < len(towers),
-        recompute=own.pop("recompute") or reader.recompute(towers),
-        norm_names=reader.norm_names(towers),
-        rms_norm_epsilon=reader.norm_epsilon(),
+    decoder = towers[-1]
+    attention, feed_forward = decoder.layers[0].arguments, decoder.layers[-1].arguments
+    # A tower lists every sublayer's layer: two or three of them form one block.
+    layers = [len(tower.layers) // len(tower.kinds) for tower in towers]
+    own = arguments.of("t0repro.jax_model")
+    recompute = check_recompute(own["recompute"])
+    model = arguments.settings(
+        ModelConfig,
+        "model.",
+        num_encoder_layers=layers[0] if len(towers) == 2 else 0,
+        num_decoder_layers=layers[-1],
+        d_ff=feed_forward["hidden_size"],
+        num_heads=attention["num_heads"],
+        d_kv=attention["key_value_size"],
+        relative_attention_num_buckets=attention["relative_attention_num_buckets"],
+        vocab_size=rows[-1],
+        activations=_activations(feed_forward["activation"], own["exact_gelu"]),
+        dropout_rate=_dropout_rate(arguments, towers),
+        shared_towers=len({tower.name for tower in towers}) < len(towers),
+        recompute=recompute or _recompute(towers),
+        norm_names=_norm_names(arguments, towers),
+        # `misread` has refused scoped bindings.
+        rms_norm_epsilon=float(arguments.of("transformer.sublayer_rms_norm")["epsilon"]),
         # In a tower of one layer, its own bias equals a shared one, and the variable has the
         # same name.
-        position_bias_per_layer=attention.relative_attention_type == "bias" and several_layers,
-        **own,
+        position_bias_per_layer=attention["relative_attention_type"] == "bias" and max(layers) > 1,
+        # Added where the run trains.
+        adapter=None,
+        choice_loss=None,
+    )
+    if recompute is not None:
+        arguments.note("model.recompute", "t0repro.jax_model", "recompute")
+    return model
+
+
+def _check_depth(arguments: Arguments) -> None:
+    for scope in ("", "encoder", "decoder"):
+        depth = arguments.of(_MAKE_STACK, scope).get("num_layers")
+        place = arguments.place("num_layers", _MAKE_STACK, scope)
+        ranges.check_field(ModelConfig, "num_decoder_layers", depth, place, "num_layers")
+
+
+# ---- What gin binds of each tower ----------------------------------------------------------------
+
+
+def _read_towers(arguments: Arguments) -> list[_Tower]:
+    if arguments.model_type != "bitransformer":
+        return [_read_tower(arguments, "", _ENCODER_LAYERS, "transformer")]
+    names = arguments.of("transformer.make_bitransformer")
+    return [
+        _read_tower(arguments, "encoder", _ENCODER_LAYERS, names["encoder_name"]),
+        _read_tower(arguments, "decoder", _DECODER_LAYERS, names["decoder_name"]),
+    ]
+
+
+def _read_tower(arguments: Arguments, scope: str, kinds: tuple[str, ...], name: str) -> _Tower:
+    items = door.value_of(full_name(_MAKE_STACK), "layers", scope)
+    if not isinstance(items, list | tuple):
+        arguments.refuse(f"layers = {door.as_text(items)}", "layers", _MAKE_STACK, scope)
+    block = [_read_layer(arguments, item, number, scope) for number, item in enumerate(items)]
+    options = arguments.of(_TOWER, scope)
+    if "max_length" not in options:
+        raise UserError(
+            "Unitransformer.max_length is not bound, and it has no default.",
+            fix='Include a model\'s gin file, or add --gin_param="Unitransformer.max_length = N".',
+        )
+    depth = arguments.of(_MAKE_STACK, scope)["num_layers"]
+    return _Tower(scope, kinds, name, block * depth, options, arguments.of(_STACK, scope))
+
+
+def _read_layer(arguments: Arguments, item: Any, number: int, scope: str) -> _Layer:
+    """A layer of the list: a class, or a list of a class, a name and arguments."""
+    parts = [door.followed(x) for x in (item if isinstance(item, list | tuple) else [item])]
+    references = [reference for x in parts if (reference := door.reference_to(x, within=scope))]
+    given = [x for x in parts if isinstance(x, dict)]
+    names = [x for x in parts if isinstance(x, str)]
+    if len(references) != 1 or len(parts) != 1 + len(given) + len(names):
+        arguments.refuse(f"{door.as_text(item)} as a layer", "layers", _MAKE_STACK, scope)
+    reference = references[0]
+    values = arguments.of(reference.selector, reference.scope)
+    if reference.name == "EncDecAttention":
+        # It passes on to its base class what it does not read, and gin adds that class's bindings.
+        values = {**arguments.of("transformer_layers.SelfAttention", reference.scope), **values}
+    # Mesh TensorFlow goes through an item in order, so the last name and arguments win.
+    given_last = given[-1] if given else {}
+    return _Layer(
+        reference.name,
+        # The names become parts of the variables' names in a checkpoint.
+        names[-1] if names else f"layer_{number:03d}",
+        {**values, **given_last},
     )
 
 
-class _ModelReader:
-    """Checks that the JAX model supports everything in the model objects."""
-
-    def __init__(self, bindings: Bindings):
-        self._bindings = bindings
-
-    def refuse(self, what: str, selector: str, argument: str, *scopes: str) -> NoReturn:
-        """Raises NotOnJax; its place is the binding in the given scopes, or in either tower."""
-        raise NotOnJax(
-            f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
-            where=self._bindings.source(scopes[::-1] or ("decoder", "encoder"), selector, argument),
-            fix="Change the binding, or run with --backend=mtf.",
+def _padded(arguments: Arguments, tower: _Tower, size: int) -> int:
+    """Rows of the embedding, padded so that any mesh can shard them."""
+    divisor = tower.options["vocab_divisor"]
+    if divisor < 1:
+        raise UserError(
+            f"Unitransformer.vocab_divisor is {divisor!r}; it must be a whole number, at least 1.",
+            where=arguments.place("vocab_divisor", _TOWER, tower.scope),
+            fix="Bind a whole number, at least 1.",
         )
+    return -(-size // divisor) * divisor
 
-    def check_bitransformer(self, model: Any) -> None:
-        """Checks what encoder and decoder must share, and refuses options of language models."""
-        encoder, decoder = model.encoder, model.decoder
-        if not model.shared_embedding or encoder.input_vocab_dim != decoder.output_vocab_dim:
-            self.refuse(
-                "separate embeddings of encoder and decoder", _UNITRANSFORMER, "vocab_divisor"
-            )
-        for argument in ("input_full_attention", "loss_on_targets_only"):
-            if getattr(decoder, argument):
-                self.refuse(f"{argument} with an encoder", _UNITRANSFORMER, argument)
-        names = (encoder.name, decoder.name)
-        # ("decoder", "decoder") is how bi_v1_shared makes its towers share variables.
-        if names not in (("encoder", "decoder"), ("decoder", "decoder")):
-            selector = f"{TRANSFORMER}.make_bitransformer"
-            wrong = "encoder_name" if encoder.name != "encoder" else "decoder_name"
-            self.refuse(f"towers called {names}", selector, wrong)
-        self.check_towers_agree(encoder, decoder)
-        self._check_cross_attention(decoder)
-        shared = encoder.name == decoder.name
-        for tower, kinds, scope in (
-            (encoder, _ENCODER_LAYERS, "encoder"),
-            (decoder, _DECODER_LAYERS, "decoder"),
-        ):
-            if shared:
-                wanted = dict(zip(_DECODER_LAYERS, SHARED_LAYERS, strict=True))
-                names = [wanted[kind] for kind in kinds]
-            else:
-                names = [f"layer_{number:03d}" for number in range(len(kinds))]
-            self._check_layer_names(tower, names, scope)
-        # The encoder has two layers per block, the decoder three.
-        if shared and len(encoder.layer_stack._layers) * 3 != len(decoder.layer_stack._layers) * 2:
-            self.refuse(
-                "shared towers of different depths",
-                f"{TRANSFORMER}.make_layer_stack",
-                "num_layers",
-            )
 
-    def _check_layer_names(self, tower: Any, names: list[str], scope: str) -> None:
-        """Refuses layer names bound in gin, since they are part of the variables' names."""
-        for index, layer in enumerate(tower.layer_stack._layers):
-            found, wanted = layer.name.rpartition("/")[2], names[index % len(names)]
-            if found != wanted:
-                self.refuse(
-                    f"a layer called {found!r} (expected {wanted!r})",
-                    f"{TRANSFORMER}.make_layer_stack",
-                    "layers",
-                    scope,
-                )
+# ---- What the JAX model supports -----------------------------------------------------------------
 
-    def check_depth(self, tower: Any, scope: str) -> None:
-        """Raises UserError for a tower without layers, which has no sizes to read."""
-        if not tower.layer_stack._layers:
-            selector = f"{TRANSFORMER}.make_layer_stack"
-            field = "num_encoder_layers" if scope == "encoder" else "num_decoder_layers"
-            where = self._bindings.find((scope,), selector, "num_layers")
-            raise UserError(
-                f"model.{field} is 0; it must be a whole number, at least 1.",
-                where=where,
-                fix="Bind num_layers to a number of layers, or make_layer_stack.layers to a list.",
-            )
 
-    def check_tower(self, tower: Any, kinds: tuple[str, ...], scope: str) -> None:
-        """Refuses a layer, sublayer or option of a tower that the JAX model lacks."""
-        if tower.positional_embedding:
-            self.refuse(
-                "learned position embeddings", _UNITRANSFORMER, "positional_embedding", scope
-            )
-        layers = tower.layer_stack._layers
-        for index, layer in enumerate(layers):
-            kind = kinds[index % len(kinds)]
-            if type(layer).__name__ != kind:
-                self._refuse_layer(f"{type(layer).__name__} ({index}, expected {kind})", scope)
-            self._check_layer(layer, kind, scope)
-            # RunConfig has a single size for all layers of a kind.
-            for size in _SIZES[kind]:
-                first, this = getattr(layers[kinds.index(kind)], size), getattr(layer, size)
-                if first != this:
-                    self._refuse_layer(
-                        f"{kind} with {size} = {this!r} ({index}) after one with {first!r}", scope
-                    )
-
-    def _refuse_layer(self, what: str, scope: str) -> NoReturn:
-        self.refuse(
-            f"the {scope + ' ' if scope else ''}layer {what}",
-            f"{TRANSFORMER}.make_layer_stack",
-            "layers",
-            scope,
+def _check_tower(arguments: Arguments, tower: _Tower) -> None:
+    """Refuses a layer, sublayer or option of a tower that the JAX model lacks."""
+    scope, kinds, layers = tower.scope, tower.kinds, tower.layers
+    if not layers:
+        field = "num_encoder_layers" if scope == "encoder" else "num_decoder_layers"
+        raise UserError(
+            f"model.{field} is 0; it must be a whole number, at least 1.",
+            where=arguments.place("num_layers", _MAKE_STACK, scope),
+            fix="Bind num_layers to a number of layers, or make_layer_stack.layers to a list.",
         )
+    if tower.options["positional_embedding"] or tower.options["sinusoid_positional_embedding"]:
+        arguments.refuse("learned position embeddings", "positional_embedding", _TOWER, scope)
 
-    def norm_names(self, towers: Mapping[str, Any]) -> Any:
-        """The set of sublayers that all towers have: "rms_norm" or "layer_norm"."""
-        found = {scope: self._sublayers(tower) for scope, tower in towers.items()}
-        # Compare all towers with the first.
-        first = next(iter(found.values()))
-        for scope, sublayers in found.items():
-            for argument, functions in sublayers.items():
-                known = [names[argument] for names in _SUBLAYERS.values()]
-                if functions not in known:
-                    self.refuse(f"the sublayers {functions}", _STACK, argument, scope)
-            # Each list is valid by itself; all lists of all towers must come from one set.
-            if sublayers != first or sublayers not in _SUBLAYERS.values():
-                self.refuse(
-                    f"sublayers of two kinds in one model: {sublayers}",
-                    _STACK,
-                    "sublayers_per_layer",
-                    scope,
-                )
-        return next(name for name, sublayers in _SUBLAYERS.items() if sublayers == first)
+    def refuse_layer(what: str) -> None:
+        article = f"{scope} " if scope else ""
+        arguments.refuse(f"the {article}layer {what}", "layers", _MAKE_STACK, scope)
 
-    def _sublayers(self, tower: Any) -> dict[str, list[str]]:
-        """Names of a tower's sublayer functions; both dropout functions under the newer name."""
-        return {
-            argument: [
-                function.__name__.replace("legacy_dropout", "dropout")
-                for function in getattr(tower.layer_stack, f"_{argument}")
-            ]
-            for argument in _SUBLAYERS["rms_norm"]
-        }
+    for index, layer in enumerate(layers):
+        kind = kinds[index % len(kinds)]
+        if layer.kind != kind:
+            refuse_layer(f"{layer.kind} ({index}, expected {kind})")
+        _check_layer(arguments, layer, scope)
+        # ModelConfig has a single size for all layers of a kind.
+        for size in _SIZES[kind]:
+            first, value = layers[kinds.index(kind)].arguments[size], layer.arguments[size]
+            if first != value:
+                refuse_layer(f"{kind} with {size} = {value!r} ({index}) after one with {first!r}")
 
-    def _check_layer(self, layer: Any, kind: str, scope: str) -> None:
-        """Refuses a layer's option that the JAX model lacks, unless it has its default."""
-        selector = f"{_LAYERS}.{kind}"
-        for name, parameter in inspect.signature(
-            type(layer).__mro__[0].__init__
-        ).parameters.items():
-            if name in KNOWN_BINDINGS[selector] or not hasattr(layer, name):
-                continue
-            value = getattr(layer, name)
-            # A layer's constructor replaces attention_kwargs = None by {}.
-            if value != parameter.default and not (value == {} and parameter.default is None):
-                self.refuse(f"{name} = {value!r} of {kind}", selector, name, scope)
-        if kind == "SelfAttention" and layer.relative_attention_type not in (
-            "bias_shared",
-            "bias",
-        ):
-            self.refuse(
-                f"relative_attention_type = {layer.relative_attention_type!r}",
-                selector,
-                "relative_attention_type",
-                scope,
-            )
-        if kind == "EncDecAttention" and layer.relative_attention_type is not None:
-            self.refuse(
-                "relative attention to the encoder", selector, "relative_attention_type", scope
-            )
-        if kind == "DenseReluDense":
-            self._check_activation(layer.activation, scope)
 
-    def recompute(self, towers: Mapping[str, Any]) -> Recompute | None:
-        """`full` if LayerStack.recompute_grads is True; otherwise None, which decides by memory."""
-        asked = any(tower.layer_stack._recompute_grads for tower in towers.values())
-        # False cannot mean `none`: T0's commands have this default and must fit their TPU slices.
-        return "full" if asked else None
-
-    def activations(self, feed_forward: Any, exact_gelu: bool) -> tuple[Activation, ...]:
-        """The names of a feed-forward layer's activations, with `gelu_exact` if it is set."""
-        names = feed_forward.activation
+def _check_layer(arguments: Arguments, layer: _Layer, scope: str) -> None:
+    """Refuses a layer's option that the JAX model lacks, unless it has its default."""
+    name = f"transformer_layers.{layer.kind}"
+    defaults = arguments.defaults(name)
+    known = (*_SIZES[layer.kind], "dropout_rate")
+    for argument, value in layer.arguments.items():
+        is_own = argument in defaults and argument not in known
+        if is_own and value != defaults[argument] and (value, argument) != ({}, "attention_kwargs"):
+            arguments.refuse(f"{argument} = {value!r} of {layer.kind}", argument, name, scope)
+    position = "relative_attention_type"
+    if layer.kind == "SelfAttention" and layer.arguments[position] not in ("bias_shared", "bias"):
+        what = f"{position} = {layer.arguments[position]!r}"
+        arguments.refuse(what, position, name, scope)
+    if layer.kind == "EncDecAttention" and layer.arguments[position] is not None:
+        arguments.refuse("relative attention to the encoder", position, name, scope)
+    if layer.kind == "DenseReluDense":
+        names = layer.arguments["activation"]
         names = (names,) if isinstance(names, str) else tuple(names)
-        if exact_gelu:
-            names = tuple("gelu_exact" if name == "gelu" else name for name in names)
-        # `_check_activation` has refused every other name.
-        return cast(tuple[Activation, ...], names)
-
-    def _check_activation(self, activation: Any, scope: str) -> None:
-        names = (activation,) if isinstance(activation, str) else tuple(activation)
-        # Of the activations of T5 and its variants, those that Mesh TensorFlow has; it has no silu.
-        known = ("relu", "gelu", "swish", "sigmoid", "tanh", "linear")
-        if not all(isinstance(name, str) and name in known for name in names):
-            self.refuse(
-                f"the activation {activation!r} (known: {', '.join(known)})",
-                f"{_LAYERS}.DenseReluDense",
-                "activation",
-                scope,
+        if not all(isinstance(each, str) and each in _ACTIVATIONS for each in names):
+            what = f"the activation {layer.arguments['activation']!r}"
+            arguments.refuse(
+                f"{what} (known: {', '.join(_ACTIVATIONS)})", "activation", name, scope
             )
 
-    def _check_cross_attention(self, decoder: Any) -> None:
-        """Refuses attention sizes that differ: the JAX model has one size for both kinds."""
-        attention, cross_attention = decoder.layer_stack._layers[:2]
-        for argument in _SIZES["EncDecAttention"]:
-            sizes = getattr(attention, argument), getattr(cross_attention, argument)
-            if sizes[0] != sizes[1]:
-                self.refuse(
-                    f"{argument} = {sizes[0]!r} in SelfAttention and {sizes[1]!r} in"
-                    " EncDecAttention",
-                    f"{_LAYERS}.EncDecAttention",
-                    argument,
-                    "decoder",
-                )
 
-    def check_towers_agree(self, encoder: Any, decoder: Any) -> None:
-        """Refuses towers of different sizes: in the JAX model only their depths may differ."""
-        facts = [
-            ("d_model", _UNITRANSFORMER, lambda tower, layers: tower.model_dim.size),
-            ("hidden_size", f"{_LAYERS}.DenseReluDense", lambda _, layers: layers[-1].hidden_size),
-            ("activation", f"{_LAYERS}.DenseReluDense", lambda _, layers: layers[-1].activation),
-            ("num_heads", f"{_LAYERS}.SelfAttention", lambda _, layers: layers[0].num_heads),
-            (
-                "key_value_size",
-                f"{_LAYERS}.SelfAttention",
-                lambda _, layers: layers[0].key_value_size,
-            ),
-            (
-                "relative_attention_num_buckets",
-                f"{_LAYERS}.SelfAttention",
-                lambda _, layers: layers[0].relative_attention_num_buckets,
-            ),
-            (
-                "relative_attention_type",
-                f"{_LAYERS}.SelfAttention",
-                lambda _, layers: layers[0].relative_attention_type,
-            ),
+def _check_encoder_and_decoder(
+    arguments: Arguments, encoder: _Tower, decoder: _Tower, rows: Sequence[int]
+) -> None:
+    """Checks what encoder and decoder must share, and refuses options of language models."""
+    if rows[0] != rows[1]:
+        arguments.refuse("separate embeddings of encoder and decoder", "vocab_divisor", _TOWER)
+    for argument in ("input_full_attention", "loss_on_targets_only"):
+        if decoder.options[argument]:
+            arguments.refuse(f"{argument} with an encoder", argument, _TOWER)
+    names = (encoder.name, decoder.name)
+    # ("decoder", "decoder") is how bi_v1_shared makes its towers share variables.
+    if names not in (("encoder", "decoder"), ("decoder", "decoder")):
+        wrong = "encoder_name" if encoder.name != "encoder" else "decoder_name"
+        arguments.refuse(f"towers called {names}", wrong, "transformer.make_bitransformer")
+    _check_sizes_agree(arguments, encoder, decoder)
+    is_shared = encoder.name == decoder.name
+    for tower in (encoder, decoder):
+        for index, layer in enumerate(tower.layers):
+            number = index % len(tower.kinds)
+            expected = f"layer_{number:03d}"
+            if is_shared:
+                expected = SHARED_LAYERS[_DECODER_LAYERS.index(tower.kinds[number])]
+            if layer.name != expected:
+                # Layer names are part of the variables' names.
+                what = f"a layer called {layer.name!r} (expected {expected!r})"
+                arguments.refuse(what, "layers", _MAKE_STACK, tower.scope)
+    # The encoder has two layers per block, the decoder three.
+    if is_shared and len(encoder.layers) * 3 != len(decoder.layers) * 2:
+        arguments.refuse("shared towers of different depths", "num_layers", _MAKE_STACK)
+
+
+def _check_sizes_agree(arguments: Arguments, encoder: _Tower, decoder: _Tower) -> None:
+    """Refuses sizes that differ between towers, or between both kinds of attention."""
+    sizes: list[tuple[str, str, Callable[[_Tower], Any]]] = [
+        ("d_model", _TOWER, lambda tower: tower.options["d_model"])
+    ]
+    for kind, number in (("DenseReluDense", -1), ("SelfAttention", 0)):
+        for size in _SIZES[kind]:
+            read = lambda tower, at=number, size=size: tower.layers[at].arguments[size]  # noqa: E731
+            sizes.append((size, f"transformer_layers.{kind}", read))
+    for argument, name, read in sizes:
+        one, other = read(encoder), read(decoder)
+        if one != other:
+            what = f"{argument} = {one!r} in the encoder and {other!r} in the decoder"
+            arguments.refuse(what, argument, name)
+    for argument in _SIZES["EncDecAttention"]:
+        one, other = (layer.arguments[argument] for layer in decoder.layers[:2])
+        if one != other:
+            what = f"{argument} = {one!r} in SelfAttention and {other!r} in EncDecAttention"
+            arguments.refuse(what, argument, "transformer_layers.EncDecAttention", "decoder")
+
+
+# ---- Fields for which an argument itself is not the value ----------------------------------------
+
+
+def _activations(names: str | Sequence[str], exact_gelu: bool) -> tuple[Activation, ...]:
+    """The names of a feed-forward layer's activations, with `gelu_exact` if it is set."""
+    names = (names,) if isinstance(names, str) else names
+    renamed = ("gelu_exact" if exact_gelu and name == "gelu" else name for name in names)
+    # `_check_layer` has refused every other name.
+    return cast(tuple[Activation, ...], tuple(renamed))
+
+
+def _recompute(towers: Sequence[_Tower]) -> Recompute | None:
+    """`full` if LayerStack.recompute_grads is True; otherwise None, which decides by memory."""
+    # False cannot mean `none`: T0's commands have this default and must fit their TPU slices.
+    return "full" if any(tower.stack["recompute_grads"] for tower in towers) else None
+
+
+def _norm_names(arguments: Arguments, towers: Sequence[_Tower]) -> Any:
+    """The set of sublayers that all towers have: "rms_norm" or "layer_norm"."""
+    by_tower = {tower.scope: _sublayers(arguments, tower) for tower in towers}
+    first = next(iter(by_tower.values()))
+    for scope, sublayers in by_tower.items():
+        for argument, functions in sublayers.items():
+            if functions not in [names[argument] for names in _SUBLAYERS.values()]:
+                arguments.refuse(f"the sublayers {functions}", argument, _STACK, scope)
+        # Each list is valid by itself; all lists of all towers must come from one set.
+        if sublayers != first or sublayers not in _SUBLAYERS.values():
+            what = f"sublayers of two kinds in one model: {sublayers}"
+            arguments.refuse(what, "sublayers_per_layer", _STACK, scope)
+    return next(name for name, sublayers in _SUBLAYERS.items() if sublayers == first)
+
+
+def _sublayers(arguments: Arguments, tower: _Tower) -> dict[str, list[str]]:
+    """Names of a tower's sublayer functions; both dropout functions under the newer name."""
+    if _is_legacy(arguments, tower):
+        return _SUBLAYERS["layer_norm"]
+    return {
+        argument: [
+            reference.name.replace("legacy_dropout", "dropout")
+            for item in door.value_of(full_name(_STACK), argument, tower.scope) or ()
+            if (reference := door.reference_to(item))
         ]
-        for argument, selector, fact in facts:
-            values = [fact(tower, tower.layer_stack._layers) for tower in (encoder, decoder)]
-            if values[0] != values[1]:
-                self.refuse(
-                    f"{argument} = {values[0]!r} in the encoder and {values[1]!r} in the decoder",
-                    selector,
-                    argument,
-                )
+        for argument in _SUBLAYERS["rms_norm"]
+    }
 
-    def norm_epsilon(self) -> float:
-        """What every layer norm adds to the mean square; `misread` has refused scoped bindings."""
-        # Nothing bound means 1e-6, the default of Mesh TensorFlow's sublayer_rms_norm.
-        return float(gin_door.resolved("", _RMS_NORM).get("epsilon", 1e-6))
 
-    def dropout_rate(self, towers: Mapping[str, Any]) -> float:
-        """The one rate of all dropouts."""
-        rates = {
-            layer.dropout_rate for tower in towers.values() for layer in tower.layer_stack._layers
-        }
-        for tower in towers.values():
-            # Only the legacy layer stack has a rate.
-            stack = vars(tower.layer_stack).get("dropout_rate")
-            rates.add(self._sublayers_rate() if stack is None else stack)
-        if len(rates) != 1:
-            self._refuse_rates(rates, towers)
-        return rates.pop()
-
-    def _refuse_rates(self, rates: set[float], towers: Mapping[str, Any]) -> NoReturn:
-        """Names the rate bound for one kind of layer only, which is the one that differs."""
-        kinds = [*(f"{_LAYERS}.{kind}" for kind in _SIZES), _STACK, _DROPOUT]
-        keys = [(scope, kind) for kind in kinds for scope in (*towers, "")]
-        places = (self._bindings.place((scope, kind, "dropout_rate")) for scope, kind in keys)
-        # Files of t5 bind all rates to one macro.
-        where = [place for place in places if place and not is_shipped(place)]
-        raise NotOnJax(
-            f"The JAX stack does not support different dropout rates in one model"
-            f" ({', '.join(map(str, sorted(rates)))}; sublayer_dropout.dropout_rate is one of"
-            " them).",
-            where="; ".join(where) or self._bindings.source((), _DROPOUT, "dropout_rate"),
-            fix="Bind the macro dropout_rate alone, or run with --backend=mtf.",
+def _is_legacy(arguments: Arguments, tower: _Tower) -> bool:
+    """Whether a tower is T5 1.0's, whose stack ignores its lists of sublayers."""
+    bound = {name: tower.stack[name] is not None for name in ("dropout_rate", "norm_epsilon")}
+    if len({*bound.values()}) > 1:
+        argument = next(name for name, is_bound in bound.items() if is_bound)
+        raise UserError(
+            f"LayerStack.{argument} is bound alone; Mesh TensorFlow takes both of"
+            f" {' and '.join(f'LayerStack.{name}' for name in bound)}, or none.",
+            where=arguments.place(argument, _STACK, tower.scope),
+            fix="Bind both, as T5 1.0's gin files do, or remove this one.",
         )
+    return bound["dropout_rate"]
 
-    def _sublayers_rate(self) -> float:
-        # Layers are built in their tower's scope, but sublayers are called outside of it, where a
-        # scoped binding would have no effect; `misread` has refused those.
-        # Nothing bound means 0, the default of Mesh TensorFlow's sublayer_dropout.
-        return gin_door.resolved("", _DROPOUT).get("dropout_rate", 0.0)
+
+def _dropout_rate(arguments: Arguments, towers: Sequence[_Tower]) -> float:
+    """The one rate of all dropouts."""
+    # Layers are built in their tower's scope, but sublayers are called outside of it, where a
+    # scoped binding would have no effect; `misread` has refused those.
+    of_sublayers = arguments.of("transformer.sublayer_dropout")["dropout_rate"]
+    rates = {layer.arguments["dropout_rate"] for tower in towers for layer in tower.layers}
+    for tower in towers:
+        # Only the legacy layer stack has a rate.
+        rates.add(tower.stack["dropout_rate"] if _is_legacy(arguments, tower) else of_sublayers)
+    if len(rates) == 1:
+        return rates.pop()
+    # Name the rate bound for one kind of layer only, which is the one that differs.
+    kinds = [*(f"transformer_layers.{kind}" for kind in _SIZES), _STACK]
+    keys = [
+        (scope, full_name(kind), "dropout_rate")
+        for kind in (*kinds, "transformer.sublayer_dropout")
+        for scope in (*(tower.scope for tower in towers), "")
+    ]
+    # Files of t5 bind all rates to one macro.
+    places = [place for key in keys if (place := arguments.bindings.place(key))]
+    own = [place for place in places if not is_shipped(place)]
+    raise NotOnJax(
+        f"The JAX stack does not support different dropout rates in one model"
+        f" ({', '.join(map(str, sorted(rates)))}; sublayer_dropout.dropout_rate is one of"
+        " them).",
+        where="; ".join(own)
+        or arguments.bindings.source((), full_name("transformer.sublayer_dropout"), "dropout_rate"),
+        fix="Bind the macro dropout_rate alone, or run with --backend=mtf.",
+    )

@@ -1,1 +1,1 @@
-"""The T5X dialect: parses gin files and --gin.MACRO=VALUE overrides into typed records."""
+"""The T5X dialect: parses gin files and --gin.MACRO=VALUE overrides into the calls of a program."""

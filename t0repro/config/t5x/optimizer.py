@@ -1,24 +1,24 @@
-"""Turns T5X's optimizer and learning-rate records into OptimizerConfig and ScheduleConfig."""
+"""Turns T5X's optimizer and learning-rate schedule into OptimizerConfig and ScheduleConfig."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from t0repro.config.run_config import (
+from t0repro.config.model import ModelConfig
+from t0repro.config.optimizer import (
     AdafactorConfig,
-    ModelConfig,
     MultiOptimizerConfig,
     OptaxConfig,
     OptimizerConfig,
     OptimizerPart,
     ScheduleConfig,
 )
-from t0repro.config.t5x import records
-from t0repro.config.t5x.gin_files import Places
+from t0repro.config.read import read
+from t0repro.config.t5x.calls import Call, call_with_defaults
+from t0repro.config.t5x.source import T5xSource
 from t0repro.parameters.shape import (
     ALL_HEURISTIC,
     AXIS_WORDS,
@@ -28,150 +28,138 @@ from t0repro.parameters.shape import (
     factoring,
 )
 
-_T5X_SCHEDULE = "create_learning_rate_scheduler"
-ADAFACTOR, SCHEDULE = "adafactor.Adafactor", f"utils.{_T5X_SCHEDULE}"
-FIELDS = {
-    "multiply_by_parameter_scale": "multiply_by_parameter_scale",
-    "decay_exponent": "decay_rate",
-    "decay_offset": "step_offset",
-    "beta1": "beta1",
-    "momentum_slot": "beta1",
-    "clipping_threshold": "clipping_threshold",
-    "factored": "factored",
-    "epsilon1": "epsilon1",
-    "epsilon2": "epsilon2",
-    "min_dim_size_to_factor": "min_dim_size_to_factor",
-    "weight_decay_rate": "weight_decay_rate",
-    "weight_decay_rate_lr_exponent": "weight_decay_rate_lr_exponent",
-    "global_norm_clip": "global_norm_clip_threshold",
-    "max_parameter_scale": "max_parameter_scale",
-    "skip_nan_updates": "skip_nan_updates",
-    "factor_map": "factor_map",
-    "exclude_from_parameter_scale": "multiply_by_parameter_scale",
-}
+_SCHEDULE = "utils.create_learning_rate_scheduler"
 
 
-def optimizer_config(
-    program_model: records.EncoderDecoderModel, model: ModelConfig, places: Places
-) -> OptimizerConfig:
-    """The optimizer that a model's record names.
+def optimizer_config(model_call: Call, model: ModelConfig, source: T5xSource) -> OptimizerConfig:
+    """The optimizer that a model's call names.
 
     Raises:
       UserError: For an optimizer or an option without a counterpart here, with its place.
     """
-    record = program_model.optimizer_def
-    scanned = isinstance(program_model.module.config, records.ScannedT5Config)
-    if isinstance(record, records.Adafactor):
-        return _adafactor(record, model, scanned, places)
-    if isinstance(record, records.MultiOptimizer):
-        return _multi_optimizer(record, model, scanned, places)
-    if isinstance(record, records.OptaxChain):
-        return OptaxConfig(tuple(_call(call, places) for call in record.transformations))
-    if isinstance(record, records.OptaxCall):
-        return OptaxConfig((_call(record, places),))
-    raise places.refused(
-        "models.EncoderDecoderModel.optimizer_def",
-        record,
+    optimizer = model_call["optimizer_def"]
+    scanned = model_call["module"]["config"].configurable.startswith("scalable_t5")
+    name = optimizer.configurable if isinstance(optimizer, Call) else ""
+    if name == "adafactor.Adafactor":
+        return _adafactor(optimizer, model, scanned, source)
+    if name == "optimizers.MultiOptimizer":
+        return _multi_optimizer(optimizer, model, scanned, source)
+    if name == "optimizers.chain" and all(map(_is_optax, optimizer["transformations"])):
+        return OptaxConfig(tuple(_plain_call(each) for each in optimizer["transformations"]))
+    if _is_optax(optimizer):
+        return OptaxConfig((_plain_call(optimizer),))
+    model_call.refuse(
+        "optimizer_def",
         "this optimizer is not known here.",
         "Bind @adafactor.Adafactor() or @optimizers.chain().",
     )
 
 
+def _is_optax(value: Any) -> bool:
+    return isinstance(value, Call) and value.configurable.startswith("optax.")
+
+
 def _multi_optimizer(
-    record: records.MultiOptimizer, model: ModelConfig, scanned: bool, places: Places
+    call: Call, model: ModelConfig, scanned: bool, source: T5xSource
 ) -> MultiOptimizerConfig:
     """The parameters of each optimizer, chosen here because the user's functions are here."""
     # Imported here because it imports JAX, and an error about a misspelt macro need not wait.
     import flax.traverse_util
 
-    name = "optimizers.MultiOptimizer.traversals_and_optimizers"
+    name = "traversals_and_optimizers"
     every = model.shape.parameters()
     tree = flax.traverse_util.unflatten_dict({path: path for path in every}, sep="/")
     parts, taken = [], set[str]()
-    for traversal, optimizer in record.traversals_and_optimizers:
-        if not isinstance(optimizer, records.Adafactor):
-            raise places.refused(
+    for traversal, optimizer in call[name]:
+        if not isinstance(optimizer, Call) or optimizer.configurable != "adafactor.Adafactor":
+            call.refuse(
                 name,
-                optimizer,
                 "its optimizers must be Adafactor, as in T5X, whose MultiOptimizer cannot hold the"
                 " state of a chain of optax.",
                 "Bind @adafactor.Adafactor(), or one of optimizers.chain for all parameters.",
+                value=optimizer,
             )
         if not hasattr(traversal, "iterate"):
-            raise places.refused(
+            call.refuse(
                 name,
-                traversal,
                 "it is no choice of parameters.",
                 "Bind @traverse_util.ModelParamTraversal(), of flax, with a filter_fn.",
+                value=traversal,
             )
         chosen = set(traversal.iterate(tree))
         if chosen & taken:
-            raise places.refused(
-                name, sorted(chosen & taken)[0], "two optimizers would train this parameter."
-            )
+            both = sorted(chosen & taken)[0]
+            call.refuse(name, "two optimizers would train this parameter.", value=both)
         taken |= chosen
         paths = tuple(path for path in every if path in chosen)
-        parts.append(OptimizerPart(paths, _adafactor(optimizer, model, scanned, places, paths)))
+        parts.append(OptimizerPart(paths, _adafactor(optimizer, model, scanned, source, paths)))
     return MultiOptimizerConfig(tuple(parts))
 
 
 def _adafactor(
-    record: records.Adafactor,
+    call: Call,
     model: ModelConfig,
     scanned: bool,
-    places: Places,
+    source: T5xSource,
     paths: Collection[str] | None = None,
 ) -> AdafactorConfig:
     """Adafactor's options.
 
     Args:
-      record: The optimizer's record.
+      call: The optimizer's call.
       model: The model, for the paths and shapes of its parameters.
       scanned: Whether T5X would scan the model's layers.
-      places: Where the values were set.
+      source: The run's arguments.
       paths: The parameters that it trains; None for all.
     """
     if scanned:
-        _check_scanned(record, model, places)
-    places.check_unset(record, ADAFACTOR, {"dtype_momentum": "slots are float32."})
+        _check_scanned(call, model)
     shapes = model.shape.parameters()
     trained = {path: shapes[path] for path in (shapes if paths is None else paths)}
-    scales, unscaled = record.multiply_by_parameter_scale, ()
-    if isinstance(scales, records.HParamMap):
-        name = f"{ADAFACTOR}.multiply_by_parameter_scale"
-        unscaled = tuple(path for path in trained if not _mapped(scales, path, name, places))
-    config = _options(record, unscaled, _factor_map(record, trained, places))
+    name, unscaled = "multiply_by_parameter_scale", ()
+    if _is_map(scales := call[name]):
+        unscaled = tuple(path for path in trained if not _mapped(scales, path, call, name))
+    config = read(
+        AdafactorConfig,
+        source.below(call),
+        source.places,
+        "optimizer.",
+        multiply_by_parameter_scale=scales is not False,
+        exclude_from_parameter_scale=unscaled,
+        # None means no momentum in T5X, and 0.0 a slot without influence.
+        beta1=call["beta1"] or 0.0,
+        momentum_slot=call["beta1"] is not None,
+        factor_map=_factor_map(call, trained),
+    )
     # Applied here only to find a rule that fits no parameter before the run begins.
     for path, shape in trained.items():
         try:
             factoring(path, shape, config)
         except FactorRuleError as error:
-            raise places.refused(
-                f"{ADAFACTOR}.factor_map", record.factor_map, error.what, error.fix or ""
-            ) from error
+            call.refuse("factor_map", error.what, error.fix or "")
     return config
 
 
-def _factor_map(
-    record: records.Adafactor, trained: Collection[str], places: Places
-) -> tuple[tuple[str, str], ...]:
+def _is_map(value: Any) -> bool:
+    return isinstance(value, Call) and value.configurable == "adafactor.HParamMap"
+
+
+def _factor_map(call: Call, trained: Collection[str]) -> tuple[tuple[str, str], ...]:
     """T5X's factor rules; for a T5's matrices and vectors, only None changes anything."""
-    name = f"{ADAFACTOR}.factor_map"
-    if record.factor_map is None:
+    name = "factor_map"
+    if (rules := call[name]) is None:
         return ALL_HEURISTIC
-    if not record.factored:
-        raise places.refused(
-            name, record.factor_map, "with factored = False there is nothing to map.", "Bind None."
-        )
+    if not call["factored"]:
+        call.refuse(name, "with factored = False there is nothing to map.", "Bind None.")
     # T5X then replaces the map by the model's logical axes, which leave matrices to their size.
-    if record.logical_factor_rules is not None:
+    if call["logical_factor_rules"] is not None:
         return ALL_HEURISTIC
     for path in trained:
-        _mapped(record.factor_map, path, name, places)
-    return tuple((pattern, _rule(rule, name, places)) for pattern, rule in record.factor_map.rules)
+        _mapped(rules, path, call, name)
+    return tuple((pattern, _rule(rule, call)) for pattern, rule in rules["rules"])
 
 
-def _rule(rule: Any, name: str, places: Places) -> str:
+def _rule(rule: Any, call: Call) -> str:
     if rule is None:
         return UNFACTORED
     if rule == HEURISTIC or getattr(rule, "name", "") == "token":
@@ -181,59 +169,30 @@ def _rule(rule: Any, name: str, places: Places) -> str:
     axes = rule if isinstance(rule, list | tuple) else ()
     found = [words.get(str(getattr(word, "name", word)).lower(), "") for word in axes]
     if not all(found) or not found:
-        raise places.refused(
-            name,
-            rule,
+        call.refuse(
+            "factor_map",
             "a rule is None, 'heuristic' or a word for each axis.",
             f"The words: {', '.join(AXIS_WORDS)}.",
+            value=rule,
         )
     return " ".join(found)
 
 
-def _mapped(record: records.HParamMap, path: str, name: str, places: Places) -> Any:
-    """The value that the map has for a parameter."""
-    for pattern, value in record.rules:
+def _mapped(rules: Call, path: str, call: Call, argument: str) -> Any:
+    """The value that a map has for a parameter."""
+    for pattern, value in rules["rules"]:
         try:
             if re.search(pattern, path):
                 return value
         except re.error as error:
-            raise places.refused(
-                name, pattern, f"this is no regular expression: {error}.", "Correct it."
-            ) from error
-    raise places.refused(
-        name, record.rules, f"no rule is for {path}.", "Add a last rule, for '.*'."
+            why = f"this is no regular expression: {error}."
+            call.refuse(argument, why, "Correct it.", value=pattern)
+    call.refuse(
+        argument, f"no rule is for {path}.", "Add a last rule, for '.*'.", value=rules["rules"]
     )
 
 
-def _options(
-    record: records.Adafactor,
-    unscaled: tuple[str, ...],
-    factor_map: tuple[tuple[str, str], ...],
-) -> AdafactorConfig:
-    return AdafactorConfig(
-        multiply_by_parameter_scale=record.multiply_by_parameter_scale is not False,
-        decay_exponent=record.decay_rate,
-        decay_offset=record.step_offset,
-        # None means no momentum in T5X, and 0.0 a slot without influence.
-        beta1=record.beta1 or 0.0,
-        clipping_threshold=record.clipping_threshold,
-        factored=record.factored,
-        epsilon1=record.epsilon1,
-        epsilon2=record.epsilon2,
-        min_dim_size_to_factor=record.min_dim_size_to_factor,
-        momentum_slot=record.beta1 is not None,
-        weight_decay_rate=record.weight_decay_rate,
-        # T5X treats an exponent of 0 as none.
-        weight_decay_rate_lr_exponent=record.weight_decay_rate_lr_exponent or None,
-        global_norm_clip=record.global_norm_clip_threshold or None,
-        max_parameter_scale=record.max_parameter_scale,
-        skip_nan_updates=record.skip_nan_updates,
-        exclude_from_parameter_scale=unscaled,
-        factor_map=factor_map,
-    )
-
-
-def _check_scanned(record: records.Adafactor, model: ModelConfig, places: Places) -> None:
+def _check_scanned(call: Call, model: ModelConfig) -> None:
     """Refuses scanned models if T5X factors a kernel that this project does not factor.
 
     With logical rules, T5X factors stacked kernels of any size. A single kernel, as here, is
@@ -241,30 +200,30 @@ def _check_scanned(record: records.Adafactor, model: ModelConfig, places: Places
     """
     # The possible sides of a kernel.
     shortest = min(model.d_model, model.d_ff, model.num_heads * model.d_kv)
-    if record.factored and record.logical_factor_rules and shortest < record.min_dim_size_to_factor:
-        raise places.refused(
-            f"{ADAFACTOR}.logical_factor_rules",
-            record.logical_factor_rules,
+    short = shortest < call["min_dim_size_to_factor"]
+    if call["factored"] and call["logical_factor_rules"] and short:
+        call.refuse(
+            "logical_factor_rules",
             f"in scanned layers T5X would factor kernels with a side of {shortest}, which is less"
             f" than min_dim_size_to_factor; here layers are not scanned and such kernels are kept.",
             "Take the model of t5x.examples.t5, whose layers are not scanned.",
         )
 
 
-def _call(value: Any, places: Places) -> Mapping[str, Any]:
+def _plain_call(call: Call) -> Mapping[str, Any]:
     """A call of optax as plain data, nested calls in its arguments included.
 
     Raises:
       UserError: If an argument is neither plain data nor such a call.
     """
-    assert isinstance(value, records.OptaxCall)
 
     def plain(name: str, argument: Any) -> Any:
-        if isinstance(argument, records.OptaxCall):
-            return _call(argument, places)
+        if _is_optax(argument):
+            return _plain_call(argument)
         # T5X's own schedule, which optax calls with its count of updates.
-        if isinstance(argument, records.LearningRateSchedule):
-            return {"function": _T5X_SCHEDULE, "arguments": dataclasses.asdict(argument)}
+        if isinstance(argument, Call) and argument.configurable == _SCHEDULE:
+            function = _SCHEDULE.rpartition(".")[2]
+            return {"function": function, "arguments": dict(argument.arguments)}
         if isinstance(argument, list | tuple):
             return [plain(name, item) for item in argument]
         if isinstance(argument, Mapping):
@@ -273,35 +232,37 @@ def _call(value: Any, places: Places) -> Mapping[str, Any]:
             # Convert through JSON, so that RunConfig can be written and read back equal.
             return json.loads(json.dumps(argument))
         except TypeError:
-            raise places.refused(
-                f"optax.{value.function}.{name}",
-                argument,
+            call.refuse(
+                name,
                 "only numbers, words, schedules and other calls of optax can be arguments.",
-            ) from None
+                value=argument,
+            )
 
     return {
-        "function": value.function,
-        "arguments": {name: plain(name, item) for name, item in value.arguments.items()},
+        "function": call.configurable.partition(".")[2],
+        "arguments": {name: plain(name, item) for name, item in call.arguments.items()},
     }
 
 
-def schedule_config(trainer: records.Trainer, total_steps: int, places: Places) -> ScheduleConfig:
+def schedule_config(trainer: Call, source: T5xSource) -> ScheduleConfig:
     """The learning-rate schedule.
 
     Raises:
-      UserError: If the trainer has none, or one that is not T5X's product of factors.
+      UserError: If the trainer has none.
     """
-    record = trainer.learning_rate_fn
-    fields = {field.name: field for field in dataclasses.fields(trainer)}
-    if not fields["learning_rate_fn"].init:
+    call = trainer["learning_rate_fn"]
+    if "learning_rate_fn" not in trainer.bindable:
         # A user's trainer takes no schedule, so nothing reads this one.
-        record = records.LearningRateSchedule(factors="constant", base_learning_rate=1.0)
-    if not isinstance(record, records.LearningRateSchedule):
-        raise places.refused(
-            "trainer.Trainer.learning_rate_fn",
-            record,
+        call = call_with_defaults(_SCHEDULE, factors="constant", base_learning_rate=1.0)
+    if call is None:
+        trainer.refuse(
+            "learning_rate_fn",
             "the learning rate must be a schedule.",
-            f"Bind trainer.Trainer.learning_rate_fn = @{SCHEDULE}().",
+            f"Bind trainer.Trainer.learning_rate_fn = @{_SCHEDULE}().",
         )
-    arguments = dataclasses.asdict(record)
-    return ScheduleConfig(_T5X_SCHEDULE, arguments, total_steps)
+    for argument in call.arguments:
+        if argument in call.places:
+            source.places[f"schedule.arguments.{argument}"] = call.places[argument]
+    if "learning_rate_fn" in trainer.places:
+        source.places["schedule"] = trainer.places["learning_rate_fn"]
+    return read(ScheduleConfig, source, source.places, "schedule.", arguments=dict(call.arguments))

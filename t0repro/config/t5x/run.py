@@ -1,69 +1,43 @@
-"""Turns a T5X program's record into a RunConfig, where both dialects meet."""
+"""Turns a T5X program's calls into the run that they describe."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from t0repro.adapters import Adapter
 from t0repro.config import ranges
+from t0repro.config.checkpoints import CheckpointChoice, RestoreConfig
 from t0repro.config.configuration import check_adapter, check_choice_loss
+from t0repro.config.data import ExampleFiles, SeqioDataConfig
 from t0repro.config.decoding import GREEDY
-from t0repro.config.inference_plan import EvalPlan, InferPlan
-from t0repro.config.run_config import CheckpointChoice, RunConfig
-from t0repro.config.t5x import data, inference, modules, programs, records
-from t0repro.config.t5x import model as t5x_model
-from t0repro.config.t5x import optimizer as t5x_optimizer
-from t0repro.config.t5x.gin_files import Parsed, Places, check_summary, provenance
-from t0repro.config.t5x.inference import decoding_fields, decoding_plan
-from t0repro.config.t5x.model import layout_of
-from t0repro.config.training_plan import Replaced, SeqioDataConfig, TrainingPlan, UserClass
+from t0repro.config.read import read
+from t0repro.config.run import (
+    ActionConfig,
+    ActionMode,
+    EarlyStoppingConfig,
+    EvalPlan,
+    InferPlan,
+    Replaced,
+    RunConfig,
+    TerminateOnNanConfig,
+    TrainingPlan,
+    UserClass,
+)
+from t0repro.config.t5x.calls import Call, call_with_defaults, check_refused
+from t0repro.config.t5x.gin_files import Parsed
+from t0repro.config.t5x.layout import layout_of
+from t0repro.config.t5x.model import decoding_plan, dtypes, model_config, vocabularies
+from t0repro.config.t5x.optimizer import optimizer_config, schedule_config
+from t0repro.config.t5x.source import T5xSource
 from t0repro.errors import UserError
 
-_FIELDS = {
-    "layout": "partitioning.PjitPartitioner.num_partitions",
-    "model_dir": "train.model_dir",
-    "train_steps": "train.total_steps",
-    "batch_size": "train/utils.DatasetConfig.batch_size",
-    "sequence_length": "train/utils.DatasetConfig.task_feature_lengths",
-    "num_microbatches": "trainer.Trainer.num_microbatches",
-    "schedule": "trainer.Trainer.learning_rate_fn",
-    # The same number as train_steps.
-    "schedule.total_train_steps": "train.total_steps",
-    "vocabulary": "seqio.SentencePieceVocabulary.sentencepiece_model_file",
-    "vocabulary_extra_ids": "seqio.SentencePieceVocabulary.extra_ids",
-    "dtypes.master": "utils.SaveCheckpointConfig.dtype",
-    "plan.random_seed": "train.random_seed",
-    "plan.relative_steps": "train.relative_steps",
-    "plan.eval_steps": "train.eval_steps",
-    "plan.eval_period": "train.eval_period",
-    "plan.stats_period": "train.stats_period",
-    "plan.run_eval_before_training": "train.run_eval_before_training",
-    "plan.gc_period": "train.gc_period",
-    "plan.actions": "train.actions",
-    "weight_metrics_every": "trainer.WeightMetricsComputer.every",
-    "model.adapter": "train.adapter",
-    "model.choice_loss": "train.choice_loss",
-    "plan.user_classes.model": "train.model",
-    "plan.user_classes.trainer": "train.trainer_cls",
-    "plan.user_classes.partitioner": "train.partitioner",
-    "plan.user_classes.weight_metrics_computer": "trainer.Trainer.weight_metrics_computer",
-}
-_SCHEDULE_ARGUMENTS = (
-    "factors base_learning_rate warmup_steps decay_factor steps_per_decay steps_per_cycle"
-    " step_offset min_learning_rate"
-).split()
-# Functions that replace T5X's own; they could only be T5X code.
-_OWN_CODE = {
-    name: "this function of the run cannot be replaced."
-    for name in (
-        "get_dataset_fn",
-        "train_eval_get_dataset_fn",
-        "train_state_initializer_cls",
-        "verify_matching_vocabs_fn",
-    )
-}
+_ACTION_MODES = ("TRAIN", "TRAIN_EVAL", "INFER_EVAL")
+
+
+# ---- Training ------------------------------------------------------------------------------------
 
 
 def train_config(parsed: Parsed) -> RunConfig:
@@ -72,41 +46,69 @@ def train_config(parsed: Parsed) -> RunConfig:
     Raises:
       UserError: For a value without a counterpart here or out of range, with its place.
     """
-    program, places = parsed.program, Places.of(parsed.values)
-    assert isinstance(program, programs.TrainProgram)
-    places.check_unset(program, "train", _OWN_CODE)
-    check_summary(program, "train", places)
-    plan = _plan(program, places)
-    model = t5x_model.model_config(program.model, places)
-    model = model.with_adapter(program.adapter, _targets_place(program.adapter, places))
-    divisor = places.place(t5x_model.FIELDS["loss_denominator"])
-    model = model.with_choice_loss(program.choice_loss, divisor)
-    train = plan.train_data
+    program = parsed.program
+    check_refused(program)
+    places: dict[str, str] = {}
+    source, model_call = T5xSource(program, places), program["model"]
+    plan = _plan(program, source)
+    train, trainer = plan.train_data, program["trainer_cls"]
     assert isinstance(train, SeqioDataConfig)
-    config = RunConfig(
+    model = model_config(model_call, source)
+    model = model.with_adapter(program["adapter"], _targets_place(parsed))
+    model = model.with_choice_loss(program["choice_loss"], places.get("model.loss_denominator"))
+    _, targets = vocabularies(model_call, source)
+    computer = trainer["weight_metrics_computer"]
+    for field, call, argument in (
+        ("layout", program["partitioner"], "num_partitions"),
+        ("batch_size", program["train_dataset_cfg"], "batch_size"),
+        ("sequence_length", program["train_dataset_cfg"], "task_feature_lengths"),
+        ("vocabulary", model_call["output_vocabulary"], "sentencepiece_model_file"),
+        ("vocabulary_extra_ids", model_call["output_vocabulary"], "extra_ids"),
+    ):
+        if isinstance(call, Call) and argument in call.places:
+            places[field] = call.places[argument]
+    config = read(
+        RunConfig,
+        source,
+        places,
+        "",
         mode="train",
-        model_dir=program.model_dir,
         model=model,
-        dtypes=t5x_model.dtypes(program.model, places, plan.save and plan.save.dtype),
-        optimizer=t5x_optimizer.optimizer_config(program.model, model, places),
-        schedule=t5x_optimizer.schedule_config(program.trainer_cls, program.total_steps, places),
+        dtypes=dtypes(model_call, source, plan.save and plan.save.dtype),
+        optimizer=optimizer_config(model_call, model, source),
+        schedule=schedule_config(trainer, source),
         sequence_length=train.sequence_length,
         batch_size=train.batch_size,
-        # T5X takes None and 0 to mean no microbatches.
-        num_microbatches=program.trainer_cls.num_microbatches or 1,
-        train_steps=program.total_steps,
         plan=plan,
-        weight_metrics_every=_weight_metrics_every(program.trainer_cls),
-        layout=layout_of(program.partitioner, places),
-        provenance=_provenance(program, places),
-        **shared_fields(program.model),
+        weight_metrics_every=0 if computer is None else computer["every"],
+        layout=layout_of(program["partitioner"]),
+        vocabulary=getattr(targets, "sentencepiece_model_file", None),
+        vocabulary_extra_ids=getattr(targets, "extra_ids", None) or 0,
+        **_PLACEHOLDERS,
+        provenance=places,
     )
     ranges.check(config, config.provenance)
     check_adapter(config)
     check_choice_loss(config)
-    _check(config, places)
-    _check_infer_eval(program, places)
+    _check(config, program, source)
     return config
+
+
+# Mesh TensorFlow's modes read these, and a training run none of them.
+_PLACEHOLDERS: dict[str, Any] = {
+    "eval_data": None,
+    "eval_checkpoint_step": None,
+    "eval_summary_dir": None,
+    "eval_dir_suffix": None,
+    "output_eval_examples": True,
+    "checkpoint_choice": CheckpointChoice(0, None, True),
+    "perplexity_eval_steps": 1,
+    "decoding": GREEDY,
+    "infer": None,
+    "score_strings": None,
+    "scores_filename": None,
+    "save_example_text": True,
+}
 
 
 def precompile_config(parsed: Parsed) -> RunConfig:
@@ -115,170 +117,134 @@ def precompile_config(parsed: Parsed) -> RunConfig:
     Raises:
       UserError: See `train_config`.
     """
-    program, places = parsed.program, Places.of(parsed.values)
-    assert isinstance(program, programs.PrecompileProgram)
-    if modules.user_class(program.model, places) is not None:
+    program = parsed.program
+    if program["model"].user_class is not None:
         raise UserError(
             "precompile compiles the step of T5X's own model, and not that of a subclass.",
-            where=places.place("precompile.model"),
+            where=program.places.get("model"),
             fix="Compile the step by a training run of one step.",
         )
-    rate = records.LearningRateSchedule(factors="constant", base_learning_rate=1e-3)
-    training = programs.TrainProgram(
-        model=program.model,
-        train_dataset_cfg=program.train_dataset_cfg,
+    rate = call_with_defaults(
+        "utils.create_learning_rate_scheduler", factors="constant", base_learning_rate=1e-3
+    )
+    trainer = call_with_defaults("trainer.Trainer", learning_rate_fn=rate)
+    training = call_with_defaults(
+        "train",
+        **program.arguments,
         train_eval_dataset_cfg=None,
         infer_eval_dataset_cfg=None,
-        checkpoint_cfg=records.CheckpointConfig(),
-        partitioner=program.partitioner,
-        trainer_cls=records.Trainer(learning_rate_fn=rate),
-        model_dir=program.model_dir,
+        checkpoint_cfg=call_with_defaults("utils.CheckpointConfig"),
+        trainer_cls=trainer,
         total_steps=1,
         eval_steps=1,
         eval_period=1,
-        # T5X's own default. Nothing is sampled: the step is compiled but not run.
-        random_seed=program.random_seed or 42,
-        adapter=program.adapter,
-        choice_loss=program.choice_loss,
     )
+    # T5X's own default. Nothing is sampled: the step is compiled but not run.
+    arguments = {**training.arguments, "random_seed": program["random_seed"] or 42}
+    training = dataclasses.replace(training, arguments=arguments, places=program.places)
     return train_config(dataclasses.replace(parsed, program=training))
 
 
-def shared_fields(model: records.EncoderDecoderModel) -> dict[str, Any]:
-    """The fields of a RunConfig that only Mesh TensorFlow's modes read, and the vocabulary."""
-    vocabulary = getattr(model.output_vocabulary, "sentencepiece_model_file", None)
-    parameters = model.decoding.decoder_params or {}
-    return {
-        # Mesh TensorFlow's modes do not use such a RunConfig, so these are placeholders.
-        "eval_data": None,
-        "eval_checkpoint_step": None,
-        "eval_summary_dir": None,
-        "eval_dir_suffix": None,
-        "output_eval_examples": True,
-        "checkpoint_choice": CheckpointChoice(0, None, True),
-        "perplexity_eval_steps": 1,
-        "decoding": dataclasses.replace(
-            GREEDY,
-            beam_size=model.decoding.num_decodes,
-            alpha=parameters.get("alpha", GREEDY.alpha),
-            length_multiplier=0.0,
-            length_constant=0.0,
-        ),
-        "infer": None,
-        "score_strings": None,
-        "scores_filename": None,
-        "save_example_text": True,
-        "vocabulary": vocabulary,
-        "vocabulary_extra_ids": getattr(model.output_vocabulary, "extra_ids", None) or 0,
-    }
-
-
-def _plan(program: programs.TrainProgram, places: Places) -> TrainingPlan:
-    def dataset(record: records.DatasetConfig | None, scope: str) -> Any:
-        return None if record is None else data.dataset_config(record, scope, places)
-
-    train_data = dataset(program.train_dataset_cfg, "train")
-    if train_data.sequence_length is None:
-        raise places.refused(
-            "train/utils.DatasetConfig.task_feature_lengths",
-            None,
+def _plan(program: Call, source: T5xSource) -> TrainingPlan:
+    data, evaluator = program["train_dataset_cfg"], program["inference_evaluator_cls"]
+    if data["task_feature_lengths"] is None:
+        data.refuse(
+            "task_feature_lengths",
             "training needs a length for each feature.",
             "Set TASK_FEATURE_LENGTHS.",
         )
-    infer_eval_data = dataset(program.infer_eval_dataset_cfg, "infer_eval")
-    evaluator = data.evaluator_config(program.inference_evaluator_cls, places)
-    user_classes = _user_classes(program, places)
-    generates = infer_eval_data is not None and evaluator is not None
-    return TrainingPlan(
-        train_data=train_data,
-        train_eval_data=dataset(program.train_eval_dataset_cfg, "train_eval"),
-        infer_eval_data=infer_eval_data,
-        evaluator=evaluator,
-        random_seed=program.random_seed,
-        relative_steps=program.relative_steps,
-        eval_steps=program.eval_steps,
-        eval_period=program.eval_period,
-        stats_period=program.stats_period,
-        run_eval_before_training=program.run_eval_before_training,
-        save=data.save_config(program.checkpoint_cfg.save, places),
-        restore=data.restore_config(program.checkpoint_cfg.restore, places),
-        actions=data.actions_config(program.actions, places),
-        gc_period=program.gc_period,
-        user_classes=user_classes,
-        # A user's model may generate at any time.
-        decoding=decoding_plan(program.model, places)
-        if generates or "model" in user_classes
-        else None,
-    )
-
-
-def _user_classes(program: programs.TrainProgram, places: Places) -> dict[Replaced, UserClass]:
-    parts: dict[Replaced, Any] = {
-        "model": program.model,
-        "trainer": program.trainer_cls,
-        "partitioner": program.partitioner,
-        "weight_metrics_computer": program.trainer_cls.weight_metrics_computer,
-    }
-    found = dict[Replaced, UserClass]()
-    for part, record in parts.items():
-        made = modules.user_class(record, places)
-        if made is not None:
-            found[part] = made
-    return found
-
-
-def _targets_place(adapter: Adapter | None, places: Places) -> str | None:
-    """Where an adapter's targets were set, or else the adapter."""
-    if adapter is None:
-        return None
-    return places.place(f"adapters.{adapter.kind}.targets") or places.place("train.adapter")
-
-
-def _weight_metrics_every(trainer: records.Trainer) -> int:
-    computer = trainer.weight_metrics_computer
-    return 0 if computer is None else computer.every
-
-
-def _check(config: RunConfig, places: Places) -> None:
-    """Refuses what T5X's train refuses, before reading any data or checkpoint."""
-    plan = config.plan
-    if plan.restore and plan.restore.mode == "all":
-        raise places.refused(
-            "utils.RestoreCheckpointConfig.mode",
-            "all",
-            "training starts from a single checkpoint.",
-            "Bind 'specific' or 'latest'.",
-        )
-    if plan.restore and not isinstance(plan.restore.path, str):
-        raise places.refused(
-            "utils.RestoreCheckpointConfig.path",
-            list(plan.restore.path),
-            "training starts from a single checkpoint.",
-            "Give its path, or [] for initialized parameters.",
-        )
-    assert plan.train_data is not None
-    for name, parts in (
-        ("trainer.Trainer.num_microbatches", config.num_microbatches),
-        ("train/utils.DatasetConfig.num_shards", plan.train_data.num_shards),
-    ):
-        ranges.check_divides(name, parts, config.batch_size, places.place(name))
-    _check_periods(plan, places)
-
-
-def _check_infer_eval(program: programs.TrainProgram, places: Places) -> None:
-    """Refuses settings with which the evaluation by the tasks' metrics would fail, steps later."""
-    if program.infer_eval_dataset_cfg is None:
-        return
-    if program.inference_evaluator_cls is None:
-        raise places.refused(
-            "train.inference_evaluator_cls",
-            None,
+    if program["infer_eval_dataset_cfg"] is not None and evaluator is None:
+        program.refuse(
+            "inference_evaluator_cls",
             "infer_eval_dataset_cfg asks for an evaluation, which needs an evaluator.",
             "Bind @seqio.Evaluator, or train.infer_eval_dataset_cfg = None.",
         )
+    user_classes = _user_classes(program, source.places)
+    generates = program["infer_eval_dataset_cfg"] is not None and evaluator is not None
+    # A user's model may generate at any time.
+    decodes = generates or "model" in user_classes
+    parts = {
+        part: source.build(program[f"{part.removesuffix('_data')}_dataset_cfg"], f"plan.{part}.")
+        for part in ("train_data", "train_eval_data", "infer_eval_data")
+    }
+    return read(
+        TrainingPlan,
+        source,
+        source.places,
+        "plan.",
+        **parts,
+        actions=_actions(program, source),
+        user_classes=user_classes,
+        decoding=decoding_plan(program["model"], source, "plan.decoding.") if decodes else None,
+    )
 
 
-def _check_periods(plan: TrainingPlan, places: Places) -> None:
+def _user_classes(program: Call, places: dict[str, str]) -> dict[Replaced, UserClass]:
+    trainer = program["trainer_cls"]
+    parts: dict[Replaced, tuple[Call, str]] = {
+        "model": (program, "model"),
+        "trainer": (program, "trainer_cls"),
+        "partitioner": (program, "partitioner"),
+        "weight_metrics_computer": (trainer, "weight_metrics_computer"),
+    }
+    found = {}
+    for part, (call, argument) in parts.items():
+        value = call[argument]
+        if isinstance(value, Call) and value.user_class is not None:
+            found[part] = value.user_class
+            places[f"plan.user_classes.{part}"] = call.places.get(argument, "")
+    return found
+
+
+def _actions(program: Call, source: T5xSource) -> Mapping[ActionMode, tuple[ActionConfig, ...]]:
+    """The actions on metrics, by the metrics' origin."""
+    found: dict[Any, tuple[ActionConfig, ...]] = {}
+    for mode, items in (program["actions"] or {}).items():
+        if mode not in _ACTION_MODES:
+            words = ", ".join(map(repr, _ACTION_MODES))
+            why, fix = f"it must be one of {words}.", f"Bind one of {words}."
+            program.refuse("actions", why, fix, value=mode)
+        found[mode] = source.build(items, "plan.actions.")
+        for item in found[mode]:
+            if not isinstance(item, EarlyStoppingConfig | TerminateOnNanConfig | UserClass):
+                why = "this is not an action."
+                fix = "Derive it from t0repro.training.trainer.BaseAction (docs/trainer.md)."
+                program.refuse("actions", why, fix, value=item)
+    return found
+
+
+def _targets_place(parsed: Parsed) -> str | None:
+    """Where the targets of an adapter were set, or else the adapter."""
+    adapter: Adapter | None = parsed.program["adapter"]
+    if adapter is None:
+        return None
+    # The adapter's functions are this project's own, which gin calls.
+    name = f"adapters.{adapter.kind}.targets"
+    places = (value.place for value in parsed.values if value.name.endswith(name))
+    return next(places, parsed.program.places.get("adapter"))
+
+
+def _check(config: RunConfig, program: Call, source: T5xSource) -> None:
+    """Refuses what T5X's train refuses, before reading any data or checkpoint."""
+    restore = program["checkpoint_cfg"]["restore"]
+    if (plan := config.plan).restore is not None:
+        why = "training starts from a single checkpoint."
+        if plan.restore.mode == "all":
+            restore.refuse("mode", why, "Bind 'specific' or 'latest'.")
+        if not isinstance(plan.restore.path, str):
+            restore.refuse("path", why, "Give its path, or [] for initialized parameters.")
+    assert plan.train_data is not None
+    for name, parts in (
+        ("trainer.Trainer.num_microbatches", config.num_microbatches),
+        ("utils.DatasetConfig.num_shards", plan.train_data.num_shards),
+    ):
+        setting = source.find(name)
+        assert setting is not None
+        ranges.check_divides(setting.name, parts, config.batch_size, setting.place)
+    _check_periods(plan, source)
+
+
+def _check_periods(plan: TrainingPlan, source: T5xSource) -> None:
     """Refuses periods that are not multiples of the shortest."""
     periods = {
         "train.eval_period": eval_period(plan),
@@ -292,9 +258,10 @@ def _check_periods(plan: TrainingPlan, places: Places) -> None:
     for name, period in named.items():
         if period % shortest:
             other = min(named, key=lambda key: named[key])
+            places = [setting.place for key in (name, other) if (setting := source.find(key))]
             raise UserError(
                 f"{name} = {period} is not a multiple of {other} = {shortest}.",
-                where=f"{places.place(name)}; {places.place(other)}",
+                where="; ".join(map(str, places)),
                 fix="Choose periods that are multiples of the shortest one.",
             )
 
@@ -304,33 +271,145 @@ def eval_period(plan: TrainingPlan) -> int:
     return plan.eval_period if plan.train_eval_data or plan.infer_eval_data else 0
 
 
-def _provenance(program: programs.TrainProgram, places: Places) -> dict[str, str]:
-    names = _FIELDS | t5x_model.model_fields()
-    names |= {
-        f"optimizer.{field}": f"{t5x_optimizer.ADAFACTOR}.{name}"
-        for field, name in t5x_optimizer.FIELDS.items()
+# ---- Evaluation and inference --------------------------------------------------------------------
+
+
+def eval_plan(parsed: Parsed) -> EvalPlan:
+    """The evaluation that a program describes.
+
+    Raises:
+      UserError: For a value without a counterpart here or out of range, with its place.
+    """
+    program = parsed.program
+    check_refused(program)
+    if program["inference_evaluator_cls"] is None:
+        program.refuse(
+            "inference_evaluator_cls", "an evaluation needs an evaluator.", "Bind @seqio.Evaluator."
+        )
+    source = T5xSource(program, {})
+    plan = read(EvalPlan, source, source.places, "", **_common(program, source))
+    ranges.check(plan, plan.provenance)
+    return plan
+
+
+def infer_plan(parsed: Parsed) -> InferPlan:
+    """The inference that a program describes.
+
+    Raises:
+      UserError: For a value without a counterpart here or out of range, with its place.
+    """
+    program = parsed.program
+    check_refused(program)
+    _check_infer(program)
+    source = T5xSource(program, {})
+    data, files = program["dataset_cfg"], None
+    task = data["mixture_or_task_name"]
+    if isinstance(task, Call) and task.configurable == "create_task_from_tfexample_file":
+        files = _files(task, source)
+        # The rest of the plan reads the task's name.
+        data = dataclasses.replace(
+            data, arguments={**data.arguments, "mixture_or_task_name": files.name}
+        )
+    if data["task_feature_lengths"] is None:
+        data.refuse(
+            "task_feature_lengths",
+            "inference needs a length for each feature.",
+            "Set TASK_FEATURE_LENGTHS.",
+        )
+    common = _common(program, source, data)
+    plan = read(InferPlan, source, source.places, "", files=files, **common)
+    ranges.check(plan, plan.provenance)
+    return plan
+
+
+def _check_infer(program: Call) -> None:
+    if program["shard_id"] >= program["num_shards"]:
+        places = program.places
+        raise UserError(
+            f"infer.shard_id = {program['shard_id']}: the {program['num_shards']} shards are"
+            " numbered from 0.",
+            where=f"{places.get('shard_id')}; {places.get('num_shards')}",
+            fix="Choose a shard below infer.num_shards.",
+        )
+    restore = program["restore_checkpoint_cfg"]
+    is_path = isinstance(restore["path"], str) and restore["path"]
+    for name, is_one in (("mode", restore["mode"] != "all"), ("path", is_path)):
+        if not is_one:
+            fix = "Bind 'specific' or 'latest' and one path."
+            restore.refuse(name, "an inference takes one checkpoint.", fix)
+    written = program["write_fn"]
+    if written is not None and written["include_all_inputs"]:
+        if written["input_fields_to_include"] is not None:
+            why = "include_all_inputs writes all of them."
+            written.refuse("input_fields_to_include", why, "Bind one of the two.")
+
+
+def _common(program: Call, source: T5xSource, data: Call | None = None) -> dict[str, Any]:
+    """The parts that evaluation and inference share."""
+    model: Call = program["model"]
+    restore_call: Call = program["restore_checkpoint_cfg"]
+    examples: Call = data or program["dataset_cfg"]
+    if examples["pack"]:
+        examples.refuse("pack", "outputs belong to single examples.", "Bind False.")
+    restore: RestoreConfig | None = source.build(restore_call, "restore.")
+    if restore is None:
+        restore_call.refuse("path", "no checkpoint is given.", "Set CHECKPOINT_PATH.")
+    if restore.adapter is not None and (restore.mode == "all" or isinstance(restore.path, tuple)):
+        restore_call.refuse(
+            "adapter",
+            "an adapter has one base, and several checkpoints are chosen.",
+            "Bind 'specific' or 'latest' and the base's path. To evaluate all checkpoints of a run"
+            " that trains an adapter, bind its folder as the path, and no adapter.",
+        )
+    inputs, outputs = vocabularies(model, source)
+    if place := program["partitioner"].places.get("num_partitions"):
+        source.places["layout"] = place
+    return {
+        "model": model_config(model, source),
+        "user_model": model.user_class,
+        # No parameters are saved, so no dtype is given.
+        "dtypes": dtypes(model, source, None),
+        "data": source.build(examples, "data."),
+        "restore": restore,
+        "decoding": decoding_plan(model, source, "decoding."),
+        "input_vocabulary": inputs,
+        "output_vocabulary": outputs,
+        "layout": layout_of(program["partitioner"]),
+        "provenance": source.places,
     }
-    names |= {
-        f"schedule.arguments.{name}": f"{t5x_optimizer.SCHEDULE}.{name}"
-        for name in _SCHEDULE_ARGUMENTS
+
+
+def _files(task: Call, source: T5xSource) -> ExampleFiles:
+    paths = [task["paths"]] if isinstance(task["paths"], str) else list(task["paths"])
+    # Build the name as T5X does, so that its results' files can be found again.
+    keys = [task["inputs_key"], task["targets_key"] or ""]
+    digest = hashlib.md5(":".join(paths + keys).encode()).hexdigest()[:10]
+    features = {
+        name: (source.build(feature["vocabulary"], ""), feature["add_eos"])
+        for name, feature in task["features"].items()
     }
-    # The same arguments in three scopes.
-    for part in ("train", "train_eval", "infer_eval"):
-        names |= data.data_fields(f"plan.{part}_data", part)
-    names |= data.restore_fields("plan.restore") | data.save_fields("plan.save")
-    names |= data.evaluator_fields("plan.evaluator")
-    names |= decoding_fields("plan.decoding", program.model)
-    return provenance(places, names)
+    name = f"infer_{task['task_id'] or digest}"
+    return read(
+        ExampleFiles,
+        source.below(task),
+        source.places,
+        "files.",
+        name=name,
+        paths=tuple(paths),
+        features=features,
+    )
 
 
-# ---- A program's record: training, evaluation or inference ---------------------------------------
+def model_vocabularies(parsed: Parsed) -> tuple[Any, Any]:
+    """The vocabularies of a run's model, of inputs and of targets."""
+    return vocabularies(parsed.program["model"], T5xSource(parsed.program, {}))
 
 
-_READERS: Mapping[type, Callable[[Parsed], Any]] = {
-    programs.TrainProgram: train_config,
-    programs.PrecompileProgram: precompile_config,
-    programs.EvalProgram: inference.eval_plan,
-    programs.InferProgram: inference.infer_plan,
+_READERS: Mapping[str, Callable[[Parsed], Any]] = {
+    "train": train_config,
+    "precompile": precompile_config,
+    "evaluate": eval_plan,
+    "infer": infer_plan,
 }
 
 
@@ -338,6 +417,6 @@ def converted(parsed: Parsed) -> RunConfig | EvalPlan | InferPlan:
     """The configuration for the program's run mode.
 
     Raises:
-      UserError: for a value without a counterpart here or out of range, with its place.
+      UserError: For a value without a counterpart here or out of range, with its place.
     """
-    return _READERS[type(parsed.program)](parsed)
+    return _READERS[parsed.program.configurable](parsed)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run import RunConfig
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import converted
 from t0repro.errors import UserError
@@ -60,7 +60,7 @@ def check_ends_well(text: bytes, folder: Path) -> None:
 
 
 def test_the_run_itself_is_a_record(tmp_path):
-    assert parse(TEXT, tmp_path).program.total_steps == 20
+    assert parse(TEXT, tmp_path).program["total_steps"] == 20
 
 
 @settings(max_examples=150, derandomize=True, **FUZZ)

@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 
 import gin
-from t0repro.config.t5x import gin_files, programs, records
-from t0repro.config.t5x.model import differences
-from t0repro.errors import UserError, t5x_command
+from t0repro.cli.spelling import T5X_NAMES
+from t0repro.config.data import LoggerConfig
+from t0repro.config.gin import folders
+from t0repro.config.t5x import gin_files
+from t0repro.config.t5x.layout import differences
+from t0repro.config.t5x.run import eval_plan
+from t0repro.errors import UserError
+from t0repro.words import shown_as
 
 MODEL = "t5x/examples/t5/t5_1_1/small.gin"
 RUNS = "t5x/configs/runs/{}.gin"
@@ -67,12 +72,11 @@ utils.SaveCheckpointConfig.save_dataset = True
     )
     parsed = parse(files=[str(tmp_path / "c4.gin")], required=("MODEL_DIR = 'runs/c4'",))
     program = parsed.program
-    assert isinstance(program, programs.TrainProgram)
-    assert program.model.module.config.emb_dim == 512
-    assert program.train_dataset_cfg.batch_size == 256
-    assert (program.train_dataset_cfg.seed, program.random_seed) == (42, 42)
-    assert program.checkpoint_cfg.save.save_dataset and not program.checkpoint_cfg.restore.path
-    assert program.trainer_cls.learning_rate_fn.factors == "constant * rsqrt_decay"
+    data, checkpoints = program["train_dataset_cfg"], program["checkpoint_cfg"]
+    assert program["model"]["module"]["config"]["emb_dim"] == 512
+    assert (data["batch_size"], data["seed"], program["random_seed"]) == (256, 42, 42)
+    assert checkpoints["save"]["save_dataset"] and not checkpoints["restore"]["path"]
+    assert program["trainer_cls"]["learning_rate_fn"]["factors"] == "constant * rsqrt_decay"
     assert parsed.imports == ("t5.data.mixtures",) and parsed.warnings == ()
 
 
@@ -104,7 +108,7 @@ def test_an_installed_t5x_is_not_read(tmp_path, monkeypatch):
     (tmp_path / "t5x").mkdir()
     (tmp_path / "t5x" / "__init__.py").write_text("raise RuntimeError('T5X was imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert parse().program.model_dir == "runs/a"
+    assert parse().program["model_dir"] == "runs/a"
 
 
 def test_every_value_has_the_place_that_set_it():
@@ -131,7 +135,7 @@ def test_a_method_of_the_model_is_configured_as_t5x_does():
         run_mode="eval",
         required=(),
     )
-    assert parsed.program.model.decoding.num_decodes == 4
+    assert parsed.program["model"]["predict_batch_with_aux"]["num_decodes"] == 4
     assert parsed.warnings == (), binding
 
 
@@ -147,7 +151,7 @@ def with_loss_of_2021(folder, binding):
 @pytest.mark.parametrize("argument, value", [("z_loss", 0.5), ("label_smoothing", 0.25)])
 def test_the_loss_is_configured_by_its_method_as_in_t5xs_files_of_2021(tmp_path, argument, value):
     parsed = with_loss_of_2021(tmp_path, f"{argument} = {value}")
-    assert getattr(parsed.program.model, argument) == value and parsed.warnings == ()
+    assert parsed.program["model"][argument] == value and parsed.warnings == ()
 
 
 def test_a_wrong_argument_of_the_loss_is_named_with_its_place(tmp_path):
@@ -175,11 +179,10 @@ optax.warmup_cosine_decay_schedule:
   decay_steps = %TRAIN_STEPS
 """
     )
-    clip, adamw = parse(
-        files=[str(tmp_path / "adamw.gin")]
-    ).program.model.optimizer_def.transformations
-    assert clip == records.OptaxCall(function="clip", arguments={"max_delta": 1.0})
-    assert adamw.arguments["learning_rate"].arguments["decay_steps"] == 10
+    program = parse(files=[str(tmp_path / "adamw.gin")]).program
+    clip, adamw = program["model"]["optimizer_def"]["transformations"]
+    assert (clip.configurable, clip.arguments) == ("optax.clip", {"max_delta": 1.0})
+    assert adamw["learning_rate"]["decay_steps"] == 10
 
 
 HEAD = """\
@@ -212,8 +215,8 @@ def test_a_name_that_two_modules_share_is_the_one_that_its_own_file_imports(tmp_
     )
     text = f"include '{tmp_path}/gpu.gin'"
     parsed = parse(files=[file_of(tmp_path, text)])
-    shape = parsed.program.model.module.config
-    assert type(shape) is records.T5Config and shape.emb_dim == 512
+    shape = parsed.program["model"]["module"]["config"]
+    assert shape.configurable == "network.T5Config" and shape["emb_dim"] == 512
     assert any("does not read network.T5Config.emb_dim" in line for line in parsed.warnings)
     reference = value(parsed, "MODEL/network.Transformer.config").value
     assert reference == "@network.T5Config()"
@@ -258,10 +261,10 @@ def test_other_names_for_seqios_and_t5xs_classes_are_known_and_shown(tmp_path):
     (tmp_path / "mine.gin").write_text(EVALUATION)
     files = [MODEL, str(tmp_path / "mine.gin")]
     parsed = parse(files=files, run_mode="eval", required=("DROPOUT_RATE = 0.0",))
-    evaluator = parsed.program.inference_evaluator_cls
+    evaluator = eval_plan(parsed).evaluator
     assert evaluator.num_examples == 7
-    assert evaluator.logger_cls == [records.JSONLogger(write_n_results=3)]
-    (line,) = differences(parsed)
+    assert evaluator.loggers == (LoggerConfig("json", None, 3),)
+    (line,) = differences(parsed.program)
     name = "partitioning.ModelBasedPjitPartitioner.num_partitions"
     assert line.startswith(f"{tmp_path}/mine.gin:20: {name} = 4 has no effect"), line
 
@@ -270,7 +273,7 @@ def test_a_macro_that_nothing_needs_any_more_may_stay_without_a_value():
     required = tuple(line for line in REQUIRED if not line.startswith("DROPOUT_RATE"))
     override = "network.T5Config.dropout_rate = 0.25"
     parsed = parse(f"from t5x.examples.t5 import network\n{override}", required=required)
-    assert parsed.program.model.module.config.dropout_rate == 0.25
+    assert parsed.program["model"]["module"]["config"]["dropout_rate"] == 0.25
     with pytest.raises(UserError, match="Macros without a value: DROPOUT_RATE"):
         parse(required=required)
 
@@ -313,7 +316,7 @@ def test_a_macro_in_a_users_file_that_nothing_reads_is_a_warning(tmp_path):
 def test_a_file_of_other_word_order_is_found_by_its_words():
     with pytest.raises(UserError, match="nearest: [^,]*/small_c4_pretrain.gin") as caught:
         parse(files=["t5x/examples/t5/t5_1_1/examples/c4_pretrain_small.gin"])
-    with t5x_command(), pytest.raises(UserError, match="--gin_search_paths") as in_t5x:
+    with shown_as(T5X_NAMES), pytest.raises(UserError, match="--gin_search_paths") as in_t5x:
         parse(files=["c4_pretrain_small.gin"])
     assert "--gin_location_prefix" in caught.value.fix
     assert "--gin_location_prefix" not in in_t5x.value.fix
@@ -325,7 +328,7 @@ def test_a_file_of_other_word_order_is_found_by_its_words():
 def test_caches_are_asked_for_by_one_macro_in_every_run_file(mode, folder):
     macros = ("CHECKPOINT_PATH = 'a'", f"{folder} = 'b'", "USE_CACHED_TASKS = True")
     read = parse(*macros, files=[MODEL, RUNS.format(mode)], run_mode=mode, required=REQUIRED[:3])
-    assert read.program.dataset_cfg.use_cached is True
+    assert read.program["dataset_cfg"]["use_cached"] is True
 
 
 def test_missing_macros_are_all_named_with_what_was_probably_meant():
@@ -358,14 +361,15 @@ def test_what_a_file_binds_for_an_evaluation_that_is_off_is_a_warning(tmp_path):
     parsed = parse(files=[str(tmp_path / "run.gin")])
     (warning,) = parsed.warnings
     assert "run.gin:4: this run does not read infer_eval/utils.DatasetConfig.batch_" in warning
-    assert parsed.program.total_steps == 10 and parsed.program.checkpoint_cfg.save is None
+    assert parsed.program["total_steps"] == 10
+    assert parsed.program["checkpoint_cfg"]["save"] is None
 
 
 @pytest.mark.skipif(not MACROS.is_file(), reason="needs the table of T5X's macros")
 def test_each_shipped_file_needs_the_macros_that_t5xs_own_needs():
     """Model files are parsed with T5X's own pretraining file; run files with a model of T5X's."""
     table = json.loads(MACROS.read_text())["files"]
-    shipped = [name for name in table if (gin_files.shipped_files() / name).is_file()]
+    shipped = [name for name in table if (folders.shipped_files() / name).is_file()]
     assert len(shipped) >= 35
     for name in shipped:
         facts = table[name]
@@ -373,7 +377,7 @@ def test_each_shipped_file_needs_the_macros_that_t5xs_own_needs():
             continue  # the first adds to others; the second leaves its macros to a controller
         if facts["run_mode"] is None:
             parsed = parse(files=[name, PRETRAIN])
-            assert isinstance(parsed.program.model, records.EncoderDecoderModel), name
+            assert parsed.program["model"].configurable == "models.EncoderDecoderModel", name
             missing = {"DROPOUT_RATE"}
             with pytest.raises(UserError) as caught:
                 parse(files=[name, PRETRAIN], required=REQUIRED[1:])
@@ -391,7 +395,7 @@ def test_the_table_of_t5xs_files_has_the_counts_that_the_page_states():
     docs = Path(__file__).parents[3] / "docs"
     rows = [
         [cell.strip() for cell in line.split(" | ")]
-        for line in (docs / "t5x_gin_files.md").read_text().splitlines()
+        for line in (docs / "evidence" / "t5x_gin_files.md").read_text().splitlines()
         if line.startswith("| `")
     ]
     read = [row for row in rows if row[2] == "runs"]
@@ -401,5 +405,6 @@ def test_the_table_of_t5xs_files_has_the_counts_that_the_page_states():
         f"T5X and its samples for Vertex AI have {len(rows)} gin files: `explain` reads"
         f" {len(read)} of them and `--dry_run` accepts {len(accepted)}."
     ) in page
-    reasons = re.findall(r"^\| (\d+) \| ", (docs / "t5x_gin_files.md").read_text(), re.MULTILINE)
+    outcomes = (docs / "evidence" / "t5x_gin_files.md").read_text()
+    reasons = re.findall(r"^\| (\d+) \| ", outcomes, re.MULTILINE)
     assert sum(map(int, reasons)) == len(rows) - len(read)

@@ -1,25 +1,37 @@
 """T5X's partitioner is a layout, with warnings; or an error with the place to correct."""
 
+import functools
 import re
 
 import pytest
 
-from t0repro.config.run_config import Layout
-from t0repro.config.t5x.gin_files import Places
-from t0repro.config.t5x.model import layout_of, partitioner_differences
-from t0repro.config.t5x.records import AxisRules, PjitPartitioner
+from t0repro.config.model import Layout
+from t0repro.config.t5x.calls import Call, call_with_defaults
+from t0repro.config.t5x.layout import differences, layout_of
 from t0repro.errors import UserError
 
-PLACES = Places(
-    {
-        "partitioning.PjitPartitioner.num_partitions": "pretrain.gin:3",
-        "partitioning.PjitPartitioner.model_parallel_submesh": "mine.gin:2",
-        "partitioning.standard_logical_axis_rules.activation_partitioning_dims": "mine.gin:4",
-        "partitioning.standard_logical_axis_rules.additional_rules": "mine.gin:5",
-        "partitioning.PjitPartitioner.logical_axis_rules": "mine.gin:6",
-        "partitioning.PjitPartitioner.ici_mesh_shape": "mine.gin:7",
-    }
-)
+PLACES = {
+    "num_partitions": "pretrain.gin:3",
+    "model_parallel_submesh": "mine.gin:2",
+    "activation_partitioning_dims": "mine.gin:4",
+    "additional_rules": "mine.gin:5",
+    "logical_axis_rules": "mine.gin:6",
+    "ici_mesh_shape": "mine.gin:7",
+}
+
+
+def called(name, **options):
+    call = call_with_defaults(f"partitioning.{name}", **options)
+    call.places.update(PLACES)
+    return call
+
+
+AxisRules = functools.partial(called, "standard_logical_axis_rules")
+PjitPartitioner = functools.partial(called, "PjitPartitioner")
+
+
+def partitioner_differences(partitioner):
+    return differences(Call("infer", {"partitioner": partitioner}))
 
 
 @pytest.mark.parametrize(
@@ -46,8 +58,8 @@ PLACES = Places(
     ],
 )
 def test_the_layout_of_a_partitioner(options, layout):
-    assert layout_of(PjitPartitioner(**options), PLACES) == layout
-    assert list(partitioner_differences(PjitPartitioner(**options), PLACES)) == []
+    assert layout_of(PjitPartitioner(**options)) == layout
+    assert list(partitioner_differences(PjitPartitioner(**options))) == []
 
 
 MESHES = {"ici_mesh_shape": {"data": 4, "model": 2}, "dcn_mesh_shape": {"replica": 3}}
@@ -64,8 +76,8 @@ MESHES = {"ici_mesh_shape": {"data": 4, "model": 2}, "dcn_mesh_shape": {"replica
 )
 def test_of_two_sizes_the_one_that_t5x_reads_wins_with_a_warning(options, layout, loses):
     partitioner = PjitPartitioner(**options)
-    assert layout_of(partitioner, PLACES) == layout
-    (line,) = partitioner_differences(partitioner, PLACES)
+    assert layout_of(partitioner) == layout
+    (line,) = partitioner_differences(partitioner)
     loser = "num_partitions" if loses else "ici_mesh_shape"
     assert line.startswith("pretrain.gin:3" if loses else "mine.gin:7")
     assert f"PjitPartitioner.{loser} = " in line
@@ -81,8 +93,8 @@ def test_of_two_sizes_the_one_that_t5x_reads_wins_with_a_warning(options, layout
 )
 def test_what_changes_memory_and_speed_alone_is_a_warning_with_its_place(rules, line):
     partitioner = PjitPartitioner(logical_axis_rules=rules)
-    assert layout_of(partitioner, PLACES) == Layout()
-    (told,) = partitioner_differences(partitioner, PLACES)
+    assert layout_of(partitioner) == Layout()
+    (told,) = partitioner_differences(partitioner)
     assert re.match(line, told)
 
 
@@ -97,5 +109,5 @@ def test_what_changes_memory_and_speed_alone_is_a_warning_with_its_place(rules, 
 )
 def test_what_t5x_would_refuse_too_is_refused_with_its_place(options, where):
     with pytest.raises(UserError) as error:
-        layout_of(PjitPartitioner(**options), PLACES)
+        layout_of(PjitPartitioner(**options))
     assert error.value.where == where

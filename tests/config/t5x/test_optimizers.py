@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from t0repro.config.run_config import MultiOptimizerConfig, RunConfig
+from t0repro.config.optimizer import MultiOptimizerConfig
+from t0repro.config.run import RunConfig
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.training.optimizers import make_optimizer

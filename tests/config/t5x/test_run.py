@@ -6,26 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.adapters import Adapter
-from t0repro.config.choices import ChoiceLoss
-from t0repro.config.configuration import render
-from t0repro.config.run_config import (
-    AdafactorConfig,
-    Arithmetic,
-    OptaxConfig,
-    RunConfig,
-    ScheduleConfig,
-)
-from t0repro.config.t5x import programs, records
-from t0repro.config.t5x.gin_files import T5xInputs, parse, shipped_files
-from t0repro.config.t5x.model import differences
-from t0repro.config.training_plan import (
+from t0repro.config.checkpoints import (
     BestCheckpoints,
-    EarlyStoppingConfig,
-    EvaluatorConfig,
     RestoreConfig,
     SaveConfig,
 )
+from t0repro.config.configuration import render
+from t0repro.config.data import EvaluatorConfig
+from t0repro.config.gin.folders import shipped_files
+from t0repro.config.model import Arithmetic
+from t0repro.config.optimizer import (
+    AdafactorConfig,
+    OptaxConfig,
+    ScheduleConfig,
+)
+from t0repro.config.run import EarlyStoppingConfig, RunConfig
+from t0repro.config.t5x.arguments import MODULES, parameters_of
+from t0repro.config.t5x.gin_files import T5xInputs, parse
+from t0repro.config.t5x.layout import differences
 from t0repro.converters.released import catalogue
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ALL_HEURISTIC
@@ -89,7 +87,8 @@ def test_a_fine_tuning_has_three_datasets_and_a_checkpoint_to_start_from():
 
 def test_hardware_random_numbers_are_not_drawn_and_that_is_told_by_name():
     def warnings(*bindings):
-        return differences(parse(T5xInputs("train", (MODEL, PRETRAIN), bindings)))
+        inputs = T5xInputs("train", (MODEL, PRETRAIN), bindings)
+        return list(differences(parse(inputs).program))
 
     assert warnings(*REQUIRED) == []
     (told,) = warnings(*REQUIRED, "USE_HARDWARE_RNG = True")
@@ -274,10 +273,10 @@ checkpoints.SaveBestCheckpointer.force_keep_period = 500
         ("train/utils.DatasetConfig.num_shards = 3", "does not divide the batch of 128"),
         ("train_eval/utils.DatasetConfig.num_shards = 2", "only the data of a training"),
         ("train_script.train.eval_period = 1500", "not a multiple of [^$]*period = 1000"),
-        ("train_script.train.eval_steps = 0", "plan.eval_steps is 0"),
+        ("train_script.train.eval_steps = 0", "train.eval_steps is 0"),
         ("train_script.train.actions = {'EVAL': []}", "'TRAIN_EVAL'"),
         ("trainer.Trainer.learning_rate_fn = None", "learning_rate_fn"),
-        ("TRAIN_STEPS = -1", "total_train_steps is -1"),
+        ("TRAIN_STEPS = -1", "train.total_steps is -1"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_with_its_place(binding, complaint):
@@ -303,14 +302,12 @@ def test_what_a_restore_cannot_do_is_refused_with_its_place(argument, complaint)
 
 
 def test_every_argument_has_a_row_in_the_docs():
-    text = (Path(__file__).parents[3] / "docs" / "t5x.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "t5x_arguments.md").read_text()
     table = text.partition("## Every argument")[2].partition("\n## ")[0]
-    for module in (records, programs):
-        for record in vars(module).values():
-            # What adapters.lora, ia3 and ChoiceLoss make; their own page has the arguments.
-            if dataclasses.is_dataclass(record) and record not in (Adapter, ChoiceLoss):
-                names = {field.name for field in dataclasses.fields(record) if field.init}
-                assert names <= set(re.findall(r"`(\w+)`", table)), record
+    rows = set(re.findall(r"`(\w+)`", table))
+    for contents in MODULES.values():
+        for configurable in contents.values():
+            assert parameters_of(configurable).keys() <= rows, configurable
 
 
 def test_restoring_all_checkpoints_is_refused():

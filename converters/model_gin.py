@@ -1,0 +1,277 @@
+"""What a gin file of either dialect binds about a model, compared with a checkpoint.
+
+The file need not be one that this machine can run: its statements are read, and nothing is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tokenize
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from t0repro.config.gin.folders import default_bindings, mesh_folders, open_file
+from t0repro.config.gin.statements import (
+    Binding,
+    Bindings,
+    BindingStatement,
+    Macro,
+    last_bindings,
+    parse_statements,
+    read_statements,
+    resolve_macros,
+)
+from t0repro.errors import UserError
+from t0repro.parameters.shape import ModelShape
+
+# Configurable and argument -> the family's field, in Mesh TensorFlow's names and in T5X's.
+_FIELDS = {
+    ("Unitransformer", "d_model"): "d_model",
+    ("DenseReluDense", "hidden_size"): "d_ff",
+    ("SelfAttention", "num_heads"): "num_heads",
+    ("SelfAttention", "key_value_size"): "d_kv",
+    ("SelfAttention", "relative_attention_num_buckets"): "relative_attention_num_buckets",
+    ("SelfAttention", "relative_attention_type"): "position_bias_per_layer",
+    ("EncDecAttention", "num_heads"): "num_heads",
+    ("EncDecAttention", "key_value_size"): "d_kv",
+    ("Unitransformer", "shared_embedding_and_softmax_weights"): "tied",
+    ("make_layer_stack", "num_layers"): "layers",
+    ("T5Config", "emb_dim"): "d_model",
+    ("T5Config", "mlp_dim"): "d_ff",
+    ("T5Config", "num_heads"): "num_heads",
+    ("T5Config", "head_dim"): "d_kv",
+    ("T5Config", "vocab_size"): "vocab_size",
+    ("T5Config", "num_encoder_layers"): "num_encoder_layers",
+    ("T5Config", "num_decoder_layers"): "num_decoder_layers",
+    ("T5Config", "logits_via_embedding"): "tied",
+}
+# Bindings in mesh_tensorflow's defaults.gin, which every run reads first, from a model's macros.
+_DEFAULTS = {
+    ("Unitransformer", "d_model"): "d_model",
+    ("DenseReluDense", "hidden_size"): "d_ff",
+    ("SelfAttention", "num_heads"): "num_heads",
+    ("SelfAttention", "key_value_size"): "d_kv",
+    ("make_layer_stack", "num_layers"): "num_layers",
+}
+# Arithmetic that the weights do not show.
+_ARITHMETIC = {
+    ("DenseReluDense", "activation"): "activations",
+    ("sublayer_rms_norm", "epsilon"): "epsilon",
+    ("T5Config", "mlp_activations"): "activations",
+    ("T5Config", "scale_attn_logits"): "scale_queries",
+    ("jax_model", "relative_attention_max_distance"): "max_distance",
+    ("jax_model", "exact_gelu"): "exact_gelu",
+    ("jax_model", "scale_tied_logits"): "scale_tied_logits",
+}
+_TOWERS = ("encoder", "decoder")
+
+
+def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str]:
+    """Checks that every size bound in a gin file equals the checkpoint's.
+
+    Args:
+      path: a gin file of either dialect, with the files that it includes.
+      family: the checkpoint's model.
+
+    Returns:
+      The names of missing included files, whose bindings were therefore not checked.
+
+    Raises:
+      UserError: if the file cannot be read or is not gin, or a size differs; the message names the
+        binding and its line.
+    """
+    return check_gin_text(read_gin(path), path, family)
+
+
+def check_gin_text(text: str, path: str | os.PathLike[str], family: ModelShape) -> list[str]:
+    """Checks that every size bound in gin text equals the checkpoint's; see `check_gin_file`.
+
+    Args:
+      text: Text of either dialect; included files count if they are available.
+      path: The text's file, for messages and for its includes.
+      family: The checkpoint's model.
+    """
+    bound, missing = _read_bindings(text, path)
+    # The file's own bindings win: model files set macros and leave these bindings to defaults.gin.
+    defaults = {
+        ("", *argument): Binding(
+            "", *argument, Macro(name), f"{'.'.join(argument)} = %{name}", "defaults.gin"
+        )
+        for argument, name in _DEFAULTS.items()
+    }
+    bindings = {**defaults, **bound}
+    for (scope, configurable, argument), binding in bindings.items():
+        field = _FIELDS.get((configurable, argument))
+        resolved = resolve_macros(binding, bindings)
+        if field is None or isinstance(resolved.value, Macro) or resolved.value is None:
+            # A macro from a missing file cannot be compared.
+            continue
+        towers = [tower for tower in _TOWERS if tower in scope.split("/")]
+        if not scope:
+            # A binding for one tower holds there only.
+            towers = [t for t in _TOWERS if (t, configurable, argument) not in bindings]
+        value = resolved.value
+        if field == "position_bias_per_layer":
+            # The bias of a single layer equals a shared one.
+            layers = max(family.num_encoder_layers, family.num_decoder_layers)
+            value = value == "bias" and layers > 1
+        for name in _family_fields(field, towers, family):
+            if value != getattr(family, name):
+                raise UserError(
+                    f"`{resolved.line}` does not fit the checkpoint, whose {name} is"
+                    f" {getattr(family, name)} ({binding.line}).",
+                    where=resolved.place,
+                    fix="Give the gin file of the model that the checkpoint holds, or copy the"
+                    " whole checkpoint again.",
+                )
+    return missing
+
+
+def _family_fields(field: str, towers: Sequence[str], family: ModelShape) -> list[str]:
+    """The fields of the family that a binding sets; a stack's depth belongs to its tower."""
+    if field != "layers":
+        return [field]
+    if family.decoder_only:
+        return ["num_decoder_layers"]
+    return [f"num_{tower}_layers" for tower in towers]
+
+
+def master_dtype(path: str | os.PathLike[str]) -> str | None:
+    """The dtype that a gin file binds for Mesh TensorFlow's checkpoints; None if it binds none.
+
+    Raises:
+      UserError: if the file cannot be read or is not gin.
+    """
+    bindings, _ = _read_bindings(read_gin(path), path)
+    binding = bindings.get(("", "get_variable_dtype", "master_dtype"))
+    value = resolve_macros(binding, bindings).value if binding else None
+    return value if isinstance(value, str) else None
+
+
+def bound_sentinels(text: str, path: str | os.PathLike[str]) -> int | None:
+    """The number of sentinels that gin text adds to a vocabulary's file; None if it adds none.
+
+    0 says only that the file of the run's own vocabulary holds them, as T5's second file does.
+    """
+    bindings, _ = _read_bindings(text, path)
+    for (_, configurable, argument), binding in bindings.items():
+        if (configurable, argument) == ("SentencePieceVocabulary", "extra_ids"):
+            value = resolve_macros(binding, bindings).value
+            return value if isinstance(value, int) and value > 0 else None
+    return None
+
+
+def bound_arithmetic(text: str, path: str | os.PathLike[str]) -> dict[str, Binding]:
+    """The model arithmetic bound in gin text that the weights do not show.
+
+    Args:
+      text: Text of either dialect; included files count if they are available.
+      path: The text's file, for messages and for its includes.
+
+    Returns:
+      Fields of `Arithmetic` that are bound for the whole model, with their values.
+    """
+    bindings, _ = _read_bindings(text, path)
+    bound = {}
+    for (scope, configurable, argument), binding in bindings.items():
+        field = _ARITHMETIC.get((configurable, argument))
+        resolved = resolve_macros(binding, bindings)
+        if field is None or scope or isinstance(resolved.value, Macro):
+            continue
+        value = resolved.value
+        if field == "activations":
+            names = (value,) if isinstance(value, str) else value
+            # `silu` is the usual name for Mesh TensorFlow's `swish`.
+            value = tuple("swish" if name == "silu" else name for name in names)
+        bound[field] = dataclasses.replace(resolved, value=value)
+    exact_gelu, activations = bound.pop("exact_gelu", None), bound.get("activations")
+    if activations and exact_gelu and exact_gelu.value:
+        value = tuple("gelu_exact" if name == "gelu" else name for name in activations.value)
+        bound["activations"] = dataclasses.replace(activations, value=value)
+    return bound
+
+
+def describes_model(text: str, path: str | os.PathLike[str]) -> bool:
+    """Whether gin text binds a size of a model; see `bound_arithmetic`."""
+    bindings, _ = _read_bindings(text, path)
+    return any((configurable, argument) in _FIELDS for _, configurable, argument in bindings)
+
+
+def without_adapter(text: str) -> str:
+    """Gin text without its bindings of an adapter, for a whole model: comments and macros stay."""
+    statements = parse_statements(text)
+    lines = text.splitlines(keepends=True)
+    starts = [each.location.line_num - 1 for each in statements] + [len(lines)]
+    removed = set[int]()
+    for statement, start, end in zip(statements, starts, starts[1:], strict=False):
+        if isinstance(statement, BindingStatement) and _of_adapter(statement):
+            removed.update(
+                at
+                for at in range(start, end)
+                if lines[at].strip() and not lines[at].lstrip().startswith("#")
+            )
+    return "".join(line for at, line in enumerate(lines) if at not in removed)
+
+
+def _of_adapter(statement: Any) -> bool:
+    """Whether a binding names an adapter, or is one of its arguments; in either dialect."""
+    module, _, configurable = statement.selector.rpartition(".")
+    names_one = configurable in ("jax_training", "train") and statement.arg_name == "adapter"
+    return names_one or (configurable in ("lora", "ia3") and module.endswith("adapters"))
+
+
+def read_gin(path: str | os.PathLike[str]) -> str:
+    """A gin file's text.
+
+    Raises:
+      UserError: If the file cannot be read.
+    """
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: str | os.PathLike[str], error: OSError | UnicodeDecodeError) -> UserError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return UserError(
+        f"The gin file cannot be read: {reason}.",
+        where=os.fspath(path),
+        fix="Name the operative_config.gin, or another gin file, that the model was trained with.",
+    )
+
+
+def _read_bindings(text: str, path: str | os.PathLike[str]) -> tuple[Bindings, list[str]]:
+    """The bindings of gin text and of the files that it includes, and the missing files' names.
+
+    Raises:
+      UserError: If a file cannot be read, or is not gin.
+    """
+    missing: list[str] = []
+
+    def open_include(name: str, within: Sequence[str]) -> tuple[str, str] | None:
+        # Next to the including file, in the working folder, and where Mesh TensorFlow looks.
+        folders = [os.path.dirname(within[-1]), "", *_gin_folders()]
+        try:
+            file = open_file(name, folders)
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unreadable(name, error) from None
+        if file is None or file[0] in within:
+            missing.append(name)
+            return None
+        return file
+
+    try:
+        return last_bindings(read_statements(text, path, open_include)), missing
+    except (SyntaxError, ValueError, tokenize.TokenError) as error:
+        raise UserError(
+            f"The file is not a gin file: {error}",
+            where=getattr(error, "filename", None) or str(path),
+            fix="Correct it there.",
+        ) from None
+
+
+def _gin_folders() -> list[str]:
+    return [*mesh_folders(()), os.path.dirname(default_bindings())]

@@ -1,0 +1,108 @@
+"""`t0repro aux`: work on every checkpoint of a training run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from t0repro.cli.commands import App
+from t0repro.cli.gin_options import GinFiles, GinParams, GinSearchPaths, t5x_inputs
+from t0repro.cli.groups import with_groups
+from t0repro.cli.options import AsJson
+from t0repro.cli.paths import source
+from t0repro.cli.results import echo, print_json
+from t0repro.cloud.auxiliary import check_jobs, make_controller
+from t0repro.cloud.auxiliary_options import AuxiliaryOptions
+from t0repro.errors import UserError
+from t0repro.jobs.journal import HEADER, curves, read_status, rows, to_json
+from t0repro.progress import heard_by
+from t0repro.terminal import print_table, terminal
+
+app = App("aux", invoke_without_command=True)
+
+
+@app.callback()
+@with_groups
+def aux(
+    context: typer.Context,
+    jobs: AuxiliaryOptions,
+    model_dir: Annotated[
+        str | None,
+        typer.Option(
+            callback=source, help="The training run's folder, or its gs:// or s3:// address."
+        ),
+    ] = None,
+    gin_file: GinFiles = None,
+    gin_param: GinParams = None,
+    gin_search_paths: GinSearchPaths = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Process the checkpoints that exist now, then stop.")
+    ] = False,
+) -> None:
+    r"""Auxiliary jobs: evaluate or fine-tune every checkpoint while training continues.
+
+    Starts one job per mixture for every new checkpoint.
+    In the jobs' gin files MODEL_DIR, MIXTURE_OR_TASK_NAME, INITIAL_CHECKPOINT_PATH, TRAIN_STEPS
+    and EVAL_OUTPUT_DIR are set; any other command finds these names in its environment. If it is
+    interrupted, starting it again continues where it stopped.
+
+    Example:
+      t0repro aux --model_dir runs/demo/model \
+        --auxiliary_job_mixtures demo_eval_score_eval \
+        --auxiliary_job_build_target_path \
+        "rank-eval --module_import t0repro.tasks.demo" --once
+      t0repro aux status runs/demo/model --watch
+    """
+    # Typer calls a group's callback before each of its commands, such as `status`.
+    if context.invoked_subcommand is not None:
+        return
+    if model_dir is None:
+        raise UserError(
+            "There is no folder to watch for checkpoints.",
+            where="--model_dir",
+            fix="Give the folder of the training run; it may not exist yet.",
+        )
+    echo("checking what the jobs will read ...", err=True)
+
+    gin = t5x_inputs("train", gin_file, gin_param, gin_search_paths)
+    with heard_by(typer.echo):
+        controller = make_controller(model_dir, jobs, gin)
+    check_jobs(jobs, gin)
+    echo(f"looking for checkpoints in {model_dir} ...", err=True)
+    with heard_by(typer.echo):
+        done = controller.run(lambda: not once)
+    raise typer.Exit(0 if done else 1)
+
+
+@app.command()
+def status(
+    model_dir: Annotated[Path, typer.Argument(help="The training run's folder.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Reprint whenever it changes.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show every checkpoint's jobs: state, attempts, time, main metric; and the metric's curve.
+
+    Example:
+      t0repro aux status runs/demo/model --watch
+    """
+    shown = None
+    while True:
+        found = read_status(model_dir)
+        if found != shown:
+            if as_json:
+                print_json(to_json(found))
+            else:
+                console = terminal()
+                # In a log, each state is printed below the previous one.
+                if console.is_terminal and watch:
+                    console.clear()
+                print_table(console, "", HEADER, rows(found), numbers=("attempts", "seconds"))
+                for line in curves(found):
+                    typer.echo(line)
+            shown = found
+        if not watch or all(each.is_final for each in found.values()):
+            return
+        time.sleep(1.0)

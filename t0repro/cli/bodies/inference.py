@@ -1,0 +1,111 @@
+"""`t0repro eval` and `infer`, once their gin files are parsed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import typer
+
+from t0repro.cli.bodies.registration import register
+from t0repro.cli.t5x_options import T5xOptions, check_restored
+from t0repro.config.data import PIECES_OR_BYTES
+from t0repro.config.run import EvalPlan, InferencePlan, InferPlan
+from t0repro.config.t5x.gin_files import Parsed
+from t0repro.config.t5x.run import eval_plan, infer_plan
+from t0repro.data.eval_examples import why_evaluation_needs_seqio, why_reading_needs_seqio
+from t0repro.evaluation.evaluator import FOLDER
+from t0repro.partitioning.processes import enter_in_first, output_folder
+from t0repro.runs import batch_infer
+from t0repro.runs.description import describe_inference
+from t0repro.runs.evaluate_checkpoints import evaluate_checkpoints
+from t0repro.runs.preflight import check_inference
+from t0repro.storage import check_folder, lock_folder, output_path
+
+Plan = TypeVar("Plan", bound=InferencePlan)
+
+
+def evaluate(parsed: Parsed, options: T5xOptions, *, watch: bool, until: int | None) -> None:
+    """Evaluates the checkpoints that the gin files name; with --dry_run, only checks.
+
+    Raises:
+      UserError: If a check fails.
+    """
+    plan = eval_plan(parsed)
+    _check_addresses(plan)
+    # Only after the gin files have been checked, because importing tasks takes seconds.
+    register(parsed, options, lambda: _why_not_evaluated_alone(plan))
+    if options.dry_run:
+        check_inference(plan, typer.echo)
+        return
+    # Not EVAL_OUTPUT_DIR itself, which a training run may have locked.
+    results = output_path(plan.output_dir) / FOLDER
+    fix = "Wait for it to end, or bind another EVAL_OUTPUT_DIR."
+    with enter_in_first(lambda: lock_folder(results, "evaluation", fix=fix)):
+        plan = _with_own_output(plan)
+        evaluate_checkpoints(
+            plan,
+            watch=watch,
+            until=until,
+            describe=lambda: describe_inference(plan, parsed.gin_text),
+        )
+
+
+def infer(parsed: Parsed, options: T5xOptions) -> None:
+    """Writes the predictions or scores that the gin files ask for; with --dry_run, only checks.
+
+    Raises:
+      UserError: If a check fails.
+    """
+    plan = infer_plan(parsed)
+    _check_addresses(plan)
+    register(parsed, options, lambda: _why_not_inferred_alone(plan))
+    if options.dry_run:
+        check_inference(plan, typer.echo)
+        return
+    # Several shards may run at the same time in one folder.
+    shard = output_path(plan.output_dir) / f".shard-{plan.shard_id:05}-of-{plan.num_shards:05}"
+    fix = "Wait for it to end, or bind another INFER_OUTPUT_DIR."
+    with enter_in_first(lambda: lock_folder(shard, "inference", fix=fix)):
+        plan = _with_own_output(plan)
+        batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
+
+
+def _why_not_evaluated_alone(plan: EvalPlan) -> str | None:
+    """What in an evaluation needs SeqIO and TensorFlow, its tasks being described."""
+    data = plan.data
+    return _why_not_model(plan) or why_evaluation_needs_seqio(
+        data.mixture_or_task_name, data.split, use_cached=data.use_cached
+    )
+
+
+def _why_not_inferred_alone(plan: InferPlan) -> str | None:
+    """The same of an inference."""
+    data = plan.data
+    if plan.files is not None:
+        return "infer reads files of examples"
+    return _why_not_model(plan) or why_reading_needs_seqio(
+        data.mixture_or_task_name, data.split, use_cached=data.use_cached
+    )
+
+
+def _why_not_model(plan: InferencePlan) -> str | None:
+    if plan.user_model is not None:
+        return "the model is a class of yours"
+    vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
+    if not all(isinstance(each, PIECES_OR_BYTES) for each in vocabularies):
+        return "a vocabulary of the model is neither of pieces nor of bytes"
+    return None
+
+
+def _check_addresses(plan: InferencePlan) -> None:
+    """Refuses addresses that cannot be opened, before tasks are imported."""
+    check_folder(plan.output_dir, plan.provenance.get("output_dir", "output_dir"))
+    check_restored(plan.restore, plan.provenance, "restore")
+
+
+def _with_own_output(plan: Plan) -> Plan:
+    """Keeps only the first process's results if there are several processes."""
+    # A copy of the existing results, so that all processes skip the same finished work.
+    folder = output_folder(plan.output_dir, resumed=True)
+    return dataclasses.replace(plan, output_dir=str(folder))

@@ -1,0 +1,241 @@
+"""`t0repro rank-eval`, once its options are parsed and its processes have joined."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import typer
+
+from t0repro import compat
+from t0repro.cli.compare import compare
+from t0repro.cli.options import DType, ReportHead, modules_or_t0, tracked_evaluation
+from t0repro.cli.rank_eval_options import (
+    ComputationOptions,
+    EvaluationOptions,
+    ResultOptions,
+    TaskOptions,
+)
+from t0repro.cli.results import echo, for_people, print_json
+from t0repro.cloud.trackers.table import check_trackers
+from t0repro.errors import UserError, needs_reference_tier
+from t0repro.evaluation.evaluation_folder import EvaluationSettings, check_settings
+from t0repro.evaluation.opened import (
+    Checkpoint,
+    attach_adapter,
+    check_adapter_fits,
+    check_checkpoint,
+    open_adapter_at,
+    open_checkpoint,
+)
+from t0repro.evaluation.selection import check_vocabulary, select_tasks, why_not_alone
+from t0repro.lm_eval.files import export_results
+from t0repro.partitioning.processes import enter_in_first, is_first, output_folder
+from t0repro.progress import working
+from t0repro.reports.page_terminal import print_page
+from t0repro.reports.prompts import PromptInfo, load_prompts, training_tasks
+from t0repro.reports.report import Report
+from t0repro.reports.report_page import brief_page
+from t0repro.reports.run import split_label
+from t0repro.runs.checkpoint_checks import NO_CHECKPOINT_YET
+from t0repro.runs.rank_eval import Outcome, rank_eval
+from t0repro.runs.rank_report import write_results
+from t0repro.storage import check_folder, check_readable, lock_folder
+from t0repro.tasks.registry import add_cache_dirs
+from t0repro.words import counted
+
+
+def run(
+    asked: EvaluationOptions,
+    tasks: TaskOptions,
+    results: ResultOptions,
+    computation: ComputationOptions,
+    head: ReportHead,
+) -> None:
+    """Evaluates a mixture with a checkpoint, alone or with each adapter; or only checks.
+
+    Raises:
+      UserError: If a check fails.
+    """
+    adapters = _labelled(asked.adapter or ())
+    # Processes have joined by now, so JAX may be asked for its backend.
+    default_activation = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    settings = EvaluationSettings(
+        split=tasks.split,
+        limit=tasks.limit,
+        lengths={"inputs": computation.inputs_length, "targets": computation.targets_length},
+        activation=computation.activation or default_activation,
+        tokens_per_batch=computation.tokens_per_batch,
+        use_cached=tasks.cache_dir is not None,
+        calibrated=results.calibrated,
+        modes=tuple(asked.modes.split(",")),
+        skip_missing=tasks.skip_missing,
+    )
+    extras = [] if results.normalize == "none" else [results.normalize]
+    write = functools.partial(
+        write_results,
+        prompts=_prompts(tasks, asked.mixture, settings),
+        trained=training_tasks(head.train_mixture or ()),
+        title=head.title,
+        resamples=head.resamples,
+        extras=[*extras, *(["calibrated"] if results.calibrated else [])],
+    )
+    check_folder(asked.out, "--out")
+    check_trackers(results.tracker)
+    parallel = computation.model_parallelism
+    if asked.dry_run:
+        opens = functools.partial(
+            check_checkpoint, asked.checkpoint, asked.step, parallel, adapters.values()
+        )
+        with for_people(asked.as_json):
+            _check(asked.mixture, settings, opens)
+        for label in adapters or ("",):
+            check_settings(
+                asked.out / label,
+                asked.mixture,
+                settings,
+                add_step=results.add_step,
+                force=results.force,
+            )
+        return
+    # The reports read what the evaluations wrote, so one lock has to cover all.
+    fix = "Wait for it to end, or choose another --out."
+    with enter_in_first(lambda: lock_folder(asked.out, "rank evaluation", fix=fix)):
+        out = output_folder(asked.out, resumed=True)
+        reports = {}
+        opened = _opened(asked.checkpoint, asked.step, settings.activation, parallel, adapters)
+        for label, checkpoint in opened:
+            named = functools.partial(write, label=label or head.label)
+            with for_people(asked.as_json):
+                report = _evaluate(checkpoint, asked.mixture, out / label, settings, named, results)
+            reports[label] = json.loads(report.to_json())
+    # It takes the folder's lock itself.
+    if len(adapters) > 1 and is_first():
+        folders = [f"{label}={out / label / f'{tasks.split}_eval'}" for label in adapters]
+        with for_people(asked.as_json):
+            compare(folders, out=out, module_import=modules_or_t0(tasks.module_import))
+    if asked.as_json and is_first():
+        print_json(reports if adapters else reports[""])
+
+
+def _labelled(adapters: Sequence[str]) -> dict[str, str]:
+    """Label of each adapter, by default its folder's name -> its path.
+
+    Raises:
+      UserError: If two adapters have the same label, or a label cannot name a folder.
+    """
+    paths: dict[str, str] = {}
+    for label, path in map(split_label, adapters):
+        label = Path(path).name if label is None else label
+        # Results are in OUT/LABEL.
+        if label in paths or label in ("", "..") or label != Path(label).name:
+            wrong = "Two adapters have" if label in paths else "No folder can have"
+            raise UserError(
+                f"{wrong} the label {label!r}.",
+                where="--adapter",
+                fix="Name each: --adapter first=DIR --adapter second=DIR.",
+            )
+        check_readable(path, "--adapter")
+        paths[label] = path
+    return paths
+
+
+def _opened(
+    path: str,
+    step: int | None,
+    activation: DType,
+    model_parallelism: int,
+    adapters: Mapping[str, str],
+) -> Iterator[tuple[str, Checkpoint]]:
+    """Each adapter's label and checkpoint, over one base; without adapters, "" and the base."""
+    # Refuse a wrong adapter before the base is read, and one that does not fit before any scores.
+    own = {label: open_adapter_at(adapter) for label, adapter in adapters.items()}
+    with working(f"reading {path}"):
+        base = open_checkpoint(path, step, activation, model_parallelism)
+    if not own:
+        yield "", base
+    for adapter in own.values():
+        check_adapter_fits(base, adapter)
+    for label, adapter in own.items():
+        yield label, attach_adapter(base, adapter)
+
+
+def _evaluate(
+    checkpoint: Checkpoint,
+    mixture: str,
+    out: Path,
+    settings: EvaluationSettings,
+    write: Callable[..., tuple[Report, list[Path]]],
+    results: ResultOptions,
+) -> Report:
+    # With several processes, only one writes and reports to the trackers.
+    tracked = tracked_evaluation(results.tracker, out, checkpoint.path, mixture, settings)
+    with tracked if is_first() else contextlib.nullcontext():
+        outcome = rank_eval(
+            checkpoint, mixture, out, settings, add_step=results.add_step, force=results.force
+        )
+        report, paths = write(outcome, checkpoint.step, out)
+        if results.also_format is not None and is_first():
+            folder = out / "lm_eval"
+            paths.append(export_results(outcome.folder, checkpoint.step, settings.split, folder))
+    # A short form, because the files contain everything.
+    print_page(brief_page(report))
+    _print_speed(outcome)
+    if report.provenance.scores_sha256:
+        typer.echo(f"SHA-256 of the scores: {report.provenance.scores_sha256}")
+    for path in paths:
+        echo(f"wrote {path}")
+    return report
+
+
+def _check(
+    mixture: str, settings: EvaluationSettings, checkpoint: Callable[[], Checkpoint]
+) -> None:
+    """Checks what is to be evaluated; the checkpoint only if it must be there already."""
+    cached, skip_missing = settings.use_cached, settings.skip_missing
+    selected = select_tasks(
+        mixture, settings.split, settings.modes, use_cached=cached, skip_missing=skip_missing
+    )
+    names = (*selected.ranked, *selected.generated)
+    typer.echo(f"{counted(len(names), 'task')} of {mixture} with the split {settings.split!r}")
+    if NO_CHECKPOINT_YET in os.environ:
+        return
+    check_vocabulary(names, checkpoint())
+    typer.echo("the checkpoint's names, shapes and vocabulary fit")
+
+
+def _prompts(
+    tasks: TaskOptions, mixture: str, settings: EvaluationSettings
+) -> Mapping[str, PromptInfo]:
+    """Registers the tasks, with SeqIO only if it is needed, and their cache; task -> prompt."""
+    modules = modules_or_t0(tasks.module_import)
+    folders = [] if tasks.cache_dir is None else [tasks.cache_dir]
+    prompts = load_prompts(modules)
+    add_cache_dirs(folders, "--cache_dir")
+    cached = settings.use_cached
+    # Only if it must be, because importing TensorFlow and SeqIO takes seconds.
+    if why := why_not_alone(mixture, settings.split, settings.modes, use_cached=cached):
+        if not compat.is_installed():
+            raise needs_reference_tier(why)
+        prompts = load_prompts(modules, into_seqio=True)
+        add_cache_dirs(folders, "--cache_dir")
+    return prompts
+
+
+def _print_speed(outcome: Outcome) -> None:
+    if outcome.scored:
+        typer.echo(
+            f"Scored {counted(outcome.scored, 'pair')} in {outcome.seconds:.1f} s"
+            f" ({outcome.scored / outcome.seconds:.1f}/s), {100 * outcome.padding:.1f}% padding,"
+            f" {counted(outcome.shapes, 'batch shape')}."
+        )
+    if outcome.decoded:
+        typer.echo(
+            f"Decoded {counted(outcome.decoded, 'input')} in {outcome.decoding_seconds:.1f} s"
+            f" ({outcome.decoded / outcome.decoding_seconds:.1f}/s)."
+        )

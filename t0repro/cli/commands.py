@@ -1,0 +1,213 @@
+"""How commands are found and how their help reads: loaded on demand, options under headings."""
+
+from __future__ import annotations
+
+import importlib
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from t0repro.cli.paths import read_addresses
+from t0repro.cli.spelling import canonical
+
+_HELP_ALL = "t0repro.help_all"  # in a context's `meta`: whether --help-all was given
+
+
+class More(str):
+    """A heading of options that only --help-all lists."""
+
+
+def _show_all(context: typer.Context, value: bool) -> None:
+    if value:
+        context.meta[_HELP_ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", callback=_show_all, is_eager=True, help="List all options.")
+]
+
+
+class Command(TyperCommand):
+    """A command whose help has options under their headings, within 80 columns."""
+
+    def __init__(self, name: str | None, **settings: Any):
+        super().__init__(name, **settings)
+        _prepare(self)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The options' and arguments' names, as `Usage:` shows them."""
+        return _usage(self)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the options into the help."""
+        _write_options(self, ctx, formatter)
+
+
+class Group(TyperGroup):
+    """A group of commands, whose names may be written with _ or -."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        _prepare(self)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command with this name, in either spelling; None if there is none."""
+        return super().get_command(ctx, cmd_name.replace("_", "-"))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The name, command and remaining words of a command line."""
+        _, command, rest = super().resolve_command(ctx, args)
+        return command and command.name, command, rest
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes options and commands into the help."""
+        _write_options(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+class App(typer.Typer):
+    """A Typer application whose group and commands are this module's."""
+
+    def __init__(self, name: str | None = None, *, example: str = "", cls: Any = Group, **settings):
+        super().__init__(
+            name=name,
+            cls=cls,
+            epilog=f"Example:\n  {example}" if example else None,
+            add_completion=cls is not Group,
+            rich_markup_mode=None,  # its panels cut long names of options
+            pretty_exceptions_enable=False,  # `gate` prints errors instead
+            **settings,
+        )
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Typer's decorator of the same name."""
+        return super().command(name, cls=Command, **settings)
+
+
+def load(name: str, place: str, **settings: Any) -> Any:
+    """Imports the function or `App` at `MODULE:NAME`, and returns its command."""
+    module, _, attribute = place.partition(":")
+    target = getattr(importlib.import_module(module), attribute)
+    if not isinstance(target, App):
+        function, target = target, App()
+        target.command(name, **settings)(function)
+    return typer.main.get_command(target)
+
+
+class Loaded(Mapping[str, Any]):
+    """Commands by their names; each is imported when it is first asked for."""
+
+    def __init__(self, load_command: Callable[[str], Any], names: typing.Iterable[str]):
+        self._load, self._commands = load_command, dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> Any:
+        if self._commands[name] is None:
+            self._commands[name] = self._load(name)
+        return self._commands[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._commands)
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+
+def _prepare(command: Any) -> None:
+    """Gives a command's parameters canonical names, types in words and readable addresses."""
+    command.help, command.epilog = map(_with_examples, (command.help, command.epilog))
+    for parameter in command.params:
+        show_canonical(parameter)
+        if parameter.param_type_name == "argument":
+            parameter.metavar = parameter.metavar or parameter.name.upper()
+        else:
+            parameter.metavar = parameter.metavar or f"<{_kind(parameter.type_descriptor)}>"
+        # A path with a callback, such as `paths.output`, is checked by that.
+        if parameter.callback is None and "Path" in str(parameter.type_descriptor.annotation):
+            parameter.callback = read_addresses
+
+
+def show_canonical(parameter: Any) -> None:
+    """Has help show an option's names with underscores; the parser takes both spellings."""
+    for names in (parameter.opts, parameter.secondary_opts):
+        names[:] = [f"--{canonical(n[2:])}" if n.startswith("--") else n for n in names]
+
+
+def _with_examples(text: str | None) -> str | None:
+    """A help text whose examples keep their lines."""
+    # Click wraps a paragraph anew unless it begins with \b.
+    paragraphs = (text or "").split("\n\n")
+    kept = [f"\b\n{each}" if ":\n  " in each else each for each in paragraphs]
+    return "\n\n".join(kept) or None
+
+
+def _kind(kind: Any) -> str:
+    """What the value of an option is, in a word."""
+    if kind.is_choice:
+        return "|".join(str(getattr(choice, "value", choice)) for choice in kind.choices)
+    element = (typing.get_args(kind.annotation) or (kind.annotation,))[0]
+    return {int: "number", float: "number", Path: "path"}.get(element, "text")
+
+
+def _usage(command: Any) -> list[str]:
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    names = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
+    return ["[OPTIONS]", *(name.replace("[[", "[").replace("]]", "]") for name in names)]
+
+
+def _write_options(command: Any, context: Any, formatter: Any) -> None:
+    """Writes arguments, what is required, and the other options by their headings."""
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Required": [], "Options": []}
+    for parameter in command.get_params(context):
+        if (record := parameter.get_help_record(context)) is not None:
+            heading = getattr(parameter, "rich_help_panel", None) or "Options"
+            if parameter.param_type_name == "argument":
+                heading = "Arguments"
+            elif parameter.required:
+                heading = "Required"
+            text = record[1].removesuffix("  [required]")
+            sections.setdefault(heading, []).append((_names(parameter), text))
+    shows_all = context.meta.get(_HELP_ALL, False)
+    if hidden := [name for name in sections if isinstance(name, More)]:
+        text = f"List all options, also of: {', '.join(hidden)}."
+        options = sections["Options"]
+        options[:] = [(n, text if n == "--help_all" else record) for n, record in options]
+    for heading, records in sections.items():
+        if records and (shows_all or not isinstance(heading, More)):
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def _names(parameter: Any) -> str:
+    """A parameter's name with the kind of its value; of several long names, the first."""
+    if parameter.param_type_name == "argument":
+        return parameter.metavar
+    short = [name for name in parameter.opts if not name.startswith("--")]
+    first = next(name for name in parameter.opts if name.startswith("--"))
+    names = ", ".join([*short, first, *parameter.secondary_opts])
+    return names if parameter.is_flag else f"{names} {parameter.metavar}"
+
+
+def help_page(program: str, text: str, sections: dict[str, list[tuple[str, str]]]) -> str:
+    """The help page of a command that Typer does not parse: its text, then flags by headings.
+
+    Args:
+      program: the command's name.
+      text: what it does, and an example, as a Typer command's help.
+      sections: heading -> each flag with its kind of value, and its help.
+    """
+    formatter = click.HelpFormatter(width=80)
+    formatter.write_usage(program, "[FLAGS]")
+    formatter.write_paragraph()
+    with formatter.indentation():
+        formatter.write_text(_with_examples(text) or "")
+    for heading, records in sections.items():
+        with formatter.section(heading):
+            formatter.write_dl(records)
+    return formatter.getvalue()

@@ -1,0 +1,184 @@
+"""`t0repro explain`: every value of a run with the place that set it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from t0repro.cli.gin_options import (
+    GinFiles,
+    GinImportAllowlist,
+    GinParams,
+    GinSearchPaths,
+    RunModes,
+    SkippedNames,
+    allowlist_of,
+    folders_of,
+    import_t5x,
+    t5x_inputs,
+)
+from t0repro.cli.groups import with_groups
+from t0repro.cli.options import AsJson, LogOptions, Modules
+from t0repro.cli.results import echo, print_json
+from t0repro.cli.spelling import T5X_NAMES
+from t0repro.config.configuration import in_columns, render
+from t0repro.config.gin.folders import mesh_folders, shipped_files
+from t0repro.config.gin.imports import list_imports
+from t0repro.config.run import RunConfig
+from t0repro.config.t5x.gin_files import T5xInputs, parse
+from t0repro.config.t5x.layout import differences
+from t0repro.config.t5x.run import converted, train_config
+from t0repro.config.translation import translated
+from t0repro.errors import UserError
+from t0repro.words import shown_as
+
+
+class Dialects(enum.StrEnum):
+    """The two dialects of gin files."""
+
+    MTF = "mtf"
+    T5X = "t5x"
+
+
+@with_groups
+def explain(
+    logs: LogOptions,
+    skipped: SkippedNames,
+    gin_file: GinFiles = None,
+    gin_param: GinParams = None,
+    module_import: Modules = None,
+    model_dir: Annotated[str, typer.Option("--model_dir", help="The run's model_dir.")] = "",
+    as_json: AsJson = False,
+    run_mode: RunModes = None,
+    gin_search_paths: GinSearchPaths = None,
+    gin_import_allowlist: GinImportAllowlist = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry_run", help="Only list what the files would import; import nothing."),
+    ] = False,
+    dialect: Annotated[
+        Dialects | None,
+        typer.Option(
+            "--as", help="Translate a training run to the dialect of Mesh TensorFlow or T5X."
+        ),
+    ] = None,
+) -> None:
+    r"""Show every value that gin files and overrides set, with the file and line that set it.
+
+    The files are Mesh TensorFlow's or, with --run_mode, T5X's.
+
+    Example:
+      t0repro explain --module_import t0repro.tasks.demo \
+        --gin_file dataset.gin --gin_file demo/t5.1.1.demo.gin \
+        --gin_param "MIXTURE_NAME = 'demo_train'" \
+        --gin_param "run.train_steps = 100" \
+        --gin_param "utils.run.mesh_shape = []"
+      t0repro explain --run_mode train \
+        --gin_file t5x/examples/t5/t5_1_1/small.gin \
+        --gin_file t5x/configs/runs/pretrain.gin --gin.MODEL_DIR="'runs/c4'" \
+        --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'" \
+        --gin.TRAIN_STEPS=10000 \
+        --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}" \
+        --gin.DROPOUT_RATE=0.0
+    """
+    del logs  # its options take effect as soon as they are parsed
+    allowlist = allowlist_of(gin_import_allowlist)
+    if dry_run:
+        # The listing must not run anyone's code, so it returns before anything is imported.
+        folders = folders_of(gin_search_paths)
+        _list_imports(run_mode, gin_file or (), gin_param or (), folders, allowlist, as_json)
+        return
+    if run_mode:
+        inputs = t5x_inputs(run_mode, gin_file, gin_param, gin_search_paths, allowlist)
+        with shown_as(T5X_NAMES):
+            _explain_t5x(inputs, as_json=as_json, dialect=dialect)
+        return
+    if import_t5x(gin_file, gin_search_paths):
+        raise UserError(
+            "This gin file is T5X's, and without --run_mode it is read as Mesh TensorFlow's.",
+            where="--run_mode",
+            fix="For T5X's files, add --run_mode=train, eval, infer or precompile.",
+        )
+    echo("reading gin files ...", err=True)
+    # Of Mesh TensorFlow's dialect only, because they import NumPy.
+    from t0repro.cli.mesh_inputs import mesh_inputs
+    from t0repro.config.mtf.dialect import load
+
+    config = load(
+        mesh_inputs(
+            gin_file,
+            gin_param,
+            gin_search_paths,
+            module_import,
+            skipped=skipped,
+            allowlist=allowlist,
+            model_dir=model_dir,
+        )
+    ).run
+    # Printed as bindings of a dialect, so that they can be pasted into a file.
+    if dialect:
+        _show_translation(config, dialect)
+        return
+    echo(config.to_json() if as_json else render(config))
+
+
+def _show_translation(config: RunConfig, dialect: Dialects) -> None:
+    """Prints a training run as a gin file of a dialect; on stderr, what that cannot express."""
+    translation = translated(config, dialect.value)
+    for line in (*translation.header, "", *translation.bindings):
+        echo(line)
+    for line in translation.missing:
+        echo(f"not expressed: {line}", err=True)
+
+
+def _list_imports(
+    run_mode: str | None,
+    files: Sequence[str],
+    overrides: Sequence[str],
+    folders: Sequence[str],
+    allowlist: Sequence[str] | None,
+    as_json: bool,
+) -> None:
+    """Prints each module that the files would import, the line, and whether it is allowed."""
+    if run_mode:
+        # This package's files come last, in the order in which a run searches.
+        folders = [*(folders or ["."]), str(shipped_files())]
+    else:
+        folders = mesh_folders(folders)
+    found = list_imports(files, overrides, folders, allowlist)
+    if as_json:
+        print_json(found)
+    elif found:
+        words = {True: "allowed", False: "refused by --gin_import_allowlist"}
+        echo(in_columns([(line.module, words[line.allowed], line.place) for line in found]))
+    else:
+        echo("These files import nothing.")
+
+
+def _explain_t5x(inputs: T5xInputs, *, as_json: bool, dialect: Dialects | None) -> None:
+    if dialect and inputs.run_mode != "train":
+        raise UserError(
+            "Only a training run can be translated to another dialect, not a run of"
+            f" {inputs.run_mode}.",
+            where="--as",
+            fix="Leave out --as, or give --run_mode=train.",
+        )
+    parsed = parse(inputs)
+    if dialect:
+        _show_translation(train_config(parsed), dialect)
+        return
+    # Values come first, because they explain a refusal.
+    if as_json:
+        values = {item.name: {"value": item.value, "place": item.place} for item in parsed.values}
+        print_json({"values": values, "imports": parsed.imports})
+        converted(parsed)
+        return
+    echo(in_columns([(item.name, item.value, item.place) for item in parsed.values]))
+    for module in parsed.imports:
+        echo(f"imports {module}")
+    for warning in (*parsed.warnings, *differences(parsed.program)):
+        echo(f"warning: {warning}", err=True)
+    converted(parsed)

@@ -1,0 +1,98 @@
+"""The options of T5X's run modes, and the gin files that they name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar
+
+import typer
+
+from t0repro.cli.gin_options import (
+    GIN,
+    CacheDirs,
+    GinFiles,
+    GinImportAllowlist,
+    GinParams,
+    GinSearchPaths,
+    allowlist_of,
+    t5x_inputs,
+)
+from t0repro.cli.options import LogOptions, Modules
+from t0repro.cli.paths import source
+from t0repro.cli.results import echo
+from t0repro.config.checkpoints import RestoreConfig
+from t0repro.config.t5x.gin_files import Parsed, T5xInputs, parse
+from t0repro.config.t5x.layout import differences
+from t0repro.storage import check_address
+
+
+@dataclasses.dataclass(frozen=True)
+class T5xOptions(LogOptions):
+    """The options of every run mode of T5X."""
+
+    HEADING: ClassVar = GIN
+
+    gin_file: GinFiles = None
+    gin_param: GinParams = None
+    gin_search_paths: GinSearchPaths = None
+    gin_import_allowlist: GinImportAllowlist = None
+    module_import: Modules = None
+    tfds_data_dir: Annotated[
+        str | None,
+        typer.Option(callback=source, help="The folder of TensorFlow Datasets' data."),
+    ] = None
+    cache_dir: CacheDirs = None
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry_run",
+            help="Only check: macros, tasks, caches, vocabularies, checkpoints. Nothing is"
+            " written.",
+        ),
+    ] = False
+
+
+def check_restored(restore: RestoreConfig | None, places: Mapping[str, str], prefix: str) -> None:
+    """Refuses addresses of checkpoints that cannot be opened, before tasks are imported."""
+    if restore is None:
+        return
+    paths = (restore.path,) if isinstance(restore.path, str) else restore.path
+    named = [("path", path) for path in paths]
+    for field, path in [*named, ("adapter", restore.adapter)]:
+        if path is not None:
+            where = f"utils.RestoreCheckpointConfig.{field}"
+            check_address(path, places.get(f"{prefix}.{field}", where))
+
+
+def gin_inputs(
+    run_mode: str, options: T5xOptions, *, first: Sequence[str] = (), last: Sequence[str] = ()
+) -> T5xInputs:
+    """The gin options of the command line; of two bindings of one name, the later wins.
+
+    Args:
+      run_mode: T5X's name of the run mode.
+      options: the flags.
+      first: bindings before those of the command line.
+      last: bindings after them.
+    """
+    return t5x_inputs(
+        run_mode,
+        options.gin_file,
+        [*first, *(options.gin_param or ()), *last],
+        options.gin_search_paths,
+        allowlist_of(options.gin_import_allowlist),
+    )
+
+
+def parse_files(inputs: T5xInputs) -> Parsed:
+    """The program that the command line's gin files configure; shows warnings.
+
+    Raises:
+      UserError: see `t0repro.config.t5x.gin_files.parse`.
+    """
+    echo("reading gin files ...", err=True)
+    parsed = parse(inputs)
+    for warning in (*parsed.warnings, *differences(parsed.program)):
+        typer.echo(f"warning: {warning}", err=True)
+    return parsed

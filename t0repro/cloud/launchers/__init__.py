@@ -1,0 +1,1 @@
+"""The launchers: what runs auxiliary jobs, and starts commands as several processes."""

@@ -1,0 +1,1 @@
+"""Runs of either stack as jobs on Vertex AI."""

@@ -1,0 +1,203 @@
+"""Submits a checked job to Vertex AI, with its gin files in the staging bucket."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from t0repro.cloud.vertex import experiments, staging
+from t0repro.cloud.vertex.command_line import Arguments, address_of, read_arguments
+from t0repro.cloud.vertex.custom_jobs import find_job
+from t0repro.cloud.vertex.experiments import Facts, Record, Tracking
+from t0repro.cloud.vertex.google import Place, cloud_errors, connect, storage_client
+from t0repro.cloud.vertex.job_config import JobConfig
+from t0repro.cloud.vertex.spec import JobSpec, Machines
+from t0repro.cloud.vertex.staging import StagedFiles
+from t0repro.errors import UserError
+
+CONFIGURATION, ARCHITECTURE = "config.gin", "model-info.txt"  # as T5X names them
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A user's request for a job, with the command line that it would have on this machine.
+
+    Attributes:
+      words: `--run_mode=MODE ...`, or `t5_mesh_transformer ...`.
+      labels, service_account, network: see JobSpec.
+    """
+
+    display_name: str
+    image_uri: str
+    machines: Machines
+    words: tuple[str, ...]
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    service_account: str | None = None
+    network: str | None = None
+
+    @property
+    def arguments(self) -> Arguments:
+        """The command line, read."""
+        return read_arguments(self.words)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedJob:
+    """A job whose files have destinations but are not copied yet."""
+
+    spec: JobSpec
+    staged: StagedFiles
+
+
+def prepare(request: Request, config: JobConfig, place: Place) -> PreparedJob:
+    """The specification of a job, and the files to stage; sends nothing.
+
+    Args:
+      request: the job.
+      config: the content of its gin files, from `checks.check_job`.
+      place: where to run it.
+
+    Raises:
+      UserError: If the gin files cannot be staged, or a label or the command line is wrong.
+    """
+    arguments = request.arguments
+    if place.staging_bucket is None:
+        raise UserError(
+            "There is no bucket for the job's files.",
+            where="--staging_bucket",
+            fix="Give gs://BUCKET, in the job's region.",
+        )
+    folder = staging.new_folder(place.staging_bucket, request.display_name)
+    staged = staging.stage(arguments, folder)
+    if config.text:
+        staged.files[CONFIGURATION] = config.text.encode()
+    if config.architecture:
+        staged.files[ARCHITECTURE] = config.architecture.encode()
+    spec = JobSpec(
+        display_name=request.display_name,
+        image_uri=request.image_uri,
+        machines=request.machines,
+        arguments=staged.arguments,
+        command=arguments.command,
+        labels=request.labels,
+        service_account=request.service_account,
+        network=request.network,
+    )
+    return PreparedJob(spec, staged)
+
+
+def create_custom_job(request: Request, config: JobConfig, place: Place) -> Any:
+    """Copies a job's gin files to staging and returns the job, not yet submitted.
+
+    Returns:
+      A google.cloud.aiplatform.CustomJob, to `submit`.
+
+    Raises:
+      UserError: If the bucket is missing or refuses, with nothing left in it.
+    """
+    prepared = prepare(request, config, place)
+    staging.upload(prepared.staged, storage_client(place.project))
+    return _custom_job(prepared, place)
+
+
+def submit(request: Request, config: JobConfig, place: Place) -> str:
+    """Starts a job that is not tracked and returns its resource name.
+
+    Raises:
+      UserError: If anything refuses it; then nothing of it remains.
+    """
+    prepared = prepare(request, config, place)
+    with _staged_files(prepared.staged, storage_client(place.project)):
+        return _submit_prepared(prepared, place)
+
+
+def submit_and_track(
+    request: Request, config: JobConfig, tracking: Tracking, place: Place
+) -> tuple[str, Record]:
+    """Starts a job and creates its run in Vertex AI Experiments.
+
+    Returns:
+      The job's resource name, and what leads to its run; `outcome.follow` does the rest.
+
+    Raises:
+      UserError: If anything refuses it; then no job, run or staged file remains.
+    """
+    # First, since it creates nothing: most refusals then leave nothing to delete.
+    experiments.check_tracking(tracking, place)
+    prepared, storage = prepare(request, config, place), storage_client(place.project)
+    staged = prepared.staged
+    with (
+        _staged_files(staged, storage),
+        experiments.create_run(tracking, prepared.spec, _facts(config, staged), place) as run,
+    ):
+        record = Record(
+            experiment=tracking.experiment,
+            run_name=tracking.run_name,
+            execution=run.execution.resource_name,
+            output=config.output and address_of(config.output),
+            tensorboard=run.tensorboard,
+        )
+        # Before the job is created, so that no job refers to a missing file.
+        staging.write(storage, f"{staged.folder}/{experiments.RECORD}", record.to_json())
+        name = _submit_prepared(prepared, place)
+    # Outside the block: the job runs now, and an error here must not undo what belongs to it.
+    run.record_job(name)
+    return name, record
+
+
+@contextlib.contextmanager
+def _staged_files(staged: StagedFiles, storage: Any) -> Iterator[None]:
+    """Copies files for a job that is submitted in the block; removes them if the block fails."""
+    staging.upload(staged, storage)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(UserError):  # the first error says more
+            staging.remove(storage, *staging.split_address(staged.folder))
+        raise
+
+
+def _custom_job(prepared: PreparedJob, place: Place) -> Any:
+    """The google.cloud.aiplatform.CustomJob of a specification; nothing is sent."""
+    spec = prepared.spec
+    return connect(place).CustomJob(
+        display_name=spec.display_name,
+        worker_pool_specs=spec.worker_pool_specs,
+        # By this address a job leads to its staged files, and to what tracks it.
+        base_output_dir=prepared.staged.folder,
+        labels=dict(spec.labels),
+        staging_bucket=place.staging_bucket,
+    )
+
+
+def _submit_prepared(prepared: PreparedJob, place: Place) -> str:
+    """Starts a job and returns its resource name."""
+    from google.api_core import exceptions
+
+    spec = prepared.spec
+    with cloud_errors("create the job", where=spec.display_name):
+        job = _custom_job(prepared, place)
+        try:
+            job.submit(service_account=spec.service_account, network=spec.network)
+        except (exceptions.ServerError, exceptions.RetryError):
+            # The job may exist although the answer was lost. No other has its folder.
+            created = find_job(spec.display_name, place)
+            if created is None or created.folder != prepared.staged.folder:
+                raise
+            return created.name
+    return job.resource_name
+
+
+def _facts(config: JobConfig, staged: StagedFiles) -> Facts:
+    def staged_address(name: str) -> str | None:
+        return f"{staged.folder}/{name}" if name in staged.files else None
+
+    return Facts(
+        configuration=staged_address(CONFIGURATION),
+        architecture=staged_address(ARCHITECTURE),
+        output=config.output and address_of(config.output),
+        mixture=config.mixture,
+        split=config.split,
+    )

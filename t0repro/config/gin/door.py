@@ -1,0 +1,517 @@
+"""The only module that touches gin's private state and follows its macros.
+
+gin 0.5.0 has no public way to list bindings with their lines, to resolve a reference before it is
+called, or to list configurables. The rest of this project uses this module for that, so that a new
+version of gin affects one module only. It also lets gin read files of buckets, and refuses bound
+addresses that cannot be opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import PurePath
+from typing import IO, Any, NamedTuple
+
+import gin.config
+
+import gin
+from t0repro import storage
+from t0repro.errors import UserError
+from t0repro.progress import only_records
+
+MACRO = "gin.macro"
+"""The configurable under which gin keeps macros; the macro's name is its scope."""
+
+
+# ---- Configurables -------------------------------------------------------------------------------
+
+
+def function_of(selector: str) -> Any:
+    """The function or class that a complete selector names, without gin's wrapper."""
+    configurable: Any = gin.config._REGISTRY[selector]
+    return configurable.wrapped
+
+
+def argument_names(selector: str) -> list[str]:
+    """The arguments of a configurable, given its full or partial name; [] if it is unknown."""
+    # gin raises if a partial name fits several configurables, and some builtins have no signature.
+    with contextlib.suppress(Exception):
+        configurable: Any = gin.config._REGISTRY.get_match(selector)
+        return list(inspect.signature(configurable.wrapped).parameters)
+    return []
+
+
+def short_names() -> set[str]:
+    """The names of all configurables, without their modules."""
+    return {selector.rpartition(".")[2] for selector, _ in gin.config._REGISTRY.items()}
+
+
+def registered_selector(function: Any) -> str | None:
+    """The selector under which a function or class is registered; None if it is not."""
+    registered = gin.config._inverse_lookup(function)
+    return registered.selector if registered else None
+
+
+@contextlib.contextmanager
+def registering_apart() -> Iterator[dict[str, Any]]:
+    """Keeps what is registered within the block out of gin's registry.
+
+    Yields:
+      Filled after the block: selector -> gin's record of the configurable.
+    """
+    made: dict[str, Any] = {}
+    registry, gin.config._REGISTRY = gin.config._REGISTRY, type(gin.config._REGISTRY)()
+    try:
+        yield made
+        made.update(gin.config._REGISTRY.items())
+    finally:
+        gin.config._REGISTRY = registry
+
+
+def swap_configurables(configurables: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts configurables under their selectors; returns those that were there, None for none.
+
+    Args:
+      configurables: Selector -> gin's record of a configurable; None leaves nothing there.
+    """
+    registry: Any = gin.config._REGISTRY
+    before = {
+        selector: registry.pop(selector) if selector in registry else None
+        for selector in configurables
+    }
+    for selector, configurable in configurables.items():
+        if configurable is not None:
+            registry[selector] = configurable
+    return before
+
+
+@contextlib.contextmanager
+def left_empty(unregistered: Callable[[str], bool]) -> Iterator[None]:
+    """Empties gin's configuration before the block, and again after it.
+
+    Args:
+      unregistered: Whether gin forgets the configurables of a module after the block.
+    """
+    gin.clear_config()
+    try:
+        yield
+    finally:
+        gin.clear_config()
+        # gin.clear_config leaves the registry as it is, so these have to be removed from it by
+        # hand.
+        for function in [*gin.config._INVERSE_REGISTRY]:
+            if unregistered(function.__module__):
+                gin.config._REGISTRY.pop(gin.config._INVERSE_REGISTRY.pop(function).selector)
+
+
+@contextlib.contextmanager
+def search_path_restored() -> Iterator[None]:
+    """Restores gin's search path after the block; inside it, gin logs no files that it misses."""
+    prefixes = [*gin.config._LOCATION_PREFIXES]
+    try:
+        with only_records(None, _is_worth_logging):
+            yield
+    finally:
+        gin.config._LOCATION_PREFIXES[:] = prefixes
+
+
+# ---- Bindings ------------------------------------------------------------------------------------
+
+
+def bound() -> Mapping[tuple[str, str], Mapping[str, Any]]:
+    """(scope, selector) -> argument -> value, as written: references are not resolved."""
+    return gin.config._CONFIG
+
+
+def bound_macros() -> set[str]:
+    """The names of all macros that have a value."""
+    return {scope for scope, selector in bound() if selector == MACRO}
+
+
+def enclosing(scope: str) -> tuple[str, ...]:
+    """The scopes whose bindings apply to a call in `a/b`, outermost first: "", "a" and "a/b"."""
+    parts = scope.split("/") if scope else []
+    return tuple("/".join(parts[:depth]) for depth in range(len(parts) + 1))
+
+
+def written(selector: str, scope: str = "") -> dict[str, Any]:
+    """The bindings of a configurable that is called in a scope, as written."""
+    found = [bound().get((each, selector), {}) for each in enclosing(scope)]
+    return {argument: value for arguments in found for argument, value in arguments.items()}
+
+
+def resolved(scope: str, selector: str) -> dict[str, Any]:
+    """The bindings of a configurable that is called in a scope, references resolved."""
+    with gin.config_scope(scope or None):
+        return gin.get_bindings(selector)
+
+
+def forget_calls() -> None:
+    """Omits all calls so far from gin's operative configuration."""
+    gin.config._OPERATIVE_CONFIG.clear()
+
+
+# ---- Values, as written --------------------------------------------------------------------------
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value is `@name`, `@name()` or `%macro`."""
+    return isinstance(value, gin.config.ConfigurableReference)
+
+
+def is_unknown_reference(value: Any) -> bool:
+    """Whether a value refers to an unknown configurable that gin skips."""
+    return isinstance(value, gin.config._UnknownConfigurableReference)
+
+
+def is_required(macro: str) -> bool:
+    """Whether a macro still has the value %gin.REQUIRED."""
+    value = bound()[macro, MACRO]["value"]
+    # gin's parser turns %gin.REQUIRED into a call of its configurable `constant`.
+    is_constant = selector_of(value) == "gin.constant"
+    return is_constant and value.scoped_configurable_fn() is gin.REQUIRED
+
+
+def forget_required(read: Collection[str]) -> None:
+    """Drops the macros with the value %gin.REQUIRED that nothing reads, which gin would refuse.
+
+    Args:
+      read: The macros that are read.
+    """
+    for macro in bound_macros() - set(read):
+        if is_required(macro):
+            del gin.config._CONFIG[macro, MACRO]
+
+
+def is_called(value: Any) -> bool:
+    """Whether a value is `@name()` or `%macro`, which gin calls itself."""
+    return is_reference(value) and value.evaluate
+
+
+def selector_of(value: Any) -> str | None:
+    """The complete selector that a reference names, called or not; None for other values."""
+    return value.configurable.selector if is_reference(value) else None
+
+
+def flatten_value(value: Any) -> Iterator[Any]:
+    """A value and everything nested inside it, in lists and mappings."""
+    return gin.config._iterate_flattened_values(value)
+
+
+def macro_name(value: Any) -> str | None:
+    """The name of the macro that a value refers to; None for any other value."""
+    # `%name` is a reference to a configurable called `macro`, in a scope of the macro's name.
+    if is_called(value) and selector_of(value) == MACRO:
+        return "/".join(value.scopes)
+    return None
+
+
+def followed(value: Any) -> Any:
+    """The value that a macro resolves to, None if it has none; any other value as it is."""
+    passed: set[str] = set()
+    while (name := macro_name(value)) is not None:
+        # A macro that refers back to itself has none; when gin calls it, it raises a
+        # RecursionError.
+        value = None if name in passed else bound().get((name, MACRO), {}).get("value")
+        passed.add(name)
+    return value
+
+
+class Reference(NamedTuple):
+    """The target of `@scope/selector` in a gin file, by its complete selector."""
+
+    scope: str
+    selector: str
+
+    @property
+    def name(self) -> str:
+        """The configurable's own name."""
+        return self.selector.rpartition(".")[2]
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """The scope and its enclosing scopes, outermost first."""
+        return enclosing(self.scope)
+
+
+def reference_to(value: Any, within: str = "") -> Reference | None:
+    """The configurable that a value names without calling it, macros followed; else None.
+
+    Args:
+      value: A value as written.
+      within: The scope in which it is called, unless it has one itself.
+    """
+    value = followed(value)
+    if not is_reference(value) or value.evaluate:
+        return None
+    scope, selector = value.config_key
+    return Reference(scope or within, selector)
+
+
+def value_of(selector: str, argument: str, scope: str = "") -> Any:
+    """An argument's value as written, for a call in a scope, macros followed; None if unbound."""
+    return followed(written(selector, scope).get(argument))
+
+
+def scope_of(selector: str, argument: str) -> str:
+    """The scope of the reference that an argument is bound to; "" without one."""
+    reference = reference_to(value_of(selector, argument))
+    return reference.scope if reference else ""
+
+
+def as_text(value: Any) -> str:
+    """A value as gin writes it, macros followed; a reference by the name in its own file."""
+    return repr(followed(value))
+
+
+# ---- Where each binding came from ----------------------------------------------------------------
+
+
+Key = tuple[str, str, str]  # scope, complete selector, argument
+
+
+@dataclasses.dataclass(frozen=True)
+class Bindings:
+    """The recorded places of the bindings in effect.
+
+    Attributes:
+      places: (scope, selector, argument) -> "file:line" or "--gin_param '...'". gin's macros are
+        also bindings, with the selector gin.macro.
+      macros: Every macro that a binding refers to, including bindings overridden since.
+      scopes: The scope of every reference such as `@slow/linear_decay`, including overridden ones.
+    """
+
+    places: dict[Key, str]
+    macros: set[str] = dataclasses.field(default_factory=set)
+    scopes: set[str] = dataclasses.field(default_factory=set)
+
+    def place(self, key: Key) -> str | None:
+        """Where a binding was set, following a macro to its definition; None if it was not set."""
+        if key not in self.places:
+            return None
+        scope, selector, argument = key
+        macro = macro_name(bound().get((scope, selector), {}).get(argument))
+        if macro is not None:
+            definition = self.place((macro, MACRO, "value"))
+            if definition is not None:
+                return f"{definition} (%{macro}, bound at {self.places[key]})"
+        return self.places[key]
+
+    def find(self, scopes: tuple[str, ...], selector: str, argument: str) -> str | None:
+        """Where the innermost scope that binds an argument binds it, "" being the last; or None."""
+        for scope in (*reversed(scopes), ""):
+            place = self.place((scope, selector, argument))
+            if place is not None:
+                return place
+        return None
+
+    def source(self, scopes: tuple[str, ...], selector: str, argument: str) -> str:
+        """The place that `find` returns, or a note that the argument has its default."""
+        place = self.find(scopes, selector, argument)
+        return place or f"default of {selector.rpartition('.')[2]}.{argument}"
+
+
+@contextlib.contextmanager
+def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
+    """Records where each binding parsed inside the block was set.
+
+    Args:
+      flag: The command-line option that gives overrides, as it appears in their places.
+    """
+    bindings = Bindings({})
+    location: list[Any] = []
+    # gin 0.5.0 forgets a line after parsing it, so both functions that see it are wrapped: one has
+    # the statement's place, the other its effect.
+    try_with_location, bind_parameter = (
+        gin.config.utils.try_with_location,
+        gin.config.bind_parameter,
+    )
+
+    @contextlib.contextmanager
+    def noting_location(place: Any) -> Iterator[None]:
+        location.append(place)
+        try:
+            with try_with_location(place):
+                yield
+        finally:
+            location.pop()
+
+    def noting_binding(binding_key: Any, value: Any) -> None:
+        bind_parameter(binding_key, value)
+        # Record it after gin accepts it: a binding that gin refuses has no place.
+        key = gin.config.ParsedBindingKey.parse(binding_key)
+        bindings.places[(key.scope, key.complete_selector, key.arg_name)] = _describe(
+            location, flag
+        )
+        # Also of bindings that are overridden later: what they refer to is not misspelt.
+        for part in flatten_value(value):
+            macro = macro_name(part)
+            if macro is not None:
+                bindings.macros.add(macro)
+            elif is_reference(part) and part.scopes:
+                bindings.scopes.add("/".join(part.scopes))
+
+    gin.config.utils.try_with_location = noting_location
+    gin.config.bind_parameter = noting_binding
+    try:
+        yield bindings
+    finally:
+        gin.config.utils.try_with_location = try_with_location
+        gin.config.bind_parameter = bind_parameter
+
+
+def _describe(locations: list[Any], flag: str) -> str:
+    if not locations:
+        return "set by t5_mesh_transformer"
+    # The innermost: a statement in an included file belongs to that file, not to the `include`.
+    innermost = locations[-1]
+    if innermost.filename is None:
+        return f"{flag} {innermost.line_content.strip()!r}"
+    return f"{_short(innermost.filename)}:{innermost.line_num}"
+
+
+def _short(filename: str) -> str:
+    """A gin file's path, relative to site-packages if it was installed there."""
+    _, installed, inside = PurePath(filename).as_posix().rpartition("/site-packages/")
+    return inside if installed else filename
+
+
+def check_bound_addresses(bindings: Bindings) -> None:
+    """Refuses gin bindings, in either dialect, that hold an address of an unknown scheme.
+
+    Such an address would be mistaken for a local path. Credentials are not required: many of the
+    addresses that files bind are never opened.
+
+    Raises:
+      UserError: With the place of the binding.
+    """
+    for (scope, selector), arguments in bound().items():
+        for argument, value in arguments.items():
+            for part in flatten_value(value):
+                if isinstance(part, str) and "://" in part:
+                    name = scope if selector == MACRO else f"{selector}.{argument}"
+                    place = bindings.place((scope, selector, argument))
+                    storage.check_scheme(part, place or name)
+
+
+# ---- Files and imports ---------------------------------------------------------------------------
+
+
+def file_readers() -> list[tuple[Callable[[str], Any], Callable[[str], bool]]]:
+    """Functions with which gin opens files and tests whether they exist, in gin's order."""
+    readers: Any = gin.config._FILE_READERS
+    return readers
+
+
+def extend_readers() -> None:
+    """Makes gin read files at addresses, and take no folder of the user's for a package.
+
+    It refuses addresses out of reach. Both apply to `include`s too.
+    """
+    from gin import resource_reader
+
+    readers = file_readers()
+    own = resource_reader.system_path_reader
+    readers[:] = [(own, _is_in_package) if pair[0] is own else pair for pair in readers]
+    # Register once per process, however many command lines it parses.
+    if (_opened, storage.is_address) not in readers:
+        # Insert first: gin tries its readers in order, and TensorFlow's may be among them.
+        readers.insert(0, (_opened, storage.is_address))
+
+
+def _is_in_package(path: str) -> bool:
+    """Whether gin finds a file in an installed package: for models/x.gin, in the package models."""
+    from gin import resource_reader
+
+    try:
+        return resource_reader.system_path_file_exists(path)
+    except TypeError:
+        return False  # a folder `models` without __init__.py is a package of no file
+
+
+def _opened(path: str) -> IO[str]:
+    where = "--gin_file, --gin_location_prefix, or an `include` line of a gin file"
+    address = storage.check_address(path, where)
+    try:
+        return io.StringIO(storage.read(address).decode())
+    except FileNotFoundError as error:
+        raise UserError(
+            f"There is no gin file {address}.", where=where, fix="Correct the address."
+        ) from error
+
+
+@contextlib.contextmanager
+def looking_in(*folders: str) -> Iterator[None]:
+    """Lets gin find files by their path, then in these folders, and nowhere else."""
+    from gin import resource_reader
+
+    prefixes, readers = gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS
+    gin.config._LOCATION_PREFIXES = ["", *folders]
+    # gin's reader of installed packages would find the files of an installed T5X.
+    gin.config._FILE_READERS = [
+        pair for pair in readers if pair[0] is not resource_reader.system_path_reader
+    ]
+    try:
+        # gin logs an error for each folder that lacks a file, although another one has it.
+        with only_records(None, _is_worth_logging):
+            yield
+    finally:
+        gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS = prefixes, readers
+
+
+def _is_worth_logging(line: logging.LogRecord) -> bool:
+    """Whether gin reports more than that one of its folders lacks a file."""
+    return not str(line.msg).startswith("Path not found")
+
+
+@contextlib.contextmanager
+def noting_files() -> Iterator[list[str]]:
+    """Yields the list of gin files being parsed, outermost first; an exception leaves it as it is.
+
+    gin does not report which file it could not decode or which ended in the middle of a statement.
+    """
+    files: list[str] = []
+    parse_config_file = gin.config.parse_config_file
+
+    def noting(config_file: str, *args: Any, **kwargs: Any) -> Any:
+        files.append(config_file)
+        result = parse_config_file(config_file, *args, **kwargs)
+        # Not in a `finally`: after an exception the list must still name the file.
+        files.pop()
+        return result
+
+    gin.config.parse_config_file = noting
+    try:
+        yield files
+    finally:
+        gin.config.parse_config_file = parse_config_file
+
+
+def check_imports(check: Callable[[Any], None]) -> None:
+    """Calls a check with each `import` statement of a gin file before it is executed."""
+    context: Any = gin.config.ParseContext
+    # If called again in this process, replace the earlier wrapper rather than wrap it.
+    original = getattr(context.process_import, "unchecked", context.process_import)
+
+    def process_import(self: Any, statement: Any) -> None:
+        check(statement)
+        original(self, statement)
+
+    process_import.unchecked = original  # pyright: ignore[reportFunctionMemberAccess]
+    context.process_import = process_import
+
+
+@contextlib.contextmanager
+def importing_with(function: Callable[..., Any]) -> Iterator[None]:
+    """Makes gin call a function instead of Python's `__import__` within the block."""
+    # gin's `__import__` lookup finds a global of its module before Python's builtin.
+    gin.config.__import__ = function
+    try:
+        yield
+    finally:
+        delattr(gin.config, "__import__")

@@ -1,0 +1,424 @@
+"""Turns errors of gin's parser, and of functions that gin calls, into UserErrors.
+
+gin raises whatever the file, the tokenizer or a configurable raised, and puts the place in the
+message, in an attribute or nowhere. The UserErrors from here have all three parts: what is wrong,
+where, and what to do.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+import tokenize
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from t0repro import compat
+from t0repro.config.gin import door
+from t0repro.config.gin.door import MACRO, Bindings, Key
+from t0repro.config.gin.folders import is_shipped, nearest_gin_files
+from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.registry import registered_mixtures, registered_tasks
+
+_ANYWHERE = "the gin files and the command line of this run"
+_FIX = "Correct the gin file or the override."
+_LONGEST = 400  # characters kept of an exception's message
+
+
+@contextlib.contextmanager
+def configuration_errors(bindings: Bindings | None = None, *, t5x: bool = False) -> Iterator[None]:
+    """Turns an exception inside the block into a UserError with a place, keeping gin's message.
+
+    Any failure there comes from a user's file or override; the original exception stays attached as
+    the cause.
+
+    Args:
+      bindings: Where the bindings were set, once they are parsed; for errors raised while gin calls
+        the functions it configured.
+      t5x: Whether T5X's gin files are read, in which names are imported.
+    """
+    with door.noting_files() as files:
+        try:
+            yield
+        except UserError as error:
+            # gin may have raised a subclass of its own in place of ours (see `_unwrapped`).
+            kind = _unwrapped(type(error))
+            if error.where and error.fix and kind is type(error):
+                raise
+            where = error.where or _place_in(str(error)) or _ANYWHERE
+            raise kind(error.what, where=where, fix=error.fix or _FIX) from error
+        except Exception as error:
+            raise _described(error, files, bindings, t5x) from error
+
+
+def _unwrapped(kind: type[UserError]) -> type[UserError]:
+    """The class of a UserError before gin appended a place to its message."""
+    # gin raises an object of a subclass that it makes for it, whose __init__ takes no arguments.
+    return next(base for base in kind.__mro__ if base is UserError or "__init__" not in vars(base))
+
+
+def _described(
+    error: Exception, files: list[str], bindings: Bindings | None, t5x: bool
+) -> UserError:
+    """The UserError for an exception raised while `files`, innermost last, were being parsed."""
+    text, file = str(error), files[-1] if files else None
+    # seqio's own message, which has no class of its own.
+    unknown = re.match(r"No Task or Mixture found with name '(.*)'", text)
+    if unknown:
+        return unknown_mixture(unknown.group(1), _places_of_value(unknown.group(1), bindings))
+    if isinstance(error, ModuleNotFoundError):
+        return UserError(
+            # gin raises a copy of the error, which has its text and traceback and nothing else.
+            f"{_words(error)}{_importer(error)}.",
+            where=_place_in(text) or "--module_import, or an `import` line of a gin file",
+            fix="Check the module's name; it is looked for among what is installed, in PYTHONPATH"
+            " and in the working folder.",
+        )
+    missing = re.match(r"Unable to open file: (.*?)\. Searched config paths: (.*?)\.(\n|$)", text)
+    if missing:
+        return UserError(
+            f"There is no gin file {missing.group(1)}.",
+            where=_place_in(text) or "--gin_file",
+            fix=f"Correct the name: {nearest_gin_files(missing[1], _listed(missing[2]))}; or name"
+            " the file's folder with --gin_location_prefix. Searched config paths:"
+            f" {_short(missing[2])}.",
+        )
+    if re.match(r"'[\w.]+' was not provided by an import statement", text):
+        return _without_import(text, _place_in(text) or file or _ANYWHERE, t5x)
+    # gin does not say which file it could not decode, so no place is in the message.
+    if isinstance(error, UnicodeDecodeError):
+        return UserError(
+            f"The gin file is not UTF-8 text: {error.reason} at byte {error.start}.",
+            where=file,
+            fix="Save the file as UTF-8, or check that it is a gin file.",
+        )
+    if isinstance(error, RecursionError):
+        return UserError(
+            "Gin files include each other, or values are nested, without end.",
+            # A file that is open twice includes itself; without one, a value refers to itself.
+            where=next((name for name in files if files.count(name) > 1), file)
+            or _places_of_loops(bindings)
+            or _ANYWHERE,
+            fix="Remove the `include` or the `@name()` that leads back to itself.",
+        )
+    where = _place_of(error, file) or _place_of_call(text, bindings) or _ANYWHERE
+    fix = _fix_of_value(error) or _nearest_parameter(text) or _FIX
+    return UserError(_words(error), where=where, fix=fix)
+
+
+def _importer(error: ModuleNotFoundError) -> str:
+    """Which line of an importable module imports the missing one; "" if a gin file does."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # Frames of importlib lie between the `import` statement and the error.
+    frame = next(each for each in reversed(frames) if "importlib" not in each.filename)
+    if frame.line is None or "import " not in frame.line:
+        return ""
+    return f", which {frame.filename}:{frame.lineno} imports"
+
+
+def _without_import(text: str, where: str, t5x: bool) -> UserError:
+    """The error for a name that no `import` line defines; only T5X's files need such lines."""
+    name = text.split("'")[1]
+    if t5x:
+        return UserError(
+            f"No import line of the gin file defines {name!r}.",
+            where=where,
+            fix=f"Add an `import` or `from ... import {name}` line to that file.",
+        )
+    return UserError(
+        "This gin file is T5X's, and this command reads Mesh TensorFlow's.",
+        where=where,
+        fix="Run it with `t0repro train`, `t0repro eval` or `t0repro infer`; with `t0repro"
+        " explain`, add --run_mode=train, eval, infer or precompile.",
+    )
+
+
+def _listed(text: str) -> list[str]:
+    """The strings of a list as Python prints it, or nothing."""
+    with contextlib.suppress(ValueError, SyntaxError):
+        return [str(item) for item in ast.literal_eval(text)]
+    return []
+
+
+def _words(error: Exception) -> str:
+    """An exception's message without the place and the configuration that gin appends."""
+    if isinstance(error, tokenize.TokenError):
+        return f"The text ends in the middle of a statement: {error.args[0]}."
+    if isinstance(error, SyntaxError):
+        # gin shows the node of Python's parser, with its address in memory, before the token.
+        token = _BAD_TOKEN.search(error.msg)
+        reason = f"{token[1]} is no value" if token else _short(error.msg).rstrip(".")
+        return f"This is not a gin statement: {reason}."
+    # gin's addition begins at one of these.
+    text = re.split(r"\n  In (?:file|bindings)| in config string:", str(error))[0]
+    return _short(text) or f"{type(error).__name__}."
+
+
+_BAD_TOKEN = re.compile(r"Failed to parse token ('.*')")
+
+
+def _fix_of_value(error: Exception) -> str | None:
+    """The fix for an invalid value, usually a text without quotation marks."""
+    if not isinstance(error, SyntaxError):
+        return None
+    if not (_BAD_TOKEN.search(error.msg) or "Unable to parse value" in error.msg):
+        return None
+    return (
+        "Correct the value. A text stands in quotation marks, within those of the shell:"
+        """ --gin.NAME="'text'", --gin_param="NAME = 'text'"."""
+    )
+
+
+def _short(text: str) -> str:
+    """A message on one line, truncated to _LONGEST characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+
+
+_IN_FILE = re.compile(
+    r'\n  In (?:file "(?P<file>[^"]+)",|bindings string) line (?P<line>\d+)\n(?P<text>.*)'
+)
+
+
+def _place_in(text: str) -> str | None:
+    """The place that gin appended to a message; if there are several, the first and innermost."""
+    found = _IN_FILE.search(text)
+    if found is None:
+        return None
+    if found["file"]:
+        return f"{found['file']}:{found['line']}: {_short(found['text'])}"
+    return f"the command line: {_short(found['text'])!r}, line {found['line']}"
+
+
+def _place_of(error: Exception, file: str | None) -> str | None:
+    """The file and line that an exception of the parser refers to."""
+    # gin appends no place to this one, because Python's own attributes have file and line.
+    if isinstance(error, SyntaxError):
+        line = f"{error.lineno}" if error.lineno else "?"
+        text = _short(error.text or "")
+        name = error.filename or file
+        return f"{name}:{line}: {text}" if name else f"the command line: {text!r}, line {line}"
+    if isinstance(error, tokenize.TokenError):
+        line = error.args[1][0] if len(error.args) > 1 else "?"
+        return f"{file}:{line}" if file else f"the command line, line {line}"
+    return _place_in(str(error)) or file
+
+
+def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
+    """The places of up to three bindings of the configurables that gin was calling."""
+    called = set(re.findall(r"configurable '([\w./]+)'", text))
+    places = {} if bindings is None else bindings.places
+
+    def is_named(selector: str) -> bool:
+        return bool(called & {selector, selector.rpartition(".")[2]})
+
+    def calls(key: Key) -> bool:
+        """Whether a binding's value is `@name()` of the configurable called."""
+        value = door.bound().get(key[:2], {}).get(key[2])
+        return any(
+            door.is_called(part) and is_named(door.selector_of(part) or "")
+            for part in door.flatten_value(value)
+        )
+
+    # List the bindings that request the call first, then those of the configurable called.
+    found = [place for key, place in places.items() if calls(key)] or [
+        place
+        for (_, selector, argument), place in places.items()
+        if is_named(selector) and argument
+    ]
+    # Put the user's own first, overrides before files: a shipped file is seldom at fault.
+    found.sort(key=lambda place: (is_shipped(place), not place.startswith("--")))
+    return "; ".join(dict.fromkeys(found[:3])) or None
+
+
+def _nearest_parameter(text: str) -> str | None:
+    """The fix for a misspelt argument or configurable, with the nearest names; else None."""
+    argument = re.search(
+        r"[Cc]onfigurable '([\w./]+)' doesn't have a parameter named '(\w+)'", text
+    )
+    if argument:
+        selector = argument.group(1)
+        known = door.argument_names(selector)
+        return f"Nearest: {nearest_names(argument.group(2), known, 3)}. {_FIX}" if known else None
+    name = re.search(r"No configurable matching (?:reference )?'@?([\w./]+?)(?:\(\))?'", text)
+    if name:
+        wanted = name.group(1).rpartition(".")[2]
+        return f"Nearest: {nearest_names(wanted, door.short_names(), 3)}. {_FIX}"
+    return None
+
+
+def _places_of_loops(bindings: Bindings | None) -> str | None:
+    """Where an argument is bound to `@name()` of its own configurable."""
+    found = [
+        place
+        for (scope, selector, argument), place in (bindings.places if bindings else {}).items()
+        for part in door.flatten_value(door.bound().get((scope, selector), {}).get(argument))
+        if door.is_called(part) and door.selector_of(part) == selector
+    ]
+    return "; ".join(found) or None
+
+
+def _places_of_value(value: Any, bindings: Bindings | None) -> str | None:
+    """Where a value is bound, macros followed; None if its place is unknown."""
+    if bindings is None:
+        return None
+    found = [
+        bindings.place(key)
+        for key in bindings.places
+        if door.followed(door.bound().get(key[:2], {}).get(key[2])) == value
+    ]
+    return "; ".join(dict.fromkeys(place for place in found if place)) or None
+
+
+def not_described(name: str) -> str:
+    """Why a task or mixture that is not described needs SeqIO, as a clause.
+
+    Raises:
+      UserError: Where SeqIO, which might know it, is not installed.
+    """
+    if not compat.is_installed():
+        raise unknown_mixture(name)
+    return f"{name!r} is SeqIO's alone"
+
+
+def unknown_mixture(name: str, where: str | None = None) -> UserError:
+    """The error for a task or mixture that no imported module registers, with the nearest names.
+
+    Args:
+      name: The unknown name.
+      where: The place that binds it, if it is known.
+    """
+    known = sorted({*registered_mixtures(), *registered_tasks()})
+    return UserError(
+        f"There is no task or mixture {name!r}; nearest: {nearest_names(name, known)}.",
+        where=where or f"{len(known)} tasks and mixtures are registered by the imported modules",
+        fix="Correct the name, or name the module that registers it with --module_import.",
+    )
+
+
+# ---- Macros and references -----------------------------------------------------------------------
+
+# Macros that T0's commands set -> the binding to use if the model's gin file ignores the macro.
+_BIND_INSTEAD = {
+    "tokens_per_batch": "run.batch_size = ('tokens_per_batch', N)",
+    "model_info": "tpu_estimator_model_fn.model_info_file = 'FILE'",
+}
+
+
+def check_references(
+    bindings: Bindings, *, read_by_t5: tuple[str, ...] = (), overrides: str = "--gin_param"
+) -> list[str]:
+    """Checks that every reference has a target, and that every macro set is read.
+
+    Args:
+      bindings: Bindings of the parsed configuration, before gin finalizes it.
+      read_by_t5: Macros that code reads by name.
+      overrides: Prefix of the places of command-line overrides.
+
+    Returns:
+      Warnings: macros in the user's files that nothing reads, and macros on the command line whose
+      readers were overridden.
+
+    Raises:
+      UserError: For a reference without a target, and for a macro on the command line that nothing
+        reads, which is usually misspelt; with the nearest known names.
+    """
+    macros, read = door.bound_macros(), set(read_by_t5)
+    # Unread macros are found by exclusion, so look at every binding.
+    for (scope, selector), arguments in door.bound().items():
+        for argument, value in arguments.items():
+            place = bindings.places.get((scope, selector, argument)) or _ANYWHERE
+            for part in door.flatten_value(value):
+                read |= _checked_reference(part, macros, place)
+    door.forget_required(read)
+    return check_macros_are_read(
+        bindings,
+        read,
+        overrides=overrides,
+        is_shipped=is_shipped,
+        instead=lambda name: _instead(name, read),
+    )
+
+
+def check_macros_are_read(
+    bindings: Bindings,
+    read: Collection[str],
+    *,
+    overrides: str,
+    is_shipped: Callable[[str], bool],
+    instead: Callable[[str], str],
+) -> list[str]:
+    """Refuses macros on the command line that nothing reads; those in files become warnings.
+
+    Args:
+      bindings: the configuration's bindings, with their places.
+      read: the macros that are read.
+      overrides: prefix of the places of command-line overrides.
+      is_shipped: whether a place is in a package's own file, which sets macros for many runs.
+      instead: what to do about an unread macro, in words, such as the nearest names.
+
+    Returns:
+      Warnings: macros in the user's files, and macros on the command line whose readers were
+      overridden.
+
+    Raises:
+      UserError: naming every refused macro, its place and what to do.
+    """
+    warnings, refused = [], []
+    for (name, selector, _), place in bindings.places.items():
+        is_override = place.startswith(overrides)
+        # Shipped files set macros for many runs, and no single run reads all of them.
+        if selector != MACRO or name in read or (is_shipped(place) and not is_override):
+            continue
+        if name in bindings.macros:
+            # Wrapper scripts set macros and also override their readers; that is no mistake.
+            if is_override:
+                warnings.append(f"{place}: what reads the macro {name} is overridden")
+        elif is_override:
+            refused.append((name, place))
+        else:
+            warnings.append(f"{place}: nothing reads the macro {name}; {instead(name)}")
+    if refused:
+        names = ", ".join(name for name, _ in refused)
+        raise UserError(
+            f"Nothing reads {'the macro' if len(refused) == 1 else 'the macros'} {names}.",
+            where="; ".join(place for _, place in refused),
+            fix=" ".join(f"{name}: {instead(name)}." for name, _ in refused),
+        )
+    return warnings
+
+
+def _checked_reference(value: Any, macros: set[str], place: str) -> set[str]:
+    """The macro that a value refers to, if any; raises UserError for a missing target."""
+    # With skip_unknown, gin keeps such a reference and fails only when something reads it.
+    if door.is_unknown_reference(value):
+        raise UserError(
+            f"No configurable matching '@{value.selector}'.",
+            where=place,
+            fix=_nearest_parameter(f"No configurable matching '{value.selector}'"),
+        )
+    name = door.macro_name(value)
+    if name is None:
+        return set()
+    if name not in macros or door.is_required(name):
+        raise UserError(
+            f"The macro {name} has no value.",
+            where=place,
+            fix=f'Add --gin_param="{name} = ..."; macros that have one, nearest first:'
+            f" {nearest_names(name, macros, 3)}.",
+        )
+    return {name}
+
+
+def _instead(name: str, read: set[str]) -> str:
+    """What to bind instead of a macro that nothing reads."""
+    if name in _BIND_INSTEAD:
+        return f"bind {_BIND_INSTEAD[name]}"
+    # A misspelt macro may have been intended as an argument of `run`.
+    known = [
+        *sorted(read),
+        *(f"run.{argument}" for argument in door.argument_names("utils.run")),
+    ]
+    return f"nearest: {nearest_names(name, known, 3)}"

@@ -1,0 +1,117 @@
+"""Where gin files are: those of this package, of t5 and of Mesh TensorFlow, and a user's."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+
+import t0repro.gin
+from t0repro.config.gin import door
+
+DEFAULTS = "defaults.gin"  # of Mesh TensorFlow
+
+
+def shipped_files() -> Path:
+    """The folder of this package's gin files: `t5x/configs/runs/pretrain.gin` and others."""
+    return Path(str(t0repro.gin.__file__)).parent
+
+
+def mesh_folders(prefixes: Sequence[str]) -> list[str]:
+    """Where Mesh TensorFlow's gin files are looked for, found without importing t5."""
+    t5 = package_folder("t5")
+    # In gin's order: t5's files, this project's, then --gin_location_prefix.
+    files_of_t5 = _recorded_files() if t5 is None else t5 / "models" / "gin"
+    return [str(files_of_t5), str(shipped_files()), *prefixes]
+
+
+def default_bindings() -> str:
+    """The gin file that Mesh TensorFlow reads before all others."""
+    package = package_folder("mesh_tensorflow")
+    folder = _recorded_files() if package is None else package / "transformer" / "gin"
+    return str(folder / DEFAULTS)
+
+
+def _recorded_files() -> Path:
+    """Copies of the gin files of packages that are not installed."""
+    return shipped_files() / "mtf"
+
+
+def package_folder(name: str) -> Path | None:
+    """An installed package's folder, found without importing it; None if it is not installed."""
+    spec = importlib.util.find_spec(name)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def has_module(package: str, inside: str) -> bool:
+    """Whether an installed package has a module, found without importing either."""
+    folder = package_folder(package)
+    if folder is None:
+        return False
+    path = folder.joinpath(*inside.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def is_shipped(place: str) -> bool:
+    """Whether a file came with t5, Mesh TensorFlow or this package: its macros serve many runs."""
+    shipped = ("t5/", "mesh_tensorflow/", "t0repro/", f"{_recorded_files()}/")
+    return place.startswith(shipped) or "/t0repro/gin/" in place
+
+
+def open_file(name: str, folders: Sequence[str]) -> tuple[str, str] | None:
+    """The path and text of a gin file, searched for as gin does; None if it is nowhere.
+
+    Args:
+      name: As a command line or an `include` names it.
+      folders: Searched in turn, each by every reader of gin; "" is the working folder.
+
+    Raises:
+      OSError, UnicodeDecodeError: If it cannot be read, or is no text.
+    """
+    for path in [name] if os.path.isabs(name) else [os.path.join(at, name) for at in folders]:
+        for reader, exists in door.file_readers():
+            # The reader for installed packages logs an error if it finds nothing.
+            logging.disable(logging.ERROR)
+            try:
+                is_there = exists(path)
+            finally:
+                logging.disable(logging.NOTSET)
+            if is_there:
+                with reader(path) as file:
+                    text = file.read()
+                return path, text if isinstance(text, str) else text.decode()
+    return None
+
+
+def nearest_gin_files(name: str, folders: Iterable[str]) -> str:
+    """Up to three files whose names have the same words in another order, or similar ones.
+
+    Args:
+      name: the name of a file that does not exist.
+      folders: where it was searched; candidates are the files in the folder where it would be, and
+        all files that this package ships.
+    """
+    shipped = shipped_files()
+    beside = str(PurePosixPath(name).parent)
+    files = {
+        path.relative_to(folder).as_posix()
+        for folder in map(Path, folders)
+        for path in sorted((folder / beside).glob("*.gin"))
+        if path.is_relative_to(folder)
+    }
+    files |= {path.relative_to(shipped).as_posix() for path in shipped.rglob("*.gin")}
+    by_words: dict[str, list[str]] = {}
+    for file in sorted(files):
+        by_words.setdefault(_words_of(file), []).append(file)
+    near = difflib.get_close_matches(_words_of(name), by_words, n=3, cutoff=0.5)
+    nearest = [file for words in near for file in by_words[words]][:3]
+    return f"nearest: {', '.join(nearest)}" if nearest else "no file has a similar name"
+
+
+def _words_of(name: str) -> str:
+    """The words of a file's name, in alphabetical order."""
+    return " ".join(sorted(re.split(r"[\W_]+", PurePosixPath(name).stem)))

@@ -1,0 +1,241 @@
+"""The rules by which gin's bindings make what either backend checks first: data and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from t0repro.config import ranges
+from t0repro.config.configuration import RunInputs
+from t0repro.config.gin import door
+from t0repro.config.mtf import mesh
+from t0repro.config.mtf.arguments import Arguments, scopes_read
+from t0repro.config.mtf.stand_ins import full_name
+from t0repro.config.run import RunConfig
+from t0repro.errors import UserError
+
+_BATCH_METHODS = (
+    "tokens_per_batch", "sequences_per_batch", "tokens_per_replica", "sequences_per_replica",
+)  # fmt: skip
+_BIND_LENGTHS = "Bind run.sequence_length = {'inputs': N, 'targets': N}."
+# Names of TensorFlow's types, which it also takes in other spellings.
+_DTYPES = {"half": "float16", "double": "float64"}
+_KNOWN_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def read_inputs(arguments: Arguments, model_dir: str) -> RunInputs:
+    """The values that either backend checks before the run.
+
+    Raises:
+      UserError: For values that `run` would refuse too.
+    """
+    run, mode = arguments.run, arguments.run["mode"]
+    _check_run(arguments)
+    _check_mesh(arguments)
+    sequence_length = _sequence_length(arguments)
+    batch_size = _batch_size(arguments, sequence_length)
+    step = run["eval_checkpoint_step"]
+    fields = {
+        "mode": mode,
+        "init_checkpoint": run["init_checkpoint"],
+        # gin reads lists, and a RunConfig is frozen.
+        "eval_checkpoint_step": tuple(step) if isinstance(step, list) else step,
+        "batch_size": batch_size,
+        "sequence_length": sequence_length,
+    }
+    for field in fields:
+        arguments.note(field, "utils.run", field)
+    arguments.note("master_dtype", "utils.get_variable_dtype", "master_dtype")
+    name, use_cached = _data_read(arguments)
+    vocabulary = run["vocabulary"]
+    # With two towers the decoder decides, as for the model; the encoder must agree.
+    tower = "transformer.Unitransformer"
+    scope = scopes_read(full_name(tower), arguments.model_type)[-1]
+    return RunInputs(
+        **fields,
+        model_dir=model_dir,
+        split=run["dataset_split"],
+        mixture_or_task_name=name,
+        use_cached=use_cached,
+        # t5 gives a pair, or one vocabulary for both features.
+        vocabularies=vocabulary if isinstance(vocabulary, tuple) else (vocabulary, vocabulary),
+        vocab_divisor=arguments.of(tower, scope)["vocab_divisor"],
+        master_dtype=dtype_name(arguments, "master_dtype"),
+        num_microbatches=_num_microbatches(arguments, batch_size, sequence_length),
+        tpu_mesh=tpu_mesh(arguments),
+        provenance=arguments.provenance,
+    )
+
+
+def _check_run(arguments: Arguments) -> None:
+    """Refuses arguments that `run` would refuse too."""
+    run, mode = arguments.run, arguments.run["mode"]
+    if mode == "train" and run["dataset_split"] != "train":
+        raise UserError(
+            f"run.mode is 'train', and run.dataset_split is {run['dataset_split']!r}.",
+            where=arguments.place("dataset_split"),
+            fix="Training reads the split 'train'; remove the binding.",
+        )
+    estimator = "utils.tpu_estimator_model_fn"
+    start = arguments.of(estimator).get("init_checkpoint")
+    # Today's Mesh TensorFlow gets it from `run`, and silently starts from random parameters if
+    # there is none.
+    if mode == "train" and start is not None and start != run["init_checkpoint"]:
+        raise UserError(
+            f"tpu_estimator_model_fn.init_checkpoint is {start!r}, which Mesh TensorFlow no"
+            f" longer reads: it takes run.init_checkpoint, which is {run['init_checkpoint']!r}.",
+            where=arguments.place("init_checkpoint", estimator),
+            fix=f"Bind run.init_checkpoint = {start!r}; or, not to start from it,"
+            " tpu_estimator_model_fn.init_checkpoint = None.",
+        )
+    # In these two modes None stands for the longest example's length.
+    if run["sequence_length"] is None and mode not in ("eval", "score_eval"):
+        raise UserError(
+            f"run.sequence_length is None, and mode {mode!r} needs one.",
+            where=arguments.place("sequence_length"),
+            fix=_BIND_LENGTHS,
+        )
+
+
+def _check_mesh(arguments: Arguments) -> None:
+    for argument, read, example in (
+        ("mesh_shape", mesh.mesh_dimensions, "'batch:4,model:2'"),
+        ("layout_rules", mesh.layout_pairs, "'batch:batch,d_ff:model'"),
+    ):
+        value = arguments.run[argument]
+        try:
+            read(value)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"run.{argument} is {value!r}: {error}.",
+                where=arguments.place(argument),
+                fix=f"Bind a text such as {example}, or [].",
+            ) from None
+
+
+def _data_read(arguments: Arguments) -> tuple[str | None, bool]:
+    """The mixture that the mode reads, and whether it comes from a cache."""
+    mode = arguments.run["mode"]
+    if mode == "train":
+        function, reader = "mesh_train_dataset_fn", ("utils.run", "train_dataset_fn")
+    elif mode in ("eval", "score_eval", "perplexity_eval"):
+        function, reader = "mesh_eval_dataset_fn", ("utils.run", "eval_dataset_fn")
+    elif mode == "score_from_dataset":
+        function, reader = "mesh_eval_dataset_fn", (f"utils.{mode}", "score_dataset_fn")
+    else:
+        # infer and score_from_strings read lines, not a mixture.
+        return None, False
+    bound = arguments.of(function, door.scope_of(full_name(reader[0]), reader[1]))
+    return bound.get("mixture_or_task_name"), bound["use_cached"]
+
+
+def tpu_mesh(arguments: Arguments) -> str | None:
+    """The device mesh for a TPU's topology, if run.mesh_shape calls for one."""
+    # Read the binding as written: the value that it gives no longer shows its origin.
+    bound = door.value_of(full_name("utils.run"), "mesh_shape")
+    if door.selector_of(bound) != full_name("utils.tpu_mesh_shape"):
+        return None
+    dimensions = mesh.mesh_dimensions(arguments.run["mesh_shape"])
+    return ",".join(f"{each.name}:{each.size}" for each in dimensions) or None
+
+
+def _sequence_length(arguments: Arguments) -> Mapping[str, int] | None:
+    length, where = arguments.run["sequence_length"], arguments.place("sequence_length")
+    # Mesh TensorFlow takes one number for both features.
+    if isinstance(length, int) and not isinstance(length, bool):
+        length = {"inputs": length, "targets": length}
+    if length is None:
+        return None
+    if not isinstance(length, Mapping):
+        raise UserError(f"run.sequence_length is {length!r}.", where=where, fix=_BIND_LENGTHS)
+    ranges.check_field(RunConfig, "sequence_length", length, where)
+    # Only the task itself lists further features.
+    for feature in ("targets",) if arguments.model_type == "lm" else ("inputs", "targets"):
+        if feature not in length:
+            raise UserError(
+                f"run.sequence_length has no length for {feature!r}, only for"
+                f" {', '.join(map(repr, length)) or 'nothing'}.",
+                where=where,
+                fix=_BIND_LENGTHS,
+            )
+    return length
+
+
+def _batch_size(arguments: Arguments, sequence_length: Mapping[str, int] | None) -> int:
+    size, where = arguments.run["batch_size"], arguments.place("batch_size")
+    if isinstance(size, int | float):
+        ranges.check_field(RunConfig, "batch_size", size, where)
+        return int(size)
+    if not isinstance(size, tuple | list) or len(size) != 2 or size[0] not in _BATCH_METHODS:
+        raise UserError(
+            f"run.batch_size is {size!r}.",
+            where=where,
+            fix=f"Bind it to a number or to (METHOD, N), with one of {list(_BATCH_METHODS)}.",
+        )
+    method, amount = size
+    ranges.check_field(RunConfig, "batch_size", amount, where, shown=f"batch_size ({method})")
+    if method.startswith("tokens"):
+        bound = f"run.batch_size = {(method, amount)!r}"
+        if sequence_length is None:
+            raise UserError(
+                f"{bound} counts tokens, and run.sequence_length is None.",
+                where=where,
+                fix="Bind run.batch_size to a number or to ('sequences_per_batch', N).",
+            )
+        # Mesh TensorFlow counts a batch's tokens by the longer of its features.
+        longest = max(sequence_length.values())
+        if amount % longest:
+            raise UserError(
+                f"{bound} is not a whole number of sequences of {longest} tokens.",
+                where=where,
+                fix=f"Bind a multiple of {longest}: ({method!r},"
+                f" {max(1, round(amount / longest)) * longest}).",
+            )
+    shape, rules = arguments.run["mesh_shape"], arguments.run["layout_rules"]
+    return mesh.batch_size(method, amount, sequence_length, shape, rules)
+
+
+def _num_microbatches(
+    arguments: Arguments, batch_size: int, sequence_length: Mapping[str, int] | None
+) -> int:
+    name, argument = "utils.serialize_num_microbatches", "tokens_per_microbatch_per_replica"
+    arguments.note("num_microbatches", name, argument)
+    tokens = arguments.of(name)[argument]
+    if tokens is not None and type(tokens) is not int:
+        raise UserError(
+            f"{name.rpartition('.')[2]}.{argument} is {tokens!r}; it must be a whole number.",
+            where=arguments.place(argument, name),
+            fix="Bind a whole number, or None for a single microbatch.",
+        )
+    # Only training accumulates gradients.
+    if sequence_length is None or arguments.run["mode"] != "train":
+        return 1
+    shape, rules = arguments.run["mesh_shape"], arguments.run["layout_rules"]
+    shards = mesh.count_shards("batch", shape, rules)
+    if tokens and batch_size % shards:
+        if not tpu_mesh(arguments):
+            raise UserError(
+                f"The batch of {batch_size} sequences is not divided by {shards} shards.",
+                where=arguments.place("batch_size"),
+                fix=f"Bind a batch size that is a multiple of {shards}.",
+            )
+        shards = 1  # a batch too small for the TPU still fits one device
+    return mesh.count_microbatches(batch_size // shards, sequence_length, tokens)
+
+
+def dtype_name(arguments: Arguments, argument: str) -> str:
+    """The name of the type that get_variable_dtype is bound to, given as text or TensorFlow's own.
+
+    Raises:
+      UserError: if TensorFlow has no such type.
+    """
+    value: Any = arguments.of("utils.get_variable_dtype")[argument]
+    name = getattr(value, "name", value)
+    name = _DTYPES.get(name, name) if isinstance(name, str) else None
+    if name in _KNOWN_DTYPES:
+        return name
+    raise UserError(
+        f"get_variable_dtype.{argument} is {value!r}; TensorFlow has no such type.",
+        where=arguments.place(argument, "utils.get_variable_dtype"),
+        fix="Bind 'float32' or 'bfloat16'.",
+    )

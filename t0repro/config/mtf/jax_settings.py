@@ -1,0 +1,102 @@
+"""Settings of the JAX stack that no gin file of Mesh TensorFlow has.
+
+The model's settings exist in transformers' T5, so models from there may need them. Importing this
+module registers them with gin; Mesh TensorFlow refuses them all by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_args
+
+import gin
+from t0repro import adapters
+from t0repro.config.choices import ChoiceLoss
+from t0repro.config.model import Recompute
+from t0repro.errors import UserError
+
+JAX_MODEL = "t0repro.jax_model"
+JAX_TRAINING = "t0repro.jax_training"
+
+
+# Importing this module registers it; the parser does so before it reads a file.
+@gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
+def jax_model(
+    relative_attention_max_distance: int = 128,
+    exact_gelu: bool = False,
+    scale_tied_logits: bool = True,
+    recompute: str | None = None,
+) -> dict[str, Any]:
+    """The settings bound by gin, by name.
+
+    Args:
+      relative_attention_max_distance: As in `ModelConfig`.
+      exact_gelu: Whether `gelu` is the one with the error function and not its tanh approximation.
+      scale_tied_logits: As in `ModelConfig`.
+      recompute: As in `ModelConfig`; None for `full` if `LayerStack.recompute_grads` is True.
+    """
+    return {
+        "relative_attention_max_distance": relative_attention_max_distance,
+        "exact_gelu": exact_gelu,
+        "scale_tied_logits": scale_tied_logits,
+        "recompute": recompute,
+    }
+
+
+@gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
+def jax_training(
+    weight_metrics_every: int = 0,
+    data_shards: int = 1,
+    adapter: adapters.Adapter | None = None,
+    init_adapter: str | None = None,
+    choice_loss: ChoiceLoss | None = None,
+) -> dict[str, Any]:
+    """The settings of a training run bound by gin, by name.
+
+    Args:
+      weight_metrics_every: As in `RunConfig`.
+      data_shards: `TrainDataConfig.num_shards`.
+      adapter: What is trained in place of the model's own parameters: `@adapters.lora()` or
+        `@adapters.ia3()`.
+      init_adapter: `RestoreConfig.adapter`.
+      choice_loss: Losses over an example's answer choices: `@t0repro.ChoiceLoss()`.
+    """
+    return {
+        "weight_metrics_every": weight_metrics_every,
+        "data_shards": data_shards,
+        "adapter": adapter,
+        "init_adapter": init_adapter,
+        "choice_loss": choice_loss,
+    }
+
+
+def check_recompute(policy: Any) -> Any:
+    """The rematerialization policy that is bound; raises UserError if there is no such policy."""
+    if policy is not None and policy not in (policies := get_args(Recompute)):
+        raise UserError(
+            f"{policy!r} does not name what to recompute.",
+            where=f"{JAX_MODEL}.recompute",
+            fix=f"Bind one of {', '.join(policies)}.",
+        )
+    return policy
+
+
+for _function in (adapters.lora, adapters.ia3):
+    gin.external_configurable(_function, module="t0repro.adapters")
+gin.external_configurable(ChoiceLoss, module="t0repro")
+
+
+def refusal_on_mesh_tensorflow() -> UserError | None:
+    """The error for a setting that gin binds to a value that Mesh TensorFlow does not support."""
+    for selector, function in ((JAX_MODEL, jax_model), (JAX_TRAINING, jax_training)):
+        parameters = inspect.signature(function).parameters
+        for name, value in gin.get_bindings(selector).items():
+            # A setting bound to its default needs no support.
+            if value != parameters[name].default:
+                return UserError(
+                    f"{selector}.{name} is {value!r}; Mesh TensorFlow supports"
+                    f" only {parameters[name].default!r}.",
+                    where=f"{selector}.{name}",
+                    fix="Run with --backend=jax, or leave the binding out.",
+                )
+    return None

@@ -1,0 +1,134 @@
+"""The bindings that a run on the JAX stack reads; any other may only bind a default.
+
+Most are the arguments that the run's settings name in their annotations (t0repro.config.names).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import EllipsisType
+
+from t0repro.config.checkpoints import CheckpointChoice, RestoreConfig, SaveConfig
+from t0repro.config.data import EvalDataConfig, TrainDataConfig
+from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
+from t0repro.config.gin import door
+from t0repro.config.model import DTypePolicy, ModelConfig
+from t0repro.config.mtf.arguments import Arguments
+from t0repro.config.mtf.optimizer import SCHEDULES
+from t0repro.config.mtf.stand_ins import full_name, signature_of
+from t0repro.config.names import fields_by_argument
+from t0repro.config.optimizer import (
+    AdafactorConfig,
+    AdamWeightDecayConfig,
+    MomentumConfig,
+    SgdConfig,
+)
+from t0repro.config.run import RunConfig, TrainingPlan
+
+_SETTINGS = (
+    RunConfig, TrainingPlan, ModelConfig, DTypePolicy, SaveConfig, RestoreConfig, CheckpointChoice,
+    TrainDataConfig, EvalDataConfig, DecodingConfig, InferConfig, ScoreStringsConfig,
+    AdafactorConfig, AdamWeightDecayConfig, MomentumConfig, SgdConfig,
+)  # fmt: skip
+# Arguments that are no field's: rules read them, Mesh TensorFlow passes others itself, or nothing
+# that the JAX stack computes depends on them. `...` admits every argument.
+_OTHERS: Mapping[str, set[str] | EllipsisType] = {
+    "utils.run": {
+        # Read by rules.
+        "vocabulary", "layout_rules", "total_run_steps",
+        # Without an effect here.
+        "autostack", "export_checkpoint_step", "export_path", "iterations_per_loop", "mesh_devices",
+        "tpu_job_name", "tpu", "gcp_project", "tpu_zone", "model_dir",
+    },
+    "utils.serialize_num_microbatches": ...,
+    "utils.auto_train_steps": ...,
+    "utils.tpu_mesh_shape": ...,
+    "utils.tpu_estimator_model_fn": {
+        "model_info_file", "tpu_summaries", "hierarchical_tiling_spec", "init_checkpoint",
+    },
+    "utils.score_with_estimator": set(),
+    "utils.init_checkpoint_variable_mapping": set(),
+    "utils.should_load_variable": set(),
+    "utils.decode": set(),
+    "utils.clean_decodes": set(),
+    "utils.infer_model": {"decode_fn"},
+    "utils.score_from_strings": {"score_postprocess_fn"},
+    "utils.score_from_dataset": {"score_dataset_fn", "score_postprocess_fn"},
+    "mesh_transformer.get_vocabulary": ...,
+    "dataset.pack_dataset": set(),
+    "layers.unit_scaling_convention": set(),
+    "layers.VarianceScalingInitializer": set(),
+    "ops.rewrite_stack_variables": ...,
+    "Bitransformer.decode": {"variable_dtype"},
+    "Unitransformer.sample_autoregressive": {
+        "temperature", "sampling_keep_top_k", "variable_dtype", "has_partial_sequences",
+        "encoder_output", "encoder_sequence_id", "encoder_inputs", "shared_params",
+        "encoder_layer_outputs",
+    },
+    "beam_search.beam_search": {
+        "alpha", "decode_length", "use_tpu", "dtype", "layout", "mesh_shape", "states",
+    },
+    "transformer.Unitransformer": {"max_length", "positional_embedding"},
+    "transformer.LayerStack": {
+        "sublayers_initial", "sublayers_per_layer", "sublayers_final", "dropout_rate",
+    },
+    "transformer.make_layer_stack": {"layers"},
+    "transformer.make_bitransformer": {"decoder_name"},
+    "transformer.Bitransformer": set(),
+    "transformer.VocabEmbedding": set(),
+    "transformer.get_vocab_embedding_cls": set(),
+    "transformer.shift_targets": set(),
+    "transformer.sublayer_residual": set(),
+    "transformer.sublayer_call_layer": set(),
+    "transformer.sublayer_mask_padding": set(),
+    "transformer_layers.DenseReluDense": {"dropout_rate"},
+    "transformer_layers.SelfAttention": {"dropout_rate"},
+    "transformer_layers.EncDecAttention": {"num_heads", "key_value_size", "dropout_rate"},
+    "transformer_layers.enc_dec_attention": set(),
+    "transformer_layers.enc_dec_attention_bias": set(),
+    "optimize.AdafactorOptimizer": {"stacked_dim_names", "learning_rate"},
+    "optimize.AdamWeightDecayOptimizer": {"learning_rate"},
+    "optimize.MomentumOptimizer": {"learning_rate"},
+    "optimize.SgdOptimizer": {"learning_rate"},
+    "optimize.adafactor_decay_rate_pow": ...,
+    "utils.get_variable_dtype": ...,
+}  # fmt: skip
+
+
+@functools.cache
+def known_bindings() -> Mapping[str, set[str] | EllipsisType]:
+    """Configurable -> its arguments that are read; `...` for all of them."""
+    known: dict[str, set[str]] = {}
+    for name in fields_by_argument(_SETTINGS, "mtf"):
+        configurable, _, argument = name.rpartition("/")[2].rpartition(".")
+        # The JAX stack's own settings are all read.
+        if not configurable.startswith("t0repro."):
+            known.setdefault(full_name(configurable), set()).add(argument)
+    for name, arguments in _OTHERS.items():
+        others = set() if arguments is ... else arguments
+        known.setdefault(full_name(name), set()).update(others)
+    every = {full_name(name): ... for name, arguments in _OTHERS.items() if arguments is ...}
+    schedules = {
+        name: {*signature_of(name).parameters} - {"step", "total_train_steps"} for name in SCHEDULES
+    }
+    return {**known, **schedules, **every}
+
+
+def refuse_unknown_bindings(arguments: Arguments) -> None:
+    """Refuses a supported configurable's argument that is neither read nor at its default.
+
+    Raises:
+      NotOnJax: Naming the binding and its place.
+    """
+    for (scope, selector), bound in door.bound().items():
+        known = known_bindings().get(selector)
+        if known is None or known is ...:
+            continue
+        defaults = arguments.defaults(selector)
+        # Compare with the signature's defaults: binding a default changes nothing.
+        for argument in set(bound) - known:
+            value = arguments.of(selector, scope)[argument]
+            if argument not in defaults or value != defaults[argument]:
+                shown = door.as_text(bound[argument])
+                arguments.refuse(f"{argument} = {shown}", argument, selector, scope)

@@ -1,0 +1,438 @@
+"""What T5X's gin files may name: its modules, their configurables, and each one's arguments.
+
+An argument that sets a field of a run is declared with that field (`t0repro.config.names`). The
+tables here have the others: those that hold a run's parts together, those that rules read, those of
+which only the default is accepted, and those that change nothing.
+
+Source: google-research/t5x at cc342d4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t0repro.config.checkpoints import BestCheckpoints, RestoreConfig, SaveConfig
+from t0repro.config.data import (
+    ByteVocabulary,
+    EvaluatorConfig,
+    ExampleFiles,
+    PassThroughVocabulary,
+    SentencePieceVocabulary,
+    SeqioDataConfig,
+)
+from t0repro.config.decoding import DecodingPlan
+from t0repro.config.model import Arithmetic, DTypePolicy, ModelConfig
+from t0repro.config.names import UNSET, Argument, arguments_of
+from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
+from t0repro.config.ranges import alternatives, fits, hints_of, in_words
+from t0repro.config.run import (
+    EarlyStoppingConfig,
+    EvalPlan,
+    InferPlan,
+    RunConfig,
+    TerminateOnNanConfig,
+    TrainingPlan,
+)
+
+REQUIRED: Any = inspect.Parameter.empty
+ONLY_T5X = "Remove the binding, or run it with T5X itself."
+# Of several fields that one argument sets, the first decides its type and default.
+_KINDS = (
+    *(
+        TrainingPlan,
+        EvalPlan,
+        InferPlan,
+        SeqioDataConfig,
+        ExampleFiles,
+        SaveConfig,
+        BestCheckpoints,
+    ),
+    *(RestoreConfig, EvaluatorConfig, EarlyStoppingConfig, TerminateOnNanConfig, ModelConfig),
+    *(Arithmetic, DTypePolicy, AdafactorConfig, DecodingPlan, SentencePieceVocabulary),
+    *(ByteVocabulary, PassThroughVocabulary, ScheduleConfig, RunConfig),
+)
+KIND_OF = {
+    configurable: kind
+    for kind in _KINDS
+    if (configurable := getattr(kind, "gin_configurables", {}).get("t5x"))
+}
+"""Configurable -> the part of a run whose fields are its arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """An argument of a configurable.
+
+    Attributes:
+      hint: The declared type of values that are no calls.
+      default: Its default; `REQUIRED` without one.
+      calls: The configurables of which it takes a call.
+      why: Why only the default is accepted; "" if other values are too.
+      fix: What to do about another value.
+    """
+
+    hint: Any = Any
+    default: Any = REQUIRED
+    calls: tuple[str, ...] = ()
+    why: str = ""
+    fix: str = ONLY_T5X
+
+    def accepts(self, value: Any, configurable: str | None) -> bool:
+        """Whether a value, or a call of a configurable, is of the declared type."""
+        if configurable in self.calls or value is self.default:
+            return True
+        return self.hint is not UNSET and fits(value, self.hint)
+
+    @property
+    def in_words(self) -> str:
+        """The declared type, in words."""
+        parts = [call.rpartition(".")[2] for call in self.calls]
+        if self.hint is not UNSET:
+            parts.append(in_words(self.hint))
+        return ", or ".join(parts)
+
+
+def _refuse(why: str, default: Any = None, hint: Any = Any, fix: str = ONLY_T5X) -> Parameter:
+    return Parameter(hint, default, why=why, fix=fix)
+
+
+def _call(*calls: str, **more: Any) -> Parameter:
+    return Parameter(UNSET, calls=calls, **more)
+
+
+def _call_or_none(call: str, **more: Any) -> Parameter:
+    return Parameter(None, calls=(call,), **more)
+
+
+_MODEL, _PARTITIONER = "models.EncoderDecoderModel", "partitioning.PjitPartitioner"
+_NO_TRANSFORMATIONS = _refuse("checkpoints are changed by assignment_map alone.", (), Sequence[Any])
+_ONE_CHECKPOINTER = _refuse("checkpoints are read and written in one way, which keeps T5X's tree.")
+_NOT_REPLACED = _refuse("this function of the run cannot be replaced.")
+_LOSS_IN_TRAINING = _refuse("the loss is evaluated in training (train_eval).")
+_SUMMARY = _refuse(
+    "the configuration is always written as config.gin.",
+    fix="Bind @gin_utils.summarize_gin_config, or leave it out.",
+)
+_NO_SEED = _refuse(
+    "a model that is evaluated has all of its parameters in the checkpoint.", hint=int | None
+)
+_IGNORED = Parameter(bool, True)
+_FEATURE = "a feature of examples is a sequence of tokens."
+_RULES = Sequence[tuple[str, str | Sequence[str] | None]]
+_OUTPUT = {"output_dir": Parameter(str | None, None)}
+
+# Configurable -> its arguments besides those that fields declare.
+_OTHERS: Mapping[str, Mapping[str, Parameter]] = {
+    "train": {
+        "model": _call(_MODEL),
+        "checkpoint_cfg": _call("utils.CheckpointConfig"),
+        "partitioner": _call(_PARTITIONER),
+        "trainer_cls": _call("trainer.Trainer"),
+        "summarize_config_fn": _SUMMARY,
+        "use_hardware_rng": Parameter(bool, False),
+        "get_dataset_fn": _NOT_REPLACED,
+        # Ignored: all actions run, whatever else runs at the same time.
+        "concurrent_metrics": _IGNORED,
+        "train_eval_get_dataset_fn": _NOT_REPLACED,
+        "train_state_initializer_cls": _NOT_REPLACED,
+        # Ignored: there is one way to write checkpoints.
+        "use_orbax": _IGNORED,
+        "verify_matching_vocabs_fn": _NOT_REPLACED,
+    },
+    "evaluate": {
+        "model": _call(_MODEL),
+        "partitioner": _call(_PARTITIONER),
+        "training_evaluator_cls": _LOSS_IN_TRAINING,
+        "summarize_config_fn": _SUMMARY,
+        "train_state_initializer_cls": _NOT_REPLACED,
+        "train_eval_get_dataset_fn": _LOSS_IN_TRAINING,
+        "fallback_init_rng": _NO_SEED,
+        "use_orbax": _IGNORED,
+    },
+    "infer": {
+        "model": _call(_MODEL),
+        "partitioner": _call(_PARTITIONER),
+        "write_fn": _refuse("results are JSON lines in T5X's form.", fix="Leave it out."),
+        # Ignored: a run resumes by counting chunks, not from an iterator's state.
+        "checkpoint_ds_iter": _IGNORED,
+        "train_state_initializer_cls": _NOT_REPLACED,
+        "fallback_init_rng": _NO_SEED,
+        "merge_fn": _refuse("chunks are put one after the other."),
+        "summarize_config_fn": _SUMMARY,
+        "use_orbax": _IGNORED,
+    },
+    "create_task_from_tfexample_file": {"task_id": Parameter(str | None, None)},
+    "utils.DatasetConfig": {
+        "use_custom_packing_ops": _refuse(
+            "SeqIO's compiled packing is not built here; its packing in TensorFlow is used.",
+            False,
+            bool,
+        ),
+        # T5X's old way to name the module that registers the tasks; its run files still bind it.
+        "module": Parameter(str | None, None),
+    },
+    "utils.SaveCheckpointConfig": {
+        # Ignored, as T5X's default manager does.
+        "keep_dataset_checkpoints": Parameter(int | None, None),
+        "state_transformation_fns": _NO_TRANSFORMATIONS,
+        "checkpoint_manager_cls": _ONE_CHECKPOINTER,
+    },
+    "utils.RestoreCheckpointConfig": {
+        "restore_dataset": _refuse(
+            "the position in the data is resumed from model_dir's own checkpoints alone.",
+            False,
+            bool,
+        ),
+        "checkpointer_cls": _ONE_CHECKPOINTER,
+        "state_transformation_fns": _NO_TRANSFORMATIONS,
+        "checkpoint_manager_cls": _ONE_CHECKPOINTER,
+    },
+    "utils.create_learning_rate_scheduler": {
+        "factors": Parameter(str, "constant * linear_warmup * rsqrt_decay"),
+        "base_learning_rate": Parameter(float, 0.5),
+        "warmup_steps": Parameter(int, 1000),
+        "decay_factor": Parameter(float, 0.5),
+        "steps_per_decay": Parameter(int, 20000),
+        "steps_per_cycle": Parameter(int, 100000),
+        "step_offset": Parameter(int, 0),
+        "min_learning_rate": Parameter(float, 1e-8),
+    },
+    _MODEL: {
+        "module": _call("network.Transformer"),
+        "feature_converter_cls": _refuse(
+            "examples are converted as seqio.EncDecFeatureConverter does; there is no other"
+            " converter."
+        ),
+        "default_decoder_params": Parameter(Mapping[str, Any] | None, None),
+    },
+    # T5X's files of 2021 bind the loss's arguments for this method instead of the model.
+    f"{_MODEL}.loss_fn": {
+        "label_smoothing": Parameter(float | None, None),
+        "z_loss": Parameter(float | None, None),
+        "loss_normalizing_factor": Parameter(float | str | None, None),
+    },
+    f"{_MODEL}.predict_batch_with_aux": {
+        "decoder_params": Parameter(Mapping[str, Any] | None, None)
+    },
+    "models.get_input_vocabulary": {"model": _call(_MODEL)},
+    "models.get_output_vocabulary": {"model": _call(_MODEL)},
+    "network.Transformer": {"config": _call("network.T5Config")},
+    "scalable_t5.network.T5Config": {
+        # Ignored: it only orders the axes in T5X's own checkpoints.
+        "param_scan_axis": Parameter(int, 1)
+    },
+    # T5X passes a number of its own to both.
+    "decoding.beam_search": {"num_decodes": Parameter(int, 4)},
+    "decoding.temperature_sample": {
+        "num_decodes": Parameter(int, 1),
+        "max_decode_steps_hard_limit": Parameter(int | None, None),
+    },
+    "adafactor.Adafactor": {
+        "multiply_by_parameter_scale": Parameter(bool, True, ("adafactor.HParamMap",)),
+        "factor_map": _call_or_none("adafactor.HParamMap", default=None),
+        # Ignored: the Trainer's schedule sets the rate of each step.
+        "learning_rate": Parameter(float | None, None),
+        "dtype_momentum": _refuse("slots are float32.", "float32"),
+        # T5X reads these for scanned layers only; a plain matrix is factored by its size.
+        "logical_factor_rules": Parameter(Any, None),
+    },
+    "adafactor.HParamMap": {"rules": Parameter(Sequence[tuple[str, Any]])},
+    "adafactor.standard_logical_factor_rules": {"rules": Parameter(Mapping[str, Any] | None, None)},
+    "optimizers.MultiOptimizer": {
+        "traversals_and_optimizers": Parameter(Sequence[tuple[Any, Any]])
+    },
+    "optimizers.chain": {"transformations": Parameter(Sequence[Any])},
+    "checkpoints.SaveBestCheckpointer": {"force_keep_period": Parameter(int | None, None)},
+    _PARTITIONER: {
+        "num_partitions": Parameter(int | None, None),
+        "model_parallel_submesh": Parameter(Sequence[int] | None, None),
+        # Ignored, like `backend` and `use_cpu_pjit`: parameters are on the devices JAX finds.
+        "params_on_devices": _IGNORED,
+        "backend": Parameter(str | None, None),
+        "ici_mesh_shape": Parameter(Mapping[str, int] | None, None),
+        "dcn_mesh_shape": Parameter(Mapping[str, int] | None, None),
+        "logical_axis_rules": Parameter(
+            _RULES | None, None, ("partitioning.standard_logical_axis_rules",)
+        ),
+        "use_cpu_pjit": Parameter(bool, False),
+    },
+    "partitioning.standard_logical_axis_rules": {
+        "activation_partitioning_dims": Parameter(int, 1),
+        "parameter_partitioning_dims": Parameter(int, 1),
+        "additional_rules": Parameter(_RULES | None, None),
+    },
+    "trainer.Trainer": {
+        "weight_metrics_computer": _call_or_none("trainer.WeightMetricsComputer", default=None)
+    },
+    "seqio.SentencePieceVocabulary": {
+        "use_fast_tokenizer": _refuse("texts are encoded by SentencePiece itself.", False, bool)
+    },
+    "seqio.Feature": {
+        "vocabulary": Parameter(),
+        "add_eos": Parameter(bool, True),
+        "required": _refuse(_FEATURE, True, bool),
+        "dtype": _refuse(_FEATURE, "int32"),
+        "rank": _refuse(_FEATURE, 1, int),
+    },
+    "seqio.PyLoggingLogger": _OUTPUT,
+    "seqio.TensorBoardLogger": _OUTPUT,
+    "seqio.JSONLogger": {**_OUTPUT, "write_n_results": Parameter(int | None, None)},
+    "gin_utils.summarize_gin_config": {
+        "model_dir": Parameter(str | None, None),
+        "summary_writer": Parameter(Any, None),
+        "step": Parameter(int, 0),
+    },
+}
+# Arguments of precompile that are those of train, and the defaults of some.
+_OF_PRECOMPILE = {
+    "model": REQUIRED,
+    "train_dataset_cfg": REQUIRED,
+    "partitioner": REQUIRED,
+    "model_dir": REQUIRED,
+    "random_seed": None,
+    "adapter": None,
+    "choice_loss": None,
+}
+# The networks of T5X and their arguments that others lack.
+NETWORKS = {
+    "scalable_t5.network.T5Config": ("scan_layers", "remat_policy"),
+    "gpu.network.T5Config": ("scale_attn_logits",),
+    "network.T5Config": (),
+}
+
+STANDARD: Mapping[str, tuple[str, ...]] = {
+    "utils.get_dataset": ("get_dataset_fn",),
+    "utils.get_training_eval_datasets": ("train_eval_get_dataset_fn",),
+    "utils.TrainStateInitializer": ("train_state_initializer_cls",),
+    "utils.verify_matching_vocabs": ("verify_matching_vocabs_fn",),
+    "merge_chunks_to_file": ("merge_fn",),
+    "write_inferences_to_file": ("write_fn",),
+    "checkpoints.Checkpointer": ("checkpointer_cls",),
+    "checkpoints.OrbaxCheckpointManagerInterface": ("checkpoint_manager_cls",),
+    "seqio.EncDecFeatureConverter": ("feature_converter_cls",),
+    "gin_utils.summarize_gin_config": ("summarize_config_fn",),
+}
+"""T5X's functions and classes that arguments have as default; naming one there changes nothing."""
+
+_SEQIO = {
+    "vocabularies": ("SentencePieceVocabulary", "ByteVocabulary", "PassThroughVocabulary"),
+    "dataset_providers": ("Feature",),
+    "feature_converters": ("EncDecFeatureConverter",),
+    "evaluation": ("Evaluator",),
+    "loggers": ("PyLoggingLogger", "TensorBoardLogger", "JSONLogger"),
+}
+_RESULTS = ("write_inferences_to_file", "merge_chunks_to_file")
+PROGRAMS = {"train": "train", "eval": "evaluate", "infer": "infer", "precompile": "precompile"}
+"""Run mode -> the function that its gin files configure."""
+
+
+def _named(module: str, *names: str) -> dict[str, str]:
+    return {name: f"{module}.{name}" for name in names}
+
+
+MODULES: Mapping[str, Mapping[str, str]] = {
+    "__main__": {
+        name: name for name in (*PROGRAMS.values(), "create_task_from_tfexample_file", *_RESULTS)
+    },
+    "t5x.infer": {name: name for name in _RESULTS},
+    "t5x.utils": _named(
+        "utils",
+        "DatasetConfig",
+        "SaveCheckpointConfig",
+        "RestoreCheckpointConfig",
+        "CheckpointConfig",
+        "create_learning_rate_scheduler",
+        "get_dataset",
+        "get_training_eval_datasets",
+        "TrainStateInitializer",
+        "verify_matching_vocabs",
+    ),
+    "t5x.models": _named(
+        "models", "EncoderDecoderModel", "get_input_vocabulary", "get_output_vocabulary"
+    ),
+    "t5x.decoding": _named("decoding", "beam_search", "temperature_sample"),
+    "t5x.checkpoints": _named(
+        "checkpoints",
+        "SaveBestCheckpointer",
+        "Checkpointer",
+        "OrbaxCheckpointManagerInterface",
+    ),
+    "t5x.optimizers": _named("optimizers", "chain", "MultiOptimizer"),
+    "t5x.adafactor": _named("adafactor", "Adafactor", "HParamMap", "standard_logical_factor_rules"),
+    "t5x.partitioning": {
+        **_named("partitioning", "PjitPartitioner", "standard_logical_axis_rules"),
+        "ModelBasedPjitPartitioner": _PARTITIONER,
+    },
+    "t5x.trainer": _named(
+        "trainer",
+        "Trainer",
+        "WeightMetricsComputer",
+        "EarlyStoppingAction",
+        "TerminateOnNanAction",
+    ),
+    "t5x.gin_utils": _named("gin_utils", "summarize_gin_config"),
+    "t5x.examples.t5.network": _named("network", "Transformer", "T5Config"),
+    "t5x.examples.scalable_t5.network": {
+        "Transformer": "network.Transformer",
+        "T5Config": "scalable_t5.network.T5Config",
+    },
+    "t5x.contrib.gpu.t5.network": {
+        "Transformer": "network.Transformer",
+        "T5Config": "gpu.network.T5Config",
+    },
+    # SeqIO has each name in its package too.
+    "seqio": {name: f"seqio.{name}" for names in _SEQIO.values() for name in names},
+    **{
+        f"seqio.{module}": {name: f"seqio.{name}" for name in names}
+        for module, names in _SEQIO.items()
+    },
+}
+"""Module -> the names that gin files find in it -> the configurable of each."""
+
+
+def standard_name(configurable: str) -> str:
+    """A configurable's name in the tables of fields: of any network's T5Config, one name."""
+    return "network.T5Config" if configurable in NETWORKS else configurable
+
+
+@functools.cache
+def parameters_of(configurable: str) -> Mapping[str, Parameter]:
+    """The arguments of a configurable, by name."""
+    if configurable == "precompile":
+        of_train = parameters_of("train")
+        return {
+            name: dataclasses.replace(of_train[name], default=default)
+            for name, default in _OF_PRECOMPILE.items()
+        }
+    found: dict[str, Parameter] = {}
+    for kind in _KINDS:
+        for field, argument in arguments_of(kind, "t5x").items():
+            if argument.configurable == standard_name(configurable):
+                found.setdefault(argument.argument, _of_field(kind, field, argument))
+    if configurable in NETWORKS:
+        for network, names in NETWORKS.items():
+            if network != configurable:
+                found = {name: each for name, each in found.items() if name not in names}
+    others = dict(_OTHERS.get(configurable, {}))
+    # First those that hold the run together, of which messages name the first that is missing.
+    return others | found | others
+
+
+def _of_field(kind: type, field: str, argument: Argument) -> Parameter:
+    default = argument.default
+    if default is UNSET:
+        own = kind.__dataclass_fields__[field].default  # pyright: ignore[reportAttributeAccessIssue]
+        default = REQUIRED if own is dataclasses.MISSING else own
+    parts = alternatives(argument.hint or hints_of(kind)[field])
+    calls = {part: of["t5x"] for part in parts if "t5x" in (of := _configurables(part))}
+    rest = tuple(part for part in parts if part not in calls and not _configurables(part))
+    hint: Any = functools.reduce(lambda a, b: a | b, rest) if rest else UNSET
+    return Parameter(hint, default, tuple(calls.values()))
+
+
+def _configurables(hint: Any) -> Mapping[str, str]:
+    return getattr(hint, "gin_configurables", {})

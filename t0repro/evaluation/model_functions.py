@@ -1,0 +1,177 @@
+"""A model's functions, as SeqIO's Evaluator calls them: predict, predict with scores, score."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from t0repro.config.decoding import DecodingPlan
+from t0repro.evaluation.engine import score_examples
+from t0repro.model.t5 import T5
+from t0repro.model.t5x_decoding import generate
+from t0repro.partitioning.devices import count_data_shards, fetch, use_devices_of
+
+Indexed = list[tuple[int, Any]]
+
+
+Aux = dict[str, list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFunctions:
+    """A model that predicts and scores examples.
+
+    Attributes:
+      model: The model.
+      params: Its parameters.
+      plan: The decoding options.
+      batch_size: Examples decoded together; the last batch is padded with copies of its first
+        example, whose outputs are dropped.
+      seed: For sampling.
+    """
+
+    model: T5
+    params: Any
+    plan: DecodingPlan
+    batch_size: int
+    seed: int = 0
+
+    def predict(self, dataset: Any) -> Indexed:
+        """Token ids of each example's output; lists of them with `return_all_decodes`."""
+        return self.predict_with_aux(dataset)[0]
+
+    def predict_with_aux(self, dataset: Any) -> tuple[Indexed, Aux]:
+        """Token ids of each example's output, and its score under "scores"."""
+        outputs: Indexed = []
+        scores: list[Any] = []
+        for (index, tokens), aux in _compute_batches(self, dataset, self._decode):
+            # Decodes ascend by score, so the best one is the last.
+            every = self.plan.return_all_decodes
+            outputs.append((index, tokens if every else tokens[-1]))
+            scores.append(aux["scores"] if every else aux["scores"][-1])
+        return outputs, {"scores": scores}
+
+    def score(self, dataset: Any) -> Indexed:
+        """Log-likelihood of each example's targets, EOS included: natural log, not normalised."""
+        indices, examples = [], []
+        for index, example in _pairs(dataset):
+            indices.append(int(index))
+            examples.append(_tokens(example))
+        if not examples:
+            return []
+        # The limit is in tokens: those of batch_size examples of the greatest length.
+        longest = max(len(row) for example in examples for row in example.values())
+        scores = score_examples(
+            self.params,
+            self.model,
+            examples,
+            None,
+            tokens_per_batch=self.batch_size * longest,
+        )
+        return [(index, float(score)) for index, score in zip(indices, scores, strict=True)]
+
+    def _decode(self, batch: Any, key: jax.Array) -> tuple[Any, dict[str, Any]]:
+        own = _tokens(batch)
+        tokens, scores = generate(
+            self.model, self.params, own["inputs"], own["targets"], self.plan, key
+        )
+        return tokens, {"scores": scores}
+
+
+@dataclasses.dataclass(frozen=True)
+class UserModelFunctions:
+    """The same for a user's model, through its `predict_batch`, `score_batch` and so on.
+
+    Attributes:
+      model: an EncoderDecoderModel; batches have T5X's feature names.
+      params: Its parameters.
+      batch_size: Examples processed together.
+      seed: For sampling.
+    """
+
+    model: Any
+    params: Any
+    batch_size: int
+    seed: int = 0
+
+    def predict(self, dataset: Any) -> Indexed:
+        """Token ids of each example's output."""
+        predict = jax.jit(self.model.predict_batch)
+        return self._outputs(dataset, lambda batch, key: predict(self.params, batch, key))
+
+    def predict_with_aux(self, dataset: Any) -> tuple[Indexed, Aux]:
+        """Token ids of each example's output, and the model's other results by name."""
+        predict = jax.jit(self.model.predict_batch_with_aux)
+        rows = list(_compute_batches(self, dataset, lambda b, key: predict(self.params, b, key)))
+        names = rows[0][1] if rows else ()
+        return [pair for pair, _ in rows], {name: [aux[name] for _, aux in rows] for name in names}
+
+    def score(self, dataset: Any) -> Indexed:
+        """The model's `score_batch` of each example's targets."""
+        score = jax.jit(self.model.score_batch)
+        return self._outputs(dataset, lambda batch, _: score(self.params, batch))
+
+    def _outputs(self, dataset: Any, function: Callable[[Any, jax.Array], Any]) -> Indexed:
+        computed = _compute_batches(self, dataset, lambda batch, key: (function(batch, key), {}))
+        return [pair for pair, _ in computed]
+
+
+def _compute_batches(
+    functions: ModelFunctions | UserModelFunctions,
+    dataset: Any,
+    function: Callable[[Any, jax.Array], tuple[Any, Mapping[str, Any]]],
+) -> Iterator[tuple[tuple[int, Any], dict[str, Any]]]:
+    """((index, output), {name: value}) of each example, by a function of a batch and a key."""
+    params = functions.params
+    for indices, batch, key in _batches(dataset, params, functions.batch_size, functions.seed):
+        with use_devices_of(params):
+            outputs, aux = function(batch, key)
+        outputs, aux = fetch(outputs), {name: fetch(x) for name, x in aux.items()}
+        for row, index in enumerate(indices):
+            yield (
+                (index, outputs[row].tolist()),
+                {name: x[row].tolist() for name, x in aux.items()},
+            )
+
+
+def make_functions(
+    model: Any, params: Any, plan: DecodingPlan, batch_size: int, seed: int = 0
+) -> ModelFunctions | UserModelFunctions:
+    """The functions of a network, decoded by a plan, or of a user's model."""
+    if isinstance(model, T5):
+        return ModelFunctions(model, params, plan, batch_size, seed)
+    return UserModelFunctions(model, params, batch_size, seed)
+
+
+def _batches(
+    dataset: Any, params: Any, batch_size: int, seed: int
+) -> Iterator[tuple[list[int], dict[str, np.ndarray], jax.Array]]:
+    """Indices, features and PRNG key of each batch; padding rows come after the indexed ones."""
+    key = jax.random.PRNGKey(seed)
+    pairs, numbers = _pairs(dataset), itertools.count()
+    while batch := list(itertools.islice(pairs, batch_size)):
+        examples = [example for _, example in batch]
+        # Round up to what shards evenly across the devices.
+        size = batch_size + -batch_size % count_data_shards(params)
+        examples += examples[:1] * (size - len(examples))
+        features = {
+            name: np.stack([np.asarray(example[name]) for example in examples])
+            for name in examples[0]
+        }
+        yield [int(i) for i, _ in batch], features, jax.random.fold_in(key, next(numbers))
+
+
+def _tokens(example: Any) -> dict[str, np.ndarray]:
+    return {
+        "inputs": np.asarray(example["encoder_input_tokens"], np.int32),
+        "targets": np.asarray(example["decoder_target_tokens"], np.int32),
+    }
+
+
+def _pairs(dataset: Any) -> Iterator[tuple[Any, Any]]:
+    return dataset.as_numpy_iterator() if hasattr(dataset, "as_numpy_iterator") else iter(dataset)

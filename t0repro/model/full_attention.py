@@ -1,0 +1,65 @@
+"""Attention by matmuls over the full matrix of weights: the reference for all implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from t0repro.model.attention_mask import AttentionMask, mask_bias
+from t0repro.model.shapes import Array, Float
+
+
+def full_matrix(
+    query: Float[Array, "batch heads length d_kv"],
+    key: Float[Array, "batch heads keys d_kv"],
+    value: Float[Array, "batch heads keys d_kv"],
+    position_bias: Float[Array, "heads offsets"] | None,
+    mask: AttentionMask,
+    apply_dropout: Callable[[Array], Array] = lambda x: x,
+) -> Float[Array, "batch heads length d_kv"]:
+    """Computes `attention` by matmuls over the full matrix of weights."""
+    bias = mask_bias(mask.matrix())
+    if position_bias is not None:
+        bias = expand_offsets(position_bias, query.shape[2])[None] + bias
+    logits = jnp.einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
+    weights = apply_dropout(attention_weights(logits).astype(value.dtype))
+    return jnp.einsum("bhqk,bhkd->bhqd", weights, value)
+
+
+def attention_weights(
+    logits: Float[Array, "batch heads query key"],
+) -> Float[Array, "batch heads query key"]:
+    """Softmax over the last axis, as exp(logits - log_z), which is Mesh TensorFlow's form."""
+    return jnp.exp(logits - log_normalizer(logits))
+
+
+def log_normalizer(logits: Float[Array, "*rows keys"]) -> Float[Array, "*rows 1"]:
+    """The logarithm of the sum of exp(logits) over the last axis."""
+    # The maximum cancels out, so its gradient need not be computed.
+    maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    return jnp.log(jnp.sum(jnp.exp(logits - maximum), axis=-1, keepdims=True)) + maximum
+
+
+def expand_offsets(
+    by_offset: Float[Array, "heads offsets"], queries: int
+) -> Float[Array, "heads queries keys"]:
+    """The matrices [queries, keys] whose entries depend only on key - query.
+
+    Looking up queries x keys offsets would need a gather, whose gradient is a scatter: slow, and
+    padded to sixteen times its size on a TPU. Instead, each row is the previous row shifted by one:
+
+        by_offset       a b c d e        of the offsets -2 to 2
+        repeated        a b c d e 0 a b c d e 0 a b c ...
+        rows of five    a b c d e | 0 a b c d | e 0 a b c
+        last three          c d e       b c d       a b c
+
+    Args:
+      by_offset: values of the offsets 1 - queries to keys - 1.
+      queries: number of queries.
+    """
+    heads, offsets = by_offset.shape
+    padded = jnp.pad(by_offset, ((0, 0), (0, 1)))
+    repeated = jnp.tile(padded, (1, queries))[:, : queries * offsets]
+    return repeated.reshape(heads, queries, offsets)[:, :, queries - 1 :]

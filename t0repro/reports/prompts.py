@@ -1,0 +1,140 @@
+"""What the registered tasks tell a report: a task's prompt and dataset, and what was trained on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+
+class PromptInfo(Protocol):
+    """The part of t0repro.tasks.PromptedTask that a report uses."""
+
+    @property
+    def dataset(self) -> str:
+        """The Hugging Face name of the dataset."""
+        ...
+
+    @property
+    def subset(self) -> str | None:
+        """The dataset's configuration."""
+        ...
+
+    @property
+    def template_name(self) -> str:
+        """The template's name in promptsource."""
+        ...
+
+    @property
+    def fixed_choices(self) -> tuple[str, ...] | None:
+        """The answers, if every example has the same ones."""
+        ...
+
+    @property
+    def prompt(self) -> str:
+        """The template's Jinja text."""
+        ...
+
+
+def dataset_label(task: str, prompts: Mapping[str, PromptInfo]) -> str:
+    """The dataset label of a task: `super_glue/rte`, or the task's name if unknown.
+
+    Each of ANLI's rounds is a separate dataset, as in T0's figures: `anli/r1`, from the task's
+    suffix.
+    """
+    info = prompts.get(task)
+    if info is None:
+        return task.removesuffix("_score_eval")
+    label = f"{info.dataset}/{info.subset}" if info.subset else info.dataset
+    # Parse the task's name, since the registered dataset is ANLI as a whole.
+    round_of_anli = re.search(r"_(r[123])(_score_eval)?$", task)
+    return f"anli/{round_of_anli[1]}" if info.dataset == "anli" and round_of_anli else label
+
+
+def tasks_by_dataset(
+    tasks: Iterable[str], prompts: Mapping[str, PromptInfo]
+) -> dict[str, list[str]]:
+    """Dataset label -> its tasks, in the order given; sorted by label."""
+    found: dict[str, list[str]] = {}
+    for task in tasks:
+        found.setdefault(dataset_label(task, prompts), []).append(task)
+    return dict(sorted(found.items()))
+
+
+def template_name(task: str, prompts: Mapping[str, PromptInfo]) -> str:
+    """The prompt's name in promptsource, or the task's own name if unknown."""
+    info = prompts.get(task)
+    return info.template_name if info else task.removesuffix("_score_eval")
+
+
+def choice_text(info: PromptInfo | None, choice: int) -> str:
+    """An answer choice's text, or `choice 2` where the prompt's choices vary or are unknown."""
+    fixed = info.fixed_choices if info else None
+    return fixed[choice] if fixed and choice < len(fixed) else f"choice {choice}"
+
+
+def fixed_classes(prompts: Mapping[str, PromptInfo]) -> dict[str, int]:
+    """Task name -> number of choices, for tasks where it is fixed."""
+    return {name: len(info.fixed_choices) for name, info in prompts.items() if info.fixed_choices}
+
+
+def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping[str, PromptInfo]:
+    """Imports modules that register tasks; task name -> its prompt. Empty without a module.
+
+    Args:
+      modules: names of modules.
+      into_seqio: whether to register the tasks with SeqIO, to read their examples.
+
+    Raises:
+      UserError: if a module cannot be found.
+    """
+    if not modules:
+        return {}
+    from t0repro.tasks.modules import load_tasks
+
+    return load_tasks(modules, into_seqio=into_seqio)
+
+
+def training_tasks(mixtures: Sequence[str]) -> set[str]:
+    """Names of the tasks in registered mixtures; a task's own name stands for itself.
+
+    Raises:
+      UserError: if one is not registered.
+    """
+    from t0repro.tasks.registry import registered_tasks, tasks_of_mixture
+
+    tasks = set(registered_tasks()) & set(mixtures)
+    # Names that are not tasks must be mixtures.
+    for mixture in set(mixtures) - tasks:
+        tasks |= set(tasks_of_mixture(mixture, "--train_mixture"))
+    return tasks
+
+
+def training_datasets(tasks: Collection[str], prompts: Mapping[str, PromptInfo]) -> set[str]:
+    """Labels of the datasets of tasks."""
+    return {dataset_label(task, prompts) for task in tasks}
+
+
+def synthetic_datasets(labels: Collection[str]) -> tuple[str, ...]:
+    """Labels of datasets with generated rows, recognized by name."""
+    from t0repro.tasks.catalogue import SYNTHETIC
+
+    # Anywhere in the label: without the tasks' module it is a task's name, which need not start
+    # with the dataset's.
+    return tuple(sorted(label for label in labels if SYNTHETIC in label))
+
+
+def synthetic_warning(labels: Collection[str], synthetic: Collection[str]) -> str:
+    """The banner of a page about some datasets; empty if all rows are real.
+
+    Args:
+      labels: of all the page's datasets.
+      synthetic: those with generated rows.
+    """
+    if not synthetic:
+        return ""
+    rows = "all rows" if set(labels) <= set(synthetic) else f"rows of {', '.join(synthetic)}"
+    return (
+        f"Synthetic data: {rows} were generated by a program. Scores on them show that the"
+        " machinery works; they say nothing about any real dataset."
+    )

@@ -1,0 +1,132 @@
+"""Where a report's numbers come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from t0repro.errors import UserError
+from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versions
+from t0repro.reports.run import Run
+from t0repro.storage import address_of, input_path
+from t0repro.words import as_reader_knows
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """The origin of a report's numbers; None for what is unknown."""
+
+    created: str
+    label: str
+    eval_dir: str
+    checkpoint: str | None
+    step: int
+    device: str | None
+    duration_seconds: float | None
+    versions: dict[str, str]
+    git_commit: str | None
+    operative_config: str | None
+    checkpoint_hash: str | None = None
+    templates_hash: str | None = None
+    data_revision: str | None = None
+    energy_joules: float | None = None
+    energy_source: str | None = None
+    data: dict[str, str] = dataclasses.field(default_factory=dict)
+    scores_sha256: str | None = None
+
+
+def collect_provenance(
+    run: Run,
+    step: int,
+    *,
+    checkpoint: str | None = None,
+    device: str | None = None,
+    duration_seconds: float | None = None,
+) -> Provenance:
+    """Collects an evaluation's provenance; arguments override provenance.json in its folder.
+
+    The operative configuration is operative_config.gin in the folder, or in the model_dir above it.
+
+    Raises:
+      UserError: if provenance.json exists but is not a JSON object.
+    """
+    folder = Path(run.eval_dir)
+    facts = recorded_facts(folder, step)
+    return Provenance(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        label=run.label,
+        # A bucket's address, if the folder is a working copy of it.
+        eval_dir=as_reader_knows(str(run.eval_dir)),
+        checkpoint=checkpoint or facts.get("checkpoint"),
+        step=step,
+        device=device or facts.get("device"),
+        # Keep a duration of 0.
+        duration_seconds=facts.get("duration_seconds")
+        if duration_seconds is None
+        else duration_seconds,
+        # If the evaluation recorded no versions, give those of the report's writer.
+        versions=facts.get("versions") or package_versions(),
+        git_commit=git_commit(),
+        operative_config=_operative_config(folder),
+        checkpoint_hash=facts.get("checkpoint_hash"),
+        templates_hash=facts.get("templates_hash"),
+        data_revision=facts.get("data_revision"),
+        energy_joules=facts.get("energy_joules"),
+        energy_source=facts.get("energy_source"),
+        data=facts.get("data") or {},
+        scores_sha256=facts.get("scores_sha256"),
+    )
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this code runs from, with `-dirty` if it has changes."""
+    try:
+        found = subprocess.run(
+            # --exclude=* matches no tag, so that only the commit is printed.
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, or no checkout
+        return None
+    return found.stdout.strip() or None
+
+
+def recorded_facts(folder: str | os.PathLike[str], step: int) -> dict[str, Any]:
+    """An evaluation's record in provenance.json; empty if it is for another step.
+
+    Raises:
+      UserError: if the file exists but is not a JSON object.
+    """
+    path = Path(folder) / EVALUATION_FACTS
+    if not path.is_file():
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"This is not JSON: {error}", where=str(path)) from error
+    if not isinstance(facts, dict):
+        raise UserError("This is not a JSON object.", where=str(path))
+    # A folder may have several steps; the file describes the one evaluated last.
+    return facts if facts.get("step", step) == step else {}
+
+
+def _operative_config(folder: Path) -> str | None:
+    # rank_eval writes it into the folder, training into the model_dir above, which is not in the
+    # working copy of an address below it.
+    above: str | Path = folder.resolve().parent
+    if address := address_of(folder):
+        above = address.rpartition("/")[0]
+    for place in (folder, above):
+        path = input_path(f"{place}/operative_config.gin")
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None

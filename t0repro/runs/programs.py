@@ -1,0 +1,243 @@
+"""The programs of a run, compiled for a topology."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from t0repro.config.run import RunConfig
+from t0repro.errors import UserError
+from t0repro.evaluation import engine
+from t0repro.model.decoding import generate
+from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
+from t0repro.partitioning.collectives import Collective, collectives
+from t0repro.partitioning.devices import Partitioning, choose
+from t0repro.partitioning.flops import count_flops
+from t0repro.partitioning.memory import Memory, assumed_length
+from t0repro.partitioning.topologies import Chip
+from t0repro.progress import working
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.rematerialization import batch_shapes, choose_remat, step_memory
+from t0repro.training.residuals import bytes_per_device
+from t0repro.training.schedules import make_schedule
+from t0repro.training.train_state import stacked_shapes
+from t0repro.training.train_step import jit_train_step, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled step.
+
+    Attributes:
+      name: train, encode, decode (both of scoring) or generate.
+      memory: its memory on a device, as the compiler reports it.
+      by_shapes: a train step's memory computed from shapes; None for an evaluation's step, which
+        keeps nothing for a backward pass.
+      refused: the compiler's message if the program does not fit; "" if it compiled.
+      flops: FLOPs on all devices together, see `count_flops`.
+      communication: its collectives.
+      seconds: time to trace and compile.
+      hlo: the compiled program's text; "" if it did not compile.
+      modules: HLO modules before and after optimization, serialized; none if it did not compile.
+    """
+
+    name: str
+    memory: Memory
+    by_shapes: Memory | None
+    refused: str
+    flops: int
+    communication: Sequence[Collective]
+    seconds: float
+    hlo: str
+    modules: tuple[bytes, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes of `memory`, by purpose."""
+        parts = dataclasses.asdict(self.memory)
+        if self.by_shapes is None:
+            parts = {
+                "parameters": parts["parameters"],
+                "activations and temporaries": parts["temporaries"],
+                "other": parts["other"],
+            }
+        return parts
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends per step."""
+        return sum(item.sent for item in self.communication)
+
+    def fits_in(self, chip: Chip) -> bool:
+        """Whether a device has enough memory for it."""
+        return not self.refused and self.memory.total <= chip.memory
+
+
+def compiled_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
+    """The steps of a run's mode, each compiled only when iteration reaches it.
+
+    A caller that stops at the first one that does not fit pays for no more.
+    """
+    programs = train_programs if config.mode == "train" else evaluation_programs
+    return programs(config, partitioning)
+
+
+def shard_over(config: RunConfig, devices: Sequence[Any]) -> Partitioning:
+    """The partitioning of a run over devices."""
+    rows = config.batch_size // config.num_microbatches if config.mode == "train" else None
+    where = config.provenance.get("layout")
+    return choose(config.layout, config.model, rows=rows, devices=devices, where=where)
+
+
+def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
+    """The train step.
+
+    Raises:
+      UserError: without an optimizer or schedule.
+    """
+    if config.optimizer is None or config.schedule is None:
+        raise UserError("The run has no optimizer or no learning-rate schedule.", where="utils.run")
+    model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
+    several = partitioning if partitioning.mesh.size > 1 else None
+    step = make_train_step(
+        model,
+        optimizer,
+        make_schedule(config.schedule),
+        num_microbatches=config.num_microbatches,
+        # Any key will do: no values are computed.
+        dropout_key=jax.random.key(0),
+        partitioning=several,
+    )
+    features = batch_shapes(config)
+    batch = {name: _tokens(partitioning, *shape) for name, shape in features.items()}
+    # Give the sharding even for one device, which need not be the default one.
+    state = partitioning.shapes_with_shardings(stacked_shapes(model, optimizer))
+    jitted = jit_train_step(step, state, several or partitioning)
+    by_shapes = step_memory(config, state, features, partitioning)
+    yield _compiled("train", jitted, (state, batch), partitioning, by_shapes)
+
+
+def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
+    """Scoring, as its two steps encode and decode, and generation, each for one batch."""
+    model = T5(config.model, config.dtypes)
+    parameters = partitioning.shapes_with_shardings(
+        evaluation_shapes(model, parameter_shapes(model))
+    )
+    # Evaluations pad a batch until its rows shard evenly across the devices.
+    rows = -(-config.batch_size // partitioning.data) * partitioning.data
+    inputs = _tokens(partitioning, rows, assumed_length(config, "inputs"))
+    targets = _tokens(partitioning, rows, assumed_length(config, "targets"))
+    memory = jax.eval_shape(lambda p, x: engine.encode(model, p, x, x), parameters, inputs)
+    # Keys and values are [rows, heads, length, d_kv].
+    by_heads = NamedSharding(partitioning.mesh, PartitionSpec("data", "model"))
+    memory = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_heads), memory
+    )
+    # Tokens serve as segments, too: only the shape and the type matter here.
+    encode = jax.jit(lambda p, x, s: engine.encode(model, p, x, s))
+    yield _compiled("encode", encode, (parameters, inputs, inputs), partitioning)
+    decode = jax.jit(lambda p, *arrays: engine.decode(model, p, *arrays))
+    arguments = (parameters, memory, inputs, targets, targets, targets)
+    yield _compiled("decode", decode, arguments, partitioning)
+    length = config.decoding.max_length or assumed_length(config, "inputs")
+    texts = jax.jit(lambda p, x: generate(model, p, x, config.decoding, length=length))
+    yield _compiled("generate", texts, (parameters, inputs), partitioning)
+
+
+def _compiled(
+    name: str,
+    jitted: Any,
+    arguments: tuple[Any, ...],
+    partitioning: Partitioning,
+    by_shapes: Memory | None = None,
+) -> Program:
+    """Traces and compiles a step; one that does not fit gives a result too."""
+    started = time.monotonic()
+    expected = by_shapes or Memory(bytes_per_device(arguments[0]))
+    held = expected.parameters + expected.slots
+    with partitioning.active(), working(f"compiling {name}"):
+        traced = jitted.trace(*arguments)
+        flops = count_flops(traced.jaxpr.jaxpr)
+        try:
+            lowered = traced.lower()
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            # The lines after libtpu's first one list the largest allocations.
+            refused = str(error).splitlines()[0]
+            # Only a program that does not fit is a result; any other error is one.
+            if "RESOURCE_EXHAUSTED" not in refused:
+                raise
+            seconds = time.monotonic() - started
+            memory = expected.compiled(_temporaries(refused, held), other=0)
+            return Program(name, memory, by_shapes, refused, flops, (), seconds, hlo="")
+    reported, hlo = compiled.memory_analysis(), compiled.as_text()
+    # Parameters that a program does not read, such as the decoder's while encoding, are not among
+    # its arguments; the device holds them all the same.
+    other = max(0, reported.argument_size_in_bytes - held) + reported.generated_code_size_in_bytes
+    # A donated buffer is both argument and result, and counts once.
+    other += reported.output_size_in_bytes - reported.alias_size_in_bytes
+    return Program(
+        name,
+        expected.compiled(_most_at_once(reported, partitioning), other),
+        by_shapes,
+        refused="",
+        flops=flops,
+        communication=collectives(hlo),
+        seconds=time.monotonic() - started,
+        hlo=hlo,
+        modules=(
+            lowered.compiler_ir(dialect="hlo").as_serialized_hlo_module_proto(),
+            compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto(),
+        ),
+    )
+
+
+def _most_at_once(memory: Any, partitioning: Partitioning) -> int:
+    """Bytes that a compiled program needs in addition to arguments and results."""
+    # XLA's peak on CPU leaves temporaries out.
+    if partitioning.mesh.devices.flat[0].platform != "tpu":
+        return memory.temp_size_in_bytes
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    beside = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results
+    # libtpu's temp_size_in_bytes may be too high: 11.04 GiB where its own report (xla_dump_to) has
+    # 8.15. Its peak agrees, but counts on-chip memory, which matters in small programs.
+    return min(memory.temp_size_in_bytes, max(0, beside))
+
+
+def _tokens(partitioning: Partitioning, rows: int, length: int) -> jax.ShapeDtypeStruct:
+    sharding = partitioning.batch_sharding(rows)
+    return jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
+
+
+def _temporaries(refused: str, held: int) -> int:
+    """Bytes that a program would need, from libtpu's "required for HLO temporaries (37.71G)".
+
+    Args:
+      refused: libtpu's message.
+      held: bytes of the parameters and slots.
+    """
+    match = re.search(r"temporaries \(([\d.]+)([KMGT])\)", refused)
+    needed = float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1) if match else 0
+    # Despite its name, libtpu's number includes the arguments.
+    return max(0, int(needed) - held)
+
+
+def arranged(config: RunConfig, devices: Sequence[Any]) -> tuple[RunConfig, Partitioning, str]:
+    """The run as devices would execute it, its partitioning, and why it rematerializes.
+
+    Raises:
+      UserError: if the devices cannot be arranged as the layout asks.
+    """
+    partitioning = shard_over(config, devices)
+    if config.mode != "train" or config.optimizer is None:
+        return config, partitioning, ""
+    held = stacked_shapes(T5(config.model, config.dtypes), make_optimizer(config.optimizer))
+    run, why = choose_remat(config, held, batch_shapes(config), partitioning, partitioning.memory)
+    return run, partitioning, why

@@ -1,0 +1,71 @@
+"""A rank evaluation's report and table of scores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.prompts import PromptInfo, training_datasets
+from t0repro.reports.report import Report
+from t0repro.reports.report_files import write_report
+from t0repro.reports.run import Run
+from t0repro.reports.score_tables import write_tables
+from t0repro.reports.statistics import Bootstrap
+from t0repro.runs.rank_eval import Outcome, reasons_in_words
+
+
+def write_results(
+    outcome: Outcome,
+    step: int,
+    out: str | os.PathLike[str],
+    prompts: Mapping[str, PromptInfo],
+    trained: Collection[str],
+    *,
+    label: str,
+    title: str,
+    resamples: int,
+    extras: Sequence[str],
+) -> tuple[Report, list[Path]]:
+    """Writes report.json, .md and .html and, if tasks were ranked, scores.csv and .parquet.
+
+    Args:
+      outcome: what rank_eval returned.
+      step: the checkpoint's step.
+      out: the results folder.
+      prompts: task name -> its prompt.
+      trained: names of the tasks trained on.
+      label: what to call the run.
+      title: the report's heading.
+      resamples: random weightings of the examples for each interval.
+      extras: see ReportOptions.
+
+    Returns:
+      The report and the paths of the files.
+    """
+    # Empty tasks have no files.
+    ranked = [name for name in outcome.tasks if name not in outcome.empty]
+    decoded = [name for name in outcome.generated if name not in outcome.empty]
+    options = ReportOptions(
+        title=title,
+        bootstrap=Bootstrap(replicates=resamples),
+        # None, not an empty set: then no dataset can be called held out.
+        training_datasets=training_datasets(trained, prompts) or None,
+        training_tasks=trained,
+        tasks=[*ranked, *decoded],
+        extras=extras,
+        notes=_notes(outcome),
+    )
+    report = make_report(Run(label, outcome.folder, step), prompts, options)
+    paths = write_report(report, out)
+    if ranked:
+        paths += write_tables(outcome.folder, step, prompts, out, ranked)
+    return report, paths
+
+
+def _notes(outcome: Outcome) -> tuple[str, ...]:
+    notes = [f"No examples: {', '.join(outcome.empty)}."] if outcome.empty else []
+    if outcome.left_out:
+        notes.append(f"Left out: {reasons_in_words(outcome.left_out)}.")
+    return tuple(notes)

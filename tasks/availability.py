@@ -1,0 +1,138 @@
+"""Which tasks can be read on this machine, and mixtures reduced to those."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from t0repro.errors import UserError
+from t0repro.progress import say
+from t0repro.tasks.mixture_checks import check_rates
+from t0repro.tasks.registry import (
+    DescribedTask,
+    PromptedMixture,
+    find_tasks,
+    prompted_mixtures,
+    record_mixture,
+    registered_mixtures,
+    task_descriptions,
+)
+from t0repro.words import counted
+
+if TYPE_CHECKING:
+    import seqio
+
+    from t0repro.tasks.source import PromptedRows
+
+
+def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
+    """The reason why the rows of a task's split cannot be read, or None if they can."""
+    try:
+        rows.reader(split)
+    except UserError as error:
+        return error
+    return None
+
+
+def tasks_with_rows(tasks: Iterable[str], split: str) -> list[str]:
+    """The tasks that have the split and whose rows for it are available here.
+
+    Raises:
+      UserError: If there is none.
+    """
+    names = list(tasks)
+    sources = {name: task_descriptions()[name].rows for name in names}
+    found = [
+        name
+        for name, rows in sources.items()
+        if split in rows.files_of_splits and missing_rows(rows, split) is None
+    ]
+    if not found:
+        raise UserError(
+            f"None of {counted(len(names), 'task')} has rows of split {split!r} on this machine.",
+            where="--skip_missing",
+            fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
+        )
+    return found
+
+
+def lacks_cache(task: DescribedTask | seqio.Task) -> bool:
+    """Whether a task lacks the cache that reading it with `use_cached` needs.
+
+    SeqIO computes the examples of a task without a CacheDatasetPlaceholder while reading it.
+    """
+    return task.supports_caching and not task.cache_dir
+
+
+def missing_tasks(
+    tasks: Iterable[DescribedTask | seqio.Task], split: str, *, use_cached: bool
+) -> dict[str, str]:
+    """Task -> why its split cannot be read here; tasks that have no such split are skipped.
+
+    Args:
+      tasks: Tasks from SeqIO's registry.
+      split: The split to be read.
+      use_cached: Whether to read caches rather than rows.
+    """
+    found = {}
+    for task in tasks:
+        if split not in task.splits:
+            continue
+        source: Any = task.source
+        if use_cached:
+            if lacks_cache(task):
+                found[task.name] = "not cached"
+        # A source without prompted rows reports missing data itself, when it is read.
+        elif hasattr(source, "reader") and missing_rows(source, split):
+            found[task.name] = "rows not available"
+    return found
+
+
+def drop_missing_tasks(name: str, split: str, *, use_cached: bool) -> None:
+    """Drops tasks that cannot be read here from a mixture; the others keep their rates.
+
+    Args:
+      name: The mixture's name; if it is a task's, nothing is done.
+      split: The split to be read.
+      use_cached: Whether to read caches rather than rows.
+
+    Raises:
+      UserError: If none of the mixture's tasks can be read.
+    """
+    if name not in registered_mixtures():
+        return
+    tasks = find_tasks(name)
+    missing = missing_tasks(tasks, split, use_cached=use_cached)
+    if not missing:
+        return
+    kept = [task for task in tasks if task.name not in missing]
+    # Tasks that lack the split altogether do not make a mixture trainable.
+    if not any(split in task.splits for task in kept):
+        raise UserError(
+            f"Nothing of {name!r} is available: split {split!r} of {counted(len(missing), 'task')},"
+            f" {' or '.join(sorted(set(missing.values())))}.",
+            where="--skip_missing",
+            fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name a folder of caches by"
+            " --additional_task_cache_dirs.",
+        )
+    # Never import SeqIO here: it would have neither the described mixture nor the cache folders.
+    seqio = sys.modules.get("seqio")
+    # Count rates that are numbers of rows here, for the remaining tasks only: for the full mixture,
+    # counting would fail on the missing rows.
+    if seqio is not None and name in seqio.MixtureRegistry.names():
+        mixture = seqio.MixtureRegistry.get(name)
+        rates = {task.name: mixture.get_rate(task) for task in kept}
+        check_rates(name, rates)
+        # SeqIO cannot change a mixture in place.
+        seqio.MixtureRegistry.remove(name)
+        seqio.MixtureRegistry.add(name, list(rates.items()))
+    else:
+        rates = {task.name: prompted_mixtures()[name].rate(task.name) for task in kept}
+        check_rates(name, rates)
+        record_mixture(PromptedMixture(name, tuple(rates), rates, None))
+    left_out = "; ".join(f"{task} ({why})" for task, why in missing.items())
+    say(
+        f"{name}: {len(kept)} of {counted(len(tasks), 'task')}, with the rates that they"
+        f" have in the full mixture. Left out: {left_out}"
+    )

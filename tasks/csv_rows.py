@@ -1,0 +1,162 @@
+"""Reads rows from CSV and TSV files: a header, UTF-8 with or without a byte-order mark.
+
+Values have the types that `datasets` gives them, which reads CSV with pandas: a column of whole
+numbers is int, one of numbers float, one of True and False bool, any other text; a value that
+pandas takes for missing is None. The type is that of the whole column, so labels of which one is
+missing are float, as in `datasets`.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from t0repro.errors import UserError
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# pandas' own list (pandas.io.parsers.readers, na_values).
+_MISSING = frozenset(
+    ("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN")
+    + ("<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null")
+)
+_TRUTH = {"True": True, "TRUE": True, "true": True, "False": False, "FALSE": False, "false": False}
+_LONGEST_FIELD = 2**31 - 1  # Python's own limit is 128 KiB, which a document exceeds
+
+
+def read_csv(path: Path, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yields rows `start` to `stop` (exclusive), with their columns' types.
+
+    Raises:
+      UserError: If the header or a line is broken, or the text is not UTF-8; it names the line.
+    """
+    status = path.stat()
+    # Time and size are in the key, so that a changed file is read again.
+    types = _column_types(path, status.st_mtime_ns, status.st_size)
+    for _, fields in itertools.islice(_records(path), start, stop):
+        yield {
+            name: None if text in _MISSING else convert(text)
+            for (name, convert), text in zip(types.items(), fields, strict=True)
+        }
+
+
+def count_csv(path: Path) -> int:
+    """Number of rows below the header."""
+    return sum(1 for _ in _records(path))
+
+
+def line_of_row(path: Path, index: int) -> int:
+    """The line on which row `index`, from 0, ends."""
+    line, _ = next(itertools.islice(_records(path), index, None), (index + 2, []))
+    return line
+
+
+@functools.cache
+def _column_types(path: Path, modified: int, size: int) -> dict[str, Callable[[str], Any]]:
+    """Column -> the function that reads its values."""
+    del modified, size  # part of the key alone
+    names = _header(path)
+    kinds = [_KINDS] * len(names)
+    has_missing = [False] * len(names)
+    has_values = [False] * len(names)
+    for _, fields in _records(path):
+        for at, text in enumerate(fields):
+            if text in _MISSING:
+                has_missing[at] = True
+            else:
+                has_values[at] = True
+                kinds[at] = tuple(kind for kind in kinds[at] if _can_read(kind, text))
+    types: dict[str, Callable[[str], Any]] = {}
+    for name, possible, missing, values in zip(names, kinds, has_missing, has_values, strict=True):
+        # pandas has no missing integer; a column without any value is text.
+        if missing:
+            possible = tuple(kind for kind in possible if kind is not _read_int)
+        types[name] = possible[0] if possible and values else str
+    return types
+
+
+def _can_read(kind: Callable[[str], Any], text: str) -> bool:
+    try:
+        kind(text)
+    except (ValueError, KeyError):
+        return False
+    # Python also reads "1_000" and digits of other scripts, which are text for pandas.
+    return "_" not in text and text.isascii()
+
+
+def _read_int(text: str) -> int:
+    number = int(text)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(text)
+    return number
+
+
+def _read_float(text: str) -> float:
+    if text.strip().lstrip("+-").isdigit():
+        _read_int(text)  # a float would drop digits of a longer number
+    return float(text)
+
+
+# What a column may hold besides text, the narrowest first.
+_KINDS: tuple[Callable[[str], Any], ...] = (_read_int, _read_float, _TRUTH.__getitem__)
+
+
+def _header(path: Path) -> list[str]:
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        try:
+            names = next(csv.reader(file, delimiter=DELIMITERS[path.suffix]), [])
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, error) from error
+    # pandas' name for the index that it writes without one.
+    names = [name or f"Unnamed: {at}" for at, name in enumerate(names)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise _broken(path, 1, f"the header has {twice[0]!r} twice")
+    if not names:
+        raise _broken(path, 1, "the file has no header")
+    return names
+
+
+def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yields (its last line's number, its fields) of each row."""
+    csv.field_size_limit(_LONGEST_FIELD)
+    names = _header(path)
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file, delimiter=DELIMITERS[path.suffix], strict=True)
+        try:
+            next(reader)
+            for fields in reader:
+                if not fields:  # a blank line
+                    continue
+                if len(fields) != len(names):
+                    what = f"it has {len(fields)} fields, and the header has {len(names)}"
+                    raise _broken(path, reader.line_num, what)
+                yield reader.line_num, fields
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, error) from error
+        except csv.Error as error:
+            raise _broken(path, reader.line_num + 1, str(error)) from error
+
+
+def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
+    # Text is decoded in blocks of many lines, so look for the line.
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as of_line:
+                return _broken(path, number, str(of_line))
+    return _broken(path, 1, str(error))
+
+
+def _broken(path: Path, line: int, reason: str) -> UserError:
+    kind = path.suffix[1:].upper()
+    return UserError(
+        f"A line is not a row of {kind}: {reason}.",
+        where=f"{path}, line {line}",
+        fix=f"Write the file as {kind} in UTF-8, with a header, and quote fields that contain"
+        f" {'commas' if kind == 'CSV' else 'tabs'}, quotes or line breaks.",
+    )

@@ -1,0 +1,137 @@
+"""Modules and template files that register tasks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from t0repro.errors import UserError
+from t0repro.tasks.registration import describing
+from t0repro.tasks.registry import (
+    prompted_mixtures,
+    prompted_tasks,
+    task_descriptions,
+)
+from t0repro.tasks.task import PromptedTask
+from t0repro.tasks.template_files import read_template_file
+from t0repro.tasks.template_registration import register_templates
+from t0repro.words import shortened
+
+# T0's own names for the module that registers its tasks.
+_ALIASES = {
+    "t0.seqio_tasks": "t0repro.tasks.t0",
+    "promptsource.seqio_tasks": "t0repro.tasks.t0",  # an earlier name; it downloads on import
+}
+
+
+def resolved_modules(modules: Iterable[str]) -> list[str]:
+    """The modules, with T0's names replaced by this project's; each change is noted on stderr."""
+    found = []
+    for module in modules:
+        name = _ALIASES.get(module, module)
+        if name != module:
+            print(f"--module_import={module}: {name} registers T0's tasks here.", file=sys.stderr)
+        found.append(name)
+    return found
+
+
+_OWN = "t0repro."
+
+
+def needs_seqio(modules: Iterable[str]) -> bool:
+    """Whether a module may register directly with SeqIO, as any but t0repro's own may."""
+    return not all(module.startswith(_OWN) for module in modules)
+
+
+def load_tasks(
+    modules: Sequence[str], templates: Sequence[str | Path] = (), *, into_seqio: bool
+) -> Mapping[str, PromptedTask]:
+    """Imports modules that register tasks, and registers the tasks of template files.
+
+    Args:
+      modules: Module names.
+      templates: Files in promptsource's YAML format.
+      into_seqio: Whether to add the tasks to SeqIO. If not, they are only described, which takes
+        under a second unless a module needs SeqIO.
+
+    Returns:
+      Every prompted task registered so far.
+
+    Raises:
+      UserError: If a module cannot be found, or a file is broken.
+    """
+    modules = resolved_modules(modules)
+    for path in templates:
+        read_template_file(path)  # report a broken file before seconds of imports
+    # A user's module may register plain SeqIO tasks in addition to prompted ones.
+    with_seqio = into_seqio or needs_seqio(modules)
+    if with_seqio and modules:
+        # First: on a current TensorFlow, SeqIO and t5 cannot be imported without it.
+        from t0repro import compat
+
+        compat.quiet_logs()
+        compat.install()
+        from t0repro.tasks.seqio_tasks import read_t5s_vocabulary_as_ours
+
+        read_t5s_vocabulary_as_ours()
+        hand_to_seqio()
+    with contextlib.nullcontext() if with_seqio else describing():
+        for module in modules:
+            _import(module)
+        for path in templates:
+            register_templates(path)
+    return prompted_tasks()
+
+
+def hand_to_seqio() -> None:
+    """Adds to SeqIO what was only described, since a module registers tasks on its first import."""
+    if not task_descriptions():
+        return
+    import seqio
+
+    from t0repro.tasks import seqio_tasks
+
+    names = set(seqio.TaskRegistry.names())
+    for name, description in task_descriptions().items():
+        if name not in names:
+            seqio_tasks.add_task(description)
+    # After the tasks: SeqIO makes no mixture of tasks that it does not have.
+    for mixture in prompted_mixtures().values():
+        rates = mixture.rates or mixture.tasks
+        seqio_tasks.add_mixture(mixture.name, rates, mixture.default_rate)
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # The module exists but one of its own imports does not: this is not a typo of the user's.
+        if error.name is None or not module.startswith(error.name):
+            raise
+        raise UserError(
+            f"There is no module {module!r}.",
+            where="--module_import",
+            fix="Name a module that registers tasks, for instance t0repro.tasks.t0. One of your own"
+            " is looked for in PYTHONPATH and in the working folder.",
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's module raises, or SeqIO for it
+        if module.startswith(_OWN):
+            raise
+        others = (sys.prefix, sys.base_prefix, str(Path(__file__).parent), "<")
+        own = [
+            f"{frame.filename}:{frame.lineno}"
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith(others)
+        ]
+        raise UserError(
+            f"The module {module!r} cannot be imported:"
+            f" {shortened(f'{type(error).__name__}: {error}', 300)}",
+            where=own[-1] if own else None,
+            fix="Correct the module; --debug shows the traceback.",
+        ) from error

@@ -1,0 +1,280 @@
+"""Which prompted tasks and mixtures are registered, here and in SeqIO."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from t0repro.errors import UserError, nearest_names
+from t0repro.storage import input_path
+from t0repro.tasks.catalogue import label
+from t0repro.tasks.mixture_checks import check_alike, check_seqio_rates
+from t0repro.tasks.source import PromptedRows
+from t0repro.tasks.task import ADDS_EOS, PromptedTask, TaskDescription
+from t0repro.tasks.vocabulary import VocabularyFile
+
+if TYPE_CHECKING:
+    import seqio
+
+
+if TYPE_CHECKING:
+    import seqio
+
+    from t0repro.tasks.source import PromptedRows
+
+
+_tasks: dict[str, TaskDescription] = {}
+
+
+def prompted_tasks() -> Mapping[str, PromptedTask]:
+    """Every prompted task registered so far, by name, the `_score_eval` twins included."""
+    return {name: description.prompt for name, description in _tasks.items()}
+
+
+def task_descriptions() -> Mapping[str, TaskDescription]:
+    """Descriptions of every prompted task registered so far, by name, including twins."""
+    return types.MappingProxyType(_tasks)
+
+
+def record_task(description: TaskDescription) -> None:
+    """Adds a task, replacing any task of the same name."""
+    _tasks[description.prompt.name] = description
+
+
+def registered_tasks() -> list[str]:
+    """Names of all tasks, including those that only SeqIO knows."""
+    known = task_descriptions()
+    # Do not import it here: that takes seconds, and nothing is registered in it yet.
+    seqio = sys.modules.get("seqio")
+    others = () if seqio is None else seqio.TaskRegistry.names()
+    return [*known, *(name for name in others if name not in known)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """How a described task's inputs or targets are encoded; attributes as in seqio.Feature."""
+
+    vocabulary: VocabularyFile | seqio.Vocabulary
+    add_eos: bool
+
+
+class DescribedTask:
+    """A prompted task that SeqIO has not been given, with attributes named as in seqio.Task.
+
+    Attributes:
+      name: The task's name.
+      prompt: The prompt that it renders.
+      description: Its contents.
+      source: Its rows.
+      splits: Names of its splits.
+      output_features: Its features by name.
+    """
+
+    supports_caching, requires_caching = True, False
+
+    def __init__(self, description: TaskDescription):
+        self.name, self.prompt = description.prompt.name, description.prompt
+        self.description = description
+        self.source, self.splits = description.rows, tuple(description.rows.files_of_splits)
+        self.output_features = {
+            name: Feature(description.vocabulary, adds_eos) for name, adds_eos in ADDS_EOS.items()
+        }
+
+    @property
+    def cache_dir(self) -> str | None:
+        """The task's folder in the first folder of caches that has it."""
+        found = (os.path.join(folder, self.name) for folder in cache_dirs())
+        return next((path for path in found if os.path.exists(f"{path}/COMPLETED")), None)
+
+
+def find_task(name: str) -> DescribedTask | seqio.Task:
+    """A registered task: SeqIO's own or, if SeqIO does not have it, a `DescribedTask`.
+
+    Raises:
+      KeyError: If there is no such task.
+    """
+    seqio = sys.modules.get("seqio")
+    if seqio is not None and name in seqio.TaskRegistry.names():
+        return seqio.TaskRegistry.get(name)
+    return DescribedTask(_tasks[name])
+
+
+def find_tasks(name: str) -> Sequence[DescribedTask | seqio.Task]:
+    """The tasks of a registered mixture, or the task of that name, each as from `find_task`.
+
+    Raises:
+      KeyError: If there is neither.
+      UserError: If the tasks have different features or vocabularies, or SeqIO cannot mix their
+        rates.
+    """
+    seqio = sys.modules.get("seqio")
+    if seqio is not None and name in seqio.MixtureRegistry.names():
+        # A user's module may have made it of any tasks.
+        mixture = seqio.MixtureRegistry.get(name)
+        check_alike(name, mixture.tasks)
+        check_seqio_rates(mixture)
+        return mixture.tasks
+    # By name, as SeqIO sorts them.
+    return [
+        find_task(each) for each in sorted(_mixtures[name].tasks if name in _mixtures else [name])
+    ]
+
+
+def is_described(name: str) -> bool:
+    """Whether a mixture or task is registered, and none of its tasks is SeqIO's."""
+    try:
+        return all(isinstance(task, DescribedTask) for task in find_tasks(name))
+    except KeyError:
+        return False
+
+
+_cache_dirs: list[str] = []
+
+
+def cache_dirs() -> Sequence[str]:
+    """The folders in which the caches of registered tasks are looked for."""
+    seqio = sys.modules.get("seqio")
+    known = () if seqio is None else seqio.get_global_cache_dirs()
+    # Those of before SeqIO was imported stay: a task that was described then has its cache there.
+    return [*known, *(folder for folder in _cache_dirs if folder not in known)]
+
+
+def add_cache_dirs(folders: Iterable[str | os.PathLike[str]], where: str | None = None) -> None:
+    """Adds folders or addresses to `cache_dirs`; in SeqIO, if it has been imported.
+
+    Args:
+      folders: The folders.
+      where: The option that names them, for messages.
+
+    Raises:
+      UserError: For an address that cannot be opened.
+    """
+    paths = [str(input_path(folder, where)) for folder in folders]
+    if "seqio" in sys.modules:
+        # Of a cache in a bucket, this disk holds sparse files in place of the shards.
+        from t0repro.tasks.prompt_cache.seqio_stream import stream_into_seqio
+
+        stream_into_seqio()
+        sys.modules["seqio"].add_global_cache_dirs(paths)
+    else:
+        _cache_dirs.extend(path for path in paths if path not in _cache_dirs)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptedMixture:
+    """A mixture of prompted tasks.
+
+    Attributes:
+      name: The mixture's name.
+      tasks: Names of its tasks.
+      rates: Task -> its rate, in examples.
+      default_rate: Computes, from its rows, the rate of a task that is not in `rates`.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    rates: Mapping[str, float]
+    default_rate: Callable[[PromptedRows], float] | None
+
+    def rate(self, task: str) -> float:
+        """A task's rate.
+
+        Raises:
+          UserError: If the rate is a number of rows, and the rows are missing.
+        """
+        # Count rows only when needed, since that needs the data.
+        if task in self.rates or self.default_rate is None:
+            return self.rates[task]
+        return self.default_rate(task_descriptions()[task].rows)
+
+
+_mixtures: dict[str, PromptedMixture] = {}
+
+
+def prompted_mixtures() -> Mapping[str, PromptedMixture]:
+    """Every mixture of prompted tasks registered so far, by name."""
+    return types.MappingProxyType(_mixtures)
+
+
+def record_mixture(mixture: PromptedMixture) -> None:
+    """Adds a mixture."""
+    _mixtures[mixture.name] = mixture
+
+
+def registered_mixtures() -> Mapping[str, Sequence[str]]:
+    """Name of each mixture -> its tasks, including mixtures that only SeqIO knows."""
+    found: dict[str, Sequence[str]] = {
+        name: mixture.tasks for name, mixture in prompted_mixtures().items()
+    }
+    # Never import it here: that takes seconds, and until another module does, it has no mixtures.
+    seqio = sys.modules.get("seqio")
+    if seqio is not None:
+        for name in seqio.MixtureRegistry.names():
+            found[name] = [task.name for task in seqio.MixtureRegistry.get(name).tasks]
+    return found
+
+
+def tasks_of_mixture(name: str, option: str = "--mixture") -> Sequence[str]:
+    """Names of a mixture's tasks.
+
+    Args:
+      name: The mixture's name.
+      option: The command-line option that named it, for the error.
+
+    Raises:
+      UserError: If there is no such mixture, with the nearest names, or its tasks have different
+        vocabularies.
+    """
+    mixtures = registered_mixtures()
+    if name not in mixtures:
+        raise UserError(
+            f"There is no mixture {name!r}.",
+            where=option,
+            fix=f"Nearest: {nearest_names(name, mixtures)}; or name its --module_import.",
+        )
+    if name not in prompted_mixtures():
+        find_tasks(name)  # checks the vocabularies of what a user's module made
+    return mixtures[name]
+
+
+def select_tasks(mixture: str | None = None, dataset: str | None = None) -> list[str]:
+    """Names of prompted tasks, sorted.
+
+    Args:
+      mixture: Only tasks of this mixture; defaults to all.
+      dataset: Only tasks of this dataset, given as `dataset` or `dataset/subset`.
+
+    Raises:
+      UserError: If the mixture or the dataset does not exist; lists the nearest names.
+    """
+    known = prompted_tasks()
+    names: Iterable[str] = known
+    if mixture is not None:
+        names = set(tasks_of_mixture(mixture)) & set(known)
+    if dataset is not None:
+        names = [name for name in names if dataset in _labels(known[name])]
+        if not names:
+            everywhere = sorted({name for task in known.values() for name in _labels(task)})
+            inside = f" in {mixture}" if mixture else ""
+            raise UserError(
+                f"There is no task of dataset {dataset!r}{inside}.",
+                where="--dataset",
+                fix=f"Nearest: {nearest_names(dataset, everywhere)}.",
+            )
+    return sorted(names)
+
+
+def _labels(task: PromptedTask) -> tuple[str, ...]:
+    return (task.dataset, label(task.dataset, task.subset))
+
+
+def name_is_taken(name: str) -> UserError:
+    """The error for two different tasks with one name."""
+    return UserError(
+        f"A task {name!r} with other data, or another prompt or vocabulary, is registered already.",
+        fix="Import only one of the modules that register it, or give this one another name.",
+    )

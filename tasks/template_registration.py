@@ -1,0 +1,113 @@
+"""Registers the tasks and mixtures of users' template files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.catalogue import rounds_of
+from t0repro.tasks.registration import add_mixture, add_prompted_task, check_registered
+from t0repro.tasks.registry import (
+    prompted_mixtures,
+    registered_mixtures,
+    registered_tasks,
+    task_descriptions,
+)
+from t0repro.tasks.rows import data_folder, dataset_folder, splits_on_disk
+from t0repro.tasks.source import Split
+from t0repro.tasks.task import PromptedTask
+from t0repro.tasks.template_files import TemplateFile, read_template_file
+from t0repro.tasks.templates import task_name
+
+
+def register_templates(path: str | Path) -> list[PromptedTask]:
+    """Registers a task and its `_score_eval` twin for each template of a file, and its mixtures.
+
+    Tasks are named by T0's rule. Their splits are the files in the dataset's folder under
+    T0REPRO_DATA_DIR; ANLI's rounds give three tasks, as in T0. Registering the same file again does
+    nothing.
+
+    Returns:
+      The tasks, without the twins.
+
+    Raises:
+      UserError: If the file is broken, a name is taken, or the folder of the rows is missing.
+    """
+    content = read_template_file(path)
+    splits_of_suffix = _splits(content)
+    registered = []
+    # One suffix, the empty one, except for ANLI, whose rounds are tasks of their own.
+    for suffix, splits in splits_of_suffix.items():
+        for template in content.templates:
+            name = task_name(content.dataset, content.subset, template.name) + suffix
+            _check_name_is_free(name, template, content)
+            try:
+                task = add_prompted_task(
+                    content.dataset,
+                    content.subset,
+                    template.name,
+                    splits,
+                    name=name,
+                    template=template,
+                )
+            except UserError as error:
+                raise UserError(
+                    error.what, where=f"{path}, template {template.name!r}", fix=error.fix
+                ) from error
+            registered.append(task)
+    for name, rates in content.mixtures.items():
+        _register_mixture(name, rates, content)
+    return registered
+
+
+def _register_mixture(name: str, rates: Mapping[str, float], content: TemplateFile) -> None:
+    # Checked here, not by read_template_file: a mixture may name tasks of modules imported since.
+    where = f"{content.path}, mixture {name!r}"
+    known = set(registered_tasks())
+    check_registered(rates, known, where)
+    mixtures = registered_mixtures()
+    before = prompted_mixtures().get(name)
+    # The same mixture again is no error: a process may read a file twice.
+    if name in known or (
+        name in mixtures and (before is None or dict(before.rates) != dict(rates))
+    ):
+        raise UserError(
+            f"There is a task or mixture {name!r} already.", where=where, fix="Give another name."
+        )
+    add_mixture(name, rates)
+
+
+def _check_name_is_free(name: str, template: Any, content: TemplateFile) -> None:
+    known = task_descriptions().get(name)
+    other = None if known is None else known.rows.template
+    if other is not None and (other.jinja, other.id) != (template.jinja, template.id):
+        raise UserError(
+            f"There is a task {name!r} already, of another template.",
+            where=f"{content.path}, template {template.name!r}",
+            fix="Give the template another name.",
+        )
+
+
+def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
+    """Task name suffix -> split -> where its rows come from, for the splits on disk."""
+    root = data_folder()
+    folder = dataset_folder(root, content.dataset, content.subset)
+    held = splits_on_disk(folder)
+    rounds = rounds_of(content.dataset) or {"": {split: split for split in held}}
+    found = {
+        suffix: {split: Split(file) for split, file in splits.items() if file in held}
+        for suffix, splits in rounds.items()
+    }
+    found = {suffix: splits for suffix, splits in found.items() if splits}
+    if found:
+        return found
+    known = [str(path.parent.relative_to(root)) for path in sorted(root.glob("*/*/*.*"))]
+    raise UserError(
+        f"There are no rows for {content.path}: dataset {content.dataset!r}, subset"
+        f" {content.subset!r}.",
+        where=str(folder),
+        fix="Put <split>.jsonl, .parquet, .csv or .tsv there; folders there are, nearest: "
+        f"{nearest_names(str(folder.relative_to(root)), known)}.",
+    )

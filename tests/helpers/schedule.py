@@ -1,0 +1,282 @@
+"""Which tests run, in which order, and for how long, by the processor time that they once took.
+
+Each run writes what its tests took to build/test_seconds.json. By it the next run begins with the
+longest files and says how long it will take. tests/seconds.json holds the same of a run of all
+tests, for a fresh clone; `bash scripts/test.sh --record` writes it. It alone decides which cases
+run, so that every machine runs the same.
+
+Of a parametrized test whose cases took more than BUDGET seconds together, the cheapest run that
+took no more, and one at least. A test that Hypothesis draws examples for draws as many as take
+BUDGET seconds. With --all every case and example runs, with --rest what was left out.
+Whoever names files or tests gets all cases. With --fast, a part of each folder's tests runs: its
+cheapest files, until FAST seconds are used up.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import glob
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from t0repro.words import counted
+
+BUDGET = 2.0  # seconds of processor time for the cases of one test
+FAST = 300.0  # for all tests
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED, LATEST = ROOT / "tests" / "seconds.json", ROOT / "build" / "test_seconds.json"
+# Of a file: what its fixtures of wider scope than a test take.
+FIXTURES = "fixtures"
+
+Seconds = dict[str, float]  # by node id; of fixtures, by file::FIXTURES
+
+
+def add_options(parser: pytest.Parser) -> None:
+    group = parser.getgroup("schedule", "which tests run (tests/helpers/schedule.py)")
+    for option, text in {
+        "--all": "every case of every test",
+        "--default": "of files that are named too, what runs without names",
+        "--rest": "only the cases that are left out without --all",
+        "--fast": "the cheapest files of every folder",
+        "--record": "every case, and write tests/seconds.json",
+    }.items():
+        group.addoption(option, action="store_true", help=text)
+
+
+class Schedule:
+    """A pytest plugin; in pytest-xdist's controller and in its workers."""
+
+    def __init__(self, config: pytest.Config):
+        self._config = config
+        named = config.args_source is pytest.Config.ArgsSource.ARGS
+        parts = ("--rest", "--fast", "--default")
+        if named and not any(map(config.getoption, parts)):
+            config.option.all = True  # pytest-xdist's workers, which always get names, see it
+        self._recorded = read(RECORDED)
+        self._known = self._recorded | read(LATEST)
+        self._taken: Seconds = collections.defaultdict(float)
+        self._passed: set[str] = set()
+        self._said = False
+        self._wide = 0.0  # seconds of fixtures of wider scope, in the phase that is running
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[Any]) -> None:
+        """Leaves out what is not to run; the files that take longest come first."""
+        asked = config.getoption
+        if not (asked("--all") or asked("--record")):
+            chosen = cheapest_cases(items, self._recorded)
+            long = {item for item in items if draws_too_many(item, self._recorded)}
+            if asked("--rest"):
+                chosen = {item.nodeid for item in items} - chosen | {item.nodeid for item in long}
+            else:
+                draw_fewer(long, self._recorded)
+            if asked("--fast"):
+                chosen &= cheapest_files(items, chosen, self._recorded)
+            left_out = [item for item in items if item.nodeid not in chosen]
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item.nodeid in chosen]
+        length = by_file(self._known, (item.nodeid for item in items))
+        items.sort(key=lambda item: -length[file_of(item.nodeid)])
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Without pytest-xdist: in its workers, nothing that is said is seen."""
+        if not hasattr(self._config, "workerinput") and session.items:
+            self._say([item.nodeid for item in session.items], 1)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        """The first worker has collected."""
+        self._say(ids, len(node.config.getoption("tx")))
+
+    def _say(self, ids: list[str], workers: int) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if self._said or reporter is None:
+            return
+        self._said = True
+        seconds = sum(by_file(self._known, ids).values())
+        processors = min(workers, os.cpu_count() or 1)
+        reporter.write_line(
+            f"{counted(len(ids), 'test')}, about {max(1, round(seconds / processors / 60))} min on"
+            f" {counted(processors, 'idle processor')} ({seconds:,.0f} s of processor time)"
+        )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[None]:
+        """Of a wider fixture within another, the outer one's time holds the inner one's."""
+        before = None if fixturedef.scope == "function" else (processor_seconds(), self._wide)
+        try:
+            return (yield)
+        finally:
+            if before and not hasattr(request, "param"):
+                self._wide = before[1] + processor_seconds() - before[0]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Starts the first phase's time; each report ends one."""
+        del item
+        self._wide, self._start = 0.0, processor_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[None]:
+        """Lets a report carry the seconds to pytest-xdist's controller."""
+        report: Any = yield
+        now = processor_seconds()
+        report.seconds_of_fixtures = self._wide
+        report.seconds = max(0.0, now - self._start - self._wide)
+        self._wide, self._start = 0.0, now
+        return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """In the controller, for each phase of each test."""
+        if report.when == "call" and report.passed:
+            self._passed.add(report.nodeid)
+        self._taken[report.nodeid] += report.seconds
+        self._taken[f"{file_of(report.nodeid)}::{FIXTURES}"] += report.seconds_of_fixtures
+
+    def pytest_sessionfinish(self) -> None:
+        """Keeps what the tests that passed took, and of other tests what they took before."""
+        if hasattr(self._config, "workerinput") or not self._passed:
+            return
+        files = {file_of(name) for name in self._passed}
+        fixtures = {f"{file}::{FIXTURES}" for file in files}
+        taken = {name: x for name, x in self._taken.items() if name in self._passed | fixtures}
+        for name in fixtures & self._known.keys():  # some were not needed for a part of a file
+            taken[name] = max(taken[name], self._known[name])
+        write(LATEST, read(LATEST) | taken)
+        if self._config.getoption("--record"):
+            taken = {name: x for name, x in taken.items() if decides(name, taken)}
+            for name, x in self._recorded.items():  # of other files
+                if file_of(name) not in files and (ROOT / file_of(name)).exists():
+                    taken[name] = x
+            write(RECORDED, taken)
+
+
+def cheapest_cases(items: Iterable[pytest.Item], recorded: Seconds) -> set[str]:
+    """Node ids: of each test those cases that fit in BUDGET; those without a record too.
+
+    A case's place is by what all tests of its file take in it, so that they choose the same: they
+    may share a fixture.
+    """
+    tests: dict[str, list[str]] = collections.defaultdict(list)
+    in_file: dict[tuple[str, str], float] = collections.defaultdict(float)
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        tests[test].append(item.nodeid)
+        in_file[file_of(test), case] += recorded.get(item.nodeid, 0.0)
+    chosen = set()
+    for test, names in tests.items():
+        chosen |= {name for name in names if name not in recorded}
+        names = [name for name in names if name in recorded]
+        names.sort(key=lambda name: in_file[file_of(test), name.partition("[")[2]])
+        left = BUDGET
+        for place, name in enumerate(names):
+            left -= recorded[name]
+            if place and left < 0:
+                break
+            chosen.add(name)
+    return chosen
+
+
+def draws_too_many(item: pytest.Item, recorded: Seconds) -> bool:
+    drawn = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
+    return drawn and recorded.get(item.nodeid, 0.0) > BUDGET
+
+
+def draw_fewer(items: Iterable[Any], recorded: Seconds) -> None:
+    """Lets Hypothesis draw fewer examples for tests, in proportion to what they took."""
+    for item in items:
+        settings = item.obj._hypothesis_internal_use_settings
+        count = max(1, int(settings.max_examples * BUDGET / recorded[item.nodeid]))
+        fewer = hypothesis.settings(settings, max_examples=count)
+        item.obj._hypothesis_internal_use_settings = fewer
+
+
+def cheapest_files(items: Iterable[pytest.Item], chosen: set[str], recorded: Seconds) -> set[str]:
+    """Node ids: of each folder, files from the cheapest on; each folder has an equal time."""
+    length = by_file(recorded, chosen)
+    folders: dict[str, list[str]] = collections.defaultdict(list)
+    for file in sorted({file_of(item.nodeid) for item in items}, key=length.__getitem__):
+        folders[file.rpartition("/")[0]].append(file)
+    kept = set()
+    for files in folders.values():
+        left = FAST / len(folders)
+        for place, file in enumerate(files):
+            left -= length[file]
+            if place and left < 0:
+                break
+            kept.add(file)
+    return {name for name in chosen if file_of(name) in kept}
+
+
+def by_file(known: Seconds, ids: Iterable[str]) -> Seconds:
+    """What the tests of each file take together, with its fixtures."""
+    length: Seconds = collections.defaultdict(float)
+    for name in ids:
+        file = file_of(name)
+        if file not in length:
+            length[file] = known.get(f"{file}::{FIXTURES}", 0.0)
+        length[file] += known.get(name, 0.0)
+    return length
+
+
+def decides(name: str, taken: Seconds) -> bool:
+    """Whether a time is worth a place in the repository: a tenth of a second, or of a long test."""
+    test, _, case = name.partition("[")
+    if taken[name] >= 0.1 or not case:
+        return taken[name] >= 0.1
+    return sum(x for other, x in taken.items() if other.startswith(f"{test}[")) > BUDGET
+
+
+def file_of(name: str) -> str:
+    return name.partition("::")[0]
+
+
+def read(path: Path) -> Seconds:
+    """{} if there is no such file."""
+    if not path.exists():
+        return {}
+    files = json.loads(path.read_text())
+    return {f"{file}::{name}": x for file, names in files.items() for name, x in names.items()}
+
+
+def write(path: Path, seconds: Seconds) -> None:
+    """Writes a line for each file."""
+    files: dict[str, Seconds] = collections.defaultdict(dict)
+    for name, value in sorted(seconds.items()):
+        file, _, test = name.partition("::")
+        files[file][test] = round(value, 2)
+    lines = [f"{json.dumps(file)}: {json.dumps(names)}" for file, names in files.items()]
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    partial.replace(path)
+
+
+def processor_seconds() -> float:
+    """Of this process and those that it started; on Linux also of those that have not ended."""
+    own = os.times()
+    ended = own.user + own.system + own.children_user + own.children_system
+    return ended + sum(map(_of_living, _children(os.getpid())))
+
+
+def _of_living(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has just ended
+        return 0.0
+    ticks = sum(map(int, fields[11:15]))  # its own, and of those that it waited for
+    return ticks / os.sysconf("SC_CLK_TCK") + sum(map(_of_living, _children(pid)))
+
+
+def _children(pid: int) -> Iterator[int]:
+    """Living ones, of any thread."""
+    for path in glob.iglob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            yield from map(int, Path(path).read_text().split())

@@ -1,0 +1,73 @@
+"""Which cases and examples run by default, from times as tests/seconds.json has them."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import hypothesis
+from hypothesis import strategies
+
+from .helpers import schedule
+
+
+def items(*names):
+    return [SimpleNamespace(nodeid=f"tests/test_a.py::{name}") for name in names]
+
+
+def chosen(found, **seconds):
+    recorded = {f"tests/test_a.py::{name}": x for name, x in seconds.items()}
+    return [name.partition("::")[2] for name in sorted(schedule.cheapest_cases(found, recorded))]
+
+
+def test_the_cheapest_cases_run_until_the_budget_is_spent_and_one_at_least():
+    found = items("test_b[x]", "test_b[y]", "test_b[z]", "test_c[x]", "test_d")
+    times = {"test_b[x]": 9.0, "test_b[y]": 0.5, "test_b[z]": 1.0, "test_c[x]": 30.0}
+    assert chosen(found, **times, test_d=50.0) == ["test_b[y]", "test_b[z]", "test_c[x]", "test_d"]
+
+
+def test_tests_of_a_file_choose_the_same_case():
+    found = items("test_b[x]", "test_b[y]", "test_c[x]", "test_c[y]")
+    times = {"test_b[x]": 3.0, "test_b[y]": 4.0, "test_c[x]": 9.0, "test_c[y]": 5.0}
+    assert chosen(found, **times) == ["test_b[y]", "test_c[y]"]
+
+
+def test_a_case_that_has_no_time_yet_runs():
+    assert chosen(items("test_b[x]", "test_b[y]"), **{"test_b[x]": 9.0}) == [
+        "test_b[x]",
+        "test_b[y]",
+    ]
+
+
+def test_hypothesis_draws_what_the_budget_allows():
+    drawn = []
+
+    @hypothesis.settings(max_examples=50, database=None, deadline=None)
+    @hypothesis.given(strategies.integers())
+    def check(number):
+        drawn.append(number)
+
+    item = SimpleNamespace(nodeid="a", obj=check)
+    assert not schedule.draws_too_many(item, {})
+    recorded = {"a": 10 * schedule.BUDGET}
+    assert schedule.draws_too_many(item, recorded)
+    schedule.draw_fewer([item], recorded)
+    check()
+    assert len(drawn) == 5
+
+
+def test_times_are_read_as_they_were_written(tmp_path):
+    times = {"tests/a.py::test_b[x::y]": 1.25, "tests/a.py::fixtures": 2.0}
+    schedule.write(tmp_path / "seconds.json", times)
+    assert schedule.read(tmp_path / "seconds.json") == times
+
+
+def test_a_process_that_has_not_ended_is_counted():
+    before = schedule.processor_seconds()
+    code = "import sys; sum(range(10**7)); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert schedule.processor_seconds() > before + 0.05
+        process.communicate()
