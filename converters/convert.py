@@ -50,7 +50,7 @@ from t0repro.converters.tensors import (
 )
 from t0repro.errors import UserError
 from t0repro.parameters import naming
-from t0repro.parameters.shape import ModelShape, recognise
+from t0repro.parameters.shape import ModelShape, recognize
 from t0repro.progress import byte_progress
 from t0repro.words import counted, without_passwords
 
@@ -239,7 +239,7 @@ def prepare(
     if dtype and cast.lossy:
         count = counted(len(cast.lossy), "parameter is", "parameters are")
         notes.append(f"{count} rounded to {dtype}, as {asked_by} asks.")
-    size = recognise({key: info.shape for key, info in before.tensors.items()}).vocab_size
+    size = recognize({key: info.shape for key, info in before.tensors.items()}).vocab_size
     wanted = options.vocab_size
     # transformers does not pad vocabularies; the other formats expect padding.
     if (

@@ -32,7 +32,7 @@ from t0repro.converters.witnesses import (
 )
 from t0repro.errors import UserError
 from t0repro.parameters import naming
-from t0repro.parameters.shape import recognise, unknown_variable
+from t0repro.parameters.shape import recognize, unknown_variable
 from t0repro.progress import say
 from t0repro.storage.names import is_inside
 
@@ -248,7 +248,7 @@ class HfReader:
     def _check_sizes(self) -> None:
         """Checks that the weights have the sizes in config.json."""
         try:
-            family = recognise({key: info.shape for key, info in self.tensors.items()})
+            family = recognize({key: info.shape for key, info in self.tensors.items()})
         except UserError:
             return  # not a complete T5: `sources.check_checkpoint` names what is missing
         hf_config.check_sizes(self.config, family, storage.join(self.ref.path, CONFIG))

@@ -53,7 +53,7 @@ _OTHER_CLASSES = {
 # of them: padding is masked. Here and in T5X it is id 0, which is why the decoder begins with 0.
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "decoder_start_token_id": ((0, None), "the decoder's first input is id 0"),
-    "quantization_config": ((None,), "weights are not quantised"),
+    "quantization_config": ((None,), "weights are not quantized"),
     "pruned_heads": (({}, None), "all layers have all heads"),
 }
 

@@ -123,7 +123,7 @@ def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = No
     """Reads a SentencePiece model.
 
     Ids and special pieces are those that SentencePiece reports, not those of its training: people
-    insert pieces afterwards.
+    insert pieces afterward.
 
     Args:
       vocabulary: the file.

@@ -57,7 +57,7 @@ class Released:
       format: mtf, t5x or hf.
       address: gs://bucket/folder or hf://owner/name.
       step: None if the source does not state it; then the latest is fetched.
-      license: The checkpoint's licence; empty if the source does not state it.
+      license: The checkpoint's license; empty if the source does not state it.
       shape: The model's sizes.
       source: The page that lists the checkpoint.
     """
@@ -118,7 +118,7 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def catalogue() -> dict[str, Released]:
+def catalog() -> dict[str, Released]:
     """Returns every known released checkpoint, by name."""
     return {row["name"]: _released(row) for row in _rows("released.csv")}
 
@@ -159,7 +159,7 @@ def find(name: str) -> Released:
     Raises:
       UserError: If there is none; the message lists the nearest names.
     """
-    known = catalogue()
+    known = catalog()
     if name not in known:
         raise UserError(
             f"No released checkpoint is called {name!r}.",
@@ -199,7 +199,7 @@ def fetch(
     The checkpoint appears in `to` only once it is complete and every checksum has been verified.
 
     Args:
-      released: A checkpoint of the catalogue.
+      released: A checkpoint of the catalog.
       to: The folder, created if missing.
       base_url: A mirror of the hub or of Google Cloud Storage.
       revision: Revision of a hub repository.

@@ -176,7 +176,7 @@ def report_unmatched(
       filled: restored entries, name in the model -> name in the checkpoint.
     """
     kinds = {
-        "initialised, not restored": [name for name in wanted if name not in filled],
+        "initialized, not restored": [name for name in wanted if name not in filled],
         "in the checkpoint, not used": sorted(set(tree) - set(filled.values())),
     }
     has_slots = any(name.startswith(naming.SLOTS) for name in tree)

@@ -129,7 +129,7 @@ def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
         raise UserError(
             f"{name} is of the type {given}, in which no T5 is stored.",
             where=path,
-            fix="Save the model in float32, bfloat16 or float16, without quantisation.",
+            fix="Save the model in float32, bfloat16 or float16, without quantization.",
         )
     info = TensorInfo(shape, dtype)
     if end - begin != info.nbytes:

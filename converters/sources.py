@@ -242,7 +242,7 @@ def _refuse_formats(directory: str, names: list[str]) -> None:
 
 
 def _not_found(what: str, path: str) -> CheckpointNotFound:
-    if path in released.catalogue():
+    if path in released.catalog():
         return CheckpointNotFound(
             f"{path} is the name of a released checkpoint, which is not on this machine.",
             where=path,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Does the recipe learn? Runs T0's recipe from T5X's gin files, on real data and at a size for two CPU cores. For
-# each of three seeds, it pretrains a small T5 1.1 by span corruption, adapts it to language modelling and
+# each of three seeds, it pretrains a small T5 1.1 by span corruption, adapts it to language modeling and
 # fine-tunes it on prompts of four datasets. It then evaluates every checkpoint of the fine-tuning by rank
 # classification on held-out prompts and datasets. docs/evidence/learning.md has the results.
 #

@@ -168,7 +168,7 @@ def _jax() -> tuple[State, str, str]:
 
 
 def _mesh_tensorflow() -> tuple[State, str, str]:
-    """Trains one step in a separate process, since v1 behaviour applies to a whole process."""
+    """Trains one step in a separate process, since v1 behavior applies to a whole process."""
     if not _is_importable("tensorflow"):
         return "missing", "no TensorFlow or SeqIO: docs/tiers.md lists what needs them", _REFERENCE
     ended = subprocess.run(

@@ -52,7 +52,7 @@ def print_table(
     """Prints a table whose first column is its key.
 
     Text folds if space is short. If even folded columns do not fit, each row is printed as its key,
-    with the other cells indented below it and labelled by column.
+    with the other cells indented below it and labeled by column.
 
     Args:
       console: the console to print to.

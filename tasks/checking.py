@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError
-from t0repro.tasks.catalogue import label
+from t0repro.tasks.catalog import label
 from t0repro.tasks.prompt_environment import UndefinedVariable
 from t0repro.tasks.registry import find_task, registered_tasks, task_descriptions, tasks_of_mixture
 from t0repro.tasks.showing import LENGTHS, ROWS_LOOKED_AT
@@ -183,7 +183,7 @@ def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, st
     """A task's verdict and its reason, from the first rows of its splits."""
     if not seen:
         return Verdict.NO_ROWS, "its rows are not available"
-    # A misspelt variable breaks a template, whatever else it does.
+    # A misspelled variable breaks a template, whatever else it does.
     undefined = [each.undefined for each in seen if each.undefined]
     if undefined:
         return Verdict.BROKEN, undefined[0]
@@ -197,12 +197,12 @@ def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, st
         )
     # Many datasets hide the labels of their test split, whose targets are then not among the
     # choices.
-    labelled = [each for each in seen if each.split != "test"]
-    unlabelled = sum((each.no_example for each in labelled), Counter())
-    unlabelled = Counter({why: n for why, n in unlabelled.items() if why in _OF_OWN_PROMPTS})
-    if unlabelled:
-        return Verdict.SUSPECT, f"of {rows:,} rows looked at, {_in_words(unlabelled)}"
-    never = [each.split for each in labelled if each.examples and not each.correct]
+    labeled = [each for each in seen if each.split != "test"]
+    unlabeled = sum((each.no_example for each in labeled), Counter())
+    unlabeled = Counter({why: n for why, n in unlabeled.items() if why in _OF_OWN_PROMPTS})
+    if unlabeled:
+        return Verdict.SUSPECT, f"of {rows:,} rows looked at, {_in_words(unlabeled)}"
+    never = [each.split for each in labeled if each.examples and not each.correct]
     if has_answer_choices and never:
         return (
             Verdict.SUSPECT,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from t0repro.tasks.catalogue import catalogue, rounds_of, t0_datasets
+from t0repro.tasks.catalog import catalog, rounds_of, t0_datasets
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.source import Split
 from t0repro.tasks.templates import load_template, task_name, template_names
@@ -71,7 +71,7 @@ def register_few_shot(
 def register_held_out() -> None:
     """Registers the mixtures of all of T0's held-out datasets with a training split."""
     for entry in t0_datasets():
-        splits = catalogue()[entry.dataset, entry.subset].splits
+        splits = catalog()[entry.dataset, entry.subset].splits
         if entry.evaluate == "BASE" and any(name.startswith("train") for name in splits):
             register_few_shot(entry.dataset, entry.subset)
 

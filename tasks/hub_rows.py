@@ -1,6 +1,6 @@
 """Rows from the hub, whose Parquet branch needs no loading script.
 
-`datasets` no longer runs loading scripts. Most repositories were renamed: the catalogue lists where
+`datasets` no longer runs loading scripts. Most repositories were renamed: the catalog lists where
 each dataset is today. Downloads stay in Hugging Face's cache (HF_HOME), which is used offline.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from t0repro.errors import UserError
 from t0repro.storage import write_atomically
-from t0repro.tasks.catalogue import CatalogueEntry, HubPlace
+from t0repro.tasks.catalog import CatalogEntry, HubPlace
 
 BATCH = 1000
 """Number of rows converted from Arrow at once."""
@@ -87,7 +87,7 @@ class HubReader:
         }
 
 
-def hub_reader(entry: CatalogueEntry, split: str) -> HubReader:
+def hub_reader(entry: CatalogEntry, split: str) -> HubReader:
     """Returns the reader of a split, downloaded or taken from the cache.
 
     Raises:

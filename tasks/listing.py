@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.tasks.catalogue import p3_sizes
+from t0repro.tasks.catalog import p3_sizes
 from t0repro.tasks.metrics import metric_names
 from t0repro.tasks.registry import (
     prompted_mixtures,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from t0repro.tasks.catalogue import catalogue
+from t0repro.tasks.catalog import catalog
 from t0repro.tasks.readers import local_reader
 from t0repro.tasks.rows import data_folder
 from t0repro.tasks.t0_mixtures import register_t0_tasks
@@ -23,7 +23,7 @@ def register_local(root: Path) -> None:
     register_t0_tasks(
         lambda entry: [
             split
-            for split in catalogue()[entry.dataset, entry.subset].splits
+            for split in catalog()[entry.dataset, entry.subset].splits
             if local_reader(root, entry.dataset, entry.subset, split) is not None
         ]
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.tasks.catalogue import modelled_on
+from t0repro.tasks.catalog import modeled_on
 from t0repro.tasks.task import PromptedTask
 
 Metric = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, float]]
@@ -64,7 +64,7 @@ def metric_names(task: PromptedTask) -> tuple[str, ...]:
     """Names of a task's evaluation metrics; for a twin, rank_classification."""
     if task.score_eval:
         return ("rank_classification",)
-    dataset = modelled_on(task.dataset)
+    dataset = modeled_on(task.dataset)
     if dataset in T5_DATASETS:
         return _T5S.get((dataset, task.subset), ("accuracy",))
     return tuple(PROMPTSOURCE_METRICS[name] for name in task.metrics)

@@ -20,7 +20,7 @@ from t0repro.errors import UserError
 from t0repro.progress import count_progress
 from t0repro.storage import write_atomically
 from t0repro.tasks.availability import missing_rows
-from t0repro.tasks.catalogue import label
+from t0repro.tasks.catalog import label
 from t0repro.tasks.registry import task_descriptions, tasks_of_mixture
 from t0repro.tasks.run_index import Match, split_into_parts
 from t0repro.tasks.source import PromptedRows

@@ -24,7 +24,7 @@ from t0repro.hub_files import HubFile, HubRepository, check_room
 from t0repro.progress import byte_progress, count_progress
 from t0repro.storage import explain_errors, lock_folder, make_folder, write_atomically
 from t0repro.storage.disk import sync
-from t0repro.tasks.catalogue import p3_sizes, rounds_of, t0_datasets
+from t0repro.tasks.catalog import p3_sizes, rounds_of, t0_datasets
 from t0repro.tasks.prompt_cache.provenance import P3_SOURCE
 from t0repro.tasks.prompt_cache.records import read_records
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.panel import Panel
 from rich.text import Text
 
-from t0repro.tasks.catalogue import label
+from t0repro.tasks.catalog import label
 from t0repro.tasks.checking import CheckedTask, Verdict
 from t0repro.tasks.listing import OVERSAMPLED, ListedTask
 from t0repro.tasks.showing import LENGTHS, VARIABLE_LENGTH, ShownExample, ShownTask

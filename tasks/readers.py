@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from t0repro.errors import UserError
 from t0repro.tasks import rows
-from t0repro.tasks.catalogue import catalogue, label
+from t0repro.tasks.catalog import catalog, label
 from t0repro.tasks.hub_rows import hub_reader
 from t0repro.tasks.story_cloze import how_to_ask, manual_file, read_story_cloze
 
@@ -154,7 +154,7 @@ def find_reader(root: Path | None, dataset: str, subset: str | None, split: str)
         return local
     if root is not None:
         rows.rows_file(root, dataset, subset, split)  # raises an error that names what is missing
-    entry = catalogue().get((dataset, subset))
+    entry = catalog().get((dataset, subset))
     if entry is not None and entry.hub is not None and hub_is_allowed():
         return hub_reader(entry, split)
     raise _missing(dataset, subset, split)
@@ -167,7 +167,7 @@ def _missing(dataset: str, subset: str | None, split: str) -> UserError:
     what = f"The rows of {label(dataset, subset)}, split {split!r}, are missing"
     what += f"; its folder holds {held}." if named else f", and {rows.DATA_VARIABLE} is not set."
     where = str(folder / f"{split}.jsonl")
-    entry = catalogue().get((dataset, subset))
+    entry = catalog().get((dataset, subset))
     put = (
         "Put the split there, one JSON object per line or as Parquet, CSV or TSV"
         f"{'' if named else f', and set {rows.DATA_VARIABLE} to that folder of datasets'}"

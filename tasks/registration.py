@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.catalogue import modelled_on
+from t0repro.tasks.catalog import modeled_on
 from t0repro.tasks.metrics import PROMPTSOURCE_METRICS, T5_DATASETS
 from t0repro.tasks.mixture_checks import check_alike, check_rates, may_be_same
 from t0repro.tasks.registry import (
@@ -185,7 +185,7 @@ def _seqio_wants_it() -> bool:
 
 
 def _check_metrics(dataset: str, template: Any) -> None:
-    if modelled_on(dataset) in T5_DATASETS:
+    if modeled_on(dataset) in T5_DATASETS:
         return
     unknown = [name for name in template.metadata.metrics or () if name not in PROMPTSOURCE_METRICS]
     if unknown:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.storage import input_path
-from t0repro.tasks.catalogue import label
+from t0repro.tasks.catalog import label
 from t0repro.tasks.mixture_checks import check_alike, check_seqio_rates
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import ADDS_EOS, PromptedTask, TaskDescription

@@ -1,6 +1,6 @@
 """Converts rows to the schema for which the templates were written, and checks them against it.
 
-A schema is a dataset's features in `datasets` 1.12, the version of T0's time, from the catalogue.
+A schema is a dataset's features in `datasets` 1.12, the version of T0's time, from the catalog.
 It is compiled once to plain functions, one per column, since every row of every template passes
 through it: a row of four columns takes two or three microseconds.
 """
@@ -15,7 +15,7 @@ import jinja2
 import jinja2.meta
 
 from t0repro.errors import UserError
-from t0repro.tasks.catalogue import Alias, catalogue, features_of, modelled_on
+from t0repro.tasks.catalog import Alias, catalog, features_of, modeled_on
 from t0repro.tasks.templates import is_own, load_template, promptsource_environment, template_names
 from t0repro.words import some
 
@@ -361,7 +361,7 @@ def schema_of(
     read: frozenset[str],
     class_names: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> Schema | None:
-    """The schema of a dataset, or None if the catalogue has none.
+    """The schema of a dataset, or None if the catalog has none.
 
     Args:
       dataset: The Hugging Face name.
@@ -388,7 +388,7 @@ def _compiled(
     required = [
         column for column in features_of(dataset, subset) or {} if column.replace("-", "_") in read
     ]
-    aliases = catalogue()[modelled_on(dataset), subset].aliases
+    aliases = catalog()[modeled_on(dataset), subset].aliases
     return Schema(features_of(dataset, subset) or {}, required, aliases, dict(class_names))
 
 

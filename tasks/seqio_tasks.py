@@ -14,7 +14,7 @@ from t5.data import glue_utils, postprocessors, preprocessors
 from t5.evaluation import metrics
 
 from t0repro.errors import UserError
-from t0repro.tasks.catalogue import modelled_on
+from t0repro.tasks.catalog import modeled_on
 from t0repro.tasks.metrics import METRIC_FUNCTIONS, PROMPTSOURCE_METRICS, postprocess
 from t0repro.tasks.registry import name_is_taken
 from t0repro.tasks.rendering import fixed_choices
@@ -276,7 +276,7 @@ def _decoded(rows: PromptedRows) -> dict[str, Any]:
 
 def task_metrics(dataset: str, subset: str | None, template: Any) -> list[Callable[..., Any]]:
     """T0's metrics for a task: T5's for GLUE and SuperGLUE, else those named by the template."""
-    dataset = modelled_on(dataset)
+    dataset = modeled_on(dataset)
     if dataset == "glue":
         return glue_utils.get_glue_metric(subset)
     if dataset == "super_glue":

@@ -11,7 +11,7 @@ from typing import Any
 
 from t0repro.errors import UserError
 from t0repro.tasks import readers
-from t0repro.tasks.catalogue import label
+from t0repro.tasks.catalog import label
 from t0repro.tasks.prompt_environment import TemplateFailure, UndefinedVariable
 from t0repro.tasks.readers import Reader
 from t0repro.tasks.rendering import compiled
@@ -39,7 +39,7 @@ class Split:
 def schema_of_rows(
     dataset: str, subset: str | None, reader: Reader, columns: frozenset[str]
 ) -> Schema | None:
-    """The schema that a reader's rows are converted to, or None if the catalogue has none.
+    """The schema that a reader's rows are converted to, or None if the catalog has none.
 
     Args:
       dataset: The Hugging Face name.

@@ -8,7 +8,7 @@
   t0_train_one_og_prompt, t0_train_all_og_prompts: training on one or all original-task prompts.
   bias_fairness_eval_score_eval: CrowS-Pairs and WinoGender.
 
-Splits and sizes come from the catalogue, so registering tasks needs no data; rows are located when
+Splits and sizes come from the catalog, so registering tasks needs no data; rows are located when
 a split is read (t0repro.tasks.readers). The rules are those of bigscience-workshop/t-zero,
 t0/seqio_tasks/tasks.py.
 """

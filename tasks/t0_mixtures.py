@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from t0repro.tasks.catalogue import T0Dataset, catalogue, rounds_of, t0_datasets
+from t0repro.tasks.catalog import T0Dataset, catalog, rounds_of, t0_datasets
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX, PromptedTask
@@ -178,13 +178,13 @@ def _first_original_tasks(tasks: Sequence[T0Task]) -> set[str]:
 # The tasks --------------------------------------------------------------------------------------
 
 
-def splits_in_catalogue(entry: T0Dataset) -> list[str]:
+def splits_in_catalog(entry: T0Dataset) -> list[str]:
     """The splits that a dataset in the table had in T0's time."""
-    return list(catalogue()[entry.dataset, entry.subset].splits)
+    return list(catalog()[entry.dataset, entry.subset].splits)
 
 
 def register_t0_tasks(
-    held: Callable[[T0Dataset], list[str]] = splits_in_catalogue,
+    held: Callable[[T0Dataset], list[str]] = splits_in_catalog,
 ) -> list[T0Task]:
     """Registers the tasks of every dataset in T0's table, and their twins, by T0's names.
 
@@ -223,10 +223,10 @@ def _splits_of_tasks(dataset: str, held: list[str]) -> dict[str, dict[str, Split
 def evaluation_rate(rows: PromptedRows) -> float:
     """Number of examples, up to 500,000: T0's rate for tasks used only in evaluations.
 
-    Counts the training split, else validation, else test; the counts come from the catalogue, so
+    Counts the training split, else validation, else test; the counts come from the catalog, so
     no rows are read.
     """
-    sizes: Mapping[str, int] = catalogue()[rows.dataset, rows.subset].splits
+    sizes: Mapping[str, int] = catalog()[rows.dataset, rows.subset].splits
     files = rows.files_of_splits
     split = next(name for name in ("train", "validation", "test") if name in files)
     return float(min(sizes[files[split].file], MAX_EXAMPLES))

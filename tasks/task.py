@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from t0repro.tasks.catalogue import is_synthetic
+from t0repro.tasks.catalog import is_synthetic
 from t0repro.tasks.vocabulary import (
     VocabularyFile,
     model_of,

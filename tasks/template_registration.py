@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.catalogue import rounds_of
+from t0repro.tasks.catalog import rounds_of
 from t0repro.tasks.registration import add_mixture, add_prompted_task, check_registered
 from t0repro.tasks.registry import (
     prompted_mixtures,

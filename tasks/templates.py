@@ -19,7 +19,7 @@ import yaml
 
 from t0repro import yaml_files
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.catalogue import label, modelled_on
+from t0repro.tasks.catalog import label, modeled_on
 from t0repro.tasks.prompt_environment import PromptEnvironment, _draws_of, constant_text
 
 SEPARATOR = "|||"
@@ -226,7 +226,7 @@ def _loader() -> type:
 
 @functools.cache
 def _read_templates(dataset: str, subset: str | None) -> dict[str, Any]:
-    path = _templates_folder() / modelled_on(dataset) / (subset or "") / "templates.yaml"
+    path = _templates_folder() / modeled_on(dataset) / (subset or "") / "templates.yaml"
     if not path.is_file():
         known = [label(*pair) for pair in template_datasets()]
         raise UserError(

@@ -132,9 +132,9 @@ def run_all(out: Path, steps: int) -> dict[str, list[float]]:
 
     (mesh,) = run_mesh([mesh_job("mesh")])
     start = mesh.checkpoint(0)
-    backwards = save_batches(out / "reversed.npz", reversed_rows)
+    backward = save_batches(out / "reversed.npz", reversed_rows)
     (other,) = run_mesh(
-        [dataclasses.replace(mesh_job("mesh reversed", start=start), batches=backwards)]
+        [dataclasses.replace(mesh_job("mesh reversed", start=start), batches=backward)]
     )
     jax = run_jax(job.config, job.batches, load_any(start))
 

@@ -97,11 +97,11 @@ def draw(losses: dict[str, np.ndarray], path: Path) -> None:
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     widths = {"mtf": 5.0, "jax": 1.3}
-    colours = {"mtf": "#b9cfe8", "jax": "#2563a8"}
+    colors = {"mtf": "#b9cfe8", "jax": "#2563a8"}
     for stack, values in losses.items():
         smooth = np.convolve(values, np.ones(WINDOW) / WINDOW, "valid")
         steps = np.arange(WINDOW, len(values) + 1)
-        style = {"linewidth": widths[stack], "color": colours[stack]}
+        style = {"linewidth": widths[stack], "color": colors[stack]}
         upper.plot(steps, smooth, label=STACKS[stack], **style)
     upper.set_ylabel(f"loss, mean of {WINDOW} steps")
     upper.set_yscale("log")

@@ -49,9 +49,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 STEPS = 12_200  # of T0's training, from T5 1.1's LM-adapted checkpoint at 1,100,000
-# Dollars for an hour of a chip, on demand, by SkyPilot's catalogue of clouds (read 2026-11-22 and,
+# Dollars for an hour of a chip, on demand, by SkyPilot's catalog of clouds (read 2026-11-22 and,
 # for v6e, 2026-11-27): v5p and v6e in us-central1, eight H200 at Nebius for 28 an hour. Google
-# lists no price of large v3 slices; the catalogue assumes 512 an hour for a v3-512.
+# lists no price of large v3 slices; the catalog assumes 512 an hour for a v3-512.
 PRICES = {"v3": 2.00, "v5p": 4.20, "v6e": 2.70, "8 x NVIDIA H200": 3.50}
 # T0's name of each size of T5 1.1 that T0 has; the other sizes keep T5 1.1's.
 SIZES = {"3B": "xl", "11B": "xxl", "small": "small", "base": "base", "large": "large"}

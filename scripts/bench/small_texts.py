@@ -35,7 +35,7 @@ from t0repro.reports.statistics import (
     reweighted,
 )
 from t0repro.storage import write_atomically
-from t0repro.tasks.catalogue import label
+from t0repro.tasks.catalog import label
 from t0repro.tasks.registration import describing
 from t0repro.tasks.t0_mixtures import PromptedDataset
 from t0repro.tasks.templates import task_name

@@ -18,7 +18,7 @@ from typing import Any
 import words
 
 from t0repro.storage import write_atomically
-from t0repro.tasks.catalogue import SYNTHETIC
+from t0repro.tasks.catalog import SYNTHETIC
 from t0repro.tasks.demo.datasets import FOLDER
 
 SEED = 20211015
@@ -54,7 +54,7 @@ def news(draw: random.Random, index: int) -> Row:
 def short_review(draw: random.Random, index: int) -> Row:
     """One sentence about a film, in the schema and the small letters of rotten_tomatoes."""
     label = index % 2
-    first, second, third = draw.sample(words.JUDGEMENTS[label], 3)
+    first, second, third = draw.sample(words.JUDGMENTS[label], 3)
     film, subject = draw.choice(words.FILMS), draw.choice(words.SUBJECTS)
     aspect, verdict = draw.choice(words.ASPECTS), draw.choice(words.VERDICTS[label])
     text = draw.choice(
@@ -72,7 +72,7 @@ def short_review(draw: random.Random, index: int) -> Row:
 def long_review(draw: random.Random, index: int) -> Row:
     """A viewer's account in whole sentences, in the schema of imdb."""
     label = index % 2
-    first, second, third = draw.sample(words.JUDGEMENTS[label], 3)
+    first, second, third = draw.sample(words.JUDGMENTS[label], 3)
     aspect, other = draw.sample(words.ASPECTS, 2)
     verdict = capitalize(draw.choice(words.VERDICTS[label]))
     text = (
@@ -137,7 +137,7 @@ def distinct(make: Callable[[random.Random, int], Row], draw: random.Random) -> 
             yield row
 
 
-# What makes each dataset's rows, and rows of each split, by the dataset that the rows are modelled
+# What makes each dataset's rows, and rows of each split, by the dataset that the rows are modeled
 # on. imdb is held out of training.
 DATASETS = (
     ("ag_news/default", news, {"train": TRAIN_ROWS, "validation": VALIDATION_ROWS}),

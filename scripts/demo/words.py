@@ -149,7 +149,7 @@ NEWS = (
 )
 
 # Reviews, by label: negative, positive.
-JUDGEMENTS = (
+JUDGMENTS = (
     (
         "dull",
         "tedious",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All checks before a release except the tests: version, changelog, citation, contents of the source distribution
-# and the wheel, licences of all dependencies, a bill of materials.
+# and the wheel, licenses of all dependencies, a bill of materials.
 #   EXTRAS=release bash scripts/setup.sh     # the tools, once
 #   bash scripts/dev/release_check.sh            # writes both packages and sbom.json to dist/
 set -euo pipefail
@@ -39,10 +39,10 @@ pyproject-build --outdir dist "$tree"
 twine check --strict dist/*
 python -P -m pytest -q tests/test_wheel.py -m "not slow"
 
-echo "== licences"
-python -P scripts/dev/licences.py | diff docs/evidence/licenses.md - >/dev/null ||
-  fail "docs/evidence/licenses.md is not what scripts/dev/licences.py prints: write it again"
-if grep "not stated" docs/evidence/licenses.md; then fail "these state no licence: see to them"; fi
+echo "== licenses"
+python -P scripts/dev/licenses.py | diff docs/evidence/licenses.md - >/dev/null ||
+  fail "docs/evidence/licenses.md is not what scripts/dev/licenses.py prints: write it again"
+if grep "not stated" docs/evidence/licenses.md; then fail "these state no license: see to them"; fi
 
 echo "== bill of materials"
 cat requirements/{core,reference}.lock >"$tree/locked.txt"

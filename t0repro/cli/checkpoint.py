@@ -14,7 +14,7 @@ from t0repro.cli.results import echo, print_json
 from t0repro.converters.inspection import Comparison, Inspection, Verification, inspect_checkpoint
 from t0repro.converters.inspection import compare as compare_checkpoints
 from t0repro.converters.inspection import verify as verify_checkpoint
-from t0repro.converters.released import catalogue, families, find, needs_of, this_machine
+from t0repro.converters.released import catalog, families, find, needs_of, this_machine
 from t0repro.converters.released import fetch as fetch_checkpoint
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
@@ -144,15 +144,15 @@ def released(
       t0repro checkpoint released --family lm100k
     """
     wanted = (family or "").lower()
-    found = [e for e in catalogue().values() if wanted in f"{e.name} {e.family}".lower()]
+    found = [e for e in catalog().values() if wanted in f"{e.name} {e.family}".lower()]
     if as_json:
         print_json([{**vars(e), "parameters": e.shape.parameter_count()} for e in found])
         return
-    rows = [("name", "family", "format", "parameters", "licence", "address")]
+    rows = [("name", "family", "format", "parameters", "license", "address")]
     for entry in found:
         count = f"{entry.shape.parameter_count():,}"
-        licence = entry.license or "not stated"
-        rows.append((entry.name, entry.family, entry.format, count, licence, entry.address))
+        license = entry.license or "not stated"
+        rows.append((entry.name, entry.family, entry.format, count, license, entry.address))
     _print_table(rows)
 
 
@@ -186,7 +186,7 @@ def fetch(
     echo(f"{name} {what}: {done.path} ({counted(done.files, 'file')}, {sized(done.bytes)}).")
     if to_know := families()[found.family].to_know:
         echo(to_know)
-    echo(f"Licence: {found.license or f'not stated in the catalog; see {found.source}'}.")
+    echo(f"License: {found.license or f'not stated in the catalog; see {found.source}'}.")
 
 
 @app.command()

@@ -20,7 +20,7 @@ from t0repro.reports.models import compare_models, corrected, corrected_by, to_j
 from t0repro.reports.page import Page
 from t0repro.reports.prompts import load_prompts
 from t0repro.reports.report_files import as_json as to_json_text
-from t0repro.reports.run import Run, find_evaluation, labelled
+from t0repro.reports.run import Run, find_evaluation, labeled
 from t0repro.reports.statistics import Bootstrap
 from t0repro.words import counted
 
@@ -78,7 +78,7 @@ def compare(
       t0repro compare mtf=runs/mtf/validation_eval \
         jax=runs/jax/validation_eval
     """
-    given = [labelled(run) for run in runs]
+    given = [labeled(run) for run in runs]
     if len(given) < 2:
         raise UserError("One run cannot be compared.", fix="Name two or more.")
     if step and len(step) != len(given):

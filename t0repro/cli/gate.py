@@ -241,7 +241,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 # ---- Huge pages for commands that compute on a CPU, on machines that zero them faster ------------
 
-# XLA takes a step's temporaries from the system and gives them back afterwards, so the system
+# XLA takes a step's temporaries from the system and gives them back afterward, so the system
 # zeroes them again in the next step, page by page. Pages of 2 MiB instead of 4 KiB made a train
 # step 10% to 30% faster on one machine and 14% slower on another (the lab log), so each start
 # measures.

@@ -404,7 +404,7 @@ def _print_end(job: JobStatus, metrics: dict[str, float]) -> None:
         typer.echo("succeeded")
         return
     # An error, so that scripts can see it from the exit code.
-    what = "was cancelled" if job.state == "cancelled" else "failed"
+    what = "was canceled" if job.state == "canceled" else "failed"
     raise UserError(
         f"The job {what}{f': {job.reason}' if job.reason else ''}".rstrip(".") + ".",
         where=job.name,

@@ -57,7 +57,7 @@ class ModelFunctions:
         return outputs, {"scores": scores}
 
     def score(self, dataset: Any) -> Indexed:
-        """Log-likelihood of each example's targets, EOS included: natural log, not normalised."""
+        """Log-likelihood of each example's targets, EOS included: natural log, not normalized."""
         indices, examples = [], []
         for index, example in _pairs(dataset):
             indices.append(int(index))

@@ -261,9 +261,9 @@ def _infer_model(
 ) -> tuple[ModelShape, ModelConfig]:
     """The model that an open tree, and the files beside it, are of."""
     from t0repro.converters.model_files import arithmetic, check_run_files, described, gin_text
-    from t0repro.parameters.shape import recognise
+    from t0repro.parameters.shape import recognize
 
-    family = recognise({name: tensor.shape for name, tensor in tree.items()})
+    family = recognize({name: tensor.shape for name, tensor in tree.items()})
     check_run_files(ref, family)
     source = described(ref)
     return family, _model_config(family, arithmetic(source, family, gin_text(source)), path)

@@ -1,7 +1,7 @@
 """The worker, which runs one job's command within its limits and records how it ended.
 
 It is started here or on a launcher's machine: `python -m t0repro.jobs.worker JOB_FILE`. It leads a
-process group, in which the command and everything that it starts run. Afterwards it kills whatever
+process group, in which the command and everything that it starts run. Afterward it kills whatever
 is left in the group, so that no job outlives its worker. It writes the exit file first: only this
 file proves that a job succeeded.
 """

@@ -33,7 +33,7 @@ from t0repro.errors import UserError
 from t0repro.storage import address_of, write_atomically
 from t0repro.storage.disk import atomic_directory, name_in_errors
 from t0repro.storage.names import check_is_name
-from t0repro.tasks.catalogue import label
+from t0repro.tasks.catalog import label
 from t0repro.tasks.registry import task_descriptions
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX, TaskDescription
 from t0repro.words import counted

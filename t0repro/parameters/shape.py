@@ -322,7 +322,7 @@ def _of_longest_axes(shape: Sequence[int], least: int) -> Factoring:
 # ---- Recognizing a T5 by its tensors' names and shapes -------------------------------------------
 
 
-def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
+def recognize(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
     """Infers a model's sizes from its parameters.
 
     Reads only the few parameters that determine the sizes; `check_parameters` checks all.
@@ -426,7 +426,7 @@ def check_parameters(
     Raises:
       UserError: Naming parameters that are missing, unknown or of the wrong shape.
     """
-    family = recognise(shapes)
+    family = recognize(shapes)
     expected = family.parameters()
     if missing := [native_name(path) for path in expected if path not in shapes]:
         raise UserError(

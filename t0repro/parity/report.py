@@ -210,13 +210,13 @@ def error_plot(findings: Sequence[Finding], label: str) -> str:
 
 
 def _draw_error(drawing: Drawing, axes, row: int, finding: Finding) -> None:
-    """Draws a finding's bar, in another colour if it departs."""
+    """Draws a finding's bar, in another color if it departs."""
     # NaN and infinity are drawn at the right edge.
     error = float(np.clip(np.nan_to_num(finding.error, nan=1e3), _SMALLEST, 1e3))
-    colour = ROLES["accent"] if finding.passes else ROLES["chance"]
+    color = ROLES["accent"] if finding.passes else ROLES["chance"]
     height = 0.3 if drawing.narrow else 0.7
     # `left` with a logarithmic axis: bars begin at the smallest error, not at 0.
-    (bar,) = axes.barh([row], [error - _SMALLEST], left=_SMALLEST, height=height, color=colour)
+    (bar,) = axes.barh([row], [error - _SMALLEST], left=_SMALLEST, height=height, color=color)
     bar.set_gid(f"error-{row}")
     drawing.tips[f"error-{row}"] = (
         f"{finding.name}: {finding.error:.2e}, RMS {finding.reference_rms:.2e}"

@@ -20,7 +20,7 @@ _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
 
 
-# Role -> a color that occurs nowhere else in a figure, so that it can be replaced afterwards.
+# Role -> a color that occurs nowhere else in a figure, so that it can be replaced afterward.
 ROLES = {
     "ink": "#010203",
     "muted": "#040506",
@@ -161,8 +161,8 @@ def _inline_svg(drawing: Drawing, label: str, prefix: str) -> str:
     ElementTree.register_namespace("", _SVG)
     text = ElementTree.tostring(root, encoding="unicode")
     # Matplotlib writes colors in lower case, as in ROLES.
-    for role, colour in ROLES.items():
-        text = text.replace(colour, f"var(--{role})")
+    for role, color in ROLES.items():
+        text = text.replace(color, f"var(--{role})")
     # Use the page's font but keep the size.
     return re.sub(r"(font(?:-family)?: (?:[\w.]+px )?)[^;\"]+", r"\1var(--font)", text)
 

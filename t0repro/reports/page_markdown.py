@@ -68,7 +68,7 @@ def _without_start(match: re.Match[str]) -> str:
 def _with_content(sections: Sequence[Section]) -> list[Section]:
     """The sections with content below their heading; plots and legends do not count."""
     kept: list[Section] = []
-    # Backwards, so that a section's parts are decided before the section.
+    # Backward, so that a section's parts are decided before the section.
     for section in reversed(sections):
         content = (*section.lines, section.note, section.rows, section.facts, section.text)
         has_parts = bool(kept) and kept[-1].level > section.level

@@ -60,7 +60,7 @@ def history_plot(steps: Sequence[int], curves: Mapping[str, Sequence[float]], la
     return curves_plot(points, label, "accuracy, percent", limits=(0, 100), form="{:.1f}%")
 
 
-_COLOURS, _STYLES = ("accent", "chance", "majority", "ink"), ("-", "--", ":", "-.")
+_COLORS, _STYLES = ("accent", "chance", "majority", "ink"), ("-", "--", ":", "-.")
 _MARKED = 30  # a longer curve has a mark at its last point only
 
 
@@ -89,7 +89,7 @@ def curves_plot(
         axes = drawing.axes(height, _LEFT, right)
         for number, (name, points) in enumerate(curves.items()):
             # Four colors with four dashes distinguish sixteen curves; then they repeat.
-            color = ROLES[_COLOURS[number % 4]]
+            color = ROLES[_COLORS[number % 4]]
             axes.plot(*zip(*points, strict=True), color=color, linewidth=1.4, alpha=0.75,
                       linestyle=_STYLES[number // 4 % 4])  # fmt: skip
             for at, (step, value) in enumerate(points if len(points) <= _MARKED else points[-1:]):

@@ -117,7 +117,7 @@ def training_datasets(tasks: Collection[str], prompts: Mapping[str, PromptInfo])
 
 def synthetic_datasets(labels: Collection[str]) -> tuple[str, ...]:
     """Labels of datasets with generated rows, recognized by name."""
-    from t0repro.tasks.catalogue import SYNTHETIC
+    from t0repro.tasks.catalog import SYNTHETIC
 
     # Anywhere in the label: without the tasks' module it is a task's name, which need not start
     # with the dataset's.

@@ -31,7 +31,7 @@ class Run:
     step: int | None = None
 
 
-def labelled(text: str) -> tuple[str | None, Path]:
+def labeled(text: str) -> tuple[str | None, Path]:
     """`split_label`, with the path as commands open it."""
     label, path = split_label(text)
     return label, input_path(path)

@@ -134,7 +134,7 @@ def _examples(
     lengths: Mapping[str, int],
 ) -> list[dict[str, np.ndarray]]:
     """One example per pair; as in T0's tasks, only targets end with EOS, truncated or not."""
-    # T0's tasks cut first and append EOS afterwards (SeqIO's append_eos_after_trim).
+    # T0's tasks cut first and append EOS afterward (SeqIO's append_eos_after_trim).
     processor, room = file.processor(), lengths["targets"] - 1
     examples = []
     for text, of_input in zip(inputs, choices, strict=True):

@@ -37,8 +37,8 @@ def lock_folder(folder: Path, purpose: str, *, fix: str) -> Iterator[None]:
     on the same machine. A run on another machine is recognized by its lease; watching the lease for
     a minute shows whether that run is still alive.
 
-    If an exception, such as that for a misspelt name, leaves the block and a folder created for it
-    is still empty, the folder is removed.
+    If an exception, such as that for a misspelled name, leaves the block and a folder created for
+    it is still empty, the folder is removed.
 
     Args:
       folder: created if it does not exist.

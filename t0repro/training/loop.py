@@ -279,7 +279,7 @@ class TrainingLoop:
 
     def _update(self, batch: NumpyBatch, input_wait: float) -> None:
         """Starts one update and records the one before."""
-        # Count before the update starts: afterwards the counts would queue behind it on the
+        # Count before the update starts: afterward the counts would queue behind it on the
         # devices.
         counts = count_if_sharded(batch)
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step):

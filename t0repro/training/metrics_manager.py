@@ -167,7 +167,7 @@ class MetricsManager:
         It is empty, and nothing is written, if nothing was added.
         """
 
-        def summarise() -> Values:
+        def summarize() -> Values:
             if self._merged is None:
                 return {}
             values = compute_values(fill_in_steps(self._merged, self._steps, self._seconds))
@@ -177,7 +177,7 @@ class MetricsManager:
             self._write(step, values)
             return values
 
-        return self._submit(summarise)
+        return self._submit(summarize)
 
     def write_metrics_summary(
         self, metrics: MetricMap | None, step: int, num_steps: int

@@ -3,7 +3,7 @@
 Adafactor, Adam, momentum and plain descent are each an optax.GradientTransformationExtraArgs whose
 `update` takes two keywords beside optax's arguments, because Mesh TensorFlow's formulas contain
 them: `step`, the global step before the update, and `learning_rate`. Unlike in optax, the rate
-cannot be applied afterwards: Adafactor scales it by each parameter's size, and momentum accumulates
+cannot be applied afterward: Adafactor scales it by each parameter's size, and momentum accumulates
 gradients already multiplied by it.
 
     optimizer = make_optimizer(config)

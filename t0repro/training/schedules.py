@@ -261,7 +261,7 @@ def _rsqrt_decay(step: jax.Array, arguments: Mapping[str, Number]) -> jax.Array:
 
 
 def _rsqrt_normalized_decay(step: jax.Array, arguments: Mapping[str, Number]) -> jax.Array:
-    # Normalised to 1 until warm-up ends, so that the base rate is the highest rate.
+    # Normalized to 1 until warm-up ends, so that the base rate is the highest rate.
     warmup = jnp.float32(arguments["warmup_steps"])
     return jnp.sqrt(warmup) / jnp.sqrt(jnp.maximum(step, warmup))
 

@@ -241,7 +241,7 @@ class BaseTrainer(abc.ABC):
             return self._train_state
 
     def release(self) -> TrainState:
-        """Hands over the state after the latest update; the trainer cannot be used afterwards."""
+        """Hands over the state after the latest update; the trainer cannot be used afterward."""
         with self._train_state_mutex:
             self._train_state = unstack_state(self._train_state, unstack_donating)
             return self._train_state

@@ -147,7 +147,7 @@ def _check_prompted(names: Sequence[str], descriptions: Mapping[str, TaskDescrip
 
 
 def _check_splits(splits: Sequence[str] | None, tasks: Sequence[TaskDescription]) -> None:
-    """Refuses a split that no task has: a misspelt one would otherwise be ignored silently."""
+    """Refuses a split that no task has: a misspelled one would otherwise be ignored silently."""
     known = list(dict.fromkeys(split for task in tasks for split in task.rows.files_of_splits))
     for split in splits or ():
         if split not in known:

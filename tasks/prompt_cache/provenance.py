@@ -282,11 +282,11 @@ def _agree(vocabulary: Any, tokens: Sequence[int], text: str) -> bool:
     """Whether tokens spell a text, or its beginning, as far as the vocabulary can."""
 
     # Spaces are compared loosely: decoding does not restore them exactly.
-    def spelt(numbers: Sequence[int]) -> str:
+    def spelled(numbers: Sequence[int]) -> str:
         return " ".join(vocabulary.decode([n for n in numbers if n != vocabulary.eos_id]).split())
 
     # Compare a prefix: the tokens may have been truncated.
-    return spelt(vocabulary.encode(text)).startswith(spelt(tokens))
+    return spelled(vocabulary.encode(text)).startswith(spelled(tokens))
 
 
 def _all_records(folder: Path, split: str) -> Iterator[bytes]:

@@ -238,7 +238,7 @@ def test_no_color_is_respected():
     command = [sys.executable, "-P", "-m", "t0repro", "--help"]
     environment = {**os.environ, "NO_COLOR": "1", "FORCE_COLOR": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    # Of colours, not of bold or dim, which FORCE_COLOR asks for.
+    # Of colors, not of bold or dim, which FORCE_COLOR asks for.
     assert not re.search(r"\x1b\[(?:\d;)*(3[0-7]|38;|9[0-7])", ended.stdout)
 
 

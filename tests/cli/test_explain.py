@@ -58,7 +58,7 @@ def test_json_has_every_value_and_what_the_files_import(tmp_path):
     "command",
     [["explain", "--run_mode=train"], ["train", "--dry_run"], ["precompile", "--run_mode=train"]],
 )
-def test_a_misspelt_macro_is_answered_before_anything_heavy_is_imported(command):
+def test_a_misspelled_macro_is_answered_before_anything_heavy_is_imported(command):
     # Python itself says what it imports; that is on stderr too.
     module = [sys.executable, "-P", "-X", "importtime", "-m", "t0repro.cli", *command]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

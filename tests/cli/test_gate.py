@@ -73,7 +73,7 @@ def test_a_process_of_several_commands_keeps_one_hook(monkeypatch):
 
 def test_an_error_that_a_library_makes_of_ctrl_c_is_still_ctrl_c():
     ended = run_program(
-        "try:\n    interrupt()\nexcept KeyboardInterrupt:\n    raise RuntimeError('cancelled')"
+        "try:\n    interrupt()\nexcept KeyboardInterrupt:\n    raise RuntimeError('canceled')"
     )
     assert (ended.returncode, "Go on so." in ended.stderr) == (130, True)
 

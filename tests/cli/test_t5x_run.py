@@ -154,7 +154,7 @@ def test_infer_takes_the_shard_from_the_command_line(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["eval", "infer"])
-def test_a_misspelt_macro_is_named_before_anything_heavy_is_imported(mode):
+def test_a_misspelled_macro_is_named_before_anything_heavy_is_imported(mode):
     command = [sys.executable, "-P", "-X", "importtime", "-m", "t0repro.cli", *words(mode)]
     command += ["--gin.MIXTURE_OR_TASK_NAM='a'", "--dry_run"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -132,7 +132,7 @@ def test_a_run_name_without_an_experiment_is_refused(cloud, monkeypatch, capsys)
     assert code == 2 and "both an experiment and a name" in err
 
 
-def test_the_log_is_printed_and_a_job_is_cancelled(cloud, experiment, submit, vertex):
+def test_the_log_is_printed_and_a_job_is_canceled(cloud, experiment, submit, vertex):
     job = submit("one", *rank_eval("o"))[1].split()[-1]
     cloud.services.logs[job] = "begins\nends\n"
     code, out, _ = vertex("logs", job, "--last", "1")
@@ -140,7 +140,7 @@ def test_the_log_is_printed_and_a_job_is_cancelled(cloud, experiment, submit, ve
     code, out, _ = vertex("cancel", job)
     assert code == 0 and "Asked to end" in out
     code, _, err = vertex("status", job)
-    assert code == 2 and "The job was cancelled." in err
+    assert code == 2 and "The job was canceled." in err
 
 
 def test_a_name_that_no_resource_can_have_is_a_users_mistake(cloud, experiment, submit, vertex):

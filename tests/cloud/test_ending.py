@@ -131,13 +131,13 @@ def test_whoever_looks_later_records_the_end_and_only_once(cloud, experiment):
     assert cloud.services.calls.count("UpdateContext") == updates
 
 
-def test_a_job_is_found_by_its_name_and_cancelled(cloud, experiment):
+def test_a_job_is_found_by_its_name_and_canceled(cloud, experiment):
     name, record = submitted(cloud)
     found = find_job("small", cloud.place)
     assert found is not None and found.name == name and find_job("other", cloud.place) is None
     cancel_job("1000", cloud.place)
     seen, _ = followed(cloud, name, record, [])
-    assert seen.state == "cancelled" and run(cloud)["_state"] == "CANCELLED"
+    assert seen.state == "canceled" and run(cloud)["_state"] == "CANCELLED"
     with pytest.raises(UserError, match="does not exist"):
         cancel_job("9", cloud.place)
 

@@ -62,7 +62,7 @@ SCOPES = ("", "", "", "encoder/", "decoder/", "encodr/", "train/")
 
 
 def mutated_binding(random, arguments: dict) -> str:
-    """A line of gin that binds one of the arguments, sometimes misspelt, to any value.
+    """A line of gin that binds one of the arguments, sometimes misspelled, to any value.
 
     Args:
       random: A `random.Random`.

@@ -120,7 +120,7 @@ def test_what_only_mesh_tensorflow_does_by_default_is_named_as_a_default(tmp_pat
 # ---- Macros -------------------------------------------------------------------------------------
 
 
-def test_a_misspelt_macro_on_the_command_line_is_refused_with_the_nearest_name(tmp_path):
+def test_a_misspelled_macro_on_the_command_line_is_refused_with_the_nearest_name(tmp_path):
     error = refusal(TEXT, tmp_path, "d_modle = 10")
     assert "d_modle" in error.what and "'d_model'" in str(error.fix)
     assert error.where == "--gin_param 'd_modle = 10'"

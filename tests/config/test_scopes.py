@@ -28,7 +28,7 @@ num_heads = 2
 d_kv = 8
 utils.run.mesh_shape = []
 """
-# Where the encoder and the decoder would read a binding, where neither does, and a misspelt one.
+# Where the encoder and the decoder would read a binding, where neither does, and a misspelled one.
 SCOPES = ("", "encoder/", "decoder/", "encodr/")
 
 

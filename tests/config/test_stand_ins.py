@@ -50,7 +50,7 @@ CASES = {
     "scope without effect": ((), ("encodr/DenseReluDense.hidden_size = 32",)),
     "unknown argument": ((), ("SelfAttention.num_head = 4",)),
     "no macro": ((), ("SelfAttention.num_heads = %heads",)),
-    "misspelt macro": ((), ("tokens_per_bach = 4",)),
+    "misspelled macro": ((), ("tokens_per_bach = 4",)),
     "text for a number": ((), ("SelfAttention.num_heads = '4'",)),
     "no value": ((), ("SelfAttention.num_heads = four",)),
     "no file": (("models/t5.1.1.smal.gin",), ()),

@@ -144,7 +144,7 @@ def test_verify_exits_with_1_when_a_file_is_missing_or_damaged(
 
 
 def test_verify_refuses_a_path_without_a_checkpoint(run, tmp_path):
-    result = run("verify", tmp_path / "misspelt")
+    result = run("verify", tmp_path / "misspelled")
     assert isinstance(result.exception, UserError)
     assert "Checkpoint not found." in str(result.exception)
 

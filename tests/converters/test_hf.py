@@ -130,7 +130,7 @@ def test_the_model_card_says_where_the_model_came_from(tiny_checkpoint, tmp_path
 @pytest.mark.parametrize(
     ("vocab_size", "model_type", "name"), [(250_112, "mt5", "mT5"), (384, "t5", "ByT5")]
 )
-def test_mt5_and_byt5_are_recognised_by_their_vocabularies(
+def test_mt5_and_byt5_are_recognized_by_their_vocabularies(
     mesh_variables, write_mesh_checkpoint, tmp_path, vocab_size, model_type, name
 ):
     family = ModelShape(1, 1, 2, 2, 1, 2, vocab_size, 4, ("wi_0", "wi_1"), False)
@@ -250,7 +250,7 @@ def test_an_unknown_tensor_is_named_with_the_nearest(hf_directory, tmp_path):
     assert f"'{new}' (nearest: '{old}'" in caught.value.what
 
 
-def test_a_quantised_tensor_is_refused(hf_directory, tmp_path):
+def test_a_quantized_tensor_is_refused(hf_directory, tmp_path):
     shard = a_shard(hf_directory)
     content = shard.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])

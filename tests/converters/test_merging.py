@@ -81,7 +81,7 @@ def test_a_merged_checkpoint_computes_the_same_and_gives_its_base_back(
     adapted, before, merged = logits(adapters[kind]), logits(base), logits(whole)
     assert np.abs(adapted - before).max() > 1e-2 * np.abs(adapted).max()
     # A fixed bound would depend on the machine, whose matmuls sum in an order of their own.
-    rounding = np.abs(logits(whole, tiny.neighbours) - merged).max()
+    rounding = np.abs(logits(whole, tiny.neighbors) - merged).max()
     np.testing.assert_allclose(merged, adapted, rtol=0, atol=rounding)
     assert run(monkeypatch, capsys, "adapters", "unmerge", whole, back)[0] == 0
     assert_same_bits(back, base)

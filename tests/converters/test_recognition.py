@@ -7,7 +7,7 @@ import pytest
 from t0repro.config.model import ModelConfig
 from t0repro.errors import UserError
 from t0repro.parameters import naming
-from t0repro.parameters.shape import ModelShape, check_parameters, recognise
+from t0repro.parameters.shape import ModelShape, check_parameters, recognize
 
 T5_1_1_XL = ModelShape(24, 24, 2048, 5120, 32, 64, 32128, 32, ("wi_0", "wi_1"), False)
 T5_1_0_11B = ModelShape(24, 24, 1024, 65536, 128, 128, 32128, 32, ("wi",), True)
@@ -40,25 +40,25 @@ def model_config(family: ModelShape) -> ModelConfig:
     [(T5_1_1_XL, "T5 1.1 XL", 2_849_757_184), (T5_1_0_11B, "T5 1.0 11B", 11_307_321_344)],
 )
 @pytest.mark.parametrize("names", ["mtf", "keys", "paths"])
-def test_a_published_size_is_recognised_by_any_format_s_names(family, name, count, names):
+def test_a_published_size_is_recognized_by_any_format_s_names(family, name, count, names):
     spell = {
         "mtf": naming.path_to_mtf,
         "keys": lambda path: naming.PARAMETERS + path,
         "paths": lambda path: path,
     }[names]
     shapes = {str(spell(path)): shape for path, shape in family.parameters().items()}
-    assert recognise(shapes) == family
+    assert recognize(shapes) == family
     assert family.name == name
     assert family.parameter_count() == count
 
 
 @pytest.mark.mtf
 @pytest.mark.parametrize(("model", "gated"), [("t5_1_1", True), ("t5_1_0", False)])
-def test_what_mesh_tensorflow_trained_is_recognised(mesh_checkpoints, model, gated):
+def test_what_mesh_tensorflow_trained_is_recognized(mesh_checkpoints, model, gated):
     from t0repro.converters.tensor_bundle import BundleReader
 
     entries = BundleReader(mesh_checkpoints[model] / "model.ckpt-2").entries
-    family = recognise({name: entry.shape for name, entry in entries.items()})
+    family = recognize({name: entry.shape for name, entry in entries.items()})
     wi_kernels = ("wi_0", "wi_1") if gated else ("wi",)
     assert family == ModelShape(2, 2, 128, 256, 2, 64, 256, 32, wi_kernels, tied=not gated)
 
@@ -67,12 +67,12 @@ def test_shapes_that_fit_no_family_are_refused_with_the_two_that_disagree(tiny_f
     shapes = tiny_family.parameters()
     shapes["encoder/relpos_bias/rel_embedding"] = (3, 32)
     with pytest.raises(UserError, match="128 wide, which is not a multiple of the 3 heads"):
-        recognise(shapes)
+        recognize(shapes)
 
 
 def test_a_model_that_is_no_encoder_decoder_is_refused():
     with pytest.raises(UserError, match="not a T5 encoder-decoder"):
-        recognise({"transformer/block_000/layer_000/SelfAttention/q": (8, 8)})
+        recognize({"transformer/block_000/layer_000/SelfAttention/q": (8, 8)})
 
 
 def test_a_vocabulary_that_differs_between_embedding_and_logits_is_said(tiny_family):
@@ -100,4 +100,4 @@ def test_a_checkpoint_s_missing_layer_in_the_middle_is_named(tiny_family):
     ids=lambda shape: shape.name,
 )
 def test_what_is_told_from_parameters_is_what_the_model_s_configuration_says(shape):
-    assert recognise(shape.parameters()) == shape == model_config(shape).shape
+    assert recognize(shape.parameters()) == shape == model_config(shape).shape

@@ -1,4 +1,4 @@
-"""Released checkpoints: the catalogue, fetching from servers on loopback, and what they need."""
+"""Released checkpoints: the catalog, fetching from servers on loopback, and what they need."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def fetch(server, name, to, **options):
     return released.fetch(found, to, base_url=server.url, delays=(0.01, 0.01), **options)
 
 
-# --- The catalogue -------------------------------------------------------------------------------
+# --- The catalog -------------------------------------------------------------------------------
 
 
-def test_the_catalogue_has_every_family_in_its_sizes():
-    families = {entry.family for entry in released.catalogue().values()}
+def test_the_catalog_has_every_family_in_its_sizes():
+    families = {entry.family for entry in released.catalog().values()}
     assert families == released.families().keys()
     assert len(families) == 15
-    assert len(released.catalogue()) > 110
-    for entry in released.catalogue().values():
+    assert len(released.catalog()) > 110
+    for entry in released.catalog().values():
         assert entry.address.startswith(("gs://t5-data/", "gs://scenic-bucket/", "hf://"))
         assert entry.source.startswith("https://")
         family = released.families()[entry.family]
@@ -247,4 +247,4 @@ def test_the_commands_print_names_and_needs(server, tmp_path):
     arguments = ["fetch", LM, "--to", str(tmp_path / "to"), "--base-url", server.url]
     fetched = runner.invoke(app, arguments)
     assert fetched.exit_code == 0, fetched.output
-    assert "model.ckpt-7" in fetched.output and "Licence: not stated" in fetched.output
+    assert "model.ckpt-7" in fetched.output and "License: not stated" in fetched.output

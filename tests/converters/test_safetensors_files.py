@@ -1,4 +1,4 @@
-"""What is a safetensors file, and what is none, by the safetensors package's own judgement."""
+"""What is a safetensors file, and what is none, by the safetensors package's own judgment."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ print("BYTES", *tracemalloc.get_traced_memory())
 """
 
 
-def spelt(*numbers: int) -> str:
+def spelled(*numbers: int) -> str:
     """Numbers in letters: the demo's vocabulary has no digits."""
     return " ".join("".join("abcdefghij"[int(digit)] for digit in str(n)) for n in numbers)
 
@@ -57,9 +57,9 @@ def write_rows(root: Path, count: int) -> None:
         folder.mkdir(parents=True)
         rows = [
             {
-                "premise": f"{spelt(task, number)} " + "the market fell and rose again. " * 20,
-                "choice1": f"it rose {spelt(task, number)}",
-                "choice2": f"it fell {spelt(task, number)}",
+                "premise": f"{spelled(task, number)} " + "the market fell and rose again. " * 20,
+                "choice1": f"it rose {spelled(task, number)}",
+                "choice2": f"it fell {spelled(task, number)}",
                 "question": "cause",
                 "idx": number,
                 "label": number % 2,

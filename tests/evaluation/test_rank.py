@@ -154,7 +154,7 @@ def test_an_answer_that_is_none_of_the_choices_is_wrong_and_counted():
     assert result.chance == 50
 
 
-def test_length_normalisation_changes_the_prediction_only_when_asked_for():
+def test_length_normalization_changes_the_prediction_only_when_asked_for():
     scores = examples_of([(1, -4.0), (0, -3.0)], lengths=[[4, 1]])
     assert rank_classification(scores).predicted.tolist() == [1]
     assert rank_classification(scores, normalize_by_target_length=True).predicted.tolist() == [0]

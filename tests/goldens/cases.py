@@ -110,7 +110,7 @@ def templates() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
     Those that draw at random are left out, because promptsource seeds nothing.
     """
-    from t0repro.tasks.catalogue import features_of, t0_datasets
+    from t0repro.tasks.catalog import features_of, t0_datasets
     from t0repro.tasks.templates import load_template, template_datasets, template_names
 
     prompted = set(template_datasets())

@@ -102,13 +102,13 @@ def new_state(seed: int = 0, optimizer: AdafactorConfig = ADAFACTOR, **changes):
     )
 
 
-def neighbours(params):
+def neighbors(params):
     """Each parameter's next float32 up or down, at random: what rounding may do to it."""
     random = np.random.default_rng(0)
 
     def moved(leaf):
-        towards = np.where(random.random(leaf.shape) < 0.5, -np.inf, np.inf)
-        return jnp.asarray(np.nextafter(np.asarray(leaf), towards.astype(np.float32)))
+        toward = np.where(random.random(leaf.shape) < 0.5, -np.inf, np.inf)
+        return jnp.asarray(np.nextafter(np.asarray(leaf), toward.astype(np.float32)))
 
     return jax.tree.map(moved, params)
 

@@ -1,4 +1,4 @@
-"""A wall clock that jumps forwards and backwards ends no job early or late, nor mixes results."""
+"""A wall clock that jumps forward and backward ends no job early or late, nor mixes results."""
 
 import os
 import signal

@@ -106,7 +106,7 @@ def test_slurms_states_by_the_jobs_name(tmp_path, engine, state, meaning):
     assert SlurmLauncher().state(job(tmp_path)) == meaning
 
 
-def test_a_job_that_slurm_has_never_had_is_unknown_and_cancelling_names_it(tmp_path, engine):
+def test_a_job_that_slurm_has_never_had_is_unknown_and_canceling_names_it(tmp_path, engine):
     assert SlurmLauncher().state(job(tmp_path)) == "unknown"
     SlurmLauncher().cancel(job(tmp_path))
     assert calls(engine)[-1] == ["scancel", "--name=t0repro-12ab-3-1"]

@@ -125,7 +125,7 @@ def test_what_a_command_leaves_running_is_killed_when_it_ends(tmp_path):
     )
 
 
-def test_a_cancelled_job_takes_all_its_processes_along(tmp_path):
+def test_a_canceled_job_takes_all_its_processes_along(tmp_path):
     job = python_job(tmp_path, SPAWNS.format(then="time.sleep(600)"))
     launcher = LocalLauncher()
     launcher.submit(job)
@@ -159,7 +159,7 @@ def test_a_job_ends_with_the_process_that_started_it(tmp_path):
 
 
 # Sends itself SIGTERM at each line that the worker runs while it waits for its command.
-SIGNALLED = """
+SIGNALED = """
 import signal, sys, threading
 from t0repro.jobs import worker
 
@@ -186,6 +186,6 @@ worker.main(sys.argv[1])
 def test_a_worker_may_be_asked_to_end_again_and_again_at_any_line(tmp_path):
     """Linux tells a child of its parent's death once for each of the parent's threads."""
     job = python_job(tmp_path, "import time; time.sleep(600)")
-    command = [sys.executable, "-c", SIGNALLED, str(job.write())]
+    command = [sys.executable, "-c", SIGNALED, str(job.write())]
     ended = subprocess.run(command, start_new_session=True, timeout=60, check=False)
     assert ended.returncode == -signal.SIGKILL and job.ending is None  # it killed its group

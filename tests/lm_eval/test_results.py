@@ -45,7 +45,7 @@ def test_scores_and_answers_are_the_harnesss(results, tmp_path):
         assert scores.score.tolist() == [
             float(score) for line in lines for score, _ in line["filtered_resps"]
         ]
-        # `acc` is the harness's own judgement of each example.
+        # `acc` is the harness's own judgment of each example.
         right = rank_classification(scores).accuracy * len(lines) / 100
         assert right == pytest.approx(sum(line["acc"] for line in lines))
 

@@ -43,7 +43,7 @@ def test_a_norm_is_rounded_before_its_scale_or_after():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16)), BFLOAT16)
     scale = np.linspace(0.3, 3, 16).astype(np.float32)
     as_float = np.asarray(x, np.float32)
-    normalised = as_float / np.sqrt((as_float**2).mean(-1, keepdims=True) + 1e-6)
+    normalized = as_float / np.sqrt((as_float**2).mean(-1, keepdims=True) + 1e-6)
 
     def norm(**changes):
         return RMSNorm(config(**changes), BFLOAT16).apply({"params": {"scale": scale}}, x)
@@ -51,8 +51,8 @@ def test_a_norm_is_rounded_before_its_scale_or_after():
     def rounded(values):
         return jnp.asarray(values, BFLOAT16)
 
-    np.testing.assert_array_equal(norm(), rounded(normalised * scale))
-    t5x = rounded(normalised) * rounded(scale)
+    np.testing.assert_array_equal(norm(), rounded(normalized * scale))
+    t5x = rounded(normalized) * rounded(scale)
     np.testing.assert_array_equal(norm(cast_before_norm_scale=True), t5x)
     assert (np.asarray(t5x) != np.asarray(norm())).any()
 

@@ -60,7 +60,7 @@ def test_sums_are_those_of_the_microbatches(changes, dtypes):
     jax.tree.map(close, sums, expected)
 
 
-class Penalised(T5Model):
+class Penalized(T5Model):
     """Adds the squares of all parameters to the loss, so layers have gradients outside the loop."""
 
     def whole_batch(self, batch):
@@ -76,20 +76,20 @@ def test_a_users_loss_that_reads_the_layers_elsewhere_keeps_all_its_gradients():
     params = initial_parameters(model, jax.random.key(0))
     (batch,) = tiny.batches(1)
     gradients = []
-    for kind in (T5Model, Penalised):
+    for kind in (T5Model, Penalized):
         trained = kind(model, make_optimizer(tiny.ADAFACTOR), measured=False)
         state = TrainState(step=jnp.int32(0), params=params, slots=None)
         step = jax.jit(
             lambda b, t=trained, s=state: accumulate_grads_microbatched(t, s, b, None, 2)[0]
         )
         gradients.append(step(batch))
-    plain, penalised = gradients
+    plain, penalized = gradients
     # Twice, once for each microbatch.
     jax.tree.map(
         lambda a, p, b: np.testing.assert_allclose(a + 4 * p, b, rtol=1e-5, atol=1e-5),
         plain,
         params,
-        penalised,
+        penalized,
     )
 
 

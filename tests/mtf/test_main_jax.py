@@ -90,7 +90,7 @@ def test_the_command_ends_with_accuracies_files_and_the_command_for_a_report(
 ):
     found = []
     encode = SentencePieceProcessor(str(vocabulary)).encode
-    choice_tokens = [len(encode(colour)) + 1 for colour in ("red", "green", "blue", "white")]
+    choice_tokens = [len(encode(color)) + 1 for color in ("red", "green", "blue", "white")]
     for backend in ("jax", "mtf"):
         model_dir = shutil.copytree(trained[0], tmp_path / backend)
         flags = commands.evaluate(model_dir, "score_eval", "tiny_eval", f"--backend={backend}")

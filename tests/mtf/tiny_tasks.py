@@ -17,12 +17,12 @@ from t0repro.errors import UserError
 from t0repro.tasks.seqio_tasks import PromptedSource
 from t0repro.tasks.source import PromptedRows, Split
 
-COLOURS = ("red", "green", "blue", "white")
+COLORS = ("red", "green", "blue", "white")
 THINGS = ("house", "car", "bird", "door", "stone", "lamp", "tree", "boat")
 ROWS = [
-    {"inputs": f"the {thing} is {colour} . which colour ?", "targets": colour, "label": index % 4}
+    {"inputs": f"the {thing} is {color} . which colour ?", "targets": color, "label": index % 4}
     for number, thing in enumerate(THINGS)
-    for index, colour in enumerate(COLOURS)
+    for index, color in enumerate(COLORS)
     if (number + index) % 2 == 0
 ]
 
@@ -97,9 +97,9 @@ def register() -> None:
     )
     expand = functools.partial(
         preprocessors.rank_classification,
-        inputs_fn=lambda example: tf.repeat(example["inputs"], len(COLOURS)),
-        targets_fn=lambda example: tf.constant(COLOURS),
-        is_correct_fn=lambda example: tf.equal(tf.constant(COLOURS), example["targets"]),
+        inputs_fn=lambda example: tf.repeat(example["inputs"], len(COLORS)),
+        targets_fn=lambda example: tf.constant(COLORS),
+        is_correct_fn=lambda example: tf.equal(tf.constant(COLORS), example["targets"]),
     )
     seqio.TaskRegistry.add(
         "tiny_generate_score_eval",
@@ -107,7 +107,7 @@ def register() -> None:
         preprocessors=[expand, *tokenize],
         output_features=_features(),
         postprocess_fn=postprocessors.rank_classification,
-        metric_fns=[functools.partial(metrics.rank_classification, num_classes=len(COLOURS))],
+        metric_fns=[functools.partial(metrics.rank_classification, num_classes=len(COLORS))],
     )
     seqio.TaskRegistry.add(
         "tiny_bytes",

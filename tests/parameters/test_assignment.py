@@ -16,7 +16,7 @@ def test_without_rules_equal_names_match_and_others_are_left_out():
     }
 
 
-def test_a_group_is_carried_over_and_none_keeps_what_was_initialised():
+def test_a_group_is_carried_over_and_none_keeps_what_was_initialized():
     rules = [(r"target/decoder/(.*)", r"target/old_decoder/\1"), (r"target/encoder/b", None)]
     assert assigned_names(WANTED, STORED, rules) == {
         "target/decoder/c": "target/old_decoder/c",

@@ -206,7 +206,7 @@ def _tokens(generator: np.random.Generator, size: int) -> np.ndarray:
     return tokens
 
 
-# ---- Running and summarising ---------------------------------------------------------------------
+# ---- Running and summarizing ---------------------------------------------------------------------
 
 
 def run_on_mesh(cases: Sequence[Case], folder: str | Path) -> list[dict[str, Any]]:

@@ -267,7 +267,7 @@ def test_processes_find_each_other_by_their_engines_variables(tmp_path, one_proc
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
     ],
 )
-def test_launchers_are_recognised(environment, name):
+def test_launchers_are_recognized(environment, name):
     assert cluster(environment) == name
     assert is_several(ProcessFlags(), environment) == (name is not None)
     assert not is_several(ProcessFlags(count=1), environment)

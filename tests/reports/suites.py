@@ -24,7 +24,7 @@ class Evaluation:
         folder.mkdir(parents=True)
 
     def add(self, dataset, subset, template, examples, choices, skill, noise=0.0, step=20):
-        """Scores that favour the right choice by `skill` natural-logarithm units."""
+        """Scores that favor the right choice by `skill` natural-logarithm units."""
         label = f"{dataset}_{subset}" if subset else dataset
         task = f"{label}_{template.replace(' ', '_')}_score_eval"
         self.prompts[task] = SimpleNamespace(

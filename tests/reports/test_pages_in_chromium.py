@@ -41,15 +41,15 @@ return found
 """
 # Contrast (WCAG 2) of the text that each selector finds first, against the page behind it
 CONTRAST = """
-const light = (colour) => {
-  const [r, g, b] = colour.match(/[\\d.]+/g).slice(0, 3).map((v) => {
+const light = (color) => {
+  const [r, g, b] = color.match(/[\\d.]+/g).slice(0, 3).map((v) => {
     v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4 });
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 };
 const back = (element) => {
   for (let up = element; up; up = up.parentElement) {
-    const colour = getComputedStyle(up).backgroundColor;
-    if (!/, 0\\)$|transparent/.test(colour)) return colour;
+    const color = getComputedStyle(up).backgroundColor;
+    if (!/, 0\\)$|transparent/.test(color)) return color;
   }
 };
 return [...document.querySelectorAll("h1, p, td, th, summary, dt, dd, svg text")].map((e) => {

@@ -74,12 +74,12 @@ def test_text_from_the_data_is_never_markup(page):
     assert "b" not in page.tags
 
 
-def test_tables_sort_by_buttons_and_plots_take_the_pages_colours(page):
+def test_tables_sort_by_buttons_and_plots_take_the_pages_colors(page):
     headings = page.tags.count("th")
     assert page.tags.count("button") > headings // 3
     styles = " ".join(attributes.get("style") or "" for _, attributes in page.attributes)
     assert all(f"var(--{role})" in styles for role in ("accent", "chance", "majority"))
-    assert "#0" not in styles and "#1" not in styles  # every stand-in colour was replaced
+    assert "#0" not in styles and "#1" not in styles  # every stand-in color was replaced
 
 
 def test_a_single_prompt_and_a_long_name_are_drawn(tmp_path):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from t0repro.tasks.catalogue import p3_sizes, rounds_of, t0_datasets
+from t0repro.tasks.catalog import p3_sizes, rounds_of, t0_datasets
 from t0repro.tasks.prompt_cache.prompts import PlainTemplate, Prompt, RowsOfSplit
 from t0repro.tasks.prompt_cache.shards import compiled_template, reader_of, render_row, rows_of
 from t0repro.tasks.rendering import compiled

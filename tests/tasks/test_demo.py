@@ -8,7 +8,7 @@ import sentencepiece
 import seqio
 
 from t0repro.tasks import prompted_tasks
-from t0repro.tasks.catalogue import features_of
+from t0repro.tasks.catalog import features_of
 from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
 from t0repro.tasks.metrics import metric_names
 from t0repro.tasks.templates import load_template
@@ -49,7 +49,7 @@ def test_every_name_says_that_its_rows_are_generated():
     assert {path.name.split("_")[0] for path in FOLDER.iterdir()} == {"synthetic"}
 
 
-def test_templates_columns_and_metrics_are_those_of_the_dataset_that_rows_are_modelled_on():
+def test_templates_columns_and_metrics_are_those_of_the_dataset_that_rows_are_modeled_on():
     task = prompted_tasks()["demo_synthetic_glue_mrpc_replace"]
     assert task.prompt == load_template("glue", "mrpc", "replace").jinja
     assert metric_names(task) == ("f1_score_with_invalid", "accuracy")

@@ -283,7 +283,7 @@ def test_a_pattern_that_matches_nothing_is_answered_with_the_nearest(tmp_path):
 
 
 def test_every_name_of_p3s_counts_is_known():
-    from t0repro.tasks.catalogue import p3_sizes
+    from t0repro.tasks.catalog import p3_sizes
 
     assert set(p3_sizes()) <= set(p3.known_names())
     assert p3_sizes()["trec_fine_grained_ABBR"] == {"train": 86, "test": 9}

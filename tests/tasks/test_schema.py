@@ -2,7 +2,7 @@
 
 import pytest
 
-from t0repro.tasks.catalogue import Alias
+from t0repro.tasks.catalog import Alias
 from t0repro.tasks.schema import Schema, SchemaError
 
 TEXT = {"_type": "Value", "dtype": "string"}

@@ -11,7 +11,7 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.tasks import rows, story_cloze
-from t0repro.tasks.catalogue import catalogue
+from t0repro.tasks.catalog import catalog
 from t0repro.tasks.seqio_tasks import PromptedSource, in_blocks
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.templates import load_template, template_names
@@ -130,7 +130,7 @@ def test_the_origin_of_a_file_is_its_path_size_time_and_checksum(rte):
 
 def test_all_rows_at_hand_fit_the_schemas(shared_data):
     read = 0
-    for dataset, subset in catalogue():
+    for dataset, subset in catalog():
         held = rows.splits_on_disk(rows.dataset_folder(shared_data, dataset, subset))
         for split in held:
             source = source_of(dataset, subset, split, shared_data)
@@ -280,7 +280,7 @@ def ask_hub(hub_folder, tmp_path_factory):
 
 def test_rows_of_the_hub_are_brought_to_the_schema_of_t0s_time_and_stay_when_it_is_gone(ask_hub):
     (trec, cb), log = ask_hub()
-    labels = catalogue()["trec", None]
+    labels = catalog()["trec", None]
     assert labels.hub is not None and labels.hub.repository == trec["origin"]["repository"]
     # ABBR is class 2 of T0's coarse labels and abb class 34 of the fine ones; HUM 3, ind 4.
     assert trec["rows"] == [

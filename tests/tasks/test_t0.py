@@ -15,7 +15,7 @@ from t5.data import glue_utils
 from t5.evaluation import metrics
 
 from t0repro.tasks import prompted_tasks
-from t0repro.tasks.catalogue import catalogue, features_of, rounds_of, t0_datasets
+from t0repro.tasks.catalog import catalog, features_of, rounds_of, t0_datasets
 from t0repro.tasks.metrics import metric_names
 from t0repro.tasks.registry import prompted_mixtures
 from t0repro.tasks.schema import columns_of_dataset
@@ -153,9 +153,9 @@ def test_rates_without_seqio_are_seqios(mixture):
     assert all(ours.rate(task.name) == theirs.get_rate(task) for task in theirs.tasks)
 
 
-def test_the_catalogue_has_every_dataset_of_the_table_and_every_column_that_a_template_reads():
+def test_the_catalog_has_every_dataset_of_the_table_and_every_column_that_a_template_reads():
     for entry in t0_datasets():
-        known = catalogue()[entry.dataset, entry.subset]
+        known = catalog()[entry.dataset, entry.subset]
         assert known.splits and (known.hub is not None or known.dataset in MANUAL)
         if entry.train_size and entry.dataset != "anli":
             assert known.splits["train"] == entry.train_size
@@ -192,7 +192,7 @@ print(len(seqio.get_mixture_or_task("t0++_train").tasks))
 """
 
 
-def test_importing_t0_opens_no_socket_and_reads_the_catalogue_and_templates_alone():
+def test_importing_t0_opens_no_socket_and_reads_the_catalog_and_templates_alone():
     environment = {**os.environ, "T0REPRO_VOCAB": "absent.model", "T0REPRO_DATA_DIR": "absent"}
     done = subprocess.run(
         [sys.executable, "-P", "-c", WATCHED], capture_output=True, text=True, env=environment

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.tasks.catalogue import rounds_of, t0_datasets
+from t0repro.tasks.catalog import rounds_of, t0_datasets
 from t0repro.tasks.rendering import fixed_choices, render
 from t0repro.tasks.templates import load_template, task_name, template_datasets, template_names
 

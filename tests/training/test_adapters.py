@@ -304,7 +304,7 @@ def trained(base, tmp_path_factory):
 def assert_differ_by_rounding(adapted, model, merged, batch):
     """Logits differ from the merged model's by less than a change of its parameters by a bit."""
     expected = model.apply({"params": merged}, batch)
-    moved = model.apply({"params": tiny.neighbours(merged)}, batch)
+    moved = model.apply({"params": tiny.neighbors(merged)}, batch)
     np.testing.assert_allclose(adapted, expected, rtol=0, atol=np.abs(moved - expected).max())
 
 

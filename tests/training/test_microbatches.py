@@ -22,7 +22,7 @@ STATE = tiny.new_state()
 
 
 class AsInT5X(T5Model):
-    """Normalises each microbatch's loss by what is in the microbatch, as T5X's models do."""
+    """Normalizes each microbatch's loss by what is in the microbatch, as T5X's models do."""
 
     def whole_batch(self, batch):
         return batch, self.loss_fn
@@ -55,7 +55,7 @@ def how_wrong(kind, denominator):
 
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_here_every_normaliser_is_exact(denominator):
+def test_here_every_normalizer_is_exact(denominator):
     ratio, distance = how_wrong(T5Model, denominator)
     assert ratio == pytest.approx(1.0, rel=1e-5) and distance < 1e-5
 
@@ -64,7 +64,7 @@ def test_here_every_normaliser_is_exact(denominator):
     "denominator, factor, turned",
     [("NUM_REAL_TARGET_TOKENS", 4, True), ("AVERAGE_PER_SEQUENCE", 4, False), (None, 4, False)],
 )
-def test_in_t5x_normalisers_of_the_batch_are_not(denominator, factor, turned):
+def test_in_t5x_normalizers_of_the_batch_are_not(denominator, factor, turned):
     """All are about 4 times too large; where microbatches differ in size, the direction is off."""
     ratio, distance = how_wrong(AsInT5X, denominator)
     assert ratio == pytest.approx(factor, rel=0.15)

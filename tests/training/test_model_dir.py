@@ -1,4 +1,4 @@
-"""What is refused before training goes on in a model_dir, and what the folder holds afterwards."""
+"""What is refused before training goes on in a model_dir, and what the folder holds afterward."""
 
 import dataclasses
 import shutil

@@ -37,7 +37,7 @@ def test_names_are_mapped_as_a_whole_and_two_may_share_one():
     assert restored(TREE, FRESH, shared)["target/a/kernel"][0, 0] == 1
 
 
-def test_a_replacement_of_none_keeps_what_was_initialised():
+def test_a_replacement_of_none_keeps_what_was_initialized():
     result = restored(TREE, FRESH, rules((r"target/b/kernel", None)))
     assert result["target/b/kernel"].sum() == 0 and result["target/a/kernel"].sum() == 4
 
@@ -57,13 +57,13 @@ def test_what_is_not_restored_is_listed_on_both_sides():
 
     assert said(TREE, rules()) == []
     assert said(TREE, rules((r".*/b/kernel.*", None))) == [
-        "restore: 1 parameter and 1 slot initialised, not restored: target/b/kernel",
+        "restore: 1 parameter and 1 slot initialized, not restored: target/b/kernel",
         "restore: 1 parameter and 1 slot in the checkpoint, not used: target/b/kernel",
     ]
     # Without any slots in the checkpoint there is nothing to say about them.
     tree = {"target/a/kernel": np.ones((2, 2)), "target/z/kernel": np.ones((2, 2))}
     assert said(tree, rules(fallback=True)) == [
-        "restore: 1 parameter and 0 slots initialised, not restored: target/b/kernel",
+        "restore: 1 parameter and 0 slots initialized, not restored: target/b/kernel",
         "restore: 1 parameter and 0 slots in the checkpoint, not used: target/z/kernel",
     ]
 

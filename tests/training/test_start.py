@@ -44,7 +44,7 @@ def test_what_the_pattern_leaves_out_begins_anew(tmp_path):
     assert np.array_equal(kept[query], tree[query])
     assert np.array_equal(kept[out], fresh[out]) and not np.array_equal(kept[out], tree[out])
     (line,) = said
-    assert out in line and query not in line and "initialised, not restored" in line
+    assert out in line and query not in line and "initialized, not restored" in line
     assert "state/step" not in kept  # it is called global_step
     assert any("encoder/layers_0/attention" in key for key in kept if "param_states" in key)
     assert not any("decoder" in key for key in kept if "param_states" in key)

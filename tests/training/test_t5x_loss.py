@@ -123,7 +123,7 @@ def params():
         *((name, "unpacked") for name in DENOMINATORS[2::2]),
     ],
 )
-def test_each_way_to_normalise_is_as_by_hand_whole_and_in_microbatches(params, denominator, batch):
+def test_each_way_to_normalize_is_as_by_hand_whole_and_in_microbatches(params, denominator, batch):
     rows = PACKED if batch == "packed" else tiny.batches(1)[0]
     config = config_of(denominator, z_loss=1e-2, label_smoothing=0.1)
     model = T5(config, tiny.FLOAT32)

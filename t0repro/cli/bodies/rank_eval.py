@@ -62,7 +62,7 @@ def run(
     Raises:
       UserError: If a check fails.
     """
-    adapters = _labelled(asked.adapter or ())
+    adapters = _labeled(asked.adapter or ())
     # Processes have joined by now, so JAX may be asked for its backend.
     default_activation = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     settings = EvaluationSettings(
@@ -123,7 +123,7 @@ def run(
         print_json(reports if adapters else reports[""])
 
 
-def _labelled(adapters: Sequence[str]) -> dict[str, str]:
+def _labeled(adapters: Sequence[str]) -> dict[str, str]:
     """Label of each adapter, by default its folder's name -> its path.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Vertex AI's custom jobs: their state, waiting for them, their logs, and cancelling them."""
+"""Vertex AI's custom jobs: their state, waiting for them, their logs, and canceling them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from t0repro.cloud.vertex.google import LOGGING, Place, cloud_errors, connect, overridden
 from t0repro.progress import say
 
-State = Literal["waiting", "running", "succeeded", "failed", "cancelled"]
+State = Literal["waiting", "running", "succeeded", "failed", "canceled"]
 # An unlisted state, such as one that Google adds later, counts as running.
 _STATES: dict[str, State] = {
     "JOB_STATE_QUEUED": "waiting",
@@ -18,9 +18,9 @@ _STATES: dict[str, State] = {
     "JOB_STATE_PARTIALLY_SUCCEEDED": "succeeded",
     "JOB_STATE_FAILED": "failed",
     "JOB_STATE_EXPIRED": "failed",
-    "JOB_STATE_CANCELLED": "cancelled",
+    "JOB_STATE_CANCELLED": "canceled",
 }
-_ENDED = ("succeeded", "failed", "cancelled")
+_ENDED = ("succeeded", "failed", "canceled")
 _MOST_SECONDS_WITHOUT_ANSWER = 1800.0
 
 

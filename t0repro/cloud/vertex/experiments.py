@@ -27,7 +27,7 @@ from t0repro.cloud.vertex.spec import JobSpec
 from t0repro.errors import UserError
 
 RECORD = "job.json"
-_FINAL = {"succeeded": "COMPLETE", "failed": "FAILED", "cancelled": "CANCELLED"}
+_FINAL = {"succeeded": "COMPLETE", "failed": "FAILED", "canceled": "CANCELLED"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,8 +42,8 @@ def read_job_config(arguments: Arguments) -> JobConfig:
     """Reads a job's gin files, as the container will.
 
     Raises:
-      UserError: For macros without a value, misspelt names, values out of range, and whatever else
-        the run would refuse; and if the results have no folder.
+      UserError: For macros without a value, misspelled names, values out of range, and
+        whatever else the run would refuse; and if the results have no folder.
     """
     config = _read_by_mode(arguments)
     if not config.output:

@@ -348,7 +348,7 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
         bindings.places[(key.scope, key.complete_selector, key.arg_name)] = _describe(
             location, flag
         )
-        # Also of bindings that are overridden later: what they refer to is not misspelt.
+        # Also of bindings that are overridden later: what they refer to is not misspelled.
         for part in flatten_value(value):
             macro = macro_name(part)
             if macro is not None:

@@ -234,7 +234,7 @@ def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
 
 
 def _nearest_parameter(text: str) -> str | None:
-    """The fix for a misspelt argument or configurable, with the nearest names; else None."""
+    """The fix for a misspelled argument or configurable, with the nearest names; else None."""
     argument = re.search(
         r"[Cc]onfigurable '([\w./]+)' doesn't have a parameter named '(\w+)'", text
     )
@@ -323,7 +323,7 @@ def check_references(
 
     Raises:
       UserError: For a reference without a target, and for a macro on the command line that nothing
-        reads, which is usually misspelt; with the nearest known names.
+        reads, which is usually misspelled; with the nearest known names.
     """
     macros, read = door.bound_macros(), set(read_by_t5)
     # Unread macros are found by exclusion, so look at every binding.
@@ -416,7 +416,7 @@ def _instead(name: str, read: set[str]) -> str:
     """What to bind instead of a macro that nothing reads."""
     if name in _BIND_INSTEAD:
         return f"bind {_BIND_INSTEAD[name]}"
-    # A misspelt macro may have been intended as an argument of `run`.
+    # A misspelled macro may have been intended as an argument of `run`.
     known = [
         *sorted(read),
         *(f"run.{argument}" for argument in door.argument_names("utils.run")),

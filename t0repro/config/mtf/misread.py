@@ -129,7 +129,7 @@ def _holds_anyway(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
 
 def _default(selector: str, argument: str) -> Any:
     parameters = inspect.signature(door.function_of(selector)).parameters
-    # A misspelt name has no default if the class takes any keyword.
+    # A misspelled name has no default if the class takes any keyword.
     return parameters[argument].default if argument in parameters else inspect.Parameter.empty
 
 

@@ -82,7 +82,7 @@ def parse(inputs: T5xInputs) -> Parsed:
     """
     import gin
 
-    # Read gin's state inside the block; it is empty afterwards.
+    # Read gin's state inside the block; it is empty afterward.
     with _files_in_gin(inputs) as (bindings, imports):
         program = _program(inputs.run_mode)
         # The calls that the program will make; a binding that none of them reads is a mistake.
@@ -281,7 +281,7 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> list[str]:
     lines = []
     for name in missing:
         place = bindings.place((name, MACRO, "value"))
-        # A macro that is set but not read is probably the missing one, misspelt.
+        # A macro that is set but not read is probably the missing one, misspelled.
         stray = nearest_names(name, bound - set(read), count=1)
         hint = "" if stray.startswith(NONE_IS_SIMILAR) else f", for which {stray} may be meant"
         required = f" (required at {without_folder(place)})" if place else ""

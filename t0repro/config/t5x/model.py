@@ -116,7 +116,7 @@ def _denominator(model: Call) -> float | LossDenominator | None:
     if word not in _DENOMINATORS:
         model.refuse(
             "loss_normalizing_factor",
-            "it must be None, a number or the name of a way to normalise.",
+            "it must be None, a number or the name of a way to normalize.",
             f"Bind one of {', '.join(str(name) for name in _DENOMINATORS)}, or a number.",
         )
     return _DENOMINATORS[word]

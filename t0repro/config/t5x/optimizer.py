@@ -63,7 +63,7 @@ def _multi_optimizer(
     call: Call, model: ModelConfig, scanned: bool, source: T5xSource
 ) -> MultiOptimizerConfig:
     """The parameters of each optimizer, chosen here because the user's functions are here."""
-    # Imported here because it imports JAX, and an error about a misspelt macro need not wait.
+    # Imported here because it imports JAX, and an error about a misspelled macro need not wait.
     import flax.traverse_util
 
     name = "traversals_and_optimizers"

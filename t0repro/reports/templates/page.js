@@ -61,7 +61,7 @@ document.addEventListener("keydown", (event) => {
 });
 document.addEventListener("scroll", hide, true);
 
-// Paper: folded parts are printed too, and folded again afterwards.
+// Paper: folded parts are printed too, and folded again afterward.
 window.addEventListener("beforeprint", () => {
   for (const part of document.querySelectorAll("details:not([open])")) {
     part.open = true;

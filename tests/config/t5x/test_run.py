@@ -24,7 +24,7 @@ from t0repro.config.run import EarlyStoppingConfig, RunConfig
 from t0repro.config.t5x.arguments import MODULES, parameters_of
 from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.t5x.layout import differences
-from t0repro.converters.released import catalogue
+from t0repro.converters.released import catalog
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ALL_HEURISTIC
 
@@ -362,7 +362,7 @@ MODELS = {
 
 
 def test_each_released_checkpoint_of_t5x_has_a_model_file_of_its_shape():
-    releases = [release for release in catalogue().values() if release.format == "t5x"]
+    releases = [release for release in catalog().values() if release.format == "t5x"]
     for release in releases:
         if release.family in ("umT5", "UL2"):  # see below; T5X has no file for UL2
             continue
@@ -389,7 +389,7 @@ def test_umt5_is_pretrained_deterministically_with_its_own_vocabulary(size, d_mo
     assert ours.vocabulary_extra_ids == 300 and not ours.plan.train_data.pack
     assert (ours.plan.random_seed, ours.plan.train_data.seed, ours.plan.save.data) == (0, 42, True)
     assert ours.plan.train_eval_data.mixture_or_task_name == "held_out"
-    released = catalogue().get(f"umt5_{size}")
+    released = catalog().get(f"umt5_{size}")
     assert released.shape == ours.model.shape if released else size in ("tiny", "large")
 
 

@@ -1,4 +1,4 @@
-"""Every family of the catalogue: random models of its form, converted, computed as by PyTorch."""
+"""Every family of the catalog: random models of its form, converted, computed as by PyTorch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def forms() -> list[str]:
 def random_model(name: str, directory: Path, dtype: str = "float32"):
     """A model of a family as the installed transformers makes it, saved as transformers 4 did.
 
-    All of the catalogue was saved by transformers 4, which has no tied model with a kernel.
+    All of the catalog was saved by transformers 4, which has no tied model with a kernel.
     """
     family = released.families()[name]
     kind = family.model_type.replace("mt5", "MT5").replace("u", "U").replace("t5", "T5")

@@ -1,7 +1,7 @@
 """T0's datasets: its own table, what is known about each, and where its data is today.
 
 datasets.csv: T0's table, from bigscience-workshop/t-zero.
-catalog.csv: splits and their sizes in T0's time, licence, today's repository.
+catalog.csv: splits and their sizes in T0's time, license, today's repository.
 features.json: each dataset's features in `datasets` 1.12, which T0's templates were written for.
 p3_sizes.csv: number of examples per task and split of the released P3, after each template dropped
 the rows that it has no prompt for. From google-research/FLAN at e9e4ec6e, flan/v2/constants_t0.py
@@ -21,7 +21,7 @@ from typing import Any
 
 _DATA = Path(__file__).parent / "data"
 TABLE = _DATA / "datasets.csv"
-CATALOGUE = _DATA / "catalog.csv"
+CATALOG = _DATA / "catalog.csv"
 FEATURES = _DATA / "features.json"
 P3_SIZES = _DATA / "p3_sizes.csv"
 
@@ -76,14 +76,14 @@ class HubPlace:
 
 
 @dataclasses.dataclass(frozen=True)
-class CatalogueEntry:
+class CatalogEntry:
     """What is known about a dataset configuration.
 
     Attributes:
       dataset: The Hugging Face name in T0's time.
       subset: The configuration, or None.
       splits: Split -> number of rows, as in `datasets` 1.12.
-      licence: The data's licence; empty if not known.
+      license: The data's license; empty if not known.
       hub: Where it is today, or None if only its authors provide it.
       aliases: Column -> other names that it goes by today.
     """
@@ -91,7 +91,7 @@ class CatalogueEntry:
     dataset: str
     subset: str | None
     splits: Mapping[str, int]
-    licence: str
+    license: str
     hub: HubPlace | None
     aliases: Mapping[str, Sequence[Alias]]
 
@@ -109,7 +109,7 @@ def is_synthetic(dataset: str) -> bool:
     return dataset.startswith(SYNTHETIC)
 
 
-def modelled_on(dataset: str) -> str:
+def modeled_on(dataset: str) -> str:
     """The dataset whose templates, columns and metrics a dataset uses.
 
     This is the dataset itself, except that `synthetic_imdb` uses those of `imdb`, so that T0's
@@ -139,22 +139,22 @@ def t0_datasets() -> list[T0Dataset]:
 
 
 @functools.cache
-def catalogue() -> Mapping[tuple[str, str | None], CatalogueEntry]:
+def catalog() -> Mapping[tuple[str, str | None], CatalogEntry]:
     """Every dataset configuration of T0's table, keyed by (dataset, subset)."""
-    with open(CATALOGUE, newline="", encoding="utf-8") as file:
+    with open(CATALOG, newline="", encoding="utf-8") as file:
         entries = [_entry(row) for row in csv.DictReader(file)]
     # Read-only, since all callers share one object.
     return types.MappingProxyType({(entry.dataset, entry.subset): entry for entry in entries})
 
 
-def _entry(row: Mapping[str, str]) -> CatalogueEntry:
+def _entry(row: Mapping[str, str]) -> CatalogEntry:
     # `train=120 validation=30`: splits in the order of the dataset.
     sizes = (item.split("=") for item in row["splits"].split())
-    return CatalogueEntry(
+    return CatalogEntry(
         dataset=row["dataset"],
         subset=row["subset"] or None,
         splits={split: int(size) for split, size in sizes},
-        licence=row["licence"],
+        license=row["license"],
         hub=(
             HubPlace(row["repository"], row["configuration"], row["revision"])
             # Any other source is the authors themselves.
@@ -182,8 +182,8 @@ def _all_features() -> Mapping[str, Mapping[str, Any]]:
 
 
 def features_of(dataset: str, subset: str | None) -> Mapping[str, Any] | None:
-    """Column -> feature, or None for a dataset that is not in the catalogue."""
-    return _all_features().get(label(modelled_on(dataset), subset))
+    """Column -> feature, or None for a dataset that is not in the catalog."""
+    return _all_features().get(label(modeled_on(dataset), subset))
 
 
 def rounds_of(dataset: str) -> Mapping[str, Mapping[str, str]]:
