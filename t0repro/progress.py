@@ -17,6 +17,7 @@ from typing import TextIO
 from t0repro.words import as_reader_knows, counted, printable, without_passwords
 
 _SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_WAITING_LINES = 60.0
 
 # The functions that get the lines of `say`; the last one alone gets them.
 _listeners: list[Callable[[str], None]] = []
@@ -39,6 +40,25 @@ def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(listener)
+
+
+class Waiting:
+    """Reports what a polling loop waits for: as soon as that changes, and every minute."""
+
+    def __init__(self) -> None:
+        self._awaited, self._next_report = "", 0.0
+
+    def report(self, awaited: str, details: str = "") -> None:
+        """Reports, if it is time to.
+
+        Args:
+          awaited: What is waited for: "waiting for a new checkpoint in runs/demo".
+          details: What may differ at each poll; a change of it alone is not reported at once.
+        """
+        now = time.monotonic()
+        if awaited != self._awaited or now >= self._next_report:
+            self._awaited, self._next_report = awaited, now + _SECONDS_BETWEEN_WAITING_LINES
+            say(f"{awaited}: {details}" if details else awaited)
 
 
 @contextlib.contextmanager

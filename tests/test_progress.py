@@ -42,6 +42,18 @@ def test_one_thing_is_told_in_the_singular(clock, capsys):
     assert capsys.readouterr().err == "evaluating 2 batches ...\n"
 
 
+def test_waiting_is_said_at_once_at_a_change_and_every_minute(clock, capsys):
+    waiting = progress.Waiting()
+    for second in range(0, 130, 10):
+        clock[0] = 100.0 + second
+        waiting.report("waiting for a file" if second < 20 else "waiting for a job", f"{second} s")
+    assert capsys.readouterr().err.splitlines() == [
+        "waiting for a file: 0 s",
+        "waiting for a job: 20 s",
+        "waiting for a job: 80 s",
+    ]
+
+
 def test_work_that_cannot_count_says_at_once_what_it_does_and_then_that_it_still_does():
     said = io.StringIO()
     with progress.working("compiling", said, every=0.01):

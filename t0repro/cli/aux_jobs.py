@@ -18,8 +18,10 @@ from t0repro.cloud.auxiliary import check_jobs, make_controller
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.errors import UserError
 from t0repro.jobs.journal import HEADER, curves, read_status, rows, to_json
-from t0repro.progress import heard_by
+from t0repro.progress import Waiting, heard_by
 from t0repro.terminal import print_table, terminal
+from t0repro.training.run_state import read_run_state
+from t0repro.words import counted
 
 app = App("aux", invoke_without_command=True)
 
@@ -39,12 +41,18 @@ def aux(
     gin_param: GinParams = None,
     gin_search_paths: GinSearchPaths = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Process the checkpoints that exist now, then stop.")
+        bool,
+        typer.Option(
+            "--once",
+            help="Process the checkpoints that exist now, then stop. Without it, the command also"
+            " waits for new checkpoints, until the training run has finished.",
+        ),
     ] = False,
 ) -> None:
     r"""Auxiliary jobs: evaluate or fine-tune every checkpoint while training continues.
 
-    Starts one job per mixture for every new checkpoint.
+    Starts one job per mixture for every new checkpoint, and ends when the training run has finished
+    and all its checkpoints are done.
     In the jobs' gin files MODEL_DIR, MIXTURE_OR_TASK_NAME, INITIAL_CHECKPOINT_PATH, TRAIN_STEPS
     and EVAL_OUTPUT_DIR are set; any other command finds these names in its environment. If it is
     interrupted, starting it again continues where it stopped.
@@ -72,8 +80,13 @@ def aux(
         controller = make_controller(model_dir, jobs, gin)
     check_jobs(jobs, gin)
     echo(f"looking for checkpoints in {model_dir} ...", err=True)
+
+    def training_continues() -> bool:
+        state = None if once else read_run_state(model_dir)
+        return not once and (state is None or state.state != "finished")
+
     with heard_by(typer.echo):
-        done = controller.run(lambda: not once)
+        done = controller.run(training_continues)
     raise typer.Exit(0 if done else 1)
 
 
@@ -88,7 +101,7 @@ def status(
     Example:
       t0repro aux status runs/demo/model --watch
     """
-    shown = None
+    shown, waiting = None, Waiting()
     while True:
         found = read_status(model_dir)
         if found != shown:
@@ -105,4 +118,8 @@ def status(
             shown = found
         if not watch or all(each.is_final for each in found.values()):
             return
+        left = sum(not each.is_final for each in found.values())
+        waiting.report(
+            f"waiting for {counted(left, 'job')}; Ctrl-C ends this command, not the jobs"
+        )
         time.sleep(1.0)

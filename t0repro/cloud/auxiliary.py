@@ -25,7 +25,7 @@ from t0repro.jobs.commands import JobSettings, check, check_by_dry_run
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.job import Limits
 from t0repro.jobs.launcher import Launcher
-from t0repro.progress import heard_by
+from t0repro.progress import heard_by, say
 from t0repro.storage import check_address
 
 
@@ -137,6 +137,7 @@ def auxiliary_jobs_during_training(
         raise
     finally:
         controller.stdin.close()
+        say("waiting for the auxiliary jobs of the last checkpoints")
         code = controller.wait()
     if code:
         raise UserError(

@@ -34,7 +34,7 @@ from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.job import Job, Limits
 from t0repro.jobs.journal import FOLDER, JobJournal, Point, PointProgress
 from t0repro.jobs.launcher import Launcher
-from t0repro.progress import say
+from t0repro.progress import Waiting, say
 from t0repro.storage import (
     absolute_place,
     address_of,
@@ -47,6 +47,7 @@ from t0repro.storage import (
 )
 from t0repro.storage.disk import atomic_directory
 from t0repro.storage.locks import LOCK_FILES
+from t0repro.training.run_state import describe_run
 from t0repro.words import counted
 
 SETTINGS = "settings.json"
@@ -132,12 +133,17 @@ class Controller:
             self._journal = JobJournal(self._folder)
             self._check_settings()
             self._try_again()
+            waiting = Waiting()
             with contextlib.closing(self._launcher):
                 while self._look(training_continues()):
+                    waiting.report(*self._awaited())
                     time.sleep(self._policy.poll_seconds)
             if not self._journal.progress:
                 say(f"there is no complete checkpoint in {self._model_dir}: no job to start")
-            return all(each.state == "succeeded" for each in self._journal.progress.values())
+                return True
+            states = [each.state for each in self._journal.progress.values()]
+            say(f"{states.count('succeeded')} of {counted(len(states), 'job')} succeeded")
+            return states.count("succeeded") == len(states)
 
     def _look(self, more_to_come: bool) -> bool:
         """Does what is possible now; returns whether to poll again."""
@@ -149,6 +155,19 @@ class Controller:
         self._publish()
         self._release_pins()
         return more_to_come or not all(x.is_final for x in self._journal.progress.values())
+
+    def _awaited(self) -> tuple[str, str]:
+        """What the next poll may find: a job's end, the end of a pause, or else a checkpoint."""
+        if self._running:
+            jobs = [
+                f"{_name_of(point)} (log: {job.log_file})" for point, job in self._running.items()
+            ]
+            return f"waiting for the end of {', '.join(sorted(jobs))}", ""
+        for point, progress in sorted(self._journal.progress.items()):
+            if not progress.is_final:
+                pause = max(self._not_before.get(point, 0.0) - time.monotonic(), 0.0)
+                return f"waiting to start {_name_of(point)} again", f"in {pause:.0f} s"
+        return f"waiting for a new checkpoint in {self._model_dir}", describe_run(self._model_dir)
 
     # ---- Checkpoints ---------------------------------------------------------------------------
 
@@ -208,7 +227,7 @@ class Controller:
         del self._running[point]
         self._lost.pop(point, None)
         ending = job.ending
-        who = f"step {point.step:,}, {point.mixture}"
+        who = _name_of(point)
         if ending is None and interrupted:
             self._journal.add("interrupted", point)
             say(f"{who}: interrupted by its launcher; it is started again")
@@ -261,7 +280,7 @@ class Controller:
         storage.upload(self._model_dir / FOLDER)
         self._launcher.submit(job)
         self._running[point] = job
-        say(f"step {point.step:,}, {point.mixture}: started ({job.name})")
+        say(f"{_name_of(point)}: started ({job.name})")
 
     def _job(self, point: Point, attempt: int) -> Job:
         values = self._values(point)
@@ -350,6 +369,10 @@ class Controller:
                 fix=f"Give the same settings, or rename {self._folder} to start over.",
             )
         write_atomically(path, text)
+
+
+def _name_of(point: Point) -> str:
+    return f"step {point.step:,}, {point.mixture}"
 
 
 def _end_of(log: Path) -> str:

@@ -23,6 +23,7 @@ from t0repro.partitioning.processes import (
     scratch_folders,
 )
 from t0repro.partitioning.watch import Watch
+from t0repro.progress import working
 
 ADDRESS, COUNT, INDEX = (
     "T0REPRO_COORDINATOR_ADDRESS",
@@ -237,15 +238,17 @@ def _initialize(flags: ProcessFlags) -> None:
       UserError: if the other processes' addresses are unknown, or they cannot be reached.
     """
     timeout = flags.timeout or _INITIALIZATION_SECONDS
+    others = "the other processes" if flags.count is None else f"all {flags.count} processes"
     try:
-        jax.distributed.initialize(
-            flags.address,
-            flags.count,
-            flags.index,
-            initialization_timeout=timeout,
-            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=_HEARTBEAT_SECONDS,
-        )
+        with working(f"waiting up to {timeout} s for {others} of this run", every=60.0):
+            jax.distributed.initialize(
+                flags.address,
+                flags.count,
+                flags.index,
+                initialization_timeout=timeout,
+                heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=_HEARTBEAT_SECONDS,
+            )
     except (ValueError, RuntimeError) as error:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(

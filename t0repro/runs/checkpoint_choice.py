@@ -23,6 +23,8 @@ from t0repro.evaluation.opened import Checkpoint, load_on_devices
 from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
 from t0repro.partitioning.devices import choose, describe_devices
 from t0repro.partitioning.processes import broadcast_from_first
+from t0repro.progress import Waiting
+from t0repro.training.run_state import describe_run
 
 # As in tf.train.checkpoints_iterator.
 SECONDS_BETWEEN_POLLS = 1.0
@@ -98,18 +100,17 @@ def _present(config: RunConfig) -> list[Any]:
 
 def _coming(config: RunConfig) -> Iterator[Any]:
     """Polls for new checkpoints and yields each, until stop_after."""
-    choice, last, announced = config.checkpoint_choice, None, False
+    choice, last, waiting = config.checkpoint_choice, None, Waiting()
     while True:
         found = [ref for ref in checkpoints_in(config.model_dir) if ref.step is not None]
         # The list ascends by step, so the last is the latest.
         latest = found[-1] if found else None
         if latest is None or latest == last:
-            if not announced:
-                print(f"Waiting for a new checkpoint in {config.model_dir}.", file=sys.stderr)
-            announced = True
+            awaited = f"waiting for a new checkpoint in {config.model_dir}"
+            waiting.report(awaited, describe_run(config.model_dir))
             time.sleep(SECONDS_BETWEEN_POLLS)
             continue
-        last, announced = latest, False
+        last, waiting = latest, Waiting()
         assert latest.step is not None
         # Skip it silently but remember it, so that it does not count as new again.
         if latest.step <= choice.skip_until:

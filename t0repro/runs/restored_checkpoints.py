@@ -23,8 +23,9 @@ from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
 from t0repro.parameters import naming
 from t0repro.partitioning.devices import choose, describe_devices
 from t0repro.partitioning.processes import broadcast_from_first
-from t0repro.progress import say
+from t0repro.progress import Waiting
 from t0repro.runs.checkpoint_choice import checkpoints_in
+from t0repro.training.run_state import describe_run
 from t0repro.words import without_passwords
 
 POLL_SECONDS = 5.0
@@ -106,6 +107,7 @@ def coming(
             fix="Bind 'latest' or 'all' and the path of their folder, or leave --watch out.",
         )
     seen: set[str] = set()
+    waiting = Waiting()
     while True:
         present = [ref for ref in checkpoints_in(restore.path) if ref.path not in seen]
         if restore.mode == "latest":
@@ -114,10 +116,12 @@ def coming(
         for ref in present[:1]:  # one at a time: the folder may change meanwhile
             seen.add(ref.path)
             yield ref
+            waiting = Waiting()
             if until is not None and (ref.step or 0) >= until:
                 return
         if not present:
-            say(f"waiting for a new checkpoint in {restore.path}")
+            awaited = f"waiting for a new checkpoint in {restore.path}"
+            waiting.report(awaited, describe_run(restore.path))
             time.sleep(seconds)
 
 

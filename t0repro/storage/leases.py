@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.progress import say
+from t0repro.progress import Waiting
 from t0repro.storage import buckets
 from t0repro.words import without_passwords
 
@@ -249,10 +249,11 @@ def _wait_until_expired(
     """Returns once an owner has not renewed its lease for too long, or has released it."""
     if holder.get("machine") == _machine():
         raise _is_held(address, holder, fix)  # a live process of this machine
-    say(f"waiting up to {_SECONDS_TO_EXPIRE:.0f} s to see whether {_place(holder)} is still alive")
+    waiting, limit = Waiting(), f"{_SECONDS_TO_EXPIRE:.0f} s"
     # By how long it was watched, since two machines' clocks may differ.
     end = time.monotonic() + _SECONDS_TO_EXPIRE
     while time.monotonic() < end:
+        waiting.report(f"waiting up to {limit} to see whether {_place(holder)} is still alive")
         time.sleep(_POLL_SECONDS)
         now = _record(address, number) or {}
         if now.get("released") is True:

@@ -13,8 +13,8 @@ import os
 import socket
 from typing import Literal
 
+from t0repro import storage
 from t0repro.errors import UserError
-from t0repro.storage import input_path
 from t0repro.storage.leases import is_alive
 
 RUN_STATE_FILE = "run_state.json"
@@ -58,6 +58,18 @@ class RunState:
     process: int
 
 
+def describe_run(model_dir: str | os.PathLike[str]) -> str:
+    """Whether a folder's training run may write more checkpoints, for those that wait for them."""
+    state = read_run_state(model_dir)
+    if state is None:
+        return f"no {RUN_STATE_FILE} there says how far its training run is"
+    progress = f"at step {state.step:,} of {state.last_step:,}"
+    if state.state == "running":
+        return f"its training run is {progress}"
+    reason = f" ({state.reason})" if state.reason else ""
+    return f"its training run {state.state} {progress}{reason}"
+
+
 def read_run_state(model_dir: str | os.PathLike[str]) -> RunState | None:
     """What a folder's run_state.json says; None if there is none.
 
@@ -67,15 +79,15 @@ def read_run_state(model_dir: str | os.PathLike[str]) -> RunState | None:
     Raises:
       UserError: if the file is not a run's record.
     """
-    path = input_path(model_dir) / RUN_STATE_FILE
+    path = storage.join(storage.local_path(model_dir), RUN_STATE_FILE)
     try:
-        state = RunState(**json.loads(path.read_text()))
-    except FileNotFoundError:
+        state = RunState(**json.loads(storage.read(path)))
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError) as error:
         raise UserError(
             f"The record of this run cannot be read: {error}.",
-            where=str(path),
+            where=path,
             fix="Remove it; the next run writes a new one.",
         ) from error
     # A process id means something only on its own machine.

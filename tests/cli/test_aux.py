@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 
 import pytest
 
@@ -36,6 +37,34 @@ def test_its_status_is_a_table_a_curve_and_json(finished):
         (3, "a", "succeeded"), (3, "b", "succeeded"), (6, "a", "succeeded"), (6, "b", "succeeded"),
     ]  # fmt: skip
     assert curve(finished / "inference_eval" / "a") == [(3, 0.75), (6, 0.8571)]
+
+
+def test_it_ends_when_the_run_has_finished_and_says_until_then_what_it_waits_for(tmp_path):
+    model_dir = tmp_path / "model"
+    save_checkpoints(model_dir, 3)
+    state = {
+        **{"state": "running", "reason": None, "first_step": 0, "step": 3, "last_step": 6},
+        **{"loss": 1.5, "target_tokens": 9, "examples": 3, "steps_per_second": 1.0},
+        **{"target_tokens_per_second": 3.0, "seconds_left": 3.0, "started": "", "updated": ""},
+        **{"host": "elsewhere", "process": 1},
+    }
+    (model_dir / "run_state.json").write_text(json.dumps(state))
+    target = f"--auxiliary_job_build_target_path={' '.join(make_evaluator(tmp_path))}"
+    flags = ("--auxiliary_job_mixtures=a", target, "--poll_seconds=0.1")
+    command = [sys.executable, "-P", "-m", "t0repro.cli", "aux", f"--model_dir={model_dir}", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        waiting = f"waiting for a new checkpoint in {model_dir}: its training run is at step 3 of 6"
+        lines = iter(process.stdout)
+        log = model_dir / "auxiliary" / "a" / "step_3"
+        assert any(f"waiting for the end of step 3, a (log: {log}" in line for line in lines)
+        assert any(waiting in line for line in lines)
+        save_checkpoints(model_dir, 6)
+        finished = state | {"state": "finished", "step": 6}
+        (model_dir / "run_state.json").write_text(json.dumps(finished))
+        assert list(lines)[-1] == "2 of 2 jobs succeeded\n"
+    assert process.returncode == 0
+    # A finished run with nothing left to do ends at once, without --once.
+    assert aux(f"--model_dir={model_dir}", *flags).stdout.endswith("2 of 2 jobs succeeded\n")
 
 
 def test_a_job_given_up_is_exit_code_1(tmp_path):

@@ -256,7 +256,7 @@ def test_eval_waits_for_checkpoints_until_the_step_to_stop_after(trained, server
     assert code == 0, text
     done = {path.name for path in (model_dir / "validation_eval").glob("*_predictions")}
     assert done == {"tiny_generate_2_predictions", "tiny_generate_4_predictions"}
-    assert f"Waiting for a new checkpoint in {model_dir}" in text
+    assert f"waiting for a new checkpoint in {model_dir}" in text
 
 
 # ---- Bad input ----------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_waiting_takes_the_latest_then_each_that_comes_until_stop_after(
         seen.append(ref.step)
     thread.join()
     assert seen == [30, 40, 50]
-    assert capsys.readouterr().err.count("Waiting for a new checkpoint") == 2
+    assert capsys.readouterr().err.count("waiting for a new checkpoint") == 2
 
 
 def test_a_mode_that_writes_one_file_takes_one_checkpoint(model_dir):

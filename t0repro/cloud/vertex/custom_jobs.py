@@ -7,7 +7,7 @@ import time
 from typing import Any, Literal
 
 from t0repro.cloud.vertex.google import LOGGING, Place, cloud_errors, connect, overridden
-from t0repro.progress import say
+from t0repro.progress import Waiting, say
 
 State = Literal["waiting", "running", "succeeded", "failed", "canceled"]
 # An unlisted state, such as one that Google adds later, counts as running.
@@ -94,7 +94,7 @@ def wait_until_ended(name: str, place: Place, *, poll_seconds: float) -> JobStat
     from google.api_core import exceptions
 
     # Not Google's own loop: it does not handle JOB_STATE_EXPIRED and would wait forever.
-    state, silent_since = "", None
+    waiting, silent_since = Waiting(), None
     while True:
         try:
             job = _job_status(connect(place).CustomJob.get(name))
@@ -110,9 +110,7 @@ def wait_until_ended(name: str, place: Place, *, poll_seconds: float) -> JobStat
                 raise
         else:
             silent_since = None
-            if job.state != state:
-                say(f"job {job.name.rpartition('/')[2]}: {job.state}")
-                state = job.state
+            waiting.report(f"job {job.name.rpartition('/')[2]}: {job.state}")
             if job.has_ended:
                 return job
         time.sleep(poll_seconds)
