@@ -76,6 +76,7 @@ setup(
     package_dir=MAPPED | alias,
     package_data={
         "": ["py.typed", "*.cc", "*.gin", "*.csv", "*.json", "*.jsonl", "*.model", "*.yaml"],
+        "t0repro.browse": ["templates/*"],
         "t0repro.gin": ["mtf/**/*.gin", "t5x/**/*.gin"],
         "t0repro.reports": ["templates/*", "published.csv"],
         "t0repro.tasks": ["data/*", "demo/rows/**/*.jsonl"],
@@ -86,6 +87,7 @@ setup(
         "jax": JAX,
         "gpu": [*JAX, "jax[cuda13]"],
         "tpu": [*JAX, "jax[tpu]"],
+        "browse": ["starlette>=1.10,<2", "uvicorn>=0.54,<1"],  # t0repro browse
         "hf": ["torch==2.13.0", "transformers==5.23.0", "peft==0.21.0"],
         "lm-eval": ["lm-eval==0.4.13"],  # t0repro.lm_eval
         "mlflow": ["mlflow"],  # --tracker mlflow

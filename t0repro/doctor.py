@@ -33,6 +33,7 @@ PACKAGES = (
 
 # Extra -> the modules that it brings.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "browse": ("starlette", "uvicorn"),
     "hf": ("torch", "transformers", "peft"),
     "gpu": ("jax_cuda13_plugin",),
     "tpu": ("libtpu",),

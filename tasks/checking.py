@@ -7,7 +7,6 @@ import enum
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError
@@ -16,9 +15,9 @@ from t0repro.tasks.prompt_environment import UndefinedVariable
 from t0repro.tasks.registry import find_task, registered_tasks, task_descriptions, tasks_of_mixture
 from t0repro.tasks.showing import LENGTHS, ROWS_LOOKED_AT
 from t0repro.tasks.source import PromptedRows
-from t0repro.tasks.task import ADDS_EOS, SCORE_EVAL_SUFFIX
+from t0repro.tasks.task import ADDS_EOS, SCORE_EVAL_SUFFIX, TaskDescription
 from t0repro.tasks.templates import Drop, Rendering
-from t0repro.tasks.vocabulary import BYTES, VocabularyFile, address_of, check_ids
+from t0repro.tasks.vocabulary import VocabularyFile, check_ids, is_here
 from t0repro.words import shortened
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def check_tasks(tasks: Sequence[str], advance: Callable[[int], None]) -> list[Ch
     """
     found, prompted = [], task_descriptions()
     for task in tasks:
-        found.append(_check(task) if task in prompted else _check_seqios(task))
+        found.append(check_prompt(prompted[task]) if task in prompted else _check_seqios(task))
         advance(1)
     return found
 
@@ -111,8 +110,8 @@ def without_twins(tasks: Sequence[str]) -> list[str]:
     ]
 
 
-def _check(name: str) -> CheckedTask:
-    description = task_descriptions()[name]
+def check_prompt(description: TaskDescription) -> CheckedTask:
+    """Renders the first available rows of a task, which need not be registered."""
     prompted = description.rows
     splits = tuple(prompted.available_splits())
     seen = [_Seen(prompted, split) for split in splits]
@@ -126,7 +125,7 @@ def _check(name: str) -> CheckedTask:
         where = f" ({error.where})" if error.where else ""
         verdict, reason = Verdict.BROKEN, error.what + where
     return CheckedTask(
-        task=name,
+        task=description.prompt.name,
         dataset=label(prompted.dataset, prompted.subset),
         verdict=verdict,
         reason=reason,
@@ -142,8 +141,7 @@ def _count_cut(
     vocabulary: VocabularyFile | seqio.Vocabulary, seen: Sequence[_Seen]
 ) -> dict[str, int]:
     # A check of prompts must not wait for a download.
-    address = address_of(vocabulary)
-    if address not in (None, BYTES) and not Path(address).is_file():
+    if not is_here(vocabulary):
         return {}
     check_ids(vocabulary)
     tokenizer: Any = (

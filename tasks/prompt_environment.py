@@ -189,7 +189,15 @@ def _random(context: jinja2.runtime.Context, items: Sequence[Any]) -> Any:
 
 
 class TemplateFailure(Exception):
-    """A template cannot render a row; the message is written for the template's author."""
+    """A template cannot render a row; the message is written for the template's author.
+
+    Attributes:
+      line: The template's line, from 1; None if it is not known.
+    """
+
+    def __init__(self, message: str, line: int | None = None):
+        super().__init__(message)
+        self.line = line
 
 
 class UndefinedVariable(TemplateFailure):

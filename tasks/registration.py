@@ -101,9 +101,7 @@ def add_prompted_task(
     _check_texts(name, vocabulary)
     rows = PromptedRows(name, dataset, subset, template, splits, root)
     # Check before registering anything: SeqIO and the descriptions must not disagree.
-    description = _with_most_splits(
-        TaskDescription(_prompt(rows), rows, vocabulary or default_vocabulary())
-    )
+    description = _with_most_splits(describe(rows, vocabulary))
     twins = [description.twin()] if description.prompt.has_answer_choices else []
     for each in (description, *twins):
         if _seqio_wants_it():
@@ -205,9 +203,12 @@ def _check_texts(task: str, vocabulary: object) -> None:
         )
 
 
-def _prompt(rows: PromptedRows) -> PromptedTask:
+def describe(
+    rows: PromptedRows, vocabulary: VocabularyFile | seqio.Vocabulary | None = None
+) -> TaskDescription:
+    """The task that renders these rows with their template; it is not registered."""
     template = rows.template
-    return PromptedTask(
+    prompt = PromptedTask(
         name=rows.name,
         dataset=rows.dataset,
         subset=rows.subset,
@@ -219,6 +220,7 @@ def _prompt(rows: PromptedRows) -> PromptedTask:
         original_task=bool(template.metadata.original_task),
         prompt=template.jinja,
     )
+    return TaskDescription(prompt, rows, vocabulary or default_vocabulary())
 
 
 def _with_most_splits(description: TaskDescription) -> TaskDescription:

@@ -176,5 +176,5 @@ def _failure(kind: str, message: str, line: int | None) -> Exception:
     if kind == "syntax":
         return jinja2.TemplateSyntaxError(message, line or 1)
     if kind == "undefined":
-        return UndefinedVariable(message)
-    return TemplateFailure(message)
+        return UndefinedVariable(message, line)
+    return TemplateFailure(message, line)

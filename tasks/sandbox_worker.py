@@ -8,6 +8,7 @@ import json
 import math
 import signal
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -239,18 +240,32 @@ def _answer(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"answer": _OPERATIONS[operation](**arguments)}
     except jinja2.TemplateSyntaxError as error:
         return {"failure": "syntax", "message": error.message, "line": error.lineno}
-    except OutOfRange as error:
-        return {"failure": "template", "message": str(error)}
-    except (UndefinedVariable, jinja2.UndefinedError) as error:
-        return {"failure": "undefined", "message": str(error)}
-    except MemoryError:
-        return {"failure": "template", "message": f"it needs more than {BYTES >> 20} MB of memory"}
-    except UserError as error:  # invalid Jinja
-        return {"failure": "template", "message": error.what}
-    except (TemplateFailure, jinja2.exceptions.SecurityError) as error:
-        return {"failure": "template", "message": str(error)}
     except Exception as error:  # an expression can raise anything
-        return {"failure": "template", "message": repr(error)}
+        return {**_describe(error), "line": _line_of(error)}
+
+
+def _describe(error: Exception) -> dict[str, str]:
+    if isinstance(error, OutOfRange):
+        return {"failure": "template", "message": str(error)}
+    if isinstance(error, (UndefinedVariable, jinja2.UndefinedError)):
+        return {"failure": "undefined", "message": str(error)}
+    if isinstance(error, MemoryError):
+        return {"failure": "template", "message": f"it needs more than {BYTES >> 20} MB of memory"}
+    if isinstance(error, UserError):  # invalid Jinja
+        return {"failure": "template", "message": error.what}
+    if isinstance(error, (TemplateFailure, jinja2.exceptions.SecurityError)):
+        return {"failure": "template", "message": str(error)}
+    return {"failure": "template", "message": repr(error)}
+
+
+def _line_of(error: Exception) -> int | None:
+    """The last line of the template in an error's traceback, which Jinja counts in its text."""
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == "<template>"
+    ]
+    return lines[-1] if lines else None
 
 
 def _serve() -> None:

@@ -115,7 +115,7 @@ def show_task(
     split = chosen_split(source, name, split)
     # Render again without truncation, to show what it removes.
     uncut = compile_template(source.template, cut=False)
-    tokenizer, error = _tokenizer(description.vocabulary)
+    tokenizer, error = find_tokenizer(description.vocabulary)
     dropped: Counter[str] = Counter()
     examples: list[ShownExample] = []
     read = 0
@@ -127,7 +127,7 @@ def show_task(
             continue
         # Use the same random choices as above, or the two could not be compared.
         whole = uncut.render(row, f"{source.name}/{split}/{index}")
-        examples.append(_shown(index, row, rendering, whole, tokenizer, lengths))
+        examples.append(show_example(index, row, rendering, whole, tokenizer, lengths))
         if len(examples) == rows:
             break
     return ShownTask(description.prompt, split, examples, read, dict(dropped), lengths, error)
@@ -155,9 +155,10 @@ def chosen_split(source: PromptedRows, name: str, split: str | None) -> str:
     return next((split for split in splits if split in available), splits[0])
 
 
-def _tokenizer(
+def find_tokenizer(
     vocabulary: VocabularyFile | seqio.Vocabulary,
 ) -> tuple[SentencePieceProcessor | seqio.Vocabulary | None, str | None]:
+    """What counts a vocabulary's tokens, or None and why there is nothing."""
     if not isinstance(vocabulary, VocabularyFile):
         return vocabulary, None
     try:
@@ -170,7 +171,7 @@ def _place(choices: list[str] | None, target: str) -> int | None:
     return choices.index(target) if choices and target in choices else None
 
 
-def _shown(
+def show_example(
     index: int,
     row: Mapping[str, Any],
     rendering: Rendering,
@@ -178,6 +179,16 @@ def _shown(
     tokenizer: SentencePieceProcessor | seqio.Vocabulary | None,
     lengths: Mapping[str, int],
 ) -> ShownExample:
+    """A row's example, its tokens, and what is cut off it.
+
+    Args:
+      index: The row's number.
+      row: The row.
+      rendering: Its example.
+      whole: The same with variables of any length.
+      tokenizer: Counts tokens; None counts none.
+      lengths: Maximum tokens per feature.
+    """
     choices = rendering.answer_choices or None
     tokens = tokenizer.encode(rendering.inputs) if tokenizer else None
     # EOS counts, as it does in a batch.

@@ -466,14 +466,26 @@ def local_copy(address: str) -> str:
         if not Path(address).is_file():
             raise UserError("The vocabulary is missing.", where=address, fix=_advice(address))
         return address
-    # Use the full address, so that vocabularies in two buckets do not collide.
-    copy = _cache_folder() / address.removeprefix("gs://").replace("://", "/")
+    copy = _cached(address)
     if not copy.is_file():
         content = _fetch(address)
         if isinstance(content, UserError):
             raise content
         write_atomically(copy, content)
     return str(copy)
+
+
+def is_here(vocabulary: Any) -> bool:
+    """Whether a vocabulary can be opened without fetching its file."""
+    address = address_of(vocabulary)
+    if address is None or address == BYTES:
+        return True
+    return (_cached(address) if is_address(address) else Path(address)).is_file()
+
+
+def _cached(address: str) -> Path:
+    # Use the full address, so that vocabularies in two buckets do not collide.
+    return _cache_folder() / address.removeprefix("gs://").replace("://", "/")
 
 
 @functools.lru_cache(maxsize=4)

@@ -29,4 +29,4 @@ lock() {
 
 lock core setup.py --extra jax
 lock reference setup.py --extra gs
-lock tests setup.py --extra s3 --extra vertex
+lock tests setup.py --extra s3 --extra vertex --extra browse

@@ -42,6 +42,7 @@ _DOWNLOADS = "files that are downloaded already are kept"
 _COMMANDS = {
     "Data": {
         "tasks": Entry("tasks:app", "List, show and check prompted tasks.", _DOWNLOADS),
+        "browse": Entry("browse:browse", "See, edit and score prompts in a browser."),
         "cache": Entry(
             "cache:cache",
             "Cache prompted tasks in SeqIO's format.",

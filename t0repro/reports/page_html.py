@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from t0repro.reports.page import Page, as_cell, as_column
 from t0repro.words import printable
 
-_TEMPLATES = Path(__file__).parent / "templates"
+if TYPE_CHECKING:
+    import jinja2
+
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render_html(page: Page) -> str:
     """Renders the page with style, script and plots inline, so that it makes no requests."""
+    environment = make_environment(TEMPLATES)
+    environment.filters |= {"cell": as_cell, "column": as_column}
+    return environment.get_template("page.html").render(
+        page=page,
+        css=_asset("page.css"),
+        script=_asset("page.js"),
+    )
+
+
+def make_environment(folder: Path) -> jinja2.Environment:
+    """Jinja for a folder of HTML templates: everything is escaped, and a missing name an error."""
     import jinja2
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
         # Names come from tasks and files, so escape everything except our own HTML.
         autoescape=True,
         # By default Jinja renders a name that it does not know as nothing.
@@ -25,12 +39,6 @@ def render_html(page: Page) -> str:
         finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    environment.filters |= {"cell": as_cell, "column": as_column}
-    return environment.get_template("page.html").render(
-        page=page,
-        css=_asset("page.css"),
-        script=_asset("page.js"),
     )
 
 
@@ -44,4 +52,4 @@ def _shown(value: Any) -> Any:
 
 
 def _asset(name: str) -> str:
-    return (_TEMPLATES / name).read_text(encoding="utf-8")
+    return (TEMPLATES / name).read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ def score(
     inputs: Sequence[str],
     choices: Sequence[str] | Sequence[Sequence[str]],
     *,
-    vocabulary: str | os.PathLike[str] | None = None,
+    vocabulary: str | os.PathLike[str] | VocabularyFile | None = None,
     lengths: Mapping[str, int] = LENGTHS,
     activation: DType = "float32",
     adapter: str | os.PathLike[str] | None = None,
@@ -52,8 +52,8 @@ def score(
         its files, or the gin files beside it, change.
       inputs: The rendered prompts.
       choices: The choices of all inputs, or a sequence of choices for each input.
-      vocabulary: The SentencePiece model, with or without T5's sentinels, or "bytes" for ByT5's; by
-        default T5's own, or the one that T0REPRO_VOCAB names.
+      vocabulary: The SentencePiece model, with or without T5's sentinels, or "bytes" for ByT5's, or
+        an opened one; by default T5's own, or the one that T0REPRO_VOCAB names.
       lengths: Maximum tokens of `inputs` and `targets`; longer ones are cut.
       activation: dtype of the activations, if `model` is a path.
       adapter: An adapter's checkpoint, or a folder of PEFT's, for which `model` is the base.
@@ -65,7 +65,8 @@ def score(
     """
     of_each = _of_each(inputs, choices)
     _check_lengths(lengths)
-    file = named_vocabulary(vocabulary)
+    named = isinstance(vocabulary, VocabularyFile)
+    file = vocabulary if named else named_vocabulary(vocabulary)
     if isinstance(model, Checkpoint):
         checkpoint = model
     else:

@@ -53,7 +53,7 @@ class Browser:
         return self._post(f"{self.session}/goog/cdp/execute", content)
 
     def show(self, path, width=1280, height=900, dark=False):
-        """Opens a file in a viewport of a size, in light or dark mode."""
+        """Opens a file, or an address, in a viewport of a size, in light or dark mode."""
         self.cdp(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -64,7 +64,8 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.cdp("Emulation.setEmulatedMedia", features=[scheme])
         self._logs("performance")
-        self._post(f"{self.session}/url", {"url": f"file://{path}"})
+        address = path if str(path).startswith("http://") else f"file://{path}"
+        self._post(f"{self.session}/url", {"url": address})
 
     def run(self, script):
         """What a script in the page returns."""

@@ -1,0 +1,223 @@
+"""What the bench holds: the prompts of T0 and of users' files, and where their rows are."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.catalogue import label
+from t0repro.tasks.readers import LocalReader
+from t0repro.tasks.registration import describe
+from t0repro.tasks.registry import prompted_tasks, select_tasks, task_descriptions
+from t0repro.tasks.rows import (
+    DATA_VARIABLE,
+    SUFFIXES,
+    data_folder,
+    dataset_folder,
+    read_rows,
+    splits_on_disk,
+)
+from t0repro.tasks.source import PromptedRows, Split
+from t0repro.tasks.task import TaskDescription
+from t0repro.tasks.template_files import read_template_file
+from t0repro.tasks.template_saving import digest, save_template
+from t0repro.tasks.templates import is_own, task_name
+
+Dataset = tuple[str, str | None]
+
+
+class FileRows(PromptedRows):
+    """The rows of one file, wherever it is; its name is that of the only split."""
+
+    def __init__(self, file: Path, name: str, dataset: Dataset, template: Any):
+        super().__init__(name, *dataset, template, {file.stem: Split(file.stem)})
+        self.file = file
+
+    def reader(self, split: str) -> LocalReader:
+        """The reader of the file as it is now."""
+        del split  # there is only one
+        return LocalReader.of(self.file)
+
+    def available_splits(self) -> list[str]:
+        """The only split."""
+        return list(self.files_of_splits)
+
+
+def dataset_of_file(path: Path) -> Dataset:
+    """The dataset that a file of rows is of, by its place or its name.
+
+    Raises:
+      UserError: If the file cannot have rows, or has none.
+    """
+    if path.suffix not in SUFFIXES or not path.is_file():
+        what = "is no file" if path.suffix in SUFFIXES else "has no ending of a file of rows"
+        raise UserError(
+            f"{path.name} {what}.", where=f"--rows {path}", fix=f"Name one: {', '.join(SUFFIXES)}."
+        )
+    if next(read_rows(path, 0, 1), None) is None:
+        raise UserError("The file has no rows.", where=f"--rows {path}", fix="Name another.")
+    folder = path.resolve().parent
+    # As below T0REPRO_DATA_DIR: <dataset>/default/<split>.
+    name = folder.parent.name if folder.name == "default" else path.stem
+    return re.sub(r"[^\w.]+", "_", name), None
+
+
+@dataclasses.dataclass
+class Bench:
+    """The prompts by the names of their tasks, the files that own prompts are saved in, and rows.
+
+    Attributes:
+      tasks: Task's name -> the task, without twins.
+      files: Users' files of prompts, which may not exist yet.
+      row_files: Dataset -> its file of rows, for those that were named.
+    """
+
+    tasks: dict[str, TaskDescription]
+    files: Sequence[Path] = ()
+    row_files: Mapping[Dataset, Path] = dataclasses.field(default_factory=dict)
+
+    @property
+    def datasets(self) -> list[Dataset]:
+        """The datasets with prompts or named rows, sorted."""
+        found = {(task.rows.dataset, task.rows.subset) for task in self.tasks.values()}
+        return sorted(found | set(self.row_files), key=lambda each: label(*each))
+
+    def tasks_of(self, dataset: Dataset) -> list[TaskDescription]:
+        """The tasks of a dataset, by name."""
+        return [
+            task
+            for _, task in sorted(self.tasks.items())
+            if (task.rows.dataset, task.rows.subset) == dataset
+        ]
+
+    def find(self, name: str) -> TaskDescription:
+        """The task of a name, or of its twin.
+
+        Raises:
+          UserError: If there is none.
+        """
+        task = self.tasks.get(name) or self.tasks.get(name.removesuffix("_score_eval"))
+        if task is None:
+            fix = f"Nearest: {nearest_names(name, self.tasks)}."
+            raise UserError(f"There is no prompt {name!r}.", fix=fix)
+        return task
+
+    def find_dataset(self, name: str) -> Dataset:
+        """The dataset of a label, as in `super_glue/rte`.
+
+        Raises:
+          UserError: If there is none.
+        """
+        known = {label(*each): each for each in self.datasets}
+        if name not in known:
+            fix = f"Nearest: {nearest_names(name, known)}."
+            raise UserError(f"There is no dataset {name!r}.", fix=fix)
+        return known[name]
+
+    def describe(
+        self, dataset: Dataset, template: Any, like: TaskDescription | None = None
+    ) -> TaskDescription:
+        """The task of a template, over the rows of a task or else of its dataset."""
+        name = task_name(*dataset, template.name)
+        if dataset in self.row_files:
+            return describe(FileRows(self.row_files[dataset], name, dataset, template))
+        like = like or next(iter(self.tasks_of(dataset)), None)
+        if like is None:
+            root = data_folder() if os.environ.get(DATA_VARIABLE) else None
+            names = splits_on_disk(dataset_folder(root, *dataset)) if root else []
+            splits, root, vocabulary = {split: Split(split) for split in names}, None, None
+        else:
+            splits, root = like.rows.files_of_splits, like.rows.root
+            vocabulary = like.vocabulary
+        return describe(PromptedRows(name, *dataset, template, splits, root), vocabulary)
+
+    def read_file(self, path: Path) -> None:
+        """Takes the prompts of a user's file in place of those that it had before.
+
+        Raises:
+          UserError: If the file is broken.
+        """
+        content = read_template_file(path)
+        dataset = content.dataset, content.subset
+        for task in self.tasks_of(dataset):
+            if is_own(task.rows.template):
+                del self.tasks[task.prompt.name]
+        for template in content.templates:
+            task = self.describe(dataset, template)
+            self.tasks[task.prompt.name] = task
+
+    def file_of(self, dataset: Dataset) -> Path:
+        """The user's file that a dataset's prompts are saved in.
+
+        Raises:
+          UserError: If none was named.
+        """
+        new = None
+        for path in self.files:
+            if not path.exists():
+                new = new or path
+                continue
+            content = read_template_file(path)
+            if (content.dataset, content.subset) == dataset:
+                return path
+        if new is not None:
+            return new
+        raise UserError(
+            f"No file was named to save prompts of {label(*dataset)} in.",
+            where="--templates",
+            fix="Start t0repro browse with --templates NEW.yaml, and for T0's prompts also with"
+            " --module_import t0repro.tasks.t0. A reload brings your text back.",
+        )
+
+    def save(self, dataset: Dataset, template: Any, base: str | None) -> TaskDescription:
+        """Saves a template in the user's file; see `save_template`.
+
+        Raises:
+          UserError: If there is no such file, or the template cannot be saved there.
+        """
+        path = self.file_of(dataset)
+        save_template(path, *dataset, template, base)
+        self.read_file(path)
+        return self.find(task_name(*dataset, template.name))
+
+
+def make_bench(
+    files: Iterable[Path] = (),
+    row_files: Iterable[Path] = (),
+    mixture: str | None = None,
+    dataset: str | None = None,
+) -> Bench:
+    """The bench of the registered tasks and a user's files.
+
+    Args:
+      files: Files in promptsource's form, which may not exist yet.
+      row_files: Files of rows, each a dataset of its own.
+      mixture: Only the registered tasks of this mixture.
+      dataset: Only those of this dataset.
+
+    Raises:
+      UserError: If a file is broken, or there is no such mixture or dataset.
+    """
+    registered = task_descriptions()
+    names = select_tasks(mixture, dataset) if prompted_tasks() else []
+    tasks = {each.removesuffix("_score_eval") for each in names}
+    bench = Bench(
+        {name: registered[name] for name in sorted(tasks)},
+        list(files),
+        {dataset_of_file(path): path for path in row_files},
+    )
+    for path in bench.files:
+        if path.exists():
+            bench.read_file(path)
+    return bench
+
+
+def version(task: TaskDescription) -> str | None:
+    """`digest` of a user's template, by which a change on disk is noticed; None for T0's."""
+    template = task.rows.template
+    return digest(template) if is_own(template) else None

@@ -1,0 +1,112 @@
+"""`t0repro browse`: the prompt bench in a browser, or as one static file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from t0repro.cli.options import ModulesOrT0, Templates, modules_or_t0
+from t0repro.cli.paths import output, source
+from t0repro.cli.results import echo
+from t0repro.errors import UserError
+
+
+def browse(
+    templates: Templates = None,
+    rows: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A dataset of your own: a CSV, TSV, JSONL or Parquet file with rows; repeatable."
+        ),
+    ] = None,
+    mixture: Annotated[str | None, typer.Option(help="Only the tasks of this mixture.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Only the tasks of this dataset, or dataset/subset.")
+    ] = None,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=source,
+            metavar="[LABEL=]PATH",
+            help="Score the rows shown with this checkpoint, in any format; repeatable.",
+        ),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[LABEL=]DIR",
+            help="Also score with this adapter of the first checkpoint; repeatable.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(callback=output, help="Write one static HTML file instead of a server."),
+    ] = None,
+    sample: Annotated[
+        int, typer.Option(min=1, max=100, help="Rows of each prompt in that file.")
+    ] = 3,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Port on 127.0.0.1.", show_default="8765, or any"),
+    ] = None,
+    module_import: ModulesOrT0 = None,
+) -> None:
+    r"""See, search, edit and score prompts in a browser.
+
+    It prints an address of this machine, which you open; Ctrl-C ends it. Prompts are saved only in
+    the files that --templates names, which need not exist yet.
+
+    Example:
+      t0repro browse --rows reviews.csv --templates my_prompts.yaml
+    """
+    try:
+        from t0repro.browse.bench import make_bench
+        from t0repro.browse.pages import Pages
+        from t0repro.browse.server import serve
+        from t0repro.browse.static_file import render_static
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise UserError(
+            "The prompt bench needs Starlette and uvicorn, which are not installed.",
+            fix="EXTRAS=browse bash scripts/setup.sh, or pip install 't0repro[browse]'",
+        ) from error
+    from t0repro.storage import write_atomically
+    from t0repro.tasks.modules import load_tasks
+    from t0repro.words import sized
+
+    own = [*(templates or ()), *(rows or ())]
+    load_tasks(modules_or_t0(module_import, own), into_seqio=False)
+    bench = make_bench(templates or (), rows or (), mixture, dataset)
+    models = None
+    if adapter and not checkpoint:
+        raise UserError(
+            "An adapter needs its base.", where="--adapter", fix="Name the base: --checkpoint PATH."
+        )
+    if checkpoint:
+        echo("importing JAX and reading the checkpoint ...", err=True)
+        from t0repro.browse.models import open_models
+
+        models = open_models(_labelled(checkpoint), _labelled(adapter or ()))
+    pages = Pages(bench, models)
+    if out is not None:
+        html, said = render_static(pages, sample)
+        write_atomically(out, html)
+        echo(f"wrote {out}, {sized(len(html.encode()))}. {said}.")
+        return
+    # Not by `echo`, which hides passwords, and the token is one.
+    serve(pages, port, lambda address: typer.echo(f"Open {address} (Ctrl-C ends it)"))
+
+
+def _labelled(paths: Iterable[str]) -> dict[str, str]:
+    """Label of each path, by default its last name -> the path."""
+    from t0repro.reports.run import split_label
+
+    found: dict[str, str] = {}
+    for label, path in map(split_label, paths):
+        name = label or Path(path).name
+        found[name if name not in found else path] = path
+    return found
