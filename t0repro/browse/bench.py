@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.catalogue import label
+from t0repro.tasks.catalog import label
 from t0repro.tasks.readers import LocalReader
 from t0repro.tasks.registration import describe
 from t0repro.tasks.registry import prompted_tasks, select_tasks, task_descriptions
@@ -32,20 +32,19 @@ Dataset = tuple[str, str | None]
 
 
 class FileRows(PromptedRows):
-    """The rows of one file, wherever it is; its name is that of the only split."""
+    """The rows of files wherever they are, each of which is a split."""
 
-    def __init__(self, file: Path, name: str, dataset: Dataset, template: Any):
-        super().__init__(name, *dataset, template, {file.stem: Split(file.stem)})
-        self.file = file
+    def __init__(self, files: Mapping[str, Path], name: str, dataset: Dataset, template: Any):
+        super().__init__(name, *dataset, template, {split: Split(split) for split in files})
+        self.files = files
 
     def reader(self, split: str) -> LocalReader:
-        """The reader of the file as it is now."""
-        del split  # there is only one
-        return LocalReader.of(self.file)
+        """The reader of a split's file as it is now."""
+        return LocalReader.of(self.files[split])
 
     def available_splits(self) -> list[str]:
-        """The only split."""
-        return list(self.files_of_splits)
+        """The files' splits."""
+        return list(self.files)
 
 
 def dataset_of_file(path: Path) -> Dataset:
@@ -74,12 +73,14 @@ class Bench:
     Attributes:
       tasks: Task's name -> the task, without twins.
       files: Users' files of prompts, which may not exist yet.
-      row_files: Dataset -> its file of rows, for those that were named.
+      row_files: Dataset -> split -> its file of rows, for files that were named.
+      saved_in: Task's name -> the user's file that it is from.
     """
 
-    tasks: dict[str, TaskDescription]
+    tasks: Mapping[str, TaskDescription]
     files: Sequence[Path] = ()
-    row_files: Mapping[Dataset, Path] = dataclasses.field(default_factory=dict)
+    row_files: Mapping[Dataset, Mapping[str, Path]] = dataclasses.field(default_factory=dict)
+    saved_in: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
     @property
     def datasets(self) -> list[Dataset]:
@@ -140,16 +141,28 @@ class Bench:
         """Takes the prompts of a user's file in place of those that it had before.
 
         Raises:
-          UserError: If the file is broken.
+          UserError: If the file is broken, or a task's name is taken.
         """
         content = read_template_file(path)
         dataset = content.dataset, content.subset
-        for task in self.tasks_of(dataset):
-            if is_own(task.rows.template):
-                del self.tasks[task.prompt.name]
+        # New mappings, since other threads go through those that there are.
+        saved_in = {name: file for name, file in self.saved_in.items() if file != path}
+        tasks = {name: task for name, task in self.tasks.items() if self.saved_in.get(name) != path}
         for template in content.templates:
             task = self.describe(dataset, template)
-            self.tasks[task.prompt.name] = task
+            self._check_name(task, tasks, path)
+            tasks[task.prompt.name], saved_in[task.prompt.name] = task, path
+        self.tasks, self.saved_in = tasks, saved_in
+
+    def _check_name(
+        self, task: TaskDescription, tasks: Mapping[str, TaskDescription], path: Path
+    ) -> None:
+        if task.prompt.name in tasks:
+            raise UserError(
+                f"There is a task {task.prompt.name!r} already.",
+                where=f"{path}, template {task.prompt.template_name!r}",
+                fix="Give the template another name.",
+            )
 
     def file_of(self, dataset: Dataset) -> Path:
         """The user's file that a dataset's prompts are saved in.
@@ -180,7 +193,11 @@ class Bench:
         Raises:
           UserError: If there is no such file, or the template cannot be saved there.
         """
-        path = self.file_of(dataset)
+        own = {self.tasks[name].prompt.template_id: file for name, file in self.saved_in.items()}
+        path = own.get(template.id) or self.file_of(dataset)
+        # Before anything is written: with a name of T0's, the file could not be registered.
+        others = {name: task for name, task in self.tasks.items() if name not in self.saved_in}
+        self._check_name(self.describe(dataset, template), others, path)
         save_template(path, *dataset, template, base)
         self.read_file(path)
         return self.find(task_name(*dataset, template.name))
@@ -196,20 +213,30 @@ def make_bench(
 
     Args:
       files: Files in promptsource's form, which may not exist yet.
-      row_files: Files of rows, each a dataset of its own.
+      row_files: Files of rows; those of one dataset are its splits.
       mixture: Only the registered tasks of this mixture.
       dataset: Only those of this dataset.
 
     Raises:
       UserError: If a file is broken, or there is no such mixture or dataset.
     """
+    named: dict[Dataset, dict[str, Path]] = {}
+    for path in row_files:
+        splits = named.setdefault(dataset_of_file(path), {})
+        if path.stem in splits:
+            raise UserError(
+                f"{path} and {splits[path.stem]} have one name.",
+                where="--rows",
+                fix="Rename one: a file's name is that of its dataset.",
+            )
+        splits[path.stem] = path
     registered = task_descriptions()
     names = select_tasks(mixture, dataset) if prompted_tasks() else []
     tasks = {each.removesuffix("_score_eval") for each in names}
     bench = Bench(
         {name: registered[name] for name in sorted(tasks)},
         list(files),
-        {dataset_of_file(path): path for path in row_files},
+        named,
     )
     for path in bench.files:
         if path.exists():

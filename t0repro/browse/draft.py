@@ -15,6 +15,7 @@ from t0repro.errors import UserError
 from t0repro.tasks.checking import Verdict, check_prompt
 from t0repro.tasks.metrics import PROMPTSOURCE_METRICS
 from t0repro.tasks.prompt_environment import TemplateFailure
+from t0repro.tasks.rendering import compile_template
 from t0repro.tasks.sandbox import check_jinja
 from t0repro.tasks.task import TaskDescription
 from t0repro.tasks.templates import SEPARATOR, is_own, make_template
@@ -193,10 +194,8 @@ def _choices_fail(task: TaskDescription, row: ShownRow) -> bool:
         template.name, f"a {SEPARATOR} b", template.answer_choices, {}, identifier="", reference=""
     )
     try:
-        Bench({}).describe((task.rows.dataset, task.rows.subset), alone, task).rows.render(
-            next(iter(task.rows.files_of_splits)), row.number, row.fields
-        )
-    except UserError:
+        compile_template(alone).render(row.fields, "")
+    except TemplateFailure:
         return True
     return False
 

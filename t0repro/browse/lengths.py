@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from t0repro.browse.shown_rows import show_rows
 from t0repro.errors import UserError
 from t0repro.tasks.rows import kept_rows
-from t0repro.tasks.showing import chosen_split
 from t0repro.tasks.task import TaskDescription
 
 SAMPLE = 12
@@ -43,8 +42,11 @@ class Lengths:
 def measure(task: TaskDescription) -> Lengths:
     """Measures a prompt on rows spread over its first split that is here."""
     name = task.prompt.name
+    splits = task.rows.available_splits()
+    if not splits:
+        return Lengths(name, 0, 0, None, None, None, "its rows are not on this machine")
+    split = "train" if "train" in splits else splits[0]
     try:
-        split = chosen_split(task.rows, name, None)
         count = task.rows.row_count(split)
         size = max(SAMPLE // _BLOCKS, 1)
         starts = sorted(kept_rows(max(count - size + 1, 1), _BLOCKS))

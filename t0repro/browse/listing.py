@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from t0repro.browse.bench import Bench, Dataset
-from t0repro.tasks.catalogue import label, t0_datasets
+from t0repro.tasks.catalog import label, t0_datasets
 from t0repro.tasks.task import TaskDescription
 from t0repro.tasks.templates import is_own
 
@@ -96,7 +96,7 @@ def list_datasets(bench: Bench) -> list[ListedDataset]:
         tasks = bench.tasks_of(dataset)
         here = [splits.of(task) for task in tasks[:1]]
         if dataset in bench.row_files:
-            here = [(bench.row_files[dataset].stem,)]
+            here = [tuple(bench.row_files[dataset])]
         prompts = [task.prompt for task in tasks]
         listed.append(
             ListedDataset(

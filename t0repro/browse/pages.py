@@ -17,7 +17,7 @@ from t0repro.browse.shown_rows import ShownRow, bounded, show_rows
 from t0repro.errors import UserError
 from t0repro.reports.page_html import TEMPLATES as REPORT_TEMPLATES
 from t0repro.reports.page_html import make_environment
-from t0repro.tasks.catalogue import label
+from t0repro.tasks.catalog import label
 from t0repro.tasks.metrics import PROMPTSOURCE_METRICS
 from t0repro.tasks.sandbox import check_jinja
 from t0repro.tasks.showing import LENGTHS
@@ -164,7 +164,13 @@ class Pages:
         except UserError:
             file = ""
         split = split if split in splits else next(iter(first_splits(splits)), None)
-        columns = next((dict(row) for _, row in task.rows.rows(split, 0, 1)), {}) if split else {}
+        columns: list[str] = []
+        try:
+            body = self.rows(task, split, start, []) if split else self.no_rows()
+            first = task.rows.rows(split, 0, 1) if split else ()
+            columns = [name.replace("-", "_") for _, row in first for name in row]
+        except UserError as error:
+            body = self.render("fault.html", error=error)
         return self.render(
             "prompt.html",
             task=task,
@@ -172,12 +178,12 @@ class Pages:
             dataset=dataset,
             draft=draft,
             metrics=list(PROMPTSOURCE_METRICS),
-            columns=[name.replace("-", "_") for name in columns],
+            columns=columns,
             splits=first_splits(splits),
             split=split,
             start=start,
             file=file,
-            body=self.rows(task, split, start, []) if split else self.no_rows(),
+            body=body,
         )
 
     def no_rows(self) -> str:

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -46,7 +46,7 @@ _TYPES = {"browse.css": "text/css", "browse.js": "text/javascript"}
 class Guard:
     """Lets in only requests of the browser that came with the token, from the bench's own pages.
 
-    The first address has the token; a cookie then has it, so that it stands in no further address.
+    The first address has the token; after that, a cookie has it.
     Another site can neither send that cookie (SameSite) nor reach the server by a name of its own
     (Host), and its forms and scripts are refused (Origin).
 
@@ -66,11 +66,14 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        refused = self._refuse(Request(scope))
+        request, headers = Request(scope), dict(_HEADERS)
+        refused = self._refuse(request)
+        if refused is None and "token" in request.query_params:
+            headers["set-cookie"] = f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                added = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                added = [(name.encode(), value.encode()) for name, value in headers.items()]
                 message["headers"] = [*message["headers"], *added]
             await send(message)
 
@@ -85,13 +88,8 @@ class Guard:
             (f"http://{host}",) if request.method == "POST" else (None, f"http://{host}")
         ):
             return PlainTextResponse("Not from this page.", 403)
-        given = request.query_params.get("token")
-        if given is not None and secrets.compare_digest(given.encode(), self.token.encode()):
-            response = RedirectResponse("/", 303)
-            response.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
-            return response
-        held = request.cookies.get(self.cookie, "")
-        if not secrets.compare_digest(held.encode(), self.token.encode()):
+        given = request.query_params.get("token") or request.cookies.get(self.cookie, "")
+        if not secrets.compare_digest(given.encode(), self.token.encode()):
             what = "Open the address that t0repro browse printed, with its token."
             return PlainTextResponse(what, 403)
         return None
@@ -239,7 +237,7 @@ def _do(action: Callable[[Mapping[str, Any]], Response], pages: Pages, body: byt
         asked = json.loads(body)
         if wrong := [name for name, kind in _FIELDS.items() if not isinstance(asked[name], kind)]:
             raise TypeError(wrong)
-        asked["start"] = max(asked["start"], 0)
+        asked["start"] = min(max(asked["start"], 0), 2**31)
     except (ValueError, TypeError, KeyError, RecursionError):
         return PlainTextResponse("Not what the page sends.", 400)
     try:

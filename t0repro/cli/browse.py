@@ -74,10 +74,17 @@ def browse(
             "The prompt bench needs Starlette and uvicorn, which are not installed.",
             fix="EXTRAS=browse bash scripts/setup.sh, or pip install 't0repro[browse]'",
         ) from error
-    from t0repro.storage import write_atomically
+    from t0repro.storage import address_of, write_atomically
     from t0repro.tasks.modules import load_tasks
     from t0repro.words import sized
 
+    for path in templates or ():
+        if address := address_of(path):
+            raise UserError(
+                "Prompts are saved on this machine only.",
+                where=f"--templates {address}",
+                fix="Copy the file here and name the copy.",
+            )
     own = [*(templates or ()), *(rows or ())]
     load_tasks(modules_or_t0(module_import, own), into_seqio=False)
     bench = make_bench(templates or (), rows or (), mixture, dataset)

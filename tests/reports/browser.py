@@ -9,6 +9,8 @@ import time
 import urllib.error
 import urllib.request
 
+import pytest
+
 CHROMIUM = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
 HERE = bool(CHROMIUM and DRIVER)
@@ -19,6 +21,20 @@ FLAGS = (
 )  # fmt: skip
 TAB, ENTER, ESCAPE, SPACE, SHIFT = "\ue004", "\ue007", "\ue00c", " ", "\ue008"
 DOWN, END = "\ue015", "\ue010"
+
+VIOLATIONS = """
+return axe.run(document, {resultTypes: ["violations"]}).then((result) =>
+  result.violations.map((each) => each.id + ": " + each.nodes[0].html.slice(0, 200)))
+"""
+
+
+def read_axe(folder):
+    """axe-core's script, from npm's registry."""
+    if not HERE or shutil.which("npm") is None:
+        pytest.skip("Chromium, chromedriver and npm are needed")
+    install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "axe-core@4"]
+    subprocess.run(install, cwd=folder, check=True, timeout=120)
+    return (folder / "node_modules" / "axe-core" / "axe.min.js").read_text()
 
 
 class Browser:
@@ -70,6 +86,14 @@ class Browser:
     def run(self, script):
         """What a script in the page returns."""
         return self._post(f"{self.session}/execute/sync", {"script": script, "args": []})
+
+    def wait_for(self, script, seconds=60):
+        """What a script in the page returns, once it returns anything that is true."""
+        end = time.monotonic() + seconds
+        while not (found := self.run(script)):
+            assert time.monotonic() < end, f"{script}: {self.errors()}"
+            time.sleep(0.02)
+        return found
 
     def press(self, *keys):
         """Presses keys one after the other; SHIFT is held with the key after it."""

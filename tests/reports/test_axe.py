@@ -1,30 +1,17 @@
 """The report as a screen reader meets it: axe-core finds nothing to object to."""
 
-import shutil
-import subprocess
-
 import pytest
 
 from t0repro.reports.report_files import write_report
 
-from .browser import HERE, open_browser
+from .browser import VIOLATIONS, open_browser, read_axe
 from .suites import full_report, small_suite
-
-VIOLATIONS = """
-return axe.run(document, {resultTypes: ["violations"]}).then((result) =>
-  result.violations.map((each) => each.id + ": " + each.nodes[0].html.slice(0, 200)))
-"""
 
 
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory) -> str:
-    """axe-core's script, from npm's registry."""
-    if not HERE or shutil.which("npm") is None:
-        pytest.skip("Chromium, chromedriver and npm are needed")
-    folder = tmp_path_factory.mktemp("axe")
-    install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "axe-core@4"]
-    subprocess.run(install, cwd=folder, check=True, timeout=120)
-    return (folder / "node_modules" / "axe-core" / "axe.min.js").read_text()
+    """axe-core's script."""
+    return read_axe(tmp_path_factory.mktemp("axe"))
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 "use strict";
 
+// The token is in a cookie now.
+if (new URLSearchParams(location.search).has("token")) history.replaceState(null, "", location.pathname);
+
 // ---- The list: search and filters -------------------------------------------------------------------
 const filters = document.querySelector("form.filters[role=search]");
 const items = [...document.querySelectorAll(".prompts li")];
