@@ -5,7 +5,7 @@
 #   MODULE=t0repro.tasks.examples.small MIXTURE=small_train,small_eval_score_eval bash scripts/cache.sh
 #   MODULE=t0repro.tasks.local TASKS='super_glue_rte_.*' bash scripts/cache.sh
 #
-# Variables: CACHE_DIR, the output folder (runs/<last name of MODULE>/cache); PROCESSES, which share the tasks;
+# Variables: CACHE_DIR, the output folder (runs/<MODULE's last name>/cache); PROCESSES, which share the tasks;
 # MIN_SHARDS, the minimum number of files per split. Further arguments go to seqio_cache_tasks. Cached tasks are
 # kept; partial ones are cached again. The demo takes about a minute on two cores; `t0repro cache` writes the
 # same examples in seconds.
@@ -21,7 +21,8 @@ MODULE=${MODULE:-t0repro.tasks.demo}
 if [[ -z ${MIXTURE:-} && -z ${TASKS:-} ]]; then
   MIXTURE=demo_train,demo_eval_score_eval
 fi
-CACHE_DIR=${CACHE_DIR:-runs/${MODULE##*.}/cache}
+IFS=, read -ra modules <<< "$MODULE"
+CACHE_DIR=${CACHE_DIR:-runs/${modules[0]##*.}/cache}
 MIN_SHARDS=${MIN_SHARDS:-4}
 # Beam runs one thread a process here, and each holds about 1 GB.
 cores=$(getconf _NPROCESSORS_ONLN)
@@ -78,7 +79,7 @@ rm -f "$logs"/*.log
 while read -r tasks; do
   number=$((number + 1))
   seqio_cache_tasks --tasks="$tasks" --output_cache_dir="$CACHE_DIR" \
-    --module_import="$MODULE" --min_shards="$MIN_SHARDS" \
+    "${modules[@]/#/--module_import=}" --min_shards="$MIN_SHARDS" \
     --pipeline_options=--runner=FnApiRunner,--no_pipeline_type_check "$@" \
     >"$logs/$number.log" 2>&1 </dev/null &
   processes+=($!)

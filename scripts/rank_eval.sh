@@ -6,7 +6,7 @@
 #
 # Arguments are passed on last, so that they override the settings below. Variables:
 #   MODEL_DIR, CACHE_DIR        the trained run; where scripts/cache.sh put the tasks
-#   MODULE, EVAL_MIXTURE_NAME   what registers the tasks; which of them to evaluate
+#   MODULE, EVAL_MIXTURE_NAME   what registers the tasks (a,b); which of them to evaluate
 #   EVAL_STEP                   a step, 'all' (quoted for gin), or -1 for the latest (the default)
 #   NUM_EVAL_EXAMPLES           (input, choice) pairs per task; -1 takes all (the default)
 #   EVAL_TOKENS_PER_BATCH
@@ -28,11 +28,16 @@ if [[ $MODEL_DIR != *://* && ! -f $MODEL_DIR/operative_config.gin ]]; then
   echo "rank_eval: $MODEL_DIR/operative_config.gin is missing: train first (scripts/train.sh), or set MODEL_DIR" >&2
   exit 2
 fi
+skip=()
+# What a cache was made with: its other tasks are evaluated.
+if [[ -f $CACHE_DIR/skipped.json ]]; then
+  skip=(--skip_missing)
+fi
 
 exec t5_mesh_transformer \
   --model_dir="$MODEL_DIR" \
   --additional_task_cache_dirs="$CACHE_DIR" \
-  --module_import="$MODULE" \
+  --module_import="$MODULE" ${skip[@]+"${skip[@]}"} \
   --gin_file="$MODEL_DIR/operative_config.gin" \
   --gin_file="score_eval.gin" \
   --gin_param="MIXTURE_NAME = '$EVAL_MIXTURE_NAME'" \

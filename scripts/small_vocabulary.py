@@ -18,7 +18,7 @@ import sentencepiece
 
 from t0repro.storage import write_atomically
 from t0repro.tasks.examples.small_texts import FIELDS, TRAIN
-from t0repro.tasks.rows import data_folder
+from t0repro.tasks.user_files import find_data_file
 
 PIECES = 4000
 
@@ -45,7 +45,7 @@ def main() -> None:
 def texts() -> Iterator[str]:
     """The texts of all rows."""
     for name in TRAIN:
-        for line in (data_folder() / f"{name}.jsonl").open(encoding="utf-8"):
+        for line in find_data_file(f"{name}.jsonl").open(encoding="utf-8"):
             row = json.loads(line)
             yield next(row[field] for field in FIELDS if field in row)
 

@@ -6,7 +6,7 @@
 #
 # Arguments are passed on last, so that they override the settings below. Variables:
 #   MODEL_DIR, CACHE_DIR   where the run goes; where scripts/cache.sh put the tasks
-#   MODULE, MIXTURE_NAME   what registers the tasks; which of them to train on
+#   MODULE, MIXTURE_NAME   what registers the tasks (a,b); which of them to train on
 #   MODEL_GIN              the model: a file of gin/ or of t5's, or a checkpoint's operative_config.gin
 #   INIT_CHECKPOINT        a checkpoint to start from (.../model.ckpt-<step>), if model_dir has none
 #   TRAIN_STEPS            the global step to train to
@@ -31,13 +31,18 @@ initial=()
 if [[ -n ${INIT_CHECKPOINT:-} ]]; then
   initial=(--gin_param="utils.run.init_checkpoint = '$INIT_CHECKPOINT'")
 fi
+skip=()
+# What a cache was made with: its other tasks are trained on, with their rates.
+if [[ -f $CACHE_DIR/skipped.json ]]; then
+  skip=(--skip_missing)
+fi
 
 # use_custom_ops = False: the compiled packing op is not part of the Mesh TensorFlow package.
 # mesh_shape = []: one device. On a TPU, T0 gives --tpu, model_parallelism and tpu_topology instead.
 exec t5_mesh_transformer \
   --model_dir="$MODEL_DIR" \
   --additional_task_cache_dirs="$CACHE_DIR" \
-  --module_import="$MODULE" \
+  --module_import="$MODULE" ${skip[@]+"${skip[@]}"} \
   --gin_file="dataset.gin" \
   --gin_param="MIXTURE_NAME = '$MIXTURE_NAME'" \
   --gin_file="$MODEL_GIN" \

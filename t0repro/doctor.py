@@ -14,12 +14,13 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from t0repro.cloud.trackers.table import TRACKER_PACKAGES
 from t0repro.compat import installed_version
 from t0repro.errors import UserError
+from t0repro.tasks.rows import SUFFIXES
+from t0repro.tasks.user_files import data_folders
 from t0repro.tasks.vocabulary import DEFAULT_ADDRESS, VOCABULARY_VARIABLE, default_vocabulary
 from t0repro.words import columns, counted
 
@@ -264,10 +265,11 @@ def _data_dir() -> tuple[State, str, str]:
     value = os.environ.get("T0REPRO_DATA_DIR")
     if not value:
         return "missing", "not set: only the embedded demo's data is there", fix
-    root = Path(value)
-    if not root.is_dir():
+    try:
+        roots = data_folders()
+    except UserError:
         return "broken", f"{value} is not a directory", fix
-    files = [*root.glob("*/*/*.jsonl"), *root.glob("*/*/*.parquet")]
+    files = [path for root in roots for path in root.glob("*/*/*") if path.suffix in SUFFIXES]
     datasets = {path.parent for path in files}
     if not files:
         return "broken", f"{value} holds no <dataset>/<subset>/<split> files", fix

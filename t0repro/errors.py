@@ -6,7 +6,10 @@ import contextlib
 import difflib
 import os
 import re
+import sys
+import traceback
 from collections.abc import Iterable
+from types import FrameType
 
 from t0repro.words import as_reader_knows, without_passwords
 
@@ -86,3 +89,21 @@ def nearest_names(name: str, known: Iterable[str], count: int = 5) -> str:
         return ", ".join(map(repr, matches))
     some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
     return f"{NONE_IS_SIMILAR} to {name!r}" + (f"; known: {some}" if names else "")
+
+
+def place_in_module(error: BaseException) -> str | None:
+    """The file and line of a user's module at which its import failed; None for another failure."""
+    if isinstance(error, SyntaxError) and (error.filename or "").endswith(".py"):
+        return f"{error.filename}:{error.lineno}"
+    frames = [each for each in traceback.walk_tb(error.__traceback__) if _is_users(each[0])]
+    if not any(frame.f_code.co_name == "<module>" for frame, _ in frames):
+        return None
+    frame, line = frames[-1]
+    return f"{frame.f_code.co_filename}:{line}"
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether a frame is not of this package, of an installed one or of Python."""
+    module = frame.f_globals.get("__name__", "").partition(".")[0]
+    installed = (sys.prefix, sys.base_prefix, "<")
+    return module != "t0repro" and not frame.f_code.co_filename.startswith(installed)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from t0repro.errors import UserError
+from t0repro.progress import say
 from t0repro.storage.disk import name_in_errors
 from t0repro.storage.names import check_inside
 from t0repro.words import sized
@@ -206,6 +207,7 @@ class RemoteFiles(abc.ABC):
                 # only delay the message.
                 if not self._reached or delay is None:
                     raise self._unreachable(error) from error
+                reason = type(error).__name__
             else:
                 # Callers handle 404 and 416.
                 if answer.status_code < 400 or answer.status_code in (404, 416):
@@ -219,8 +221,13 @@ class RemoteFiles(abc.ABC):
                         where=url,
                         fix="Try again later; what has been fetched is kept.",
                     )
-            time.sleep(delay)
+                reason = f"{answer.status_code} {answer.reason}"
+            self._wait(delay, url, reason)
         raise AssertionError("the last attempt returns or raises")
+
+    def _wait(self, seconds: float, url: str, reason: str) -> None:
+        say(f"{url}: {reason}; trying again in {seconds:g} s")
+        time.sleep(seconds)
 
     def _resume(self, file: HubFile, to: Path, advance: Callable[[int], None]) -> None:
         """Appends to `to` until it has the listed size; progress resets the retries."""
@@ -249,7 +256,7 @@ class RemoteFiles(abc.ABC):
                     where=self._url(file),
                     fix="Start the command again: it resumes there.",
                 )
-            time.sleep(delay)
+            self._wait(delay, self._url(file), error)
 
     def _append(
         self, file: HubFile, to: Path, have: int, advance: Callable[[int], None]

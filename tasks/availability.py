@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError
 from t0repro.progress import say
 from t0repro.tasks.mixture_checks import check_rates
+from t0repro.tasks.prompt_cache.folders import read_skipped
 from t0repro.tasks.registry import (
     DescribedTask,
     PromptedMixture,
@@ -83,10 +84,18 @@ def missing_tasks(
         if use_cached:
             if lacks_cache(task):
                 found[task.name] = "not cached"
+            elif task.cache_dir and split in _skipped_splits(task.cache_dir, task.name):
+                found[task.name] = f"split {split!r} not cached"
         # A source without prompted rows reports missing data itself, when it is read.
         elif hasattr(source, "reader") and missing_rows(source, split):
             found[task.name] = "rows not available"
     return found
+
+
+def _skipped_splits(cache_dir: str, task: str) -> Collection[str]:
+    """The splits that --skip_missing left out of a task's cache."""
+    folder = cache_dir.removesuffix(task.replace(":", "/"))  # as SeqIO names it
+    return read_skipped(folder).get(task, {})
 
 
 def drop_missing_tasks(name: str, split: str, *, use_cached: bool) -> None:

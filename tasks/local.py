@@ -14,12 +14,16 @@ from pathlib import Path
 
 from t0repro.tasks.catalog import catalog
 from t0repro.tasks.readers import local_reader
-from t0repro.tasks.rows import data_folder
 from t0repro.tasks.t0_mixtures import register_t0_tasks
+from t0repro.tasks.user_files import data_folders
 
 
-def register_local(root: Path) -> None:
-    """Registers the tasks of every dataset in T0's table that the folder has."""
+def register_local(root: Path | None = None) -> None:
+    """Registers the tasks of every dataset in T0's table that the folder has.
+
+    Args:
+      root: The folder of datasets; defaults to those that T0REPRO_DATA_DIR names.
+    """
     register_t0_tasks(
         lambda entry: [
             split
@@ -29,4 +33,5 @@ def register_local(root: Path) -> None:
     )
 
 
-register_local(data_folder())
+data_folders()  # an error if there is none
+register_local()

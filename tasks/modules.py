@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from t0repro.errors import UserError
+from t0repro.errors import UserError, place_in_module
 from t0repro.tasks.registration import describing
 from t0repro.tasks.registry import (
     prompted_mixtures,
@@ -19,6 +18,7 @@ from t0repro.tasks.registry import (
 from t0repro.tasks.task import PromptedTask
 from t0repro.tasks.template_files import read_template_file
 from t0repro.tasks.template_registration import register_templates
+from t0repro.tasks.user_files import template_files
 from t0repro.words import shortened
 
 # T0's own names for the module that registers its tasks.
@@ -29,9 +29,13 @@ _ALIASES = {
 
 
 def resolved_modules(modules: Iterable[str]) -> list[str]:
-    """The modules, with T0's names replaced by this project's; each change is noted on stderr."""
+    """The modules, with T0's names replaced by this project's; each change is noted on stderr.
+
+    Args:
+      modules: Names, each of which may be several, separated by commas.
+    """
     found = []
-    for module in modules:
+    for module in [name for names in modules for name in names.split(",") if name]:
         name = _ALIASES.get(module, module)
         if name != module:
             print(f"--module_import={module}: {name} registers T0's tasks here.", file=sys.stderr)
@@ -44,13 +48,19 @@ _OWN = "t0repro."
 
 def needs_seqio(modules: Iterable[str]) -> bool:
     """Whether a module may register directly with SeqIO, as any but t0repro's own may."""
-    return not all(module.startswith(_OWN) for module in modules)
+    return not all(name.startswith(_OWN) for names in modules for name in names.split(","))
+
+
+# Of T0REPRO_TEMPLATES: like a module, each is registered once.
+_registered_files: set[str] = set()
 
 
 def load_tasks(
     modules: Sequence[str], templates: Sequence[str | Path] = (), *, into_seqio: bool
 ) -> Mapping[str, PromptedTask]:
     """Imports modules that register tasks, and registers the tasks of template files.
+
+    The files that T0REPRO_TEMPLATES names are registered too.
 
     Args:
       modules: Module names.
@@ -65,11 +75,13 @@ def load_tasks(
       UserError: If a module cannot be found, or a file is broken.
     """
     modules = resolved_modules(modules)
+    named = [path for path in template_files() if path not in _registered_files]
+    templates = [*named, *templates]
     for path in templates:
         read_template_file(path)  # report a broken file before seconds of imports
     # A user's module may register plain SeqIO tasks in addition to prompted ones.
     with_seqio = into_seqio or needs_seqio(modules)
-    if with_seqio and modules:
+    if with_seqio and (modules or templates):
         # First: on a current TensorFlow, SeqIO and t5 cannot be imported without it.
         from t0repro import compat
 
@@ -84,6 +96,7 @@ def load_tasks(
             _import(module)
         for path in templates:
             register_templates(path)
+    _registered_files.update(named)
     return prompted_tasks()
 
 
@@ -108,30 +121,25 @@ def hand_to_seqio() -> None:
 def _import(module: str) -> None:
     try:
         importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        # The module exists but one of its own imports does not: this is not a typo of the user's.
-        if error.name is None or not module.startswith(error.name):
-            raise
-        raise UserError(
-            f"There is no module {module!r}.",
-            where="--module_import",
-            fix="Name a module that registers tasks, for instance t0repro.tasks.t0. One of your own"
-            " is looked for in PYTHONPATH and in the working folder.",
-        ) from error
-    except UserError:
-        raise
     except Exception as error:  # whatever a user's module raises, or SeqIO for it
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name is not None
+        # Otherwise the module exists, and it imports one that does not.
+        if is_missing and f"{module}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"There is no module {module!r}.",
+                where="--module_import",
+                fix="Name a module that registers tasks, for instance t0repro.tasks.t0. One of your"
+                " own is looked for in PYTHONPATH and in the working folder.",
+            ) from error
         if module.startswith(_OWN):
             raise
-        others = (sys.prefix, sys.base_prefix, str(Path(__file__).parent), "<")
-        own = [
-            f"{frame.filename}:{frame.lineno}"
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith(others)
-        ]
+        place = place_in_module(error)
+        if isinstance(error, UserError):
+            where = " in ".join(filter(None, (error.where, place)))
+            raise type(error)(error.what, where=where or None, fix=error.fix) from error
         raise UserError(
             f"The module {module!r} cannot be imported:"
             f" {shortened(f'{type(error).__name__}: {error}', 300)}",
-            where=own[-1] if own else None,
-            fix="Correct the module; --debug shows the traceback.",
+            where=place,
+            fix="Correct the module, or install what it imports; --debug shows the traceback.",
         ) from error

@@ -14,6 +14,7 @@ from t0repro.tasks import rows
 from t0repro.tasks.catalog import catalog, label
 from t0repro.tasks.hub_rows import hub_reader
 from t0repro.tasks.story_cloze import how_to_ask, manual_file, read_story_cloze
+from t0repro.tasks.user_files import DATA_VARIABLE, data_folders
 
 HUB_VARIABLE = "T0REPRO_DATA_HUB"
 
@@ -125,20 +126,24 @@ def local_reader(
     """The reader of a split's local file, or None if there is none.
 
     Args:
-      root: The folder of datasets; defaults to the one that T0REPRO_DATA_DIR names, if any.
+      root: The folder of datasets; defaults to those that T0REPRO_DATA_DIR names, if any.
       dataset: The Hugging Face name.
       subset: The configuration, or None.
       split: The file's name without its suffix.
     """
     # Without a folder there are no local rows, but the hub may be allowed.
-    if root is None and not os.environ.get(rows.DATA_VARIABLE):
-        return None
-    root = root or rows.data_folder()
-    path = rows.find_rows_file(root, dataset, subset, split)
-    if path is not None:
-        return LocalReader.of(path)
-    path = manual_file(root, dataset, subset, split)
-    return StoryClozeReader.of(path) if path is not None else None
+    for folder in [root] if root is not None else _named_folders():
+        path = rows.find_rows_file(folder, dataset, subset, split)
+        if path is not None:
+            return LocalReader.of(path)
+        path = manual_file(folder, dataset, subset, split)
+        if path is not None:
+            return StoryClozeReader.of(path)
+    return None
+
+
+def _named_folders() -> list[Path]:
+    return data_folders() if os.environ.get(DATA_VARIABLE) else []
 
 
 def find_reader(root: Path | None, dataset: str, subset: str | None, split: str) -> Reader:
@@ -161,21 +166,23 @@ def find_reader(root: Path | None, dataset: str, subset: str | None, split: str)
 
 
 def _missing(dataset: str, subset: str | None, split: str) -> UserError:
-    named = os.environ.get(rows.DATA_VARIABLE)
-    folder = rows.dataset_folder(Path(named or f"${rows.DATA_VARIABLE}"), dataset, subset)
-    held = (", ".join(rows.splits_on_disk(folder)) or "nothing") if named else None
+    named = _named_folders()
+    roots = named or [Path(f"${DATA_VARIABLE}")]
+    folders = [rows.dataset_folder(root, dataset, subset) for root in roots]
+    held = ", ".join(dict.fromkeys(itertools.chain(*map(rows.splits_on_disk, folders))))
+    holds = "its folder holds" if len(folders) == 1 else "its folders hold"
     what = f"The rows of {label(dataset, subset)}, split {split!r}, are missing"
-    what += f"; its folder holds {held}." if named else f", and {rows.DATA_VARIABLE} is not set."
-    where = str(folder / f"{split}.jsonl")
+    what += f"; {holds} {held or 'nothing'}." if named else f", and {DATA_VARIABLE} is not set."
+    where = " or ".join(str(folder / f"{split}.jsonl") for folder in folders)
     entry = catalog().get((dataset, subset))
     put = (
         "Put the split there, one JSON object per line or as Parquet, CSV or TSV"
-        f"{'' if named else f', and set {rows.DATA_VARIABLE} to that folder of datasets'}"
+        f"{'' if named else f', and set {DATA_VARIABLE} to that folder of datasets'}"
     )
     if entry is None:
         return UserError(what, where=where, fix=put + ".")
     if entry.hub is None:
-        fix = how_to_ask(dataset, subset, split, folder)
+        fix = how_to_ask(dataset, subset, split, folders[0])
         return UserError(what, where=where, fix=fix)
     fix = (
         f"{put}; or set {HUB_VARIABLE}=1 to let it be downloaded from"

@@ -79,7 +79,7 @@ def add_prompted_task(
       template_name: promptsource's name for the template.
       splits: Split name -> where its rows come from; a sequence of names means files of the same
         names.
-      root: The folder of datasets; defaults to the one that T0REPRO_DATA_DIR names.
+      root: The folder of datasets; defaults to those that T0REPRO_DATA_DIR names.
       vocabulary: Vocabulary of both features; defaults to `default_vocabulary()`.
       name: Name of the task; defaults to T0's name for it.
       template: A user's own `Template`, which promptsource does not have; defaults to
@@ -121,7 +121,8 @@ def add_mixture(
 
     Args:
       name: The mixture's name.
-      tasks: Task names, each mapped to its rate unless there is a default.
+      tasks: Names of tasks, or of other mixtures, each mapped to its rate unless there is a
+        default. As in SeqIO, a mixture's rate is divided among its tasks by their own rates.
       default_rate: Computes a task's rate from its rows.
 
     Raises:
@@ -132,8 +133,7 @@ def add_mixture(
     rates = tasks if isinstance(tasks, Mapping) else {}
     check_rates(name, rates)
     mixtures = registered_mixtures()
-    # SeqIO alone mixes mixtures.
-    check_registered(tasks, {*registered_tasks(), *(mixtures if _seqio_wants_it() else ())})
+    check_registered(tasks, {*registered_tasks(), *mixtures})
     _check_default_rate(name, tasks, default_rate)
     members = {task.name: task for each in tasks for task in find_tasks(each)}
     before = prompted_mixtures().get(name)
@@ -149,17 +149,17 @@ def add_mixture(
         from t0repro.tasks.seqio_tasks import add_mixture as add_to_seqio
 
         add_to_seqio(name, tasks, default_rate)
-    # One with other tasks, or with mixtures in it, is SeqIO's.
-    if set(tasks) <= prompted_tasks().keys():
-        record_mixture(PromptedMixture(name, tuple(tasks), rates, default_rate))
+    # One with other tasks in it is SeqIO's.
+    if set(tasks) <= prompted_tasks().keys() | prompted_mixtures().keys():
+        record_mixture(PromptedMixture(name, tuple(members), rates, default_rate))
 
 
 def check_registered(tasks: Iterable[str], known: Set[str], where: str | None = None) -> None:
-    """Raises UserError for a task that is not known, with the nearest names."""
+    """Raises UserError for a task or mixture that is not known, with the nearest names."""
     for task in tasks:
         if task not in known:
             raise UserError(
-                f"There is no task {task!r}.",
+                f"There is no task or mixture {task!r}.",
                 where=where,
                 fix=f"Nearest: {nearest_names(task, sorted(known))}; or name its --module_import.",
             )

@@ -170,8 +170,8 @@ class PromptedMixture:
 
     Attributes:
       name: The mixture's name.
-      tasks: Names of its tasks.
-      rates: Task -> its rate, in examples.
+      tasks: Names of its tasks, and of those of the mixtures in it.
+      rates: Task or mixture in it -> its rate, in examples.
       default_rate: Computes, from its rows, the rate of a task that is not in `rates`.
     """
 
@@ -186,10 +186,25 @@ class PromptedMixture:
         Raises:
           UserError: If the rate is a number of rows, and the rows are missing.
         """
-        # Count rows only when needed, since that needs the data.
+        # In SeqIO's order, since sums of floating point depend on it.
+        rate = 0.0
+        for part in self._parts():
+            if task in part.tasks:
+                rate += self.rates[part.name] * part.rate(task) / part._total_rate()
+        return rate + self._own_rate(task)
+
+    def _parts(self) -> list[PromptedMixture]:
+        return [_mixtures[name] for name in self.rates if name in _mixtures.keys() - _tasks]
+
+    def _own_rate(self, task: str) -> float:
         if task in self.rates or self.default_rate is None:
-            return self.rates[task]
+            return self.rates.get(task, 0.0)
+        # Count rows only when needed, since that needs the data.
         return self.default_rate(task_descriptions()[task].rows)
+
+    def _total_rate(self) -> float:
+        rates = self.rates.values() if self.rates else map(self._own_rate, self.tasks)
+        return sum(map(float, rates))
 
 
 _mixtures: dict[str, PromptedMixture] = {}

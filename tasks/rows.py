@@ -6,41 +6,17 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.storage import input_path
 from t0repro.tasks.csv_rows import DELIMITERS, count_csv, line_of_row, read_csv
 
-DATA_VARIABLE = "T0REPRO_DATA_DIR"
 SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
 DEPTH = 100
 """How deeply the lists and objects of a row may be nested."""
 _TOO_DEEP = f"its lists and objects are nested more than {DEPTH} deep"
-
-
-def data_folder() -> Path:
-    """The folder that T0REPRO_DATA_DIR names.
-
-    Raises:
-      UserError: If the variable is not set or does not name a folder.
-    """
-    value = os.environ.get(DATA_VARIABLE)
-    fix = (
-        f"Set {DATA_VARIABLE} to a folder that holds <dataset>/<subset or default>/<split>.jsonl"
-        " (or .parquet, .csv, .tsv), one row a line with the dataset's own field names."
-    )
-    if not value:
-        raise UserError(f"{DATA_VARIABLE} is not set, so there are no rows to read.", fix=fix)
-    folder = input_path(value, DATA_VARIABLE)
-    if not folder.is_dir():
-        raise UserError(
-            "The data folder does not exist.", where=f"{DATA_VARIABLE}={value}", fix=fix
-        )
-    return folder
 
 
 def dataset_folder(root: Path, dataset: str, subset: str | None) -> Path:

@@ -15,11 +15,12 @@ from t0repro.tasks.registry import (
     registered_tasks,
     task_descriptions,
 )
-from t0repro.tasks.rows import data_folder, dataset_folder, splits_on_disk
+from t0repro.tasks.rows import dataset_folder, splits_on_disk
 from t0repro.tasks.source import Split
 from t0repro.tasks.task import PromptedTask
 from t0repro.tasks.template_files import TemplateFile, read_template_file
 from t0repro.tasks.templates import task_name
+from t0repro.tasks.user_files import data_folders
 
 
 def register_templates(path: str | Path) -> list[PromptedTask]:
@@ -57,17 +58,20 @@ def register_templates(path: str | Path) -> list[PromptedTask]:
                     error.what, where=f"{path}, template {template.name!r}", fix=error.fix
                 ) from error
             registered.append(task)
-    for name, rates in content.mixtures.items():
-        _register_mixture(name, rates, content)
+    waiting = dict(content.mixtures)
+    while waiting:
+        # First those that contain no other of the file; if there are none, the first is refused.
+        inner = (name for name, rates in waiting.items() if not rates.keys() & waiting.keys())
+        name = next(inner, next(iter(waiting)))
+        _register_mixture(name, waiting.pop(name), content)
     return registered
 
 
 def _register_mixture(name: str, rates: Mapping[str, float], content: TemplateFile) -> None:
     # Checked here, not by read_template_file: a mixture may name tasks of modules imported since.
     where = f"{content.path}, mixture {name!r}"
-    known = set(registered_tasks())
-    check_registered(rates, known, where)
-    mixtures = registered_mixtures()
+    known, mixtures = set(registered_tasks()), registered_mixtures()
+    check_registered(rates, {*known, *mixtures}, where)
     before = prompted_mixtures().get(name)
     # The same mixture again is no error: a process may read a file twice.
     if name in known or (
@@ -92,9 +96,9 @@ def _check_name_is_free(name: str, template: Any, content: TemplateFile) -> None
 
 def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
     """Task name suffix -> split -> where its rows come from, for the splits on disk."""
-    root = data_folder()
-    folder = dataset_folder(root, content.dataset, content.subset)
-    held = splits_on_disk(folder)
+    roots = data_folders()
+    folders = [dataset_folder(root, content.dataset, content.subset) for root in roots]
+    held = sorted({split for folder in folders for split in splits_on_disk(folder)})
     rounds = rounds_of(content.dataset) or {"": {split: split for split in held}}
     found = {
         suffix: {split: Split(file) for split, file in splits.items() if file in held}
@@ -103,11 +107,15 @@ def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
     found = {suffix: splits for suffix, splits in found.items() if splits}
     if found:
         return found
-    known = [str(path.parent.relative_to(root)) for path in sorted(root.glob("*/*/*.*"))]
+    known = [
+        str(path.parent.relative_to(root))
+        for root in roots
+        for path in sorted(root.glob("*/*/*.*"))
+    ]
     raise UserError(
         f"There are no rows for {content.path}: dataset {content.dataset!r}, subset"
         f" {content.subset!r}.",
-        where=str(folder),
+        where=" or ".join(map(str, folders)),
         fix="Put <split>.jsonl, .parquet, .csv or .tsv there; folders there are, nearest: "
-        f"{nearest_names(str(folder.relative_to(root)), known)}.",
+        f"{nearest_names(str(folders[0].relative_to(roots[0])), known)}.",
     )

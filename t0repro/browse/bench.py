@@ -14,19 +14,13 @@ from t0repro.tasks.catalog import label
 from t0repro.tasks.readers import LocalReader
 from t0repro.tasks.registration import describe
 from t0repro.tasks.registry import prompted_tasks, select_tasks, task_descriptions
-from t0repro.tasks.rows import (
-    DATA_VARIABLE,
-    SUFFIXES,
-    data_folder,
-    dataset_folder,
-    read_rows,
-    splits_on_disk,
-)
+from t0repro.tasks.rows import SUFFIXES, dataset_folder, read_rows, splits_on_disk
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.task import TaskDescription
 from t0repro.tasks.template_files import read_template_file
 from t0repro.tasks.template_saving import digest, save_template
 from t0repro.tasks.templates import is_own, task_name
+from t0repro.tasks.user_files import DATA_VARIABLE, data_folders
 
 Dataset = tuple[str, str | None]
 
@@ -129,8 +123,9 @@ class Bench:
             return describe(FileRows(self.row_files[dataset], name, dataset, template))
         like = like or next(iter(self.tasks_of(dataset)), None)
         if like is None:
-            root = data_folder() if os.environ.get(DATA_VARIABLE) else None
-            names = splits_on_disk(dataset_folder(root, *dataset)) if root else []
+            roots = data_folders() if os.environ.get(DATA_VARIABLE) else []
+            folders = [dataset_folder(root, *dataset) for root in roots]
+            names = sorted({name for folder in folders for name in splits_on_disk(folder)})
             splits, root, vocabulary = {split: Split(split) for split in names}, None, None
         else:
             splits, root = like.rows.files_of_splits, like.rows.root

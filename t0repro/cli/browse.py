@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -57,7 +58,7 @@ def browse(
     r"""See, search, edit and score prompts in a browser.
 
     It prints an address of this machine, which you open; Ctrl-C ends it. Prompts are saved only in
-    the files that --templates names, which need not exist yet.
+    the files that --templates and T0REPRO_TEMPLATES name, which need not exist yet.
 
     Example:
       t0repro browse --rows reviews.csv --templates my_prompts.yaml
@@ -76,18 +77,22 @@ def browse(
         ) from error
     from t0repro.storage import address_of, write_atomically
     from t0repro.tasks.modules import load_tasks
+    from t0repro.tasks.user_files import TEMPLATES_VARIABLE, template_files
     from t0repro.words import sized
 
-    for path in templates or ():
+    # The bench itself reads these files, to which it saves; registration leaves them out.
+    named = [*map(Path, template_files()), *(templates or ())]
+    os.environ.pop(TEMPLATES_VARIABLE, None)
+    for path in named:
         if address := address_of(path):
             raise UserError(
                 "Prompts are saved on this machine only.",
-                where=f"--templates {address}",
+                where=address,
                 fix="Copy the file here and name the copy.",
             )
-    own = [*(templates or ()), *(rows or ())]
+    own = [*named, *(rows or ())]
     load_tasks(modules_or_t0(module_import, own), into_seqio=False)
-    bench = make_bench(templates or (), rows or (), mixture, dataset)
+    bench = make_bench(list(dict.fromkeys(named)), rows or (), mixture, dataset)
     models = None
     if adapter and not checkpoint:
         raise UserError(

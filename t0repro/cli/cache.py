@@ -43,7 +43,11 @@ _Splits = Annotated[
 ]
 _SkipMissing = Annotated[
     bool,
-    typer.Option("--skip_missing", help="Leave out splits whose rows are missing, and list them."),
+    typer.Option(
+        "--skip_missing",
+        help="Leave out splits whose rows are missing, and list them. Without it, only splits that"
+        " are neither trained on nor ranked may be missing.",
+    ),
 ]
 _Workers = Annotated[
     int | None,
@@ -119,6 +123,11 @@ def _print(summary: Summary, folder: Path) -> None:
         echo(f"Left out splits of {counted(len(tasks), 'task')}; their rows are missing:")
         for reason in missing:
             echo(f"  {reason}")
+    if summary.skipped:
+        echo(
+            f"{counted(len(summary.skipped), 'task lacks', 'tasks lack')} what training or ranking"
+            " reads: give --skip_missing there too; scripts/train.sh and rank_eval.sh do."
+        )
     # Guard against a duration near zero, when there was nothing to do.
     rate = summary.examples / max(summary.seconds, 1e-9)
     echo(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from t0repro.cli.gin_options import SkippedNames, folders_of
 from t0repro.config.mtf.parser import MeshInputs
+from t0repro.tasks.modules import resolved_modules
 
 
 def mesh_inputs(
@@ -24,7 +25,7 @@ def mesh_inputs(
         gin_files=files or (),
         gin_params=params or (),
         location_prefixes=folders_of(folders),
-        module_imports=modules or (),
+        module_imports=resolved_modules(modules or ()),
         skip_unknown=skipped.skip_unknown,
         import_allowlist=allowlist,
     )

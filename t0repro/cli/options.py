@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 DEFAULT_MODULE = "t0repro.tasks.t0"
 
+_MODULES_HELP = "Modules that register tasks, separated by commas; repeatable."
 Modules = Annotated[
     list[str] | None,
-    typer.Option("--module_import", help="A module that registers tasks; repeatable."),
+    typer.Option("--module_import", help=_MODULES_HELP),
 ]
 ModulesOrT0 = Annotated[
     list[str] | None,
     typer.Option(
         "--module_import",
-        help="A module that registers tasks; repeatable.",
+        help=_MODULES_HELP,
         show_default=DEFAULT_MODULE,
     ),
 ]
@@ -40,7 +41,7 @@ Templates = Annotated[
     list[Path] | None,
     typer.Option(
         help="A file of your own prompts, in promptsource's YAML format; repeatable. Then no module"
-        " is imported by default."
+        " is imported by default. T0REPRO_TEMPLATES names further files."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

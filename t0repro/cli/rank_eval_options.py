@@ -97,7 +97,9 @@ class TaskOptions:
     split: Annotated[str, typer.Option(help="The split of every task.")] = "validation"
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder of the datasets.", show_default="T0REPRO_DATA_DIR"),
+        typer.Option(
+            help="Folders of the datasets, separated by colons.", show_default="T0REPRO_DATA_DIR"
+        ),
     ] = None
     cache_dir: Annotated[
         Path | None, typer.Option(help="Read the tasks from this SeqIO cache.")

@@ -541,7 +541,7 @@ _WORDS = {
     "gin_location_prefix": "Folders to look for gin files in.",
     "skip_all_gin_unknowns": "Ignore bindings of configurables that do not exist.",
     "additional_deprecated_gin_references": "Configurables whose bindings are ignored.",
-    "module_import": "A module that registers tasks; repeatable.",
+    "module_import": "Modules that register tasks, separated by commas; repeatable.",
     "additional_task_cache_dirs": "Folders that hold cached tasks.",
     "t5_tfds_data_dir": "The folder of TensorFlow Datasets' data, for all tasks.",
     "model_dir": "The folder of the run's checkpoints and metrics.",

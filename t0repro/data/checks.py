@@ -13,8 +13,9 @@ from t0repro.config.model import ModelConfig
 from t0repro.data.cached import count_examples, shards_of
 from t0repro.errors import UserError
 from t0repro.progress import say
-from t0repro.tasks.availability import drop_missing_tasks, lacks_cache
+from t0repro.tasks.availability import drop_missing_tasks, missing_tasks
 from t0repro.tasks.metrics import metric_names
+from t0repro.tasks.prompt_cache.folders import read_skipped
 from t0repro.tasks.registry import (
     DescribedTask,
     cache_dirs,
@@ -53,7 +54,7 @@ def check_data(inputs: RunInputs, *, skip_missing: bool = False) -> None:
     check_mixture(name)
     if skip_missing:
         drop_missing_tasks(name, inputs.split, use_cached=inputs.use_cached)
-    check_readable(name, inputs.split, use_cached=inputs.use_cached)
+    check_readable(name, inputs.split, use_cached=inputs.use_cached, may_skip=True)
     tasks = tasks_with_split(name, inputs.split)
     check_features(tasks, inputs.split, inputs.sequence_length, use_cached=inputs.use_cached)
     if inputs.mode == "train" and inputs.sequence_length is not None:
@@ -236,7 +237,12 @@ def nothing_to_evaluate_error(name: str, split: str) -> UserError:
 
 
 def check_readable(
-    name: str, split: str, *, use_cached: bool, tasks: Sequence[Any] | None = None
+    name: str,
+    split: str,
+    *,
+    use_cached: bool,
+    tasks: Sequence[Any] | None = None,
+    may_skip: bool = False,
 ) -> None:
     """Checks that examples can be read: from caches, or from rows.
 
@@ -245,6 +251,7 @@ def check_readable(
       split: The split.
       use_cached: Whether to read caches.
       tasks: The tasks to read; None for all that have the split.
+      may_skip: Whether the command has the option --skip_missing.
 
     Raises:
       UserError: If caches or rows are missing, or if a task can only be read from a cache but
@@ -252,12 +259,12 @@ def check_readable(
     """
     tasks = tasks_with_split(name, split) if tasks is None else tasks
     if use_cached:
-        _check_cached(name, split, tasks)
+        _check_cached(name, split, tasks, may_skip=may_skip)
     else:
         _check_rows(split, tasks)
 
 
-def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
+def _check_cached(name: str, split: str, tasks: Sequence[Any], *, may_skip: bool) -> None:
     """Raises UserError if one of the tasks has no cache, or an incomplete one.
 
     Tasks that SeqIO cannot cache are read without one. Findings that need not stop a run, such as
@@ -265,7 +272,7 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     """
     from t0repro.tasks.prompt_cache.provenance import check_caches
 
-    missing = [task.name for task in tasks if lacks_cache(task)]
+    missing = list(missing_tasks(tasks, split, use_cached=True))
     if not missing:
         check_caches(tasks, split)
         return
@@ -279,13 +286,19 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
         command = f"t0repro cache {selection} --output_cache_dir {target}"
     else:
         command = f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target}"
+    skipped = {task for folder in searched for task in read_skipped(folder)}
+    if may_skip and skipped.issuperset(missing):
+        fix = "The cache was made with --skip_missing: give it here too, which leaves them out."
+    else:
+        fix = (
+            f"{command}, with this run's --module_import. Name the folder with"
+            " --additional_task_cache_dirs; or read without a cache: use_cached = False."
+        )
     raise UserError(
         f"use_cached = True, but tasks of {name!r} are not cached ({len(missing)} of {len(tasks)}):"
         f" {some(missing, _NAMES_SHOWN)}.",
         where="searched " + (", ".join(searched) or "nowhere: no folder of caches is named"),
-        fix=f"{command}, with this run's --module_import. Name the folder with"
-        f" --additional_task_cache_dirs; or read"
-        f" without a cache: use_cached = False.",
+        fix=fix,
     )
 
 

@@ -86,7 +86,7 @@ def select_tasks(
       split: the split of every task.
       modes: some of MODES.
       use_cached: whether tasks are read from SeqIO's cache.
-      skip_missing: leave out tasks whose rows are missing; otherwise reading them fails.
+      skip_missing: leave out tasks whose rows, or caches, are missing; otherwise they are an error.
 
     Raises:
       UserError: if there is no such mixture or task, if a task cannot be evaluated in these modes,
@@ -96,11 +96,11 @@ def select_tasks(
     ranked = [task for task in tasks if _ranks(task)]
     others = [task for task in tasks if not _ranks(task)]
     _check_modes(mixture, modes, ranked, others)
-    left_out = _find_left_out(mixture, tasks, split, skip_missing=skip_missing and not use_cached)
+    left_out = _find_left_out(mixture, tasks, split, skip_missing, use_cached)
     # Caches first: reading one that is damaged would fail hours later.
     if use_cached:
         held = [task for task in tasks if task.name not in left_out]
-        check_readable(mixture, split, use_cached=True, tasks=held)
+        check_readable(mixture, split, use_cached=True, tasks=held, may_skip=True)
     names = [[t.name for t in kind if t.name not in left_out] for kind in (ranked, others)]
     return Selection(tuple(names[0]), tuple(names[1]), left_out)
 
@@ -154,16 +154,16 @@ def _check_modes(
 
 
 def _find_left_out(
-    mixture: str, tasks: Sequence[Any], split: str, skip_missing: bool
+    mixture: str, tasks: Sequence[Any], split: str, skip_missing: bool, use_cached: bool
 ) -> dict[str, str]:
-    """Tasks without metrics, the split or, with `skip_missing`, its rows; each with the reason."""
+    """Tasks without metrics, the split or, with `skip_missing`, its rows or cache; with reasons."""
     if not any(split in task.splits for task in tasks):
         raise missing_split_error(mixture, split, "--split")
     left_out = {task.name: f"no split {split}" for task in tasks if split not in task.splits}
     # Nothing would be reported of such a task.
     left_out |= {task.name: "no metric" for task in tasks if not _has_metric(task)}
     if skip_missing:
-        left_out |= missing_tasks(tasks, split, use_cached=False)
+        left_out |= missing_tasks(tasks, split, use_cached=use_cached)
     if len(left_out) == len(tasks):
         raise UserError(
             f"No task of {mixture!r} has rows of split {split!r} here.",

@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from t0repro.tasks.user_files import template_files
+
 
 class PromptInfo(Protocol):
     """The part of t0repro.tasks.PromptedTask that a report uses."""
@@ -79,7 +81,9 @@ def fixed_classes(prompts: Mapping[str, PromptInfo]) -> dict[str, int]:
 
 
 def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping[str, PromptInfo]:
-    """Imports modules that register tasks; task name -> its prompt. Empty without a module.
+    """Imports modules that register tasks; task name -> its prompt.
+
+    Empty without a module, unless T0REPRO_TEMPLATES names files of prompts.
 
     Args:
       modules: names of modules.
@@ -88,7 +92,7 @@ def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping
     Raises:
       UserError: if a module cannot be found.
     """
-    if not modules:
+    if not modules and not template_files():
         return {}
     from t0repro.tasks.modules import load_tasks
 

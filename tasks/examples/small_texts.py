@@ -4,8 +4,8 @@ The texts are rows of datasets under T0REPRO_DATA_DIR, without questions or labe
 validation split are imdb's test rows. None of the texts is in the evaluation of the job `learning`.
 """
 
-from t0repro.tasks.rows import data_folder
 from t0repro.tasks.texts import add_text_task
+from t0repro.tasks.user_files import find_data_file
 
 TRAIN = (
     "ag_news/default/train",
@@ -18,7 +18,7 @@ VALIDATION = ("imdb/default/test",)
 FIELDS = ("text", "background", "passage", "ctx")
 
 _files = {
-    split: [f"{data_folder()}/{name}.jsonl" for name in names]
+    split: [str(find_data_file(f"{name}.jsonl")) for name in names]
     for split, names in (("train", TRAIN), ("validation", VALIDATION))
 }
 add_text_task("small_texts_span_corruption", _files, field=FIELDS)

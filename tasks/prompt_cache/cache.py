@@ -47,6 +47,7 @@ class Summary:
       examples: Number of examples written, over all tasks.
       dropped: Reason -> number of rows that templates dropped, over all tasks.
       left_out: (task, split, reason) for each split whose rows are not available.
+      skipped: The tasks that lack a split of `left_out` that training or ranking reads.
       seconds: Wall time, planning included.
     """
 
@@ -55,6 +56,7 @@ class Summary:
     examples: int
     dropped: Mapping[str, int]
     left_out: tuple[tuple[str, str, str], ...]
+    skipped: list[str]
     seconds: float
 
 
@@ -101,6 +103,7 @@ def cache_tasks(
             run = _Run(plan, request, folder, staging)
             with progress(run.total) as advance:
                 run.work(pool, wait, ahead, advance)
+            folders.record_skipped(folder, plan.skipped)
     except OSError as error:
         if error.errno in FULL_NUMBERS:
             raise _no_space(folder, error) from error
@@ -117,6 +120,7 @@ def cache_tasks(
         examples=run.examples,
         dropped=dict(run.dropped),
         left_out=plan.left_out,
+        skipped=sorted(plan.skipped),
         seconds=time.monotonic() - started,
     )
 

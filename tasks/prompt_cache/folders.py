@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from t0repro.errors import UserError
@@ -17,6 +17,8 @@ from t0repro.storage.disk import sync
 MARKER = "COMPLETED"
 PROVENANCE = "provenance.json"
 STAGING = ".t0repro-cache"
+SKIPPED = "skipped.json"
+"""Task -> split -> why --skip_missing left it out. `scripts/train.sh` looks for this name too."""
 
 # Files allowed in a task's folder; names that begin with beam-temp- are Beam's temporary files.
 CACHE_FILE = re.compile(
@@ -106,6 +108,33 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
                 os.rename(staged / name, folder / name)
     sync(folder)
     shutil.rmtree(staged)
+
+
+def record_skipped(folder: Path, skipped: Mapping[str, Mapping[str, str]]) -> None:
+    """Keeps what --skip_missing left out, less what has been cached since."""
+    left = {
+        task: {split: why for split, why in splits.items() if not has_split(folder, task, split)}
+        for task, splits in (read_skipped(folder) | dict(skipped)).items()
+    }
+    left = {task: splits for task, splits in left.items() if splits}
+    if left:
+        write_atomically(folder / SKIPPED, json.dumps(left, indent=1) + "\n")
+    else:
+        (folder / SKIPPED).unlink(missing_ok=True)
+
+
+def read_skipped(folder: str | os.PathLike[str]) -> dict[str, dict[str, str]]:
+    """Task -> split -> why --skip_missing left it out of a folder of caches."""
+    try:
+        return json.loads(Path(folder, SKIPPED).read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def has_split(folder: Path, task: str, split: str) -> bool:
+    """Whether a folder of caches has a task's split."""
+    cache = folder / task.replace(":", "/")  # as SeqIO names it
+    return (cache / MARKER).is_file() and (cache / f"info.{split}.json").is_file()
 
 
 def shard_names(split: str, num_shards: int) -> list[str]:

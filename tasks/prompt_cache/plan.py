@@ -39,6 +39,7 @@ class CachePlan:
       vocabularies: SHA-256 -> the serialized SentencePiece model, extra ids included.
       selected: Number of tasks selected.
       left_out: (task, split, reason) for each split whose rows are not available.
+      skipped: Task -> split -> reason, for those of `left_out` that only --skip_missing leaves out.
       seqio_version: Version to write into SeqIO's info files.
     """
 
@@ -46,6 +47,7 @@ class CachePlan:
     vocabularies: Mapping[str, bytes]
     selected: int
     left_out: tuple[tuple[str, str, str], ...]
+    skipped: Mapping[str, Mapping[str, str]]
     seqio_version: str
 
     def tasks(self) -> list[CachedTask]:
@@ -112,6 +114,7 @@ def make_plan(request: Request) -> CachePlan:
         vocabularies=planner.vocabularies,
         selected=len(names),
         left_out=tuple(planner.left_out),
+        skipped=planner.skipped,
         seqio_version=installed_version("seqio") or _SEQIO_FORMAT,
     )
 
@@ -166,6 +169,7 @@ class _Planner:
         self.folder = Path(request.folder)
         self.vocabularies: dict[str, bytes] = {}
         self.left_out: list[tuple[str, str, str]] = []
+        self.skipped: dict[str, dict[str, str]] = {}
         self._tasks: dict[str, list[CachedTask]] = {}
         self._made_of: dict[str, TaskDescription] = {}
         self._missing: dict[str, UserError] = {}
@@ -195,7 +199,7 @@ class _Planner:
         self._made_of[rows.name] = task
 
     def check_missing(self, selected: int) -> None:
-        """Raises UserError if rows are missing, unless such splits are to be left out."""
+        """Raises UserError if needed rows are missing, unless such splits are to be left out."""
         if self._missing and not self.request.skip_missing:
             first = next(iter(self._missing.values()))
             places = sorted(self._missing)
@@ -217,12 +221,20 @@ class _Planner:
 
     def _has_rows(self, task: TaskDescription, split: str) -> bool:
         error = missing_rows(task.rows, split)
-        if error is not None:
+        if error is None:
+            return True
+        self.left_out.append((task.prompt.name, split, error.what))
+        if self._is_needed(task, split):
             place = "/".join(filter(None, (task.rows.dataset, task.rows.subset)))
             self._missing.setdefault(f"{place} {split}", error)
-            self.left_out.append((task.prompt.name, split, error.what))
-            return False
-        return True
+            self.skipped.setdefault(task.prompt.name, {})[split] = error.what
+        return False
+
+    def _is_needed(self, task: TaskDescription, split: str) -> bool:
+        """Whether missing rows of a split stop the run: of one asked for, trained on or ranked."""
+        main = "validation" if task.prompt.score_eval else "train"
+        needs_all = self.request.splits is not None or main not in task.rows.files_of_splits
+        return needs_all or split == main
 
     def prompts(self) -> tuple[Prompt, ...]:
         """The prompts, grouped by dataset."""

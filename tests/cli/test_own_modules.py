@@ -22,6 +22,9 @@ def test_a_module_in_the_working_folder_is_found(tmp_path):
     (tmp_path / "my_tasks.py").write_text("import t0repro.tasks.demo")
     done = tasks_ls(tmp_path, "--module_import=my_tasks", "--mixture=demo_train")
     assert done.returncode == 0 and "14 tasks of 4 datasets." in done.stdout, done.stderr
+    both = "--module_import=my_tasks,t0repro.tasks.examples.topics"
+    assert "14 tasks of 4" in tasks_ls(tmp_path, both, "--mixture=demo_train").stdout
+    assert tasks_ls(tmp_path, both, "--mixture=topics_train").returncode == 0
     missing = tasks_ls(tmp_path, "--module_import=my_taskz")
     assert missing.returncode == 2
     assert "'my_taskz'" in missing.stderr and "the working folder" in missing.stderr

@@ -153,6 +153,30 @@ def test_a_missing_module_is_named_with_the_module_that_imports_it(stranger):
     assert caught.value.where == f"{path}:5: MODEL = @stranger_network.Model()"
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("raise ValueError('no rows')", "ValueError: no rows"),
+        ("x = ", "SyntaxError: invalid syntax"),
+        (
+            "from t0repro.tasks.registration import add_mixture; add_mixture('m', {'nothing': 1})",
+            "There is no task or mixture 'nothing'",
+        ),
+    ],
+)
+def test_an_error_in_a_users_module_has_the_modules_line(stranger, line, said):
+    module = stranger / f"stranger_{said.split()[0].strip(':').lower()}.py"
+    module.write_text(f"# Theirs.\n{line}\n")
+    path = stranger / "run.gin"
+    path.write_text(
+        f"from __gin__ import dynamic_registration\n{RUN}"
+        f"import {module.stem}\nMODEL = @{module.stem}.Model()\n"
+    )
+    with pytest.raises(UserError) as caught:
+        gin_files.parse(gin_files.T5xInputs("train", (str(path),), SETTINGS))
+    assert said in caught.value.what and f"{module}:2" in caught.value.where
+
+
 def test_recorded_gin_files_are_those_of_mesh_tensorflow_and_t5():
     script = runpy.run_path(str(Path(__file__).parents[2] / "scripts/dev/mtf_gin_files.py"))
     sources = {name: path for name, _, path in script["sources"]()}

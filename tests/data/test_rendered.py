@@ -19,7 +19,7 @@ from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.tasks.registration import add_prompted_task
 from t0repro.tasks.registry import DescribedTask, task_descriptions
-from t0repro.tasks.rows import DATA_VARIABLE
+from t0repro.tasks.user_files import DATA_VARIABLE
 
 from ..helpers import tiny_models as tiny
 from ..tasks.prompt_caches import make

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import seqio
 
+from t0repro.data import checks
 from t0repro.errors import UserError
+from t0repro.tasks.availability import drop_missing_tasks
 from t0repro.tasks.prompt_cache import shards
 from t0repro.tasks.prompt_cache.cache import cache_tasks
-from t0repro.tasks.prompt_cache.folders import MARKER, STAGING, locked, put_in_place
+from t0repro.tasks.prompt_cache.folders import MARKER, STAGING, locked, put_in_place, read_skipped
 from t0repro.tasks.prompt_cache.plan import make_plan
-from t0repro.tasks.registration import add_prompted_task
+from t0repro.tasks.registration import add_mixture, add_prompted_task
 
 from .prompt_caches import files, make, request, silent
 
@@ -375,6 +377,41 @@ def test_missing_rows_stop_the_run_unless_only_those_at_hand_are_wanted(tmp_path
     summary = make(tmp_path / "cache", "away_rte", "here_rte", skip_missing=True)
     assert summary.cached == ["here_rte"]
     assert [entry[:2] for entry in summary.left_out] == [("away_rte", "validation")]
+
+
+def test_a_split_that_nobody_trains_on_or_ranks_does_not_stop_the_run(tmp_path):
+    path = rte(tmp_path / "rows", "untested_rte", ("train", "validation", "test"))
+    with pytest.raises(UserError, match="rows of 1 split are missing: super_glue/rte train"):
+        make(tmp_path / "cache", "untested_rte*")
+    path.with_name("train.jsonl").write_bytes(path.read_bytes())
+    summary = make(tmp_path / "cache", "untested_rte*")
+    assert len(summary.cached) == 2 and {split for _, split, _ in summary.left_out} == {"test"}
+    assert not summary.skipped and not (tmp_path / "cache" / "skipped.json").exists()
+    with pytest.raises(UserError, match="super_glue/rte test"):  # asked for by its name
+        make(tmp_path / "cache", "untested_rte", splits=("test",))
+
+
+def test_a_cache_remembers_what_was_skipped_until_it_has_it(tmp_path, monkeypatch):
+    path = rte(tmp_path / "rows", "skips_rte", ("train", "validation"))
+    rte(tmp_path / "other", "whole_rte", ("train", "validation"))
+    train = tmp_path / "other" / "super_glue" / "rte" / "train.jsonl"
+    train.write_bytes(path.read_bytes())
+    summary = make(tmp_path / "cache", "skips_rte", "whole_rte", skip_missing=True)
+    assert summary.skipped == ["skips_rte"]
+    assert read_skipped(tmp_path / "cache")["skips_rte"].keys() == {"train"}
+    add_mixture("skips_mixture", {"skips_rte": 3.0, "whole_rte": 4.0})
+    for name in ("skips_rte", "whole_rte"):
+        task = seqio.TaskRegistry.get(name)
+        monkeypatch.setattr(task, "_cache_dir", str(tmp_path / "cache" / name))
+    monkeypatch.setattr(checks, "cache_dirs", lambda: [str(tmp_path / "cache")])
+    with pytest.raises(UserError, match=r"skips_rte(.|\n)*made with --skip_missing: give it here"):
+        checks.check_readable("skips_mixture", "train", use_cached=True, may_skip=True)
+    drop_missing_tasks("skips_mixture", "train", use_cached=True)
+    checks.check_readable("skips_mixture", "train", use_cached=True, may_skip=True)
+    assert [task.name for task in seqio.MixtureRegistry.get("skips_mixture").tasks] == ["whole_rte"]
+    path.with_name("train.jsonl").write_bytes(path.read_bytes())
+    make(tmp_path / "cache", "skips_rte")
+    assert read_skipped(tmp_path / "cache") == {}
 
 
 def test_unknown_names_are_answered_with_the_nearest(tmp_path):

@@ -287,7 +287,7 @@ def test_what_add_mixture_cannot_mix_is_refused_by_name(add):
     seqio.TaskRegistry.add("seqios", source, preprocessors=[], output_features=features)
     add_mixture("one", {name: 1.0})
     for tasks, rate, message in (
-        ({"absent": 1.0}, None, "There is no task 'absent'"),
+        ({"absent": 1.0}, None, "There is no task or mixture 'absent'"),
         ([name], None, "no rate for mixture 'bad': the default is no function"),
         ([name], 1.0, "no rate for mixture 'bad': the default is no function"),
         ([name, "seqios"], lambda rows: 1.0, "no rate for seqios in mixture 'bad'"),
@@ -341,6 +341,7 @@ def test_the_check_of_tasks_opens_their_vocabularies(add, tmp_path):
     [
         ("seqio.MixtureRegistry.add('bad', [])", "ValueError: Mixture, bad, does not contain any"),
         ("x = ", "SyntaxError: "),
+        ("import a_missing_package", "ModuleNotFoundError: No module named 'a_missing_package'"),
     ],
 )
 def test_a_module_that_raises_when_it_is_imported_is_named_with_its_line(
@@ -351,4 +352,15 @@ def test_a_module_that_raises_when_it_is_imported_is_named_with_its_line(
     file.write_text(f"import seqio\n{line}\n")
     with pytest.raises(UserError, match=f"'{file.stem}' cannot be imported: {said}") as error:
         load_tasks([file.stem], into_seqio=False)
-    assert f"{file}:2" == error.value.where or "line 2" in error.value.what
+    assert f"{file}:2" == error.value.where
+
+
+def test_a_mistake_in_a_call_of_a_users_module_has_the_calls_line(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "calls_wrongly.py"
+    file.write_text(
+        "from t0repro.tasks.registration import add_mixture\n\nadd_mixture('m', {'nothing': 1})\n"
+    )
+    with pytest.raises(UserError, match="There is no task or mixture 'nothing'") as error:
+        load_tasks([file.stem], into_seqio=False)
+    assert error.value.where == f"{file}:3"

@@ -8,6 +8,7 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.tasks import rows
+from t0repro.tasks.user_files import data_folders
 
 
 def test_parquet_and_json_lines_give_the_same_rows(rows_root):
@@ -82,10 +83,10 @@ def test_a_changed_file_is_counted_again(rows_root):
 def test_the_data_folder_must_be_named_and_exist(monkeypatch, tmp_path):
     monkeypatch.delenv("T0REPRO_DATA_DIR", raising=False)
     with pytest.raises(UserError, match="T0REPRO_DATA_DIR is not set"):
-        rows.data_folder()
+        data_folders()
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path / "absent"))
     with pytest.raises(UserError, match="absent"):
-        rows.data_folder()
+        data_folders()
 
 
 def test_kept_rows_are_evenly_spaced_and_as_many_as_asked_for():

@@ -18,11 +18,13 @@ from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.checking import Verdict, check_tasks
 from t0repro.tasks.printing import print_checks
+from t0repro.tasks.readers import find_reader
 from t0repro.tasks.registry import prompted_mixtures, task_descriptions
 from t0repro.tasks.template_files import read_template_file
 from t0repro.tasks.template_registration import register_templates
 from t0repro.tasks.templates import Drop
 
+from ..helpers import commands
 from .prompt_caches import make
 
 VOCABULARY = Path(__file__).resolve().parents[2] / "tasks" / "demo" / "sentencepiece.model"
@@ -79,7 +81,7 @@ def forget():
     yield
     from t0repro.tasks import registry
 
-    for name in {"my_mixture", "m"} & set(seqio.MixtureRegistry.names()):
+    for name in {"my_outer", "my_mixture", "m"} & set(seqio.MixtureRegistry.names()):
         seqio.MixtureRegistry.remove(name)
         registry._mixtures.pop(name, None)
     for name in [name for name in prompted_tasks() if name.startswith("my_reviews")]:
@@ -198,7 +200,7 @@ BROKEN = [
     (
         "task of a mixture",
         HEAD + GOOD + "mixtures: {m: {my_reviews_was_it_god_: 1}}\n",
-        "no task 'my_reviews_was_it_god_'(.|\n)*'my_reviews_was_it_good_'",
+        "no task or mixture 'my_reviews_was_it_god_'(.|\n)*'my_reviews_was_it_good_'",
     ),
     ("key twice", HEAD + GOOD + GOOD, "twice(.|\n)*line 14"),
     (
@@ -475,3 +477,80 @@ def test_seqio_caches_ones_own_prompts_and_both_read_the_cache_as_it_renders(
     assert "Left out: my_reviews_write_one (not cached)" in printed
     assert "which vocabulary my_reviews_was_it_good_ was cached with" in printed
     assert "step 2 of 2" in printed and (tmp_path / "model" / "checkpoint_2").is_dir()
+
+
+def test_of_several_data_folders_the_first_that_has_a_split_is_read(
+    data, tmp_path, monkeypatch, forget
+):
+    mine = tmp_path / "mine" / "my_reviews" / "default"
+    mine.mkdir(parents=True)
+    (mine / "train.csv").write_text("text,label\nMy own soup.,1\n")
+    (mine / "test.jsonl").write_text(json.dumps(REVIEWS[0]) + "\n")
+    monkeypatch.setenv("T0REPRO_DATA_DIR", f"{tmp_path / 'mine'}:{data}")
+    task = register_templates(write(tmp_path, HEAD + GOOD))[0]
+    rows = task_descriptions()[task.name].rows
+    assert sorted(rows.files_of_splits) == ["test", "train", "validation"]
+    assert [row["text"] for row in rows.reader("train").read()] == ["My own soup."]
+    assert rows.reader("validation").count() == len(REVIEWS)
+    with pytest.raises(UserError, match="its folders hold test, train, validation") as error:
+        find_reader(None, "my_reviews", None, "dev")
+    assert str(mine) in error.value.where and str(data) in error.value.where
+    monkeypatch.setenv("T0REPRO_DATA_DIR", f"{data}:{tmp_path / 'nowhere'}")
+    with pytest.raises(UserError, match="There is no .*nowhere"):
+        find_reader(None, "my_reviews", None, "train")
+
+
+def test_a_mixture_inside_a_mixture_has_seqios_rates(data, tmp_path, forget):
+    """In any order of the file, with SeqIO and without."""
+    text = (
+        HEAD
+        + GOOD
+        + OPEN_ENDED
+        + """\
+mixtures:
+  my_outer: {my_mixture: 10, my_reviews_write_one: 0.7}
+  my_mixture: {my_reviews_was_it_good_: 3, my_reviews_write_one: 4}
+"""
+    )
+    path = write(tmp_path, text)
+    register_templates(path)
+    expected = seqio.MixtureRegistry.get("my_outer")
+    outer = prompted_mixtures()["my_outer"]
+    rates = {task.name: expected.get_rate(task) for task in expected.tasks}
+    assert {name: outer.rate(name) for name in outer.tasks} == rates
+    assert rates == {"my_reviews_was_it_good_": 30 / 7, "my_reviews_write_one": 40 / 7 + 0.7}
+    register_templates(path)  # again, which changes nothing
+    code = f"""
+import sys
+from t0repro.tasks.modules import load_tasks
+from t0repro.tasks.registry import find_tasks, prompted_mixtures
+load_tasks([], [{str(path)!r}], into_seqio=False)
+outer = prompted_mixtures()["my_outer"]
+assert "seqio" not in sys.modules
+print({{task.name: outer.rate(task.name) for task in find_tasks("my_outer")}})
+load_tasks(["t0repro.tasks.demo"], into_seqio=True)
+import seqio
+outer = seqio.MixtureRegistry.get("my_outer")
+print({{task.name: outer.get_rate(task) for task in outer.tasks}})
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [str(rates)] * 2, done.stderr
+
+
+def test_every_command_that_takes_tasks_reads_the_files_of_the_variable(data, tmp_path):
+    path = write(tmp_path, HEAD + GOOD + "mixtures: {my_mixture: {my_reviews_was_it_good_: 3}}\n")
+    env = {**os.environ, "T0REPRO_TEMPLATES": str(path)}
+    listed = commands.run("t0repro", "tasks", "ls", "--mixture=my_mixture", env=env)
+    assert "my_reviews_was_it_good_" in listed.stdout, listed.stderr
+    code = "from t0repro.reports.prompts import load_prompts; print(*load_prompts(()))"
+    reports = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True
+    )
+    assert "my_reviews_was_it_good_" in reports.stdout.split(), reports.stderr
+    explained = commands.run(
+        "t0repro", "explain", "--gin_file=dataset.gin", "--gin_file=demo/t5.1.1.demo.gin",
+        "--gin_param=MIXTURE_NAME = 'my_mixture'", "--gin_param=run.train_steps = 1",
+        "--gin_param=utils.run.mesh_shape = []",
+        env=env,
+    )  # fmt: skip
+    assert explained.returncode == 0, explained.stderr

@@ -19,7 +19,7 @@ from t0repro import compat
 from t0repro.config.gin import door
 from t0repro.config.gin.door import MACRO, Bindings, Key
 from t0repro.config.gin.folders import is_shipped, nearest_gin_files
-from t0repro.errors import UserError, nearest_names
+from t0repro.errors import UserError, nearest_names, place_in_module
 from t0repro.tasks.registry import registered_mixtures, registered_tasks
 
 _ANYWHERE = "the gin files and the command line of this run"
@@ -45,9 +45,10 @@ def configuration_errors(bindings: Bindings | None = None, *, t5x: bool = False)
         except UserError as error:
             # gin may have raised a subclass of its own in place of ours (see `_unwrapped`).
             kind = _unwrapped(type(error))
-            if error.where and error.fix and kind is type(error):
+            if error.where and error.fix and kind is type(error) and not place_in_module(error):
                 raise
-            where = error.where or _place_in(str(error)) or _ANYWHERE
+            where = " in ".join(filter(None, (error.where, place_in_module(error))))
+            where = where or _place_in(str(error)) or _ANYWHERE
             raise kind(error.what, where=where, fix=error.fix or _FIX) from error
         except Exception as error:
             raise _described(error, files, bindings, t5x) from error
@@ -75,6 +76,13 @@ def _described(
             where=_place_in(text) or "--module_import, or an `import` line of a gin file",
             fix="Check the module's name; it is looked for among what is installed, in PYTHONPATH"
             " and in the working folder.",
+        )
+    if place := place_in_module(error):
+        importer = _place_in(text) or file
+        return UserError(
+            f"A module cannot be imported: {type(error).__name__}: {_message(error)}",
+            where=place + (f", imported by {importer}" if importer else ""),
+            fix="Correct the module; --debug shows the traceback.",
         )
     missing = re.match(r"Unable to open file: (.*?)\. Searched config paths: (.*?)\.(\n|$)", text)
     if missing:
@@ -151,9 +159,12 @@ def _words(error: Exception) -> str:
         token = _BAD_TOKEN.search(error.msg)
         reason = f"{token[1]} is no value" if token else _short(error.msg).rstrip(".")
         return f"This is not a gin statement: {reason}."
+    return _message(error) or f"{type(error).__name__}."
+
+
+def _message(error: Exception) -> str:
     # gin's addition begins at one of these.
-    text = re.split(r"\n  In (?:file|bindings)| in config string:", str(error))[0]
-    return _short(text) or f"{type(error).__name__}."
+    return _short(re.split(r"\n  In (?:file|bindings)| in config string:", str(error))[0])
 
 
 _BAD_TOKEN = re.compile(r"Failed to parse token ('.*')")

@@ -1,0 +1,59 @@
+"""Where a user's rows and prompts are: T0REPRO_DATA_DIR and T0REPRO_TEMPLATES.
+
+Both may name several paths, separated by `:` (`;` on Windows).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from t0repro.errors import UserError
+from t0repro.storage import input_path
+
+DATA_VARIABLE = "T0REPRO_DATA_DIR"
+TEMPLATES_VARIABLE = "T0REPRO_TEMPLATES"
+
+
+def data_folders() -> list[Path]:
+    """The folders that T0REPRO_DATA_DIR names; a split is read from the first that has it.
+
+    Raises:
+      UserError: If the variable is not set or does not name folders.
+    """
+    fix = (
+        f"Set {DATA_VARIABLE} to a folder that holds <dataset>/<subset or default>/<split>.jsonl"
+        " (or .parquet, .csv, .tsv), one row a line with the dataset's own field names."
+    )
+    value = os.environ.get(DATA_VARIABLE)
+    if not value:
+        raise UserError(f"{DATA_VARIABLE} is not set, so there are no rows to read.", fix=fix)
+    folders = [input_path(path, DATA_VARIABLE) for path in _paths_in(DATA_VARIABLE)]
+    missing = next((folder for folder in folders if not folder.is_dir()), None)
+    if missing is not None:
+        raise UserError(
+            "The data folder does not exist." if len(folders) == 1 else f"There is no {missing}.",
+            where=f"{DATA_VARIABLE}={value}",
+            fix=fix,
+        )
+    return folders
+
+
+def find_data_file(name: str) -> Path:
+    """A file below the data folders: in the first that has it, or else in the first of all."""
+    paths = [folder / name for folder in data_folders()]
+    return next((path for path in paths if path.is_file()), paths[0])
+
+
+def template_files() -> list[str]:
+    """The files that T0REPRO_TEMPLATES names."""
+    return _paths_in(TEMPLATES_VARIABLE)
+
+
+def _paths_in(variable: str) -> list[str]:
+    value = os.environ.get(variable, "")
+    if os.path.exists(value):  # a name that has the separator in it
+        return [value]
+    # The colon of an address, such as gs://bucket, separates nothing.
+    return [path for path in re.split(rf"{os.pathsep}(?!//)", value) if path]
