@@ -24,6 +24,7 @@ from t0repro.config.run import EarlyStoppingConfig, RunConfig
 from t0repro.config.t5x.arguments import MODULES, parameters_of
 from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.t5x.layout import differences
+from t0repro.config.t5x.run import train_config
 from t0repro.converters.released import catalog
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ALL_HEURISTIC
@@ -345,6 +346,23 @@ def test_scanned_models_have_the_shape_of_the_others_and_a_bias_in_each_layer(fa
     assert scanned.position_bias_per_layer and scanned.recompute != "none"  # remat_policy
     same = dataclasses.replace(scanned, position_bias_per_layer=False, recompute="none")
     assert same == other
+
+
+def test_mt0s_recipe_has_the_figures_that_its_trainer_gave():
+    # Without the bindings of `config`, which would hide the recipe's.
+    files = ("t5x/examples/t5/mt5/xxl.gin", "t5x/configs/runs/mt0.gin")
+    required = (
+        "MIXTURE_OR_TASK_NAME = 'xp3'",
+        "MODEL_DIR = 'runs/mt0'",
+        "INITIAL_CHECKPOINT_PATH = 'runs/mt5'",
+        "TRAIN_STEPS = 1030000",
+    )
+    ours = train_config(parse(T5xInputs("train", files, required)))
+    assert ours.model.shape == catalog()["mt5_xxl"].shape
+    assert ours.model.loss_denominator == "AVERAGE_PER_SEQUENCE"
+    data = ours.plan.train_data
+    assert (data.batch_size, data.pack) == (512, False)
+    assert dict(data.sequence_length) == {"inputs": 1024, "targets": 1024}
 
 
 UMT5 = "t5x/examples/scalable_t5/umt5"
