@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -35,13 +35,28 @@ class History:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
 
-def read_history(eval_dir: str | os.PathLike[str], prompts: Mapping[str, PromptInfo]) -> History:
-    """Ranks, at every step in the folder, the tasks with predictions at all of these steps.
+def read_history(
+    eval_dir: str | os.PathLike[str],
+    prompts: Mapping[str, PromptInfo],
+    steps: Collection[int] | None = None,
+    tasks: Collection[str] | None = None,
+) -> History:
+    """Ranks, at every step, the tasks with predictions at all of the steps.
+
+    Args:
+      eval_dir: a `<split>_eval` folder.
+      prompts: task name -> its prompt; may be empty.
+      steps: the steps; None for all in the folder.
+      tasks: the tasks; None for all in the folder.
 
     Raises:
       UserError: if there are no predictions, no task has all steps, or files cannot be read.
     """
-    found = find_tasks(eval_dir)
+    found = {
+        task: {step for step in there if steps is None or step in steps}
+        for task, there in find_tasks(eval_dir).items()
+        if tasks is None or task in tasks
+    }
     steps = sorted({step for there in found.values() for step in there})
     if not steps:
         raise UserError(

@@ -14,6 +14,7 @@ from t0repro.evaluation.rank import RankResult
 from t0repro.evaluation.records import read_records
 from t0repro.reports.comparison import RunComparison, compare_runs
 from t0repro.reports.decoded_tasks import generation_results
+from t0repro.reports.history import History
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
 from t0repro.reports.models import corrected as corrected_comparisons
 from t0repro.reports.prompts import (
@@ -87,12 +88,14 @@ class ExtraContent:
       metrics: the training run's metrics.jsonl, for its loss curve.
       losses: label and metrics.jsonl of two training runs to compare, this run's stack first.
       conversion: the result of converting the checkpoint and back, as text.
+      history: accuracy by step, of an evaluation of several checkpoints.
     """
 
     other: Run | None = None
     metrics: _Path | None = None
     losses: tuple[tuple[str, _Path], tuple[str, _Path]] | None = None
     conversion: str | None = None
+    history: History | None = None
 
 
 def make_report(
@@ -144,6 +147,7 @@ def make_report(
         losses=_losses(beside),
         loss_curve=None if beside.metrics is None else loss_curve(beside.metrics, run.label),
         conversion=beside.conversion,
+        history=beside.history,
         notes=(
             *options.notes,
             *_step_notes(run, options.tasks),

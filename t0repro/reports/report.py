@@ -17,6 +17,7 @@ import dacite
 from t0repro.errors import UserError
 from t0repro.reports.comparison import RunComparison
 from t0repro.reports.decoded_tasks import GenerationResult
+from t0repro.reports.history import History
 from t0repro.reports.losses import LossComparison, LossCurve
 from t0repro.reports.provenance import Provenance
 from t0repro.reports.published import PublishedFigure
@@ -44,6 +45,7 @@ class Report:
       tasks: size and cost of each task, slowest first.
       generation: decoded prompts.
       synthetic: datasets with generated rows.
+      history: accuracy by step, of an evaluation of several checkpoints.
     """
 
     title: str
@@ -60,6 +62,7 @@ class Report:
     tasks: tuple[TaskCost, ...] = ()
     generation: tuple[GenerationResult, ...] = ()
     synthetic: tuple[str, ...] = ()
+    history: History | None = None
     schema_version: int = SCHEMA_VERSION
 
     def members(self, group: GroupResult) -> list[DatasetResult]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
-from t0repro.reports.comparison_page import flips_section, losses_section, scores_section
+from t0repro.reports.comparison_page import (
+    flips_section,
+    history_section,
+    losses_section,
+    scores_section,
+)
 from t0repro.reports.page import Card, Cell, Column, Page, Section
 from t0repro.reports.plots import loss_plot
 from t0repro.reports.prompts import synthetic_warning
@@ -40,6 +45,7 @@ def report_page(report: Report) -> Page:
         cards=tuple(_card(report, group) for group in report.groups),
         sections=(
             *accuracy_sections(report),
+            *((history_section(report.history),) if report.history else ()),
             *prompts_sections(report),
             *_coverage_sections(report),
             *unanswerable_sections(report),
@@ -85,7 +91,7 @@ def brief_page(report: Report) -> Page:
     )
     return Page(
         report.title,
-        (ranked, decoded),
+        (ranked, decoded, *((history_section(report.history),) if report.history else ())),
         warning=_warning(report),
         notes=tuple(_coverage_in_words(report)),
     )

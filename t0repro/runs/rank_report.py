@@ -6,7 +6,8 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.history import read_history
+from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
 from t0repro.reports.prompts import PromptInfo, training_datasets
 from t0repro.reports.report import Report
 from t0repro.reports.report_files import write_report
@@ -18,7 +19,7 @@ from t0repro.runs.rank_eval import Outcome, reasons_in_words
 
 def write_results(
     outcome: Outcome,
-    step: int,
+    steps: Sequence[int],
     out: str | os.PathLike[str],
     prompts: Mapping[str, PromptInfo],
     trained: Collection[str],
@@ -32,7 +33,7 @@ def write_results(
 
     Args:
       outcome: what rank_eval returned.
-      step: the checkpoint's step.
+      steps: the evaluated steps; the report is of the last, with the accuracies of all.
       out: the results folder.
       prompts: task name -> its prompt.
       trained: names of the tasks trained on.
@@ -57,10 +58,14 @@ def write_results(
         extras=extras,
         notes=_notes(outcome),
     )
-    report = make_report(Run(label, outcome.folder, step), prompts, options)
+    history = None
+    if ranked and len(steps) > 1:
+        history = read_history(outcome.folder, prompts, steps, ranked)
+    run = Run(label, outcome.folder, steps[-1])
+    report = make_report(run, prompts, options, ExtraContent(history=history))
     paths = write_report(report, out)
     if ranked:
-        paths += write_tables(outcome.folder, step, prompts, out, ranked)
+        paths += write_tables(outcome.folder, steps[-1], prompts, out, ranked)
     return report, paths
 
 

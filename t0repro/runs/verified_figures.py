@@ -12,7 +12,8 @@ from typing import Any
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import find_tasks
 from t0repro.evaluation.records import read_records
-from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.history import read_history
+from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
 from t0repro.reports.page_html import render_html
 from t0repro.reports.page_markdown import render_markdown
 from t0repro.reports.prompts import PromptInfo
@@ -54,11 +55,15 @@ def compare_figures(
     """Recomputes the report from the files; findings for its figures, provenance and notes."""
     run = Run(report.provenance.label, eval_dir, step)
     try:
-        again = make_report(run, prompts, options_of(report))
+        options = options_of(report)
+        history = report.history and read_history(
+            eval_dir, prompts, report.history.steps, options.tasks
+        )
+        again = make_report(run, prompts, options, ExtraContent(history=history))
     except UserError as error:
         yield Finding("figures", False, str(error))
         return
-    parts = ("groups", "datasets", "generation", "tasks", "published", "synthetic")
+    parts = ("groups", "datasets", "generation", "tasks", "published", "synthetic", "history")
     count, differences = 0, []
     for name in parts:
         for place, recorded, found in _leaves(getattr(report, name), getattr(again, name), name):

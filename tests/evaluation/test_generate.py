@@ -71,7 +71,7 @@ def test_prompts_with_choices_are_ranked_and_others_decoded_in_one_report(
     assert (outcome.tasks, outcome.generated) == ((f"{RANKED}_score_eval",), (DECODED,))
     assert (outcome.scored, outcome.decoded) == (16, 4)
     names = {"label": "jax", "title": "Both", "resamples": 100, "extras": []}
-    report, paths = write_results(outcome, 7, tmp_path, prompts, {RANKED}, **names)
+    report, paths = write_results(outcome, [7], tmp_path, prompts, {RANKED}, **names)
     assert [p.task for d in report.datasets for p in d.prompts] == [f"{RANKED}_score_eval"]
     (found,) = report.generation
     assert (found.task, found.examples, found.group) == (DECODED, 4, "held_out_datasets")

@@ -32,6 +32,7 @@ from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap, Outcomes
 from t0repro.runs import rank_eval
 from t0repro.runs.rank_report import write_results
+from t0repro.runs.verify import verify
 from t0repro.storage import lock_folder
 from t0repro.tasks import registry
 from t0repro.tasks.demo.datasets import VOCABULARY
@@ -344,7 +345,7 @@ def test_inputs_and_choices_that_were_cut_are_counted(model_dir, prompts, tmp_pa
     assert (record["cut_inputs"], record["cut_targets"]) == tuple(expected.values())
     assert expected["inputs"] and bool(expected["targets"]) == (lengths["targets"] == 3)
     report, _ = write_results(
-        outcome, 7, tmp_path, prompts, (), label="jax", title="Cut", resamples=100, extras=()
+        outcome, [7], tmp_path, prompts, (), label="jax", title="Cut", resamples=100, extras=()
     )
     (cost,) = report.tasks
     assert (cost.cut_inputs, cost.cut_targets) == tuple(expected.values())
@@ -715,6 +716,35 @@ def test_the_command_goes_on_after_a_kill_and_writes_a_report(model_dir, tmp_pat
     assert [row["score"] for row in table] == [float(row["score"]) for row in rows]
     predicted = {(row["task"], row["example"]) for row in table if row["predicted"]}
     assert len(predicted) == sum(p.examples for d in report.datasets for p in d.prompts)
+
+
+def test_all_steps_give_one_report_with_accuracy_by_step_after_a_kill_too(tmp_path, prompts):
+    model_dir = save_model(save_model(tmp_path / "model"), seed=1, step=8)
+    out, arguments = tmp_path / "out", ("--step=all", "--limit=3")
+    killed = start(model_dir, out, *arguments)
+    deadline = time.monotonic() + 240
+    while not (out / "scores" / "step_8.json").exists():
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert not (out / "report.json").exists()
+    done = start(model_dir, out, *arguments)
+    output, _ = done.communicate(timeout=300)
+    assert done.returncode == 0, output
+    assert "Finished already: 9 of 9 tasks." in output and "Mean accuracy over prompts" in output
+    report = load_report(out)
+    assert report.provenance.step == 8 and report.history.steps == (7, 8)
+    assert report.history == read_history(out / "validation_eval", prompts)
+    html, markdown = ((out / f"report.{kind}").read_text() for kind in ("html", "md"))
+    assert 'aria-label="Accuracy by step"' in html
+    assert "| dataset | chance | 7 | 8 |" in markdown
+    with heard_by(lambda text: None):
+        assert not [found for found in verify(out, prompts, sample=1) if not found.agrees]
+    refused = start(model_dir, out, "--step=7,8", "--adapter=x", "--dry_run").communicate()[0]
+    assert "names 2" in refused
+    refused = start(model_dir, out, "--step=7-8", "--dry_run").communicate()[0]
+    assert "'7-8' is no step" in refused
 
 
 def test_a_second_run_into_the_same_folder_is_refused_at_once(model_dir, tmp_path):

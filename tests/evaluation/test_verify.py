@@ -41,7 +41,7 @@ def reported(model_dir, prompts, tmp_path_factory):
         warnings.simplefilter("ignore")
         outcome = rank_eval.rank_eval(checkpoint, "demo_eval_score_eval", out, SETTINGS)
     rank_report.write_results(
-        outcome, 7, out, prompts, (), label="jax", title="Demo", resamples=100, extras=()
+        outcome, [7], out, prompts, (), label="jax", title="Demo", resamples=100, extras=()
     )
     return out
 

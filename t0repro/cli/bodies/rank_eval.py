@@ -14,7 +14,7 @@ import typer
 
 from t0repro import compat
 from t0repro.cli.compare import compare
-from t0repro.cli.options import DType, ReportHead, modules_or_t0, tracked_evaluation
+from t0repro.cli.options import ReportHead, modules_or_t0, tracked_evaluation
 from t0repro.cli.rank_eval_options import (
     ComputationOptions,
     EvaluationOptions,
@@ -23,6 +23,7 @@ from t0repro.cli.rank_eval_options import (
 )
 from t0repro.cli.results import echo, for_people, print_json
 from t0repro.cloud.trackers.table import check_trackers
+from t0repro.converters import sources
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.evaluation.evaluation_folder import EvaluationSettings, check_settings
 from t0repro.evaluation.opened import (
@@ -35,7 +36,12 @@ from t0repro.evaluation.opened import (
 )
 from t0repro.evaluation.selection import check_vocabulary, select_tasks, why_not_alone
 from t0repro.lm_eval.files import export_results
-from t0repro.partitioning.processes import enter_in_first, is_first, output_folder
+from t0repro.partitioning.processes import (
+    broadcast_from_first,
+    enter_in_first,
+    is_first,
+    output_folder,
+)
 from t0repro.progress import working
 from t0repro.reports.page_terminal import print_page
 from t0repro.reports.prompts import PromptInfo, load_prompts, training_tasks
@@ -63,6 +69,14 @@ def run(
       UserError: If a check fails.
     """
     adapters = _labeled(asked.adapter or ())
+    steps = _steps(asked.checkpoint, asked.step)
+    if adapters and len(steps) > 1:
+        raise UserError(
+            f"An adapter has one base, and --step={asked.step} names {len(steps)}.",
+            where="--step, --adapter",
+            fix="Give one step, or leave --adapter out.",
+        )
+    add_step = results.add_step or len(steps) > 1
     # Processes have joined by now, so JAX may be asked for its backend.
     default_activation = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     settings = EvaluationSettings(
@@ -89,9 +103,10 @@ def run(
     check_trackers(results.tracker)
     parallel = computation.model_parallelism
     if asked.dry_run:
-        opens = functools.partial(
-            check_checkpoint, asked.checkpoint, asked.step, parallel, adapters.values()
-        )
+        opens = [
+            functools.partial(check_checkpoint, asked.checkpoint, step, parallel, adapters.values())
+            for step in steps
+        ]
         with for_people(asked.as_json):
             _check(asked.mixture, settings, opens)
         for label in adapters or ("",):
@@ -99,7 +114,7 @@ def run(
                 asked.out / label,
                 asked.mixture,
                 settings,
-                add_step=results.add_step,
+                add_step=add_step,
                 force=results.force,
             )
         return
@@ -108,11 +123,26 @@ def run(
     with enter_in_first(lambda: lock_folder(asked.out, "rank evaluation", fix=fix)):
         out = output_folder(asked.out, resumed=True)
         reports = {}
-        opened = _opened(asked.checkpoint, asked.step, settings.activation, parallel, adapters)
-        for label, checkpoint in opened:
+
+        path = asked.checkpoint
+
+        def open_step(step: int | None) -> Checkpoint:
+            with working(f"reading {path}" if step is None else f"reading step {step} of {path}"):
+                return open_checkpoint(path, step, settings.activation, parallel)
+
+        for label, checkpoints in _opened(open_step, steps, adapters):
             named = functools.partial(write, label=label or head.label)
             with for_people(asked.as_json):
-                report = _evaluate(checkpoint, asked.mixture, out / label, settings, named, results)
+                report = _evaluate(
+                    checkpoints,
+                    adapters.get(label, asked.checkpoint),
+                    asked.mixture,
+                    out / label,
+                    settings,
+                    named,
+                    results,
+                    add_step=add_step,
+                )
             reports[label] = json.loads(report.to_json())
     # It takes the folder's lock itself.
     if len(adapters) > 1 and is_first():
@@ -145,47 +175,76 @@ def _labeled(adapters: Sequence[str]) -> dict[str, str]:
     return paths
 
 
+def _steps(path: str, step: str | None) -> Sequence[int | None]:
+    """The steps that --step names, ascending; None is the latest.
+
+    Raises:
+      UserError: If it names none, or there is no checkpoint.
+    """
+    if step is None:
+        return [None]
+    if step == "all":
+        # By the time another process looks, there may be a newer one.
+        found = broadcast_from_first(lambda: [ref.step for ref in sources.list_checkpoints(path)])
+        there = {number for number in found if number is not None}
+        return sorted(there) or [sources.find_checkpoint(path).step]
+    try:
+        return sorted({int(number) for number in step.split(",")})
+    except ValueError as error:
+        raise UserError(
+            f"{step!r} is no step.", where="--step", fix="Give a number, several (100,200), or all."
+        ) from error
+
+
 def _opened(
-    path: str,
-    step: int | None,
-    activation: DType,
-    model_parallelism: int,
+    open_step: Callable[[int | None], Checkpoint],
+    steps: Sequence[int | None],
     adapters: Mapping[str, str],
-) -> Iterator[tuple[str, Checkpoint]]:
-    """Each adapter's label and checkpoint, over one base; without adapters, "" and the base."""
+) -> Iterator[tuple[str, Iterator[Checkpoint]]]:
+    """Labels with their checkpoints: an adapter's, over one base, or "" with those of the steps."""
+    if not adapters:
+        yield "", map(open_step, steps)
+        return
     # Refuse a wrong adapter before the base is read, and one that does not fit before any scores.
     own = {label: open_adapter_at(adapter) for label, adapter in adapters.items()}
-    with working(f"reading {path}"):
-        base = open_checkpoint(path, step, activation, model_parallelism)
-    if not own:
-        yield "", base
+    (base,) = map(open_step, steps)
     for adapter in own.values():
         check_adapter_fits(base, adapter)
     for label, adapter in own.items():
-        yield label, attach_adapter(base, adapter)
+        yield label, iter([attach_adapter(base, adapter)])
 
 
 def _evaluate(
-    checkpoint: Checkpoint,
+    checkpoints: Iterator[Checkpoint],
+    path: str,
     mixture: str,
     out: Path,
     settings: EvaluationSettings,
     write: Callable[..., tuple[Report, list[Path]]],
     results: ResultOptions,
+    *,
+    add_step: bool,
 ) -> Report:
+    """Evaluates a checkpoint, or that of each step, and writes one report."""
+    outcomes: dict[int, Outcome] = {}
     # With several processes, only one writes and reports to the trackers.
-    tracked = tracked_evaluation(results.tracker, out, checkpoint.path, mixture, settings)
+    tracked = tracked_evaluation(results.tracker, out, path, mixture, settings)
     with tracked if is_first() else contextlib.nullcontext():
-        outcome = rank_eval(
-            checkpoint, mixture, out, settings, add_step=results.add_step, force=results.force
-        )
-        report, paths = write(outcome, checkpoint.step, out)
+        for checkpoint in checkpoints:
+            # Only at first: it would remove this evaluation's earlier steps.
+            force = results.force and not outcomes
+            outcomes[checkpoint.step] = rank_eval(
+                checkpoint, mixture, out, settings, add_step=add_step, force=force
+            )
+            _print_speed(outcomes[checkpoint.step])
+            del checkpoint  # before the next one is read
+        *_, (step, outcome) = outcomes.items()
+        report, paths = write(outcome, list(outcomes), out)
         if results.also_format is not None and is_first():
             folder = out / "lm_eval"
-            paths.append(export_results(outcome.folder, checkpoint.step, settings.split, folder))
+            paths.append(export_results(outcome.folder, step, settings.split, folder))
     # A short form, because the files contain everything.
     print_page(brief_page(report))
-    _print_speed(outcome)
     if report.provenance.scores_sha256:
         typer.echo(f"SHA-256 of the scores: {report.provenance.scores_sha256}")
     for path in paths:
@@ -194,9 +253,9 @@ def _evaluate(
 
 
 def _check(
-    mixture: str, settings: EvaluationSettings, checkpoint: Callable[[], Checkpoint]
+    mixture: str, settings: EvaluationSettings, checkpoints: Sequence[Callable[[], Checkpoint]]
 ) -> None:
-    """Checks what is to be evaluated; the checkpoint only if it must be there already."""
+    """Checks what is to be evaluated; the checkpoints only if they must be there already."""
     cached, skip_missing = settings.use_cached, settings.skip_missing
     selected = select_tasks(
         mixture, settings.split, settings.modes, use_cached=cached, skip_missing=skip_missing
@@ -205,8 +264,10 @@ def _check(
     typer.echo(f"{counted(len(names), 'task')} of {mixture} with the split {settings.split!r}")
     if NO_CHECKPOINT_YET in os.environ:
         return
-    check_vocabulary(names, checkpoint())
-    typer.echo("the checkpoint's names, shapes and vocabulary fit")
+    for checkpoint in checkpoints:
+        check_vocabulary(names, checkpoint())
+    whose = "the checkpoint's" if len(checkpoints) == 1 else f"{len(checkpoints)} checkpoints'"
+    typer.echo(f"{whose} names, shapes and vocabulary fit")
 
 
 def _prompts(
