@@ -333,7 +333,7 @@ FOLDERS = {
 UNLOCKED = {
     *("adapters merge", "adapters unmerge"),
     *("precompile", "run", "t5_mesh_transformer", "vertex status"),
-    *("tasks export", "tasks overlap"),
+    *("browse", "tasks export", "tasks overlap"),
 }
 """What writes single files, or one new folder; what four of them start is above."""
 

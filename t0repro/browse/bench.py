@@ -159,12 +159,19 @@ class Bench:
                 fix="Give the template another name.",
             )
 
-    def file_of(self, dataset: Dataset) -> Path:
-        """The user's file that a dataset's prompts are saved in.
+    def file_of(self, dataset: Dataset, identifier: str = "") -> Path:
+        """The user's file that a prompt is saved in: the one that it is from, or the dataset's.
+
+        Args:
+          dataset: The prompt's dataset.
+          identifier: The template's id.
 
         Raises:
           UserError: If none was named.
         """
+        for name, file in self.saved_in.items():
+            if self.tasks[name].prompt.template_id == identifier:
+                return file
         new = None
         for path in self.files:
             if not path.exists():
@@ -188,8 +195,7 @@ class Bench:
         Raises:
           UserError: If there is no such file, or the template cannot be saved there.
         """
-        own = {self.tasks[name].prompt.template_id: file for name, file in self.saved_in.items()}
-        path = own.get(template.id) or self.file_of(dataset)
+        path = self.file_of(dataset, template.id)
         # Before anything is written: with a name of T0's, the file could not be registered.
         others = {name: task for name, task in self.tasks.items() if name not in self.saved_in}
         self._check_name(self.describe(dataset, template), others, path)

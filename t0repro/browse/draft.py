@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -117,32 +118,26 @@ class Draft:
         )
 
 
-def start_draft(columns: Mapping[str, Any]) -> Draft:
+def start_draft(name: str, row: Mapping[str, Any]) -> Draft:
     """A first template for a dataset: every text column, and the label or the last text.
 
     Args:
-      columns: The first row.
+      name: The template's name.
+      row: The dataset's first row.
     """
-    texts = [name for name, value in columns.items() if isinstance(value, str)]
-    label = next((name for name in ("label", "answer", "target") if name in columns), None)
-    numbers = [name for name, value in columns.items() if type(value) is int]
-    label = label or next(iter(numbers), None) or (texts[-1] if texts else None)
-    fields = {name: name.replace("-", "_") for name in columns}
-    asked = "\n".join(f"{{{{ {fields[name]} }}}}" for name in texts if name != label)
+    texts = [column for column, value in row.items() if isinstance(value, str)]
+    numbers = [column for column, value in row.items() if type(value) is int]
+    known = [column for column in ("label", "answer", "target") if column in row]
+    label = next(iter((*known, *numbers, *texts[-1:])), None)
+    fields = {column: column.replace("-", "_") for column in row}
+    asked = "\n".join(f"{{{{ {fields[column]} }}}}" for column in texts if column != label)
     if label is None:
-        return Draft("my first prompt", f"{asked} {SEPARATOR} ")
-    if type(columns[label]) is int:
-        target, choices = f"{{{{ answer_choices[{fields[label]}] }}}}", f"no {SEPARATOR} yes"
-    else:
-        target, choices = f"{{{{ {fields[label]} }}}}", ""
-    metrics = ("Accuracy",) if choices else ()
-    return Draft(
-        "my first prompt",
-        f"{asked}\nIs it so? {SEPARATOR} {target}",
-        choices,
-        True,
-        metrics=metrics,
-    )
+        return Draft(name, f"{asked}\n{SEPARATOR} ")
+    if type(row[label]) is int:
+        target = f"{{{{ answer_choices[{fields[label]}] }}}}"
+        jinja = f"{asked}\nIs it so? {SEPARATOR} {target}"
+        return Draft(name, jinja, f"no {SEPARATOR} yes", True, metrics=("Accuracy",))
+    return Draft(name, f"{asked}\nIs it so? {SEPARATOR} {{{{ {fields[label]} }}}}", "", True)
 
 
 def find_faults(draft: Draft) -> list[Finding]:
@@ -202,9 +197,11 @@ def _choices_fail(task: TaskDescription, row: ShownRow) -> bool:
 
 def new_draft(bench: Bench, dataset: Dataset) -> Draft:
     """A first draft for a dataset, from its first row if there are rows here."""
-    empty = Draft("my first prompt", f"{SEPARATOR} ").template()
-    rows = bench.describe(dataset, empty).rows
+    names = {task.prompt.template_name for task in bench.tasks_of(dataset)}
+    name = next(each for n in itertools.count(1) if (each := f"prompt {n}") not in names)
+    empty = Draft(name, f"\n{SEPARATOR} ")
+    rows = bench.describe(dataset, empty.template()).rows
     for split in rows.available_splits():
         for _, row in rows.rows(split, 0, 1):
-            return start_draft(row)
-    return Draft("my first prompt", f"\n{SEPARATOR} ")
+            return start_draft(name, row)
+    return empty

@@ -147,20 +147,28 @@ class Pages:
         """A prompt in its editor, beside its rows."""
         dataset = task.rows.dataset, task.rows.subset
         draft = Draft.of(task.rows.template, version(task))
-        return self._editor(dataset, draft, task, split, start)
+        return self._editor(dataset, draft, task, split, start, is_new=False)
 
     def new_prompt(self, dataset: Dataset, draft: Draft) -> str:
         """The editor with a first draft."""
-        return self._editor(dataset, draft, self.bench.describe(dataset, draft.template()), None, 0)
+        task = self.bench.describe(dataset, draft.template())
+        return self._editor(dataset, draft, task, None, 0, is_new=True)
 
     def _editor(
-        self, dataset: Dataset, draft: Draft, task: TaskDescription, split: str | None, start: int
+        self,
+        dataset: Dataset,
+        draft: Draft,
+        task: TaskDescription,
+        split: str | None,
+        start: int,
+        *,
+        is_new: bool,
     ) -> str:
         # The sandbox takes a second to start, which is over when the first letter is typed.
         threading.Thread(target=check_jinja, args=("",), daemon=True).start()
         splits = task.rows.available_splits()
         try:
-            file = str(self.bench.file_of(dataset))
+            file = str(self.bench.file_of(dataset, draft.identifier))
         except UserError:
             file = ""
         split = split if split in splits else next(iter(first_splits(splits)), None)
@@ -174,7 +182,7 @@ class Pages:
         return self.render(
             "prompt.html",
             task=task,
-            is_new=task.prompt.name not in self.bench.tasks,
+            is_new=is_new,
             dataset=dataset,
             draft=draft,
             metrics=list(PROMPTSOURCE_METRICS),

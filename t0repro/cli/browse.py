@@ -13,6 +13,11 @@ from t0repro.cli.options import ModulesOrT0, Templates, modules_or_t0
 from t0repro.cli.paths import output, source
 from t0repro.cli.results import echo
 from t0repro.errors import UserError
+from t0repro.reports.run import split_label
+from t0repro.storage import address_of, check_readable, write_atomically
+from t0repro.tasks.modules import load_tasks
+from t0repro.tasks.user_files import TEMPLATES_VARIABLE, template_files
+from t0repro.words import sized
 
 
 def browse(
@@ -63,22 +68,11 @@ def browse(
     Example:
       t0repro browse --rows reviews.csv --templates my_prompts.yaml
     """
-    try:
-        from t0repro.browse.bench import make_bench
-        from t0repro.browse.pages import Pages
-        from t0repro.browse.server import serve
-        from t0repro.browse.static_file import render_static
-    except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
-            raise
-        raise UserError(
-            "The prompt bench needs Starlette and uvicorn, which are not installed.",
-            fix="EXTRAS=browse bash scripts/setup.sh, or pip install 't0repro[browse]'",
-        ) from error
-    from t0repro.storage import address_of, write_atomically
-    from t0repro.tasks.modules import load_tasks
-    from t0repro.tasks.user_files import TEMPLATES_VARIABLE, template_files
-    from t0repro.words import sized
+    # Starlette and uvicorn are those of the extra.
+    from t0repro.browse.bench import make_bench
+    from t0repro.browse.pages import Pages
+    from t0repro.browse.server import serve
+    from t0repro.browse.static_file import render_static
 
     # The bench itself reads these files, to which it saves; registration leaves them out.
     named = [*map(Path, template_files()), *(templates or ())]
@@ -102,7 +96,8 @@ def browse(
         echo("importing JAX and reading the checkpoint ...", err=True)
         from t0repro.browse.models import open_models
 
-        models = open_models(_labelled(checkpoint), _labelled(adapter or ()))
+        adapters = _labelled(adapter or (), "--adapter")
+        models = open_models(_labelled(checkpoint, "--checkpoint"), adapters)
     pages = Pages(bench, models)
     if out is not None:
         html, said = render_static(pages, sample)
@@ -113,12 +108,11 @@ def browse(
     serve(pages, port, lambda address: typer.echo(f"Open {address} (Ctrl-C ends it)"))
 
 
-def _labelled(paths: Iterable[str]) -> dict[str, str]:
+def _labelled(paths: Iterable[str], option: str) -> dict[str, str]:
     """Label of each path, by default its last name -> the path."""
-    from t0repro.reports.run import split_label
-
     found: dict[str, str] = {}
     for label, path in map(split_label, paths):
+        check_readable(path, option)
         name = label or Path(path).name
         found[name if name not in found else path] = path
     return found

@@ -42,6 +42,10 @@ _NOT_INSTALLED = {
         ("pandas", "promptsource", "rouge_score", "sacrebleu", "sklearn", "tensorboard"),
         "TIER=core bash scripts/setup.sh, in a checkout.",
     ),
+    **dict.fromkeys(
+        ("starlette", "uvicorn"),
+        "EXTRAS=browse bash scripts/setup.sh, in a checkout, or pip install 't0repro[browse]'.",
+    ),
     **dict.fromkeys(("flax", "jax", "optax", "orbax"), "pip install 't0repro[jax]'"),
 }
 

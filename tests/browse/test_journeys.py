@@ -145,9 +145,9 @@ def test_a_new_prompt_for_a_new_file_is_written_and_saved_by_the_keyboard_alone(
     assert "tasks check: ok" in browser.run(f"return {FINDINGS}")
     focus_on(browser, "document.querySelector('#editor [type=submit]')")
     browser.press(ENTER)
-    browser.wait_for("return document.title.startsWith('reviews_my_first_prompt_two')")
+    browser.wait_for("return document.title.startsWith('reviews_prompt_1_two')")
     (template,) = read_template_file(folder / "mine.yaml").templates
-    assert template.name == "my first prompt two"
+    assert template.name == "prompt 1 two"
     assert template.jinja.startswith("{{ text }}{{ text }}\n")
     assert sorted(each.name for each in folder.iterdir()) == ["mine.yaml", "reviews.csv"]
     assert browser.run("return localStorage.length") == 0

@@ -80,7 +80,6 @@ def test_the_list_has_all_of_t0s_names_and_each_filter_agrees_with_the_registry(
     listed = [each for each in list_prompts(bench) if not each.name.startswith("demo_")]
     names = {each.name for each in listed} | {each.twin for each in listed if each.twin}
     assert len(names) == 971 and names <= task_descriptions().keys()
-    assert "971 task names" in Pages(make_bench(mixture=None), None).prompts() or len(names) == 971
     by_name = {each.name: each for each in listed}
     held_out = {each.name for each in listed if "held out from T0" in each.uses}
     assert {"super_glue_rte_GPT_3_style", "anli_GPT_3_style_r2"} <= held_out

@@ -36,6 +36,7 @@ WRITERS = {
     "adapters merge": ("convert to mtf", "convert to hf"),
     "adapters unmerge": ("convert to mtf", "convert to hf"),
     "aux": ("aux",),
+    "browse": ("tasks overlap",),  # which writes its file with the same function
     "cache": ("cache",),
     "checkpoint fetch": ("checkpoint fetch",),
     "compare": ("compare",),
