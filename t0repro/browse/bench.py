@@ -196,8 +196,12 @@ class Bench:
           UserError: If there is no such file, or the template cannot be saved there.
         """
         path = self.file_of(dataset, template.id)
-        # Before anything is written: with a name of T0's, the file could not be registered.
-        others = {name: task for name, task in self.tasks.items() if name not in self.saved_in}
+        # Before anything is written: two tasks of one name could not be registered.
+        others = {
+            name: task
+            for name, task in self.tasks.items()
+            if task.prompt.template_id != template.id
+        }
         self._check_name(self.describe(dataset, template), others, path)
         save_template(path, *dataset, template, base)
         self.read_file(path)

@@ -125,19 +125,25 @@ def start_draft(name: str, row: Mapping[str, Any]) -> Draft:
       name: The template's name.
       row: The dataset's first row.
     """
-    texts = [column for column, value in row.items() if isinstance(value, str)]
-    numbers = [column for column, value in row.items() if type(value) is int]
-    known = [column for column in ("label", "answer", "target") if column in row]
+    fields = fields_of(row)
+    texts = [field for field, value in fields.items() if isinstance(value, str)]
+    numbers = [field for field, value in fields.items() if type(value) is int]
+    known = [field for field in ("label", "answer", "target") if field in fields]
     label = next(iter((*known, *numbers, *texts[-1:])), None)
-    fields = {column: column.replace("-", "_") for column in row}
-    asked = "\n".join(f"{{{{ {fields[column]} }}}}" for column in texts if column != label)
+    asked = "\n".join(f"{{{{ {field} }}}}" for field in texts if field != label)
     if label is None:
         return Draft(name, f"{asked}\n{SEPARATOR} ")
-    if type(row[label]) is int:
-        target = f"{{{{ answer_choices[{fields[label]}] }}}}"
+    if type(fields[label]) is int:
+        target = f"{{{{ answer_choices[{label}] }}}}"
         jinja = f"{asked}\nIs it so? {SEPARATOR} {target}"
         return Draft(name, jinja, f"no {SEPARATOR} yes", True, metrics=("Accuracy",))
-    return Draft(name, f"{asked}\nIs it so? {SEPARATOR} {{{{ {fields[label]} }}}}", "", True)
+    return Draft(name, f"{asked}\nIs it so? {SEPARATOR} {{{{ {label} }}}}", "", True)
+
+
+def fields_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a row that a template can name, by their names in it."""
+    fields = {column.replace("-", "_"): value for column, value in row.items()}
+    return {field: value for field, value in fields.items() if field.isidentifier()}
 
 
 def find_faults(draft: Draft) -> list[Finding]:

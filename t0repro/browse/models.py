@@ -19,7 +19,7 @@ from t0repro.evaluation.opened import (
 )
 from t0repro.runs.text_scores import score
 from t0repro.tasks.task import TaskDescription
-from t0repro.tasks.vocabulary import VocabularyFile
+from t0repro.tasks.vocabulary import VocabularyFile, is_here
 
 _MOST_KEPT = 20_000  # scored inputs in memory
 
@@ -51,6 +51,8 @@ class Models:
             raise UserError(
                 f"{task.prompt.name} has a vocabulary that this page cannot score with."
             )
+        if not is_here(vocabulary):
+            raise UserError(f"The vocabulary {vocabulary.address} is not on this machine.")
         asked = [_request(row) for row in rows]
         with self._lock:
             new = {

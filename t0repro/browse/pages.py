@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.browse.bench import Bench, Dataset, version
-from t0repro.browse.draft import Draft, Finding
+from t0repro.browse.draft import Draft, Finding, fields_of
 from t0repro.browse.lengths import Lengths, measure
 from t0repro.browse.listing import list_datasets, list_prompts, options
 from t0repro.browse.scores import Accuracy, Scores, accuracy_of, differ
@@ -176,7 +176,7 @@ class Pages:
         try:
             body = self.rows(task, split, start, []) if split else self.no_rows()
             first = task.rows.rows(split, 0, 1) if split else ()
-            columns = [name.replace("-", "_") for _, row in first for name in row]
+            columns = [field for _, row in first for field in fields_of(row)]
         except UserError as error:
             body = self.render("fault.html", error=error)
         return self.render(

@@ -223,12 +223,13 @@ def _number(request: Request, name: str, default: int) -> int:
 
 async def _read(request: Request) -> bytes:
     """A request's body; b"" if it is too long."""
-    body = b""
+    body, size = b"", 0
     async for part in request.stream():
-        body += part
-        if len(body) > _MOST_BYTES:
-            return b""
-    return body
+        # To the end, or the browser would see a broken connection in place of an answer.
+        size += len(part)
+        if size <= _MOST_BYTES:
+            body += part
+    return body if size <= _MOST_BYTES else b""
 
 
 def _do(action: Callable[[Mapping[str, Any]], Response], pages: Pages, body: bytes) -> Response:

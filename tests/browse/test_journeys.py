@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.template_files import read_template_file
 
 from ..reports.browser import ENTER, HERE, SPACE, TAB, VIOLATIONS, open_browser
@@ -40,7 +41,8 @@ def folder(tmp_path_factory):
 def bench(folder, models):
     arguments = [DEMO, f"--rows={folder}/reviews.csv", f"--templates={folder}/mine.yaml"]
     named = [f"--checkpoint={name}={models / name}" for name in "ab"]
-    with start_bench(*arguments, *named, T0REPRO_DATA_DIR="") as started:
+    variables = {"T0REPRO_DATA_DIR": "", "T0REPRO_VOCAB": str(VOCABULARY)}
+    with start_bench(*arguments, *named, **variables) as started:
         yield started
 
 

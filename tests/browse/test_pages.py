@@ -34,7 +34,7 @@ ROWS = [
     {"text": "A quiet, lovely film.", "label": 1, "n": 3},
     {"text": "Two hours that I want back.", "label": 0, "n": 3},
     {"text": "No label.", "label": -1, "n": 3},
-    {"text": "long " * 3000, "label": 1, "n": 0},
+    {"text": "qz7 " * 3000, "label": 1, "n": 0},
 ]
 JINJA = "{{text}}\nWas it good? ||| {{answer_choices[label]}}"
 
