@@ -82,20 +82,25 @@ def save_template(
             fix="Copy your text, reload the page, and edit the new one.",
         )
     text = path.read_text(encoding="utf-8") if before else ""
-    content = _with_entry(text, template, before is None, dataset, subset)
+    starts = _starts(text, path) if before else {}
+    content = _with_entry(text, template, starts, dataset, subset)
     after = _read(content, path)
     expected = {**known, template.id: template}
     if {each.id: digest(each) for each in after.templates} != {
         key: digest(each) for key, each in expected.items()
     }:
-        raise UserError(
-            "The file is written in a way that this page cannot edit.",
-            where=str(path),
-            fix="Below templates:, write each template as `<id>: !Template` with its keys on lines"
-            " of their own.",
-        )
+        raise _cannot_edit(path)
     storage.write_atomically(path, content)
     return after
+
+
+def _cannot_edit(path: Path) -> UserError:
+    return UserError(
+        "The file is written in a way that this page cannot edit.",
+        where=str(path),
+        fix="Below templates:, write each template as `<id>: !Template` with its keys on lines of"
+        " their own.",
+    )
 
 
 def _read(content: str, path: Path) -> TemplateFile:
@@ -133,29 +138,32 @@ def _dump(content: Any) -> str:
     return yaml.dump(content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=2**31)
 
 
-def _with_entry(text: str, template: Any, is_new: bool, dataset: str, subset: str | None) -> str:
+def _with_entry(
+    text: str, template: Any, starts: dict[str, int], dataset: str, subset: str | None
+) -> str:
     """The file's text with the lines of one template replaced or added."""
-    if is_new:
+    if not starts:
         head = _dump({"dataset": dataset, "subset": subset})
         return f"{head}templates:\n{textwrap.indent(_entry(template), '  ')}"
     lines = text.splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
         lines[-1] += "\n"
-    starts = _starts(text)
     own = starts.get(template.id)
     if own is None:  # after the last one
-        own = end = _end(lines, starts, max(starts.values(), default=len(lines)))
+        own = end = _end(lines, starts, max(starts.values()))
     else:
         end = _end(lines, starts, own)
-    indent = " " * _indent_of(lines[min(starts.values())]) if starts else "  "
+    indent = " " * _indent_of(lines[min(starts.values())])
     return "".join([*lines[:own], textwrap.indent(_entry(template), indent), *lines[end:]])
 
 
-def _starts(text: str) -> dict[str, int]:
+def _starts(text: str, path: Path) -> dict[str, int]:
     """Id of each template -> the line of its entry, from 0."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     assert isinstance(root, yaml.MappingNode)
     (templates,) = [value for key, value in root.value if key.value == "templates"]
+    if root.flow_style or templates.flow_style:
+        raise _cannot_edit(path)
     found = {}
     for key, value in templates.value:
         fields = {each.value: content.value for each, content in value.value}

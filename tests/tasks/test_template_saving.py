@@ -71,7 +71,7 @@ def test_the_lines_of_everything_else_stay(tmp_path):
     assert text.endswith(FILE[FILE.index("    # about b") :]) and "not a comment" not in text
     save_template(path, "my", None, template("c", "three"))
     lines = path.read_text().splitlines()
-    assert lines.index("    c: !Template") == lines.index(FILE.splitlines()[12]) + 1
+    assert lines.index("    c: !Template") == lines.index(FILE.splitlines()[13]) + 1
     assert lines[-3:] == FILE.splitlines()[-3:]
     assert digest(read_template_file(path).templates[1]) == digest(second)
     assert read_template_file(path).mixtures == {"m": {"my_one": 3.0}}
