@@ -13,12 +13,12 @@ from t0repro.cli.options import AsJson, BootstrapSeed, Modules, Resamples
 from t0repro.cli.paths import output
 from t0repro.cli.results import show_page
 from t0repro.errors import UserError
-from t0repro.reports.comparison import compare_runs
+from t0repro.reports.comparison import compare_runs, read_run_facts
 from t0repro.reports.comparison_page import comparison_page, losses_page
 from t0repro.reports.losses import compare_losses
 from t0repro.reports.models import compare_models, corrected, corrected_by, to_json
 from t0repro.reports.page import Page
-from t0repro.reports.prompts import load_prompts
+from t0repro.reports.prompts import PromptInfo, load_prompts, read_reported_prompts
 from t0repro.reports.report_files import as_json as to_json_text
 from t0repro.reports.run import Run, find_evaluation, labeled
 from t0repro.reports.statistics import Bootstrap
@@ -68,7 +68,8 @@ def compare(
     r"""Compare runs: losses step by step, or scores, predictions and accuracies.
 
     The arguments decide what is compared. Accuracies come with the difference's interval and
-    McNemar's test for each dataset; --module_import groups tasks by dataset.
+    McNemar's test for each dataset, as the report beside an evaluation groups its tasks;
+    --module_import groups them without one.
 
     Example:
       t0repro compare mtf=runs/mtf/metrics.jsonl jax=runs/jax/metrics.jsonl \
@@ -121,17 +122,20 @@ def _evaluations(
     modules: Sequence[str],
     bootstrap,
 ) -> tuple[Page, str, bool]:
-    prompts = load_prompts(modules)
     found = [find_evaluation(path) for _, path in given]
     runs = [
         Run(label, folder, steps[at] if steps else step)
         for at, (label, (folder, step)) in enumerate(zip(_labels(given), found, strict=True))
     ]
+    prompts: dict[str, PromptInfo] = {}
+    for run in runs:
+        prompts |= read_reported_prompts(run.eval_dir)
+    prompts |= load_prompts(modules)
     # As columns, the seeds of a model need distinct names.
-    first, *others = (
+    first, *others = numbered = [
         dataclasses.replace(run, label=label)
         for run, label in zip(runs, _numbered([run.label for run in runs]), strict=True)
-    )
+    ]
     compared = [
         # To judge scores by a tolerance, both runs must have scored the same pairs.
         compare_runs(first, run, prompts, bootstrap, same_pairs=tol is not None)
@@ -143,7 +147,8 @@ def _evaluations(
         compared = corrected_by(models, compared)
     else:
         compared = corrected(compared)
-    return comparison_page(compared, models), to_json(compared, models), within
+    facts = [read_run_facts(run) for run in numbered]
+    return comparison_page(compared, models, facts), to_json(compared, models, facts), within
 
 
 def _numbered(labels: Sequence[str]) -> list[str]:

@@ -10,9 +10,11 @@ prompts is one observation, because its outcomes are not independent.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,13 +36,44 @@ from t0repro.reports.statistics import (
     mcnemar,
     reweighted,
 )
-from t0repro.words import shortened
+from t0repro.words import as_reader_knows, shortened
 
 if TYPE_CHECKING:
     pass
 
 MAX_FLIPS = 200
 _INPUT_SHOWN = 600  # characters
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """Where a compared run is from.
+
+    Attributes:
+      folder: its `<split>_eval` folder.
+      checkpoint: what was evaluated; None if not recorded.
+      written: when its scores were written, by the file's time; UTC.
+    """
+
+    label: str
+    step: int
+    folder: str
+    checkpoint: str | None
+    written: str
+
+
+def read_run_facts(run: Run) -> RunFacts:
+    """A run's step, folder, checkpoint and time."""
+    step, folder = step_of(run), Path(run.eval_dir)
+    times = [path.stat().st_mtime for path in folder.glob(f"*_{step}_predictions")]
+    written = datetime.datetime.fromtimestamp(max(times), datetime.UTC)
+    return RunFacts(
+        run.label,
+        step,
+        as_reader_knows(str(run.eval_dir)),
+        recorded_facts(run.eval_dir, step).get("checkpoint"),
+        written.strftime("%Y-%m-%d %H:%M"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

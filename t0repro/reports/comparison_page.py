@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from t0repro.reports.comparison import RunComparison
+from t0repro.reports.comparison import RunComparison, RunFacts
 from t0repro.reports.history import History
 from t0repro.reports.losses import LossComparison, LossRow, thinned_losses
 from t0repro.reports.models import DatasetModels, Models
@@ -15,12 +15,17 @@ from t0repro.reports.prompts import synthetic_datasets, synthetic_warning
 from t0repro.words import counted
 
 
-def comparison_page(comparisons: Sequence[RunComparison], models: Models | None = None) -> Page:
+def comparison_page(
+    comparisons: Sequence[RunComparison],
+    models: Models | None = None,
+    runs: Sequence[RunFacts] = (),
+) -> Page:
     """Compares runs with the first one: accuracies, scores, and examples whose predictions differ.
 
-    Models, if there are any, come first.
+    Models and where the runs are from, if they are given, come first.
     """
     sections = [] if models is None else models_sections(models)
+    sections += [_runs_section(runs)] * bool(runs)
     for compared in comparisons:
         sections += [accuracy_section(compared), scores_section(compared, "Scores, task by task")]
         sections += flips_section(compared)
@@ -28,6 +33,18 @@ def comparison_page(comparisons: Sequence[RunComparison], models: Models | None 
     # One warning covers the whole page; with mixed data it names the synthetic datasets.
     datasets = [entry.dataset for compared in comparisons for entry in compared.datasets]
     return Page("Runs compared", tuple(sections), warning=_warning(datasets))
+
+
+def _runs_section(runs: Sequence[RunFacts]) -> Section:
+    header = (
+        Column("run"), "step", Column("scores written, UTC"), Column("folder", wide=True),
+        Column("checkpoint", wide=True),
+    )  # fmt: skip
+    rows = tuple(
+        (run.label, f"{run.step:,}", run.written, run.folder, run.checkpoint or "not recorded")
+        for run in runs
+    )
+    return Section("Runs", header=header, rows=rows)
 
 
 _METHOD = (
@@ -67,7 +84,7 @@ def models_sections(models: Models) -> list[Section]:
         for entry in models.datasets
         if entry.below_chance
     )
-    header = (Column("dataset"), *heads, Column("cannot be told apart"))
+    header = (Column("dataset"), *heads, Column("cannot be told apart", wide=True))
     sections = [Section("Models", lines=lines, header=header, rows=rows)]
     pairs = tuple(
         (
@@ -121,24 +138,19 @@ def losses_page(comparisons: Sequence[LossComparison]) -> Page:
 
 def history_page(history: History) -> Page:
     """Accuracy by checkpoint."""
-    sections = (history_section(history),)
-    return Page("Accuracy by checkpoint", sections, warning=_warning(list(history.curves)))
-
-
-def history_section(history: History) -> Section:
-    """Accuracy by checkpoint: a curve for each dataset, and their values."""
     lines = (f"Missing at some steps: {', '.join(history.skipped)}.",) if history.skipped else ()
     rows = tuple(
         (name, f"{history.chance[name]:.1f}", *(f"{value:.1f}" for value in values))
         for name, values in history.curves.items()
     )
-    return Section(
+    section = Section(
         "Mean accuracy over prompts, by step",
         lines=lines,
         plot=history_plot(history.steps, history.curves, "Accuracy by step"),
         header=(Column("dataset"), "chance", *map(str, history.steps)),
         rows=rows,
     )
+    return Page("Accuracy by checkpoint", (section,), warning=_warning(list(history.curves)))
 
 
 def _warning(datasets: Sequence[str]) -> str:

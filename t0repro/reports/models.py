@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 import itertools
 from collections.abc import Iterable
 
-from t0repro.reports.comparison import RunComparison, unlike_tasks
+from t0repro.reports.comparison import RunComparison, RunFacts, unlike_tasks
 from t0repro.reports.ranking import rank_folder
 from t0repro.reports.results import CLEAR
 from t0repro.reports.statistics import (
@@ -285,9 +285,14 @@ def _with_p_values(
     ]
 
 
-def to_json(comparisons: Sequence[RunComparison], models: Models | None = None) -> str:
-    """The comparisons as an indented JSON list; each includes the findings about all models."""
-    more = {} if models is None else {"models": dataclasses.asdict(models)}
+def to_json(
+    comparisons: Sequence[RunComparison],
+    models: Models | None = None,
+    runs: Sequence[RunFacts] = (),
+) -> str:
+    """The comparisons as an indented JSON list; each includes all runs and models."""
+    more: dict[str, Any] = {} if models is None else {"models": dataclasses.asdict(models)}
+    more |= {"runs": [dataclasses.asdict(run) for run in runs]} if runs else {}
     found = [
         {**dataclasses.asdict(entry), "flipped": entry.flipped, **more} for entry in comparisons
     ]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from t0repro.tasks.user_files import template_files
@@ -78,6 +82,37 @@ def choice_text(info: PromptInfo | None, choice: int) -> str:
 def fixed_classes(prompts: Mapping[str, PromptInfo]) -> dict[str, int]:
     """Task name -> number of choices, for tasks where it is fixed."""
     return {name: len(info.fixed_choices) for name, info in prompts.items() if info.fixed_choices}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportedPrompt:
+    """A report's PromptInfo of a prompt; its dataset is the label that the report shows."""
+
+    dataset: str
+    template_name: str
+    prompt: str
+    subset: str | None = None
+    fixed_choices: tuple[str, ...] | None = None
+
+
+def read_reported_prompts(eval_dir: str | os.PathLike[str]) -> dict[str, PromptInfo]:
+    """Task name -> its prompt, from the report beside an evaluation; empty without a report."""
+    above = Path(eval_dir).resolve().parent
+    for path in (above / "report.json", above / "report" / "report.json"):
+        try:
+            datasets = json.loads(path.read_text(encoding="utf-8"))["datasets"]
+            return {
+                prompt["task"]: ReportedPrompt(
+                    dataset["dataset"], prompt["template_name"], prompt["prompt"]
+                )
+                for dataset in datasets
+                for prompt in dataset["prompts"]
+                # None: the report did not know the task either.
+                if prompt["prompt"] is not None
+            }
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # no report, or something else of that name: its tasks stay ungrouped
+    return {}
 
 
 def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping[str, PromptInfo]:
