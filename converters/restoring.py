@@ -14,7 +14,7 @@ from typing import Any, get_args
 from t0repro import storage
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.configuration import RunInputs
-from t0repro.config.run import Mode, RunConfig
+from t0repro.config.run import Mode, TrainRun
 from t0repro.converters import mtf, sources
 from t0repro.converters.model_files import open_configured
 from t0repro.converters.own_tokenizer import check_own_tokenizer
@@ -26,7 +26,7 @@ from t0repro.progress import say
 from t0repro.words import counted
 
 
-def starting_tree(config: RunConfig, fresh: Callable[[], FlatTree]) -> StoredTree | None:
+def starting_tree(config: TrainRun, fresh: Callable[[], FlatTree]) -> StoredTree | None:
     """A checkpoint that another program wrote into model_dir, or else the plan's checkpoint.
 
     Args:
@@ -43,7 +43,7 @@ def starting_tree(config: RunConfig, fresh: Callable[[], FlatTree]) -> StoredTre
     model_dir, rules, model = os.fspath(config.model_dir), config.plan.restore, config.model
     if model.adapter is not None:
         # The base's parameters; checkpoints in model_dir are the adapter's.
-        assert rules is not None and isinstance(rules.path, str), "RunConfig.check_adapter"
+        assert rules is not None and isinstance(rules.path, str), "TrainRun.check_adapter"
         return open_configured(sources.find_checkpoint(rules.path), model)
     if storage.is_directory(model_dir) and sources.list_checkpoints(model_dir):
         return open_configured(sources.find_checkpoint(model_dir), model)

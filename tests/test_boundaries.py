@@ -73,7 +73,7 @@ def entry(folder, script, *arguments):
 
 
 def test_the_entry_for_accelerators_times_steps_without_them(tmp_path):
-    """From a RunConfig's JSON and batches in an .npz; dacite, which reads such JSON, is absent."""
+    """From a TrainRun's JSON and batches in an .npz; dacite, which reads such JSON, is absent."""
     (tmp_path / "run.json").write_text(tiny.run_config(tmp_path, 3).to_json())
     batches = tiny.batches(3)
     arrays = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
@@ -83,7 +83,7 @@ def test_the_entry_for_accelerators_times_steps_without_them(tmp_path):
 
 
 def test_the_entry_for_accelerators_times_scoring_without_them(tmp_path):
-    """From a RunConfig's JSON and the lengths of an evaluation's texts in an .npz."""
+    """From a TrainRun's JSON and the lengths of an evaluation's texts in an .npz."""
     config = tiny.run_config(tmp_path, 3, layout=Layout(model=2))
     (tmp_path / "run.json").write_text(config.to_json())
     generator = np.random.default_rng(0)

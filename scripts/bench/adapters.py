@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
 from t0repro.converters.restoring import starting_tree
@@ -175,7 +175,7 @@ def registered(rows: str) -> tuple[list[TaskDescription], ...]:
     return base, target, held_out
 
 
-def configured(model_dir: Path, steps: int, run: str, more: str = "") -> RunConfig:
+def configured(model_dir: Path, steps: int, run: str, more: str = "") -> TrainRun:
     """The run that gin describes, in a file beside its folder."""
     text = HEAD.format(
         run=run, lengths=LENGTHS, model_dir=model_dir, steps=steps, rows=ROWS, rate=RATE
@@ -251,7 +251,7 @@ def timed(batches: Iterator[Any], times: list[float]) -> Iterator[Any]:
 # ---- Evaluation ----------------------------------------------------------------------------------
 
 
-def answers(state: TrainState, config: RunConfig, task: TaskDescription) -> RankResult:
+def answers(state: TrainState, config: TrainRun, task: TaskDescription) -> RankResult:
     """A model's answers to a held-out prompt."""
     rows = list(prompted_examples(task.twin(), "validation", LENGTHS))
     params = state.parameters_of(config.model)

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from t0repro.config.model import Recompute
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
 from t0repro.model.t5 import T5
@@ -69,7 +69,7 @@ def main() -> None:
             )
 
 
-def cells(config: RunConfig) -> list[str]:
+def cells(config: TrainRun) -> list[str]:
     """For each card the least that has to be recomputed, and the GB that a step then takes."""
     needed: dict[Recompute, float] = {}
     found = []
@@ -85,7 +85,7 @@ def cells(config: RunConfig) -> list[str]:
     return found
 
 
-def bytes_of(config: RunConfig, recompute: Recompute) -> int:
+def bytes_of(config: TrainRun, recompute: Recompute) -> int:
     """What a step needs on one device, by its shapes."""
     model = dataclasses.replace(config.model, recompute=recompute)
     config = dataclasses.replace(config, model=model)
@@ -96,7 +96,7 @@ def bytes_of(config: RunConfig, recompute: Recompute) -> int:
     return step_bytes(config, devices.shapes_with_shardings(held), batch_shapes(config), devices)
 
 
-def configured(size: str, method: str) -> RunConfig:
+def configured(size: str, method: str) -> TrainRun:
     """The training run of a size."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "card.gin"

@@ -42,7 +42,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from t0repro.config.run import RunConfig
+    from t0repro.config.run import Run
     from t0repro.partitioning.devices import Partitioning
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -159,8 +159,9 @@ def main() -> None:
                 print(line, flush=True)
 
 
-def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
+def compiled(title: str, config: Run, topology: str) -> Iterator[str]:
     """Yields `t0repro precompile`'s figures of a command, and a training run's cost."""
+    from t0repro.config.run import TrainRun
     from t0repro.partitioning.devices import describe_devices
     from t0repro.runs.precompile import described, predicted_seconds
     from t0repro.runs.programs import arranged, compiled_programs
@@ -168,7 +169,9 @@ def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
     devices, chip = machine(topology)
     config, partitioning, why = arranged(config, devices)
     model = config.model
-    parts = f"{config.batch_size} rows in {config.num_microbatches} microbatches"
+    trains = isinstance(config, TrainRun)
+    microbatches = config.num_microbatches if trains else 1
+    parts = f"{config.batch_size} rows in {microbatches} microbatches"
     yield (
         f"== {title}, {model.num_encoder_layers}+{model.num_decoder_layers} layers, {topology},"
         f" {parts}, recompute {model.recompute!r}"
@@ -181,7 +184,7 @@ def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
         yield from described(program, config, partitioning, chip)
         yield f"  {time.process_time() - before:.0f} s of processor time"
         before = time.process_time()
-        if config.mode == "train" and chip is not None and not program.refused:
+        if trains and chip is not None and not program.refused:
             yield cost(predicted_seconds(program, partitioning, chip), partitioning, topology)
 
 
@@ -210,9 +213,7 @@ def machine(topology: str) -> tuple[Sequence[Any], Any]:
     return jax.devices()[: int(count)], find_chip(kind)
 
 
-def configured(
-    size: str, command: str, layers: int | None = None, more: Sequence[str] = ()
-) -> RunConfig:
+def configured(size: str, command: str, layers: int | None = None, more: Sequence[str] = ()) -> Run:
     """One of COMMANDS for a size of T5 1.1, with layers per tower and more gin overrides."""
     from t0repro.config.mtf.dialect import load
     from t0repro.config.mtf.parser import MeshInputs

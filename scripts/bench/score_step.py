@@ -3,7 +3,7 @@
     python scripts/bench/score_step.py RUN.json SUITE.npz --seconds 300
 
 Needs jax, flax, optax and orbax alone, like train_step.py, and writes no file. RUN.json is
-a RunConfig, of which model, dtypes and layout are used (train.py --prepare --size xl writes
+a TrainRun, of which model, dtypes and layout are used (train.py --prepare --size xl writes
 T0-3B's). SUITE.npz has the number of tokens of every distinct input and choice; which tokens they
 are does not affect the time. A machine with the data and all of t0repro writes it with
 

@@ -4,7 +4,7 @@
     python scripts/bench/train_step.py RUN.json BATCHES.npz --attention blocks   # no kernel
 
 Needs jax, flax, optax and orbax alone, so it runs on an accelerator machine as it is; no file is
-written. RUN.json is RunConfig.to_json's (scripts/bench/train.py writes both files). The arrays of
+written. RUN.json is TrainRun.to_json's (scripts/bench/train.py writes both files). The arrays of
 BATCHES.npz are [batches, rows, length], by feature. Prints one line of JSON:
 
     first_step     seconds from the start of Python to the end of the first step
@@ -108,7 +108,7 @@ def measured(values: dict[str, Any], batches: list[dict[str, np.ndarray]]) -> di
 
 
 def model_of(values: dict[str, Any]) -> T5:
-    """The model of a RunConfig's JSON; dacite, which reads the rest of it, may be absent here."""
+    """The model of a TrainRun's JSON; dacite, which reads the rest of it, may be absent here."""
     model = {**values["model"], "activations": tuple(values["model"]["activations"])}
     model["arithmetic"] = Arithmetic(**model["arithmetic"])
     return T5(ModelConfig(**model), DTypePolicy(**values["dtypes"]))

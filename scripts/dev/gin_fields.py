@@ -18,7 +18,7 @@ from t0repro.config.mtf.known import known_bindings
 from t0repro.config.names import arguments_of
 from t0repro.config.optimizer import AdafactorConfig, AdamWeightDecayConfig
 from t0repro.config.ranges import range_of
-from t0repro.config.run import RunConfig
+from t0repro.config.run import EvalRun, InferRun, MeshEvalRun, TextRun, TrainRun
 from t0repro.config.t5x.arguments import MODULES, REQUIRED, parameters_of
 
 
@@ -110,7 +110,8 @@ def range_tables() -> Iterator[str]:
         "What both dialects become. A number outside its range is refused with the file and line"
         " that bound it.\n"
     )
-    kinds = (RunConfig, ModelConfig, AdafactorConfig, AdamWeightDecayConfig, DecodingConfig, Layout)
+    kinds = (TrainRun, EvalRun, InferRun, MeshEvalRun, TextRun, ModelConfig, AdafactorConfig)
+    kinds += (AdamWeightDecayConfig, DecodingConfig, Layout)
     for kind in kinds:
         yield f"### {kind.__name__}\n"
         said = attributes(kind)

@@ -27,7 +27,7 @@ from t0repro.cli.spelling import T5X_NAMES
 from t0repro.config.configuration import in_columns, render
 from t0repro.config.gin.folders import mesh_folders, shipped_files
 from t0repro.config.gin.imports import list_imports
-from t0repro.config.run import RunConfig
+from t0repro.config.run import Run, TrainRun
 from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.t5x.layout import differences
 from t0repro.config.t5x.run import converted, train_config
@@ -125,8 +125,14 @@ def explain(
     echo(config.to_json() if as_json else render(config))
 
 
-def _show_translation(config: RunConfig, dialect: Dialects) -> None:
+def _show_translation(config: Run, dialect: Dialects) -> None:
     """Prints a training run as a gin file of a dialect; on stderr, what that cannot express."""
+    if not isinstance(config, TrainRun):
+        raise UserError(
+            f"Only a training run has a counterpart in the other dialect, and not {config.mode!r}.",
+            where=config.provenance.get("mode"),
+            fix="Bind run.mode = 'train'.",
+        )
     translation = translated(config, dialect.value)
     for line in (*translation.header, "", *translation.bindings):
         echo(line)

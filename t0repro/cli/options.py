@@ -19,7 +19,7 @@ from t0repro.errors import UserError
 from t0repro.words import without_passwords
 
 if TYPE_CHECKING:
-    from t0repro.config.run import RunConfig
+    from t0repro.config.run import Run
 
 
 DEFAULT_MODULE = "t0repro.tasks.t0"
@@ -190,7 +190,7 @@ _OF_EVALUATION = ("report.*", "*_eval/operative_config.gin", "*_eval/provenance.
 
 
 def tracked_training(
-    names: Sequence[TrackerName] | None, model_dir: Path, config: RunConfig | None
+    names: Sequence[TrackerName] | None, model_dir: Path, config: Run | None
 ) -> contextlib.AbstractContextManager[None]:
     """Tracks what the block writes into model_dir; the settings are the configuration's."""
     settings: dict[str, Any] = json.loads(without_passwords(config.to_json())) if config else {}

@@ -18,7 +18,7 @@ from t0repro.cli.paths import output
 from t0repro.cli.results import echo
 from t0repro.cli.t5x_options import T5xOptions, gin_inputs, parse_files
 from t0repro.config.gin.errors import configuration_errors
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs
 from t0repro.config.t5x.run import precompile_config, train_config
 from t0repro.errors import UserError
@@ -126,7 +126,7 @@ def _joined(processes: ProcessOptions, topology: str | None) -> Iterator[None]:
     yield
 
 
-def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, RunConfig]:
+def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, TrainRun]:
     """T5X's parsed gin files, and the training run that they describe."""
     readers = {"train": train_config, "precompile": precompile_config}
     if inputs.run_mode not in readers:

@@ -1,1 +1,1 @@
-"""Settings: RunConfig, and the gin dialects that produce it."""
+"""Settings: The runs of each mode, and the gin dialects that produce them."""

@@ -10,15 +10,16 @@ import dataclasses
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from t0repro import storage
 from t0repro.config.optimizer import MultiOptimizerConfig
-from t0repro.config.run import RunConfig
+from t0repro.config.run import CheckpointRun, MeshEvalRun, Run, TextRun, TrainRun
 from t0repro.errors import UserError
 from t0repro.storage import access, check_address, output_path, write_atomically
 from t0repro.words import without_passwords
 
+_Run = TypeVar("_Run", bound=Run, covariant=True)
 Vocabularies = tuple[Any, Any]  # SeqIO's, for inputs and for targets
 
 
@@ -33,7 +34,7 @@ class RunInputs:
     Attributes:
       mode: The mode of `utils.run`; a backend refuses a mode that it does not support.
       mixture_or_task_name: The mode's data; None for text files and other dataset functions.
-      eval_checkpoint_step: As in RunConfig.
+      eval_checkpoint_step: As in CheckpointRun.
       vocab_divisor: The embedding's rows are padded to a multiple of it.
       master_dtype: Dtype of Mesh TensorFlow's variables, and so of the parameters in its
         checkpoints.
@@ -62,12 +63,12 @@ class RunInputs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Configuration:
+class Configuration(Generic[_Run]):
     """A run as configured.
 
     Attributes:
       inputs: The part that is checked first.
-      run_or_refusal: The RunConfig; or, if only Mesh TensorFlow supports the configuration, the
+      run_or_refusal: The run; or, if only Mesh TensorFlow supports the configuration, the
         error.
       misread: Bindings that Mesh TensorFlow interprets otherwise than they read; a run on it warns
         of them, and `run_or_refusal` is the first.
@@ -79,15 +80,15 @@ class Configuration:
 
     inputs: RunInputs
     # The error is kept rather than raised because the run may be for Mesh TensorFlow.
-    run_or_refusal: RunConfig | NotOnJax
+    run_or_refusal: _Run | NotOnJax
     gin_text: str
     misread: tuple[NotOnJax, ...] = ()
     only_on_jax: UserError | None = None
     allow_changed: bool = False
 
     @property
-    def run(self) -> RunConfig:
-        """The RunConfig for the JAX stack.
+    def run(self) -> _Run:
+        """The run for the JAX stack.
 
         Raises:
           NotOnJax: If only Mesh TensorFlow supports a binding, which the error names.
@@ -118,10 +119,10 @@ class Configuration:
             write_atomically(model_dir / "operative_config.gin", self.gin_text)
 
 
-# ---- A RunConfig as a table: field, value and where the value was set ----------------------------
+# ---- A run as a table: field, value and where the value was set ----------------------------
 
 
-def render(config: RunConfig) -> str:
+def render(config: Run) -> str:
     """One line per value: dotted field, value, and the file and line or override that set it."""
     rows = [
         (field, repr(value), _place(field, config.provenance))
@@ -175,7 +176,7 @@ _INSTEAD = {
 }
 
 
-def check_adapter(config: RunConfig) -> None:
+def check_adapter(config: TrainRun) -> None:
     """Raises a UserError for a setting that an adapter refuses, if the run trains one."""
     restore = config.plan.restore
     if config.model.adapter is None:
@@ -201,7 +202,7 @@ def check_adapter(config: RunConfig) -> None:
             )
 
 
-def _check_starts_from_no_adapter(config: RunConfig) -> None:
+def _check_starts_from_no_adapter(config: TrainRun) -> None:
     if config.plan.restore is not None and config.plan.restore.adapter is not None:
         raise UserError(
             f"The run trains the whole model, but {config.plan.restore.adapter} is to be the start"
@@ -215,7 +216,7 @@ def _check_starts_from_no_adapter(config: RunConfig) -> None:
 # ---- Settings refused with a loss over answer choices --------------------------------------------
 
 
-def check_choice_loss(config: RunConfig) -> None:
+def check_choice_loss(config: TrainRun) -> None:
     """Raises a UserError for a setting that ChoiceLoss refuses, if the run has one."""
     if config.model.choice_loss is None:
         return
@@ -270,19 +271,20 @@ def check_model_dir(model_dir: str, *, jax: bool) -> None:
     _check_output(model_dir, "--model_dir", jax=jax)
 
 
-def check_outputs(config: RunConfig, *, jax: bool = True) -> None:
+def check_outputs(config: Run, *, jax: bool = True) -> None:
     """Refuses gin bindings that would write to an address; see `check_model_dir`.
 
     Raises:
       UserError: For an address, with the place of its binding.
     """
     bound = {
-        "eval_summary_dir": config.eval_summary_dir,
-        "scores_filename": config.scores_filename,
-        "infer.output_filename": config.infer and config.infer.output_filename,
+        "eval_summary_dir": isinstance(config, MeshEvalRun) and config.eval_summary_dir,
+        "scores_filename": isinstance(config, CheckpointRun) and config.scores_filename,
+        "text.output_filename": isinstance(config, TextRun)
+        and getattr(config.text, "output_filename", None),
     }
     for field, path in bound.items():
-        if path is not None:
+        if path:
             _check_output(path, config.provenance.get(field, field), jax=jax)
 
 

@@ -124,7 +124,7 @@ class OptaxConfig:
         may be such a call itself.
     """
 
-    # Plain data instead of optax's objects, because a RunConfig is written as JSON and read back.
+    # Plain data instead of optax's objects, because a TrainRun is written as JSON and read back.
     transformations: tuple[Mapping[str, Any], ...]
 
 

@@ -217,10 +217,18 @@ def range_of(kind: Any, field: str) -> Range | Mapping[str, Range] | None:
 
 
 def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
-    """Checks every value in a dataclass, and in the dataclasses inside it, against its annotation.
+    """Checks every value in a dataclass, and in the dataclasses inside it; see `check_values`."""
+    check_values(type(value), vars(value), provenance, prefix)
+
+
+def check_values(
+    kind: type, values: Mapping[str, Any], provenance: Mapping[str, str], prefix: str = ""
+) -> None:
+    """Checks values of a dataclass's fields, and the dataclasses inside them.
 
     Args:
-      value: The dataclass.
+      kind: The dataclass.
+      values: Field -> value; fields that it lacks are not checked.
       provenance: Dotted field -> where its value was set.
       prefix: Prefix of the dotted names, for a dataclass inside another.
 
@@ -228,10 +236,12 @@ def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
       UserError: For the first value whose type is not its field's or that is outside its field's
         range, with its place.
     """
-    for field in dataclasses.fields(value):
-        name, item = f"{prefix}{field.name}", getattr(value, field.name)
-        check_field(type(value), field.name, item, _place(name, provenance), shown=name)
-        limits = range_of(type(value), field.name)
+    for field in dataclasses.fields(kind):
+        if field.name not in values:
+            continue
+        name, item = f"{prefix}{field.name}", values[field.name]
+        check_field(kind, field.name, item, _place(name, provenance), shown=name)
+        limits = range_of(kind, field.name)
         # Schedules and optax calls have one range per argument name.
         if isinstance(limits, Mapping):
             _check_arguments(name, item, limits, provenance)

@@ -1,24 +1,21 @@
-"""A training run's RunConfig in Python, without gin: T0's recipe, with your sizes and lengths.
+"""A training run in Python, without gin: T0's recipe, with your sizes and lengths.
 
 The values are those of T0's gin files and Mesh TensorFlow's defaults; a test compares them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from t0repro.config import ranges
-from t0repro.config.checkpoints import CheckpointChoice
-from t0repro.config.decoding import GREEDY
 from t0repro.config.model import (
     DType,
     DTypePolicy,
     ModelConfig,
 )
 from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
-from t0repro.config.run import RunConfig, mesh_transformer_plan
+from t0repro.config.run import TrainRun, mesh_transformer_plan
 
 # Rows of T5's embedding: 32,000 pieces and 100 sentinels, padded to a multiple of 128.
 VOCABULARY_ROWS = 32128
@@ -89,7 +86,7 @@ def training_config(
     save_checkpoints_steps: int = 5000,
     keep_checkpoint_max: int | None = None,
     **changes: Any,
-) -> RunConfig:
+) -> TrainRun:
     """The configuration of a training run like T0's: Adafactor with a constant learning rate.
 
     Args:
@@ -102,7 +99,7 @@ def training_config(
       activation: Dtype of the computation; parameters and slots are float32.
       save_checkpoints_steps: Steps between checkpoints.
       keep_checkpoint_max: How many of the latest checkpoints to keep; None keeps all.
-      **changes: Other fields of `RunConfig`, for instance num_microbatches.
+      **changes: Other fields of `TrainRun`, for instance num_microbatches.
 
     Raises:
       UserError: If a number is outside its field's range.
@@ -124,26 +121,8 @@ def training_config(
             keep_checkpoint_max=keep_checkpoint_max,
         ),
     }
-    config = RunConfig(**{**_UNUSED_IN_TRAINING, **fields, **changes})
+    config = TrainRun(**{**fields, **changes})
     ranges.check(config, {})
     # The ranges look at one number at a time, and these two must fit together.
     config.model.check_position_buckets("model")
     return config
-
-
-# Fields that training from Python does not read, at Mesh TensorFlow's defaults.
-_UNUSED_IN_TRAINING: dict[str, Any] = {
-    "eval_data": None,
-    "eval_checkpoint_step": None,
-    "eval_summary_dir": None,
-    "eval_dir_suffix": None,
-    "output_eval_examples": True,
-    "checkpoint_choice": CheckpointChoice(skip_until=0, stop_after=None, find_closest=True),
-    "perplexity_eval_steps": 100,
-    "decoding": dataclasses.replace(GREEDY, prefilter=2),
-    "infer": None,
-    "score_strings": None,
-    "scores_filename": None,
-    "save_example_text": True,
-    "vocabulary": None,
-}

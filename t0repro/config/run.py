@@ -1,4 +1,4 @@
-"""RunConfig and the plans of T5X's modes: typed, frozen descriptions of a run.
+"""The runs: a typed, frozen description for each mode, made of the parts in the modules beside it.
 
 They are the waist of the project. The dialects in this folder turn gin files and overrides into
 them; everything after that (model, optimizer, train step, scorer, checkpoints) takes one and does
@@ -13,7 +13,7 @@ import inspect
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from t0repro.config.checkpoints import CheckpointChoice, RestoreConfig, SaveConfig
 from t0repro.config.data import (
@@ -131,7 +131,7 @@ class TrainingPlan:
       infer_eval_data: Data of evaluations with the tasks' own metrics; None for none.
       evaluator: How many examples those take, and where results go.
       random_seed: Seed for initialization and dropout; None picks one at each start.
-      relative_steps: Steps from wherever the run starts; overrides `RunConfig.train_steps`.
+      relative_steps: Steps from wherever the run starts; overrides `TrainRun.train_steps`.
       eval_steps: Batches per task in an evaluation with the training run's metrics.
       eval_period: Steps between evaluations, counted from the step at which the run first began.
       stats_period: Steps between summaries; None stands for the shortest of the other periods.
@@ -292,8 +292,8 @@ InferMode = Literal["predict", "score", "predict_with_aux"]
 
 
 @dataclasses.dataclass(frozen=True)
-class InferencePlan:
-    """The part of the plan that eval and infer share.
+class InferenceRun:
+    """What T5X's eval and infer share.
 
     Attributes:
       model: The model's shape and arithmetic.
@@ -337,7 +337,7 @@ class InferencePlan:
 
 @arguments(t5x="evaluate")
 @dataclasses.dataclass(frozen=True)
-class EvalPlan(InferencePlan):
+class EvalRun(InferenceRun):
     """An evaluation with the metrics of SeqIO's tasks.
 
     Attributes:
@@ -349,7 +349,7 @@ class EvalPlan(InferencePlan):
 
 @arguments(t5x="infer")
 @dataclasses.dataclass(frozen=True)
-class InferPlan(InferencePlan):
+class InferRun(InferenceRun):
     """Predictions or scores of examples, as JSON lines.
 
     Attributes:
@@ -382,30 +382,16 @@ def _or_one(value: int | None) -> int:
 
 
 @arguments(mtf="utils.run")
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """Everything that defines a run, with the place that set each value.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every run has, with the place that set each value.
 
     Attributes:
-      batch_size: Sequences in a global batch.
-      num_microbatches: Equal parts of a batch whose gradients are added before one update.
       sequence_length: Tokens per feature, or None for the longest example's (evaluation only).
-      train_steps: The global step at which training ends, not the number of steps to take.
-      plan: Which data to train on, and what to save and evaluate, and when.
-      eval_checkpoint_step: A step, a list of steps, "all", -1 for the latest, or None to wait for
-        each new one.
-      checkpoint_choice: The other settings that decide which checkpoints are evaluated.
-      perplexity_eval_steps: Number of batches in a perplexity evaluation.
-      decoding: The decoding options of eval and infer.
-      infer: What infer reads and writes, if it is bound.
-      score_strings: What score_from_strings scores, if it is bound.
-      scores_filename: Prefix of the files that save_scores writes, or None.
-      save_example_text: Whether save_scores writes targets and their lengths as well as scores.
+      batch_size: Sequences in a global batch.
       vocabulary: Path or address of the SentencePiece model; None if no data is bound.
       vocabulary_extra_ids: Sentinels that are added to the SentencePiece model's tokens.
       layout: How the run is sharded across devices.
-      weight_metrics_every: Training steps between measurements of every parameter, gradient and
-        update; 0 measures none.
       provenance: Dotted field -> where its value was set ("t5.1.1.base.gin:9", "--gin_param ...",
         "default").
     """
@@ -414,48 +400,11 @@ class RunConfig:
     model_dir: Annotated[str, T5x("train.model_dir", macro="MODEL_DIR"), Only(mtf=RULE)]
     model: Annotated[ModelConfig, Only(mtf=RULE)]
     dtypes: Annotated[DTypePolicy, Only(mtf=RULE)]
-    optimizer: Annotated[
-        OptimizerConfig | None, T5x("models.EncoderDecoderModel.optimizer_def", hint=Any)
-    ]
-    schedule: Annotated[
-        ScheduleConfig | None,
-        T5x("trainer.Trainer.learning_rate_fn", default=None),
-        Mtf("learning_rate_schedule"),
-    ]
-    eval_data: Annotated[EvalDataConfig | None, Mtf("eval_dataset_fn")]
     sequence_length: Annotated[Mapping[str, int] | None, Range(at_least=1, at_most=MOST_32)]
     batch_size: Annotated[int, Range(at_least=1, at_most=MOST_32)]
-    # T5X takes None and 0 to mean no microbatches.
-    num_microbatches: Annotated[
-        int,
-        Range(at_least=1, at_most=MOST_32),
-        T5x("trainer.Trainer.num_microbatches", hint=int | None, default=None, read=_or_one),
-        Mtf("utils.serialize_num_microbatches.tokens_per_microbatch_per_replica"),
-    ]
-    train_steps: Annotated[
-        int,
-        Range(at_least=0, at_most=MOST_32),
-        T5x("train.total_steps", macro="TRAIN_STEPS"),
-    ]
-    plan: Annotated[TrainingPlan, Only(mtf=RULE)]
-    eval_checkpoint_step: Annotated[
-        int | tuple[int, ...] | Literal["all"] | None, Range(at_least=0, also=(-1,))
-    ]
-    eval_summary_dir: str | None
-    eval_dir_suffix: str | None
-    output_eval_examples: bool
-    checkpoint_choice: Annotated[CheckpointChoice, Only(mtf=RULE)]
-    perplexity_eval_steps: Annotated[int, Range(at_least=1)]
-    decoding: Annotated[DecodingConfig, Only(mtf=RULE)]
-    infer: Annotated[InferConfig | None, Only(mtf=RULE)]
-    score_strings: Annotated[ScoreStringsConfig | None, Only(mtf=RULE)]
-    scores_filename: Annotated[str | None, Mtf("utils.save_scores.scores_filename")]
-    save_example_text: Annotated[bool, Mtf("utils.save_scores.save_example_text")]
-    vocabulary: Annotated[str | None, T5x("seqio.SentencePieceVocabulary.sentencepiece_model_file")]
-    # Not compared: where a value was set does not change the run.
-    provenance: Annotated[Mapping[str, str], Only(mtf=RULE)] = dataclasses.field(
-        default_factory=dict, compare=False
-    )
+    vocabulary: Annotated[
+        str | None, T5x("seqio.SentencePieceVocabulary.sentencepiece_model_file")
+    ] = None
     vocabulary_extra_ids: Annotated[
         int,
         Range(at_least=0),
@@ -463,19 +412,17 @@ class RunConfig:
         Only(mtf=RULE),
     ] = 0
     layout: Annotated[Layout, Mtf("mesh_shape")] = Layout()
-    weight_metrics_every: Annotated[
-        int,
-        Range(at_least=0),
-        T5x("trainer.WeightMetricsComputer.every", default=1),
-        Mtf("t0repro.jax_training.weight_metrics_every"),
-    ] = 0
+    # Not compared: where a value was set does not change the run.
+    provenance: Annotated[Mapping[str, str], Only(mtf=RULE)] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
 
     def to_json(self) -> str:
-        """The configuration as indented JSON; `from_json` reads it back equal."""
+        """The run as indented JSON; `from_json` reads it back equal."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
-    def from_json(cls, text: str, where: str | None = None) -> RunConfig:
+    def from_json(cls, text: str, where: str | None = None) -> Self:
         """Reads what `to_json` wrote.
 
         Args:
@@ -501,5 +448,99 @@ class RunConfig:
             raise UserError(
                 f"This is not a run configuration: {error}.",
                 where=where,
-                fix="Give what RunConfig.to_json wrote, with this version of t0repro.",
+                fix=f"Give what {cls.__name__}.to_json wrote, with this version of t0repro.",
             ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainRun(Run):
+    """A training run, of either dialect.
+
+    Attributes:
+      num_microbatches: Equal parts of a batch whose gradients are added before one update.
+      train_steps: The global step at which training ends, not the number of steps to take.
+      plan: Which data to train on, and what to save and evaluate, and when.
+      weight_metrics_every: Training steps between measurements of every parameter, gradient and
+        update; 0 measures none.
+    """
+
+    optimizer: Annotated[
+        OptimizerConfig | None, T5x("models.EncoderDecoderModel.optimizer_def", hint=Any)
+    ]
+    schedule: Annotated[
+        ScheduleConfig | None,
+        T5x("trainer.Trainer.learning_rate_fn", default=None),
+        Mtf("learning_rate_schedule"),
+    ]
+    # T5X takes None and 0 to mean no microbatches.
+    num_microbatches: Annotated[
+        int,
+        Range(at_least=1, at_most=MOST_32),
+        T5x("trainer.Trainer.num_microbatches", hint=int | None, default=None, read=_or_one),
+        Mtf("utils.serialize_num_microbatches.tokens_per_microbatch_per_replica"),
+    ]
+    train_steps: Annotated[
+        int,
+        Range(at_least=0, at_most=MOST_32),
+        T5x("train.total_steps", macro="TRAIN_STEPS"),
+    ]
+    plan: Annotated[TrainingPlan, Only(mtf=RULE)]
+    weight_metrics_every: Annotated[
+        int,
+        Range(at_least=0),
+        T5x("trainer.WeightMetricsComputer.every", default=1),
+        Mtf("t0repro.jax_training.weight_metrics_every"),
+    ] = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointRun(Run):
+    """What the modes of Mesh TensorFlow share that read checkpoints of a model_dir.
+
+    Attributes:
+      eval_checkpoint_step: A step, a list of steps, "all", -1 for the latest, or None to wait for
+        each new one.
+      checkpoint_choice: The other settings that decide which checkpoints are read.
+      decoding: How outputs are generated.
+      scores_filename: Prefix of the files that save_scores writes, or None.
+      save_example_text: Whether save_scores writes targets and their lengths as well as scores.
+    """
+
+    eval_checkpoint_step: Annotated[
+        int | tuple[int, ...] | Literal["all"] | None, Range(at_least=0, also=(-1,))
+    ]
+    checkpoint_choice: Annotated[CheckpointChoice, Only(mtf=RULE)]
+    decoding: Annotated[DecodingConfig, Only(mtf=RULE)]
+    scores_filename: Annotated[str | None, Mtf("utils.save_scores.scores_filename")]
+    save_example_text: Annotated[bool, Mtf("utils.save_scores.save_example_text")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshEvalRun(CheckpointRun):
+    """Mesh TensorFlow's modes that read a dataset: eval, score_eval, perplexity_eval and
+    score_from_dataset.
+
+    Attributes:
+      eval_data: The examples; of a perplexity_eval without data of its own, the training data.
+      perplexity_eval_steps: Number of batches in a perplexity evaluation.
+    """
+
+    eval_data: Annotated[EvalDataConfig | TrainDataConfig | None, Mtf("eval_dataset_fn")]
+    eval_summary_dir: str | None
+    eval_dir_suffix: str | None
+    output_eval_examples: bool
+    perplexity_eval_steps: Annotated[int, Range(at_least=1)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextRun(CheckpointRun):
+    """Mesh TensorFlow's modes that read lines of text: infer and score_from_strings."""
+
+    text: Annotated[InferConfig | ScoreStringsConfig, Only(mtf=RULE)]
+
+
+RUN_OF_MODE: Mapping[str, type[Run]] = {
+    "train": TrainRun,
+    **dict.fromkeys(("infer", "score_from_strings"), TextRun),
+    **dict.fromkeys(("eval", "score_eval", "perplexity_eval", "score_from_dataset"), MeshEvalRun),
+}

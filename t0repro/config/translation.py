@@ -9,7 +9,7 @@ from typing import Any, Literal
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.model import Arithmetic
 from t0repro.config.optimizer import AdafactorConfig
-from t0repro.config.run import RunConfig, TrainingPlan
+from t0repro.config.run import TrainingPlan, TrainRun
 from t0repro.parameters.shape import ALL_HEURISTIC
 
 Dialect = Literal["mtf", "t5x"]
@@ -135,7 +135,7 @@ _UNCHANGED = {
 }
 
 
-def translated(config: RunConfig, dialect: Dialect) -> Translation:
+def translated(config: TrainRun, dialect: Dialect) -> Translation:
     """A training run's values as bindings of a dialect, whichever dialect they came from."""
     bindings: list[str] = []
     missing: list[str] = []
@@ -152,7 +152,7 @@ _NOT_EXPRESSED = object()
 _Items = Iterator[tuple[str, Any]]
 
 
-def _model(config: RunConfig, dialect: Dialect) -> _Items:
+def _model(config: TrainRun, dialect: Dialect) -> _Items:
     model = config.model
     for field, binding in _MODEL[dialect].items():
         value = getattr(model, field)
@@ -192,7 +192,7 @@ def _arithmetic(arithmetic: Arithmetic, dialect: Dialect, smoothed: bool) -> _It
             yield f"model.arithmetic.{field.name} = {value}", _NOT_EXPRESSED
 
 
-def _optimizer(config: RunConfig, dialect: Dialect) -> _Items:
+def _optimizer(config: TrainRun, dialect: Dialect) -> _Items:
     optimizer = config.optimizer
     if not isinstance(optimizer, AdafactorConfig):
         yield f"optimizer = {type(optimizer).__name__}", _NOT_EXPRESSED
@@ -217,7 +217,7 @@ def _optimizer(config: RunConfig, dialect: Dialect) -> _Items:
             yield f"optimizer.{field} = {value}", _NOT_EXPRESSED
 
 
-def _schedule(config: RunConfig, dialect: Dialect) -> _Items:
+def _schedule(config: TrainRun, dialect: Dialect) -> _Items:
     schedule = config.schedule
     if schedule is None:
         return
@@ -269,7 +269,7 @@ def _product(arguments: Mapping[str, Any], rates: str) -> _Items:
     yield f"{rates}.product_learning_rate.offset", arguments["offset"]
 
 
-def _data(config: RunConfig, dialect: Dialect) -> _Items:
+def _data(config: TrainRun, dialect: Dialect) -> _Items:
     data = config.plan.train_data
     if data is None:
         return
@@ -296,7 +296,7 @@ def _data(config: RunConfig, dialect: Dialect) -> _Items:
 _SHARED_DATA = ("use_cached", "pack", "shuffle", "seed")
 
 
-def _run(config: RunConfig, dialect: Dialect) -> _Items:
+def _run(config: TrainRun, dialect: Dialect) -> _Items:
     yield from (_run_of_t5x if dialect == "t5x" else _run_of_mesh)(config)
     if config.model.adapter is not None:
         yield "model.adapter", _NOT_EXPRESSED
@@ -304,7 +304,7 @@ def _run(config: RunConfig, dialect: Dialect) -> _Items:
         yield "model.choice_loss", _NOT_EXPRESSED
 
 
-def _run_of_mesh(config: RunConfig) -> _Items:
+def _run_of_mesh(config: TrainRun) -> _Items:
     for name in ("master", "slice", "activation"):
         yield f"utils.get_variable_dtype.{name}_dtype", getattr(config.dtypes, name)
     yield "utils.run.sequence_length", config.sequence_length
@@ -340,7 +340,7 @@ def _run_of_mesh(config: RunConfig) -> _Items:
         yield "plan.save.best", _NOT_EXPRESSED
 
 
-def _run_of_t5x(config: RunConfig) -> _Items:
+def _run_of_t5x(config: TrainRun) -> _Items:
     yield "MODEL_DIR", config.model_dir
     yield "TASK_FEATURE_LENGTHS", config.sequence_length
     yield "BATCH_SIZE", config.batch_size

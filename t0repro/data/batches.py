@@ -23,7 +23,7 @@ import numpy as np
 
 from t0repro import compat
 from t0repro.config.data import EvalDataConfig, TrainDataConfig
-from t0repro.config.run import RunConfig
+from t0repro.config.run import MeshEvalRun
 from t0repro.data.checks import missing_split_error
 from t0repro.data.described_batches import make_mesh_batches, make_mesh_rows
 from t0repro.data.resuming import Batch
@@ -93,7 +93,7 @@ class _Examples:
         return self._dataset_fn().as_numpy_iterator()
 
 
-def perplexity_batches(config: RunConfig) -> list[tuple[str, list[Batch]]]:
+def perplexity_batches(config: MeshEvalRun) -> list[tuple[str, list[Batch]]]:
     """Up to perplexity_eval_steps batches of each task, with its name: int32 [batch_size, length].
 
     If a task runs out of examples, its last batch is padded with empty rows; no batch is entirely
@@ -104,20 +104,21 @@ def perplexity_batches(config: RunConfig) -> list[tuple[str, list[Batch]]]:
     Raises:
       UserError: If neither dataset is bound.
     """
-    named = _eval_rows(config) if config.eval_data else [("eval", _train_rows(config))]
+    evaluates = isinstance(config.eval_data, EvalDataConfig)
+    named = _eval_rows(config) if evaluates else [("eval", _train_rows(config))]
     return [(name, list(_batches(rows, config))) for name, rows in named]
 
 
-def list_scored_examples(config: RunConfig) -> list[Batch]:
+def list_scored_examples(config: MeshEvalRun) -> list[Batch]:
     """The padded examples of all of score_from_dataset's datasets, one dataset after another."""
     # One flat list: all scores go to one file, in this order.
     return [row for _, rows in _eval_rows(config) for row in rows]
 
 
-def _eval_rows(config: RunConfig) -> list[tuple[str, Iterator[Batch]]]:
+def _eval_rows(config: MeshEvalRun) -> list[tuple[str, Iterator[Batch]]]:
     """Each task's padded or packed examples: int32 [length] by feature."""
     data, lengths = config.eval_data, config.sequence_length
-    assert data is not None and lengths is not None
+    assert isinstance(data, EvalDataConfig) and lengths is not None
     rows_by_task: list[tuple[str, Iterator[Batch]]]
     if is_described(data.mixture_or_task_name):
         named = make_mesh_rows(data, lengths)
@@ -159,9 +160,9 @@ def _mesh_eval_datasets(data: EvalDataConfig, lengths: Mapping[str, int] | None)
     )
 
 
-def _train_rows(config: RunConfig) -> Iterator[Batch]:
+def _train_rows(config: MeshEvalRun) -> Iterator[Batch]:
     """The training dataset's rows, in the order in which a run reads them."""
-    data, lengths = config.plan.train_data, config.sequence_length
+    data, lengths = config.eval_data, config.sequence_length
     if not isinstance(data, TrainDataConfig) or lengths is None:
         raise UserError(
             "A perplexity evaluation needs run.eval_dataset_fn or run.train_dataset_fn.",
@@ -188,7 +189,7 @@ def _train_rows(config: RunConfig) -> Iterator[Batch]:
     )
 
 
-def _batches(rows: Iterator[Batch], config: RunConfig) -> Iterator[Batch]:
+def _batches(rows: Iterator[Batch], config: MeshEvalRun) -> Iterator[Batch]:
     size = config.batch_size
     for _ in range(config.perplexity_eval_steps):
         chunk = list(itertools.islice(rows, size))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.data.fingerprints import Fingerprint, fingerprint_rows
 from t0repro.data.resuming import Batch, ResumableBatches
 from t0repro.errors import UserError
@@ -49,7 +49,7 @@ class ChoiceBatches(ResumableBatches):
       UserError: If a task is not a prompted one or has no answer choices.
     """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: TrainRun):
         data, loss = config.plan.train_data, config.model.choice_loss
         assert data is not None and loss is not None and config.sequence_length is not None
         self._lengths, self._rows = dict(config.sequence_length), config.batch_size
@@ -99,7 +99,7 @@ class ChoiceBatches(ResumableBatches):
             yield from (examples[at] for at in order)
 
 
-def check_choices(config: RunConfig) -> Iterator[str]:
+def check_choices(config: TrainRun) -> Iterator[str]:
     """Checks the first example of each task that a `choice_loss` is computed on; yields a line.
 
     Raises:

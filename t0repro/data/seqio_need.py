@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from t0repro import compat
-from t0repro.config.data import PIECES_OR_BYTES, SeqioDataConfig, TrainDataConfig
-from t0repro.config.run import RunConfig
+from t0repro.config.data import PIECES_OR_BYTES, EvalDataConfig, SeqioDataConfig, TrainDataConfig
+from t0repro.config.run import MeshEvalRun, Run, TrainRun
 from t0repro.data.cached import count_examples
 from t0repro.data.eval_examples import why_evaluation_needs_seqio, why_reading_needs_seqio
 from t0repro.data.mixing import FEATURES
@@ -15,7 +15,7 @@ from t0repro.errors import UserError
 from t0repro.tasks.registry import find_tasks
 
 
-def why_training_needs_seqio(config: RunConfig, vocabularies: tuple[Any, Any]) -> str | None:
+def why_training_needs_seqio(config: TrainRun, vocabularies: tuple[Any, Any]) -> str | None:
     """Why a T5X run's data cannot be read without SeqIO.
 
     Args:
@@ -51,14 +51,16 @@ def why_training_needs_seqio(config: RunConfig, vocabularies: tuple[Any, Any]) -
     return None
 
 
-def why_mesh_run_needs_seqio(config: RunConfig) -> str | None:
+def why_mesh_run_needs_seqio(config: Run) -> str | None:
     """The same for a run of Mesh TensorFlow's dialect, in any mode."""
-    data = config.eval_data
-    if config.mode in ("infer", "score_from_strings"):
+    if isinstance(config, TrainRun):
+        return _why_mesh_training_needs_seqio(config.plan.train_data, config)
+    if not isinstance(config, MeshEvalRun):
         return None  # lines of text, and the vocabularies of a described mixture
-    if config.mode == "train" or config.mode == "perplexity_eval" and data is None:
-        return _why_mesh_training_needs_seqio(config)
-    if data is None:
+    data = config.eval_data
+    if not isinstance(data, EvalDataConfig):
+        if config.mode == "perplexity_eval":
+            return _why_mesh_training_needs_seqio(data, config)
         return f"mode {config.mode} has no mesh_eval_dataset_fn"
     name, split, use_cached = data.mixture_or_task_name, data.split, data.use_cached
     if config.mode in ("perplexity_eval", "score_from_dataset"):
@@ -68,8 +70,7 @@ def why_mesh_run_needs_seqio(config: RunConfig) -> str | None:
     return why_evaluation_needs_seqio(name, split, use_cached=use_cached)
 
 
-def _why_mesh_training_needs_seqio(config: RunConfig) -> str | None:
-    data = config.plan.train_data
+def _why_mesh_training_needs_seqio(data: Any, config: Run) -> str | None:
     if not isinstance(data, TrainDataConfig):
         return "run.train_dataset_fn is not mesh_train_dataset_fn"
     if data.checkpoint_input_pipeline and data.use_cached and compat.is_installed():
@@ -77,7 +78,7 @@ def _why_mesh_training_needs_seqio(config: RunConfig) -> str | None:
     return _why_batches_need_seqio(to_seqio_config(data, config))
 
 
-def to_seqio_config(data: TrainDataConfig, config: RunConfig) -> SeqioDataConfig:
+def to_seqio_config(data: TrainDataConfig, config: Run) -> SeqioDataConfig:
     """Mesh TensorFlow's training data as T5X's configuration describes it."""
     return SeqioDataConfig(
         data.mixture_or_task_name,

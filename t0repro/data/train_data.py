@@ -16,7 +16,7 @@ import numpy as np
 
 from t0repro import compat
 from t0repro.config.data import SeqioDataConfig, TrainDataConfig
-from t0repro.config.run import RunConfig, TrainingPlan
+from t0repro.config.run import TrainingPlan, TrainRun
 from t0repro.data.batches import MODEL_FEATURES
 from t0repro.data.choice_batches import ChoiceBatches
 from t0repro.data.described_batches import make_described_batches, make_mesh_batches
@@ -254,7 +254,7 @@ def runs_python(dataset: Any) -> bool:
 
 
 class TrainBatches(ResumableBatches):
-    """The batches of a RunConfig's training data; implements `training.feed.BatchSource`.
+    """The batches of a TrainRun's training data; implements `training.feed.BatchSource`.
 
     Args:
       config: A configuration of mode "train".
@@ -262,7 +262,7 @@ class TrainBatches(ResumableBatches):
         decides whether a run is resumed.
     """
 
-    def __init__(self, config: RunConfig, *, has_checkpoint: bool = False):
+    def __init__(self, config: TrainRun, *, has_checkpoint: bool = False):
         data = config.plan.train_data
         assert isinstance(data, TrainDataConfig) and config.sequence_length is not None
         self._config, self._data = config, data
@@ -365,7 +365,7 @@ class TrainBatches(ResumableBatches):
         return disable_autotune(batches) if light else batches
 
 
-def train_batches(config: RunConfig, *, resumed: bool) -> ResumableBatches:
+def train_batches(config: TrainRun, *, resumed: bool) -> ResumableBatches:
     """The training batches of a run, made by its plan's dataset function.
 
     Args:

@@ -27,7 +27,7 @@ from t0repro.config.data import (
     SeqioDataConfig,
 )
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.data.eval_examples import eval_examples, find_tasks_with_metrics
 from t0repro.data.mixing import FEATURES
 from t0repro.errors import UserError
@@ -61,7 +61,7 @@ def open_evaluator(
 
 
 def infer_eval(
-    config: RunConfig, folder: str | os.PathLike[str]
+    config: TrainRun, folder: str | os.PathLike[str]
 ) -> Callable[[TrainingLoop], Mapping[str, Mapping[str, float]]] | None:
     """Makes what evaluates the tasks' own metrics in a training run; None if there is nothing.
 

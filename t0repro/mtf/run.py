@@ -16,7 +16,7 @@ from t0repro.config.configuration import Configuration, RunInputs
 from t0repro.config.mtf.jax_settings import refusal_on_mesh_tensorflow
 from t0repro.config.mtf.model_api import check_mode, checkpoint_steps
 from t0repro.config.mtf.parser import deprecated_references
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
 from t0repro.mtf import hooks
 from t0repro.progress import working
@@ -50,7 +50,7 @@ def run(flags: Any, configuration: Configuration | None) -> None:
             from t0repro.training.train_state import state_shapes
 
             found = None if configuration is None else configuration.run_or_refusal
-            config = found if isinstance(found, RunConfig) else None
+            config = found if isinstance(found, TrainRun) else None
             check = held.enter_context(
                 lock_for_training(flags.model_dir, "mtf", config, allow_changed=flags.allow_changed)
             )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.converters.sources import load_any
 from t0repro.converters.tensors import FlatTree
 from t0repro.errors import UserError
@@ -67,7 +67,7 @@ class StackResult:
 
 
 def run_jax(
-    config: RunConfig,
+    config: TrainRun,
     batches: Sequence[Mapping[str, np.ndarray]],
     start: FlatTree,
     *,
@@ -296,8 +296,8 @@ def _replace(values: Mapping[tuple[Any, str], Any]) -> None:
 
 
 def with_error(
-    error: Error | None, config: RunConfig, batches: Any, start: FlatTree
-) -> tuple[RunConfig, FlatTree]:
+    error: Error | None, config: TrainRun, batches: Any, start: FlatTree
+) -> tuple[TrainRun, FlatTree]:
     """Puts the error into the configuration or the starting tree, if that is where it belongs.
 
     Raises:

@@ -14,7 +14,7 @@ import numpy as np
 
 from t0repro.config.data import EvalDataConfig
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.converters.tensors import FlatTree
 from t0repro.data.batches import eval_tasks
 from t0repro.data.train_data import TrainBatches
@@ -60,7 +60,7 @@ class Job:
         initialize parameters.
     """
 
-    config: RunConfig
+    config: TrainRun
     inputs: MeshInputs
     out: Path
     batches: Sequence[dict[str, np.ndarray]]
@@ -155,12 +155,11 @@ def make_job(
     return Job(config, inputs, out, batches, task, float32, _mesh_checkpoint(start, out))
 
 
-def _task(name: str, config: RunConfig) -> ScoredTask:
+def _task(name: str, config: TrainRun) -> ScoredTask:
     """The task with its first PAIRS validation examples or fewer, in whole groups of choices."""
-    data = config.eval_data or EvalDataConfig(name, "validation", False, False, 0, False, None)
-    data = dataclasses.replace(
-        data, mixture_or_task_name=name, split="validation", num_eval_examples=None, pack=False
-    )
+    trained_on = config.plan.train_data
+    cached = trained_on is not None and trained_on.use_cached
+    data = EvalDataConfig(name, "validation", cached, False, -1, False, None)
     task = next(iter(eval_tasks(data, config.sequence_length)), None)
     if task is None:
         raise UserError(
@@ -236,7 +235,7 @@ def run_mesh_side(job: Job) -> tuple[StackResult, int]:
     return found, result.start_step
 
 
-def _rows(task: ScoredTask, config: RunConfig) -> list[dict[str, np.ndarray]]:
+def _rows(task: ScoredTask, config: TrainRun) -> list[dict[str, np.ndarray]]:
     """The task's examples in batches of ROWS, padded to the run's lengths and with empty rows."""
     assert config.sequence_length is not None
     # Rounded up to full batches: a graph has one shape.

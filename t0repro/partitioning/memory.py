@@ -21,7 +21,7 @@ from t0repro.config.optimizer import (
     MultiOptimizerConfig,
     OptimizerConfig,
 )
-from t0repro.config.run import RunConfig
+from t0repro.config.run import Run, TrainRun
 from t0repro.errors import UserError
 from t0repro.parameters.shape import factoring
 from t0repro.words import counted, sized
@@ -83,7 +83,7 @@ class Memory:
         return Memory(self.parameters, self.slots, gradients, activations, rest, other)
 
 
-def estimate(run: RunConfig, devices: int = 1) -> Memory:
+def estimate(run: Run, devices: int = 1) -> Memory:
     """Estimates the memory that a run needs on each of `devices` devices, activations included."""
     parallel = run.layout
     # A single device holds everything, whatever the layout.
@@ -91,22 +91,23 @@ def estimate(run: RunConfig, devices: int = 1) -> Memory:
     data = devices // model
     # How many times smaller one device's shard of the parameters is than the whole.
     shards = model * (data if parallel.fully_sharded else 1)
-    trains = run.mode == "train"
+    trains = isinstance(run, TrainRun)
+    optimizer, microbatches = (run.optimizer, run.num_microbatches) if trains else (None, 1)
     bytes_each = 2 if run.dtypes.activation == "bfloat16" else _FLOAT32
     count, adapter = run.model.shape.parameter_count(), run.model.adapter
     parameters = count * (_FLOAT32 if trains else bytes_each) // shards
-    trained, slots = parameters, slot_bytes(run.model.shape.parameters(), run.optimizer) // shards
+    trained, slots = parameters, slot_bytes(run.model.shape.parameters(), optimizer) // shards
     if adapter is not None:
         sizes = adapter.parameter_shapes(run.model.shape)
         trained, slots = _FLOAT32 * sum(map(math.prod, sizes.values())), 0
         parameters = count * (2 if adapter.base_dtype == "bfloat16" else _FLOAT32) // shards
-        parameters, slots = parameters + trained, slot_bytes(sizes, run.optimizer)
+        parameters, slots = parameters + trained, slot_bytes(sizes, optimizer)
     # Rows of a microbatch on one device, rounded up.
-    rows = -(-run.batch_size // (run.num_microbatches * max(1, data)))
+    rows = -(-run.batch_size // (microbatches * max(1, data)))
     choices = run.model.choice_loss.choices if run.model.choice_loss else 1
     return Memory(
         parameters=parameters,
-        slots=slots if trains else 0,
+        slots=slots,
         gradients=trained if trains else 0,
         activations=_activations(
             run.model,
@@ -149,7 +150,7 @@ def _slot_entries(path: str, shape: tuple[int, ...], optimizer: OptimizerConfig 
     return entries if isinstance(optimizer, MomentumConfig) else 0
 
 
-def assumed_length(run: RunConfig, feature: str) -> int:
+def assumed_length(run: Run, feature: str) -> int:
     """Tokens per row of a feature; a guess if no length is bound."""
     return (run.sequence_length or {}).get(feature, ASSUMED_LENGTH)
 
@@ -184,7 +185,7 @@ def _activations(
     return layers * bytes_each + logits
 
 
-def check_fits(run: RunConfig, total: int, free: int, devices: int = 1) -> str:
+def check_fits(run: Run, total: int, free: int, devices: int = 1) -> str:
     """Returns one line that says whether a run fits into a device's memory.
 
     Args:
@@ -204,7 +205,7 @@ def check_fits(run: RunConfig, total: int, free: int, devices: int = 1) -> str:
     lengths = run.sequence_length or {}
     tokens = " + ".join(str(length) for length in lengths.values()) or "the longest example's"
     batch = f"{counted(run.batch_size, 'sequence')} of {tokens} tokens"
-    if run.num_microbatches > 1:
+    if isinstance(run, TrainRun) and run.num_microbatches > 1:
         batch += f" in {counted(run.num_microbatches, 'microbatch', 'microbatches')}"
     need = (
         f"{batch}: about {sized(memory.total)}"

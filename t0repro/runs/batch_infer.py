@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.run import InferPlan
+from t0repro.config.run import InferRun
 from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.eval_examples import eval_examples
@@ -56,7 +56,7 @@ COMPLETED = ".COMPLETED"
 _SETTINGS = "settings.json"
 
 
-def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[Path]:
+def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[Path]:
     """Predicts or scores the examples of each task that has the split and is not completed yet.
 
     Args:
@@ -106,7 +106,7 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
     return files
 
 
-def _chosen(plan: InferPlan) -> CheckpointRef:
+def _chosen(plan: InferRun) -> CheckpointRef:
     """The checkpoint: an inference takes exactly one, unlike an evaluation."""
     (ref,) = chosen(plan.restore)
     # Before the run writes a config.gin, which may replace the checkpoint's own.
@@ -118,7 +118,7 @@ def _chosen(plan: InferPlan) -> CheckpointRef:
 class _TaskJob:
     """The inference of one task's shard."""
 
-    def __init__(self, plan: InferPlan, task: Any, path: str | None, its_identity: str | None):
+    def __init__(self, plan: InferRun, task: Any, path: str | None, its_identity: str | None):
         """Takes the checkpoint's own path and its identity; None if it is gone."""
         self._plan, self._task = plan, task
         self._checkpoint, self._identity = path, its_identity
@@ -331,7 +331,7 @@ def _chunks_in_words(count: int) -> str:
 
 
 def _line(
-    plan: InferPlan,
+    plan: InferRun,
     example: Mapping[str, Any],
     output: Any,
     aux: Mapping[str, Any],
@@ -364,7 +364,7 @@ def _decoded(output: list[Any], vocabulary: Any) -> Any:
     return _plain(vocabulary.decode_tf(tf.constant(output)).numpy())
 
 
-def _is_written(feature: str, plan: InferPlan) -> bool:
+def _is_written(feature: str, plan: InferRun) -> bool:
     if plan.all_inputs:
         return True
     # Without options, T5X writes the text from which the tokens were made.

@@ -8,7 +8,7 @@ from typing import Any
 
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.model import ModelConfig
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.converters.tensors import CheckpointRef, TensorInfo
 from t0repro.errors import UserError
 from t0repro.words import counted, some
@@ -18,7 +18,7 @@ NO_CHECKPOINT_YET = "T0REPRO_NO_CHECKPOINT_YET"
 
 
 def check_restored(
-    restore: RestoreConfig, config: RunConfig, vocabularies: tuple[Any, Any]
+    restore: RestoreConfig, config: TrainRun, vocabularies: tuple[Any, Any]
 ) -> Iterator[str]:
     """The checkpoint that a training run starts from unless it resumes from one of its own."""
     from t0repro import storage
@@ -30,7 +30,7 @@ def check_restored(
     yield from check_checkpoints(restore, config.model, vocabularies)
 
 
-def check_own_checkpoints(config: RunConfig, allow_changed: bool) -> Iterator[str]:
+def check_own_checkpoints(config: TrainRun, allow_changed: bool) -> Iterator[str]:
     """The checkpoints and the data that a run continues from in its model_dir."""
     from t0repro.data.train_data import train_batches
     from t0repro.training.checkpoints import checkpoint_path, data_folder, latest_step

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from t0repro.config.configuration import Configuration
-from t0repro.config.run import RunConfig
+from t0repro.config.run import CheckpointRun
 from t0repro.converters import sources
 from t0repro.converters.model_files import open_configured
 from t0repro.errors import UserError
@@ -38,7 +38,7 @@ def checkpoints_in(folder: str) -> list[Any]:
     return [ref for ref in sources.list_checkpoints(folder) if str(ref.path) in names]
 
 
-def chosen_checkpoints(config: RunConfig) -> Iterator[Any]:
+def chosen_checkpoints(config: CheckpointRun) -> Iterator[Any]:
     """Yields the checkpoints that eval_checkpoint_step chooses, by ascending step.
 
     - one step or several: each that exists, or the one nearest to it (find_closest);
@@ -55,7 +55,7 @@ def chosen_checkpoints(config: RunConfig) -> Iterator[Any]:
     return iter(_present(config))
 
 
-def one_checkpoint(config: RunConfig) -> Any:
+def one_checkpoint(config: CheckpointRun) -> Any:
     """The one checkpoint that eval_checkpoint_step chooses, for modes that write a single file.
 
     Raises:
@@ -73,7 +73,7 @@ def one_checkpoint(config: RunConfig) -> Any:
     return found[0]
 
 
-def _present(config: RunConfig) -> list[Any]:
+def _present(config: CheckpointRun) -> list[Any]:
     found = checkpoints_in(config.model_dir)
     by_step = {ref.step: ref for ref in found if ref.step is not None}
     wanted, choice = config.eval_checkpoint_step, config.checkpoint_choice
@@ -98,7 +98,7 @@ def _present(config: RunConfig) -> list[Any]:
     return [by_step[step] for step in steps]
 
 
-def _coming(config: RunConfig) -> Iterator[Any]:
+def _coming(config: CheckpointRun) -> Iterator[Any]:
     """Polls for new checkpoints and yields each, until stop_after."""
     choice, last, waiting = config.checkpoint_choice, None, Waiting()
     while True:
@@ -121,7 +121,9 @@ def _coming(config: RunConfig) -> Iterator[Any]:
             return
 
 
-def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator[Checkpoint]:
+def loaded(
+    configuration: Configuration[CheckpointRun], checkpoints: Iterator[Any]
+) -> Iterator[Checkpoint]:
     """Yields each checkpoint with the configured model, loaded only when its turn comes.
 
     Raises:
@@ -142,7 +144,7 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
 
 
 def generated_texts(
-    configuration: Configuration,
+    configuration: Configuration[CheckpointRun],
     checkpoint: Checkpoint,
     inputs: Sequence[np.ndarray],
     inputs_length: int,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.run import InferencePlan
+from t0repro.config.run import InferenceRun
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import naming
 from t0repro.partitioning.devices import Partitioning, choose
@@ -41,7 +41,7 @@ def describe_training(
     _write(model_dir, gin_text, model_info(state, partitioning))
 
 
-def describe_inference(plan: InferencePlan, gin_text: str) -> None:
+def describe_inference(plan: InferenceRun, gin_text: str) -> None:
     """Writes both files into the output folder of an evaluation or inference.
 
     Raises:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from t0repro.config.configuration import Configuration
-from t0repro.config.run import RunConfig
+from t0repro.config.run import MeshEvalRun
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import jax_device, write_facts
 from t0repro.evaluation.opened import Checkpoint
@@ -35,7 +35,7 @@ from t0repro.storage import output_path
 from t0repro.training.metrics import MetricLog
 
 
-def evaluate(configuration: Configuration) -> None:
+def evaluate(configuration: Configuration[MeshEvalRun]) -> None:
     """Evaluates all tasks at each chosen checkpoint; writes results, event files and metrics.jsonl.
 
     Raises:
@@ -52,7 +52,9 @@ def evaluate(configuration: Configuration) -> None:
         print_results(evaluated, checkpoint.step, evaluation_folder(config))
 
 
-def _with_own_output(configuration: Configuration) -> Configuration:
+def _with_own_output(
+    configuration: Configuration[MeshEvalRun],
+) -> Configuration[MeshEvalRun]:
     """With several processes, keeps only the first one's results."""
     if is_first():
         return configuration
@@ -64,7 +66,7 @@ def _with_own_output(configuration: Configuration) -> Configuration:
     return dataclasses.replace(configuration, run_or_refusal=run, inputs=inputs)
 
 
-def _task_buffers(config: RunConfig) -> TaskBuffers:
+def _task_buffers(config: MeshEvalRun) -> TaskBuffers:
     if config.eval_data is None:
         raise UserError(
             f"Mode {config.mode!r} needs run.eval_dataset_fn.",
@@ -75,7 +77,7 @@ def _task_buffers(config: RunConfig) -> TaskBuffers:
 
 
 def _evaluate(
-    configuration: Configuration, checkpoint: Checkpoint, buffers: TaskBuffers
+    configuration: Configuration[MeshEvalRun], checkpoint: Checkpoint, buffers: TaskBuffers
 ) -> dict[str, Mapping[str, float]]:
     """Evaluates all tasks at one checkpoint; returns the metrics of each."""
     config = configuration.run
@@ -108,7 +110,7 @@ def _evaluate(
 
 
 def _scores(
-    configuration: Configuration,
+    configuration: Configuration[MeshEvalRun],
     checkpoint: Checkpoint,
     chunks: Sequence[Chunk],
     lengths: Mapping[str, int],
@@ -119,7 +121,7 @@ def _scores(
 
 
 def _texts(
-    configuration: Configuration,
+    configuration: Configuration[MeshEvalRun],
     checkpoint: Checkpoint,
     chunks: Sequence[Chunk],
     lengths: Mapping[str, int],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from t0repro.config.run import EvalPlan
+from t0repro.config.run import EvalRun
 from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.vocabulary_checks import check_own_tokenizer
@@ -33,7 +33,7 @@ Metrics = dict[str, dict[str, float]]
 
 
 def evaluate_checkpoints(
-    plan: EvalPlan,
+    plan: EvalRun,
     *,
     watch: bool = False,
     until: int | None = None,
@@ -82,7 +82,7 @@ def evaluate_checkpoints(
 
 
 def _checkpoints(
-    plan: EvalPlan, watch: bool, until: int | None, seconds: float | None
+    plan: EvalRun, watch: bool, until: int | None, seconds: float | None
 ) -> Iterator[CheckpointRef]:
     if not watch:
         refs = chosen(plan.restore)
@@ -100,7 +100,7 @@ class EvaluatedCheckpoints:
     A checkpoint counts as evaluated only with the same model, examples and decoding.
     """
 
-    def __init__(self, plan: EvalPlan):
+    def __init__(self, plan: EvalRun):
         self.path = Path(plan.output_dir) / RECORD
         settings = {**plan.decisive(), "evaluator": dataclasses.asdict(plan.evaluator)}
         # Sort keys, so that equal settings give equal texts.

@@ -8,14 +8,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from t0repro.config.run import InferPlan
+from t0repro.config.run import InferRun
 from t0repro.errors import UserError
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 
-def register_files(plan: InferPlan) -> None:
+def register_files(plan: InferRun) -> None:
     """Registers the task that reads the plan's files."""
     import seqio
 

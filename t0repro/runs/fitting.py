@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from t0repro.config.model import ModelConfig, Recompute
-from t0repro.config.run import RunConfig
+from t0repro.config.run import Run, TrainRun
 from t0repro.errors import UserError
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.topologies import GIB, Chip
 from t0repro.runs.programs import Program, arranged, compiled_programs
 
+_Run = TypeVar("_Run", bound=Run)
 
-def fits(program: Program, config: RunConfig, partitioning: Partitioning, chip: Chip) -> str:
+
+def fits(program: Program, config: Run, partitioning: Partitioning, chip: Chip) -> str:
     """Whether a step fits into a device's memory and, if not, what would make it fit."""
     spare = chip.memory - program.memory.total
     if program.fits_in(chip):
@@ -23,10 +25,10 @@ def fits(program: Program, config: RunConfig, partitioning: Partitioning, chip: 
     return f"does not fit, {much}: {'; or '.join(remedies(config, partitioning))}"
 
 
-def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
+def remedies(config: Run, partitioning: Partitioning) -> list[str]:
     """Ways to reduce a step's memory that the run does not use yet."""
     found, model = [], config.model
-    if config.mode == "train":
+    if isinstance(config, TrainRun):
         if ways := more_recomputation(model):
             found.append(f"recompute activations ({' or '.join(map(repr, ways))})")
         rows = config.batch_size // config.num_microbatches
@@ -55,23 +57,33 @@ def more_recomputation(model: ModelConfig) -> tuple[Recompute, ...]:
 
 
 def adjusted(
-    config: RunConfig,
+    config: _Run,
     model_parallelism: int | None = None,
     fully_sharded: bool = False,
     num_microbatches: int | None = None,
-) -> RunConfig:
-    """The run with another layout, whose data axis takes the remaining devices, or microbatches."""
+) -> _Run:
+    """The run with another layout, whose data axis takes the remaining devices, or microbatches.
+
+    Raises:
+      UserError: For microbatches of a run that does not train.
+    """
     layout = config.layout
     if model_parallelism is not None:
         layout = dataclasses.replace(layout, data=None, model=model_parallelism, topology=None)
     if fully_sharded:
         layout = dataclasses.replace(layout, fully_sharded=True)
     if num_microbatches is not None:
+        if not isinstance(config, TrainRun):
+            raise UserError(
+                f"Mode {config.mode!r} has no microbatches; only training has.",
+                where=f"--num_microbatches={num_microbatches}",
+                fix="Leave out --num_microbatches, or give a training run.",
+            )
         config = dataclasses.replace(config, num_microbatches=num_microbatches)
     return dataclasses.replace(config, layout=layout)
 
 
-def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[str]:
+def suggest(config: TrainRun, devices: Sequence[Any], chip: Chip) -> Iterator[str]:
     """Compiles ever smaller variants of a training run until one fits; yields a line for each.
 
     Args:
@@ -99,11 +111,11 @@ def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[s
     yield "nothing that can be tried fits: use devices with more memory"
 
 
-def variants(config: RunConfig, partitioning: Partitioning) -> Iterator[tuple[str, RunConfig]]:
+def variants(config: TrainRun, partitioning: Partitioning) -> Iterator[tuple[str, TrainRun]]:
     """The variants to try, each on top of the one before: what costs least time comes first."""
     changes: dict[str, str] = {}
 
-    def with_change(kind: str, text: str) -> tuple[str, RunConfig]:
+    def with_change(kind: str, text: str) -> tuple[str, TrainRun]:
         changes[kind] = text
         return ", ".join(changes.values()), config
 
@@ -116,7 +128,7 @@ def variants(config: RunConfig, partitioning: Partitioning) -> Iterator[tuple[st
         yield with_change("parts", f"{config.num_microbatches} microbatches")
     ways = more_recomputation(config.model)
 
-    def recomputing(way: Recompute) -> tuple[str, RunConfig]:
+    def recomputing(way: Recompute) -> tuple[str, TrainRun]:
         nonlocal config
         model = dataclasses.replace(config.model, recompute=way)
         config = dataclasses.replace(config, model=model)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from t0repro.config.configuration import Configuration
+from t0repro.config.run import MeshEvalRun
 from t0repro.data.batches import perplexity_batches
 from t0repro.evaluation.result_lines import print_results
 from t0repro.event_files import event_writer
@@ -21,15 +22,14 @@ from t0repro.training.metrics import MetricLog
 from t0repro.training.token_losses import evaluation_metrics, evaluation_sums, loss_denominator
 
 
-def evaluate_perplexity(configuration: Configuration) -> None:
+def evaluate_perplexity(configuration: Configuration[MeshEvalRun]) -> None:
     """Writes each task's metrics at each chosen checkpoint, and prints them.
 
     They go to metrics.jsonl and event files.
     """
     config = configuration.run
     steps = config.perplexity_eval_steps
-    data = config.eval_data or config.plan.train_data
-    split = data.split if data else "eval"
+    split = config.eval_data.split if config.eval_data else "eval"
     datasets = perplexity_batches(config)
     for checkpoint in loaded(configuration, chosen_checkpoints(config)):
         params, model, step = checkpoint.params, checkpoint.model, checkpoint.step

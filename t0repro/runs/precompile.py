@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.run import RunConfig
+from t0repro.config.run import Run
 from t0repro.partitioning.devices import Partitioning, describe_devices
 from t0repro.partitioning.topologies import Chip
 from t0repro.runs.fitting import fits, format_gib
@@ -22,7 +22,7 @@ from t0repro.storage import write_atomically
 
 
 def precompile(
-    config: RunConfig,
+    config: Run,
     devices: Sequence[Any],
     chip: Chip | None,
     hlo: Path | None = None,
@@ -76,7 +76,7 @@ def write_t5x_files(folder: Path, program: Program, partitioning: Partitioning) 
     return [folder / name for name in contents]
 
 
-def devices_line(config: RunConfig, devices: Sequence[Any]) -> str:
+def devices_line(config: Run, devices: Sequence[Any]) -> str:
     """A line that describes the devices of a run.
 
     Raises:
@@ -86,7 +86,7 @@ def devices_line(config: RunConfig, devices: Sequence[Any]) -> str:
 
 
 def described(
-    program: Program, config: RunConfig, partitioning: Partitioning, chip: Chip | None
+    program: Program, config: Run, partitioning: Partitioning, chip: Chip | None
 ) -> Iterator[str]:
     """Lines about a compiled step: memory and whether it fits, FLOPs, communication, time."""
     yield f"{program.name}: compiled in {program.seconds:.0f} s"

@@ -39,7 +39,7 @@ from typing import Any
 from t0repro.config.configuration import Configuration, check_addresses, check_outputs
 from t0repro.config.data import SeqioDataConfig
 from t0repro.config.model import ModelConfig
-from t0repro.config.run import EvalPlan, InferencePlan, InferPlan, RunConfig
+from t0repro.config.run import EvalRun, InferenceRun, InferRun, Run, TrainRun
 from t0repro.runs.checkpoint_checks import check_checkpoints, check_own_checkpoints, check_restored
 from t0repro.runs.checks import Check, Cost, Report, run_checks
 from t0repro.words import counted
@@ -59,19 +59,19 @@ def check_mesh_transformer(configuration: Configuration, *, jax: bool, skip_miss
     inputs, config = configuration.inputs, configuration.run_or_refusal
     trains = inputs.mode == "train" and inputs.mixture_or_task_name is not None
     listed = [Check("addresses", Cost.FILES, lambda: check_addresses(inputs, jax=jax))]
-    if isinstance(config, RunConfig):
+    if isinstance(config, Run):
         listed.insert(0, Check("outputs", Cost.NAMES, lambda: check_outputs(config, jax=jax)))
     listed.append(Check("data", Cost.TASKS, lambda: _mesh_data(configuration, skip_missing)))
     if trains:
         listed.append(Check("shards", Cost.TASKS, lambda: _mesh_training_data(configuration, jax)))
-    if jax and trains and isinstance(config, RunConfig):
+    if jax and trains and isinstance(config, TrainRun):
         listed.extend(_choices(config))
     listed.append(Check("checkpoints", Cost.INDEX, lambda: _mesh_checkpoints(configuration, jax)))
     run_checks(listed, _silent, all_at_once=False)
 
 
 def check_inference(
-    plan: InferencePlan, report: Report | None = None, *, starts: bool = False
+    plan: InferenceRun, report: Report | None = None, *, starts: bool = False
 ) -> None:
     """Checks an evaluation or an inference.
 
@@ -84,11 +84,11 @@ def check_inference(
       UserError: If there are faults; it lists all of them.
     """
     vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
-    reads = "eval" if isinstance(plan, EvalPlan) else "infer"
+    reads = "eval" if isinstance(plan, EvalRun) else "infer"
     listed = [
         Check("examples", Cost.TASKS, lambda: _data(plan.data, plan.model, vocabularies, reads))
     ]
-    if isinstance(plan, InferPlan) and plan.files is not None:
+    if isinstance(plan, InferRun) and plan.files is not None:
         # First, because it registers the task whose examples the next check looks for.
         listed.insert(0, Check("files", Cost.TASKS, lambda: _files(plan)))
     # A run that starts opens each checkpoint when its turn comes, which checks it.
@@ -104,7 +104,7 @@ def check_inference(
 
 
 def check_training(
-    config: RunConfig,
+    config: TrainRun,
     vocabularies: tuple[Any, Any],
     report: Report | None = None,
     *,
@@ -165,7 +165,7 @@ def _mesh_data(configuration: Configuration, skip_missing: bool) -> None:
 
     inputs, config = configuration.inputs, configuration.run_or_refusal
     checks.check_data(inputs, skip_missing=skip_missing)
-    if inputs.mixture_or_task_name is not None and isinstance(config, RunConfig):
+    if inputs.mixture_or_task_name is not None and isinstance(config, Run):
         tasks = checks.tasks_with_split(inputs.mixture_or_task_name, inputs.split)
         checks.check_tokens(tasks, config.model, mesh=True)
 
@@ -190,12 +190,12 @@ def _mesh_checkpoints(configuration: Configuration, jax: bool) -> None:
     check_checkpoints(configuration.inputs, jax=jax)
 
 
-def _batch(config: RunConfig) -> Iterator[str]:
+def _batch(config: TrainRun) -> Iterator[str]:
     rows = config.batch_size // config.num_microbatches
     yield f"{counted(config.batch_size, 'row')}, microbatches of {rows}"
 
 
-def _schedule(config: RunConfig) -> None:
+def _schedule(config: TrainRun) -> None:
     import jax.numpy as jnp
 
     from t0repro.training.schedules import make_schedule
@@ -205,7 +205,7 @@ def _schedule(config: RunConfig) -> None:
         make_schedule(config.schedule)(jnp.asarray(0))
 
 
-def _choices(config: RunConfig) -> list[Check]:
+def _choices(config: TrainRun) -> list[Check]:
     """The check of answer choices, if the loss is over them."""
     if config.model.choice_loss is None:
         return []
@@ -214,7 +214,7 @@ def _choices(config: RunConfig) -> list[Check]:
     return [Check("choices", Cost.TASKS, lambda: check_choices(config))]
 
 
-def _files(plan: InferPlan) -> Iterator[str]:
+def _files(plan: InferRun) -> Iterator[str]:
     from t0repro import compat
     from t0repro.runs.example_files import register_files
 

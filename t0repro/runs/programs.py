@@ -6,13 +6,13 @@ import dataclasses
 import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from t0repro.config.run import RunConfig
+from t0repro.config.run import CheckpointRun, Run, TrainRun
 from t0repro.errors import UserError
 from t0repro.evaluation import engine
 from t0repro.model.decoding import generate
@@ -29,6 +29,8 @@ from t0repro.training.residuals import bytes_per_device
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import stacked_shapes
 from t0repro.training.train_step import jit_train_step, make_train_step
+
+_Run = TypeVar("_Run", bound=Run)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,23 +82,26 @@ class Program:
         return not self.refused and self.memory.total <= chip.memory
 
 
-def compiled_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
+def compiled_programs(config: Run, partitioning: Partitioning) -> Iterator[Program]:
     """The steps of a run's mode, each compiled only when iteration reaches it.
 
     A caller that stops at the first one that does not fit pays for no more.
     """
-    programs = train_programs if config.mode == "train" else evaluation_programs
-    return programs(config, partitioning)
+    if isinstance(config, TrainRun):
+        return train_programs(config, partitioning)
+    assert isinstance(config, CheckpointRun)
+    return evaluation_programs(config, partitioning)
 
 
-def shard_over(config: RunConfig, devices: Sequence[Any]) -> Partitioning:
+def shard_over(config: Run, devices: Sequence[Any]) -> Partitioning:
     """The partitioning of a run over devices."""
-    rows = config.batch_size // config.num_microbatches if config.mode == "train" else None
+    trains = isinstance(config, TrainRun)
+    rows = config.batch_size // config.num_microbatches if trains else None
     where = config.provenance.get("layout")
     return choose(config.layout, config.model, rows=rows, devices=devices, where=where)
 
 
-def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
+def train_programs(config: TrainRun, partitioning: Partitioning) -> Iterator[Program]:
     """The train step.
 
     Raises:
@@ -124,7 +129,7 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
     yield _compiled("train", jitted, (state, batch), partitioning, by_shapes)
 
 
-def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
+def evaluation_programs(config: CheckpointRun, partitioning: Partitioning) -> Iterator[Program]:
     """Scoring, as its two steps encode and decode, and generation, each for one batch."""
     model = T5(config.model, config.dtypes)
     parameters = partitioning.shapes_with_shardings(
@@ -229,14 +234,14 @@ def _temporaries(refused: str, held: int) -> int:
     return max(0, int(needed) - held)
 
 
-def arranged(config: RunConfig, devices: Sequence[Any]) -> tuple[RunConfig, Partitioning, str]:
+def arranged(config: _Run, devices: Sequence[Any]) -> tuple[_Run, Partitioning, str]:
     """The run as devices would execute it, its partitioning, and why it rematerializes.
 
     Raises:
       UserError: if the devices cannot be arranged as the layout asks.
     """
     partitioning = shard_over(config, devices)
-    if config.mode != "train" or config.optimizer is None:
+    if not isinstance(config, TrainRun) or config.optimizer is None:
         return config, partitioning, ""
     held = stacked_shapes(T5(config.model, config.dtypes), make_optimizer(config.optimizer))
     run, why = choose_remat(config, held, batch_shapes(config), partitioning, partitioning.memory)

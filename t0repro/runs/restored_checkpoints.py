@@ -12,7 +12,7 @@ from typing import Any
 
 from t0repro import storage
 from t0repro.config.checkpoints import RestoreConfig
-from t0repro.config.run import InferencePlan
+from t0repro.config.run import InferenceRun
 from t0repro.converters import jax_tree, sources
 from t0repro.converters.model_files import open_configured
 from t0repro.converters.tensors import CheckpointRef, with_parameters_in
@@ -161,7 +161,7 @@ def _account(ref: CheckpointRef) -> bytes:
     return json.dumps(sorted(files.items())).encode() if files else b""
 
 
-def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
+def opened(plan: InferenceRun, ref: CheckpointRef) -> Checkpoint:
     """A checkpoint of any format with the plan's model; slots are not read.
 
     Raises:
@@ -182,7 +182,7 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     return load_on_devices(tree, held, model, str(ref.path))
 
 
-def generating_model(plan: InferencePlan, network: Any) -> Any:
+def generating_model(plan: InferenceRun, network: Any) -> Any:
     """The model that generates and scores: the network itself, or the user's model around it."""
     if plan.user_model is None:
         return network
@@ -196,7 +196,7 @@ def generating_model(plan: InferencePlan, network: Any) -> Any:
     return make_user_model(plan.user_model, network, None, vocabularies, plan.decoding)
 
 
-def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any]:
+def _tree(plan: InferenceRun, ref: CheckpointRef, shapes: Any) -> dict[str, Any]:
     """A checkpoint's step and parameters under the model's names."""
     if not plan.restore.assignment_map:
         return open_configured(ref, plan.model, slots=False)

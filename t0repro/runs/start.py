@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.configuration import Configuration
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.converters import sources
 from t0repro.converters.restoring import starting_tree
 from t0repro.data.train_data import make_train_eval_batches, train_batches
@@ -21,7 +21,7 @@ from t0repro.training.model_dir import lock_for_training
 
 
 def start_training(
-    config: RunConfig,
+    config: TrainRun,
     *,
     describe: Describe,
     config_text: str | None = None,

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.run import RunConfig
+from t0repro.config.data import EvalDataConfig
+from t0repro.config.run import MeshEvalRun
 from t0repro.data.batches import eval_tasks
 from t0repro.data.eval_examples import iterate_eval_tasks
 from t0repro.errors import UserError
@@ -42,7 +43,7 @@ class TaskBuffers:
       judges: the judge of each task read so far, by name.
     """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: MeshEvalRun):
         self._config = config
         self.judges: dict[str, Judge] = {}
         self._kept: list[Chunk] | None = None
@@ -63,7 +64,7 @@ class TaskBuffers:
 
     def _tasks(self) -> Iterator[tuple[str, Iterable[dict[str, Any]]]]:
         data, lengths = self._config.eval_data, self._config.sequence_length
-        assert data is not None
+        assert isinstance(data, EvalDataConfig)
         if is_described(data.mixture_or_task_name):
             for task, examples in iterate_eval_tasks(data, lengths):
                 self.judges[task.name] = make_task_judge(task)
@@ -151,7 +152,7 @@ class TaskWriter:
       judges: the judge of each task, by name.
     """
 
-    def __init__(self, config: RunConfig, checkpoint: Checkpoint, judges: Mapping[str, Judge]):
+    def __init__(self, config: MeshEvalRun, checkpoint: Checkpoint, judges: Mapping[str, Judge]):
         self._config, self._checkpoint, self._judges = config, checkpoint, judges
         self._path, self._settings = evaluation_folder(config), _settings(config)
         self._open: dict[str, tuple[TaskOutput, Cost]] = {}
@@ -212,9 +213,9 @@ class TaskWriter:
         folder.record(result, {**counts, **cost.as_record()})
 
 
-def _settings(config: RunConfig) -> EvaluationSettings:
+def _settings(config: MeshEvalRun) -> EvaluationSettings:
     data = config.eval_data
-    assert data is not None
+    assert isinstance(data, EvalDataConfig)
     wanted = data.num_eval_examples
     return EvaluationSettings(
         split=data.split,
@@ -230,7 +231,7 @@ def _features(name: str) -> Mapping[str, Any]:
     return find_task(name).output_features
 
 
-def evaluation_folder(config: RunConfig) -> Path:
+def evaluation_folder(config: MeshEvalRun) -> Path:
     """The folder of the evaluation's files, with Mesh TensorFlow's default and suffix."""
     split = config.eval_data.split if config.eval_data else "validation"
     folder = config.eval_summary_dir or f"{config.model_dir}/{split}_eval"

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.configuration import Configuration
+from t0repro.config.decoding import InferConfig, ScoreStringsConfig
+from t0repro.config.run import CheckpointRun, MeshEvalRun, TextRun
 from t0repro.data.batches import list_scored_examples
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
@@ -22,33 +24,32 @@ from t0repro.runs.text_files import encode_lines, infer_inputs, strings_to_score
 from t0repro.storage import output_path
 
 
-def infer(configuration: Configuration) -> None:
+def infer(configuration: Configuration[TextRun]) -> None:
     """Generates an output for each line of a file, at each chosen checkpoint."""
-    config = configuration.run
-    assert config.infer is not None and config.sequence_length is not None
-    lines, length = infer_inputs(config.infer), config.sequence_length["inputs"]
-    vocabulary = configuration.vocabularies[0]
-    inputs = encode_lines(lines, vocabulary, config.infer.eos_id, length)
-    repeats = config.infer.repeats
+    config, text = configuration.run, configuration.run.text
+    assert isinstance(text, InferConfig) and config.sequence_length is not None
+    lines, length = infer_inputs(text), config.sequence_length["inputs"]
+    vocabulary, repeats = configuration.vocabularies[0], text.repeats
+    inputs = encode_lines(lines, vocabulary, text.eos_id, length)
     # As in Mesh TensorFlow, which pads the last batch with the first input, once per repeat.
     fill = repeats * (-(len(lines) // repeats) % config.batch_size)
     for model in loaded(configuration, chosen_checkpoints(config)):
         texts = generated_texts(configuration, model, inputs, length, fill)
-        write_lines(f"{config.infer.output_filename}-{model.step}", texts)
+        write_lines(f"{text.output_filename}-{model.step}", texts)
 
 
-def score_from_dataset(configuration: Configuration) -> None:
+def score_from_dataset(configuration: Configuration[MeshEvalRun]) -> None:
     """Mode score_from_dataset: scores every target of a dataset and saves the scores."""
     _score(configuration, list_scored_examples(configuration.run))
 
 
-def score_from_strings(configuration: Configuration) -> None:
+def score_from_strings(configuration: Configuration[TextRun]) -> None:
     """Mode score_from_strings: scores lines of text and saves the scores.
 
     Targets are encoded with the inputs' vocabulary.
     """
-    strings, lengths = configuration.run.score_strings, configuration.run.sequence_length
-    assert strings is not None and lengths is not None
+    strings, lengths = configuration.run.text, configuration.run.sequence_length
+    assert isinstance(strings, ScoreStringsConfig) and lengths is not None
     # Mesh TensorFlow's encode_inputs encodes the targets too, by this vocabulary.
     vocabulary = configuration.vocabularies[0]
     inputs, targets = strings_to_score(strings)
@@ -65,7 +66,7 @@ def score_from_strings(configuration: Configuration) -> None:
     _score(configuration, examples)
 
 
-def _score(configuration: Configuration, examples: Sequence[Any]) -> None:
+def _score(configuration: Configuration[CheckpointRun], examples: Sequence[Any]) -> None:
     """Scores examples at the chosen checkpoint and saves the files of save_scores."""
     config = configuration.run
     if config.scores_filename is None:
@@ -98,7 +99,7 @@ class ScoreFiles:
     Source: mesh_tensorflow.transformer.utils.save_scores.
     """
 
-    def __init__(self, configuration: Configuration):
+    def __init__(self, configuration: Configuration[CheckpointRun]):
         config, self._vocabulary = configuration.run, configuration.vocabularies[1]
         self._texts = config.save_example_text
         suffixes = ("scores", "targets", "lengths") if self._texts else ("scores",)

@@ -1,4 +1,4 @@
-"""Training on the JAX stack, from a RunConfig and batches to checkpoints."""
+"""Training on the JAX stack, from a TrainRun and batches to checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from t0repro.config.run import Replaced, RunConfig
+from t0repro.config.run import Replaced, TrainRun
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning, choose, describe_devices
@@ -49,7 +49,7 @@ Describe = Callable[[TrainState, Partitioning], None]
 
 
 def train(
-    config: RunConfig,
+    config: TrainRun,
     batches: Batches,
     *,
     restore_from: RestoreFrom = None,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.adapters import join_adapter
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.converters import sources
 from t0repro.converters.adapter_files import AdapterNote
 from t0repro.errors import UserError
@@ -64,7 +64,7 @@ class BadTensor:
 
 
 def write_bad_update(
-    folder: Path, config: RunConfig, step: int, batch: Mapping[str, np.ndarray], key: jax.Array
+    folder: Path, config: TrainRun, step: int, batch: Mapping[str, np.ndarray], key: jax.Array
 ) -> None:
     """Writes what is needed to reproduce an update.
 
@@ -106,7 +106,7 @@ def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
             where=str(folder),
             fix="Name a bad_update_<step> folder, which TerminateOnNanAction writes.",
         ) from error
-    config = RunConfig.from_json(json.dumps(notes["config"]), where=str(folder / NOTES_FILE))
+    config = TrainRun.from_json(json.dumps(notes["config"]), where=str(folder / NOTES_FILE))
     module = T5(config.model, config.dtypes)
     # The checkpoint is beside the folder, even if the run was moved.
     path = checkpoint_path(folder.parent, notes["step"])

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from t0repro import storage
 from t0repro.config.optimizer import OptaxConfig
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.converters import sources
 from t0repro.converters.adapter_files import (
     AdapterReader,
@@ -54,7 +54,7 @@ _MAY_CHANGE = frozenset(
 def lock_for_training(
     model_dir: str | os.PathLike[str],
     backend: Backend,
-    config: RunConfig | None,
+    config: TrainRun | None,
     *,
     allow_changed: bool = False,
 ) -> Iterator[Callable[[TrainState | None], None]]:
@@ -100,7 +100,7 @@ def lock_for_training(
 def check_model_dir(
     model_dir: str | os.PathLike[str],
     backend: Backend,
-    config: RunConfig | None,
+    config: TrainRun | None,
     *,
     allow_changed: bool = False,
 ) -> CheckpointReader | None:
@@ -169,7 +169,7 @@ def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) ->
         )
 
 
-def _check_kind(ref: CheckpointRef, config: RunConfig | None) -> None:
+def _check_kind(ref: CheckpointRef, config: TrainRun | None) -> None:
     """Refuses to train an adapter beside checkpoints of whole models, and the other way round."""
     trains = config is not None and config.model.adapter is not None
     if trains != is_adapter(ref):
@@ -241,7 +241,7 @@ def check_slots(reader: CheckpointReader, shapes: TrainState) -> None:
     )
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
+def _settings(config: TrainRun) -> dict[str, Any]:
     """The settings that a checkpoint depends on: dotted field -> value, as JSON represents it."""
     parts = {"model": config.model, "optimizer": config.optimizer}
     settings: dict[str, Any] = {"optimizer": type(config.optimizer).__name__}
@@ -256,7 +256,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(settings))
 
 
-def _check_record(path: Path, config: RunConfig) -> None:
+def _check_record(path: Path, config: TrainRun) -> None:
     """Refuses model or optimizer settings that differ from those that trained the checkpoints."""
     if not path.is_file():
         return

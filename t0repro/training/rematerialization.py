@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from t0repro.config.model import ModelConfig, Recompute
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
 from t0repro.model.towers import is_scanned
 from t0repro.parameters.naming import LAYERS, layer_name
@@ -34,22 +34,22 @@ _FROM_LEAST: tuple[Recompute, ...] = ("none", "minimal")
 
 
 def choose_remat(
-    config: RunConfig,
+    config: TrainRun,
     stacked: TrainState,
     features: Mapping[str, tuple[int, int]],
     partitioning: Partitioning,
     memory: int | None,
-) -> tuple[RunConfig, str]:
+) -> tuple[TrainRun, str]:
     """The run with a rematerialization policy, and a line that says why; "" if nothing was chosen.
 
     Args:
-      config: a run; returned as it is unless it trains and `model.recompute` is None.
+      config: a training run; returned as it is unless `model.recompute` is None.
       stacked: shapes of the state as its trainer holds it (`stack_state`).
       features: shapes of a batch (`batch_shapes`).
       partitioning: its devices.
       memory: bytes that programs may take on a device; None if that is not known.
     """
-    if config.mode != "train" or config.model.recompute is not None:
+    if config.model.recompute is not None:
         return config, ""
 
     def least() -> tuple[Recompute | None, str]:
@@ -76,7 +76,7 @@ def choose_remat(
 
 
 def step_bytes(
-    config: RunConfig,
+    config: TrainRun,
     state: TrainState,
     features: Mapping[str, tuple[int, int]],
     partitioning: Partitioning,
@@ -93,7 +93,7 @@ def step_bytes(
 
 
 def step_memory(
-    config: RunConfig,
+    config: TrainRun,
     state: TrainState,
     features: Mapping[str, tuple[int, int]],
     partitioning: Partitioning,
@@ -121,7 +121,7 @@ def step_memory(
     )
 
 
-def batch_shapes(run: RunConfig) -> dict[str, tuple[int, int]]:
+def batch_shapes(run: TrainRun) -> dict[str, tuple[int, int]]:
     """The shapes [rows, length] of the features that a training run's model reads from a batch.
 
     Exact if the lengths of inputs and targets are bound; else see ASSUMED_LENGTH.
@@ -142,7 +142,7 @@ def batch_shapes(run: RunConfig) -> dict[str, tuple[int, int]]:
 
 
 def _measure_saved_activations(
-    config: RunConfig, features: Mapping[str, tuple[int, int]], partitioning: Partitioning
+    config: TrainRun, features: Mapping[str, tuple[int, int]], partitioning: Partitioning
 ) -> int:
     """Bytes that one device keeps from a microbatch's forward pass for the backward pass.
 
@@ -193,7 +193,7 @@ def _share(model: ModelConfig, parts: int) -> ModelConfig:
     )
 
 
-def _copied_bytes(config: RunConfig, parameters: Any) -> int:
+def _copied_bytes(config: TrainRun, parameters: Any) -> int:
     """Bytes of the kernel copies that scanned layers read, see `towers.Tower`."""
     model, dtype = config.model, jnp.dtype(config.dtypes.activation)
     towers = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
@@ -213,5 +213,5 @@ def _copied_bytes(config: RunConfig, parameters: Any) -> int:
     return bytes_per_device(kernels) * dtype.itemsize // jnp.dtype(held).itemsize
 
 
-def _set_remat(config: RunConfig, way: Recompute | None) -> RunConfig:
+def _set_remat(config: TrainRun, way: Recompute | None) -> TrainRun:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, recompute=way))

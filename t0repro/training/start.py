@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from t0repro import storage
-from t0repro.config.run import RunConfig, TrainingPlan
+from t0repro.config.run import TrainingPlan, TrainRun
 from t0repro.converters import sources
 from t0repro.converters.adapter_files import (
     AdapterNote,
@@ -73,7 +73,7 @@ class Start:
 
 
 def restore_or_create(
-    config: RunConfig,
+    config: TrainRun,
     shapes: TrainState,
     fresh: Callable[[], TrainState],
     restore_from: RestoreFrom,
@@ -160,7 +160,7 @@ def make_keys(seed: int, how: Literal["split", "folded"]) -> tuple[jax.Array, ja
 
 
 def _start_adapter(
-    config: RunConfig,
+    config: TrainRun,
     shapes: TrainState,
     fresh: Callable[[], TrainState],
     tree: OpenTree | str | Path | None,

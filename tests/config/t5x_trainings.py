@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.config.t5x import gin_files, run
 
 MODEL = "t5x/examples/t5/t5_1_1/small.gin"
@@ -16,7 +16,7 @@ REQUIRED = (
 )
 
 
-def config(*bindings: str, files=(MODEL, PRETRAIN)) -> RunConfig:
-    """The RunConfig of these files, with these bindings after the required ones."""
+def config(*bindings: str, files=(MODEL, PRETRAIN)) -> TrainRun:
+    """The TrainRun of these files, with these bindings after the required ones."""
     inputs = gin_files.T5xInputs("train", tuple(files), (*REQUIRED, *bindings))
     return run.train_config(gin_files.parse(inputs))

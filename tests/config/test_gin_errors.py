@@ -1,4 +1,4 @@
-"""Whatever is wrong with gin's inputs ends in a RunConfig or an error of what, where and fix."""
+"""Whatever is wrong with gin's inputs ends in a TrainRun or an error of what, where and fix."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
 
 from .mutations import FUZZ, folder_for_files, mutated
@@ -40,7 +40,7 @@ run.learning_rate_schedule = [0.5, @learning_rate_schedules.linear_decay]
 """
 
 
-def load(text: str | bytes, folder: Path, *params: str) -> RunConfig:
+def load(text: str | bytes, folder: Path, *params: str) -> TrainRun:
     file = folder / "mine.gin"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     inputs = MeshInputs(
@@ -168,7 +168,7 @@ def check_ends_well(text: bytes, folder: Path) -> None:
             assert error.what and error.where and error.fix
             assert len(str(error)) < 3000
         else:
-            assert isinstance(config, RunConfig)
+            assert isinstance(config, TrainRun)
 
 
 @settings(max_examples=500, derandomize=True, **FUZZ)

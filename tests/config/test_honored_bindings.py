@@ -1,6 +1,6 @@
 """Every argument that the JAX stack takes from Mesh TensorFlow's gin changes the run that it names.
 
-A table binds each argument and says which fields of the RunConfig change, and to what. Whatever
+A table binds each argument and says which fields of the run change, and to what. Whatever
 else a run may bind either changes nothing on purpose, and is listed, or is refused.
 """
 
@@ -77,12 +77,8 @@ ARGUMENTS = "schedule.arguments."
 # Run -> binding -> the fields that change, and their new values; None for what is gone.
 CHANGES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "train": {
-        "run.eval_checkpoint_step = 3": {"eval_checkpoint_step": 3},
         "run.save_checkpoints_steps = 3": {"plan.save.period": 3},
         "run.keep_checkpoint_max = 3": {"plan.save.keep": 3},
-        "run.eval_summary_dir = 'a'": {"eval_summary_dir": "a"},
-        "run.eval_dir_suffix = 'a'": {"eval_dir_suffix": "a"},
-        "run.output_eval_examples = False": {"output_eval_examples": False},
         "run.batch_size = 3": {"batch_size": 3},
         "run.train_steps = 3": {"train_steps": 3, "schedule.total_train_steps": 3},
         "run.total_run_steps = 3": {"schedule.total_train_steps": 3},
@@ -93,11 +89,9 @@ CHANGES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "schedule.name": "constant", f"{ARGUMENTS}value": 0.5,
             f"{ARGUMENTS}learning_rate": None,
         },
-        "run.perplexity_eval_steps = 3": {"perplexity_eval_steps": 3},
         "run.skip_seen_data = True": {"plan.train_data.skip_seen_data": True},
         "run.seen_data_init_step = 3": {"plan.train_data.seen_data_init_step": 3},
         "run.checkpoint_input_pipeline = True": {"plan.train_data.checkpoint_input_pipeline": True},
-        "run.mode = 'perplexity_eval'": {"mode": "perplexity_eval"},
         "get_variable_dtype.master_dtype = 'float32'": {"dtypes.master": "float32"},
         "serialize_num_microbatches.tokens_per_microbatch_per_replica = 256": {
             "num_microbatches": 2,
@@ -141,19 +135,6 @@ CHANGES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "adafactor_decay_rate_pow.exponent = 0.5": {"optimizer.decay_exponent": 0.5},
         "adafactor_decay_rate_pow.offset = 3": {"optimizer.decay_offset": 3},
         "constant_learning_rate.learning_rate = 0.5": {f"{ARGUMENTS}learning_rate": 0.5},
-        "Bitransformer.decode.beam_size = 3": {"decoding.beam_size": 3},
-        "Bitransformer.decode.alpha = 0.5": {"decoding.alpha": 0.5},
-        "Bitransformer.decode.temperature = 0.5": {"decoding.temperature": 0.5},
-        "Bitransformer.decode.sampling_keep_top_k = 3": {"decoding.keep_top_k": 3},
-        "Bitransformer.decode.decode_length_multiplier = 0.5": {
-            "decoding.length_multiplier": 0.5,
-        },
-        "Bitransformer.decode.decode_length_constant = 3": {"decoding.length_constant": 3},
-        "Bitransformer.decode.max_decode_length = 3": {"decoding.max_length": 3},
-        "beam_search.num_prefilter = 3": {"decoding.prefilter": 3},
-        "get_checkpoint_iterator.skip_until = 3": {"checkpoint_choice.skip_until": 3},
-        "get_checkpoint_iterator.stop_after = 3": {"checkpoint_choice.stop_after": 3},
-        "get_checkpoint_iterator.find_closest = False": {"checkpoint_choice.find_closest": False},
         "mesh_train_dataset_fn.mixture_or_task_name = 'a'": {
             "plan.train_data.mixture_or_task_name": "a",
         },
@@ -232,8 +213,26 @@ CHANGES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "eval": {
         "run.dataset_split = 'validation'": {
             "eval_data.split": "validation",
-            "plan.train_data.split": "validation",
         },
+        "run.mode = 'perplexity_eval'": {"mode": "perplexity_eval"},
+        "run.eval_checkpoint_step = 3": {"eval_checkpoint_step": 3},
+        "run.eval_summary_dir = 'a'": {"eval_summary_dir": "a"},
+        "run.eval_dir_suffix = 'a'": {"eval_dir_suffix": "a"},
+        "run.output_eval_examples = False": {"output_eval_examples": False},
+        "run.perplexity_eval_steps = 3": {"perplexity_eval_steps": 3},
+        "Bitransformer.decode.beam_size = 3": {"decoding.beam_size": 3},
+        "Bitransformer.decode.alpha = 0.5": {"decoding.alpha": 0.5},
+        "Bitransformer.decode.temperature = 0.5": {"decoding.temperature": 0.5},
+        "Bitransformer.decode.sampling_keep_top_k = 3": {"decoding.keep_top_k": 3},
+        "Bitransformer.decode.decode_length_multiplier = 0.5": {
+            "decoding.length_multiplier": 0.5,
+        },
+        "Bitransformer.decode.decode_length_constant = 3": {"decoding.length_constant": 3},
+        "Bitransformer.decode.max_decode_length = 3": {"decoding.max_length": 3},
+        "beam_search.num_prefilter = 3": {"decoding.prefilter": 3},
+        "get_checkpoint_iterator.skip_until = 3": {"checkpoint_choice.skip_until": 3},
+        "get_checkpoint_iterator.stop_after = 3": {"checkpoint_choice.stop_after": 3},
+        "get_checkpoint_iterator.find_closest = False": {"checkpoint_choice.find_closest": False},
         "mesh_eval_dataset_fn.mixture_or_task_name = 'a'": {"eval_data.mixture_or_task_name": "a"},
         "mesh_eval_dataset_fn.num_eval_examples = 3": {"eval_data.num_eval_examples": 3},
         "mesh_eval_dataset_fn.use_cached = True": {"eval_data.use_cached": True},
@@ -244,16 +243,16 @@ CHANGES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "mesh_eval_dataset_fn.seed = 3": {"eval_data.seed": 3},
     },
     "infer": {
-        "decode_from_file.input_filename = 'c'": {"infer.input_filename": "c"},
-        "decode_from_file.output_filename = 'c'": {"infer.output_filename": "c"},
-        "decode_from_file.eos_id = 3": {"infer.eos_id": 3},
-        "decode_from_file.repeats = 3": {"infer.repeats": 3},
+        "decode_from_file.input_filename = 'c'": {"text.input_filename": "c"},
+        "decode_from_file.output_filename = 'c'": {"text.output_filename": "c"},
+        "decode_from_file.eos_id = 3": {"text.eos_id": 3},
+        "decode_from_file.repeats = 3": {"text.repeats": 3},
     },
     "strings": {
-        "score_from_strings.inputs = ['c']": {"score_strings.inputs": ["c"]},
-        "score_from_strings.targets = 'c'": {"score_strings.targets": "c"},
-        "score_from_strings.eos_id = 3": {"score_strings.eos_id": 3},
-        "score_from_strings.score_eos = False": {"score_strings.score_eos": False},
+        "score_from_strings.inputs = ['c']": {"text.inputs": ["c"]},
+        "score_from_strings.targets = 'c'": {"text.targets": "c"},
+        "score_from_strings.eos_id = 3": {"text.eos_id": 3},
+        "score_from_strings.score_eos = False": {"text.score_eos": False},
         "save_scores.scores_filename = 'y'": {"scores_filename": "y"},
         "save_scores.save_example_text = False": {"save_example_text": False},
     },
@@ -262,7 +261,7 @@ CHANGES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "layout.topology": "v3-32", "layout.data": 32,
         },
         "tpu_mesh_shape.model_parallelism = 2": {
-            "layout.model": 2, "layout.data": 4, "decoding.vocab_parts": 2,
+            "layout.model": 2, "layout.data": 4,
         },
         "tpu_mesh_shape.ensemble_parallelism = 2": {"layout.data": 4},
     },

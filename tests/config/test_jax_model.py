@@ -9,7 +9,7 @@ from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import Configuration
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
 
 pytestmark = pytest.mark.mtf
@@ -39,7 +39,7 @@ def configured(*params: str) -> Configuration:
     )
 
 
-def load(*params: str) -> RunConfig:
+def load(*params: str) -> TrainRun:
     return configured(*params).run
 
 
@@ -92,7 +92,7 @@ def test_an_adapter_is_bound_in_training_and_its_errors_name_the_binding():
     config = load(adapter, "t0repro.adapters.lora.rank = 2")
     assert config.model.adapter == lora(rank=2)
     assert "jax_training.adapter" in config.provenance["model.adapter"]
-    assert RunConfig.from_json(config.to_json()) == config
+    assert TrainRun.from_json(config.to_json()) == config
     assert re.search(r"jax_training\.adapter is (?s:.*)--backend=jax", refusal_of(adapter))
     for wrong, said in (
         ("targets = 'decoder/query'", "matches no kernel"),

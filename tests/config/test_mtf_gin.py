@@ -1,4 +1,4 @@
-"""The MTF dialect: what gin configured becomes a RunConfig, or an error that names the binding."""
+"""The MTF dialect: what gin configured becomes a TrainRun, or an error that names the binding."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from t0repro.config.optimizer import (
     ScheduleConfig,
     SgdConfig,
 )
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
 
 FILES = ("dataset.gin", "demo/t5.1.1.demo.gin", "learning_rate_schedules/constant_0_001.gin")
@@ -27,7 +27,7 @@ PARAMS = (
 )
 
 
-def load(*params: str, files: tuple[str, ...] = FILES, with_packages: bool = False) -> RunConfig:
+def load(*params: str, files: tuple[str, ...] = FILES, with_packages: bool = False) -> TrainRun:
     inputs = MeshInputs(
         "a_model_dir", files, (*PARAMS, *params), module_imports=("t0repro.tasks.demo",)
     )
@@ -208,7 +208,7 @@ def test_a_list_of_factors_becomes_a_product_with_every_argument():
         },
         1000,
     )
-    assert RunConfig.from_json(config.to_json()) == config
+    assert TrainRun.from_json(config.to_json()) == config
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_optimizers_are_read_with_names_of_variables_resolved_to_paths():
     assert "decoder/decoder_norm/scale" in optimizer.exclude_from_weight_decay
     assert "decoder/layers_1/mlp/wo/kernel" not in optimizer.exclude_from_weight_decay
     assert optimizer.frozen == ("token_embedder/embedding",)
-    assert RunConfig.from_json(config.to_json()) == config
+    assert TrainRun.from_json(config.to_json()) == config
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_optimizers_are_read_with_names_of_variables_resolved_to_paths():
 def test_every_optimizer_survives_json(params, expected):
     config = load(*params)
     assert config.optimizer == expected
-    assert RunConfig.from_json(config.to_json()) == config
+    assert TrainRun.from_json(config.to_json()) == config
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from t0repro.config import configuration
 from t0repro.config.mtf import dialect, stand_ins
 from t0repro.config.mtf.known import known_bindings
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
 
 from .mutations import mutated_binding
@@ -63,7 +63,7 @@ def says_nothing_new(line: str) -> bool:
     return any(part in name for part in INERT)
 
 
-def load(folder: Path, lines: list[str], param: str | None = None) -> tuple[RunConfig, str]:
+def load(folder: Path, lines: list[str], param: str | None = None) -> tuple[TrainRun, str]:
     """The run with these lines in a file, and what was warned of."""
     file = folder / "mine.gin"
     file.write_text("\n".join([*lines]))
@@ -74,7 +74,7 @@ def load(folder: Path, lines: list[str], param: str | None = None) -> tuple[RunC
     with contextlib.redirect_stderr(io.StringIO()) as warned:
         config = dialect.load(inputs).run
     configuration.render(config)
-    assert RunConfig.from_json(config.to_json()) == config
+    assert TrainRun.from_json(config.to_json()) == config
     return config, warned.getvalue()
 
 

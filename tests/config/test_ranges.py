@@ -7,7 +7,7 @@ import pytest
 
 from t0repro.config import checkpoints, data, decoding, model, optimizer, run
 from t0repro.config.ranges import Range, check, range_of
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
 
 from .t5x_trainings import config as t5x_config
@@ -135,7 +135,7 @@ def test_a_number_out_of_range_in_a_file_is_refused_by_its_line(tmp_path):
     ],
 )
 def test_what_has_a_meaning_of_its_own_passes(param):
-    assert isinstance(load(param), RunConfig)
+    assert isinstance(load(param), TrainRun)
 
 
 def test_whole_numbers_and_truth_values_are_told_apart():

@@ -14,7 +14,7 @@ from t0repro.evaluation import reading
 from t0repro.evaluation.task_output import explain_incomplete_inputs
 from t0repro.runs import task_writer as score_eval
 
-from ..helpers.tiny_models import run_config
+from ..helpers.tiny_models import eval_run, run_config
 
 SIZES = (3, 4, 2, 9, 1, 1)
 
@@ -53,7 +53,7 @@ def read(monkeypatch):
 @pytest.fixture
 def config():
     data = EvalDataConfig("any", "validation", False, False, -1, False, None)
-    return run_config("a_model_dir", 1, eval_data=data)
+    return eval_run(run_config("a_model_dir", 1), eval_data=data)
 
 
 def chunks(read_buffers):
@@ -125,5 +125,6 @@ def test_only_t5s_error_about_cut_off_choices_is_explained():
 
 @pytest.mark.parametrize(("suffix", "name"), [(None, "e"), ("", "e_"), ("a", "e_a")])
 def test_files_are_in_mesh_tensorflows_folder(tmp_path, suffix, name):
-    config = run_config(tmp_path, 1, eval_summary_dir=str(tmp_path / "e"), eval_dir_suffix=suffix)
+    changes = {"eval_summary_dir": str(tmp_path / "e"), "eval_dir_suffix": suffix}
+    config = eval_run(run_config(tmp_path, 1), **changes)
     assert score_eval.evaluation_folder(config) == tmp_path / name

@@ -14,7 +14,7 @@ from t0repro.config.data import SeqioDataConfig, TrainDataConfig
 from t0repro.config.decoding import DecodingConfig
 from t0repro.config.model import DTypePolicy, ModelConfig
 from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
-from t0repro.config.run import RunConfig, TrainingPlan, mesh_transformer_plan
+from t0repro.config.run import MeshEvalRun, Run, TrainingPlan, TrainRun, mesh_transformer_plan
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
@@ -150,31 +150,37 @@ def mesh_plan(train_data: TrainDataConfig | None = None, **changes) -> TrainingP
     return mesh_transformer_plan(train_data, **{"save_checkpoints_steps": 3, **changes})
 
 
-def run_config(model_dir, train_steps: int, **changes) -> RunConfig:
-    config = RunConfig(
+def run_config(model_dir, train_steps: int, **changes) -> TrainRun:
+    config = TrainRun(
         mode="train",
         model_dir=str(model_dir),
         model=MODEL,
         dtypes=FLOAT32,
         optimizer=ADAFACTOR,
         schedule=SCHEDULE,
-        eval_data=None,
         sequence_length={"inputs": 6, "targets": 5},
         batch_size=4,
         num_microbatches=2,
         train_steps=train_steps,
         plan=mesh_plan(),
-        eval_checkpoint_step=None,
-        eval_summary_dir=None,
-        eval_dir_suffix=None,
-        output_eval_examples=False,
-        checkpoint_choice=CheckpointChoice(0, None, True),
-        perplexity_eval_steps=100,
-        decoding=DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1),
-        infer=None,
-        score_strings=None,
-        scores_filename=None,
-        save_example_text=True,
-        vocabulary=None,
     )
     return dataclasses.replace(config, **changes)
+
+
+def eval_run(run: TrainRun, **changes) -> MeshEvalRun:
+    """A score_eval of a training run's model, with Mesh TensorFlow's defaults."""
+    shared = {field.name: getattr(run, field.name) for field in dataclasses.fields(Run)}
+    values = {
+        "mode": "score_eval",
+        "eval_data": None,
+        "eval_checkpoint_step": None,
+        "eval_summary_dir": None,
+        "eval_dir_suffix": None,
+        "output_eval_examples": False,
+        "checkpoint_choice": CheckpointChoice(0, None, True),
+        "perplexity_eval_steps": 100,
+        "decoding": DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1),
+        "scores_filename": None,
+        "save_example_text": True,
+    }
+    return MeshEvalRun(**{**shared, **values, **changes})

@@ -51,7 +51,7 @@ FAMILY = [name for name in shipped() if name not in OTHER_FAMILIES]
 
 
 def load(name: str, *params: str):
-    """The RunConfig of the demo's data with a model gin."""
+    """The TrainRun of the demo's data with a model gin."""
     inputs = MeshInputs(
         "a_model_dir",
         ("dataset.gin", f"models/{name}.gin"),

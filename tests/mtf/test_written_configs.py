@@ -6,7 +6,7 @@ import pytest
 
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
 
 pytestmark = pytest.mark.mtf
@@ -75,7 +75,7 @@ def trained(server, model_dir: Path, *params: str) -> Path:
     return model_dir / "operative_config.gin"
 
 
-def loaded(written: Path, *params: str) -> RunConfig:
+def loaded(written: Path, *params: str) -> TrainRun:
     """The run that the file describes on JAX."""
     inputs = MeshInputs("again", (str(written),), params, module_imports=(TASKS,))
     return dialect.load(inputs).run

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.parity.jax_run import StackResult, as_stack_result, run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
 
@@ -80,7 +80,7 @@ class Case:
         files = ("dataset.gin", self.model, "learning_rate_schedules/constant_0_001.gin")
         return MeshInputs("unused", files, params, module_imports=("t0repro.tasks.demo",))
 
-    def config(self) -> RunConfig:
+    def config(self) -> TrainRun:
         """The JAX stack's configuration."""
         from t0repro.config.mtf.dialect import load
 
@@ -140,7 +140,7 @@ CASES = (
 # ---- Parameters and batches of every process ----------------------------------------------------
 
 
-def start_tree(config: RunConfig, step: int) -> dict[str, np.ndarray]:
+def start_tree(config: TrainRun, step: int) -> dict[str, np.ndarray]:
     """Float32 parameters under T5X's names, each drawn from a seed made of its name; no slots."""
     import flax.traverse_util
 

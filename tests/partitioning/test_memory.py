@@ -12,6 +12,7 @@ from t0repro.training.optimizers import make_optimizer
 from t0repro.training.train_state import state_shapes
 
 from ..config.test_mtf_gin import load
+from ..helpers.tiny_models import eval_run
 
 pytestmark = pytest.mark.mtf
 
@@ -50,13 +51,13 @@ def test_slots_are_counted_as_the_optimizer_makes_them(binding):
 
 
 def test_evaluation_keeps_neither_gradients_nor_all_layers(run):
-    evaluation = memory.estimate(dataclasses.replace(run, mode="score_eval"))
+    evaluation = memory.estimate(eval_run(run))
     assert evaluation.gradients == evaluation.slots == 0
     assert evaluation.activations < memory.estimate(run).activations
 
 
 def test_evaluation_holds_parameters_in_the_type_of_activations(run):
-    evaluation = dataclasses.replace(run, mode="score_eval")
+    evaluation = eval_run(run)
     dtypes = dataclasses.replace(run.dtypes, activation="bfloat16")
     half = memory.estimate(dataclasses.replace(evaluation, dtypes=dtypes))
     assert 2 * half.parameters == memory.estimate(evaluation).parameters

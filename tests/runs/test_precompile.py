@@ -14,7 +14,7 @@ from t0repro.runs.fitting import adjusted, remedies
 from t0repro.runs.precompile import described, precompile
 from t0repro.runs.programs import Program, evaluation_programs, train_programs
 
-from ..helpers.tiny_models import BFLOAT16, model_config, run_config
+from ..helpers.tiny_models import BFLOAT16, eval_run, model_config, run_config
 
 MODEL = model_config(d_model=128, d_ff=256, num_heads=4, d_kv=32, vocab_size=1024)
 TRAINING = run_config(
@@ -63,7 +63,7 @@ def test_an_account_beyond_the_compilers_figure_is_said_beside_it(temporaries, s
 
 
 def test_scoring_and_generation_are_compiled_too():
-    evaluation = dataclasses.replace(TRAINING, mode="score_eval")
+    evaluation = eval_run(TRAINING)
     programs = evaluation_programs(evaluation, choose(Layout(), MODEL, devices=jax.devices()[:1]))
     assert {program.name: program.memory.slots for program in programs} == {
         "encode": 0,

@@ -16,7 +16,7 @@ from t0repro.adapters import ia3
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.configuration import check_choice_loss
 from t0repro.config.data import TrainDataConfig
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.data.choice_batches import Choices, make_choice_batch
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
@@ -231,4 +231,4 @@ def test_data_that_has_no_choices_is_refused(change):
 
 def test_a_run_with_a_loss_over_choices_survives_json():
     config = tiny.run_config("", 1, model=with_loss().with_adapter(ia3()))
-    assert RunConfig.from_json(config.to_json()) == config
+    assert TrainRun.from_json(config.to_json()) == config

@@ -80,8 +80,6 @@ def test_who_says_what_is_recomputed_gets_that_and_a_machine_of_unknown_memory_k
     for way in ("none", "minimal", "full", "offload"):
         assert choose_remat(recomputing(way), *step_in(RUN, devices()), 1) == (recomputing(way), "")
     assert choose_remat(RUN, *step_in(RUN, devices()), None) == (RUN, "")
-    evaluation = dataclasses.replace(RUN, mode="eval")
-    assert choose_remat(evaluation, *step_in(RUN, devices()), 1) == (evaluation, "")
 
 
 def test_the_first_process_decides_for_all(monkeypatch):

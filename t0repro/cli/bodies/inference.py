@@ -10,7 +10,7 @@ import typer
 from t0repro.cli.bodies.registration import register
 from t0repro.cli.t5x_options import T5xOptions, check_restored
 from t0repro.config.data import PIECES_OR_BYTES
-from t0repro.config.run import EvalPlan, InferencePlan, InferPlan
+from t0repro.config.run import EvalRun, InferenceRun, InferRun
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.run import eval_plan, infer_plan
 from t0repro.data.eval_examples import why_evaluation_needs_seqio, why_reading_needs_seqio
@@ -22,7 +22,7 @@ from t0repro.runs.evaluate_checkpoints import evaluate_checkpoints
 from t0repro.runs.preflight import check_inference
 from t0repro.storage import check_folder, lock_folder, output_path
 
-Plan = TypeVar("Plan", bound=InferencePlan)
+Plan = TypeVar("Plan", bound=InferenceRun)
 
 
 def evaluate(parsed: Parsed, options: T5xOptions, *, watch: bool, until: int | None) -> None:
@@ -71,7 +71,7 @@ def infer(parsed: Parsed, options: T5xOptions) -> None:
         batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
 
 
-def _why_not_evaluated_alone(plan: EvalPlan) -> str | None:
+def _why_not_evaluated_alone(plan: EvalRun) -> str | None:
     """What in an evaluation needs SeqIO and TensorFlow, its tasks being described."""
     data = plan.data
     return _why_not_model(plan) or why_evaluation_needs_seqio(
@@ -79,7 +79,7 @@ def _why_not_evaluated_alone(plan: EvalPlan) -> str | None:
     )
 
 
-def _why_not_inferred_alone(plan: InferPlan) -> str | None:
+def _why_not_inferred_alone(plan: InferRun) -> str | None:
     """The same of an inference."""
     data = plan.data
     if plan.files is not None:
@@ -89,7 +89,7 @@ def _why_not_inferred_alone(plan: InferPlan) -> str | None:
     )
 
 
-def _why_not_model(plan: InferencePlan) -> str | None:
+def _why_not_model(plan: InferenceRun) -> str | None:
     if plan.user_model is not None:
         return "the model is a class of yours"
     vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
@@ -98,7 +98,7 @@ def _why_not_model(plan: InferencePlan) -> str | None:
     return None
 
 
-def _check_addresses(plan: InferencePlan) -> None:
+def _check_addresses(plan: InferenceRun) -> None:
     """Refuses addresses that cannot be opened, before tasks are imported."""
     check_folder(plan.output_dir, plan.provenance.get("output_dir", "output_dir"))
     check_restored(plan.restore, plan.provenance, "restore")

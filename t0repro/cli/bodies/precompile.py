@@ -15,7 +15,7 @@ from t0repro.cli.mesh_inputs import mesh_inputs
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.t5x_options import T5xOptions
 from t0repro.config.mtf.dialect import load
-from t0repro.config.run import RunConfig
+from t0repro.config.run import Run, TrainRun
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.run import model_vocabularies
 from t0repro.data.seqio_need import why_training_needs_seqio
@@ -29,7 +29,7 @@ from t0repro.runs.preflight import check_training
 
 def precompile(
     options: T5xOptions,
-    read: tuple[Parsed, RunConfig] | None,
+    read: tuple[Parsed, TrainRun] | None,
     skipped: SkippedNames,
     topology: str | None,
     *,
@@ -77,7 +77,7 @@ def precompile(
         print_json({"steps": steps, "lines": printed})
 
 
-def _mesh_config(options: T5xOptions, skipped: SkippedNames, float32: bool) -> RunConfig:
+def _mesh_config(options: T5xOptions, skipped: SkippedNames, float32: bool) -> Run:
     echo("reading gin files ...", err=True)
     inputs = mesh_inputs(
         options.gin_file,
@@ -89,9 +89,9 @@ def _mesh_config(options: T5xOptions, skipped: SkippedNames, float32: bool) -> R
     return load(inputs, float32_activations=float32).run
 
 
-def _suggestions(config: RunConfig, devices: Any, chip: Any) -> Iterator[str]:
+def _suggestions(config: Run, devices: Any, chip: Any) -> Iterator[str]:
     """A line for each change that is tried to make a training run fit."""
-    if chip is None or config.mode != "train":
+    if chip is None or not isinstance(config, TrainRun):
         raise UserError(
             "There is nothing to suggest: the devices' memory is not known."
             if chip is None
@@ -102,7 +102,7 @@ def _suggestions(config: RunConfig, devices: Any, chip: Any) -> Iterator[str]:
     return fitting.suggest(config, devices, chip)
 
 
-def _check_tasks(parsed: Parsed, config: RunConfig, options: T5xOptions) -> None:
+def _check_tasks(parsed: Parsed, config: TrainRun, options: T5xOptions) -> None:
     """Checks the tasks and vocabularies of a training run, as its dry run does."""
     vocabularies = model_vocabularies(parsed)
     register(parsed, options, lambda: why_training_needs_seqio(config, vocabularies))

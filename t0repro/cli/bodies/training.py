@@ -16,7 +16,7 @@ from t0repro.cli.t5x_options import T5xOptions
 from t0repro.cloud.auxiliary import auxiliary_jobs_during_training, check_jobs
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.cloud.trackers.table import TrackerName
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs
 from t0repro.config.t5x.run import model_vocabularies
 from t0repro.data.checks import note_uncached
@@ -30,7 +30,7 @@ from t0repro.runs.start import start_training
 
 def train(
     parsed: Parsed,
-    config: RunConfig,
+    config: TrainRun,
     options: T5xOptions,
     jobs: AuxiliaryOptions,
     job_files: T5xInputs,
@@ -79,7 +79,7 @@ def train(
 
 
 def start(
-    gin_text: str, config: RunConfig, vocabularies: tuple[Any, Any], allow_changed: bool
+    gin_text: str, config: TrainRun, vocabularies: tuple[Any, Any], allow_changed: bool
 ) -> None:
     """Trains, and writes the configuration into the folder as T5X does."""
     start_training(

@@ -10,7 +10,7 @@ from t0repro.cloud.vertex.accelerators import ACCELERATORS, check_machines, tpu_
 from t0repro.cloud.vertex.command_line import MESH_TRANSFORMER, Arguments, JobMode
 from t0repro.cloud.vertex.job_config import JobConfig, read_job_config
 from t0repro.cloud.vertex.spec import CLOUD_TPU, MOUNT, Machines
-from t0repro.config.run import RunConfig
+from t0repro.config.run import Run
 from t0repro.errors import UserError
 from t0repro.runs.checks import Check, Cost, run_checks
 
@@ -139,7 +139,7 @@ def _check_memory(
     yield f"memory (estimated): {check_fits(run, kind.memory, kind.memory, devices)}"
 
 
-def _check_slice(run: RunConfig, topology: str, count: int, compiles: bool) -> Iterator[str]:
+def _check_slice(run: Run, topology: str, count: int, compiles: bool) -> Iterator[str]:
     """What libtpu's compiler says of a run on a slice, or without `compiles` an estimate."""
     from t0repro.partitioning import topologies
     from t0repro.partitioning.memory import check_fits

@@ -9,7 +9,7 @@ from typing import Any
 from t0repro.cloud.vertex.command_line import Arguments, JobMode
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.model import ModelConfig
-from t0repro.config.run import RunConfig
+from t0repro.config.run import Run
 from t0repro.errors import UserError
 
 
@@ -30,7 +30,7 @@ class JobConfig:
 
     text: str = ""
     warnings: tuple[str, ...] = ()
-    run: RunConfig | None = None
+    run: Run | None = None
     architecture: str = ""
     output: str | None = None
     checkpoints: tuple[str, ...] = ()

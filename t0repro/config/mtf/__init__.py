@@ -1,1 +1,1 @@
-"""The Mesh TensorFlow dialect: gin in, a RunConfig with provenance out."""
+"""The Mesh TensorFlow dialect: gin in, a run with provenance out."""

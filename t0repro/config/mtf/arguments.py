@@ -58,7 +58,7 @@ class Arguments:
 
     Attributes:
       bindings: gin's bindings and their places.
-      provenance: Field of the RunConfig -> where its value was set.
+      provenance: Field of the run -> where its value was set.
       run: The arguments of `utils.run`.
     """
 
@@ -108,7 +108,7 @@ class Arguments:
         return self.bindings.find((scope,), full_name(name), argument)
 
     def note(self, field: str, name: str, argument: str, *scopes: str) -> None:
-        """Notes that a field of the RunConfig takes its value from an argument.
+        """Notes that a field of the run takes its value from an argument.
 
         Args:
           field: The field.
@@ -121,7 +121,13 @@ class Arguments:
     def settings(
         self, kind: type[_Settings], prefix: str, scope: str | None = None, **rules: Any
     ) -> _Settings:
-        """An object of a class of settings; each field is the argument that its annotation names.
+        """An object of a class of settings; for the arguments see `values`."""
+        return kind(**self.values(kind, prefix, scope, **rules))
+
+    def values(
+        self, kind: type, prefix: str, scope: str | None = None, **rules: Any
+    ) -> dict[str, Any]:
+        """Field -> value, of a class of settings: the argument that its annotation names.
 
         Args:
           kind: The dataclass.
@@ -139,7 +145,7 @@ class Arguments:
             self.note(f"{prefix}{field}", name, setting.argument, *door.enclosing(called_in))
             if field not in rules:
                 values[field] = self.of(name, called_in)[setting.argument]
-        return kind(**values)
+        return values
 
     def required(self, name: str, argument: str, *, none_is_missing: bool = True) -> Any:
         """An argument that the run's mode needs.

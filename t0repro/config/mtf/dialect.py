@@ -1,6 +1,6 @@
-"""The Mesh TensorFlow dialect: gin files and --gin_param overrides -> RunConfig.
+"""The Mesh TensorFlow dialect: gin files and --gin_param overrides -> a run.
 
-gin parses the files, so that a typo fails here with the same message. The RunConfig then comes from
+gin parses the files, so that a typo fails here with the same message. The run then comes from
 the arguments that gin would give Mesh TensorFlow's functions, not from the text. A binding that
 would change a Mesh TensorFlow run but that the JAX stack does not support is an error that names
 the binding and its place; none is ignored.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 import gin
@@ -42,7 +42,15 @@ from t0repro.config.mtf.optimizer import read_optimizer, read_schedule
 from t0repro.config.mtf.parser import MeshInputs, parse
 from t0repro.config.mtf.stand_ins import full_name
 from t0repro.config.optimizer import ScheduleConfig
-from t0repro.config.run import RunConfig, TrainingPlan, mesh_transformer_plan
+from t0repro.config.run import (
+    RUN_OF_MODE,
+    MeshEvalRun,
+    Run,
+    TextRun,
+    TrainingPlan,
+    TrainRun,
+    mesh_transformer_plan,
+)
 from t0repro.errors import UserError
 from t0repro.tasks.modules import load_tasks
 from t0repro.tasks.vocabulary import BYTES, VocabularyFile
@@ -121,8 +129,8 @@ def _read(model_dir: str, bindings: Bindings, float32_activations: bool) -> Conf
     )
 
 
-def _read_run(arguments: Arguments, inputs: RunInputs, float32_activations: bool) -> RunConfig:
-    """The RunConfig.
+def _read_run(arguments: Arguments, inputs: RunInputs, float32_activations: bool) -> Run:
+    """The run of the mode.
 
     Raises:
       NotOnJax: naming binding and place, if the JAX stack does not support the configuration.
@@ -131,7 +139,7 @@ def _read_run(arguments: Arguments, inputs: RunInputs, float32_activations: bool
     _refuse_model_types(arguments)
     for refusal in scoped_calls(arguments.bindings, arguments.model_type):
         raise refusal
-    mode = inputs.mode
+    mode, places = inputs.mode, arguments.provenance
     train_steps = _train_steps(arguments, inputs)
     sizes = tuple(each.vocab_size for each in inputs.vocabularies)
     model = read_model(arguments, sizes)
@@ -139,55 +147,57 @@ def _read_run(arguments: Arguments, inputs: RunInputs, float32_activations: bool
     if mode == "train":
         model = _with_choice_loss(arguments, _with_adapter(arguments, model))
     optimizer = read_optimizer(arguments, model)
-    vocabulary = inputs.vocabularies[0]
-    config = arguments.settings(
-        RunConfig,
-        "",
-        mode=mode,
-        model_dir=inputs.model_dir,
-        model=model,
-        checkpoint_choice=arguments.settings(CheckpointChoice, "checkpoint_choice."),
-        decoding=_read_decoding(arguments),
-        infer=_read_infer(arguments) if mode == "infer" else None,
-        score_strings=_read_strings(arguments) if mode == "score_from_strings" else None,
-        dtypes=_read_dtypes(arguments, float32_activations),
-        optimizer=optimizer,
+    train_data = _read_train_data(arguments, "plan.train_data.")
+    eval_data: EvalDataConfig | TrainDataConfig | None = _read_eval_data(arguments)
+    if eval_data is None and mode == "perplexity_eval":
+        eval_data = _read_train_data(arguments, "eval_data.")
+    vocabulary, layout = inputs.vocabularies[0], read_layout(arguments, inputs.tpu_mesh)
+    values = {
+        "mode": mode,
+        "model_dir": inputs.model_dir,
+        "model": model,
+        "dtypes": _read_dtypes(arguments, float32_activations),
+        "sequence_length": inputs.sequence_length,
+        "batch_size": inputs.batch_size,
+        "vocabulary": _address(vocabulary),
+        "vocabulary_extra_ids": getattr(vocabulary, "extra_ids", 0),
+        "layout": layout,
+        "optimizer": optimizer,
         # Schedules with an end count to total_run_steps if it is bound.
-        schedule=read_schedule(arguments, _total_run_steps(arguments, train_steps), optimizer),
-        plan=_read_plan(arguments, _read_train_data(arguments), inputs.init_checkpoint),
-        eval_data=_read_eval_data(arguments),
-        sequence_length=inputs.sequence_length,
-        batch_size=inputs.batch_size,
-        num_microbatches=inputs.num_microbatches,
-        train_steps=train_steps,
-        eval_checkpoint_step=inputs.eval_checkpoint_step,
-        vocabulary=_address(vocabulary),
-        vocabulary_extra_ids=getattr(vocabulary, "extra_ids", 0),
-        layout=read_layout(arguments, inputs.tpu_mesh),
-    )
-    if config.layout.topology:
+        "schedule": read_schedule(arguments, _total_run_steps(arguments, train_steps), optimizer),
+        "num_microbatches": inputs.num_microbatches,
+        "train_steps": train_steps,
+        "plan": _read_plan(arguments, train_data, inputs.init_checkpoint),
+        "eval_checkpoint_step": inputs.eval_checkpoint_step,
+        "checkpoint_choice": arguments.settings(CheckpointChoice, "checkpoint_choice."),
+        "decoding": _read_decoding(arguments),
+        "eval_data": eval_data,
+    }
+    if (read_text := _TEXTS.get(mode)) is not None:
+        values["text"] = read_text(arguments)
+    if layout.topology:
         arguments.note("layout", "utils.tpu_mesh_shape", "tpu_topology")
-    config = dataclasses.replace(config, provenance=dict(sorted(arguments.provenance.items())))
-    _check(arguments, config)
-    return config
-
-
-def _check(arguments: Arguments, config: RunConfig) -> None:
-    """Checks values together, where all have been read, whichever file or flag they came from."""
-    ranges.check(config, config.provenance)
+    # Settings of the other modes are checked too: a mistake is found before its mode runs.
+    for kind in (TrainRun, MeshEvalRun, TextRun):
+        values = arguments.values(kind, "", **values)
+        ranges.check_values(kind, values, places)
+    names = {field.name for field in dataclasses.fields(RUN_OF_MODE[mode])} - {"provenance"}
+    run = RUN_OF_MODE[mode](
+        **{name: values[name] for name in names},
+        provenance={x: places[x] for x in sorted(places) if x.partition(".")[0] in names},
+    )
     # Named in errors about the position bias's buckets: the setting that is bound.
     distance, buckets = "relative_attention_max_distance", "relative_attention_num_buckets"
     is_bound = arguments.place(distance, "t0repro.jax_model")
-    config.model.check_position_buckets(
-        config.provenance.get(f"model.{distance if is_bound else buckets}")
-    )
-    check_adapter(config)
-    check_choice_loss(config)
-    data = config.plan.train_data
-    if data is not None:
-        place = config.provenance.get("plan.train_data.num_shards")
+    model.check_position_buckets(places.get(f"model.{distance if is_bound else buckets}"))
+    if isinstance(run, TrainRun):
+        check_adapter(run)
+        check_choice_loss(run)
+    if train_data is not None:
+        place = places.get("plan.train_data.num_shards")
         name = "t0repro.jax_training.data_shards"
-        ranges.check_divides(name, data.num_shards, config.batch_size, place)
+        ranges.check_divides(name, train_data.num_shards, inputs.batch_size, place)
+    return run
 
 
 def _address(vocabulary: Any) -> str | None:
@@ -218,7 +228,7 @@ def _train_steps(arguments: Arguments, inputs: RunInputs) -> int:
     steps: Any = arguments.run["train_steps"]
     if not callable(steps):  # a number, or nonsense
         place = arguments.place("train_steps")
-        ranges.check_field(RunConfig, "train_steps", steps, place)
+        ranges.check_field(TrainRun, "train_steps", steps, place)
         return steps
     reference = arguments.reference("utils.run", "train_steps")
     # The default is auto_train_steps too.
@@ -364,7 +374,7 @@ def _dataset_scope(arguments: Arguments, caller: str, argument: str, expected: s
     return reference.scope
 
 
-def _read_train_data(arguments: Arguments) -> TrainDataConfig | None:
+def _read_train_data(arguments: Arguments, prefix: str) -> TrainDataConfig | None:
     """The dataset of `run.train_dataset_fn`; None without one."""
     run = arguments.run
     scope = _dataset_scope(arguments, "utils.run", "train_dataset_fn", "mesh_train_dataset_fn")
@@ -388,7 +398,7 @@ def _read_train_data(arguments: Arguments) -> TrainDataConfig | None:
     is_bound = arguments.place("skip_seen_data") is not None
     return arguments.settings(
         TrainDataConfig,
-        "plan.train_data.",
+        prefix,
         scope=scope,
         skip_seen_data=run["skip_seen_data"] if is_bound else None,
     )
@@ -455,7 +465,7 @@ def _read_infer(arguments: Arguments) -> InferConfig:
     repeats = arguments.of(function)["repeats"]
     if repeats < 1:
         _refuse_mode(arguments, f"repeats = {repeats}", "repeats", function)
-    return arguments.settings(InferConfig, "infer.")
+    return arguments.settings(InferConfig, "text.")
 
 
 def _read_strings(arguments: Arguments) -> ScoreStringsConfig:
@@ -466,9 +476,15 @@ def _read_strings(arguments: Arguments) -> ScoreStringsConfig:
         "inputs": arguments.required(function, "inputs", none_is_missing=False),
         "targets": arguments.required(function, "targets"),
     }
-    # Turn gin's lists into tuples: RunConfig is frozen.
+    # Turn gin's lists into tuples: a run is frozen.
     lines = {name: tuple(x) if isinstance(x, list) else x for name, x in lines.items()}
-    return arguments.settings(ScoreStringsConfig, "score_strings.", **lines)
+    return arguments.settings(ScoreStringsConfig, "text.", **lines)
+
+
+_TEXTS: Mapping[str, Callable[[Arguments], InferConfig | ScoreStringsConfig]] = {
+    "infer": _read_infer,
+    "score_from_strings": _read_strings,
+}
 
 
 def _check_postprocess(arguments: Arguments, function: str) -> None:

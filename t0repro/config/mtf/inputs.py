@@ -11,7 +11,7 @@ from t0repro.config.gin import door
 from t0repro.config.mtf import mesh
 from t0repro.config.mtf.arguments import Arguments, scopes_read
 from t0repro.config.mtf.stand_ins import full_name
-from t0repro.config.run import RunConfig
+from t0repro.config.run import Run
 from t0repro.errors import UserError
 
 _BATCH_METHODS = (
@@ -38,7 +38,7 @@ def read_inputs(arguments: Arguments, model_dir: str) -> RunInputs:
     fields = {
         "mode": mode,
         "init_checkpoint": run["init_checkpoint"],
-        # gin reads lists, and a RunConfig is frozen.
+        # gin reads lists, and a run is frozen.
         "eval_checkpoint_step": tuple(step) if isinstance(step, list) else step,
         "batch_size": batch_size,
         "sequence_length": sequence_length,
@@ -148,7 +148,7 @@ def _sequence_length(arguments: Arguments) -> Mapping[str, int] | None:
         return None
     if not isinstance(length, Mapping):
         raise UserError(f"run.sequence_length is {length!r}.", where=where, fix=_BIND_LENGTHS)
-    ranges.check_field(RunConfig, "sequence_length", length, where)
+    ranges.check_field(Run, "sequence_length", length, where)
     # Only the task itself lists further features.
     for feature in ("targets",) if arguments.model_type == "lm" else ("inputs", "targets"):
         if feature not in length:
@@ -164,7 +164,7 @@ def _sequence_length(arguments: Arguments) -> Mapping[str, int] | None:
 def _batch_size(arguments: Arguments, sequence_length: Mapping[str, int] | None) -> int:
     size, where = arguments.run["batch_size"], arguments.place("batch_size")
     if isinstance(size, int | float):
-        ranges.check_field(RunConfig, "batch_size", size, where)
+        ranges.check_field(Run, "batch_size", size, where)
         return int(size)
     if not isinstance(size, tuple | list) or len(size) != 2 or size[0] not in _BATCH_METHODS:
         raise UserError(
@@ -173,7 +173,7 @@ def _batch_size(arguments: Arguments, sequence_length: Mapping[str, int] | None)
             fix=f"Bind it to a number or to (METHOD, N), with one of {list(_BATCH_METHODS)}.",
         )
     method, amount = size
-    ranges.check_field(RunConfig, "batch_size", amount, where, shown=f"batch_size ({method})")
+    ranges.check_field(Run, "batch_size", amount, where, shown=f"batch_size ({method})")
     if method.startswith("tokens"):
         bound = f"run.batch_size = {(method, amount)!r}"
         if sequence_length is None:

@@ -54,7 +54,7 @@ def jax_training(
     """The settings of a training run bound by gin, by name.
 
     Args:
-      weight_metrics_every: As in `RunConfig`.
+      weight_metrics_every: As in `TrainRun`.
       data_shards: `TrainDataConfig.num_shards`.
       adapter: What is trained in place of the model's own parameters: `@adapters.lora()` or
         `@adapters.ia3()`.

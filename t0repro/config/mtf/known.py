@@ -24,12 +24,12 @@ from t0repro.config.optimizer import (
     MomentumConfig,
     SgdConfig,
 )
-from t0repro.config.run import RunConfig, TrainingPlan
+from t0repro.config.run import MeshEvalRun, TextRun, TrainingPlan, TrainRun
 
 _SETTINGS = (
-    RunConfig, TrainingPlan, ModelConfig, DTypePolicy, SaveConfig, RestoreConfig, CheckpointChoice,
-    TrainDataConfig, EvalDataConfig, DecodingConfig, InferConfig, ScoreStringsConfig,
-    AdafactorConfig, AdamWeightDecayConfig, MomentumConfig, SgdConfig,
+    TrainRun, MeshEvalRun, TextRun, TrainingPlan, ModelConfig, DTypePolicy, SaveConfig,
+    RestoreConfig, CheckpointChoice, TrainDataConfig, EvalDataConfig, DecodingConfig, InferConfig,
+    ScoreStringsConfig, AdafactorConfig, AdamWeightDecayConfig, MomentumConfig, SgdConfig,
 )  # fmt: skip
 # Arguments that are no field's: rules read them, Mesh TensorFlow passes others itself, or nothing
 # that the JAX stack computes depends on them. `...` admits every argument.

@@ -31,11 +31,11 @@ from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
 from t0repro.config.ranges import alternatives, fits, hints_of, in_words
 from t0repro.config.run import (
     EarlyStoppingConfig,
-    EvalPlan,
-    InferPlan,
-    RunConfig,
+    EvalRun,
+    InferRun,
     TerminateOnNanConfig,
     TrainingPlan,
+    TrainRun,
 )
 
 REQUIRED: Any = inspect.Parameter.empty
@@ -44,8 +44,8 @@ ONLY_T5X = "Remove the binding, or run it with T5X itself."
 _KINDS = (
     *(
         TrainingPlan,
-        EvalPlan,
-        InferPlan,
+        EvalRun,
+        InferRun,
         SeqioDataConfig,
         ExampleFiles,
         SaveConfig,
@@ -53,7 +53,7 @@ _KINDS = (
     ),
     *(RestoreConfig, EvaluatorConfig, EarlyStoppingConfig, TerminateOnNanConfig, ModelConfig),
     *(Arithmetic, DTypePolicy, AdafactorConfig, DecodingPlan, SentencePieceVocabulary),
-    *(ByteVocabulary, PassThroughVocabulary, ScheduleConfig, RunConfig),
+    *(ByteVocabulary, PassThroughVocabulary, ScheduleConfig, TrainRun),
 )
 KIND_OF = {
     configurable: kind

@@ -229,7 +229,7 @@ def _plain_call(call: Call) -> Mapping[str, Any]:
         if isinstance(argument, Mapping):
             return {str(key): plain(name, item) for key, item in argument.items()}
         try:
-            # Convert through JSON, so that RunConfig can be written and read back equal.
+            # Convert through JSON, so that TrainRun can be written and read back equal.
             return json.loads(json.dumps(argument))
         except TypeError:
             call.refuse(

@@ -9,21 +9,20 @@ from typing import Any
 
 from t0repro.adapters import Adapter
 from t0repro.config import ranges
-from t0repro.config.checkpoints import CheckpointChoice, RestoreConfig
+from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.configuration import check_adapter, check_choice_loss
 from t0repro.config.data import ExampleFiles, SeqioDataConfig
-from t0repro.config.decoding import GREEDY
 from t0repro.config.read import read
 from t0repro.config.run import (
     ActionConfig,
     ActionMode,
     EarlyStoppingConfig,
-    EvalPlan,
-    InferPlan,
+    EvalRun,
+    InferRun,
     Replaced,
-    RunConfig,
     TerminateOnNanConfig,
     TrainingPlan,
+    TrainRun,
     UserClass,
 )
 from t0repro.config.t5x.calls import Call, call_with_defaults, check_refused
@@ -40,8 +39,8 @@ _ACTION_MODES = ("TRAIN", "TRAIN_EVAL", "INFER_EVAL")
 # ---- Training ------------------------------------------------------------------------------------
 
 
-def train_config(parsed: Parsed) -> RunConfig:
-    """The RunConfig of a training run.
+def train_config(parsed: Parsed) -> TrainRun:
+    """The run of T5X's train.
 
     Raises:
       UserError: For a value without a counterpart here or out of range, with its place.
@@ -68,7 +67,7 @@ def train_config(parsed: Parsed) -> RunConfig:
         if isinstance(call, Call) and argument in call.places:
             places[field] = call.places[argument]
     config = read(
-        RunConfig,
+        TrainRun,
         source,
         places,
         "",
@@ -84,7 +83,6 @@ def train_config(parsed: Parsed) -> RunConfig:
         layout=layout_of(program["partitioner"]),
         vocabulary=getattr(targets, "sentencepiece_model_file", None),
         vocabulary_extra_ids=getattr(targets, "extra_ids", None) or 0,
-        **_PLACEHOLDERS,
         provenance=places,
     )
     ranges.check(config, config.provenance)
@@ -94,24 +92,7 @@ def train_config(parsed: Parsed) -> RunConfig:
     return config
 
 
-# Mesh TensorFlow's modes read these, and a training run none of them.
-_PLACEHOLDERS: dict[str, Any] = {
-    "eval_data": None,
-    "eval_checkpoint_step": None,
-    "eval_summary_dir": None,
-    "eval_dir_suffix": None,
-    "output_eval_examples": True,
-    "checkpoint_choice": CheckpointChoice(0, None, True),
-    "perplexity_eval_steps": 1,
-    "decoding": GREEDY,
-    "infer": None,
-    "score_strings": None,
-    "scores_filename": None,
-    "save_example_text": True,
-}
-
-
-def precompile_config(parsed: Parsed) -> RunConfig:
+def precompile_config(parsed: Parsed) -> TrainRun:
     """The training run whose step T5X's precompile.gin compiles; its rate is 0.001, as in T5X.
 
     Raises:
@@ -224,7 +205,7 @@ def _targets_place(parsed: Parsed) -> str | None:
     return next(places, parsed.program.places.get("adapter"))
 
 
-def _check(config: RunConfig, program: Call, source: T5xSource) -> None:
+def _check(config: TrainRun, program: Call, source: T5xSource) -> None:
     """Refuses what T5X's train refuses, before reading any data or checkpoint."""
     restore = program["checkpoint_cfg"]["restore"]
     if (plan := config.plan).restore is not None:
@@ -274,7 +255,7 @@ def eval_period(plan: TrainingPlan) -> int:
 # ---- Evaluation and inference --------------------------------------------------------------------
 
 
-def eval_plan(parsed: Parsed) -> EvalPlan:
+def eval_plan(parsed: Parsed) -> EvalRun:
     """The evaluation that a program describes.
 
     Raises:
@@ -287,12 +268,12 @@ def eval_plan(parsed: Parsed) -> EvalPlan:
             "inference_evaluator_cls", "an evaluation needs an evaluator.", "Bind @seqio.Evaluator."
         )
     source = T5xSource(program, {})
-    plan = read(EvalPlan, source, source.places, "", **_common(program, source))
+    plan = read(EvalRun, source, source.places, "", **_common(program, source))
     ranges.check(plan, plan.provenance)
     return plan
 
 
-def infer_plan(parsed: Parsed) -> InferPlan:
+def infer_plan(parsed: Parsed) -> InferRun:
     """The inference that a program describes.
 
     Raises:
@@ -317,7 +298,7 @@ def infer_plan(parsed: Parsed) -> InferPlan:
             "Set TASK_FEATURE_LENGTHS.",
         )
     common = _common(program, source, data)
-    plan = read(InferPlan, source, source.places, "", files=files, **common)
+    plan = read(InferRun, source, source.places, "", files=files, **common)
     ranges.check(plan, plan.provenance)
     return plan
 
@@ -413,7 +394,7 @@ _READERS: Mapping[str, Callable[[Parsed], Any]] = {
 }
 
 
-def converted(parsed: Parsed) -> RunConfig | EvalPlan | InferPlan:
+def converted(parsed: Parsed) -> TrainRun | EvalRun | InferRun:
     """The configuration for the program's run mode.
 
     Raises:

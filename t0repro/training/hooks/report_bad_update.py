@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.partitioning.devices import fetch
 from t0repro.partitioning.processes import broadcast_from_first, is_first
 from t0repro.progress import say
@@ -29,7 +29,7 @@ class ReportBadUpdate(Hook):
       note: as that of SaveCheckpoints.
     """
 
-    def __init__(self, config: RunConfig, note: Callable[[Path], None] | None = None):
+    def __init__(self, config: TrainRun, note: Callable[[Path], None] | None = None):
         self._config, self._note, self._is_reported = config, note, False
 
     def on_bad_update(self, loop: TrainingLoop, batch: NumpyBatch, metrics: StepMetrics) -> None:

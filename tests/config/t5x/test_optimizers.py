@@ -1,11 +1,11 @@
-"""Adafactor's maps by parameter and MultiOptimizer, from a T5X gin file to a RunConfig."""
+"""Adafactor's maps by parameter and MultiOptimizer, from a T5X gin file to a TrainRun."""
 
 import jax.numpy as jnp
 import optax
 import pytest
 
 from t0repro.config.optimizer import MultiOptimizerConfig
-from t0repro.config.run import RunConfig
+from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.training.optimizers import make_optimizer
@@ -78,7 +78,7 @@ def test_a_map_of_scales_names_the_parameters_that_are_not_scaled(tmp_path):
         "decoder/logits_dense/kernel",
     }
     assert "run.gin" in ours.provenance["optimizer.exclude_from_parameter_scale"]
-    assert RunConfig.from_json(ours.to_json()) == ours
+    assert TrainRun.from_json(ours.to_json()) == ours
 
 
 def test_a_factor_map_is_kept_and_yields_to_logical_rules(tmp_path):
@@ -89,7 +89,7 @@ def test_a_factor_map_is_kept_and_yields_to_logical_rules(tmp_path):
         ("kernel", "row column"),
         (".*", "heuristic"),
     )
-    assert RunConfig.from_json(ours.to_json()) == ours
+    assert TrainRun.from_json(ours.to_json()) == ours
     logical = (
         "adafactor.Adafactor.logical_factor_rules = @adafactor.standard_logical_factor_rules()\n"
     )
@@ -105,7 +105,7 @@ def test_each_optimizer_trains_its_parameters_and_the_rest_stay(tmp_path):
     assert all(path.endswith("/scale") for path in scales.paths) and len(scales.paths) > 9
     assert kernels.optimizer.multiply_by_parameter_scale
     assert not scales.optimizer.multiply_by_parameter_scale
-    assert RunConfig.from_json(ours.to_json()) == ours
+    assert TrainRun.from_json(ours.to_json()) == ours
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_what_no_optimizer_can_do_is_refused_with_its_place(tmp_path, text, comp
 CHAIN = "OPTIMIZER = @optimizers.chain()\noptimizers.chain.transformations = "
 
 
-def rates_of(config: RunConfig, steps: int) -> list[float]:
+def rates_of(config: TrainRun, steps: int) -> list[float]:
     """The rates of the chain's updates, from its updates of a parameter by a gradient of 1."""
     optimizer = make_optimizer(config.optimizer)
     params = {"w": jnp.ones(1)}
@@ -157,7 +157,7 @@ def test_a_chain_takes_t5xs_own_schedule(tmp_path):
         "  factors = 'constant * linear_warmup'\n  base_learning_rate = 0.5\n  warmup_steps = 4\n"
     )
     config = from_file(tmp_path, text)
-    assert RunConfig.from_json(config.to_json()) == config
+    assert TrainRun.from_json(config.to_json()) == config
     # T5X's factors by hand; the rate is never 0.
     assert rates_of(config, 6) == pytest.approx([1e-8, 0.125, 0.25, 0.375, 0.5, 0.5])
 
@@ -168,6 +168,6 @@ def test_boundaries_of_a_schedule_are_steps_though_json_has_only_texts_as_keys(t
         "optax.piecewise_constant_schedule.init_value = 0.5\n"
         "optax.piecewise_constant_schedule.boundaries_and_scales = {2: 0.5, 4: 0.1}\n"
     )
-    config = RunConfig.from_json(from_file(tmp_path, text).to_json())
+    config = TrainRun.from_json(from_file(tmp_path, text).to_json())
     peer = optax.piecewise_constant_schedule(0.5, {2: 0.5, 4: 0.1})
     assert rates_of(config, 6) == pytest.approx([float(peer(step)) for step in range(6)])

@@ -1,4 +1,4 @@
-"""T5X's gin files -> RunConfig: each value that decides the numbers, and what is refused."""
+"""T5X's gin files -> TrainRun: each value that decides the numbers, and what is refused."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ from t0repro.config.optimizer import (
     OptaxConfig,
     ScheduleConfig,
 )
-from t0repro.config.run import EarlyStoppingConfig, RunConfig
+from t0repro.config.run import EarlyStoppingConfig, TrainRun
 from t0repro.config.t5x.arguments import MODULES, parameters_of
 from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.t5x.layout import differences
@@ -34,7 +34,7 @@ from ..t5x_trainings import FINETUNE, MODEL, PRETRAIN, REQUIRED, config
 BASE = "t5x/examples/t5/t5_1_1/base.gin"
 
 
-def from_file(tmp_path, text: str) -> RunConfig:
+def from_file(tmp_path, text: str) -> TrainRun:
     path = tmp_path / "run.gin"
     path.write_text(
         "from __gin__ import dynamic_registration\nimport __main__ as my_script\n"
@@ -66,7 +66,7 @@ def test_a_pretraining_becomes_a_run_config_that_json_keeps():
     assert ours.plan.train_data.pack and ours.plan.train_eval_data.split == "validation"
     assert ours.plan.save == SaveConfig(1000, (), None, "float32", False, None, None)
     assert ours.plan.restore is None and ours.weight_metrics_every
-    assert RunConfig.from_json(ours.to_json()) == ours
+    assert TrainRun.from_json(ours.to_json()) == ours
 
 
 def test_weights_are_measured_every_so_many_steps_or_not_at_all():
@@ -143,7 +143,7 @@ def test_each_value_has_the_place_that_set_it():
 def test_loss_normalizing_factors(factor, denominator):
     ours = config(f"LOSS_NORMALIZING_FACTOR = {factor}")
     assert ours.model.loss_denominator == denominator
-    assert RunConfig.from_json(ours.to_json()) == ours
+    assert TrainRun.from_json(ours.to_json()) == ours
 
 
 @pytest.mark.parametrize("beta1, decay, slot", [("None", 0.0, False), ("0.0", 0.0, True)])
@@ -212,7 +212,7 @@ optax.warmup_cosine_decay_schedule:
     rate = {"function": "warmup_cosine_decay_schedule", "arguments": schedule}
     call = {"function": "adamw", "arguments": {"learning_rate": rate}}
     assert ours.optimizer == OptaxConfig((call,))
-    assert RunConfig.from_json(ours.to_json()) == ours
+    assert TrainRun.from_json(ours.to_json()) == ours
 
 
 def test_actions_and_the_best_checkpoints(tmp_path):
@@ -241,7 +241,7 @@ checkpoints.SaveBestCheckpointer.force_keep_period = 500
     assert ours.plan.actions == {"TRAIN_EVAL": (stopping,)}
     assert ours.plan.save.best == BestCheckpoints("train/loss", "min", True)
     assert ours.plan.save.steps == (3, 7) and ours.plan.save.keep_period == 500
-    assert RunConfig.from_json(ours.to_json()) == ours
+    assert TrainRun.from_json(ours.to_json()) == ours
 
 
 @pytest.mark.parametrize(
