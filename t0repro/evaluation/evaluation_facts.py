@@ -19,8 +19,8 @@ from t0repro.storage.disk import name_in_errors
 from t0repro.words import without_passwords
 
 # An evaluation may leave this file beside its outputs: a JSON object with any of the fields
-# step, checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source,
-# versions, templates_hash, data_revision, scores_sha256 and data.
+# step, checkpoint, checkpoint_hash, device, duration_seconds, versions, templates_hash,
+# data_revision, scores_sha256 and data.
 EVALUATION_FACTS = "provenance.json"
 
 _PACKAGES = (
@@ -54,7 +54,6 @@ def write_facts(folder: Path, checkpoint: Checkpoint, names: Sequence[str], devi
         **_facts(checkpoint, used),
         "scores_sha256": scores_sha256(folder, used),
         "device": device,
-        **_energy(list(used.values())),
     }
     write_atomically(folder / EVALUATION_FACTS, json.dumps(facts, indent=1))
 
@@ -133,15 +132,3 @@ def _origins(used: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
             if (text := ", ".join(rest)) not in lines:
                 lines.append(text)
     return {name: "; ".join(lines) for name, lines in sorted(origins.items())}
-
-
-def _energy(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Total joules and what measured them; empty unless every task has both."""
-    # A sum over some of the tasks would pass for the evaluation's total.
-    if not records or not all("joules" in record for record in records):
-        return {}
-    sources = sorted({record["energy_source"] for record in records})
-    return {
-        "energy_joules": sum(record["joules"] for record in records),
-        "energy_source": " or ".join(sources),
-    }

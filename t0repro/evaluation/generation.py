@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from t0repro.config.decoding import GREEDY, DecodingConfig
-from t0repro.evaluation.energy import Cost, EnergyMeter
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.shapes import Int
 from t0repro.model.t5 import T5
@@ -192,7 +191,7 @@ def decode_examples(
     examples: Sequence[Mapping[str, Any]],
     lengths: Mapping[str, int],
     vocabulary: Any,
-) -> tuple[list[str], Cost]:
+) -> tuple[list[str], float]:
     """Decodes the inputs of a task without answer choices greedily, as T0 does.
 
     Args:
@@ -202,9 +201,8 @@ def decode_examples(
       vocabulary: a SeqIO vocabulary.
 
     Returns:
-      The texts in the order of the examples, and what they cost.
+      The texts in the order of the examples, and the seconds that they took.
     """
-    meter = EnergyMeter()
     start_batches = time.monotonic()
     tokens = generate_tokens(
         checkpoint.params,
@@ -215,5 +213,5 @@ def decode_examples(
         batch_size=min(_BATCH.get(jax.default_backend(), 32), len(examples)),
         inputs_length=lengths["inputs"],
     )
-    cost = Cost(time.monotonic() - start_batches, meter.joules(), meter.source)
-    return decode_texts(tokens, vocabulary), cost
+    seconds = time.monotonic() - start_batches
+    return decode_texts(tokens, vocabulary), seconds

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from t0repro.evaluation.energy import Cost, EnergyMeter
 from t0repro.evaluation.grouping import Batching, join_batchings, make_batching
 from t0repro.evaluation.pairs import Pairs, collect_pairs, concatenate_pairs
 from t0repro.evaluation.score_journal import DIGEST, ScoreJournal
@@ -34,14 +33,14 @@ class ScoredChunk:
     Attributes:
       scores: log-likelihood of each example's choice, float32, natural log.
       content_free: float64 scores of the same choices given the content-free input, or None.
-      cost: of scoring its pairs; a pair that several tasks share counts for each of them.
+      seconds: of scoring its pairs; a pair that several tasks share counts for each of them.
       tokens_per_batch: the limit that the batches were planned with.
     """
 
     chunk: Chunk
     scores: Float[np.ndarray, " examples"]
     content_free: Float[np.ndarray, " examples"] | None
-    cost: Cost
+    seconds: float
     tokens_per_batch: int
 
 
@@ -100,7 +99,6 @@ class RankRun:
         )
         self._load_known_scores()
         self.scored = 0
-        self._meter = EnergyMeter()
 
     def score(self, done: Callable[[ScoredChunk], None]) -> float:
         """Scores all pairs, calling `done` with each finished chunk; returns the seconds taken."""
@@ -115,7 +113,6 @@ class RankRun:
             f" {100 * self.plan.padding:.1f}% padding"
         )
         engine = Engine(self.checkpoint.params, self.checkpoint.model)
-        self._meter.joules()  # starts the count: energy used until now was not spent on scoring
         started = last = handed_out = time.monotonic()
         waiting = self._hand_out_finished(self._chunk_pairs, done)
         with count_progress(total, "scoring", "pair", "scored") as advance:
@@ -133,7 +130,7 @@ class RankRun:
     def _load_known_scores(self) -> None:
         """Loads known scores from the journal; the others are NaN."""
         # A choice without tokens is in no batch; its score is the empty sum, 0.
-        known = np.zeros((3, len(self.pairs)))
+        known = np.zeros((2, len(self.pairs)))
         self._digests = np.zeros(len(self.pairs), DIGEST)
         planned = np.zeros(len(self.pairs), bool)
         for batch in self.plan.batches:
@@ -147,7 +144,7 @@ class RankRun:
         known[0, planned] = np.nan
         if self.journal is not None:
             known[:, planned] = self.journal.look_up(self._digests[planned])
-        self.scores, self._seconds, self._joules = known
+        self.scores, self._seconds = known
 
     def _unscored_plan(self) -> Batching:
         """The plan, less the batches whose scores are all known."""
@@ -159,14 +156,11 @@ class RankRun:
         )
 
     def _store_scores(self, pairs: np.ndarray, scores: np.ndarray, seconds: float) -> None:
-        """Stores a batch's scores; its seconds and joules are split evenly among its pairs."""
-        joules = self._meter.joules()
-        joules_per_pair = None if joules is None else joules / len(pairs)
+        """Stores a batch's scores; its seconds are split evenly among its pairs."""
         if self.journal is not None:
-            self.journal.add(self._digests[pairs], scores, seconds / len(pairs), joules_per_pair)
+            self.journal.add(self._digests[pairs], scores, seconds / len(pairs))
         self.scores[pairs] = scores
         self._seconds[pairs] = seconds / len(pairs)
-        self._joules[pairs] = np.nan if joules_per_pair is None else joules_per_pair
         self.scored += len(pairs)
 
     def _hand_out_finished(
@@ -185,16 +179,11 @@ class RankRun:
     def _score_chunk(self, place: _ChunkPairs) -> ScoredChunk:
         # Charge a pair once, even if several of the chunk's examples share it.
         pairs = np.unique(place.index)
-        joules = float(self._joules[pairs].sum())
         return ScoredChunk(
             place.chunk,
             self.scores[place.index].astype(np.float32),
             self.scores[place.free] if len(place.free) else None,
-            Cost(
-                float(self._seconds[pairs].sum()),
-                joules if self._meter.source and np.isfinite(joules) else None,
-                self._meter.source,
-            ),
+            float(self._seconds[pairs].sum()),
             self._tokens_per_batch,
         )
 

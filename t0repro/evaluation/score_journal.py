@@ -1,12 +1,11 @@
 """The journal of the scores of an evaluation's (input, choice) pairs.
 
 Scores are written as they are computed: a killed evaluation loses seconds of work. A journal is
-an append-only file of 36-byte records:
+an append-only file of 32-byte records:
 
     digest    of the pair's tokens, 16 bytes
     score     float64, little-endian, natural log
     seconds   float32; time spent scoring the pair
-    joules    float32; NaN if the hardware does not report it
     checksum  CRC-32 of the bytes before it
 
 Its folder is named after everything else that determines a score: checkpoint, activation dtype
@@ -36,7 +35,6 @@ _RECORD = np.dtype(
         ("digest", DIGEST),
         ("score", "<f8"),
         ("seconds", "<f4"),
-        ("joules", "<f4"),
         ("checksum", "<u4"),
     ]
 )
@@ -67,13 +65,13 @@ class ScoreJournal:
         self._file.truncate(self._file.tell() // _RECORD.itemsize * _RECORD.itemsize)
         self._synced = time.monotonic()
 
-    def look_up(self, digests: np.ndarray) -> Float[np.ndarray, "3 pairs"]:
-        """Looks up score, seconds and joules of each pair; the score is NaN if the pair is unknown.
+    def look_up(self, digests: np.ndarray) -> Float[np.ndarray, "2 pairs"]:
+        """Looks up score and seconds of each pair; the score is NaN if the pair is unknown.
 
         Args:
           digests: the pairs' digests, of dtype DIGEST.
         """
-        columns = np.zeros((3, len(digests)))
+        columns = np.zeros((2, len(digests)))
         columns[0] = np.nan
         order = np.argsort(digests)
         for records in self._blocks() if len(digests) else ():
@@ -82,31 +80,23 @@ class ScoreJournal:
             place = np.searchsorted(digests, records["digest"], sorter=order)
             place = order[np.minimum(place, len(digests) - 1)]
             known = digests[place] == records["digest"]
-            for row, name in zip(columns, ("score", "seconds", "joules"), strict=True):
+            for row, name in zip(columns, ("score", "seconds"), strict=True):
                 # Of several records of a pair, the last one in the file wins.
                 row[place[known]] = records[name][known]
         return columns
 
-    def add(
-        self,
-        digests: np.ndarray,
-        scores: np.ndarray,
-        seconds: float = 0.0,
-        joules: float | None = None,
-    ) -> None:
+    def add(self, digests: np.ndarray, scores: np.ndarray, seconds: float = 0.0) -> None:
         """Appends scores; they are synced to the disk every few seconds.
 
         Args:
           digests: the pairs' digests, of dtype DIGEST.
           scores: the pairs' log-likelihoods, natural log.
           seconds: time that each pair took.
-          joules: energy that each pair took; None if unknown.
         """
         records = np.zeros(len(digests), _RECORD)
         records["digest"] = digests
         records["score"] = scores
         records["seconds"] = seconds
-        records["joules"] = np.nan if joules is None else joules
         records["checksum"] = _checksums(records)
         # Flush at once, so that a killed process loses only batches that were still being computed.
         with name_in_errors(self._path):

@@ -34,8 +34,6 @@ class Provenance:
     checkpoint_hash: str | None = None
     templates_hash: str | None = None
     data_revision: str | None = None
-    energy_joules: float | None = None
-    energy_source: str | None = None
     data: dict[str, str] = dataclasses.field(default_factory=dict)
     scores_sha256: str | None = None
 
@@ -76,8 +74,6 @@ def collect_provenance(
         checkpoint_hash=facts.get("checkpoint_hash"),
         templates_hash=facts.get("templates_hash"),
         data_revision=facts.get("data_revision"),
-        energy_joules=facts.get("energy_joules"),
-        energy_source=facts.get("energy_source"),
         data=facts.get("data") or {},
         scores_sha256=facts.get("scores_sha256"),
     )

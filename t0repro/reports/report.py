@@ -25,7 +25,7 @@ from t0repro.reports.results import GROUP_TITLES, DatasetResult, GroupResult
 from t0repro.reports.statistics import Bootstrap
 from t0repro.reports.task_costs import TaskCost
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 
 @dataclasses.dataclass(frozen=True)

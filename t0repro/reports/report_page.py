@@ -353,15 +353,7 @@ def _facts(source: Provenance) -> list[tuple[str, str | None]]:
         ("Hash of the checkpoint", source.checkpoint_hash),
         ("Device", source.device),
         ("Duration", None if seconds is None else f"{seconds:.1f} s"),
-        ("Energy", _energy(source)),
         ("Hash of the templates", source.templates_hash),
         ("Hash of the rendered data", source.data_revision),
         ("SHA-256 of the scores", source.scores_sha256),
     ]
-
-
-def _energy(source: Provenance) -> str | None:
-    if source.energy_joules is None:
-        return None
-    by = f", measured by {source.energy_source}" if source.energy_source else ""
-    return f"{source.energy_joules:.0f} J{by}"

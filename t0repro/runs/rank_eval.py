@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.evaluation.energy import Cost
 from t0repro.evaluation.evaluation_facts import jax_device, operative_config, write_facts
 from t0repro.evaluation.evaluation_folder import (
     EvaluationFolder,
@@ -311,20 +310,20 @@ class _Evaluation:
             self.outcome = dataclasses.replace(self.outcome, empty=(*self.outcome.empty, name))
             return
         lengths = self.settings.lengths
-        texts, cost = decode_examples(self.checkpoint, examples, lengths, self.vocabulary)
+        texts, seconds = decode_examples(self.checkpoint, examples, lengths, self.vocabulary)
         output = self._output(reader)
         output.add(examples, texts)
-        details = {"examples": len(examples), "available": reader.available, **cost.as_record()}
+        details = {"examples": len(examples), "available": reader.available, "seconds": seconds}
         self._record(output.finish(), details)
         self.outcome = dataclasses.replace(
             self.outcome,
             decoded=self.outcome.decoded + len(examples),
-            decoding_seconds=self.outcome.decoding_seconds + cost.seconds,
+            decoding_seconds=self.outcome.decoding_seconds + seconds,
         )
 
 
 class _RankedTask:
-    """Accumulates a task's output and cost until all of its pairs are scored.
+    """Accumulates a task's output and time until all of its pairs are scored.
 
     Args:
       output: the task's output.
@@ -333,23 +332,23 @@ class _RankedTask:
 
     def __init__(self, output: TaskOutput, tokens_per_batch: int):
         self.output, self._tokens = output, tokens_per_batch
-        self._cost = Cost(0.0, joules=0.0)
+        self._seconds = 0.0
         self._indices: list[np.ndarray] = []
         self._free: list[np.ndarray] = []
 
     def add(self, scored: ScoredChunk) -> None:
-        """Adds one chunk's scores and cost."""
+        """Adds one chunk's scores and time."""
         examples = scored.chunk.examples
         self.output.add(examples, scored.scores)
-        self._cost += scored.cost
+        self._seconds += scored.seconds
         if scored.content_free is not None:
             self._indices += [example["idx"] for example in examples]
             self._free.append(scored.content_free)
 
     def details(self) -> dict[str, Any]:
-        """Cost, batches and content-free scores, as they go into the task's record."""
+        """Seconds, batches and content-free scores, as they go into the task's record."""
         found: dict[str, Any] = {
-            **self._cost.as_record(),
+            "seconds": self._seconds,
             "tokens_per_batch": self._tokens,
             "content_free": None,
         }

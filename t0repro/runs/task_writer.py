@@ -15,7 +15,6 @@ from t0repro.config.run import MeshEvalRun
 from t0repro.data.batches import eval_tasks
 from t0repro.data.eval_examples import iterate_eval_tasks
 from t0repro.errors import UserError
-from t0repro.evaluation.energy import Cost
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
 from t0repro.evaluation.judge import Judge, make_judge, make_task_judge
 from t0repro.evaluation.opened import Checkpoint
@@ -95,11 +94,11 @@ class Outputs:
 
     Attributes:
       values: a score or a decoded text for each example.
-      cost: time and energy that they took.
+      seconds: the time that they took.
     """
 
     values: Sequence[Any] | np.ndarray
-    cost: Cost
+    seconds: float
 
 
 def scored(
@@ -123,7 +122,7 @@ def scored(
     run = RankRun(checkpoint, chunks, lengths, tokens_per_batch=tokens_per_batch)
     # Key by identity: equal chunks of two tasks are still two chunks.
     run.score(lambda chunk: found.update({id(chunk.chunk): chunk}))
-    return [Outputs(each.scores, each.cost) for each in (found[id(chunk)] for chunk in chunks)]
+    return [Outputs(each.scores, each.seconds) for each in (found[id(chunk)] for chunk in chunks)]
 
 
 def generated(chunks: Sequence[Chunk], texts: Sequence[str], seconds: float) -> list[Outputs]:
@@ -138,7 +137,7 @@ def generated(chunks: Sequence[Chunk], texts: Sequence[str], seconds: float) -> 
     for chunk in chunks:
         end = start + len(chunk.examples)
         share = seconds * len(chunk.examples) / max(len(texts), 1)
-        found.append(Outputs(texts[start:end], Cost(share)))
+        found.append(Outputs(texts[start:end], share))
         start = end
     return found
 
@@ -155,7 +154,7 @@ class TaskWriter:
     def __init__(self, config: MeshEvalRun, checkpoint: Checkpoint, judges: Mapping[str, Judge]):
         self._config, self._checkpoint, self._judges = config, checkpoint, judges
         self._path, self._settings = evaluation_folder(config), _settings(config)
-        self._open: dict[str, tuple[TaskOutput, Cost]] = {}
+        self._open: dict[str, tuple[TaskOutput, float]] = {}
 
     def __enter__(self) -> TaskWriter:
         return self
@@ -174,8 +173,8 @@ class TaskWriter:
         """
         results = []
         for chunk, found in zip(chunks, outputs, strict=True):
-            output, cost = self._open.get(chunk.task) or (self._output(chunk.task), Cost(0.0, 0.0))
-            self._open[chunk.task] = output, cost + found.cost
+            output, seconds = self._open.get(chunk.task) or (self._output(chunk.task), 0.0)
+            self._open[chunk.task] = output, seconds + found.seconds
             output.add(chunk.examples, found.values)
             if chunk.last:
                 results.append(self._finish(chunk.task))
@@ -187,7 +186,7 @@ class TaskWriter:
         return TaskOutput(self._judges[name], self._checkpoint.step, folder, truncation)
 
     def _finish(self, name: str) -> TaskResult:
-        output, cost = self._open[name]
+        output, seconds = self._open[name]
         if not output.examples:
             raise UserError(
                 f"The split {self._settings.split!r} of {name} has no examples.",
@@ -197,10 +196,10 @@ class TaskWriter:
             result = output.finish()
         del self._open[name]
         if self._config.output_eval_examples:
-            self._record(result, output.examples, cost)
+            self._record(result, output.examples, seconds)
         return result
 
-    def _record(self, result: TaskResult, examples: int, cost: Cost) -> None:
+    def _record(self, result: TaskResult, examples: int, seconds: float) -> None:
         ranks, mode = self._config.mode == "score_eval", self._config.mode
         generated_tasks = () if ranks else (result.task,)
         # The mode identifies the command, since commands choose examples differently.
@@ -210,7 +209,7 @@ class TaskWriter:
         # The size of the split is known only without a limit.
         available = result.statistics["inputs"] if self._settings.limit is None else None
         counts = {"pairs" if ranks else "examples": examples, "available": available}
-        folder.record(result, {**counts, **cost.as_record()})
+        folder.record(result, {**counts, "seconds": seconds})
 
 
 def _settings(config: MeshEvalRun) -> EvaluationSettings:

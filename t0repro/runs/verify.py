@@ -104,8 +104,7 @@ def verify(
 _RECORDED_ALONE = (
     "provenance.checkpoint", "provenance.device", "provenance.duration_seconds",
     "provenance.versions", "provenance.operative_config", "provenance.templates_hash",
-    "provenance.data_revision", "provenance.energy_joules", "provenance.energy_source",
-    "provenance.data",
+    "provenance.data_revision", "provenance.data",
 )  # fmt: skip
 _SHOWN_FILES = 20
 
