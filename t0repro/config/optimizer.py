@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from t0repro.config.names import RULE, Mtf, Only, T5x, arguments, or_none
 from t0repro.config.ranges import MOST_32, Range
+from t0repro.parameters import naming
+from t0repro.parameters.shape import factoring
 
 
 @arguments(t5x="adafactor.Adafactor", mtf="optimize.AdafactorOptimizer")
@@ -81,16 +83,42 @@ class AdafactorConfig:
         tuple[tuple[str, str], ...], T5x(hint=Any, default=None), Only(mtf=())
     ] = ()
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether each parameter has a momentum."""
+        return bool(self.beta1) or self.momentum_slot
+
+    def slot_shapes(self, path: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The shape of each slot that a parameter of this path and shape has.
+
+        Raises:
+          FactorRuleError: If there are factor rules, and none suits the parameter.
+        """
+        second_moment = factoring(path, shape, self).slot_shapes(shape)
+        return second_moment | ({"m": shape} if self.has_momentum else {})
+
+
+class _WholeSlots:
+    """Optimizers whose slots all have their parameter's shape."""
+
+    slots: ClassVar[tuple[str, ...]] = ()
+
+    def slot_shapes(self, path: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The shape of each slot that a parameter of this path and shape has."""
+        del path
+        return dict.fromkeys(self.slots, shape)
+
 
 @arguments(mtf="optimize.AdamWeightDecayOptimizer")
 @dataclasses.dataclass(frozen=True)
-class AdamWeightDecayConfig:
+class AdamWeightDecayConfig(_WholeSlots):
     """Mesh TensorFlow's AdamWeightDecayOptimizer: Adam without bias correction, decoupled decay.
 
     Attributes:
       exclude_from_weight_decay: Paths of parameters that do not decay.
     """
 
+    slots = naming.ADAM_SLOTS
     weight_decay_rate: Annotated[float, Range(at_least=0)]
     beta_1: Annotated[float, Range(at_least=0, below=1)]
     beta_2: Annotated[float, Range(at_least=0, below=1)]
@@ -101,15 +129,17 @@ class AdamWeightDecayConfig:
 
 @arguments(mtf="optimize.MomentumOptimizer")
 @dataclasses.dataclass(frozen=True)
-class MomentumConfig:
+class MomentumConfig(_WholeSlots):
     """Mesh TensorFlow's MomentumOptimizer, which subtracts the velocity *before* its update."""
 
+    slots = (naming.MOMENTUM_SLOT,)
     momentum: Annotated[float, Range(at_least=0, below=1)]
     frozen: Annotated[tuple[str, ...], Mtf("utils.run.variable_filter")] = ()
 
 
+@arguments(mtf="optimize.SgdOptimizer")
 @dataclasses.dataclass(frozen=True)
-class SgdConfig:
+class SgdConfig(_WholeSlots):
     """Mesh TensorFlow's SgdOptimizer: subtracts the gradient times the learning rate."""
 
     frozen: Annotated[tuple[str, ...], Mtf("utils.run.variable_filter")] = ()

@@ -14,16 +14,9 @@ import math
 from collections.abc import Mapping
 
 from t0repro.config.model import ModelConfig
-from t0repro.config.optimizer import (
-    AdafactorConfig,
-    AdamWeightDecayConfig,
-    MomentumConfig,
-    MultiOptimizerConfig,
-    OptimizerConfig,
-)
+from t0repro.config.optimizer import MultiOptimizerConfig, OptaxConfig, OptimizerConfig
 from t0repro.config.run import Run, TrainRun
 from t0repro.errors import UserError
-from t0repro.parameters.shape import factoring
 from t0repro.words import counted, sized
 
 ATTENTION_BLOCK_BYTES = 1 << 26
@@ -126,28 +119,19 @@ def slot_bytes(sizes: Mapping[str, tuple[int, ...]], optimizer: OptimizerConfig 
     Optimizers given as optax transformations count as having none: only optax knows their state,
     which a traced or compiled step counts.
     """
+    if optimizer is None or isinstance(optimizer, OptaxConfig):
+        return 0
     if isinstance(optimizer, MultiOptimizerConfig):
-        return _FLOAT32 * sum(
-            _slot_entries(path, sizes[path], part.optimizer)
+        return sum(
+            slot_bytes({path: sizes[path] for path in part.paths}, part.optimizer)
             for part in optimizer.parts
-            for path in part.paths
         )
-    frozen = getattr(optimizer, "frozen", ())
     return _FLOAT32 * sum(
-        _slot_entries(path, size, optimizer) for path, size in sizes.items() if path not in frozen
+        math.prod(slot)
+        for path, shape in sizes.items()
+        if path not in optimizer.frozen
+        for slot in optimizer.slot_shapes(path, shape).values()
     )
-
-
-def _slot_entries(path: str, shape: tuple[int, ...], optimizer: OptimizerConfig | None) -> int:
-    """Number of slot entries that an optimizer keeps for a parameter."""
-    entries = math.prod(shape)
-    if isinstance(optimizer, AdafactorConfig):
-        momentum = entries if optimizer.beta1 or optimizer.momentum_slot else 0
-        axes = factoring(path, shape, optimizer)
-        return sum(map(math.prod, axes.slot_shapes(shape).values())) + momentum
-    if isinstance(optimizer, AdamWeightDecayConfig):
-        return 2 * entries
-    return entries if isinstance(optimizer, MomentumConfig) else 0
 
 
 def assumed_length(run: Run, feature: str) -> int:

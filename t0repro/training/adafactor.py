@@ -27,70 +27,12 @@ T5X's rules for parameters with more than two axes are in t0repro.parameters.sha
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from t0repro.config.optimizer import AdafactorConfig
 from t0repro.parameters.shape import Factoring, factoring
-
-
-@flax.struct.dataclass
-class Slots:
-    """One parameter's optimizer state, float32; unused slots are None.
-
-    Attributes:
-      v_row: Adafactor's factored second moment without the longest axis.
-      v_col: Adafactor's factored second moment without the second longest axis.
-      v: Adafactor's second moment of a parameter that is not factored, of its shape.
-      m: Adafactor's momentum, of the parameter's shape, when beta1 is not zero.
-      adam_m: Adam's first moment, of the parameter's shape.
-      adam_v: Adam's second moment, of the parameter's shape.
-      momentum_v: the velocity of gradient descent with momentum, of the parameter's shape.
-    """
-
-    # To jax, None is an empty subtree: unused slots take no memory and are not updated.
-    v_row: jax.Array | None = None
-    v_col: jax.Array | None = None
-    v: jax.Array | None = None
-    m: jax.Array | None = None
-    adam_m: jax.Array | None = None
-    adam_v: jax.Array | None = None
-    momentum_v: jax.Array | None = None
-
-
-class Gradient(NamedTuple):
-    """The inputs of one parameter's update.
-
-    Attributes:
-      value: the gradient, float32.
-      parameter: the parameter before the update.
-      slots: its slots before the update.
-      path: its path in T5X's tree; options name exceptions by this path.
-      step: the global step before the update.
-      learning_rate: learning rate of this update.
-    """
-
-    value: jax.Array
-    parameter: jax.Array
-    slots: Slots
-    path: str
-    step: jax.Array
-    learning_rate: jax.Array
-
-
-def slot_shapes(
-    path: str, shape: tuple[int, ...], config: AdafactorConfig
-) -> dict[str, tuple[int, ...]]:
-    """The shape of each slot that a parameter of this path and shape has.
-
-    Raises:
-      FactorRuleError: if the configuration has factor rules, and none suits the parameter.
-    """
-    second_moment = factoring(path, shape, config).slot_shapes(shape)
-    return second_moment | ({"m": shape} if _has_momentum(config) else {})
+from t0repro.training.formulas import Gradient, Slots
 
 
 def decay_rate(step: jax.Array, config: AdafactorConfig) -> jax.Array | float:
@@ -122,7 +64,7 @@ def update(gradient: Gradient, config: AdafactorConfig) -> tuple[jax.Array, Slot
         direction = direction / jnp.maximum(1.0, size / config.clipping_threshold)
     change = direction * scale
     momentum = None
-    if _has_momentum(config):
+    if config.has_momentum:
         assert gradient.slots.m is not None, "there is momentum, so the slots have m"
         momentum = change = gradient.slots.m * config.beta1 + change * (1.0 - config.beta1)
     slots = second_moment.replace(m=momentum)
@@ -133,10 +75,6 @@ def update(gradient: Gradient, config: AdafactorConfig) -> tuple[jax.Array, Slot
     if config.skip_nan_updates:
         change, slots = _drop_nan_updates(change, slots, gradient.slots)
     return -change, slots
-
-
-def _has_momentum(config: AdafactorConfig) -> bool:
-    return bool(config.beta1) or config.momentum_slot
 
 
 def _weight_decay(learning_rate: jax.Array, config: AdafactorConfig) -> jax.Array | float | None:

@@ -11,7 +11,8 @@ gradients already multiplied by it.
     updates, slots = optimizer.update(gradients, slots, params, step=step, learning_rate=rate)
     params = optax.apply_updates(params, updates)
 
-Source: mesh_tensorflow/optimize.py. Adafactor has its own module (t0repro.training.adafactor).
+Source: mesh_tensorflow/optimize.py. Adafactor has its own module (t0repro.training.adafactor), the
+other formulas have t0repro.training.formulas.
 Parameters and gradients are float32. Frozen parameters have no slots and get updates of zero.
 Layers that are stacked (t0repro.model.layer_stacks) are updated as each of them would be by itself.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.traverse_util
 import jax
@@ -31,17 +32,14 @@ from jax.tree_util import DictKey
 
 from t0repro.config.optimizer import (
     AdafactorConfig,
-    AdamWeightDecayConfig,
-    MomentumConfig,
     MultiOptimizerConfig,
     OptaxConfig,
     OptimizerConfig,
-    SgdConfig,
 )
 from t0repro.parameters.naming import LAYERS, layer_name
 from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.training import adafactor
-from t0repro.training.adafactor import Gradient, Slots
+from t0repro.training.formulas import FORMULAS, Gradient, Slots
 from t0repro.training.optax_chain import make_chain
 
 Optimizer = optax.GradientTransformationExtraArgs
@@ -52,18 +50,6 @@ class StackingOptimizer(Optimizer):
 
     # `_replace` makes a user's own.
     _make = Optimizer._make  # pyright: ignore[reportAssignmentType]
-
-
-class _Formula(NamedTuple):
-    """How one of Mesh TensorFlow's optimizers treats a single parameter.
-
-    Attributes:
-      slot_shapes: maps a parameter's path and shape and the options to the shape of each slot.
-      update: returns the change to add to the parameter, and its new slots.
-    """
-
-    slot_shapes: Callable[[str, tuple[int, ...], Any], Mapping[str, tuple[int, ...]]]
-    update: Callable[[Gradient, Any], tuple[jax.Array, Slots]]
 
 
 def make_optimizer(config: OptimizerConfig) -> Optimizer:
@@ -78,14 +64,15 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
         return combine_optimizers(
             [(_choose_listed(x.paths), make_optimizer(x.optimizer)) for x in config.parts]
         )
-    formula, exceptions = _FORMULAS[type(config)], _exceptions(config)
+    formula = adafactor.update if isinstance(config, AdafactorConfig) else FORMULAS[type(config)]
+    exceptions = _exceptions(config)
     # Rules by path may treat the layers of a stack, or any two parameters, differently.
     by_path = getattr(config, "factor_map", ()) not in ((), ALL_HEURISTIC)
 
     def new_slots(path: Any, parameter: jax.Array) -> Slots:
         name = _name(path)
         frozen = name in config.frozen
-        shapes = {} if frozen else formula.slot_shapes(name, parameter.shape, config)
+        shapes = {} if frozen else config.slot_shapes(name, parameter.shape)
         return Slots(**{name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})
 
     def init(params: Any) -> Any:
@@ -96,7 +83,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
             return jnp.zeros_like(gradient.parameter), gradient.slots
         value, parameter, slots, path, step, learning_rate = gradient
         if by_path or path in exceptions or not isinstance(value, jax.core.Tracer):
-            return formula.update(gradient, config)
+            return formula(gradient, config)
         return update_any(value, parameter, slots, step, learning_rate)
 
     # A model has hundreds of parameters of a few shapes: the formula is traced once for each shape.
@@ -106,7 +93,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
         value: jax.Array, parameter: jax.Array, slots: Slots, step: Any, learning_rate: Any
     ) -> tuple[jax.Array, Slots]:
         """The change to a parameter that no option names."""
-        return formula.update(Gradient(value, parameter, slots, "", step, learning_rate), config)
+        return formula(Gradient(value, parameter, slots, "", step, learning_rate), config)
 
     def update_stacked(gradient: Gradient) -> tuple[jax.Array, Slots]:
         """The change to stacked layers, each updated as a parameter by itself."""
@@ -191,44 +178,6 @@ def _exceptions(config: Any) -> frozenset[str]:
 def _name(path: Any) -> str:
     """A parameter's path as T5X writes it, e.g. "encoder/layers_0/mlp/wo/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _adam(gradient: Gradient, config: AdamWeightDecayConfig) -> tuple[jax.Array, Slots]:
-    """Adam without bias correction: its moments start at zero."""
-    slots, value = gradient.slots, gradient.value
-    assert slots.adam_m is not None and slots.adam_v is not None
-    m = config.beta_1 * slots.adam_m + (1.0 - config.beta_1) * value
-    v = config.beta_2 * slots.adam_v + (1.0 - config.beta_2) * jnp.square(value)
-    change = m / (jnp.sqrt(v) + config.epsilon)
-    # After the division by the moments, so that the decay does not depend on them.
-    if config.weight_decay_rate and gradient.path not in config.exclude_from_weight_decay:
-        change = change + config.weight_decay_rate * gradient.parameter
-    return -(gradient.learning_rate * change), Slots(adam_m=m, adam_v=v)
-
-
-def _momentum(gradient: Gradient, config: MomentumConfig) -> tuple[jax.Array, Slots]:
-    """Momentum, subtracting the velocity from before this step's gradient."""
-    before = gradient.slots.momentum_v
-    assert before is not None
-    velocity = gradient.value * gradient.learning_rate + before * config.momentum
-    # Mesh TensorFlow assigns the new velocity and subtracts the variable's value, in its graph the
-    # old one. On CPU the two are not ordered, so by chance a parameter moves by either.
-    return -before, Slots(momentum_v=velocity)
-
-
-def _descent(gradient: Gradient, config: SgdConfig) -> tuple[jax.Array, Slots]:
-    del config
-    return -(gradient.value * gradient.learning_rate), Slots()
-
-
-_FORMULAS: Mapping[type, _Formula] = {
-    AdafactorConfig: _Formula(adafactor.slot_shapes, adafactor.update),
-    AdamWeightDecayConfig: _Formula(
-        lambda path, shape, config: {"adam_m": shape, "adam_v": shape}, _adam
-    ),
-    MomentumConfig: _Formula(lambda _, shape, __: {"momentum_v": shape}, _momentum),
-    SgdConfig: _Formula(lambda *_: {}, _descent),
-}
 
 
 Choice = Callable[[Sequence[str]], Collection[str]]

@@ -54,7 +54,7 @@ from t0repro.model.towers import count_scanned_layers
 from t0repro.parameters import naming
 from t0repro.partitioning.devices import parameter_axes, put, slot_spec
 from t0repro.partitioning.processes import is_first
-from t0repro.training.adafactor import Slots
+from t0repro.training.formulas import Slots
 from t0repro.training.optimizers import Optimizer, StackingOptimizer
 from t0repro.words import counted, printable
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.parameters.shape import factoring
-from t0repro.training.adafactor import Slots, decay_rate, slot_shapes
+from t0repro.training.adafactor import decay_rate
+from t0repro.training.formulas import Slots
 from t0repro.training.optimizers import make_optimizer
 
 from ..helpers.tiny_models import ADAFACTOR
@@ -52,7 +53,7 @@ def random(seed, *shape):
 def test_v_row_lacks_the_longest_axis_and_v_col_the_second(shape, axes):
     dropped = factoring("a/kernel", shape, STANDARD).dropped
     assert dropped == (axes and tuple((axis,) for axis in axes))
-    shapes = slot_shapes("a/kernel", shape, STANDARD)
+    shapes = STANDARD.slot_shapes("a/kernel", shape)
     if axes is None:
         assert shapes == {"v": shape}
     else:
@@ -71,7 +72,7 @@ def test_slots_of_a_square_matrix_are_means_over_the_axes_that_t5x_means():
 
 def test_factoring_can_be_off():
     config = dataclasses.replace(STANDARD, factored=False)
-    assert slot_shapes("a/kernel", (256, 256), config) == {"v": (256, 256)}
+    assert config.slot_shapes("a/kernel", (256, 256)) == {"v": (256, 256)}
 
 
 def test_decay_is_of_the_global_step_less_the_offset():

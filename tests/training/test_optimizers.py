@@ -22,7 +22,7 @@ from t0repro.config.optimizer import (
 )
 from t0repro.parameters import naming
 from t0repro.training import optimizers
-from t0repro.training.adafactor import Slots
+from t0repro.training.formulas import Slots
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import TrainState, flat_slots, from_flat_tree, to_flat_tree

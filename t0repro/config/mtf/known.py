@@ -15,21 +15,15 @@ from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsCon
 from t0repro.config.gin import door
 from t0repro.config.model import DTypePolicy, ModelConfig
 from t0repro.config.mtf.arguments import Arguments
-from t0repro.config.mtf.optimizer import SCHEDULES
+from t0repro.config.mtf.optimizer import OPTIMIZERS, SCHEDULES
 from t0repro.config.mtf.stand_ins import full_name, signature_of
 from t0repro.config.names import fields_by_argument
-from t0repro.config.optimizer import (
-    AdafactorConfig,
-    AdamWeightDecayConfig,
-    MomentumConfig,
-    SgdConfig,
-)
 from t0repro.config.run import MeshEvalRun, TextRun, TrainingPlan, TrainRun
 
 _SETTINGS = (
     TrainRun, MeshEvalRun, TextRun, TrainingPlan, ModelConfig, DTypePolicy, SaveConfig,
     RestoreConfig, CheckpointChoice, TrainDataConfig, EvalDataConfig, DecodingConfig, InferConfig,
-    ScoreStringsConfig, AdafactorConfig, AdamWeightDecayConfig, MomentumConfig, SgdConfig,
+    ScoreStringsConfig, *OPTIMIZERS.values(),
 )  # fmt: skip
 # Arguments that are no field's: rules read them, Mesh TensorFlow passes others itself, or nothing
 # that the JAX stack computes depends on them. `...` admits every argument.
@@ -87,10 +81,8 @@ _OTHERS: Mapping[str, set[str] | EllipsisType] = {
     "transformer_layers.EncDecAttention": {"num_heads", "key_value_size", "dropout_rate"},
     "transformer_layers.enc_dec_attention": set(),
     "transformer_layers.enc_dec_attention_bias": set(),
+    **{kind.gin_configurables["mtf"]: {"learning_rate"} for kind in OPTIMIZERS.values()},
     "optimize.AdafactorOptimizer": {"stacked_dim_names", "learning_rate"},
-    "optimize.AdamWeightDecayOptimizer": {"learning_rate"},
-    "optimize.MomentumOptimizer": {"learning_rate"},
-    "optimize.SgdOptimizer": {"learning_rate"},
     "optimize.adafactor_decay_rate_pow": ...,
     "utils.get_variable_dtype": ...,
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Reference
@@ -17,18 +17,14 @@ from t0repro.config.optimizer import (
     MomentumConfig,
     OptimizerConfig,
     ScheduleConfig,
-    SgdConfig,
 )
 from t0repro.errors import UserError
 
-_OPTIMIZERS: Mapping[str, Any] = {
-    full_name(f"optimize.{name}"): kind
-    for name, kind in {
-        "AdafactorOptimizer": AdafactorConfig,
-        "AdamWeightDecayOptimizer": AdamWeightDecayConfig,
-        "MomentumOptimizer": MomentumConfig,
-        "SgdOptimizer": SgdConfig,
-    }.items()
+# Mesh TensorFlow's name -> the optimizer.
+OPTIMIZERS: Mapping[str, Any] = {
+    full_name(names["mtf"]): kind
+    for kind in get_args(OptimizerConfig)
+    if "mtf" in (names := getattr(kind, "gin_configurables", {}))
 }
 # The functions that a schedule may be; one of them has two names.
 SCHEDULES = tuple(
@@ -61,7 +57,7 @@ def read_optimizer(arguments: Arguments, model: ModelConfig) -> OptimizerConfig 
         if (bound := door.value_of(full_name("utils.run"), "optimizer")) is not None:
             arguments.refuse(f"the optimizer {_shown(arguments, bound, 'optimizer')}", "optimizer")
         return None
-    kind = _OPTIMIZERS.get(reference.selector)
+    kind = OPTIMIZERS.get(reference.selector)
     if kind is None:
         arguments.refuse(f"the optimizer {reference.name}", "optimizer")
     names = model.mesh_variables()
