@@ -478,8 +478,8 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
             slots[path][slot or ""] = info
     if not has_slots(reader):
         return
-    adam = any(key.endswith(naming.ADAM_SLOTS) for key in reader.tensors)
-    velocity = any(key.endswith(f"/{naming.MOMENTUM_SLOT}") for key in reader.tensors)
+    present_slots = {slot for present in slots.values() for slot in present}
+    whole = next((each for each in naming.WHOLE_SLOTS if present_slots & {*each}), None)
     momentum = any("m" in present for present in slots.values())
     # A matrix without any slot was excluded from training (utils.run.variable_filter), and vectors
     # without one are then fine too. If every matrix has its slots, a vector without one lost it.
@@ -497,12 +497,8 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
                 fix="Convert without slots (--no_slots), or get the whole checkpoint.",
             )
         # A parameter has both factored slots, or one unfactored second moment.
-        needed = ["v_row", "v_col"] if {"v_row", "v_col"} & present.keys() else ["v"]
-        if adam:
-            needed = list(naming.ADAM_SLOTS)
-        elif velocity:
-            needed = [naming.MOMENTUM_SLOT]
-        for slot in needed + (["m"] if momentum else []):
+        adafactor = ("v_row", "v_col") if {"v_row", "v_col"} & present.keys() else ("v",)
+        for slot in (*(whole or adafactor), *(("m",) if momentum else ())):
             name = reader.native_name(naming.slot_key(path, slot))
             if slot not in present:
                 raise UserError(

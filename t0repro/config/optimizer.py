@@ -132,7 +132,7 @@ class AdamWeightDecayConfig(_WholeSlots):
 class MomentumConfig(_WholeSlots):
     """Mesh TensorFlow's MomentumOptimizer, which subtracts the velocity *before* its update."""
 
-    slots = (naming.MOMENTUM_SLOT,)
+    slots = naming.MOMENTUM_SLOTS
     momentum: Annotated[float, Range(at_least=0, below=1)]
     frozen: Annotated[tuple[str, ...], Mtf("utils.run.variable_filter")] = ()
 

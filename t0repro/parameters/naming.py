@@ -25,12 +25,16 @@ MTF_STEP = "global_step"
 PARAMETERS = "target/"
 SLOTS = "state/param_states/"
 ADAFACTOR_SLOTS = ("v_row", "v_col", "v", "m")  # T5X's names
-ADAM_SLOTS = ("adam_m", "adam_v")  # from mesh_tensorflow.optimize.AdamWeightDecayOptimizer
-MOMENTUM_SLOT = "momentum_v"  # from mesh_tensorflow.optimize.MomentumOptimizer
+# Of mesh_tensorflow.optimize's AdamWeightDecayOptimizer and MomentumOptimizer; each slot has its
+# parameter's shape.
+ADAM_SLOTS, MOMENTUM_SLOTS = ("adam_m", "adam_v"), ("momentum_v",)
+# Slots -> what stands between a variable's name and theirs in Mesh TensorFlow; Adafactor's: _slot_.
+WHOLE_SLOTS = {ADAM_SLOTS: "/", MOMENTUM_SLOTS: "_"}
+_JOINED_BY = {slot: sign for slots, sign in WHOLE_SLOTS.items() for slot in slots}
 # optax's names for Adam's moments in a checkpoint with T5X's tree.
 _OPTAX = {"adam_m": "mu", "adam_v": "nu"}
 OPTAX_COUNT = f"{SLOTS}0/count"
-SLOT_NAMES = (*ADAFACTOR_SLOTS, *ADAM_SLOTS, MOMENTUM_SLOT)
+SLOT_NAMES = (*ADAFACTOR_SLOTS, *_JOINED_BY)
 RELATIVE_BIAS = "relpos_bias/rel_embedding"  # of a tower or, in umT5, of each of its layers
 # Replaces a tower's single layers while they are stacked; never in a checkpoint.
 LAYERS = "layers_*"
@@ -340,18 +344,17 @@ def old_norm_name(variable: str) -> str:
 
 def split_mtf_slot(variable: str) -> tuple[str, str | None]:
     """Splits a Mesh TensorFlow variable into parameter and slot: `a/b_slot_vr` is ("a/b", "vr")."""
-    # Adafactor's slots are attached by `_slot_`, Adam's by a slash, momentum's by an underscore.
-    match = re.fullmatch(r"(.+)_slot_(vr|vc|v|m)", variable) or re.fullmatch(
-        r"(.+)(?:/(?=adam)|_(?=momentum))(adam_m|adam_v|momentum_v)", variable
-    )
-    return (match[1], match[2]) if match else (variable, None)
+    if match := re.fullmatch(r"(.+)_slot_(vr|vc|v|m)", variable):
+        return match[1], match[2]
+    for slot, sign in _JOINED_BY.items():
+        if variable.endswith(f"{sign}{slot}"):
+            return variable.removesuffix(f"{sign}{slot}"), slot
+    return variable, None
 
 
 def join_mtf_slot(variable: str, slot: str) -> str:
     """The inverse of `split_mtf_slot`."""
-    if slot in ADAM_SLOTS:
-        return f"{variable}/{slot}"
-    return f"{variable}_{slot}" if slot == MOMENTUM_SLOT else f"{variable}_slot_{slot}"
+    return f"{variable}{_JOINED_BY.get(slot, '_slot_')}{slot}"
 
 
 def slot_key(path: str, slot: str) -> str:

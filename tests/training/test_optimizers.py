@@ -262,7 +262,7 @@ def test_parameters_and_slots_of_every_step_agree_with_mesh_tensorflow(mesh, cas
     assert sorted(results) == sorted(expected)
     assert len(results) >= STEPS * len(SHAPES)
     for name, x in expected.items():
-        if case.cls == "MomentumOptimizer" and not name.endswith(naming.MOMENTUM_SLOT):
+        if case.cls == "MomentumOptimizer" and not name.endswith(naming.MOMENTUM_SLOTS):
             continue  # the test below has it
         rms = np.sqrt(np.mean(np.square(x, dtype=np.float64)))
         difference = results[name].astype(np.float64) - x

@@ -11,10 +11,10 @@ from t0repro.config.gin.door import Reference
 from t0repro.config.model import ModelConfig
 from t0repro.config.mtf.arguments import Arguments
 from t0repro.config.mtf.stand_ins import full_name
+from t0repro.config.names import arguments_of
 from t0repro.config.optimizer import (
     AdafactorConfig,
     AdamWeightDecayConfig,
-    MomentumConfig,
     OptimizerConfig,
     ScheduleConfig,
 )
@@ -70,12 +70,13 @@ def read_optimizer(arguments: Arguments, model: ModelConfig) -> OptimizerConfig 
         rules["exclude_from_weight_decay"] = tuple(
             path for path, name in names.items() if any(re.search(x, name) for x in patterns)
         )
-    elif kind is MomentumConfig and "momentum" not in options:
-        raise UserError(
-            "MomentumOptimizer.momentum is not bound, and it has no default.",
-            where=arguments.place("optimizer"),
-            fix='Add --gin_param="MomentumOptimizer.momentum = 0.9".',
-        )
+    for each in arguments_of(kind, "mtf").values():
+        if full_name(each.configurable) == reference.selector and each.argument not in options:
+            raise UserError(
+                f"{reference.name}.{each.argument} is not bound, and it has no default.",
+                where=arguments.place("optimizer"),
+                fix=f'Add --gin_param="{reference.name}.{each.argument} = ...".',
+            )
     return arguments.settings(kind, "optimizer.", scope=reference.scope, **rules)
 
 
