@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from t0repro.config.checkpoints import RestoreConfig
-from t0repro.config.model import Arithmetic
+from t0repro.config.names import Dialect, arguments_of, fixed_value
 from t0repro.config.optimizer import AdafactorConfig
 from t0repro.config.run import TrainingPlan, TrainRun
 from t0repro.parameters.shape import ALL_HEURISTIC
-
-Dialect = Literal["mtf", "t5x"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,83 +56,6 @@ class _Reference(str):
         return str(self)
 
 
-# Field of ModelConfig -> binding.
-_MODEL: dict[Dialect, dict[str, str]] = {
-    "t5x": {
-        "num_encoder_layers": "network.T5Config.num_encoder_layers",
-        "num_decoder_layers": "network.T5Config.num_decoder_layers",
-        "d_model": "network.T5Config.emb_dim",
-        "d_ff": "network.T5Config.mlp_dim",
-        "num_heads": "network.T5Config.num_heads",
-        "d_kv": "network.T5Config.head_dim",
-        "vocab_size": "network.T5Config.vocab_size",
-        "activations": "network.T5Config.mlp_activations",
-        "logits_from_embedding": "network.T5Config.logits_via_embedding",
-        # T5X's model files leave this macro required.
-        "dropout_rate": "DROPOUT_RATE",
-        "label_smoothing": "models.EncoderDecoderModel.label_smoothing",
-        "z_loss": "models.EncoderDecoderModel.z_loss",
-    },
-    "mtf": {
-        # No vocab_size: Mesh TensorFlow takes it from the mixture's vocabulary.
-        "d_model": "d_model",
-        "d_ff": "d_ff",
-        "num_heads": "num_heads",
-        "d_kv": "d_kv",
-        "dropout_rate": "dropout_rate",
-        "num_encoder_layers": "encoder/transformer.make_layer_stack.num_layers",
-        "num_decoder_layers": "decoder/transformer.make_layer_stack.num_layers",
-        "activations": "transformer_layers.DenseReluDense.activation",
-        "logits_from_embedding": "transformer.Unitransformer.shared_embedding_and_softmax_weights",
-        "model_type": "utils.run.model_type",
-        # Under the decoder's scope, like the binding in the included file, which would win
-        # otherwise.
-        "label_smoothing": "decoder/transformer.Unitransformer.label_smoothing",
-        "z_loss": "transformer.Unitransformer.z_loss",
-    },
-}
-_ADAFACTOR: dict[Dialect, dict[str, str]] = {
-    "t5x": {
-        "multiply_by_parameter_scale": "adafactor.Adafactor.multiply_by_parameter_scale",
-        "decay_exponent": "adafactor.Adafactor.decay_rate",
-        "decay_offset": "adafactor.Adafactor.step_offset",
-        "clipping_threshold": "adafactor.Adafactor.clipping_threshold",
-        "factored": "adafactor.Adafactor.factored",
-        "epsilon1": "adafactor.Adafactor.epsilon1",
-        "epsilon2": "adafactor.Adafactor.epsilon2",
-        "min_dim_size_to_factor": "adafactor.Adafactor.min_dim_size_to_factor",
-    },
-    "mtf": {
-        "multiply_by_parameter_scale": "optimize.AdafactorOptimizer.multiply_by_parameter_scale",
-        "decay_exponent": "optimize.adafactor_decay_rate_pow.exponent",
-        "decay_offset": "optimize.adafactor_decay_rate_pow.offset",
-        "decay_rate": "optimize.AdafactorOptimizer.decay_rate",
-        "beta1": "optimize.AdafactorOptimizer.beta1",
-        "clipping_threshold": "optimize.AdafactorOptimizer.clipping_threshold",
-        "factored": "optimize.AdafactorOptimizer.factored",
-        "epsilon1": "optimize.AdafactorOptimizer.epsilon1",
-        "epsilon2": "optimize.AdafactorOptimizer.epsilon2",
-        "min_dim_size_to_factor": "optimize.AdafactorOptimizer.min_dim_size_to_factor",
-    },
-}
-# What a dialect always computes; it cannot express any other value.
-_ARITHMETIC: dict[Dialect, Arithmetic] = {"mtf": Arithmetic(), "t5x": Arithmetic(True, *[True] * 7)}
-
-
-# Fields that the included files leave at their default and that no binding above changes.
-_UNCHANGED = {
-    "shared_towers": False,
-    "position_bias_per_layer": False,
-    "relative_attention_num_buckets": 32,
-    "relative_attention_max_distance": 128,
-    "rms_norm_epsilon": 1e-6,
-    "scale_tied_logits": True,
-    "scale_queries": False,
-    "input_full_attention": False,
-    "loss_on_targets_only": False,
-}
-
-
 def translated(config: TrainRun, dialect: Dialect) -> Translation:
     """A training run's values as bindings of a dialect, whichever dialect they came from."""
     bindings: list[str] = []
@@ -150,46 +71,83 @@ def translated(config: TrainRun, dialect: Dialect) -> Translation:
 
 _NOT_EXPRESSED = object()
 _Items = Iterator[tuple[str, Any]]
+_Pairs = Sequence[tuple[str, Any]]
+
+
+def _fields(
+    part: Any, prefix: str, dialect: Dialect, rules: Mapping[str, Any], *, defaults: bool
+) -> _Items:
+    """A part's fields as bindings of the arguments that set them.
+
+    Args:
+      part: The part.
+      prefix: Of its fields' dotted names.
+      dialect: The dialect.
+      rules: Field -> the items to write for it instead.
+      defaults: Whether to bind values that are the field's default too.
+    """
+    bound = arguments_of(type(part), dialect)
+    for field in dataclasses.fields(part):
+        value, fixed = getattr(part, field.name), fixed_value(type(part), field.name, dialect)
+        if field.name in rules:
+            yield from rules[field.name]
+        elif field.name not in bound:
+            if fixed is not None and value != fixed[0]:
+                yield f"{prefix}{field.name} = {value}", _NOT_EXPRESSED
+        elif defaults or value != field.default:
+            yield bound[field.name].macro or bound[field.name].name, value
 
 
 def _model(config: TrainRun, dialect: Dialect) -> _Items:
-    model = config.model
-    for field, binding in _MODEL[dialect].items():
-        value = getattr(model, field)
-        if dialect == "mtf" and field == "activations":
-            # gin takes a list for the gated form's activations and a name for a single one.
-            value = list(value) if len(value) > 1 else value[0]
-        yield binding, value
-    denominator = model.loss_denominator
+    model, arithmetic = config.model, config.model.arithmetic
+    # Without smoothing there is nothing to spare.
+    spared = {} if model.label_smoothing else {"smoothing_spares_target": ()}
+    rules: dict[str, Any] = {
+        "loss_denominator": _loss_denominator(config, dialect),
+        "arithmetic": _fields(arithmetic, "model.arithmetic.", dialect, spared, defaults=True),
+        "recompute": _unless(not model.recomputes, f"model.recompute = {model.recompute}"),
+        # Neither changes what is computed.
+        "scan_layers": (),
+        "norm_names": (),
+    }
+    for field in ("shared_towers", "position_bias_per_layer", "scale_queries"):
+        rules[field] = _unless(not getattr(model, field), f"model.{field} = True")
+    for field in ("adapter", "choice_loss"):
+        rules[field] = _unless(getattr(model, field) is None, f"model.{field}")
+    if dialect == "mtf":
+        # gin takes a list for the gated form's activations and a name for a single one.
+        several = list(model.activations) if len(model.activations) > 1 else model.activations[0]
+        rules |= {
+            # Mesh TensorFlow takes it from the mixture's vocabulary.
+            "vocab_size": (),
+            "activations": [("transformer_layers.DenseReluDense.activation", several)],
+            # Under the decoder's scope, like the binding in the included file, which would win
+            # otherwise.
+            "label_smoothing": [
+                ("decoder/transformer.Unitransformer.label_smoothing", model.label_smoothing)
+            ],
+        }
+    yield from _fields(model, "model.", dialect, rules, defaults=False)
+    if dialect == "t5x":
+        yield "network.T5Config.dtype", config.dtypes.activation
+
+
+def _unless(expressed: bool, words: str) -> _Pairs:
+    """Nothing, or the words for a value that the dialect cannot express."""
+    return () if expressed else [(words, _NOT_EXPRESSED)]
+
+
+def _loss_denominator(config: TrainRun, dialect: Dialect) -> _Items:
+    denominator = config.model.loss_denominator
     if dialect == "t5x":
         # T5X's default is the plain sum (1); Mesh TensorFlow's, all targets of the batch.
         names = {None: "NUM_TOTAL_TARGET_TOKENS", 1.0: None}
         factor = names.get(denominator, denominator)  # pyright: ignore[reportCallIssue, reportArgumentType]
         yield "models.EncoderDecoderModel.loss_normalizing_factor", factor
-        yield "network.T5Config.dtype", config.dtypes.activation
     elif isinstance(denominator, str):
         yield f"model.loss_denominator = {denominator}", _NOT_EXPRESSED
     elif denominator is not None:
         yield "transformer.Unitransformer.loss_denominator", denominator
-    if dialect == "t5x" and model.model_type != "bitransformer":
-        yield f"model.model_type = {model.model_type}", _NOT_EXPRESSED
-    for field, default in _UNCHANGED.items():
-        if (value := getattr(model, field)) != default:
-            yield f"model.{field} = {value}", _NOT_EXPRESSED
-    if model.recomputes:
-        yield f"model.recompute = {model.recompute}", _NOT_EXPRESSED
-    yield from _arithmetic(model.arithmetic, dialect, model.label_smoothing > 0)
-
-
-def _arithmetic(arithmetic: Arithmetic, dialect: Dialect, smoothed: bool) -> _Items:
-    for field in dataclasses.fields(arithmetic):
-        value = getattr(arithmetic, field.name)
-        if field.name == "float32_attention_logits" and dialect == "t5x":
-            yield "network.T5Config.float32_attention_logits", value
-        elif field.name == "smoothing_spares_target" and not smoothed:
-            continue  # there is nothing to smooth
-        elif value != getattr(_ARITHMETIC[dialect], field.name):
-            yield f"model.arithmetic.{field.name} = {value}", _NOT_EXPRESSED
 
 
 def _optimizer(config: TrainRun, dialect: Dialect) -> _Items:
@@ -197,24 +155,16 @@ def _optimizer(config: TrainRun, dialect: Dialect) -> _Items:
     if not isinstance(optimizer, AdafactorConfig):
         yield f"optimizer = {type(optimizer).__name__}", _NOT_EXPRESSED
         return
-    for field, binding in _ADAFACTOR[dialect].items():
-        yield binding, getattr(optimizer, field)
+    rules: dict[str, Any] = {}
+    # The last two are parameter paths: Mesh TensorFlow's name patterns have been resolved.
+    for field in ("factor_map", "exclude_from_parameter_scale", "frozen"):
+        value = getattr(optimizer, field)
+        rules[field] = _unless(value in ((), ALL_HEURISTIC), f"optimizer.{field} = {value}")
     if dialect == "t5x":
         # In T5X None means no momentum; 0.0 would add a slot for it.
-        has_slot = optimizer.beta1 or optimizer.momentum_slot
-        yield "adafactor.Adafactor.beta1", optimizer.beta1 if has_slot else None
-        # A constant decay of second moments; T5X's is a power of the step.
-        ours = ("decay_rate",)
-    else:
-        # Mesh TensorFlow's Adafactor has none of these.
-        ours = ("weight_decay_rate", "weight_decay_rate_lr_exponent", "global_norm_clip")
-        ours += ("max_parameter_scale", "skip_nan_updates", "momentum_slot")
-    if optimizer.factor_map not in ((), ALL_HEURISTIC):
-        yield f"optimizer.factor_map = {optimizer.factor_map}", _NOT_EXPRESSED
-    # The last two are parameter paths: Mesh TensorFlow's name patterns have been resolved.
-    for field in (*ours, "exclude_from_parameter_scale", "frozen"):
-        if value := getattr(optimizer, field):
-            yield f"optimizer.{field} = {value}", _NOT_EXPRESSED
+        momentum = optimizer.beta1 if optimizer.has_momentum else None
+        rules |= {"beta1": [("adafactor.Adafactor.beta1", momentum)], "momentum_slot": ()}
+    yield from _fields(optimizer, "optimizer.", dialect, rules, defaults=True)
 
 
 def _schedule(config: TrainRun, dialect: Dialect) -> _Items:
@@ -298,10 +248,6 @@ _SHARED_DATA = ("use_cached", "pack", "shuffle", "seed")
 
 def _run(config: TrainRun, dialect: Dialect) -> _Items:
     yield from (_run_of_t5x if dialect == "t5x" else _run_of_mesh)(config)
-    if config.model.adapter is not None:
-        yield "model.adapter", _NOT_EXPRESSED
-    if config.model.choice_loss is not None:
-        yield "model.choice_loss", _NOT_EXPRESSED
 
 
 def _run_of_mesh(config: TrainRun) -> _Items:
