@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from t0repro import storage
 from t0repro.config.optimizer import MultiOptimizerConfig
+from t0repro.config.ranges import place_of
 from t0repro.config.run import CheckpointRun, MeshEvalRun, Run, TextRun, TrainRun
 from t0repro.errors import UserError
 from t0repro.storage import access, check_address, output_path, write_atomically
@@ -125,7 +126,7 @@ class Configuration(Generic[_Run]):
 def render(config: Run) -> str:
     """One line per value: dotted field, value, and the file and line or override that set it."""
     rows = [
-        (field, repr(value), _place(field, config.provenance))
+        (field, repr(value), place_of(field, config.provenance) or "")
         for field, value in flatten(config)
         if not field.startswith("provenance")
     ]
@@ -153,15 +154,6 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, item
 
 
-def _place(field: str, provenance: Mapping[str, str]) -> str:
-    """The place that set a field, or else the part that contains the field; "" if unknown."""
-    while field:
-        if field in provenance:
-            return provenance[field]
-        field = field.rpartition(".")[0]
-    return ""
-
-
 # ---- Settings refused with an adapter ------------------------------------------------------------
 
 # What to do in place of a setting that an adapter refuses.
@@ -180,8 +172,15 @@ def check_adapter(config: TrainRun) -> None:
     """Raises a UserError for a setting that an adapter refuses, if the run trains one."""
     restore = config.plan.restore
     if config.model.adapter is None:
-        _check_starts_from_no_adapter(config)
-        return
+        if restore is None or restore.adapter is None:
+            return
+        raise UserError(
+            f"The run trains the whole model, but {restore.adapter} is to be the start of an"
+            " adapter.",
+            where=config.provenance.get("plan.restore.adapter"),
+            fix="Bind the adapter to be trained. To train the whole model from the adapter merged"
+            " into its base, name the adapter's checkpoint as the one to restore.",
+        )
     refused = {
         # Both choose parameters by name, which an adapter's targets do already.
         "optimizer": isinstance(config.optimizer, MultiOptimizerConfig)
@@ -200,17 +199,6 @@ def check_adapter(config: TrainRun) -> None:
                 f"An adapter cannot be trained with this setting ({field}): {_INSTEAD[field]}",
                 where=config.provenance.get(field) or config.provenance.get("model.adapter"),
             )
-
-
-def _check_starts_from_no_adapter(config: TrainRun) -> None:
-    if config.plan.restore is not None and config.plan.restore.adapter is not None:
-        raise UserError(
-            f"The run trains the whole model, but {config.plan.restore.adapter} is to be the start"
-            " of an adapter.",
-            where=config.provenance.get("plan.restore.adapter"),
-            fix="Bind the adapter to be trained. To train the whole model from the adapter merged"
-            " into its base, name the adapter's checkpoint as the one to restore.",
-        )
 
 
 # ---- Settings refused with a loss over answer choices --------------------------------------------

@@ -240,7 +240,7 @@ def check_values(
         if field.name not in values:
             continue
         name, item = f"{prefix}{field.name}", values[field.name]
-        check_field(kind, field.name, item, _place(name, provenance), shown=name)
+        check_field(kind, field.name, item, place_of(name, provenance), shown=name)
         limits = range_of(kind, field.name)
         # Schedules and optax calls have one range per argument name.
         if isinstance(limits, Mapping):
@@ -310,7 +310,7 @@ def _check_arguments(
 ) -> None:
     """Checks a function's arguments, including those of functions among its factors."""
     for key, value in arguments.items():
-        place = _place(f"{name}.{key}", provenance)
+        place = place_of(f"{name}.{key}", provenance)
         if key in limits and value is not None:
             _check_one(f"{name}.{key}", value, float, limits[key], place)
         # A factor is a number, or a schedule with its own arguments.
@@ -331,7 +331,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _place(name: str, provenance: Mapping[str, str]) -> str | None:
+def place_of(name: str, provenance: Mapping[str, str]) -> str | None:
     """The place that set a field, or else the part that contains the field."""
     while name and name not in provenance:
         name = name.rpartition(".")[0]

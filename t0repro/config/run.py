@@ -377,10 +377,6 @@ class InferRun(InferenceRun):
     output_ids: Annotated[bool, T5x("write_inferences_to_file.output_ids")] = False
 
 
-def _or_one(value: int | None) -> int:
-    return value or 1
-
-
 @arguments(mtf="utils.run")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
@@ -476,7 +472,12 @@ class TrainRun(Run):
     num_microbatches: Annotated[
         int,
         Range(at_least=1, at_most=MOST_32),
-        T5x("trainer.Trainer.num_microbatches", hint=int | None, default=None, read=_or_one),
+        T5x(
+            "trainer.Trainer.num_microbatches",
+            hint=int | None,
+            default=None,
+            read=lambda value: value or 1,
+        ),
         Mtf("utils.serialize_num_microbatches.tokens_per_microbatch_per_replica"),
     ]
     train_steps: Annotated[

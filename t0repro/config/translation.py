@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,12 +61,13 @@ def translated(config: TrainRun, dialect: Dialect) -> Translation:
     """A training run's values as bindings of a dialect, whichever dialect they came from."""
     bindings: list[str] = []
     missing: list[str] = []
-    for part in (_model, _optimizer, _schedule, _data, _run):
-        for name, value in part(config, dialect):
-            if value is _NOT_EXPRESSED:
-                missing.append(name)
-            else:
-                bindings.append(f"{name} = {value!r}")
+    parts = [part(config, dialect) for part in (_model, _optimizer, _schedule, _data)]
+    parts.append((_run_of_t5x if dialect == "t5x" else _run_of_mesh)(config))
+    for name, value in itertools.chain(*parts):
+        if value is _NOT_EXPRESSED:
+            missing.append(name)
+        else:
+            bindings.append(f"{name} = {value!r}")
     return Translation(_HEADER[dialect], tuple(bindings), tuple(missing))
 
 
@@ -244,10 +246,6 @@ def _data(config: TrainRun, dialect: Dialect) -> _Items:
 
 
 _SHARED_DATA = ("use_cached", "pack", "shuffle", "seed")
-
-
-def _run(config: TrainRun, dialect: Dialect) -> _Items:
-    yield from (_run_of_t5x if dialect == "t5x" else _run_of_mesh)(config)
 
 
 def _run_of_mesh(config: TrainRun) -> _Items:

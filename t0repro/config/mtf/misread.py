@@ -140,10 +140,8 @@ def _is_twin(key: Key, value: Any, bindings: Bindings) -> bool:
     no where the author wanted the encoder's to take effect: see `_is_layered`.
     """
     scope, selector, argument = key
-    if (scope, selector) != (
-        "encoder",
-        full_name("transformer.Unitransformer"),
-    ) or argument not in DECODER_ONLY:
+    tower = ("encoder", full_name("transformer.Unitransformer"))
+    if (scope, selector) != tower or argument not in DECODER_ONLY:
         return False
     if value == _default(selector, argument):
         return True
@@ -196,7 +194,10 @@ def check_types(bindings: Bindings) -> None:
             value = door.followed(raw)
             hint = _TYPES.get(argument)
             if hint is None and argument in parameters:
-                hint = _hint_of_default(parameters[argument].default)
+                default = parameters[argument].default
+                is_number = isinstance(default, int | float) and not isinstance(default, bool)
+                # Some take None, and a later check tests whether a number is an integer.
+                hint = float | None if is_number else None
             # A reference's value is known only when it is called.
             known = value
             if isinstance(value, list | tuple):
@@ -209,13 +210,6 @@ def check_types(bindings: Bindings) -> None:
                 where=bindings.place((scope, selector, argument)),
                 fix=f"Bind {wanted}.",
             )
-
-
-def _hint_of_default(default: Any) -> Any:
-    """The type of an argument with a numeric default; None for any other default."""
-    is_number = isinstance(default, int | float) and not isinstance(default, bool)
-    # Some arguments accept None, and a later check tests whether a number is an integer.
-    return float | None if is_number else None
 
 
 def _no_truth_value(name: str, value: Any, where: str | None) -> NotOnJax:

@@ -15,7 +15,7 @@ from t0repro.config import ranges
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.folders import is_shipped
-from t0repro.config.model import Activation, ModelConfig, Recompute
+from t0repro.config.model import Activation, ModelConfig
 from t0repro.config.mtf.arguments import Arguments
 from t0repro.config.mtf.jax_settings import check_recompute
 from t0repro.config.mtf.stand_ins import full_name
@@ -104,6 +104,9 @@ def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> Model
     layers = [len(tower.layers) // len(tower.kinds) for tower in towers]
     own = arguments.of("t0repro.jax_model")
     recompute = check_recompute(own["recompute"])
+    # None decides by memory. recompute_grads = False cannot mean `none`: T0's commands have this
+    # default and must fit their TPU slices.
+    by_stack = "full" if any(tower.stack["recompute_grads"] for tower in towers) else None
     model = arguments.settings(
         ModelConfig,
         "model.",
@@ -117,7 +120,7 @@ def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> Model
         activations=_activations(feed_forward["activation"], own["exact_gelu"]),
         dropout_rate=_dropout_rate(arguments, towers),
         shared_towers=len({tower.name for tower in towers}) < len(towers),
-        recompute=recompute or _recompute(towers),
+        recompute=recompute or by_stack,
         norm_names=_norm_names(arguments, towers),
         # `misread` has refused scoped bindings.
         rms_norm_epsilon=float(arguments.of("transformer.sublayer_rms_norm")["epsilon"]),
@@ -321,12 +324,6 @@ def _activations(names: str | Sequence[str], exact_gelu: bool) -> tuple[Activati
     renamed = ("gelu_exact" if exact_gelu and name == "gelu" else name for name in names)
     # `_check_layer` has refused every other name.
     return cast(tuple[Activation, ...], tuple(renamed))
-
-
-def _recompute(towers: Sequence[_Tower]) -> Recompute | None:
-    """`full` if LayerStack.recompute_grads is True; otherwise None, which decides by memory."""
-    # False cannot mean `none`: T0's commands have this default and must fit their TPU slices.
-    return "full" if any(tower.stack["recompute_grads"] for tower in towers) else None
 
 
 def _norm_names(arguments: Arguments, towers: Sequence[_Tower]) -> Any:

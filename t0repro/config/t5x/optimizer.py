@@ -117,7 +117,8 @@ def _adafactor(
     shapes = model.shape.parameters()
     trained = {path: shapes[path] for path in (shapes if paths is None else paths)}
     name, unscaled = "multiply_by_parameter_scale", ()
-    if _is_map(scales := call[name]):
+    # The only call that the argument takes is of an HParamMap.
+    if isinstance(scales := call[name], Call):
         unscaled = tuple(path for path in trained if not _mapped(scales, path, call, name))
     config = read(
         AdafactorConfig,
@@ -138,10 +139,6 @@ def _adafactor(
         except FactorRuleError as error:
             call.refuse("factor_map", error.what, error.fix or "")
     return config
-
-
-def _is_map(value: Any) -> bool:
-    return isinstance(value, Call) and value.configurable == "adafactor.HParamMap"
 
 
 def _factor_map(call: Call, trained: Collection[str]) -> tuple[tuple[str, str], ...]:
