@@ -260,13 +260,13 @@ def serve(pages: Pages, port: int | None, announce: Callable[[str], None]) -> No
     """
     listener = _listen(port)
     with listener:
-        port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
-        app = make_app(pages, token, port)
+        bound, token = listener.getsockname()[1], secrets.token_urlsafe(24)
+        app = make_app(pages, token, bound)
         # No access log: its lines would have the token.
         settings = uvicorn.Config(
             app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
-        announce(f"http://{HOST}:{port}/?token={token}")
+        announce(f"http://{HOST}:{bound}/?token={token}")
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(settings).run(sockets=[listener])
 
