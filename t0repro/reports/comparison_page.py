@@ -138,19 +138,24 @@ def losses_page(comparisons: Sequence[LossComparison]) -> Page:
 
 def history_page(history: History) -> Page:
     """Accuracy by checkpoint."""
+    sections = (history_section(history),)
+    return Page("Accuracy by checkpoint", sections, warning=_warning(list(history.curves)))
+
+
+def history_section(history: History) -> Section:
+    """Accuracy by checkpoint: a curve for each dataset, and their values."""
     lines = (f"Missing at some steps: {', '.join(history.skipped)}.",) if history.skipped else ()
     rows = tuple(
         (name, f"{history.chance[name]:.1f}", *(f"{value:.1f}" for value in values))
         for name, values in history.curves.items()
     )
-    section = Section(
+    return Section(
         "Mean accuracy over prompts, by step",
         lines=lines,
         plot=history_plot(history.steps, history.curves, "Accuracy by step"),
         header=(Column("dataset"), "chance", *map(str, history.steps)),
         rows=rows,
     )
-    return Page("Accuracy by checkpoint", (section,), warning=_warning(list(history.curves)))
 
 
 def _warning(datasets: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ def test_report_make_writes_three_files_and_prints_a_summary(suite, tmp_path):
     metrics = str(tmp_path / "m.jsonl")
     arguments = ["make", str(suite.folder), "--out", str(tmp_path / "out"), "--label", "jax"]
     arguments += ["--other", f"mtf={suite.folder}", "--metrics", metrics, "--resamples", "100"]
-    arguments += ["--losses", f"jax={metrics}", metrics, "--train-dataset", "ag_news_classify"]
+    arguments += ["--losses", f"jax={metrics}", metrics, "--train_dataset", "ag_news_classify"]
     arguments += ["--note", "First sentence.", "--note", "Second sentence."]
     run = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert run.exit_code == 0 and foreign_lines(run.stderr) == []

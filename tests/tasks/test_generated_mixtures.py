@@ -120,7 +120,7 @@ def test_every_command_takes_the_mixtures_that_seqio_reads_and_no_other(
         for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
             monkeypatch.setattr(registry, "_REGISTRY", {})
         for records_of in ("_tasks", "_mixtures"):
-            monkeypatch.setattr(f"t0repro.tasks.task.{records_of}", {})
+            monkeypatch.setattr(f"t0repro.tasks.registry.{records_of}", {})
         drawn = random.Random(seed)
         pool = vocabularies[:3] if seed % 2 else drawn.sample(vocabularies, 2)
         chosen = iter(lambda pool=pool, drawn=drawn: drawn.choice(pool), None)

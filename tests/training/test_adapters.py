@@ -237,7 +237,7 @@ from t0repro.config.model import Layout
 folder, base = map(Path, sys.argv[1:])
 opened = t.open_checkpoint(str(base), None, "float32", model_parallelism=2)
 for name in ("ia3", "lora"):
-    own = t.adapter_at(str(folder / f"{name}, moved"))
+    own = t.open_adapter_at(str(folder / f"{name}, moved"))
     t.np.save(folder / f"{name}.npy", t.logits(t.attach_adapter(opened, own)))
 folder /= "runs"
 plain = t.dataclasses.replace(t.DEEP, dropout_rate=0.0)

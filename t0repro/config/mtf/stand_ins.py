@@ -8,6 +8,7 @@ calls them but gin, for a binding such as `@tpu_mesh_shape()`; the few that it m
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -94,11 +95,9 @@ def _all() -> Mapping[str, Any]:
     def make(selector: str) -> Any:
         record = recorded()["configurables"][selector]
         module, _, name = selector.rpartition(".")
-        namespace: dict[str, Any] = {"gin": gin, "tf": _Named(DType)}
-        namespace |= {package: _Named(make, package) for package in _PACKAGES}
-        # Its defaults are written as scripts/dev/mtf_signatures.py says.
-        exec(f"def function{record['signature']}: ...", namespace)
-        signature = inspect.signature(namespace["function"])
+        names: dict[str, Any] = {"gin": gin, "tf": _Named(DType)}
+        names |= {package: _Named(make, package) for package in _PACKAGES}
+        signature = _read_signature(record["signature"], names)
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs)
@@ -113,11 +112,6 @@ def _all() -> Mapping[str, Any]:
         stand_in.__name__ = stand_in.__qualname__ = name
         # gin asks for the signature to fill in what is bound and to refuse unknown arguments.
         stand_in.__signature__ = signature
-        stand_in.__annotations__ = {
-            each.name: each.annotation
-            for each in signature.parameters.values()
-            if each.annotation is not each.empty
-        }
         lists = {key: record[key] for key in ("allowlist", "denylist") if key in record}
         register: Any = gin.configurable(name, module=module, **lists)
         return register(stand_in)
@@ -132,6 +126,36 @@ def _all() -> Mapping[str, Any]:
 def signature_of(selector: str) -> inspect.Signature:
     """The recorded signature of a configurable, by its full name."""
     return inspect.signature(_all()[selector].wrapped)
+
+
+def _read_signature(text: str, names: Mapping[str, Any]) -> inspect.Signature:
+    """A signature as scripts/dev/mtf_signatures.py writes it.
+
+    Args:
+      text: Arguments by position, perhaps **kwargs; defaults are literals or names with dots.
+      names: What such a name may begin with.
+    """
+    (function,) = ast.parse(f"def function{text}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    arguments, kwargs = function.args.args, function.args.kwarg
+    required = len(arguments) - len(function.args.defaults)
+
+    def read(node: ast.expr) -> Any:
+        match node:
+            case ast.Name(name):
+                return names[name]
+            case ast.Attribute(of, name):
+                return getattr(read(of), name)
+        return ast.literal_eval(node)
+
+    defaults = [inspect.Parameter.empty] * required + [read(x) for x in function.args.defaults]
+    parameters = [
+        inspect.Parameter(each.arg, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for each, default in zip(arguments, defaults, strict=True)
+    ]
+    if kwargs:
+        parameters.append(inspect.Parameter(kwargs.arg, inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(parameters)
 
 
 class _Named:

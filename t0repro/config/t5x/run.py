@@ -188,9 +188,14 @@ def _actions(program: Call, source: T5xSource) -> Mapping[ActionMode, tuple[Acti
         found[mode] = source.build(items, "plan.actions.")
         for item in found[mode]:
             if not isinstance(item, EarlyStoppingConfig | TerminateOnNanConfig | UserClass):
-                why = "this is not an action."
-                fix = "Derive it from t0repro.training.trainer.BaseAction (docs/trainer.md)."
-                program.refuse("actions", why, fix, value=item)
+                kind = type(item)
+                raise UserError(
+                    f"{program.shown}.actions has an object of {kind.__module__}."
+                    f"{kind.__qualname__}, which is not an action.",
+                    where=program.places.get("actions"),
+                    fix="Derive its class from t0repro.training.trainer.BaseAction"
+                    " (docs/trainer.md).",
+                )
     return found
 
 
