@@ -12,6 +12,7 @@ from t0repro.cli.options import AsJson
 from t0repro.cli.paths import output
 from t0repro.cli.results import echo, print_json, show_page
 from t0repro.reports.curves import curves_in_words, curves_page, read_curves
+from t0repro.reports.losses import LOSS
 from t0repro.reports.training_runs import (
     HEADER,
     find_runs,
@@ -41,7 +42,7 @@ def runs(
     if as_json:
         print_json(to_json(found))
     else:
-        numbers = ("loss", "tokens", "tokens/s")
+        numbers = (LOSS, "tokens", "tokens/s")
         print_table(terminal(), "", HEADER, run_rows(found), numbers=numbers)
     if left_out := left_out_in_words(folder):
         echo(left_out, err=True)
@@ -63,15 +64,21 @@ def plot(
 ) -> None:
     """Draw a metric of several training runs by step, in the terminal and as an HTML page.
 
-    The page is a single self-contained file.
+    The loss is per target token; a run that has recorded it only in its own unit has a plot of its
+    own. The page is a single self-contained file.
 
     Example:
       t0repro plot runs/a runs/b --out runs/plot
     """
-    curves = read_curves(folders, metric)
-    content = json.dumps({"metric": metric, "curves": curves}, indent=1) + "\n"
-    page, lines = curves_page(curves, metric), curves_in_words(curves)
-    show_page("curves", page, content, out, as_json=as_json, lines=lines)
+    panels = read_curves(folders, metric)
+    content = {
+        "metric": metric,
+        "curves": {label: points for curves in panels.values() for label, points in curves.items()},
+        "units": {label: title for title, curves in panels.items() for label in curves},
+    }
+    page, lines = curves_page(panels), curves_in_words(panels)
+    text = json.dumps(content, indent=1) + "\n"
+    show_page("curves", page, text, out, as_json=as_json, lines=lines)
 
 
 def replay(

@@ -43,7 +43,7 @@ from t0repro.evaluation.task_output import (
 )
 from t0repro.storage import make_folder, scheme_of, write_atomically
 from t0repro.storage.disk import name_in_errors
-from t0repro.training.metrics import METRICS_FILE, drop_partial_line, step_line
+from t0repro.training.metrics import LOSS_PER_TOKEN, METRICS_FILE, drop_partial_line, step_line
 
 tf = tensorflow.compat.v1
 
@@ -222,15 +222,13 @@ class LossRecorder(tf.train.SessionRunHook):
         # Count here, because reading global_step in the run that increments it is a race.
         self._step += 1
         self.steps = (self.steps or 0) + 1
-        loss = float(values["loss"])
-        self._metrics.append({"split": "train", "step": self._step, "loss": loss})
-        self._progress.show(
-            self._step,
-            loss,
-            int(values.get("examples", 0)),
-            int(values.get("tokens", 0)),
-            self._denominators[-1] if self._denominators else None,
-        )
+        loss, tokens = float(values["loss"]), int(values.get("tokens", 0))
+        line, per_token = {"split": "train", "step": self._step, "loss": loss}, None
+        if self._denominators and tokens:
+            # The divisor counts padding too.
+            line[LOSS_PER_TOKEN] = per_token = loss * self._denominators[-1] / tokens
+        self._metrics.append(line)
+        self._progress.show(self._step, loss, int(values.get("examples", 0)), tokens, per_token)
 
     def end(self, session: Any) -> None:
         """Ends the progress line."""
@@ -273,7 +271,7 @@ class ProgressLine:
         self._terminal = sys.stderr.isatty()
 
     def show(
-        self, step: int, loss: float, examples: int, tokens: int, denominator: float | None = None
+        self, step: int, loss: float, examples: int, tokens: int, per_token: float | None = None
     ) -> None:
         """Counts one step and shows the line when it is due.
 
@@ -282,7 +280,7 @@ class ProgressLine:
           loss: Mesh TensorFlow's loss.
           examples: The batch's examples.
           tokens: The batch's target tokens.
-          denominator: The loss's divisor, padding included.
+          per_token: The loss per target token, if known.
         """
         now = time.monotonic()
         if self._first_step is None:
@@ -297,7 +295,6 @@ class ProgressLine:
         if not last and now - self._shown < (0.1 if self._terminal else _SECONDS_BETWEEN_LINES):
             return
         self._shown = now
-        per_token = loss * denominator / tokens if denominator and tokens else None
         line = step_line(
             step, self._last_step, per_token, loss, *self._rates(step, now - self._start)
         )

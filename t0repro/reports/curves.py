@@ -9,15 +9,17 @@ from pathlib import Path
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.event_files import MARK, read_scalars
-from t0repro.reports.losses import MAX_CURVE_POINTS, metric_rows, thinned
+from t0repro.reports.losses import LOSS, MAX_CURVE_POINTS, metric_rows, thinned
 from t0repro.reports.page import Column, Page, Section
 from t0repro.reports.plots import curves_plot
 from t0repro.reports.training_runs import folders_with
 from t0repro.terminal import bars
-from t0repro.training.metrics import METRICS_FILE
+from t0repro.training.metrics import LOSS_PER_TOKEN, METRICS_FILE, OWN_UNIT
 from t0repro.words import as_reader_knows
 
 Points = list[tuple[int, float]]
+# What the values are, such as "accuracy" -> label -> points: curves that share an axis.
+Panels = dict[str, dict[str, Points]]
 
 
 _COLUMNS = 60  # width of a curve on a terminal
@@ -34,8 +36,11 @@ _TOP = "."
 _EVAL = "eval/"
 
 
-def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
-    """A metric's curves in several runs: label -> (step, value), ascending.
+def read_curves(folders: Sequence[Path], metric: str) -> Panels:
+    """A metric's curves in several runs, the steps of each ascending.
+
+    The loss is per target token. Where only another is recorded, as in TensorBoard's files of other
+    programs, its unit is unknown, and the run has a panel of its own.
 
     A folder that is not a run itself stands for the runs below it. A run's metrics.jsonl has the
     metrics of training and of its evaluations, by split. What it lacks, such as the results of
@@ -48,6 +53,7 @@ def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
     """
     known: set[str] = set()
     curves: dict[tuple[Path, str], Points] = {}
+    titles: dict[tuple[Path, str], str] = {}
     for folder in (run for given in folders for run in _runs_at(given)):
         found = _of_lines(folder)
         # Only if metrics.jsonl lacks it, since this reads every event file below the run.
@@ -62,17 +68,27 @@ def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
                 fix="Give the folder of a training run; `t0repro runs DIR` lists those below DIR.",
             )
         known |= found.keys()
+        per_token = found.get(LOSS_PER_TOKEN, {}) if metric == "loss" else {}
         for place, values in sorted(found.get(metric, {}).items()):
+            title = metric
+            if metric == "loss":
+                # A run that 0.1.0 began has it for its later steps only.
+                in_one_unit = per_token.get(place, {}).keys() >= values.keys()
+                values = per_token[place] if in_one_unit else values
+                title = LOSS if in_one_unit else f"loss of {as_reader_knows(str(folder))}{OWN_UNIT}"
             points = sorted(item for item in values.items() if math.isfinite(item[1]))
             if points:
-                curves[folder, place] = points
+                curves[folder, place], titles[folder, place] = points, title
     if not curves:
         raise UserError(
             f"No run has the metric {metric!r}.",
             where="--metric",
             fix=f"Nearest: {nearest_names(metric, known, count=5)}.",
         )
-    return dict(zip(_labels(list(curves)), curves.values(), strict=True))
+    panels: Panels = {}
+    for label, key in zip(_labels(list(curves)), curves, strict=True):
+        panels.setdefault(titles[key], {})[label] = curves[key]
+    return panels
 
 
 def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
@@ -116,6 +132,9 @@ def _of_lines(folder: Path) -> _Found:
         for name, value in row.items():
             if name != "step" and isinstance(step, int) and isinstance(value, int | float):
                 found.setdefault(name, {}).setdefault(place, {})[step] = float(value)
+        if "neg_log_perplexity" in row:  # the mean over target tokens, of an evaluation
+            of_place = found.setdefault(LOSS_PER_TOKEN, {}).setdefault(place, {})
+            of_place[step] = -float(row["neg_log_perplexity"])
     return found
 
 
@@ -134,8 +153,13 @@ def _of_events(folder: Path) -> _Found:
     return found
 
 
-def curves_page(curves: Mapping[str, Points], metric: str) -> Page:
-    """The curves, and their extremes in a table."""
+def curves_page(panels: Panels) -> Page:
+    """For each panel, the curves, and their extremes in a table."""
+    sections = tuple(_section(title, curves) for title, curves in panels.items())
+    return Page("Curves of training runs", sections)
+
+
+def _section(title: str, curves: Mapping[str, Points]) -> Section:
     drawn = {label: thinned(points, MAX_CURVE_POINTS) for label, points in curves.items()}
     header = (Column("curve"), "points", "first", "lowest", "highest", "last", "last step")
     rows = tuple(
@@ -150,21 +174,23 @@ def curves_page(curves: Mapping[str, Points], metric: str) -> Page:
         )
         for label, points in curves.items()
     )
-    section = Section(
-        f"{metric}, by step",
-        plot=curves_plot(drawn, f"{metric} by step", metric),
-        header=header,
-        rows=rows,
-    )
-    return Page("Curves of training runs", (section,))
+    plot = curves_plot(drawn, f"{title} by step", title)
+    return Section(f"{title}, by step", plot=plot, header=header, rows=rows)
 
 
-def curves_in_words(curves: Mapping[str, Points]) -> Iterable[str]:
-    """Each curve as a line of bars, all on the same scale."""
+def curves_in_words(panels: Panels) -> Iterable[str]:
+    """Each curve as a line of bars, those of a panel on the same scale, below what they are."""
+    for title, curves in panels.items():
+        yield f"{title}:"
+        yield from _bars(curves)
+
+
+def _bars(curves: Mapping[str, Points]) -> Iterable[str]:
     values = [value for points in curves.values() for _, value in points]
     low, high = min(values), max(values)
     longest = max(map(len, curves))
     for label, points in curves.items():
         shown = [value for _, value in thinned(points, _COLUMNS)]
+        ends = f"{points[0][1]:.4g} to {points[-1][1]:.4g}"
         steps = f"steps {points[0][0]:,} to {points[-1][0]:,}"
-        yield f"{label:{longest}}  {bars(shown, low, high)}  {steps}"
+        yield f"  {label:{longest}}  {bars(shown, low, high)}  {ends}, {steps}"

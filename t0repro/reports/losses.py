@@ -14,22 +14,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from t0repro.errors import UserError
+from t0repro.training.metrics import LOSS_PER_TOKEN, OWN_UNIT
 from t0repro.words import counted
 
 MAX_CURVE_POINTS = 1000
 MAX_ROWS = 40
+LOSS = "loss per target token"
 
 Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(frozen=True)
 class LossCurve:
-    """Training losses, thinned evenly to what a plot can show."""
+    """Training losses, thinned evenly to what a plot can show, in `unit`."""
 
     label: str
     steps: tuple[int, ...]
     losses: tuple[float, ...]
     total_steps: int
+    unit: str = "training loss"  # reports of 0.1.0 do not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +105,12 @@ def metric_rows(metrics: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def read_losses(metrics: str | os.PathLike[str]) -> dict[int, float]:
+def read_losses(metrics: str | os.PathLike[str], name: str = "loss") -> dict[int, float]:
     """Reads the training loss of each step from a metrics.jsonl, by ascending step.
+
+    Args:
+      metrics: the file.
+      name: `loss`, which each dialect defines in its own way, or LOSS_PER_TOKEN.
 
     If a step occurs twice, as after a restart from an earlier checkpoint, its last line counts.
     Lines of evaluations or without a loss are skipped.
@@ -113,10 +120,10 @@ def read_losses(metrics: str | os.PathLike[str]) -> dict[int, float]:
     """
     rows = list(metric_rows(metrics))
     losses = {
-        int(row["step"]): float(row["loss"])
+        int(row["step"]): float(row[name])
         for row in rows
         # Keep NaN and infinity here: each caller decides what such a loss means.
-        if row.get("split") == "train" and row.get("loss") is not None
+        if row.get("split") == "train" and row.get(name) is not None
     }
     if not losses:
         lines = f"none of its {counted(len(rows), 'line')} has one" if rows else "it is empty"
@@ -167,14 +174,20 @@ def compare_losses(
 def loss_curve(metrics: str | os.PathLike[str], label: str) -> LossCurve | None:
     """Training losses of a metrics.jsonl for a plot; None if none is finite.
 
+    They are per target token if the run has recorded that for every step.
+
     Raises:
       UserError: as read_losses does.
     """
-    found = [(step, loss) for step, loss in read_losses(metrics).items() if math.isfinite(loss)]
+    by_step, unit = read_losses(metrics), f"loss{OWN_UNIT}"
+    rows = [row for row in metric_rows(metrics) if row.get("split") == "train" and "loss" in row]
+    if all(LOSS_PER_TOKEN in row for row in rows):
+        by_step, unit = read_losses(metrics, LOSS_PER_TOKEN), LOSS
+    found = [(step, loss) for step, loss in by_step.items() if math.isfinite(loss)]
     if not found:
         return None
     steps, losses = zip(*thinned(found, MAX_CURVE_POINTS), strict=True)
-    return LossCurve(label, steps, losses, len(found))
+    return LossCurve(label, steps, losses, len(found), unit)
 
 
 def thinned_losses(compared: LossComparison) -> list[LossRow]:

@@ -87,9 +87,10 @@ def curves_plot(
         names = _short_names(list(curves), 14 if drawing.narrow else 26)
         right = 0.2 + 0.085 * max(map(len, names))
         axes = drawing.axes(height, _LEFT, right)
+        # Four colors with four dashes distinguish sixteen curves; then they repeat.
+        colors = [ROLES[_COLORS[number % 4]] for number in range(len(curves))]
         for number, (name, points) in enumerate(curves.items()):
-            # Four colors with four dashes distinguish sixteen curves; then they repeat.
-            color = ROLES[_COLORS[number % 4]]
+            color = colors[number]
             axes.plot(*zip(*points, strict=True), color=color, linewidth=1.4, alpha=0.75,
                       linestyle=_STYLES[number // 4 % 4])  # fmt: skip
             for at, (step, value) in enumerate(points if len(points) <= _MARKED else points[-1:]):
@@ -99,7 +100,7 @@ def curves_plot(
         # Set limits before placing the names, whose heights depend on them.
         if limits:
             axes.set_ylim(*limits)
-        _name_ends(axes, names, [points[-1] for points in curves.values()], height)
+        _name_ends(axes, names, [points[-1] for points in curves.values()], colors, height)
         axes.set_xlabel("step")
         axes.set_ylabel(values)
         axes.grid(axis="y", linewidth=0.7)
@@ -125,21 +126,25 @@ def _short_names(names: Sequence[str], length: int) -> list[str]:
 
 
 def _name_ends(
-    axes, names: Sequence[str], ends: Sequence[tuple[int, float]], height: float
+    axes,
+    names: Sequence[str],
+    ends: Sequence[tuple[int, float]],
+    colors: Sequence[str],
+    height: float,
 ) -> None:
-    """Writes curves' names right of the axes, near the curves' ends but without overlap."""
+    """Writes curves' names right of the axes in their colors, near their ends, not overlapping."""
     low, high = axes.get_ylim()
     heights = {at: 100 * (value - low) / (high - low) for at, (_, value) in enumerate(ends)}
     # A line of text is a quarter of an inch high
     places = spread_out(heights, 25 / (height - 0.56))
-    for at, (name, end) in enumerate(zip(names, ends, strict=True)):
+    for at, (name, end, color) in enumerate(zip(names, ends, colors, strict=True)):
         axes.annotate(
             name,
             end,
             (1.02, places[at] / 100),
             textcoords="axes fraction",
             va="center",
-            color=ROLES["muted"],
+            color=color,
         )
 
 
@@ -157,7 +162,7 @@ def loss_plot(curve: LossCurve, label: str) -> str:
             markersize=3.5,
         )
         axes.set_xlabel("step")
-        axes.set_ylabel("training loss")
+        axes.set_ylabel(curve.unit)
         axes.grid(axis="y", linewidth=0.7)
         integer_steps(axes, 5 if drawing.narrow else 8)
 

@@ -6,15 +6,19 @@ import dataclasses
 import datetime
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
+from t0repro.event_files import MARK
+from t0repro.reports.losses import LOSS
+from t0repro.training.metrics import METRICS_FILE, OWN_UNIT
 from t0repro.training.run_state import RUN_STATE_FILE, RunState, read_run_state
 from t0repro.words import as_reader_knows, counted
 
-HEADER = ("run", "state", "step", "loss", "tokens", "tokens/s", "left")
+HEADER = ("run", "state", "step", LOSS, "tokens", "tokens/s", "left")
 # Far longer than a step: each step rewrites the record once it is 5 seconds old.
 _SILENT = datetime.timedelta(minutes=10)
 _MESH_CHECKPOINT = re.compile(r"model\.ckpt-\d+\.index")
@@ -41,16 +45,18 @@ def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
 
 def left_out_in_words(folder: str | os.PathLike[str]) -> str:
     """The Mesh TensorFlow runs that `find_runs` omits, since only runs on JAX record a state."""
-    left_out = [
-        str(parent)
+    left_out = {
+        str(parent): METRICS_FILE in names or any(MARK in name for name in names)
         for parent, names in _folders(folder)
         if RUN_STATE_FILE not in names and any(map(_MESH_CHECKPOINT.fullmatch, names))
-    ]
+    }
     if not left_out:
         return ""
+    drawn = [parent for parent, has_curves in left_out.items() if has_curves]
+    plot = f"; `t0repro plot {' '.join(map(shlex.quote, drawn))}` draws curves" if drawn else ""
     return (
         f"Not listed: {counted(len(left_out), 'folder')} with Mesh TensorFlow checkpoints and no"
-        f" {RUN_STATE_FILE} ({', '.join(left_out)}); `t0repro plot` draws their curves."
+        f" {RUN_STATE_FILE} ({', '.join(left_out)}){plot}."
     )
 
 
@@ -74,7 +80,7 @@ def run_rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:
             as_reader_knows(str(path)),
             _state(run),
             f"{run.step:,} of {run.last_step:,}",
-            "" if run.loss is None else f"{run.loss:.4f}",
+            _loss(run),
             f"{run.target_tokens:,}",
             "" if run.target_tokens_per_second is None else f"{run.target_tokens_per_second:,.0f}",
             _left(run),
@@ -93,6 +99,13 @@ def _state(run: RunState) -> str:
     if run.state == "running" and silent > _SILENT:
         return f"running, silent for {datetime.timedelta(seconds=round(silent.total_seconds()))}"
     return run.state
+
+
+def _loss(run: RunState) -> str:
+    """The loss per target token; where it is not known, the loss with that said."""
+    if run.loss_per_target_token is not None:
+        return f"{run.loss_per_target_token:.4f}"
+    return "" if run.loss is None else f"{run.loss:.4f}{OWN_UNIT}"
 
 
 def _left(run: RunState) -> str:

@@ -190,7 +190,8 @@ def train(
         log = MetricLog(written, start.step, writers)
     else:
         opener = open_writers and open_writers(start.step)
-        files = SplitMetrics(written, start.step, opener, evaluated)
+        per_token = getattr(model, "summary_loss_per_target_token", None)
+        files = SplitMetrics(written, start.step, opener, evaluated, per_token)
     weights, every = None, {"every": config.weight_metrics_every}
     if config.weight_metrics_every:
         weights = part("weight_metrics_computer", WeightMetricsComputer, every)

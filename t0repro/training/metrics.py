@@ -20,6 +20,10 @@ from t0repro.storage import make_folder, write_atomically
 from t0repro.storage.disk import append_or_undo, name_in_errors
 
 METRICS_FILE = "metrics.jsonl"
+# The loss in one unit, whatever a model divides its `loss` by; see StepMetrics.
+LOSS_PER_TOKEN = "loss_per_target_token"
+# Follows a loss whose unit is not that one.
+OWN_UNIT = " in its own unit"
 OpenWriter = Callable[[str], "Writer"]
 
 
@@ -74,7 +78,7 @@ def step_line(
     """
     of = f" of {last_step:,}" if last_step else ""
     shown = loss if loss_per_target_token is None else loss_per_target_token
-    unit = "" if loss_per_target_token is None else " per target token"
+    unit = OWN_UNIT if loss_per_target_token is None else " per target token"
     line = f"step {step:,}{of}, loss {shown:.4f}{unit}"
     if speed is not None:
         line += f", {speed[0]:,.1f} examples/s, {speed[1]:,.0f} target tokens/s"
@@ -112,7 +116,8 @@ class MetricLog:
         """Writes one training step's metrics."""
         values = dataclasses.asdict(metrics)
         step, others = values.pop("step"), values.pop("others")
-        del values["loss_per_target_token"]  # follows from the loss; T5X has no such tag
+        if metrics.loss_per_target_token is None:
+            del values[LOSS_PER_TOKEN]
         self.write("train", step, {**values, **others})
 
     def write(
@@ -197,6 +202,7 @@ class SplitMetrics:
       open_writer: opens a split's writer, for instance TensorBoard's events in model_dir/<split>;
         None writes lines alone.
       evaluated: see JsonLines.
+      loss_per_target_token: computes it from a summary, for its line; T5X has no such tag.
     """
 
     def __init__(
@@ -205,10 +211,12 @@ class SplitMetrics:
         start_step: int | None,
         open_writer: OpenWriter | None = None,
         evaluated: int | None = None,
+        loss_per_target_token: Callable[[Mapping[str, Any]], float | None] | None = None,
     ):
         self.folder = os.fspath(model_dir)
         self._lines = JsonLines(Path(model_dir) / METRICS_FILE, start_step, evaluated)
         self._open_writer, self._writers = open_writer, dict[str, Writer]()
+        self._loss_per_target_token = loss_per_target_token or (lambda summary: None)
         self._lock = threading.Lock()  # a trainer's background threads write too
 
     def writer_of(self, split: str) -> Writer | None:
@@ -229,6 +237,8 @@ class SplitMetrics:
         others = {name: x for name, x in values.items() if name not in numbers}
         left_out = {name: kind_of(x) for name, x in others.items()}
         line = {"split": split, "step": step, **numbers}
+        if (per_token := self._loss_per_target_token(numbers)) is not None:
+            line[LOSS_PER_TOKEN] = per_token
         with self._lock:
             self._lines.write(line | ({"left_out": left_out} if others else {}))
             writer = self.writer_of(split) if events else None

@@ -32,13 +32,14 @@ class RunState:
       first_step: the global step that this start began at.
       step: the latest global step whose loss is known.
       last_step: the global step at which training ends.
-      loss: the loss of `step`; None before the first.
+      loss: the loss of `step` as its dialect defines it; None before the first.
       target_tokens: targets with loss trained on since `first_step`.
       examples: examples trained on since `first_step`.
       steps_per_second, target_tokens_per_second: over the latest steps; None before the first.
       seconds_left: until `last_step`, at that speed.
       started, updated: UTC times, ISO 8601.
       host, process: the machine, and the process id on it.
+      loss_per_target_token: `loss` in that unit; None where a model's own loss has another one.
     """
 
     state: State
@@ -56,6 +57,7 @@ class RunState:
     updated: str
     host: str
     process: int
+    loss_per_target_token: float | None = None  # records of 0.1.0 lack it
 
 
 def describe_run(model_dir: str | os.PathLike[str]) -> str:

@@ -195,6 +195,20 @@ class T5Model(BaseModel):
             return loss
         return loss * float(loss_denominator(config, rename_features(batch))) / max(tokens, 1)
 
+    def summary_loss_per_target_token(self, summary: Mapping[str, float]) -> float | None:
+        """As `loss_per_target_token`, from T5X's metrics over several batches of one shape.
+
+        None for a summary without a loss, such as the metrics of generated text.
+        """
+        config, names = self.module.config, ("nonpadding_target_token", "all_target_tokens")
+        per_real, per_any = (summary.get(f"loss_per_{name}") for name in names)
+        if not self.has_own_loss() or config.choice_loss is not None or not per_real or not per_any:
+            return None
+        if isinstance(config.loss_denominator, str):
+            return summary["loss"]
+        # By default, a batch's loss is divided by its targets, padding included.
+        return per_real * (config.loss_denominator or summary["loss"] / per_any)
+
     def has_own_loss(self) -> bool:
         """Whether the loss is this class's, and not one of a subclass."""
         return type(self).loss_fn is T5Model.loss_fn

@@ -46,7 +46,7 @@ def test_dropping_from_a_file_that_is_not_there_writes_none(tmp_path):
 def test_progress_off_a_terminal_is_one_line_now_and_then_and_one_at_the_end(capsys):
     progress = ProgressLine(last_step=100)
     for step in range(1, 101):
-        progress.show(step, 1.25, examples=3, tokens=10, denominator=20)
+        progress.show(step, 1.25, examples=3, tokens=10, per_token=2.5)
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2

@@ -54,3 +54,15 @@ def test_unusable_losses_are_a_users_mistake(tmp_path):
     broken.write_text('{"split"\n{"split": "train", "step": 1, "loss": 1.0}\n')
     with pytest.raises(UserError, match="d.jsonl:1"):
         compare_losses(a, broken)
+
+
+def test_a_curve_is_per_target_token_where_every_step_has_that(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"split": "train", "step": step, "loss": 0.2 * step} for step in (1, 2)]
+    for count, expected in ((1, (0.2, 0.4)), (2, (1.2, 2.4))):
+        for line in lines[:count]:
+            line["loss_per_target_token"] = 6 * line["loss"]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        curve = loss_curve(path, "jax")
+        assert curve.losses == pytest.approx(expected)
+        assert curve.unit == ("loss in its own unit", "loss per target token")[count - 1]

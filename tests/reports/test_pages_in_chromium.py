@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from t0repro.reports.comparison import compare_runs
+from t0repro.reports.comparison import compare_runs, read_run_facts
 from t0repro.reports.comparison_page import comparison_page, history_page
 from t0repro.reports.curves import curves_page
 from t0repro.reports.history import read_history
+from t0repro.reports.losses import LOSS
 from t0repro.reports.make_report import ReportOptions, make_report
-from t0repro.reports.models import to_json
+from t0repro.reports.models import compare_models, to_json
 from t0repro.reports.report import SCHEMA_VERSION
 from t0repro.reports.report_files import write_page, write_report
 from t0repro.reports.run import Run
@@ -96,8 +97,12 @@ def pages(report, tmp_path_factory):
     marks = 5 + 2 + 2 + 2 + 5 + bins
     folder = tmp_path_factory.mktemp("pages")
     a, b = write_run(folder / "a", 20), write_run(folder / "b", 10)
-    compared = [compare_runs(Run("first", a), Run("second", b), PROMPTS, Bootstrap(200))]
-    write_page("compare", comparison_page(compared), to_json(compared), folder)
+    runs = [Run("first", a), Run("second", b)]
+    compared = [compare_runs(*runs, PROMPTS, Bootstrap(200))]
+    models = compare_models(runs, PROMPTS, Bootstrap(200))
+    facts = [read_run_facts(run) for run in runs]
+    page = comparison_page(compared, models, facts)
+    write_page("compare", page, to_json(compared, models, facts), folder)
     for step, wrong in ((20, 8), (30, 5)):
         write_run(a, wrong, step=step)
     history = read_history(a, PROMPTS)
@@ -108,9 +113,10 @@ def pages(report, tmp_path_factory):
         ]
         for number in range(5)
     }
-    write_page("curves", curves_page(curves, "loss"), "{}", folder)
+    panels = {LOSS: curves, "loss of b in its own unit": {"b": [(1, 5095.0), (2, 4000.0)]}}
+    write_page("curves", curves_page(panels), "{}", folder)
     return {
-        "curves": (folder / "curves.html", 4 * 4 + 1),  # of a long curve only the end is marked
+        "curves": (folder / "curves.html", 4 * 4 + 1 + 2),  # of a long curve only the end is marked
         "report": (path, marks),
         "compare": (folder / "compare.html", 0),
         "history": (folder / "history.html", 3),
@@ -209,6 +215,9 @@ def test_the_text_of_charts_and_tables_can_be_read_at_every_width(browser, pages
     assert browser.run(f"return {wider % '.plot'}.length") == 0
     if width == 400:
         assert browser.run(f"return {wider % '.table:has(.many)'}.length") == 0
+    if width == 1280:
+        names = f"{wider % '.table'}.map((e) => e.ariaLabel)"
+        assert browser.run(f"return {names}") == []
 
 
 def test_a_marks_prompt_is_shown_under_the_pointer(browser, report):

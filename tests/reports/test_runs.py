@@ -22,7 +22,8 @@ RUNNING = RunState(
     first_step=0,
     step=1200,
     last_step=3000,
-    loss=2.34567,
+    loss=0.31,
+    loss_per_target_token=2.34567,
     target_tokens=98765,
     examples=1000,
     steps_per_second=0.5,
@@ -51,7 +52,9 @@ def test_each_training_is_listed_with_its_state_and_speed(tmp_path):
         tmp_path / "b" / "auxiliary" / "m" / "step_3" / "output", state="stopped", reason="SIGTERM"
     )
     write(tmp_path / "c", process=dead.pid)
-    write(tmp_path / "d", loss=None, target_tokens_per_second=None, seconds_left=None)
+    unknown = {"target_tokens_per_second": None, "seconds_left": None}
+    write(tmp_path / "d", loss=None, loss_per_target_token=None, **unknown)
+    write(tmp_path / "e", loss_per_target_token=None)
     write(tmp_path / "d" / "checkpoint_3")  # a copy, and no training run
     runs = find_runs(tmp_path)
     listed = {
@@ -69,6 +72,9 @@ def test_each_training_is_listed_with_its_state_and_speed(tmp_path):
             "1,200 of 3,000", "2.3457", "98,765", "1,234", "",
         ),
         "d": ("running", "1,200 of 3,000", "", "98,765", "", ""),
+        "e": (
+            "running", "1,200 of 3,000", "0.3100 in its own unit", "98,765", "1,234", "1:02:03",
+        ),
     }  # fmt: skip
     written = json.loads((tmp_path / "a" / RUN_STATE_FILE).read_text())
     assert to_json(runs)[0] == {"folder": str(tmp_path / "a")} | written
@@ -97,5 +103,8 @@ def test_mesh_tensorflow_runs_are_said_to_be_left_out(tmp_path):
     assert shown.exit_code == 0
     assert "Not listed: 1 folder with Mesh TensorFlow checkpoints" in shown.stderr
     assert str(tmp_path / "mtf") in shown.stderr and "Not listed" not in shown.stdout
+    assert "t0repro plot" not in shown.stderr  # there is no curve to draw
+    (tmp_path / "mtf" / "metrics.jsonl").touch()
+    assert f"`t0repro plot {tmp_path / 'mtf'}` draws curves" in left_out_in_words(tmp_path)
     with pytest.raises(UserError, match="no training runs here. Not listed: 1 folder"):
         find_runs(tmp_path / "mtf")

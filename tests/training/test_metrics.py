@@ -86,7 +86,11 @@ def test_metrics_go_to_the_lines_to_tensorboard_and_to_further_writers(tmp_path)
 
     further = Further()
     manager = MetricLog(tmp_path, 0, [event_writer(tmp_path), further])
-    manager.write_step(StepMetrics(4, 0.5, 0.25, target_tokens=3, examples=2, seconds=0.125))
+    manager.write_step(
+        StepMetrics(
+            4, 0.5, 0.25, target_tokens=3, examples=2, seconds=0.125, loss_per_target_token=0.75
+        )
+    )
     manager.write("validation", 4, {"token_accuracy": 0.75})
     manager.write("validation", 4, {"accuracy": 50.0}, task="a_task")
     manager.flush()
@@ -99,6 +103,7 @@ def test_metrics_go_to_the_lines_to_tensorboard_and_to_further_writers(tmp_path)
         "train/seconds": 0.125,
         "train/input_tokens": 0,
         "train/input_wait_seconds": 0.0,
+        "train/loss_per_target_token": 0.75,
     }
     validation = {"validation/token_accuracy": 0.75}
     task = {"eval/a_task/accuracy": 50.0}

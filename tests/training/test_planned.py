@@ -122,7 +122,7 @@ def test_the_seed_decides_initial_parameters_as_t5x_splits_it(tmp_path):
 # ---- Evaluations --------------------------------------------------------------------------------
 
 
-def test_it_evaluates_each_period_and_at_the_end_and_before_if_asked(tmp_path):
+def test_it_evaluates_each_period_and_at_the_end_and_before_if_asked(tmp_path, capsys):
     asked = []
 
     def infer_eval(trainer):
@@ -137,6 +137,13 @@ def test_it_evaluates_each_period_and_at_the_end_and_before_if_asked(tmp_path):
     rows = lines(tmp_path, "training_eval/a_task")
     assert [row["step"] for row in rows] == [0, 3, 6, 7] and "accuracy" in rows[0]
     assert lines(tmp_path, "inference_eval/a_task")[-1]["rouge"] == 1.5
+    said, last = capsys.readouterr().err.splitlines(), rows[-1]
+    assert said[said.index("evaluating step 7") + 1 :][:2] == [
+        f"  a_task: loss per target token {last['loss_per_target_token']:.4g},"
+        f" token accuracy {last['accuracy']:.4g}",
+        "  a_task: rouge 1.5",
+    ]
+    assert last["loss_per_target_token"] == pytest.approx(last["loss_per_nonpadding_target_token"])
 
 
 def test_at_total_steps_it_evaluates_only(tmp_path):

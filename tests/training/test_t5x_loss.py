@@ -228,6 +228,11 @@ def test_the_loss_of_a_target_token_is_the_same_whatever_the_dialect_divides_by(
         model = T5(dataclasses.replace(tiny.T5_1_1, loss_denominator=denominator), tiny.FLOAT32)
         parameters = initial_parameters(model, jax.random.key(0))
         trained = T5Model(model)
-        loss, _ = trained.loss_fn(parameters, PACKED, None)
+        loss, metrics = trained.loss_fn(parameters, PACKED, None)
         shown.append(trained.loss_per_target_token(float(loss), 9, PACKED))
+        values = {"loss": float(loss)} | {
+            name: float(metrics[name].compute())
+            for name in ("loss_per_nonpadding_target_token", "loss_per_all_target_tokens")
+        }
+        shown.append(trained.summary_loss_per_target_token(values))
     np.testing.assert_allclose(shown, shown[0], rtol=1e-6)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from t0repro.config.run import TrainingPlan
+from t0repro.progress import say
 from t0repro.training.hooks.run_progress import RunProgress
 from t0repro.training.loop import Hook, TrainingLoop
-from t0repro.training.metrics import SplitMetrics
+from t0repro.training.metrics import OWN_UNIT, SplitMetrics
 from t0repro.training.start import Start
 from t0repro.training.step_records import rename_for_trainer
 from t0repro.training.stopping import RunActions
@@ -108,7 +109,11 @@ class Evaluate(Hook):
         """Writes the results of both kinds of evaluation; stops training if an action says so."""
         # Write the metrics of earlier steps to the file first.
         loop.flush()
-        self._run("TRAIN_EVAL", loop, self._evaluate_training(loop.trainer))
+        say(f"evaluating step {loop.step:,}")
+        summaries = self._evaluate_training(loop.trainer)
+        for task, summary in (summaries or {}).items():
+            _say_results(task, _headline(loop.trainer.model, summary))
+        self._run("TRAIN_EVAL", loop, summaries)
         if self._infer_eval is not None:
             results = self._infer_eval(loop)
             for task, values in results.items():
@@ -119,6 +124,7 @@ class Evaluate(Hook):
                 split = f"inference_eval/{task[:113]}"
                 # SeqIO's loggers write the events of the tasks' own metrics themselves.
                 self._metrics.write(split, loop.step, numbers, events=False)
+                _say_results(task, numbers)
             self._run("INFER_EVAL", loop, results)
         self._metrics.flush()
         # Wait for this step's checkpoint: a run that dies resumes from a checkpoint, and would find
@@ -146,3 +152,19 @@ class Evaluate(Hook):
         run = self._run_actions.get(mode)
         if run is not None and results and run(loop.stacked_state, results):
             loop.stop(f"an action on the metrics of {mode}")
+
+
+def _headline(model: Any, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a summary, what says how good the model is; the rest is in metrics.jsonl."""
+    per_token = getattr(model, "summary_loss_per_target_token", lambda summary: None)(summary)
+    shown = {
+        "loss per target token": per_token,
+        f"loss{OWN_UNIT}": summary.get("loss") if per_token is None else None,
+        "token accuracy": summary.get("accuracy"),
+    }
+    return {name: value for name, value in shown.items() if value is not None}
+
+
+def _say_results(task: str, values: Mapping[str, Any]) -> None:
+    shown = (f"{name} {x:.4g}" for name, x in values.items() if isinstance(x, int | float))
+    say(f"  {task}: {', '.join(shown) or 'no metrics'}")

@@ -82,6 +82,7 @@ class RecordRunState(Hook):
             updated=_now(),
             host=socket.gethostname(),
             process=os.getpid(),
+            loss_per_target_token=latest.loss_per_target_token if latest else None,
         )
         with explain_errors(self._path):
             write_atomically(self._path, json.dumps(dataclasses.asdict(values), indent=1) + "\n")
