@@ -66,8 +66,8 @@ class ConversionReport:
       source: The checkpoint that was read.
       target: The checkpoint that was written.
       family: Shape of the model in both.
-      tensors: Number of converted tensors in the source, including the global step.
-      bytes: Total size of those tensors, in bytes.
+      tensors: Number of tensors written, including a global step where the format has one.
+      bytes: Their total size, in bytes.
       slots: "kept", "dropped" (on request) or "none" (the source has none).
       notes: What was changed, dropped or is missing, one sentence each.
       resumed: Number of tensors that an interrupted conversion had already written.
@@ -172,8 +172,9 @@ def _planned(
         source=dataclasses.replace(ref, step=step),
         target=target,
         family=family,
-        tensors=len(reader.tensors),
-        bytes=nbytes,
+        # T5X's dummies are made of no tensor.
+        tensors=sum(bool(output.keys) for output in conversion.outputs),
+        bytes=sum(output.info.nbytes for output in conversion.outputs),
         # Asked of the original: `prepare` may have wrapped the reader in WithoutSlots.
         slots="none" if not has_slots(original) else "kept" if options.slots else "dropped",
         notes=(*notes, *_left_behind(original), *conversion.notes),
@@ -198,8 +199,8 @@ def _planned_adapter(
         source=dataclasses.replace(ref, step=step),
         target=_target(destination.path, to, step),
         family=merged.shape,
-        tensors=len(own.tensors),
-        bytes=total_bytes(own.tensors),
+        tensors=len(conversion.outputs),
+        bytes=sum(output.info.nbytes for output in conversion.outputs),
         # PEFT's file has no place for slots.
         slots="none" if not has_slots(own) else "kept" if to == "adapter" else "dropped",
         notes=conversion.notes,

@@ -106,6 +106,8 @@ class HfReader:
         self._files: dict[str, _File] = {}
         self._places: dict[str, tuple[_File, str]] = {}
         self.tensors: dict[str, TensorInfo] = {naming.STEP: TensorInfo((), np.dtype(np.int32))}
+        # Keys whose tensor is, in the file, another key's too.
+        self.copies: frozenset[str] = frozenset()
         self._enter_weights()
         self._enter_slots()
         self._check_complete()
@@ -168,6 +170,7 @@ class HfReader:
             # The table's first row is the embedding.
             embedding = self.tensors[naming.PARAMETERS + naming.TABLE[0].t5x]
             self.tensors[_LOGITS] = TensorInfo(embedding.shape[::-1], embedding.dtype)
+            self.copies = frozenset({_LOGITS})
             self._places[_LOGITS] = places[_EMBEDDINGS[0]]
 
     def _is_zero_bias(self, name: str, file: _File, stored: str) -> bool:

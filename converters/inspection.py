@@ -89,9 +89,12 @@ def inspect_checkpoint(path: str | os.PathLike[str], step: int | None = None) ->
     reader = open_checkpoint(find_checkpoint(path, step))
     family = check_checkpoint(reader)
     check_run_files(reader.ref, family)
+    # A tied embedding is one tensor of the file, and two parameters to those that convert it.
+    copies: Collection[str] = getattr(reader, "copies", ())
+    tensors = {key: info for key, info in reader.tensors.items() if key not in copies}
     summaries = []
-    with byte_progress("Reading", total_bytes(reader.tensors)) as done:
-        for key, info in reader.tensors.items():
+    with byte_progress("Reading", total_bytes(tensors)) as done:
+        for key, info in tensors.items():
             # einsum sums in float64 without a float64 copy of the tensor.
             flat = reader.read(key).reshape(-1)
             norm = float(
@@ -104,9 +107,10 @@ def inspect_checkpoint(path: str | os.PathLike[str], step: int | None = None) ->
         checkpoint=reader.ref,
         family=family,
         step=int(reader.read(naming.STEP)),
-        parameters=family.parameter_count(),
+        parameters=family.parameter_count()
+        - sum(math.prod(reader.tensors[key].shape) for key in copies),
         slots=has_slots(reader),
-        bytes=total_bytes(reader.tensors),
+        bytes=total_bytes(tensors),
         tensors=tuple(sorted(summaries, key=lambda item: item.name)),
     )
 

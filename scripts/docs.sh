@@ -6,6 +6,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH" NO_MKDOCS_2_WARNING=1
 out=${1:-site}
+python -c 'import mkdocs' 2>/dev/null ||
+  { echo "docs: mkdocs is not in .venv; 'TIER=tests bash scripts/setup.sh' installs it" >&2; exit 2; }
 # Build the package first, because in the checkout tasks/ and converters/ are not below t0repro.
 T0REPRO_BUILT=$(mktemp -d)
 export T0REPRO_BUILT

@@ -110,6 +110,7 @@ install() {
     fi
     say "uv failed (above); installing with pip"
   fi
+  say "pip's red lines about conflicting requirements are expected: those of t5 and others are stale"
   pip install --quiet --ignore-requires-python "$@"
 }
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+
+
+def json_fault(error: ValueError | RecursionError) -> str:
+    """What is wrong with a line of JSON, without json's own number of a line, which is always 1."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} (column {error.colno})"
+    return str(error)
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from t0repro.errors import UserError
 from t0repro.tasks.csv_rows import DELIMITERS, count_csv, line_of_row, read_csv
+from t0repro.words import json_fault
 
 SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
 DEPTH = 100
@@ -96,7 +97,7 @@ def _read_jsonl(path: Path, start: int, stop: int | None) -> Iterator[dict[str, 
             if b"\\ud" in line or b"\\uD" in line:
                 json.dumps(row, ensure_ascii=False).encode("utf-8")
         except ValueError as error:  # includes UnicodeError
-            raise _broken_line(path, number, str(error)) from error
+            raise _broken_line(path, number, json_fault(error)) from error
         except RecursionError as error:
             raise _broken_line(path, number, _TOO_DEEP) from error
         # Counting brackets is cheap, and most lines have too few to be nested that deeply.

@@ -125,6 +125,8 @@ class StrictEnvironment(PromptEnvironment):
             return found
         many = f"there {'is' if len(obj) == 1 else 'are'} {counted(len(obj), 'choice')}"
         fault = f"but {many}" if isinstance(argument, int) else "which is no whole number"
+        if isinstance(argument, str):
+            fault = "which is text; write it with the filter `| int`"
         return self.undefined(f"{index.described} is {argument!r}, {fault}", exc=OutOfRange)
 
 

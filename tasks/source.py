@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -264,10 +266,13 @@ class PromptedRows:
 def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where: str) -> UserError:
     """The error for a template that fails on a row."""
     if isinstance(error, UndefinedVariable):
+        unknown = re.match(r"'(\w+)' is undefined", str(error))
+        close = difflib.get_close_matches(unknown[1] if unknown else "", row, n=1)
+        nearest = f"nearest to it: {close[0]!r}; " if close else ""
         return UserError(
             f"Template {template!r} reads what a row does not have: {error}.",
             where=where,
-            fix=f"Fix the name (the row has {', '.join(map(repr, row))}), or write"
+            fix=f"Fix the name ({nearest}the row has {', '.join(map(repr, row))}), or write"
             " {{ name | default('') }} where it may be missing.",
         )
     reason = str(error) if isinstance(error, TemplateFailure) else repr(error)

@@ -173,7 +173,7 @@ def open_encoder(path: str, activation: DType, step: int | None = None) -> Check
     ref = sources.find_checkpoint(path, step)
     tree = sources.open_tree(ref, slots=False, encoder_only=True)
     if naming.is_decoder_only(tree):
-        raise _no_encoder_error(path)
+        raise _make_no_encoder_error(path)
     return _load(ref, tree, path, activation, encoder_only=True)
 
 
@@ -187,11 +187,11 @@ def encoder_shape(path: str, step: int | None = None) -> ModelShape:
 
     shape = sources.check_checkpoint(sources.open_checkpoint(sources.find_checkpoint(path, step)))
     if shape.decoder_only:
-        raise _no_encoder_error(path)
+        raise _make_no_encoder_error(path)
     return shape
 
 
-def _no_encoder_error(path: str) -> UserError:
+def _make_no_encoder_error(path: str) -> UserError:
     return UserError(
         "The model has no encoder.",
         where=path,

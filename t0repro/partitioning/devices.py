@@ -202,11 +202,13 @@ class Partitioning:
       mesh: devices by (data, model).
       fully_sharded: whether parameters and slots are sharded along `data` too.
       available: number of devices available, used or not.
+      why_idle: why it does not use all of them.
     """
 
     mesh: Mesh
     fully_sharded: bool
     available: int
+    why_idle: str = ""
 
     @property
     def data(self) -> int:
@@ -227,9 +229,9 @@ class Partitioning:
         kind = self.mesh.devices.flat[0].device_kind
         of = f" of {self.available}" if self.available > self.mesh.size else ""
         fully = ", fully sharded" if self.fully_sharded else ""
-        return (
-            f"devices: {self.mesh.size}{of} x {kind}, data {self.data}, model {self.model}{fully}"
-        )
+        why = f" ({self.why_idle})" if of and self.why_idle else ""
+        sizes = f"data {self.data}, model {self.model}"
+        return f"devices: {self.mesh.size}{of} x {kind}, {sizes}{fully}{why}"
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which traced code is sharded across the devices, if there are several.
@@ -408,7 +410,7 @@ def choose(
     if len(devices) == 1:
         return _arrange(devices, 1, 1, False, 1)
     flexible = layout.data is None or layout.topology is not None
-    data = layout.data
+    data, why_idle = layout.data, "as the layout asks"
     if flexible:
         groups, left = divmod(len(devices), layout.model)
         if left or not groups:
@@ -419,9 +421,11 @@ def choose(
                 fix=f"Choose a model parallelism that divides {len(devices)}.",
             )
         # The number of shards must divide the batch and, if fully sharded, d_model too.
-        bounds = [rows] if rows is not None else []
-        bounds += [model.d_model] if layout.fully_sharded else []
-        data = math.gcd(groups, *bounds)
+        bounds = {} if rows is None else {"rows of a microbatch": rows}
+        bounds |= {"d_model": model.d_model} if layout.fully_sharded else {}
+        data = math.gcd(groups, *bounds.values())
+        sizes = " and ".join(f"{name} = {size:,}" for name, size in bounds.items())
+        why_idle = f"{sizes} must divide evenly across data"
     assert data is not None
     if data * layout.model > len(devices):
         raise UserError(
@@ -432,7 +436,8 @@ def choose(
         )
     check_divides(dataclasses.replace(layout, data=data), model, rows, where)
     _check_processes(devices, data * layout.model, where)
-    return _arrange(devices, data, layout.model, layout.fully_sharded, len(devices))
+    chosen = _arrange(devices, data, layout.model, layout.fully_sharded, len(devices))
+    return dataclasses.replace(chosen, why_idle=why_idle)
 
 
 def _check_processes(devices: Sequence[Any], used: int, where: str | None) -> None:

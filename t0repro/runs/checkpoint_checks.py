@@ -11,6 +11,7 @@ from t0repro.config.model import ModelConfig
 from t0repro.config.run import TrainRun
 from t0repro.converters.tensors import CheckpointRef, TensorInfo
 from t0repro.errors import UserError
+from t0repro.parameters.shape import describe, recognize
 from t0repro.words import counted, some
 
 NO_CHECKPOINT_YET = "T0REPRO_NO_CHECKPOINT_YET"
@@ -27,7 +28,8 @@ def check_restored(
     if storage.is_directory(config.model_dir) and sources.list_checkpoints(config.model_dir):
         yield f"not read: {config.model_dir} has checkpoints"
         return
-    yield from check_checkpoints(restore, config.model, vocabularies)
+    model_from = config.provenance.get("model.d_model")
+    yield from check_checkpoints(restore, config.model, vocabularies, model_from)
 
 
 def check_own_checkpoints(config: TrainRun, allow_changed: bool) -> Iterator[str]:
@@ -47,9 +49,12 @@ def check_own_checkpoints(config: TrainRun, allow_changed: bool) -> Iterator[str
 
 
 def check_checkpoints(
-    restore: RestoreConfig, model: ModelConfig, vocabularies: tuple[Any, Any]
+    restore: RestoreConfig,
+    model: ModelConfig,
+    vocabularies: tuple[Any, Any],
+    model_from: str | None = None,
 ) -> Iterator[str]:
-    """The checkpoints found, and whether their parameters fit the model."""
+    """The checkpoints found, and whether their parameters fit the model, set at `model_from`."""
     if NO_CHECKPOINT_YET in os.environ:
         yield "not saved yet"
         return
@@ -60,10 +65,12 @@ def check_checkpoints(
     for ref in chosen(restore):
         check_configured(ref, model)
         check_own_tokenizer(ref, *vocabularies)
-        yield f"{ref.path} ({ref.format}): {_fit(ref, restore, model)}"
+        yield f"{ref.path} ({ref.format}): {_fit(ref, restore, model, model_from)}"
 
 
-def _fit(ref: CheckpointRef, restore: RestoreConfig, model: ModelConfig) -> str:
+def _fit(
+    ref: CheckpointRef, restore: RestoreConfig, model: ModelConfig, model_from: str | None
+) -> str:
     """How a checkpoint's parameters fill the model's.
 
     Raises:
@@ -99,8 +106,8 @@ def _fit(ref: CheckpointRef, restore: RestoreConfig, model: ModelConfig) -> str:
                 )
                 if each
             )
-            + ".",
-            where=str(ref.path),
+            + f".{_both_sizes(stored, model)}",
+            where=f"{ref.path}; the model: {model_from}" if model_from else str(ref.path),
             fix="Choose the gin file of the model that it was trained with, or map its names with"
             " utils.RestoreCheckpointConfig.assignment_map.",
         )  # fmt: skip
@@ -109,6 +116,14 @@ def _fit(ref: CheckpointRef, restore: RestoreConfig, model: ModelConfig) -> str:
         f"{counted(len(filled), 'parameter')} of {len(expected)} match;"
         f" {_listed('initialized', initialized)}; {_listed('not used', unused)}"
     )
+
+
+def _both_sizes(stored: Mapping[str, Sequence[int]], model: ModelConfig) -> str:
+    """A sentence; empty for a checkpoint that is no T5."""
+    try:
+        return f" It has {describe(recognize(stored))}; the model {describe(model.shape)}."
+    except UserError:
+        return ""
 
 
 def _tensors(ref: CheckpointRef, model: ModelConfig) -> Mapping[str, TensorInfo]:

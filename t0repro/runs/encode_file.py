@@ -26,6 +26,7 @@ from t0repro.progress import count_progress, working
 from t0repro.runs.encode import Limits, Tokenizer, TooLong
 from t0repro.runs.encoded_output import DTYPES, OutputLayout, PartialOutput, check_output
 from t0repro.storage import explain_errors, lock_folder
+from t0repro.words import json_fault
 
 _CHUNK = 1024  # rows between two records of the progress
 
@@ -153,7 +154,7 @@ def _json_row(line: str, where: str) -> Any:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"The line is not JSON: {error}.", where=where) from error
+        raise UserError(f"The line is not JSON: {json_fault(error)}.", where=where) from error
     if not isinstance(row, str | list):
         raise UserError(
             "The line is neither a JSON string nor a list of token ids.",

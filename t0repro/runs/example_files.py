@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from t0repro.config.run import InferRun
 from t0repro.errors import UserError
+from t0repro.words import json_fault
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -125,7 +126,7 @@ def _fields(line: str, keys: Sequence[str], where: str) -> dict[str, str]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise UserError(f"The line is not JSON: {error}", where=where) from error
+        raise UserError(f"The line is not JSON: {json_fault(error)}.", where=where) from error
     if not isinstance(row, dict) or any(not isinstance(row.get(key), str) for key in keys):
         raise UserError(
             f"The row lacks a text: {' and '.join(keys)} are needed.",

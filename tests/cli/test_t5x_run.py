@@ -1,6 +1,7 @@
 """`t0repro eval` and `t0repro infer` as a user calls them."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -123,6 +124,7 @@ def test_a_dry_run_reports_all_that_is_wrong_at_once(checkpoint, tmp_path):
     assert code == 2 and not (tmp_path / "out").exists()
     assert "No task of" in said and "Choose one of validation" in said
     assert "The checkpoint does not fit the model: of another shape" in said
+    assert re.search(r"It has [^;]* d_model \d+, [^;]*; the model [^;]* d_model 16, ", said)
 
 
 def test_an_evaluation_looks_for_caches_in_the_folders_of_the_command_line(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 
 from t0repro.converters import hf
 from t0repro.converters.convert import convert
+from t0repro.converters.inspection import inspect_checkpoint
 from t0repro.converters.safetensors_files import SafetensorsFile
 from t0repro.converters.sources import find_checkpoint, open_checkpoint
 from t0repro.errors import UserError
@@ -177,6 +178,11 @@ def test_logits_from_an_embedding_that_is_not_scaled_become_a_kernel_of_their_ow
     safetensors.save_file(tensors, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "conversion.json").unlink()  # it has the tensor that is gone
     change_config(tmp_path / "hf", tie_word_embeddings=True, scale_decoder_outputs=False)
+    # The embedding is listed and counted once, as the file has it.
+    found = inspect_checkpoint(tmp_path / "hf")
+    names = [item.name for item in found.tensors if item.key != naming.STEP]
+    assert names == sorted(tensors)
+    assert found.parameters == sum(tensor.size for tensor in tensors.values())
     convert(tmp_path / "hf", tmp_path / "mtf", "mtf")
     variables = read_variables(tmp_path / "mtf")
     np.testing.assert_array_equal(

@@ -120,4 +120,11 @@ def test_a_run_goes_on_in_another_layout(result):
 def test_a_layout_of_a_tpu_slice_follows_the_devices_and_the_batch(result):
     # Two microbatches of four rows: eight devices cannot divide them, four can.
     lines = [line for line in result["resumed"]["same"]["lines"] if line.startswith("devices")]
-    assert lines == ["devices: 4 of 8 x cpu, data 4, model 1"] * 2
+    assert (
+        lines
+        == [
+            "devices: 4 of 8 x cpu, data 4, model 1 (rows of a microbatch = 4 must divide evenly"
+            " across data)"
+        ]
+        * 2
+    )
