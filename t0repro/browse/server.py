@@ -266,8 +266,8 @@ def serve(pages: Pages, port: int | None, announce: Callable[[str], None]) -> No
         settings = uvicorn.Config(
             app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
-        announce(f"http://{HOST}:{bound}/?token={token}")
         with contextlib.suppress(KeyboardInterrupt):
+            announce(f"http://{HOST}:{bound}/?token={token}")
             uvicorn.Server(settings).run(sockets=[listener])
 
 

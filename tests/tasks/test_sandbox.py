@@ -367,4 +367,4 @@ def test_prompts_of_promptsource_given_as_ones_own_render_the_same_where_nothing
 def test_answers_of_the_process_are_json_and_hold_nothing_to_run():
     # Whatever a template made of its process, the worst that it could send is text.
     answer = json.loads(json.dumps(sandbox_worker._answer("render", {})))
-    assert answer.keys() == {"failure", "message"}
+    assert answer.keys() == {"failure", "message", "line"}

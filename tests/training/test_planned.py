@@ -139,9 +139,9 @@ def test_it_evaluates_each_period_and_at_the_end_and_before_if_asked(tmp_path, c
     assert lines(tmp_path, "inference_eval/a_task")[-1]["rouge"] == 1.5
     said, last = capsys.readouterr().err.splitlines(), rows[-1]
     assert said[said.index("evaluating step 7") + 1 :][:2] == [
-        f"  a_task: loss per target token {last['loss_per_target_token']:.4g},"
-        f" token accuracy {last['accuracy']:.4g}",
-        "  a_task: rouge 1.5",
+        f"  a_task  loss per target token {last['loss_per_target_token']:.4g}"
+        f"  token accuracy {last['accuracy']:.4g}",
+        "  a_task  rouge 1.5",
     ]
 
 

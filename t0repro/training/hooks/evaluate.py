@@ -166,5 +166,5 @@ def _headline(model: Any, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _say_results(task: str, values: Mapping[str, Any]) -> None:
-    shown = (f"{name} {x:.4g}" for name, x in values.items() if isinstance(x, int | float))
-    say(f"  {task}: {', '.join(shown) or 'no metrics'}")
+    shown = [f"{name} {x:.4g}" for name, x in values.items() if isinstance(x, int | float)]
+    say("  ".join(["", task, *(shown or ["no metrics"])]))
