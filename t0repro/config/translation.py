@@ -118,7 +118,8 @@ def _model(config: TrainRun, dialect: Dialect) -> _Items:
         rules[field] = _unless(getattr(model, field) is None, f"model.{field}")
     if dialect == "mtf":
         # gin takes a list for the gated form's activations and a name for a single one.
-        several = list(model.activations) if len(model.activations) > 1 else model.activations[0]
+        names = list(model.activations)
+        several = names if len(names) > 1 else names[0]
         rules |= {
             # Mesh TensorFlow takes it from the mixture's vocabulary.
             "vocab_size": (),

@@ -126,11 +126,13 @@ def _of_lines(folder: Path) -> _Found:
     # In writing order: after a restart, a step's later line replaces the earlier one.
     for row in metric_rows(path) if path.is_file() else ():
         place, step = str(row.get("split", _TRAIN)), row.get("step")
+        if not isinstance(step, int):
+            continue
         # An evaluation has a line for each task.
         if "task" in row:
             place += f"/{row['task']}"
         for name, value in row.items():
-            if name != "step" and isinstance(step, int) and isinstance(value, int | float):
+            if name != "step" and isinstance(value, int | float):
                 found.setdefault(name, {}).setdefault(place, {})[step] = float(value)
         if "neg_log_perplexity" in row:  # the mean over target tokens, of an evaluation
             of_place = found.setdefault(LOSS_PER_TOKEN, {}).setdefault(place, {})

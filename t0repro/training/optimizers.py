@@ -52,6 +52,9 @@ class StackingOptimizer(Optimizer):
     _make = Optimizer._make  # pyright: ignore[reportAssignmentType]
 
 
+_FORMULAS = {**FORMULAS, AdafactorConfig: adafactor.update}
+
+
 def make_optimizer(config: OptimizerConfig) -> Optimizer:
     """The optimizer that a configuration describes.
 
@@ -64,7 +67,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
         return combine_optimizers(
             [(_choose_listed(x.paths), make_optimizer(x.optimizer)) for x in config.parts]
         )
-    formula = adafactor.update if isinstance(config, AdafactorConfig) else FORMULAS[type(config)]
+    formula = _FORMULAS[type(config)]
     exceptions = _exceptions(config)
     # Rules by path may treat the layers of a stack, or any two parameters, differently.
     by_path = getattr(config, "factor_map", ()) not in ((), ALL_HEURISTIC)

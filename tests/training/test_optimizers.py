@@ -21,7 +21,7 @@ from t0repro.config.optimizer import (
     SgdConfig,
 )
 from t0repro.parameters import naming
-from t0repro.training.adafactor import update as update_by_adafactor
+from t0repro.training import optimizers
 from t0repro.training.formulas import Slots
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
@@ -361,13 +361,13 @@ def test_a_model_trains_with_every_optimizer():
 
 
 def test_a_formula_is_traced_once_for_all_parameters_of_a_shape(monkeypatch):
-    formula, traced = update_by_adafactor, []
+    formula, traced = optimizers._FORMULAS[AdafactorConfig], []
 
     def update(gradient, config):
         traced.append(gradient.parameter.shape)
         return formula(gradient, config)
 
-    monkeypatch.setattr("t0repro.training.adafactor.update", update)
+    monkeypatch.setitem(optimizers._FORMULAS, AdafactorConfig, update)
     named = "b/kernel"
     config = dataclasses.replace(tiny.ADAFACTOR, exclude_from_parameter_scale=(named,))
     optimizer = make_optimizer(config)

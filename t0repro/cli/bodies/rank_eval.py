@@ -247,8 +247,8 @@ def _evaluate(
     print_page(brief_page(report))
     if report.provenance.scores_sha256:
         typer.echo(f"SHA-256 of the scores: {report.provenance.scores_sha256}")
-    for path in paths:
-        echo(f"wrote {path}")
+    for written in paths:
+        echo(f"wrote {written}")
     return report
 
 
