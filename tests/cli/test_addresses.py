@@ -61,7 +61,7 @@ NOT_WRITTEN = frozenset(
     --dataset --device --display_name --eval --eval_task --experiment --family --image_uri --label
     --labels --launcher --location --machine_type --main_metric --metric --mixture
     --module_import --network --note --option --platform --project --revision --run --run_mode
-    --run_name --service_account --split --splits --stderrthreshold --tasks --tensorboard
+    --run_name --service_account --split --splits --stderrthreshold --step --tasks --tensorboard
     --title --topology --tpu_topology --train --train_dataset --train_mixture COMMAND
     EXPERIMENT JOB TASK"""
     """ --additional_deprecated_gin_references --job_name_prefix"""
