@@ -282,7 +282,7 @@ def test_every_package_that_is_asked_for_is_imported_or_has_a_reason():
 def test_every_package_that_is_imported_is_asked_for_by_name():
     packages = {normal_name(name) for names in asked_for().values() for name in names}
     # What extras bring.
-    extras = {"torch", "transformers", "lm_eval", "mlflow", "wandb"}
+    extras = {"torch", "transformers", "lm_eval", "mlflow", "wandb", "starlette", "uvicorn"}
     providers = importlib.metadata.packages_distributions()
     for module in third_party_imports("t0repro", "tasks", "converters") - extras:
         assert {normal_name(name) for name in providers[module]} & packages, module

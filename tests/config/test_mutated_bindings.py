@@ -12,7 +12,7 @@ from t0repro.config import configuration
 from t0repro.config.mtf import dialect, stand_ins
 from t0repro.config.mtf.known import known_bindings
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.run import TrainRun
+from t0repro.config.run import Run
 from t0repro.errors import UserError
 
 from .mutations import mutated_binding
@@ -63,7 +63,7 @@ def says_nothing_new(line: str) -> bool:
     return any(part in name for part in INERT)
 
 
-def load(folder: Path, lines: list[str], param: str | None = None) -> tuple[TrainRun, str]:
+def load(folder: Path, lines: list[str], param: str | None = None) -> tuple[Run, str]:
     """The run with these lines in a file, and what was warned of."""
     file = folder / "mine.gin"
     file.write_text("\n".join([*lines]))
@@ -74,8 +74,17 @@ def load(folder: Path, lines: list[str], param: str | None = None) -> tuple[Trai
     with contextlib.redirect_stderr(io.StringIO()) as warned:
         config = dialect.load(inputs).run
     configuration.render(config)
-    assert TrainRun.from_json(config.to_json()) == config
+    assert type(config).from_json(config.to_json()) == config
     return config, warned.getvalue()
+
+
+def changes_another_mode(folder: Path, base: list[str], line: str) -> bool:
+    """Whether a binding that a training does not read changes the run of another mode."""
+    for mode in ("eval", "perplexity_eval", "infer"):
+        bound = [*base, f"utils.run.mode = '{mode}'"]
+        if load(folder, [*bound, line])[0] != load(folder, bound)[0]:
+            return True
+    return False
 
 
 def test_600_hostile_bindings_change_the_run_or_are_refused_with_their_place(tmp_path):
@@ -97,7 +106,11 @@ def test_600_hostile_bindings_change_the_run_or_are_refused_with_their_place(tmp
         except Exception as error:
             faults.append(f"{line}: {error!r}")
         else:
-            changed = config != plain
+            changed = config != plain or (
+                place not in warned
+                and not says_nothing_new(line)
+                and changes_another_mode(tmp_path, base, line)
+            )
             outcomes["changed" if changed else "inert"] += 1
             if not (changed or place in warned or says_nothing_new(line)):
                 faults.append(f"{line}: silent")
