@@ -1,7 +1,6 @@
 """Batches made without SeqIO from rows and from shards: SeqIO's own, order included."""
 
 import contextlib
-import dataclasses
 import itertools
 
 import numpy as np
@@ -152,9 +151,9 @@ def test_rows_of_an_evaluation_are_mesh_tensorflows(pack, shuffle, limit):
 
 def test_training_rows_for_a_perplexity_are_mesh_tensorflows():
     values = {"shuffle": True, "seed": SEED, "pack": True, "use_cached": False}
-    run = dataclasses.replace(
+    run = tiny.eval_run(
         tiny.run_config("unused", 1),
-        plan=tiny.mesh_plan(tiny.train_data(RANKED, **values)),
+        eval_data=tiny.train_data(RANKED, **values),
         sequence_length=LENGTHS,
     )
     compat.install()
