@@ -87,4 +87,4 @@ def test_a_job_that_ends_with_2_is_not_tried_again(tmp_path, code, attempts):
         assert not controller(tmp_path / "model", command).run(lambda: False)
     assert sum("started (" in line for line in said) == attempts
     why = "a mistake in its settings" if code == 2 else "3 failures"
-    assert said[-1].endswith(f"given up after {why}")
+    assert said[-2].endswith(f"given up after {why}") and said[-1] == "0 of 1 job succeeded"
