@@ -6,6 +6,7 @@ import hashlib
 import html
 import json
 import re
+import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -42,10 +43,19 @@ JINJA = "{{text}}\nWas it good? ||| {{answer_choices[label]}}"
 
 @pytest.fixture(scope="module", autouse=True)
 def _described():
+    """Registers T0's tasks and the demo's alone, whatever this process registered before."""
+    modules = ["t0repro.tasks.t0", "t0repro.tasks.demo"]
+    before = {name: sys.modules.pop(name, None) for name in modules}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
-        load_tasks(["t0repro.tasks.t0", "t0repro.tasks.demo"], into_seqio=False)
+        patch.setattr("t0repro.tasks.registry._tasks", {})
+        patch.setattr("t0repro.tasks.registry._mixtures", {})
+        load_tasks(modules, into_seqio=False)
         yield
+    for name, module in before.items():
+        del sys.modules[name]
+        if module is not None:
+            sys.modules[name] = module
 
 
 def write_rows(path, rows=ROWS):
