@@ -74,7 +74,9 @@ def start_bench(*arguments: str | Path, **variables: str) -> Iterator[Bench]:
     environment = {**os.environ, **variables}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
-            yield Bench(process)
+            bench = Bench(process)
+            bench.ask("/static/browse.css")  # from its first answer on, Ctrl-C ends it
+            yield bench
         finally:
             process.send_signal(2)
             process.wait(20)

@@ -205,6 +205,10 @@ def test_what_is_at_hand_and_t0_can_be_imported_in_one_process_in_either_order(
     t0, rows_root, monkeypatch
 ):
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(rows_root))
+    # The import registers too, and this process may have T0's tasks with another vocabulary.
+    for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
+        monkeypatch.setattr(registry, "_REGISTRY", {})
+    monkeypatch.setattr("t0repro.tasks.registry._tasks", {})
     local = importlib.import_module("t0repro.tasks.local")
     name = "super_glue_rte_GPT_3_style"
     for order in ((local.register_local, t0.register_t0), (t0.register_t0, local.register_local)):
