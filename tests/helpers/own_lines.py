@@ -14,7 +14,7 @@ _OWN = re.compile(
     r"|[\d,]+ (pairs|of [\d,]+ tasks?)\b"
     r"|\w+: [\d,]+ examples? so far$"
     r"|(for a report|to follow it): "
-    r"|\w+(  [\w ]+ -?[\d.]+(e-\d+)?)+$"  # a task's metrics
+    r"|\w+(  [\w -]+ -?[\d.]+(e-\d+)?)+$"  # a task's metrics
 )
 
 
