@@ -195,6 +195,7 @@ def test_scores_stand_at_the_choices_and_two_models_side_by_side(bench, browser)
     )
 
 
+@pytest.mark.slow  # times on an idle machine
 def test_rendering_and_scores_follow_a_key_at_once(bench, browser):
     """Processor time of the bench, since the machine may be busy."""
     browser.show(f"{bench.base}/prompt?name={PROMPT}")
@@ -214,6 +215,7 @@ def test_rendering_and_scores_follow_a_key_at_once(bench, browser):
     browser.run("localStorage.clear()")
 
 
+@pytest.mark.slow  # times on an idle machine
 def test_the_first_page_is_there_within_two_seconds_of_processor_time():
     with start_bench() as bench:
         status, text, _ = bench.ask("/")
