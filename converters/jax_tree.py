@@ -226,7 +226,7 @@ def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
     """Yields the slots that T5X's Adafactor expects but the tree lacks; none without slots."""
     # Dummies come from T5X's own Adafactor; optax's optimizers have none.
     adafactor = any(
-        key.startswith(naming.SLOTS) and not key.endswith(tuple(sum(naming.WHOLE_SLOTS, ())))
+        key.startswith(naming.SLOTS) and not any(map(key.endswith, naming.WHOLE_SLOTS))
         for key in tree
     )
     for key in tree if adafactor else ():

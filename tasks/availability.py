@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from t0repro.errors import UserError
 from t0repro.progress import say
 from t0repro.tasks.mixture_checks import check_rates
-from t0repro.tasks.prompt_cache.folders import read_skipped
+from t0repro.tasks.prompt_cache.folders import cache_name, read_skipped
 from t0repro.tasks.registry import (
     DescribedTask,
     PromptedMixture,
@@ -94,7 +94,7 @@ def missing_tasks(
 
 def _skipped_splits(cache_dir: str, task: str) -> Collection[str]:
     """The splits that --skip_missing left out of a task's cache."""
-    folder = cache_dir.removesuffix(task.replace(":", "/"))  # as SeqIO names it
+    folder = cache_dir.removesuffix(cache_name(task))
     return read_skipped(folder).get(task, {})
 
 

@@ -85,7 +85,7 @@ def _uses_of(dataset: Dataset) -> tuple[str, ...]:
 def list_prompts(bench: Bench) -> list[ListedPrompt]:
     """All prompts, by name."""
     splits = _Splits()
-    return [_listed(task, splits) for _, task in sorted(bench.tasks.items())]
+    return [_describe_prompt(task, splits) for _, task in sorted(bench.tasks.items())]
 
 
 def list_datasets(bench: Bench) -> list[ListedDataset]:
@@ -117,15 +117,15 @@ def options(prompts: Iterable[ListedPrompt]) -> dict[str, list[str]]:
     for prompt in prompts:
         for name, values in prompt.facts.items():
             found.setdefault(name, set()).update(values)
-    return {name: sorted(values, key=_in_order) for name, values in found.items()}
+    return {name: sorted(values, key=_make_sort_key) for name, values in found.items()}
 
 
-def _in_order(value: str) -> tuple[int, str]:
+def _make_sort_key(value: str) -> tuple[int, str]:
     number = re.match(r"\d+", value)
     return int(number[0]) if number else 0, value
 
 
-def _listed(task: TaskDescription, splits: _Splits) -> ListedPrompt:
+def _describe_prompt(task: TaskDescription, splits: _Splits) -> ListedPrompt:
     prompt, template = task.prompt, task.rows.template
     choices = str(len(prompt.fixed_choices)) if prompt.fixed_choices else "per row"
     own = ("your prompt",) if is_own(template) else ()

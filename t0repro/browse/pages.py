@@ -104,7 +104,7 @@ class Pages:
         """The bird's-eye view, whose lengths the page asks for one by one."""
         return self.render("datasets.html", datasets=list_datasets(self.bench))
 
-    def measured(self, dataset: Dataset) -> list[Lengths]:
+    def measure_prompts(self, dataset: Dataset) -> list[Lengths]:
         """The lengths of a dataset's prompts; measured once."""
         found = []
         for task in self.bench.tasks_of(dataset):
@@ -125,7 +125,7 @@ class Pages:
             "dataset.html",
             dataset=dataset,
             counts=self.row_counts(dataset),
-            measured=self.measured(dataset),
+            measured=self.measure_prompts(dataset),
         )
 
     def dataset_cells(self, dataset: Dataset) -> str:
@@ -134,7 +134,7 @@ class Pages:
 
     def summary(self, dataset: Dataset) -> dict[str, Any]:
         """A dataset's number of rows and the lengths over all of its prompts."""
-        measured = [each for each in self.measured(dataset) if each.inputs and each.targets]
+        measured = [each for each in self.measure_prompts(dataset) if each.inputs and each.targets]
         cut = [each.cut for each in measured if each.cut is not None]
         return {
             "counts": self.row_counts(dataset),
@@ -171,7 +171,7 @@ class Pages:
             file = str(self.bench.file_of(dataset, draft.identifier))
         except UserError:
             file = ""
-        split = split if split in splits else next(iter(first_splits(splits)), None)
+        split = choose_split(splits, split)
         columns: list[str] = []
         try:
             body = self.rows(task, split, start, []) if split else self.no_rows()
@@ -227,9 +227,10 @@ class Pages:
 
     def score(self, task: TaskDescription, rows: list[ShownRow]) -> list[Scored]:
         """Each model's scores of rows."""
+        if self.models is None:
+            return []
         found = []
-        for model in self.models.labels if self.models else ():
-            assert self.models is not None
+        for model in self.models.labels:
             scores = self.models.score(model, task, rows)
             found.append(Scored(model, scores, accuracy_of(scores)))
         return found
@@ -254,7 +255,7 @@ class Pages:
         first, second = names
         dataset = first.rows.dataset, first.rows.subset
         splits = [s for s in first.rows.available_splits() if s in second.rows.available_splits()]
-        split = split if split in splits else next(iter(first_splits(splits)), None)
+        split = choose_split(splits, split)
         sides, pairs = [], []
         if split:
             sides = [
@@ -285,6 +286,11 @@ class Pages:
     def error(self, error: UserError) -> str:
         """A page that says what is wrong."""
         return self.render("error.html", error=error)
+
+
+def choose_split(splits: list[str], asked: str | None) -> str | None:
+    """The split that was asked for, or else the first that a page offers; None of none."""
+    return asked if asked in splits else next(iter(first_splits(splits)), None)
 
 
 def first_splits(splits: list[str]) -> list[str]:

@@ -107,7 +107,8 @@ def make_app(pages: Pages, token: str, port: int) -> ASGIApp:
         return HTMLResponse(pages.datasets())
 
     def dataset(request: Request) -> Response:
-        return HTMLResponse(pages.dataset(_dataset(request)))
+        name = request.query_params.get("name", "")
+        return HTMLResponse(pages.dataset(pages.bench.find_dataset(name)))
 
     def measured(request: Request) -> Response:
         name = request.query_params.get("dataset", "")
@@ -188,9 +189,6 @@ def make_app(pages: Pages, token: str, port: int) -> ASGIApp:
         "/compare": compare,
         "/static/{name}": static,
     }
-
-    def _dataset(request: Request) -> Any:
-        return pages.bench.find_dataset(request.query_params.get("name", ""))
 
     def show(view: Callable[[Request], Response]) -> Callable[[Request], Response]:
         def answer(request: Request) -> Response:

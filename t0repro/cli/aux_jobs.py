@@ -82,8 +82,10 @@ def aux(
     echo(f"looking for checkpoints in {model_dir} ...", err=True)
 
     def training_continues() -> bool:
-        state = None if once else read_run_state(model_dir)
-        return not once and (state is None or state.state != "finished")
+        if once:
+            return False
+        state = read_run_state(model_dir)
+        return state is None or state.state != "finished"
 
     with heard_by(typer.echo):
         done = controller.run(training_continues)

@@ -96,8 +96,8 @@ def browse(
         echo("importing JAX and reading the checkpoint ...", err=True)
         from t0repro.browse.models import open_models
 
-        adapters = _labelled(adapter or (), "--adapter")
-        models = open_models(_labelled(checkpoint, "--checkpoint"), adapters)
+        adapters = _label_paths(adapter or (), "--adapter")
+        models = open_models(_label_paths(checkpoint, "--checkpoint"), adapters)
     pages = Pages(bench, models)
     if out is not None:
         html, said = render_static(pages, sample)
@@ -108,7 +108,7 @@ def browse(
     serve(pages, port, lambda address: typer.echo(f"Open {address} (Ctrl-C ends it)"))
 
 
-def _labelled(paths: Iterable[str], option: str) -> dict[str, str]:
+def _label_paths(paths: Iterable[str], option: str) -> dict[str, str]:
     """Label of each path, by default its last name -> the path."""
     found: dict[str, str] = {}
     for label, path in map(split_label, paths):

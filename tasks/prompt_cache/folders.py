@@ -112,11 +112,11 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
 
 def record_skipped(folder: Path, skipped: Mapping[str, Mapping[str, str]]) -> None:
     """Keeps what --skip_missing left out, less what has been cached since."""
-    left = {
-        task: {split: why for split, why in splits.items() if not has_split(folder, task, split)}
-        for task, splits in (read_skipped(folder) | dict(skipped)).items()
-    }
-    left = {task: splits for task, splits in left.items() if splits}
+    left: dict[str, Mapping[str, str]] = {}
+    for task, splits in (read_skipped(folder) | dict(skipped)).items():
+        cached = cached_splits(folder / cache_name(task)) or ()
+        if still := {split: why for split, why in splits.items() if split not in cached}:
+            left[task] = still
     if left:
         write_atomically(folder / SKIPPED, json.dumps(left, indent=1) + "\n")
     else:
@@ -131,10 +131,16 @@ def read_skipped(folder: str | os.PathLike[str]) -> dict[str, dict[str, str]]:
         return {}
 
 
-def has_split(folder: Path, task: str, split: str) -> bool:
-    """Whether a folder of caches has a task's split."""
-    cache = folder / task.replace(":", "/")  # as SeqIO names it
-    return (cache / MARKER).is_file() and (cache / f"info.{split}.json").is_file()
+def cache_name(task: str) -> str:
+    """A task's folder below a folder of caches, as SeqIO names it."""
+    return task.replace(":", "/")
+
+
+def cached_splits(folder: Path) -> Sequence[str] | None:
+    """The splits in a task's complete cache, or None if there is no such cache."""
+    if not (folder / MARKER).is_file():
+        return None
+    return [path.name[len("info.") : -len(".json")] for path in folder.glob("info.*.json")]
 
 
 def shard_names(split: str, num_shards: int) -> list[str]:

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 from t0repro.compat import installed_version
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.availability import missing_rows
-from t0repro.tasks.prompt_cache.folders import MARKER, PROVENANCE, remove_interrupted
+from t0repro.tasks.prompt_cache.folders import (
+    MARKER,
+    PROVENANCE,
+    cache_name,
+    cached_splits,
+    remove_interrupted,
+)
 from t0repro.tasks.prompt_cache.prompts import CachedTask, PlainTemplate, Prompt, RowsOfSplit
 from t0repro.tasks.prompt_cache.provenance import (
     damage,
@@ -177,13 +183,13 @@ class _Planner:
     def add(self, task: TaskDescription) -> None:
         """Adds the splits of a task that are not cached yet and whose rows are available."""
         name, rows = task.prompt.name, task.rows
-        folder = name.replace(":", "/")  # as SeqIO names it
+        folder = cache_name(name)
         wanted = [
             split
             for split in rows.files_of_splits
             if self.request.splits is None or split in self.request.splits
         ]
-        cached = _cached_splits(self.folder / folder)
+        cached = cached_splits(self.folder / folder)
         if cached is not None:
             self._check_same(task, self.folder / folder, [s for s in wanted if s in cached])
         # Cached splits are not checked again, so their rows may be gone.
@@ -342,13 +348,6 @@ class _Planner:
                 where=str(folder / PROVENANCE),
                 fix="Use another --output_cache_dir, or remove that folder to cache it again.",
             )
-
-
-def _cached_splits(folder: Path) -> Sequence[str] | None:
-    """The splits in a task's complete cache, or None if there is no such cache."""
-    if not (folder / MARKER).is_file():
-        return None
-    return [path.name[len("info.") : -len(".json")] for path in folder.glob("info.*.json")]
 
 
 def _model_of(task: TaskDescription) -> bytes:

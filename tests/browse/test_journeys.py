@@ -96,7 +96,8 @@ def test_axe_objects_to_nothing(bench, browser, axe, tmp_path):
         for width in (390, 1280):
             for dark in (False, True):
                 browser.show(page, width, dark=dark)
-                if "prompt?name=demo" in str(page):
+                is_prompt = "prompt?name=demo" in str(page)
+                if is_prompt:
                     browser.wait_for("return document.querySelector('meter')")
                     put(browser, "{{ nope }} ||| x")  # a finding with its place
                     browser.wait_for("return document.querySelector('.place')")
@@ -105,8 +106,8 @@ def test_axe_objects_to_nothing(bench, browser, axe, tmp_path):
                 )
                 browser.run(axe)
                 assert browser.run(VIOLATIONS) == [], (page, width, dark)
-    browser.show(f"{bench.base}/prompt?name={PROMPT}")
-    browser.run("localStorage.clear()")
+                if is_prompt:  # or the next time, the page shows this draft, which has no scores
+                    browser.run("localStorage.clear()")
 
 
 def test_a_prompt_is_found_by_the_keyboard_alone(bench, browser):

@@ -276,6 +276,7 @@ def test_a_mixture_is_made_while_a_vocabulary_is_missing(add, tmp_path):
         for template in ("GPT-3 style", "MNLI crowdsource")
     ]
     add_mixture("unread", dict.fromkeys(names, 1.0))
+    assert list(prompted_mixtures()["unread"].tasks) == names
 
 
 def test_what_add_mixture_cannot_mix_is_refused_by_name(add):
