@@ -7,9 +7,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from .helpers import kept, schedule
+
+# A busy machine is no failure: what Hypothesis would take for too slow depends on what runs beside.
+hypothesis.settings.register_profile(
+    "any_machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any_machine")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the time that JAX compiles on CPU, LLVM makes tiny programs fast. XLA's own passes, which

@@ -41,7 +41,7 @@ def test_a_case_that_has_no_time_yet_runs():
 def test_hypothesis_draws_what_the_budget_allows():
     drawn = []
 
-    @hypothesis.settings(max_examples=50, database=None, deadline=None)
+    @hypothesis.settings(max_examples=50, database=None)
     @hypothesis.given(strategies.integers())
     def check(number):
         drawn.append(number)

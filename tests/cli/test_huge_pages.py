@@ -67,21 +67,29 @@ def test_a_program_that_calls_the_command_is_never_replaced(monkeypatch):
 @offered
 def test_the_kernel_gives_the_restarted_process_huge_pages():
     code = """
-import ctypes, pathlib, re
-allocated = ctypes.CDLL(None).malloc
-allocated.restype = ctypes.c_void_p
-ctypes.memset(allocated(64 << 20), 1, 64 << 20)
+import ctypes, mmap, pathlib, re, sys
+if sys.argv[1:]:
+    memory = mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.write(bytes(64 << 20))
+else:
+    allocated = ctypes.CDLL(None).malloc
+    allocated.restype = ctypes.c_void_p
+    ctypes.memset(allocated(64 << 20), 1, 64 << 20)
 text = pathlib.Path("/proc/self/smaps_rollup").read_text()
 print(re.search(r"AnonHugePages: +(\\d+)", text)[1])
 """
-    kilobytes = {}
-    for tunables in ("", HUGE):
+
+    def kilobytes(tunables, *arguments):
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", code, *arguments],
             env={**os.environ, "GLIBC_TUNABLES": tunables},
             capture_output=True,
             text=True,
             check=True,
         )
-        kilobytes[tunables] = int(done.stdout)
-    assert kilobytes[""] == 0 and kilobytes[HUGE] > 32 << 10
+        return int(done.stdout)
+
+    if kilobytes("", "ask for them") < 32 << 10:
+        pytest.skip("the kernel has none left for who asks it itself: memory is in pieces")
+    assert kilobytes("") == 0 and kilobytes(HUGE) > 32 << 10

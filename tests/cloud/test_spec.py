@@ -33,7 +33,7 @@ def spec(*arguments: str, **changes) -> JobSpec:
     return JobSpec(**fields | changes)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(literals, min_size=1, max_size=8))
 def test_overrides_arrive_through_a_shell_and_gin_as_they_were_written(values):
     bindings = [f"some/scope.X{at} = {value!r}" for at, value in enumerate(values)]

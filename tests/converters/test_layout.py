@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from t0repro.converters.tensor_bundle import BundleReader
@@ -241,7 +241,6 @@ def test_slots_of_a_matrix_change_places_exactly_when_it_is_square(shape):
         assert naming.slot_shape(slot, shape) == shape
 
 
-@settings(deadline=None)  # the first example imports JAX
 @given(SHAPES)
 def test_dropped_axes_are_those_of_this_project_s_adafactor(shape):
     from t0repro.config.optimizer import AdafactorConfig

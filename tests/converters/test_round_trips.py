@@ -43,7 +43,7 @@ FAMILIES = st.builds(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     family=FAMILIES,
     step=st.integers(0, 2**31 - 1),

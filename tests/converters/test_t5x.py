@@ -49,7 +49,7 @@ FAMILIES = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     family=FAMILIES,
     dtype=st.sampled_from(["float32", "bfloat16"]),

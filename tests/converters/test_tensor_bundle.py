@@ -24,7 +24,7 @@ def write(prefix, tensors) -> None:
     writer.close()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.dictionaries(
         st.text(st.sampled_from("ab/_0"), min_size=1, max_size=12),

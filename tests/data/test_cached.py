@@ -150,7 +150,7 @@ def test_in_the_files_order_the_batches_are_seqios(cache, sizes, pack):
     st.lists(st.tuples(st.integers(0, 10), st.integers(0, 10)), min_size=1, max_size=20),
 )
 @example((8, 8), [(0, 2), (3, 0), (2, 1), (0, 0), (1, 1)])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_examples_of_any_lengths_make_seqios_rows(tmp_path_factory, lengths, sizes):
     folder = tmp_path_factory.mktemp("sizes")
     write_cache(folder, sizes)
@@ -164,7 +164,7 @@ def test_examples_of_any_lengths_make_seqios_rows(tmp_path_factory, lengths, siz
 )
 @example([40] * 16)
 @example([16, 0, 40] * 13)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_unshuffled_files_are_read_by_turns_as_seqio_reads_them(tmp_path_factory, counts):
     folder = tmp_path_factory.mktemp("files")
     write_cache(folder, *([(3, 1)] * count for count in counts))
@@ -207,7 +207,7 @@ def mixture_cached_in(folders, rates):
     rates=st.tuples(*[st.floats(0.125, 1e6)] * 2) | st.just((0.0, 1.0)),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 def test_with_a_seed_shuffled_and_mixed_batches_are_seqios(
     tmp_path_factory, pack, held, counts, rates, seed
 ):

@@ -24,7 +24,7 @@ def tf():
 @given(st.integers(0, 300), st.integers(1, 400), SEEDS)
 @example(2500, 1000, 2**31 - 1)  # the seed is taken modulo this number
 @example(50, 50, 0)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_shuffled_items_have_tf_datas_order_in_every_epoch(tf, count, buffer_size, seed):
     dataset = tf.data.Dataset.range(count).shuffle(buffer_size, seed=seed)
     seeds = ShuffleSeeds(seed)
@@ -34,7 +34,7 @@ def test_shuffled_items_have_tf_datas_order_in_every_epoch(tf, count, buffer_siz
 
 
 @given(st.lists(st.floats(1e-3, 1e6), min_size=2, max_size=40), SEEDS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_tasks_are_drawn_as_tf_data_draws_them(tf, weights, seed):
     datasets = [tf.data.Dataset.from_tensors(index).repeat() for index in range(len(weights))]
     sampled = tf.data.Dataset.sample_from_datasets(datasets, weights, seed=seed).take(2000)

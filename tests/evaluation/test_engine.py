@@ -57,7 +57,7 @@ def per_token(examples, a, b):
     return np.abs(a - b) / [len(example["targets"]) for example in examples]
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.integers(0, 2**16), st.integers(4, 160), st.integers(1, 9), st.randoms())
 def test_scores_agree_with_plain_scoring_whatever_batch_size_grouping_and_order(
     params, seed, tokens, choices, order

@@ -80,7 +80,7 @@ def assert_as_t5(evaluation, normalize):
         assert ours[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(evaluations(fixed=False), st.booleans())
 def test_accuracy_is_t5s_where_the_number_of_choices_varies(evaluation, normalize):
     assert_as_t5(evaluation, normalize)
@@ -89,7 +89,7 @@ def test_accuracy_is_t5s_where_the_number_of_choices_varies(evaluation, normaliz
 # t5 lets scikit-learn warn where one class only is among the answers.
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.UndefinedMetricWarning")
 @pytest.mark.filterwarnings("ignore:No positive class found in y_true")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(evaluations(fixed=True), st.booleans())
 def test_metrics_are_t5s_where_the_number_of_choices_is_fixed(evaluation, normalize):
     assert_as_t5(evaluation, normalize)

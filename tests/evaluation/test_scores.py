@@ -20,7 +20,7 @@ def pairs_in_any_order(draw):
 
 
 @given(pairs=pairs_in_any_order(), parts=st.integers(1, 4))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_files_give_back_the_pairs_sorted_and_metrics_get_them_as_they_came(
     pairs, parts, tmp_path_factory
 ):

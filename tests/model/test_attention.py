@@ -79,7 +79,7 @@ def assert_close(found, expected):
     jax.tree.map(compare, found, expected)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 99),
     batch=st.integers(1, 3),

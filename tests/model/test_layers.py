@@ -109,7 +109,7 @@ def test_dropout_that_is_off_returns_its_input(rate, deterministic):
     assert Dropout(rate, -2).apply({}, x, deterministic=deterministic) is x
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(0, 2**31))
 def test_attention_weights_sum_to_one_where_something_is_visible(seed):
     logits = 5 * jax.random.normal(jax.random.key(seed), (1, 2, 4, 8))

@@ -257,7 +257,7 @@ def test_encode_and_decode_together_are_the_call(params):
     np.testing.assert_array_equal(logits, model.apply(variables, batch))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_packed_examples_get_the_logits_that_they_get_alone(params, data):
     lengths = st.integers(1, 5)
@@ -284,7 +284,7 @@ def test_packed_examples_get_the_logits_that_they_get_alone(params, data):
         np.testing.assert_allclose(together[0, place], separate, atol=2e-5)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.integers(0, 1000))
 def test_padding_and_later_targets_do_not_change_a_logit(params, seed):
     generator = np.random.default_rng(seed)

@@ -70,7 +70,6 @@ def flagged(found):
 
 @settings(
     max_examples=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(seed=st.integers(0, 10**6), memory=st.sampled_from([1, 1024]))

@@ -58,7 +58,7 @@ def test_a_vocabulary_of_another_kind_has_seqios_tokens():
     assert [unpacked(each) for each in tokenizer.encode(ODD)] == by_seqio(vocabulary, ODD)
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=60, database=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), max_size=8))
 def test_any_text_has_seqios_tokens(t5, words):
     vocabulary, tokenizer = t5

@@ -29,11 +29,11 @@ WHOLE_SPLITS = [
 def local(shared_data, monkeypatch):
     """The tasks of every dataset that is available, and no others."""
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(shared_data))
-    module = importlib.import_module("t0repro.tasks.local")
+    # The import registers too, and this process may have T0's tasks with another vocabulary.
     for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
         monkeypatch.setattr(registry, "_REGISTRY", {})
     monkeypatch.setattr("t0repro.tasks.registry._tasks", {})
-    module.register_local(shared_data)
+    importlib.import_module("t0repro.tasks.local").register_local(shared_data)
 
 
 @pytest.mark.parametrize(("name", "split"), WHOLE_SPLITS)

@@ -91,7 +91,7 @@ def test_slots_of_a_late_step_keep_nearly_all_of_their_past():
     np.testing.assert_allclose(late.v, 5 * 1_100_001**-0.8, rtol=1e-2)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1000),
     shape=st.sampled_from([(5,), (3, 4), (8, 8), (8, 12), (12, 8)]),

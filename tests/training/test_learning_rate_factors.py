@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from t0repro.errors import UserError
@@ -33,7 +33,6 @@ def in_float64(step, base=0.5, warmup=1000, decay=0.5, every=20000, cycle=100000
     }
 
 
-@settings(deadline=None)  # the first call compiles
 @given(
     st.lists(st.sampled_from(sorted(FACTORS)), min_size=1, max_size=4),
     st.integers(0, 2_000_000),

@@ -21,7 +21,7 @@ def run(model, params, batch, count, key=None):
     return loss_and_gradients(model, params, batch, num_microbatches=count, dropout_key=key)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 3), count=st.sampled_from([2, 12]))
 @pytest.mark.parametrize("denominator", [None, 50.0], ids=["by size", "bound"])
 def test_loss_and_gradients_are_the_same_for_any_number_of_microbatches(denominator, seed, count):
