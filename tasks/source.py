@@ -266,13 +266,12 @@ class PromptedRows:
 def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where: str) -> UserError:
     """The error for a template that fails on a row."""
     if isinstance(error, UndefinedVariable):
-        unknown = re.match(r"'(\w+)' is undefined", str(error))
-        close = difflib.get_close_matches(unknown[1] if unknown else "", row, n=1)
-        nearest = f"nearest to it: {close[0]!r}; " if close else ""
+        nearest = nearest_field(error, row)
+        hint = f"nearest to it: {nearest!r}; " if nearest else ""
         return UserError(
             f"Template {template!r} reads what a row does not have: {error}.",
             where=where,
-            fix=f"Fix the name ({nearest}the row has {', '.join(map(repr, row))}), or write"
+            fix=f"Fix the name ({hint}the row has {', '.join(map(repr, row))}), or write"
             " {{ name | default('') }} where it may be missing.",
         )
     reason = str(error) if isinstance(error, TemplateFailure) else repr(error)
@@ -282,6 +281,13 @@ def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where
         fix="Fix the template or the row; T0's templates need the fields and types that the"
         " dataset had in datasets 1.12.",
     )
+
+
+def nearest_field(error: UndefinedVariable, row: Mapping[str, Any]) -> str | None:
+    """The field of a row closest to the variable that it lacks; None if none is close."""
+    unknown = re.match(r"'(\w+)' is undefined", str(error))
+    fields = [name.replace("-", "_") for name in row]  # their names in a template
+    return next(iter(difflib.get_close_matches(unknown[1] if unknown else "", fields, n=1)), None)
 
 
 # Row counts of checked data; otherwise every template of a dataset would check it again.

@@ -20,7 +20,7 @@ from t0repro.tasks.rendering import compile_template
 from t0repro.tasks.sandbox import check_jinja
 from t0repro.tasks.task import TaskDescription
 from t0repro.tasks.templates import SEPARATOR, is_own, make_template
-from t0repro.words import shortened
+from t0repro.words import counted, shortened
 
 LONGEST = 100_000
 """Characters of a template; T0's longest has 5,000."""
@@ -174,8 +174,8 @@ def check_draft(draft: Draft, task: TaskDescription, rows: list[ShownRow]) -> li
         return [place_finding(draft, text, field, failed.error.line)]
     checked = check_prompt(task)
     if checked.verdict is Verdict.OK:
-        text = f"tasks check: ok; {checked.examples} examples from {checked.rows} rows."
-        return [Finding(text, "good")]
+        examples, rows_seen = counted(checked.examples, "example"), counted(checked.rows, "row")
+        return [Finding(f"tasks check: ok; {examples} of {rows_seen}.", "good")]
     return [Finding(f"tasks check: {checked.verdict.value}; {checked.reason}.")]
 
 

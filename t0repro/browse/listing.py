@@ -51,7 +51,9 @@ class ListedPrompt:
             "use": self.uses,
             "task": ("original task" if self.original else "another task",),
             "metric": self.metrics or ("no metric",),
-            "choices": (f"{self.choices} choices",),
+            "choices": (
+                "choices per row" if self.choices == "per row" else f"{self.choices} choices",
+            ),
             "random": ("randomized" if self.random else "not randomized",),
             "rows": ("rows are here" if self.is_here else "no rows here",),
         }

@@ -117,7 +117,9 @@ class Pages:
     def row_counts(self, dataset: Dataset) -> dict[str, int]:
         """Split -> number of rows on this machine."""
         task = next(iter(self.bench.tasks_of(dataset)), None)
-        return {s: task.rows.row_count(s) for s in task.rows.available_splits()} if task else {}
+        # Any template is of the same rows.
+        rows = task.rows if task else self.bench.describe(dataset, Draft("rows").template()).rows
+        return {split: rows.row_count(split) for split in first_splits(rows.available_splits())}
 
     def dataset(self, dataset: Dataset) -> str:
         """A dataset's prompts and how long their texts are."""
@@ -263,11 +265,7 @@ class Pages:
                 for task, model in zip(names, models, strict=True)
             ]
             rows = zip(*(zip(side.rows, side.scores, strict=True) for side in sides), strict=True)
-            pairs = [
-                (one, other, differ(one[1], other[1]))
-                for one, other in rows
-                if not only_different or differ(one[1], other[1])
-            ]
+            pairs = [(one, other, differ(one[1], other[1])) for one, other in rows]
         return self.render(
             "compare.html",
             dataset=dataset,

@@ -18,9 +18,9 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from t0repro.browse.draft import Draft, check_draft, find_faults, new_draft
+from t0repro.browse.draft import Draft, Finding, check_draft, find_faults, new_draft
 from t0repro.browse.pages import MOST_ROWS, ROWS, Pages, asset
-from t0repro.browse.shown_rows import show_rows
+from t0repro.browse.shown_rows import ShownRow, show_rows
 from t0repro.errors import UserError
 
 HOST = "127.0.0.1"
@@ -144,7 +144,12 @@ def make_app(pages: Pages, token: str, port: int) -> ASGIApp:
             )
         )
 
+    # The page asks for a draft's rows, then for their scores: they are rendered once.
+    rendered: tuple[Mapping[str, Any], list[ShownRow], list[Finding]] = {}, [], []
+
     def rows(asked: Mapping[str, Any]) -> Response:
+        nonlocal rendered
+        scored, asked = bool(asked.get("scored")), {**asked, "scored": None}
         draft = Draft.read(asked["draft"])
         name, like = pages.bench.find_dataset(asked["dataset"]), asked["like"]
         known = pages.bench.find(like) if like else None
@@ -158,11 +163,12 @@ def make_app(pages: Pages, token: str, port: int) -> ASGIApp:
         split, start = asked["split"], asked["start"]
         if split not in task.rows.available_splits():
             return HTMLResponse(pages.no_rows())
-        shown = show_rows(task, split, start, ROWS)
-        findings = check_draft(draft, task, shown)
-        body = pages.rows(
-            task, split, start, findings, shown=shown, scored=bool(asked.get("scored"))
-        )
+        known_asked, shown, findings = rendered
+        if not scored or known_asked != asked:
+            shown = show_rows(task, split, start, ROWS)
+            findings = check_draft(draft, task, shown)
+            rendered = asked, shown, findings
+        body = pages.rows(task, split, start, findings, shown=shown, scored=scored)
         return HTMLResponse(body)
 
     def save(asked: Mapping[str, Any]) -> Response:

@@ -46,6 +46,8 @@ def render_static(pages: Pages, count: int, most_bytes: int = _MOST_BYTES) -> tu
         size += len(body.encode())
     datasets = [(each, _summary(pages, each)) for each in list_datasets(pages.bench)]
     said = f"A sample of {counted(count, 'row')} of each of {counted(len(samples), 'prompt')}"
+    if not samples:
+        said = "No prompt has rows on this machine: set T0REPRO_DATA_DIR to a folder that has them"
     if left_out:
         said += f"; to bound the file, {counted(left_out, 'prompt')} with rows have none here"
     css, script = asset("browse.css"), asset("browse.js")

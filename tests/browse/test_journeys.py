@@ -10,7 +10,7 @@ from t0repro.tasks.template_files import read_template_file
 
 from ..reports.browser import ENTER, HERE, SPACE, TAB, VIOLATIONS, open_browser
 from ..reports.test_pages_in_chromium import OUTSIDE
-from .started import DEMO, PROMPT, run_bench, start_bench
+from .started import DEMO, PROMPT, fields, run_bench, start_bench
 
 pytestmark = pytest.mark.skipif(not HERE, reason="Chromium and chromedriver are not here")
 
@@ -207,12 +207,15 @@ def test_rendering_and_scores_follow_a_key_at_once(bench, browser):
         before = bench.processor_seconds()
         browser.press(key)
         browser.wait_for(f"return ({FIRST} ?? '').startsWith('{key}')")
-        rendered.append(bench.processor_seconds() - before)
         browser.wait_for(f"return document.querySelector('meter') && ({SETTLED[7:]})")
         scored.append(bench.processor_seconds() - before)
         browser.run(f"{JINJA}.setSelectionRange(0, 0)")
+        # What the page asks for first, which scores would run into.
+        before = bench.processor_seconds()
+        assert bench.ask("/rows", fields(jinja=f"{key} {{{{sentence1}}}} ||| x"))[0] == 200
+        rendered.append(bench.processor_seconds() - before)
     # The first ones compile a program for a length.
-    assert min(rendered) < 0.3 and sorted(scored)[2] < 1
+    assert sorted(rendered)[2] < 0.3 and sorted(scored)[2] < 1
     browser.run("localStorage.clear()")
 
 

@@ -132,6 +132,25 @@ def test_rows_are_those_of_tasks_show_and_say_why_there_is_no_example(own, tmp_p
     )
 
 
+def test_a_dataset_without_a_prompt_yet_says_how_many_rows_it_has(tmp_path):
+    rows = write_rows(tmp_path / "reviews.csv")
+    pages = Pages(make_bench([tmp_path / "mine.yaml"], [rows], "demo_train"), None)
+    assert pages.row_counts(DATASET) == {"reviews": 4}
+    assert "reviews: 4 rows." in pages.dataset(DATASET)
+    assert "reviews 4" in pages.dataset_cells(DATASET)
+
+
+def test_splits_stand_in_the_order_of_their_use(tmp_path):
+    for split in ("test", "validation", "train"):
+        write_rows(tmp_path / f"{split}.csv")
+    files = [tmp_path / f"{split}.csv" for split in ("test", "validation", "train")]
+    folder = tmp_path / "mine" / "default"
+    folder.mkdir(parents=True)
+    moved = [file.rename(folder / file.name) for file in files]
+    pages = Pages(make_bench([], moved, "demo_train"), None)
+    assert list(pages.row_counts(("mine", None))) == ["train", "validation", "test"]
+
+
 def test_lengths_count_tokens_and_the_share_that_is_cut(own):
     task = own.save(DATASET, Draft("good", JINJA, "no ||| yes").template(), None)
     found = measure(task)
@@ -166,6 +185,22 @@ def test_an_error_has_its_place_in_the_template(own, jinja, choices, field, line
         faults = check_draft(draft, task, show_rows(task, "reviews", 0, 10))
     assert (faults[0].field, faults[0].line) == (field, line) and faults[0].tone == "bad"
     assert source is None or faults[0].source == source
+    if "txet" in (source or "") and field == "jinja":
+        assert faults[0].text.endswith("'txet' is undefined; nearest: 'text'")
+
+
+def test_without_a_model_a_comparison_says_nothing_of_differences(own):
+    task = own.save(DATASET, Draft("good", JINJA, "no ||| yes").template(), None)
+    text = Pages(own, None).comparison((task, task), ("", ""), None, 0, 12, True)
+    assert "differ" not in text and text.count("<article") == 4
+
+
+def test_the_nearest_field_is_named_as_a_template_names_it(tmp_path):
+    rows = write_rows(tmp_path / "mine.jsonl", [{"the-text": "a", "label": 1}])
+    bench = make_bench([tmp_path / "mine.yaml"], [rows], "demo_train")
+    draft = Draft("a", "{{ the_txt }} ||| x")
+    (row,) = show_rows(bench.describe(("mine", None), draft.template()), "mine", 0, 1)
+    assert row.reason.endswith("nearest: 'the_text'")
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])

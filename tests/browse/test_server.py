@@ -99,6 +99,14 @@ def test_a_template_that_is_none_is_refused_in_words(bench, change):
     assert status == 422 and 'class="bad"' in text
 
 
+def test_scores_are_asked_for_rows_as_they_were_rendered_just_before(bench):
+    draft = fields(jinja="{{sentence1}} {{ [1, 2, 3] | random }} ||| {{answer_choices[label]}}")
+    rendered = bench.ask("/rows", draft)[1]
+    assert bench.ask("/rows", {**draft, "scored": True})[1] == rendered
+    other = {**draft, "start": 1, "scored": True}
+    assert bench.ask("/rows", other)[1] == bench.ask("/rows", {**draft, "start": 1})[1] != rendered
+
+
 def test_a_start_beyond_all_rows_shows_none(bench):
     status, text, _ = bench.ask("/rows", {**fields(), "start": 10**30})
     assert status == 200 and "No row" in text
