@@ -52,7 +52,7 @@ def fetch(server, name, to, **options):
 def test_the_catalog_has_every_family_in_its_sizes():
     families = {entry.family for entry in released.catalog().values()}
     assert families == released.families().keys()
-    assert len(families) == 15
+    assert len(families) == 16
     assert len(released.catalog()) > 110
     for entry in released.catalog().values():
         assert entry.address.startswith(("gs://t5-data/", "gs://scenic-bucket/", "hf://"))
