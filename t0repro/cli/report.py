@@ -34,10 +34,11 @@ from t0repro.reports.prompts import (
     training_datasets,
     training_tasks,
 )
-from t0repro.reports.report import Report
+from t0repro.reports.report import Report, load_report
 from t0repro.reports.report_files import write_report
 from t0repro.reports.report_page import brief_page
 from t0repro.reports.run import Run, find_evaluation, labeled
+from t0repro.reports.sharing import share_report
 from t0repro.reports.statistics import Bootstrap
 from t0repro.runs.verify import detection_probability, not_verified
 from t0repro.runs.verify import verify as verify_report
@@ -51,6 +52,9 @@ app = App(
     example="t0repro report make runs/demo/model/validation_eval --out runs/demo/report",
 )
 
+_Report = Annotated[
+    Path, typer.Argument(metavar="REPORT", help="A report.json, or the folder that holds it.")
+]
 _EvalDir = Annotated[Path, typer.Argument(help="The <split>_eval folder to report on.")]
 _Out = Annotated[Path, typer.Option("--out", callback=output, help="Folder for the three files.")]
 _Step = Annotated[int | None, typer.Option(help="Step to report.", show_default="the latest")]
@@ -174,9 +178,7 @@ def make(
 
 @app.command()
 def verify(
-    report: Annotated[
-        Path, typer.Argument(metavar="REPORT", help="A report.json, or the folder that holds it.")
-    ],
+    report: _Report,
     sample: Annotated[
         int, typer.Option(min=1, help="Number of random examples to score again.")
     ] = 20,
@@ -229,6 +231,28 @@ def verify(
 
 
 _SHARES = (0.01, 0.05, 0.1, 0.2)
+
+
+@app.command()
+def share(
+    report: _Report,
+    model: Annotated[
+        str, typer.Option(metavar="OWNER/NAME", help="The evaluated model's repository.")
+    ],
+    out: Annotated[Path, typer.Option(callback=output, help="Folder for the files to upload.")],
+) -> None:
+    r"""Write a report's figures as others collect them.
+
+    For Every Eval Ever (data/), for the Hub's model repository (.eval_results/), and as a section
+    of a model card (model_card.md). Nothing is uploaded.
+
+    Example:
+      t0repro report share runs/t0_3b_eval --model bigscience/T0_3B \
+        --out runs/t0_3b_eval/share
+    """
+    with lock_folder(out, "sharing a report"):
+        paths = share_report(load_report(report), model, out)
+    print_written(paths, as_json=False)
 
 
 @app.command()

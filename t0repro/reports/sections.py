@@ -6,7 +6,7 @@ from t0repro.reports.accuracy_plot import accuracy_plot, prompt_tip, published_l
 from t0repro.reports.decoded_tasks import GenerationResult
 from t0repro.reports.page import Cell, Column, Section
 from t0repro.reports.plots import calibration_plot
-from t0repro.reports.published import family_of
+from t0repro.reports.published import PublishedFigure, family_of
 from t0repro.reports.report import Report
 from t0repro.reports.results import (
     MAX_UNANSWERABLE,
@@ -156,20 +156,46 @@ def prompts_of(report: Report) -> list[tuple[DatasetResult, PromptResult]]:
 def published_sections(report: Report) -> list[Section]:
     """The published figures shown in the plots; no section if there are none."""
     letters = published_letters(report.published)
-    header = (Column("dataset"), Column("model"), "percent", Column("source", wide=True))
-    rows = tuple(
-        (
-            figure.dataset,
-            f"{letters.get((figure.model, figure.statistic), '')}: {figure.model},"
-            f" {figure.statistic} over prompts",
-            # Keep the source's decimals instead of the single one used for our figures.
-            Cell(f"{figure.value:g}", figure.value),
-            figure.source,
+    header = (
+        Column("dataset"), Column("model"), "percent", "here", "interval", Column("within"),
+        Column("source", wide=True),
+    )  # fmt: skip
+    rows = []
+    for figure in report.published:
+        here, low, high = _same_figure(report, figure)
+        rows.append(
+            (
+                figure.dataset,
+                f"{letters.get((figure.model, figure.statistic), '')}: {figure.model},"
+                f" {figure.statistic} over prompts",
+                # Keep the source's decimals instead of the single one used for our figures.
+                Cell(f"{figure.value:g}", figure.value),
+                percent(here),
+                _interval(low, high),
+                "yes" if low <= figure.value <= high else "no",
+                figure.source,
+            )
         )
-        for figure in report.published
-    )
     # Without rows, return no section.
-    return [Section("Published figures", header=header, rows=rows)] * bool(rows)
+    return [Section("Published figures", header=header, rows=tuple(rows))] * bool(rows)
+
+
+def _same_figure(report: Report, figure: PublishedFigure) -> tuple[float, float, float]:
+    """A published figure's counterpart in this report: value, and the ends of its interval.
+
+    ANLI's rounds are published as one dataset: these are the means over them, whose ends are too
+    wide for a mean of independent figures rather than too narrow.
+    """
+    found = [
+        (dataset.accuracy.mean, dataset.mean_interval)
+        if figure.statistic == "mean"
+        else (dataset.accuracy.median, dataset.median_interval)
+        for dataset in report.datasets
+        if family_of(dataset.dataset) == figure.dataset
+    ]
+    ends = [(value, interval.low, interval.high) for value, interval in found]
+    value, low, high = (sum(values) / len(ends) for values in zip(*ends, strict=True))
+    return value, low, high
 
 
 def percent(value: float) -> Cell:
