@@ -222,14 +222,7 @@ def fetch(
         )
     server, folder = _server(released, base_url, revision, delays)
     with lock_folder(to, "fetching"):
-        listed = server.files(folder)
-        if not listed:
-            raise UserError(
-                "The server has no such folder or repository.",
-                where=f"{released.address}, asked of {server.base_url}",
-                fix="Check --revision and --base_url.",
-            )
-        chosen = _chosen(released, listed, folder, step)
+        chosen = _list_files(released, server, folder, step)
         total = sum(file.size for file in chosen.values())
         partial = to / UNFINISHED
         fix = "Choose another folder, or free some space."
@@ -242,6 +235,36 @@ def fetch(
         _publish(partial, to, chosen)
         _write_record(to, {**wanted, **_origin(released, server)}, chosen)
     return Fetched(_checkpoint_path(to, chosen), len(chosen), total, present=False)
+
+
+def bytes_to_fetch(
+    released: Released, to: Path, *, base_url: str | None = None, revision: str = "main"
+) -> int:
+    """Bytes that `fetch` has still to download; asks the server for its list of files.
+
+    Raises:
+      UserError: See `fetch`; but no opt-in is needed for the list.
+    """
+    wanted = {"name": released.name, "revision": revision if released.format == "hf" else None}
+    if _done(to, wanted, None) is not None:
+        return 0
+    chosen = _list_files(released, *_server(released, base_url, revision, DELAYS_SECONDS), None)
+    partial = [to / UNFINISHED / name for name in chosen]
+    arrived = sum(path.stat().st_size for path in partial if path.is_file())
+    return sum(file.size for file in chosen.values()) - arrived
+
+
+def _list_files(
+    released: Released, server: RemoteFiles, folder: str, step: int | None
+) -> dict[str, HubFile]:
+    listed = server.files(folder)
+    if not listed:
+        raise UserError(
+            "The server has no such folder or repository.",
+            where=f"{released.address}, asked of {server.base_url}",
+            fix="Check --revision and --base_url.",
+        )
+    return _chosen(released, listed, folder, step)
 
 
 def _origin(released: Released, server: RemoteFiles) -> dict[str, str | None]:

@@ -6,6 +6,7 @@ each dataset is today. Downloads stay in Hugging Face's cache (HF_HOME), which i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
+from t0repro.hub_files import HubRepository
 from t0repro.storage import write_atomically
 from t0repro.tasks.catalog import CatalogEntry, HubPlace
 
@@ -105,7 +107,7 @@ def _load(
     import datasets
     import huggingface_hub
 
-    try:
+    with _explain(dataset, subset, place, split):
         commit, files = _resolve(place, split)
         # A commit's files never change, so use cached ones without a request.
         paths = [
@@ -116,19 +118,6 @@ def _load(
         ]
         # By files and not by name: `datasets` refuses a repository that still has a loading script.
         data = datasets.load_dataset("parquet", data_files={split: paths}, split=split)
-    except UserError:
-        raise
-    except Exception as error:  # each layer below raises its own exceptions
-        raise UserError(
-            f"Split {split!r} of {place.repository} cannot be read from the hub: "
-            f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
-            where=_address(place),
-            fix=(
-                "Check the network and the repository, or provide the rows yourself:"
-                f" $T0REPRO_DATA_DIR/{dataset}/{subset or 'default'}/{split}.jsonl (or .parquet,"
-                " .csv, .tsv)."
-            ),
-        ) from error
     # Only after a complete download: whatever is remembered must be readable offline.
     _remember(place, split, commit, files)
     # Only a warning: the rows are usable, and T0's sizes may be out of date.
@@ -141,6 +130,53 @@ def _load(
             expected,
         )
     return HubReader(place, split, commit, data)
+
+
+def bytes_to_fetch(entry: CatalogEntry, split: str) -> int:
+    """Bytes that `hub_reader` would download; 0 if the split is here. Asks the hub for its lists.
+
+    Raises:
+      UserError: If the hub cannot be reached or does not have the split.
+    """
+    place = entry.hub
+    assert place is not None
+    if _record(place, split).is_file():
+        return 0
+    with _explain(entry.dataset, entry.subset, place, split):
+        commit, names = _resolve(place, split)
+        endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+        hub = HubRepository(endpoint, place.repository, commit, kind="datasets")
+        folders = {name.rpartition("/")[0] for name in names}
+        listed = [file for folder in folders for file in hub.files(folder) or ()]
+    return sum(file.size for file in listed if file.path in names)
+
+
+@contextlib.contextmanager
+def _explain(dataset: str, subset: str | None, place: HubPlace, split: str) -> Iterator[None]:
+    """Turns the exceptions of the libraries below into one error that says what to do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # each layer below raises its own exceptions
+        own = (
+            f"provide the rows yourself: $T0REPRO_DATA_DIR/{dataset}/{subset or 'default'}/"
+            f"{split}.jsonl (or .parquet, .csv, .tsv)."
+        )
+        fix = f"Check the network and the repository, or {own}"
+        # By name: importing its class would need the reference tier here too.
+        if type(error).__name__ == "GatedRepoError":
+            fix = (
+                f"Its authors ask you to accept their terms. Log in, accept them at"
+                f" https://huggingface.co/datasets/{place.repository}, set HF_TOKEN to a token of"
+                f" your account, and start the command again; or {own}"
+            )
+        raise UserError(
+            f"Split {split!r} of {place.repository} cannot be read from the hub: "
+            f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
+            where=_address(place),
+            fix=fix,
+        ) from error
 
 
 def _resolve(place: HubPlace, split: str) -> tuple[str, list[str]]:

@@ -46,6 +46,7 @@ SKIPPED: dict[tuple[str, str], str] = {
     ("cache.md", r"gs://BUCKET"): CLOUD,
     ("README.md", r"gs://bucket"): CLOUD,
     ("benchmarks.md", r"scripts/bench"): ACCELERATOR,
+    ("howto_figure4.md", r"t0repro reproduce"): HUB,
     ("tasks.md", r"tasks fetch-p3|cache_dirs=runs/p3"): HUB,
     ("trackers.md", r"--tracker"): EXTRA,
     ("what_fits.md", r"--suggest"): "takes libtpu, which knows a slice's memory",

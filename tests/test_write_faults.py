@@ -318,6 +318,7 @@ HELD = {
     "report history": ("report", "history", "SUITE", "--out=OUT"),
     "report make": ("report", "make", "SUITE", "--out=OUT", "--resamples=100"),
     "report share": ("report", "share", "SUITE", "--model=owner/name", "--out=OUT"),
+    "reproduce": ("reproduce", "--checkpoint=MODEL", "--out=OUT", "--yes"),
     "tasks fetch-p3": ("tasks", "fetch-p3", f"--tasks={TASK}", "--to=OUT"),
     "train": (
         *("train", *T5X, "--gin_file=t5x/configs/runs/pretrain.gin", "--gin.MODEL_DIR='OUT'"),

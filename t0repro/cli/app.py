@@ -68,6 +68,12 @@ _COMMANDS = {
             "pairs that are scored already are kept",
             is_long=True,
         ),
+        "reproduce": Entry(
+            "reproduce:reproduce",
+            "Evaluate a released checkpoint as T0 was: Figure 4.",
+            "files, rows and scores that are here already are kept",
+            is_long=True,
+        ),
         "eval": Entry(
             "run_modes:evaluate",
             "Compute the metrics of SeqIO tasks, as in T5X.",
@@ -142,7 +148,7 @@ _COMMANDS = {
 _ENTRIES = {name: entry for group in _COMMANDS.values() for name, entry in group.items()}
 
 # These compute for long, unless one of these options is given.
-_COMPUTE = frozenset(("train", "run", "rank-eval", "eval", "infer", "encode"))
+_COMPUTE = frozenset(("train", "run", "rank-eval", "reproduce", "eval", "infer", "encode"))
 _ONLY_LOOK = frozenset(("--help", "-h", "--dry_run", "--dry-run"))
 
 

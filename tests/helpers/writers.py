@@ -50,6 +50,7 @@ WRITERS = {
     "rank-eval": ("rank-eval",),
     "report history": ("plot",),  # which writes its pages with the same function
     "report make": ("report make",),
+    "reproduce": ("checkpoint fetch", "rank-eval"),
     "report share": ("tasks overlap",),  # which writes its file with the same function
     "run": ("train (JAX)", "eval", "infer", "precompile"),  # whichever mode it is given
     "t5_mesh_transformer": (

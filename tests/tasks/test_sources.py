@@ -211,9 +211,12 @@ from t0repro.errors import UserError
 from t0repro.tasks.readers import find_reader
 from t0repro.tasks.schema import schema_of
 found = []
-for dataset, subset in (("trec", None), ("super_glue", "cb")):
+for dataset, subset, split in (
+    ("trec", None, "train"), ("super_glue", "cb", "train"), ("anli", None, "dev_r1"),
+    ("glue", "mrpc", "train"), ("story_cloze", "2016", "validation"),
+):
     try:
-        reader = find_reader(None, dataset, subset, "train")
+        reader = find_reader(None, dataset, subset, split)
     except UserError as error:
         found.append({"error": str(error)})
         continue
@@ -228,10 +231,22 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def hub_folder(tmp_path_factory):
-    """A hub's TREC as it lies there today: renamed columns, other classes in another order."""
+    """A hub's datasets as they lie there today.
+
+    TREC has renamed columns, and other classes in another order. TREC's and ANLI's only subsets are
+    called `default`. MRPC's repository is gated here.
+    """
     import datasets
 
     folder = tmp_path_factory.mktemp("hub")
+    anli = dict.fromkeys(("uid", "premise", "hypothesis", "reason"), ["Rain fell."])
+    for name, columns in (
+        ("facebook/anli/default/dev_r1", {**anli, "label": [2]}),
+        ("nyu-mll/glue/mrpc/train", {"sentence1": ["a"]}),
+    ):
+        (folder / name).mkdir(parents=True)
+        datasets.Dataset.from_dict(columns).to_parquet(str(folder / name / "0000.parquet"))
+    (folder / "nyu-mll" / "glue" / "gated").touch()
     features = datasets.Features(
         {
             "text": datasets.Value("string"),
@@ -279,7 +294,7 @@ def ask_hub(hub_folder, tmp_path_factory):
 
 
 def test_rows_of_the_hub_are_brought_to_the_schema_of_t0s_time_and_stay_when_it_is_gone(ask_hub):
-    (trec, cb), log = ask_hub()
+    (trec, cb, anli, mrpc, story_cloze), log = ask_hub()
     labels = catalog()["trec", None]
     assert labels.hub is not None and labels.hub.repository == trec["origin"]["repository"]
     # ABBR is class 2 of T0's coarse labels and abb class 34 of the fine ones; HUM 3, ind 4.
@@ -290,6 +305,11 @@ def test_rows_of_the_hub_are_brought_to_the_schema_of_t0s_time_and_stay_when_it_
     assert trec["origin"]["commit"].startswith("c0ffee")
     assert "has 2 rows on the hub today; T0's had 5452" in log
     assert "aps/super_glue" in cb["error"] and "cb/train.jsonl" in cb["error"]
-    (again, cb), _ = ask_hub(up=False)
+    assert anli["origin"]["repository"] == "facebook/anli" and anli["rows"][0]["label"] == 2
+    assert "accept them at https://huggingface.co/datasets/nyu-mll/glue" in mrpc["error"]
+    assert "HF_TOKEN" in mrpc["error"] and "glue/mrpc/train.jsonl" in mrpc["error"]
+    assert "form at https://cs.rochester.edu" in story_cloze["error"]
+    assert "spring2016 - cloze_test_ALL_val.csv" in story_cloze["error"]
+    (again, cb, *_), _ = ask_hub(up=False)
     assert again["rows"] == trec["rows"] and again["origin"] == trec["origin"]
     assert "cannot be read from the hub" in cb["error"]

@@ -1,0 +1,323 @@
+"""What `t0repro reproduce` will take, before it starts: rows, bytes, memory and hours.
+
+The hours come from a minute of scoring on this machine, with a model as wide as the real one but of
+two layers, and random tokens as long as the prompts' are. So neither weights nor rows need be here.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import importlib.resources
+import itertools
+import resource
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t0repro.config.model import DType, DTypePolicy, ModelConfig
+from t0repro.parameters.shape import ModelShape
+from t0repro.runs.rank_eval import PAIRS_IN_MEMORY
+from t0repro.tasks.catalog import catalog, label
+from t0repro.tasks.hub_rows import bytes_to_fetch
+from t0repro.tasks.readers import local_reader
+from t0repro.tasks.registry import find_tasks, task_descriptions
+from t0repro.tasks.rows import dataset_folder
+from t0repro.tasks.story_cloze import how_to_ask
+
+MIXTURE, SPLIT = "t0_eval_score_eval", "validation"
+_LAYERS = 2  # of the model that is timed
+_INPUTS = 64  # of a prompt: as many give about the batches that all give
+_SECONDS = 60.0
+_BYTES_PER_PAIR = 2500  # of a read buffer (PAIRS_IN_MEMORY)
+ASSUMED_UTILIZATION = 0.4
+"""Share of the published FLOP/s that scoring is assumed to reach on devices that are not here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsOfSplit:
+    """A split of a held-out dataset.
+
+    Attributes:
+      dataset: Its label, such as super_glue/rte.
+      prompts: Number of T0's prompts over it.
+      inputs: Number of rows: counted if they are on this machine's disk, else as in T0's time.
+      to_fetch: Bytes to download; 0 if the rows are here; None if only their authors provide them.
+      how: The file, the repository, or how to get the rows.
+    """
+
+    dataset: str
+    split: str
+    prompts: int
+    inputs: int
+    to_fetch: int | None
+    how: str
+
+
+def find_rows(root: Path) -> tuple[RowsOfSplit, ...]:
+    """Where the rows of T0's held-out tasks are, and how many bytes have to be downloaded.
+
+    Args:
+      root: The folder of datasets that messages name.
+
+    Raises:
+      UserError: If rows are not here and the hub cannot be reached.
+    """
+    prompts = Counter(_splits_of_tasks().values())
+    return tuple(_find_split(*key, count, root) for key, count in sorted(prompts.items()))
+
+
+def _splits_of_tasks() -> dict[str, tuple[str, str]]:
+    """Each held-out task's dataset, as its label, and the name of its split's file."""
+    rows = {task.name: task_descriptions()[task.name].rows for task in find_tasks(MIXTURE)}
+    return {
+        name: (label(each.dataset, each.subset), each.files_of_splits[SPLIT].file)
+        for name, each in rows.items()
+    }
+
+
+def _find_split(name: str, split: str, prompts: int, root: Path) -> RowsOfSplit:
+    entry = next(entry for entry in catalog().values() if entry.label == name)
+    dataset, subset = entry.dataset, entry.subset
+    local = local_reader(None, dataset, subset, split)
+    if local is not None:
+        return RowsOfSplit(name, split, prompts, local.count(), 0, str(local.path))
+    inputs = entry.splits[split]
+    if entry.hub is None:
+        how = how_to_ask(dataset, subset, split, dataset_folder(root, dataset, subset))
+        return RowsOfSplit(name, split, prompts, inputs, None, how)
+    size = bytes_to_fetch(entry, split)
+    return RowsOfSplit(name, split, prompts, inputs, size, entry.hub.repository)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The size of a scoring run: tokens of the encoder's and the decoder's arrays, and pairs."""
+
+    inputs: float
+    targets: float
+    pairs: float
+
+    def flops(self, shape: ModelShape) -> float:
+        """FLOPs of the matmuls with parameters; attention's own are a few percent."""
+        attention = 4 * shape.d_model * shape.num_heads * shape.d_kv
+        feed_forward = (len(shape.wi_kernels) + 1) * shape.d_model * shape.d_ff
+        layer, cross = attention + feed_forward, attention // 2  # keys and values of the inputs
+        encoder = shape.num_encoder_layers * layer + shape.num_decoder_layers * cross
+        decoder = shape.num_decoder_layers * (layer + cross) + shape.d_model * shape.vocab_size
+        return 2 * (self.inputs * encoder + self.targets * decoder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """What was measured on this machine.
+
+    Attributes:
+      flops: Per second of scoring, padding included.
+      compilation: Seconds to compile one batch shape.
+      shapes: Batch shapes of the prompts.
+      overhead: Bytes of memory besides parameters.
+      on_host: Whether this memory is the host's, not an accelerator's.
+    """
+
+    flops: float
+    compilation: float
+    shapes: int
+    overhead: int
+    on_host: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a reproduction takes.
+
+    Attributes:
+      rows: The held-out datasets.
+      weights: Bytes of the checkpoint to download.
+      tokens: Of all prompts whose rows are here or on the hub.
+      speed: What was measured.
+      memory: Bytes that the evaluation needs, on the host or on an accelerator.
+      seconds: Of scoring, compilation included.
+    """
+
+    rows: tuple[RowsOfSplit, ...]
+    weights: int
+    tokens: Tokens
+    speed: Speed
+    memory: int
+    seconds: float
+
+
+def make_plan(
+    shape: ModelShape,
+    rows: Sequence[RowsOfSplit],
+    weights: int,
+    limit: int | None,
+    activation: DType,
+    seconds: float = _SECONDS,
+) -> Plan:
+    """Measures for a minute and scales the result to all prompts and to the model's depth.
+
+    Args:
+      shape: The model's.
+      rows: From `find_rows`.
+      weights: Bytes of the checkpoint that have to be downloaded.
+      limit: See EvaluationSettings.
+      activation: See EvaluationSettings.
+      seconds: How long to measure; a batch that has begun is finished.
+    """
+    from t0repro.evaluation.engine import default_tokens_per_batch
+    from t0repro.evaluation.grouping import make_batching
+
+    per_batch, generator = default_tokens_per_batch(), np.random.default_rng(0)
+    splits = {(each.dataset, each.split): each for each in rows}
+    timed, total = [], Tokens(0, 0, 0)
+    shapes: set[tuple[int, int, int]] = set()
+    for task, key in _splits_of_tasks().items():
+        if splits[key].to_fetch is None:
+            continue
+        inputs = min(limit or splits[key].inputs, splits[key].inputs)
+        sample = min(inputs, _INPUTS)
+        pairs = _random_pairs(_lengths()[task], sample, generator)
+        batching = make_batching(pairs, per_batch)
+        total = Tokens(
+            total.inputs + inputs / sample * batching.padded_inputs,
+            total.targets + inputs / sample * batching.padded_targets,
+            total.pairs + inputs / sample * len(pairs),
+        )
+        shapes |= batching.shapes
+        timed.append((pairs, batching))
+    # A minute may not be enough for all prompts: time some of each dataset.
+    generator.shuffle(timed)
+    speed = _measure(shape, timed, activation, len(shapes), seconds)
+    parameters = shape.parameter_count() * np.dtype(np.float32).itemsize
+    memory = parameters // (1 if activation == "float32" else 2) + speed.overhead
+    if speed.on_host:
+        memory += int(_BYTES_PER_PAIR * min(total.pairs, PAIRS_IN_MEMORY))
+    duration = total.flops(shape) / speed.flops + speed.compilation * speed.shapes
+    return Plan(tuple(rows), weights, total, speed, memory, duration)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lengths:
+    """A prompt's number of choices, and quantiles of the tokens of its inputs and choices."""
+
+    choices: int
+    inputs: np.ndarray
+    targets: np.ndarray
+
+
+@functools.cache
+def _lengths() -> dict[str, _Lengths]:
+    """Task -> how long it is in T5's tokens; from scripts/bench/held_out_tokens.py."""
+    text = importlib.resources.files("t0repro.runs").joinpath("held_out_tokens.csv").read_text()
+    return {
+        row["task"]: _Lengths(
+            int(row["choices"]),
+            np.array(row["input_tokens"].split(), float),
+            np.array(row["target_tokens"].split(), float),
+        )
+        for row in csv.DictReader(text.splitlines())
+    }
+
+
+def _random_pairs(lengths: _Lengths, inputs: int, generator: np.random.Generator) -> Any:
+    """Inputs and choices of a prompt's lengths, evenly drawn from their quantiles."""
+    from t0repro.evaluation.pairs import collect_pairs
+
+    def draw(quantiles: np.ndarray, number: int) -> np.ndarray:
+        at = generator.permutation((np.arange(number) + 0.5) / number)
+        return np.interp(at, np.linspace(0, 1, len(quantiles)), quantiles).round().astype(int)
+
+    targets = iter(draw(lengths.targets, inputs * lengths.choices))
+    examples = []
+    for length in draw(lengths.inputs, inputs):
+        source = generator.integers(3, 100, max(1, length))
+        for choice in range(lengths.choices):
+            # The first token keeps the choices apart.
+            target = [3 + choice, *generator.integers(3, 100, max(1, next(targets)) - 1)]
+            examples.append({"inputs": source, "targets": np.array(target)})
+    return collect_pairs(examples)
+
+
+def _measure(
+    shape: ModelShape, timed: Sequence[Any], activation: DType, shapes: int, seconds: float
+) -> Speed:
+    """Scores the pairs of one dataset after the other until the time is over."""
+    import jax
+
+    from t0repro.evaluation.engine import Engine
+    from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
+
+    shallow = dataclasses.replace(
+        shape,
+        num_encoder_layers=min(_LAYERS, shape.num_encoder_layers),
+        num_decoder_layers=min(_LAYERS, shape.num_decoder_layers),
+    )
+    model = T5(_config(shallow), DTypePolicy("float32", "float32", activation))
+    leaves = evaluation_shapes(model, parameter_shapes(model))
+    # Speed does not depend on the values, so none are drawn.
+    params = jax.tree.map(lambda leaf: jax.numpy.full(leaf.shape, 0.01, leaf.dtype), leaves)
+    engine = Engine(params, model)
+    flops = spent = compiling = 0.0
+    compiled: set[tuple[int, int, int]] = set()
+    started = time.monotonic()
+    for pairs, batching in itertools.cycle(timed):
+        if not batching.shapes <= compiled:
+            before = time.monotonic()
+            list(engine.run(pairs, batching))
+            compiling += time.monotonic() - before
+        before = time.monotonic()
+        list(engine.run(pairs, batching))
+        took = time.monotonic() - before
+        if not batching.shapes <= compiled:
+            compiling -= took
+            compiled |= batching.shapes
+        spent += took
+        tokens = Tokens(batching.padded_inputs, batching.padded_targets, len(pairs))
+        flops += tokens.flops(shallow)
+        if time.monotonic() - started > seconds:
+            break
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return Speed(
+        flops / spent,
+        max(compiling, 0.0) / len(compiled),
+        shapes,
+        peak_memory() - held,
+        jax.default_backend() == "cpu",
+    )
+
+
+def _config(shape: ModelShape) -> ModelConfig:
+    """A model of a shape; which activation it has does not change its speed."""
+    return ModelConfig(
+        num_encoder_layers=shape.num_encoder_layers,
+        num_decoder_layers=shape.num_decoder_layers,
+        d_model=shape.d_model,
+        d_ff=shape.d_ff,
+        num_heads=shape.num_heads,
+        d_kv=shape.d_kv,
+        vocab_size=shape.vocab_size,
+        activations=("gelu", "linear") if shape.gated else ("relu",),
+        logits_from_embedding=shape.tied,
+        relative_attention_num_buckets=shape.relative_attention_num_buckets,
+        position_bias_per_layer=shape.position_bias_per_layer,
+        dropout_rate=0.0,
+        label_smoothing=0.0,
+        z_loss=0.0,
+        loss_denominator=None,
+    )
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has held so far: on its accelerator, or on the host."""
+    import jax
+
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return int(statistics.get("peak_bytes_in_use", on_host))
