@@ -60,7 +60,7 @@ def encode(
             "--batch_size",
             min=1,
             help="Texts on the devices at once; it changes no bit of the result.",
-            show_default="what suits the device",
+            show_default="auto",
         ),
     ] = None,
     activation: Annotated[

@@ -220,7 +220,10 @@ class ReportHead:
 
     HEADING: ClassVar = "The report"
 
-    label: Annotated[str, typer.Option(help="Name of the run in the report.")] = "jax"
+    label: Annotated[
+        str | None,
+        typer.Option(help="Name of the run in the report.", show_default="the checkpoint's name"),
+    ] = None
     title: Annotated[str, typer.Option(help="Heading of the report.")] = "Rank evaluation"
     train_mixture: Annotated[
         list[str] | None,

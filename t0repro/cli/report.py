@@ -34,6 +34,7 @@ from t0repro.reports.prompts import (
     training_datasets,
     training_tasks,
 )
+from t0repro.reports.provenance import default_label
 from t0repro.reports.report import Report, load_report
 from t0repro.reports.report_files import write_report
 from t0repro.reports.report_page import brief_page
@@ -164,8 +165,8 @@ def make(
     options = _report_options(head, shown, recorded, seed, prompts)
     reasons = (f"Left out {task}: {why}." for task, why in left_out.items())
     options = dataclasses.replace(options, notes=(*options.notes, *reasons))
-    run = Run(head.label, eval_dir, step)
-    report = make_report(run, prompts, options, _extra_content(head.label, shown))
+    label = head.label or default_label(eval_dir, step, recorded.checkpoint)
+    report = make_report(Run(label, eval_dir, step), prompts, options, _extra_content(label, shown))
     # Two commands that write into one folder would mix their files.
     with lock_folder(out, "writing a report"):
         paths = write_report(report, out)

@@ -6,15 +6,17 @@ import dataclasses
 import datetime
 import json
 import os
+import re
 import subprocess
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versions
+from t0repro.evaluation.outputs import latest_step
 from t0repro.reports.run import Run
 from t0repro.storage import address_of, input_path
-from t0repro.words import as_reader_knows
+from t0repro.words import as_reader_knows, without_passwords
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,22 @@ def git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):  # no git, or no checkout
         return None
     return found.stdout.strip() or None
+
+
+def default_label(
+    eval_dir: str | os.PathLike[str], step: int | None = None, checkpoint: str | None = None
+) -> str:
+    """A run's name in its report: its checkpoint's, or else that of the folder above."""
+    step = latest_step(eval_dir) if step is None else step
+    checkpoint = checkpoint or recorded_facts(eval_dir, step).get("checkpoint")
+    return checkpoint_name(checkpoint) if checkpoint else Path(eval_dir).resolve().parent.name
+
+
+def checkpoint_name(checkpoint: str) -> str:
+    """A checkpoint's folder or released name, without the address before it and the step."""
+    path = PurePosixPath(without_passwords(checkpoint).partition("?")[0])
+    is_step = re.fullmatch(r"(model\.ckpt-|checkpoint_)\d+", path.name)
+    return (path.parent if is_step else path).name or "model"
 
 
 def recorded_facts(folder: str | os.PathLike[str], step: int) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from t0repro.cli.report import app
 from t0repro.errors import UserError
+from t0repro.reports.provenance import checkpoint_name, default_label
 from t0repro.reports.report import load_report
 
 from ..helpers.own_lines import foreign_lines
@@ -46,3 +48,18 @@ def test_report_make_writes_nothing_on_bad_input(suite, tmp_path):
 def test_report_make_help_shows_an_example():
     run = CliRunner().invoke(app, ["make", "--help"])
     assert "t0repro report make runs/demo/validation_eval" in " ".join(run.output.split())
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        ("runs/t0/model", "model"),
+        ("gs://bucket/t0_3b/model.ckpt-1112200", "t0_3b"),
+        ("s3://user:secret@store/tuned/checkpoint_7?token=secret", "tuned"),
+        ("bigscience/T0_3B", "T0_3B"),
+        (".", "model"),
+    ],
+)
+def test_a_run_without_a_label_has_its_checkpoints_name(tmp_path, checkpoint, name):
+    assert checkpoint_name(checkpoint) == default_label(tmp_path, 3, checkpoint) == name
+    assert default_label(tmp_path / "tuned" / "validation_eval", 3) == "tuned"

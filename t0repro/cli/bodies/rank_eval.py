@@ -45,6 +45,7 @@ from t0repro.partitioning.processes import (
 from t0repro.progress import working
 from t0repro.reports.page_terminal import print_page
 from t0repro.reports.prompts import PromptInfo, load_prompts, training_tasks
+from t0repro.reports.provenance import checkpoint_name
 from t0repro.reports.report import Report
 from t0repro.reports.report_page import brief_page
 from t0repro.reports.run import split_label
@@ -131,7 +132,7 @@ def run(
                 return open_checkpoint(path, step, settings.activation, parallel)
 
         for label, checkpoints in _opened(open_step, steps, adapters):
-            named = functools.partial(write, label=label or head.label)
+            named = functools.partial(write, label=label or head.label or checkpoint_name(path))
             with for_people(asked.as_json):
                 report = _evaluate(
                     checkpoints,
