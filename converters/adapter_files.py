@@ -489,8 +489,9 @@ class _PeftFolder:
         kind = "ia3" if match["part"] == "ia3_l" else "lora"
         if len(info.shape) != 2 or info.dtype.kind in "iu" or kind != self._config.kind:
             raise UserError(
-                f"{name} is stored as {info.dtype.name} of shape {list(info.shape)}, which a"
-                f" parameter of peft_type {self._config.kind.upper()} is not.",
+                f"{name} has dtype {info.dtype.name} and shape {list(info.shape)}; expected a"
+                f" float {'vector' if self._config.kind == 'ia3' else 'matrix'} of peft_type"
+                f" {self._config.kind.upper()}.",
                 where=self._path,
                 fix="Copy the folder again.",
             )

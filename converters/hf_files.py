@@ -131,7 +131,7 @@ def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = No
       sentinels: how many the model was trained with, if its gin file says so.
 
     Raises:
-      UserError: if the file is no unigram model or has more pieces than the embedding rows.
+      UserError: if the file is not a unigram model or has more pieces than the embedding rows.
     """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
@@ -149,8 +149,8 @@ def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = No
         raise not_a_model(str(vocabulary), error) from None
     if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM:
         raise UserError(
-            "The vocabulary is no unigram model, as T5's are. (Pile-T5's, for instance, is Llama's,"
-            " of byte pairs.)",
+            "The vocabulary is not a unigram model, as T5's are. (Pile-T5's, for instance, is"
+            " Llama's, of byte pairs.)",
             where=str(vocabulary),
             fix="Leave --vocab out, and copy the tokenizer files of the released model.",
         )

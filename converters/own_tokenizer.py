@@ -128,7 +128,7 @@ def _check_pieces(vocabulary: Any, folder: str, names: set[str]) -> bool:
         )
     own = [_plain(str(piece[0])) for piece in model.get("vocab", ())]
     ours = _names(vocabulary)
-    # Sentinels at the end that only one of the two has are no difference.
+    # Sentinels at the end that only one of the two has do not count.
     for pieces in (own, ours):
         while pieces and _SENTINEL.fullmatch(pieces[-1]):
             pieces.pop()

@@ -128,7 +128,7 @@ class PeftConfig:
             recorded and counted layers in two ways.
 
         Raises:
-          UserError: If a pattern is no regular expression, or chooses no layer's module.
+          UserError: If a pattern is not a regular expression, or chooses no layer's module.
         """
         known = list(modules)
         if isinstance(self.targets, str) and self.targets.lower() == "all-linear":

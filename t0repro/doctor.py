@@ -289,7 +289,7 @@ def _vocabulary() -> tuple[State, str, str]:
         size, added = vocabulary.vocab_size, vocabulary.extra_ids
     except UserError as error:
         return "broken", f"{error.where}: {error.what}", error.fix or ""
-    # A smaller vocabulary, such as the demo's, is no mistake.
+    # A smaller vocabulary, such as the demo's, is not a mistake.
     note = "" if size == _T5_PIECES else f" (T5's has {_T5_PIECES})"
     sentinels = f" and {counted(added, 'sentinel')} that it lacks" if added else ""
     return "ok", f"{value}: {size - added} pieces{sentinels}{note}", ""

@@ -62,7 +62,7 @@ class EventWriter:
         """Writes numbers, rounded to float32, at a step, by tag.
 
         Raises:
-          ValueError: if a value is no single number.
+          ValueError: if a value is not a single number.
         """
         import numpy as np
         from tensorboard.compat.proto.summary_pb2 import Summary

@@ -200,7 +200,7 @@ class RemoteFiles(abc.ABC):
                 raise UserError(
                     f"The server redirects to an address that is not followed: {error}.",
                     where=url,
-                    fix="Give another --base-url; only http and https addresses are followed.",
+                    fix="Give another --base_url; only http and https addresses are followed.",
                 ) from error
             except requests.RequestException as error:
                 # This server has never responded: there is probably no network, and retrying would

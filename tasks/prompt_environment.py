@@ -71,7 +71,7 @@ _CLOCK_AND_ZONE = frozenset({"now", "today", "utcnow", "fromtimestamp", "timesta
 class _NotText:
     """A value that cannot be printed, since Python prints it with its address."""
 
-    advice = "it prints an object that is no text"
+    advice = "it prints an object that is not text"
 
     def __repr__(self) -> str:
         raise TemplateFailure(self.advice)

@@ -161,7 +161,8 @@ def check_registered(tasks: Iterable[str], known: Set[str], where: str | None = 
             raise UserError(
                 f"There is no task or mixture {task!r}.",
                 where=where,
-                fix=f"Nearest: {nearest_names(task, sorted(known))}; or name its --module_import.",
+                fix=f"Nearest: {nearest_names(task, sorted(known))}. For your own tasks add"
+                " --module_import.",
             )
 
 
@@ -171,7 +172,7 @@ def _check_default_rate(name: str, tasks: Iterable[str], rate: Callable[..., flo
     others = [task for task in tasks if task not in prompted_tasks()]
     if others or not callable(rate):
         what = f"{some(others)} in mixture {name!r}" if others else f"mixture {name!r}"
-        why = "no prompted task, whose rows" if others else "no function of a task's rows"
+        why = "no prompted task, whose rows" if others else "not a function of a task's rows"
         raise UserError(
             f"There is no rate for {what}: the default is {why}.",
             fix="Give each task its rate: add_mixture(name, {task: rate, ...}).",

@@ -124,7 +124,7 @@ class StrictEnvironment(PromptEnvironment):
         if not below and not missing:
             return found
         many = f"there {'is' if len(obj) == 1 else 'are'} {counted(len(obj), 'choice')}"
-        fault = f"but {many}" if isinstance(argument, int) else "which is no whole number"
+        fault = f"but {many}" if isinstance(argument, int) else "which is not a whole number"
         if isinstance(argument, str):
             fault = "which is text; write it with the filter `| int`"
         return self.undefined(f"{index.described} is {argument!r}, {fault}", exc=OutOfRange)

@@ -128,7 +128,7 @@ def _mixtures(path: Path, content: _Mapping) -> dict[str, dict[str, float]]:
         if not isinstance(tasks, _Mapping) or not tasks:
             raise UserError(f"Mixture {name!r} has no tasks with rates.", where=where, fix=fix)
         for task, rate in tasks.items():
-            # Compare exact types: Python treats True as an int, but it is no rate.
+            # Compare exact types: Python treats True as an int, but it is not a rate.
             if type(rate) not in (int, float) or not 0 < rate < math.inf:
                 raise UserError(
                     f"The rate of {task} in mixture {name!r} is {reprlib.repr(rate)}.",
@@ -211,7 +211,7 @@ def _load(path: Path) -> _Mapping:
         raise UserError(
             f"The template file is not YAML: {' '.join(str(error).split())}.",
             where=str(path),
-            fix="Fix it.",
+            fix="Correct that line.",
         ) from error
     if not isinstance(content, _Mapping):
         raise UserError("The template file has no keys.", where=str(path), fix=FORMAT)
@@ -278,7 +278,7 @@ def _choices(entry: _Mapping, where: str) -> tuple[str, str | None]:
         literal = isinstance(choice, str) and choice.strip()
         if not literal or any(mark in choice for mark in (SEPARATOR, "{{", "{%", "{#")):
             raise UserError(
-                f"answer_choices has the item {reprlib.repr(choice)}, which is no plain text.",
+                f"answer_choices has the item {reprlib.repr(choice)}, which is not plain text.",
                 where=f"{where.partition(', line')[0]}, line {entry.line_of('answer_choices')}",
                 fix="Put a number or a bare word in quotes; write Jinja as one text, no ||| yes.",
             )
@@ -387,8 +387,8 @@ def _text(content: _Mapping, key: str, where: str) -> str:
         raise UserError(
             f"{key} is {reprlib.repr(value)}, not text.",
             where=f"{where.partition(', line')[0]}, line {content.line_of(key)}",
-            # Anything else that is no text is a number, a date or the like, as YAML reads bare
+            # Anything else that is not text is a number, a date or the like, as YAML reads bare
             # words.
-            fix="Put it in quotes." if value not in (None, "") else "Give it.",
+            fix="Put it in quotes." if value not in (None, "") else "Write it.",
         )
     return value

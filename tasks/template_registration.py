@@ -73,7 +73,7 @@ def _register_mixture(name: str, rates: Mapping[str, float], content: TemplateFi
     known, mixtures = set(registered_tasks()), registered_mixtures()
     check_registered(rates, {*known, *mixtures}, where)
     before = prompted_mixtures().get(name)
-    # The same mixture again is no error: a process may read a file twice.
+    # The same mixture again is not an error: a process may read a file twice.
     if name in known or (
         name in mixtures and (before is None or dict(before.rates) != dict(rates))
     ):

@@ -212,7 +212,7 @@ def _field_of_rows(path: str, fields: Sequence[str]) -> Iterator[str]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            # A line that is no row has no text either, and is reported as such.
+            # A line that is not a row has no text either, and is reported as such.
             row = _row(line)
             texts = [row[field] for field in fields if isinstance(row.get(field), str)]
             if not texts:

@@ -137,7 +137,7 @@ class ByteProcessor:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; tokens that are no bytes, and bytes that are no text, are dropped."""
+        """The text of tokens, without tokens that are not bytes and bytes that are not text."""
         codes = [token - _FIRST_BYTE for token in tokens]
         return bytes(code for code in codes if 0 <= code < 256).decode(errors="ignore")
 
@@ -249,7 +249,7 @@ def _added(pieces: Sequence[str], eos: int, extra_ids: int | None, path: str) ->
         raise UserError(
             f"The vocabulary holds {len(wanted) - len(lacking)} sentinels, not {extra_ids}.",
             where=path,
-            fix=f"Give its number where {extra_ids} is given (extra_ids, {SENTINELS_VARIABLE}).",
+            fix=f"Set extra_ids or {SENTINELS_VARIABLE} to {len(wanted) - len(lacking)}.",
         )
     return len(lacking)
 
@@ -333,7 +333,7 @@ def check_equal(vocabulary: Any, own: VocabularyFile, where: str) -> None:
 
     Args:
       vocabulary: The tasks': a `VocabularyFile`, or SeqIO's.
-      own: The checkpoint's. Sentinels at the end that only one of the two has are no difference.
+      own: The checkpoint's. Sentinels at the end that only one of the two has do not count.
       where: The checkpoint's place.
     """
     if differing := difference(vocabulary, own):

@@ -84,7 +84,7 @@ def present(rng: np.random.Generator, suite: Suite, count: int) -> tuple[np.ndar
         return np.ones(shape, bool), hard
     by_kind = np.arange(suite.prompts) % 2 == 1
     kept = np.where(by_kind, ~hard | (rng.random(shape) < 0.25), rng.random(shape) < 0.7)
-    # A prompt without rows would be no task, so it gets all rows.
+    # A prompt without rows would not be a task, so it gets all rows.
     return kept | ~kept.any(-2, keepdims=True), hard
 
 

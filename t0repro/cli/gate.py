@@ -97,7 +97,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
         # Click and Rich end a command with sys.exit when its output can no longer be written.
         if any(isinstance(cause, BrokenPipeError) for cause in _causes(end)):
             _end_unread(command, settings)
-        # sys.exit also arrives here, but is no interruption.
+        # sys.exit also arrives here, but is not an interruption.
         if not _was_interrupted(end):
             raise
         _end_interrupted(command, settings.how_to_continue)
@@ -180,7 +180,7 @@ def _end_interrupted(command: str, how_to_continue: str) -> None:
 def _end_unread(command: str, settings: ErrorHandling) -> None:
     # Discard what is still buffered; otherwise Python complains about it at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    # People look at the beginning of a list with `| head`, so this is no failure.
+    # People look at the beginning of a list with `| head`, so this is not a failure.
     if not settings.long_work:
         sys.exit(0)
     print(

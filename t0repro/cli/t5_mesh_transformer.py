@@ -551,7 +551,7 @@ _WORDS = {
 
 
 def _parse_flags(arguments: Sequence[str]) -> list[str]:
-    """Parses the command line and returns the words that are no flags; exits after --help."""
+    """Parses the command line and returns the words that are not flags; exits after --help."""
     if _HELP.intersection(word.lstrip("-") for word in arguments if word.startswith("-")):
         echo(_help().rstrip())
         sys.exit(0)

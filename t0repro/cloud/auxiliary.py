@@ -88,7 +88,7 @@ def _find_launcher(options: AuxiliaryOptions) -> tuple[Machine, Launcher]:
         raise UserError(
             f"There is no launcher {name}.",
             where="--launcher",
-            fix=f"One of {', '.join(JOB_LAUNCHERS)}.",
+            fix=f"Choose one of {', '.join(JOB_LAUNCHERS)}.",
         )
     return machine, import_launcher(name).make_launcher(machine)
 

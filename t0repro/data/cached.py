@@ -153,7 +153,7 @@ def _check_tokens(folder: Path, split: str) -> None:
         kind = features.get(name, {})
         if kind and (not kind["dtype"].startswith("int") or len(kind["shape"]) != 1):
             raise UserError(
-                f"The cached {name} are no tokens: {kind['dtype']} of shape {kind['shape']}.",
+                f"The cached {name} are not tokens: {kind['dtype']} of shape {kind['shape']}.",
                 where=str(info),
                 fix="Train with a command that reads the task by SeqIO, or cache it with its"
                 " tokenizer before SeqIO's CacheDatasetPlaceholder.",

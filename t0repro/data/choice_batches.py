@@ -128,8 +128,8 @@ def rates_of(name: str) -> dict[str, float]:
     ]
     if unusable:
         raise UserError(
-            f"A loss over answer choices cannot be computed on {unusable[0]!r}: it is no prompted"
-            " task, or its prompt lists no answer choices.",
+            f"A loss over answer choices cannot be computed on {unusable[0]!r}: it is not a"
+            " prompted task, or its prompt lists no answer choices.",
             where=f"the training data, {name!r}",
             fix="Train on prompted tasks with answer choices (t0repro tasks ls shows them).",
         )

@@ -81,7 +81,7 @@ def check_files(folder: Path, task: str, step: int) -> None:
     path = _path(folder, task, step)
     record = read_with_checksum(path)
     if record is None:
-        # No record is no fault: Mesh TensorFlow alone writes none. An unreadable one is damaged.
+        # No record is not a fault: Mesh TensorFlow alone writes none. An unreadable one is damaged.
         changed = [f"{RESULTS}/{path.name}"] if path.exists() else []
     else:
         changed = _find_changed_files(folder, record)

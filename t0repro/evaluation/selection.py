@@ -63,7 +63,8 @@ def subtasks(mixture: str, option: str) -> Sequence[Any]:
         raise UserError(
             f"There is no mixture or task {mixture!r}.",
             where=option,
-            fix=f"Nearest names: {nearest_names(mixture, known)}; or name its --module_import.",
+            fix=f"Nearest names: {nearest_names(mixture, known)}. For your own tasks add"
+            " --module_import.",
         ) from error
 
 

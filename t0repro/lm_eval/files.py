@@ -245,7 +245,7 @@ def import_results(results: str | os.PathLike[str], folder: Path) -> tuple[Path,
 
     Raises:
       UserError: If there are no results, samples are missing or fewer than were evaluated, a file
-        is damaged, a name in it is no file's, no task is left, or the folder holds another
+        is damaged, a name in it is not a file's, no task is left, or the folder holds another
         evaluation.
     """
     from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS
@@ -512,7 +512,7 @@ def _by_number(sample: _Sample) -> frozenset[int] | None:
     if not re.fullmatch(r"-?\d+|\[(-?\d+(, -?\d+)*)?\]", sample.target):
         return None
     numbers = map(int, re.findall(r"-?\d+", sample.target))
-    # As the harness does for a number that is no choice's: nothing is right.
+    # As the harness does for a number that is not a choice's: nothing is right.
     return frozenset(number for number in numbers if 0 <= number < len(sample.choices))
 
 

@@ -229,7 +229,7 @@ def check_batch(
     # A token is an int32.
     if (size := rows * tokens * 4) > memory:
         raise UserError(
-            f"A batch of {rows:,} rows of {tokens:,} tokens has {sized(size)}, and the memory"
+            f"A batch of {rows:,} rows of {tokens:,} tokens takes {sized(size)}; the memory is"
             f" {sized(memory)}.",
             where=where,
             fix="Bind a smaller batch.",

@@ -129,7 +129,7 @@ def compare_models(
         shared = [task for task in shared if task not in unlike]
     if not shared:
         raise UserError(
-            "The runs have no task that is in all of them, with the same prompt and rows.",
+            "No task was evaluated in every run with the same prompt and rows.",
             where=" and ".join(str(run.eval_dir) for run in runs),
             fix="Evaluate the same mixture in all.",
         )
@@ -255,7 +255,7 @@ def corrected_by(models: Models, comparisons: Sequence[RunComparison]) -> list[R
     return _with_p_values(
         comparisons,
         (
-            # None for two seeds of one model, which are no pair of models.
+            # None for two seeds of one model, which are not a pair of models.
             values.get((compared.label_a, compared.label_b, entry.dataset))
             for compared in comparisons
             for entry in compared.datasets

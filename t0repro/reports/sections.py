@@ -106,7 +106,7 @@ def _dataset_row(dataset: DatasetResult) -> tuple[str | Cell, ...]:
         percent(dataset.chance),
         percent(dataset.majority),
         verdict(dataset),
-        # A single prompt is no sample of prompts.
+        # A single prompt is not a sample of prompts.
         "" if sampled is None else _interval(sampled.low, sampled.high),
         "" if dataset.detectable is None else f"{dataset.detectable:.1f}",
         percent(spread.median),

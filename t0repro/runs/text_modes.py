@@ -83,7 +83,7 @@ def _score(configuration: Configuration[CheckpointRun], examples: Sequence[Any])
     scores = score_examples(
         checkpoint.params, checkpoint.model, examples, lengths, tokens_per_batch=tokens
     )
-    # Check before writing: a score that is NaN or Inf is no result.
+    # Check before writing: a score that is NaN or Inf is not a result.
     check_finite(scores, config.mode, checkpoint.step)
     with ScoreFiles(configuration) as files:
         files.add(scores, [example["targets"] for example in examples])

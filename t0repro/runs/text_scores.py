@@ -60,7 +60,7 @@ def score(
 
     Raises:
       UserError: If the checkpoint or the vocabulary is missing or they do not fit together, an
-        input has no choice, a text is no string, a length is below 1, or the adapter was trained
+        input has no choice, a text is not a string, a length is below 1, or the adapter was trained
         on another base.
     """
     of_each = _of_each(inputs, choices)
@@ -110,7 +110,7 @@ def _of_each(
             for number, text in enumerate(row):
                 if not isinstance(text, str):
                     raise UserError(
-                        f"There is {text!r} among the {name}, at {number}; it is not a string.",
+                        f"Number {number} of the {name} is {text!r}, not a string.",
                         where="score",
                         fix="Give strings; leave out what is missing.",
                     )

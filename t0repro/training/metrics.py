@@ -168,7 +168,7 @@ def kind_of(value: Any) -> str:
 
 
 def write_value(writer: Any, step: int, name: str, value: Any) -> None:
-    """Writes an array or a value of clu's that is no number, if the writer can."""
+    """Writes an array or a value of clu's that is not a number, if the writer can."""
     kind = "Histogram" if isinstance(value, np.ndarray) else type(value).__name__
     method = {
         "Text": "write_texts",

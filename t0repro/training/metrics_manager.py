@@ -23,7 +23,7 @@ from t0repro.training.metric_classes import (
 )
 from t0repro.training.metrics import OpenWriter, SplitMetrics, Writer, open_below
 
-Values = Mapping[str, Any]  # Scalars, and what is no single number
+Values = Mapping[str, Any]  # Scalars, and what is not a single number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -239,5 +239,5 @@ def _value(results: Results, task: str, metric: str) -> float | None:
     if np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number):
         return float(value)
     kind = kind_of(results[task][metric])
-    say(f"warning: {metric} of {task} is no number but {kind}: nothing stops on it")
+    say(f"warning: {metric} of {task} is not a number but {kind}: nothing stops on it")
     return None

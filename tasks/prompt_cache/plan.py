@@ -346,7 +346,7 @@ class _Planner:
                 f"Task {task.prompt.name} is cached already, with another"
                 f" {' and '.join(differing)}.",
                 where=str(folder / PROVENANCE),
-                fix="Use another --output_cache_dir, or remove that folder to cache it again.",
+                fix="Use another --cache_dir, or remove that folder to cache it again.",
             )
 
 

@@ -178,7 +178,7 @@ def explain_damaged_record(message: str) -> UserError:
     return UserError(
         "A record of a TFRecord file has another checksum than when it was written.",
         where=f"{found or 'a file of examples'}, byte {place}",
-        fix="Remove the task's folder and cache it again; other files, copy again.",
+        fix="Remove the task's folder and cache it again; copy any other file again.",
     )
 
 

@@ -235,7 +235,7 @@ def features(record: bytes) -> dict[str, Sequence[Any]]:
     """All features of a serialized Example: byte strings, floats or integers by name.
 
     Raises:
-      google.protobuf.message.DecodeError: If the record is no Example.
+      google.protobuf.message.DecodeError: If the record is not an Example.
     """
     entries = _example_message().FromString(record).features.feature
     return {entry.key: _values(entry.value) for entry in entries}
@@ -251,7 +251,7 @@ def integers(record: bytes, names: Sequence[str]) -> dict[str, np.ndarray]:
 
     Raises:
       KeyError: If a feature is missing.
-      google.protobuf.message.DecodeError: If the record is no Example.
+      google.protobuf.message.DecodeError: If the record is not an Example.
     """
     features = _example_message().FromString(record).features.feature
     values = {entry.key: entry.value.int64_list.value for entry in features}

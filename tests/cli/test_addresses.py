@@ -282,7 +282,7 @@ SECONDS = 2.0
 
 
 def test_each_command_says_within_two_seconds_that_there_are_no_credentials(tmp_path):
-    address = "gs://a-bucket/run"  # whose dash is no option's
+    address = "gs://a-bucket/run"  # whose dash is not an option's
     assert len(TEXTS) > 20
     lines = [
         ["t0repro", *line(words, parameter, address)]

@@ -87,7 +87,7 @@ def test_what_the_table_calls_the_same_is_known_to_the_reader(rows):
             continue
         selector, _, argument = name.rpartition("/")[2].rpartition(".")
         matches = [known for known in known_bindings() if f".{known}".endswith(f".{selector}")]
-        assert matches, f"{name} is no configurable that the reader knows"
+        assert matches, f"{name} is not a configurable that the reader knows"
         for known in matches:
             arguments = known_bindings()[known]
             if argument == "use_custom_ops":

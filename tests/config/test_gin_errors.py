@@ -85,7 +85,7 @@ def test_the_recipe_itself_is_a_run(tmp_path):
         ("include 'no_such.gin'", "no gin file no_such.gin", "mine.gin:21", "location_prefix"),
         ("run.train_steps = (1,", "ends in the middle", "mine.gin:2", "Correct"),
         ("run.train_steps = = 3", "not a gin statement", "mine.gin:21", "Correct"),
-        ("d = gs://b/x", "statement: 'gs' is no value.", "mine.gin:21", "in quotation marks"),
+        ("d = gs://b/x", "statement: 'gs' is not a value.", "mine.gin:21", "in quotation marks"),
         ("d = ~/x", "statement: Unable to parse value.", "mine.gin:21", "in quotation marks"),
         ("run.train_stepz = 3", "'train_stepz'", "mine.gin:21", "'train_steps'"),
         ("runn.train_steps = 3", "'runn'", "mine.gin:21", "'run'"),

@@ -78,7 +78,7 @@ def test_every_number_of_a_run_has_a_range(kind):
         ("mesh_train_dataset_fn.seed = -1", "seed is -1"),
         ("Bitransformer.decode.beam_size = 0", "beam_size is 0"),
         ("Bitransformer.decode.temperature = -1.0", "temperature is -1.0"),
-        # A list or a mapping is no number, and a number no text.
+        # A list or a mapping is not a number, and a number no text.
         # Too wide for JAX's counts, or for any.
         ("run.train_steps = 1000000000000000000000000", "at most 2147483647"),
         ("run.train_steps = 3000000000", "at most 2147483647"),

@@ -150,7 +150,7 @@ def test_nothing_is_converted_into_a_directory_that_a_training_holds(tiny_checkp
         with pytest.raises(UserError, match="Another run holds .* training"):
             convert(tiny_checkpoint, tmp_path / "model", "jax", force=True)
     assert not list((tmp_path / "model").glob("checkpoint_*"))
-    convert(tiny_checkpoint, tmp_path / "model", "jax")  # its lock's files are no content
+    convert(tiny_checkpoint, tmp_path / "model", "jax")  # its lock's files are not content
 
 
 def test_no_space_left_in_the_middle_is_told_and_the_conversion_can_go_on(

@@ -127,7 +127,7 @@ def scores(model: Path) -> Any:
 
 
 def test_as_many_rows_as_pieces_are_enough_and_fewer_are_not(checkpoint):
-    """A tokenizer's own length, to which people resize the embedding, is no multiple of 128."""
+    """A tokenizer's own length, to which people resize the embedding, is not a multiple of 128."""
     assert scores(checkpoint(PIECES)).shape == (1, 2)
     with pytest.raises(UserError, match=f"has {PIECES:,} pieces, the model's embedding"):
         scores(checkpoint(PIECES - 1))

@@ -91,7 +91,7 @@ def test_there_are_as_many_sentinels_as_the_family_has(
     assert len(found.scored) == pieces + sentinels
     if sentinels:
         assert found.scored[-1][0] == "<extra_id_0>"
-    # T5's own number and one that was given are no assumptions.
+    # T5's own number and one that was given are not assumptions.
     assert bool(found.note) == (sentinels == 300 or (pieces, given) == (5_000, None))
 
 

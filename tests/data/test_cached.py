@@ -122,7 +122,7 @@ def test_a_cache_without_tokens_is_refused_and_not_trained_on_as_padding(tmp_pat
     info = json.loads((tmp_path / "info.train.json").read_text())
     info["features"] = {name: held for name in ("inputs", "targets")}
     (tmp_path / "info.train.json").write_text(json.dumps(info))
-    with pytest.raises(UserError, match="The cached inputs are no tokens: ") as caught:
+    with pytest.raises(UserError, match="The cached inputs are not tokens: ") as caught:
         CachedBatches([tmp_path], {"inputs": 8, "targets": 8}, 2)
     assert caught.value.where == str(tmp_path / "info.train.json")
 

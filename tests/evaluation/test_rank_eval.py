@@ -327,7 +327,7 @@ def test_a_limit_takes_the_same_sample_in_every_run_and_counts_the_whole(evaluat
         assert max(inputs) < record["available"]
         by_size.setdefault(record["available"], set()).add(inputs)
     assert all(len(samples) == 1 for samples in by_size.values())  # prompts share their inputs
-    assert (0, 1, 2) not in by_size.values()  # the first rows of a file are no sample
+    assert (0, 1, 2) not in by_size.values()  # the first rows of a file are not a sample
 
 
 @pytest.mark.parametrize("lengths", [{"inputs": 24, "targets": 3}, {"inputs": 24, "targets": 32}])

@@ -71,8 +71,8 @@ def test_a_length_that_is_none_is_refused(lengths):
 @pytest.mark.parametrize("missing", [None, float("nan"), 3, b"text"])
 def test_what_is_not_text_is_refused_with_its_place(missing):
     for inputs, choices, place in (
-        ([TEXTS[0], missing], ["a"], "among the inputs, at 1"),
-        (TEXTS, [["a"], ["b", missing]], "among the choices, at 1"),
+        ([TEXTS[0], missing], ["a"], "Number 1 of the inputs is "),
+        (TEXTS, [["a"], ["b", missing]], "Number 1 of the choices is "),
         (TEXTS, ["a", missing], "choices"),
     ):
         with pytest.raises(UserError, match=place):

@@ -112,7 +112,7 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
     request_queue_size = 64
 
     def handle_error(self, request, client_address):
-        """Clients that are killed are no news."""
+        """Clients that are killed are not news."""
 
 
 def _handler_of(store: FaultyStore):

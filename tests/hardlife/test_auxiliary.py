@@ -112,7 +112,7 @@ def _kill(kind: str, alive: dict[str, subprocess.Popen[bytes]], dice: random.Ran
 
 def _check_results(model_dir: Path) -> str:
     progress = JobJournal(model_dir / "auxiliary").progress
-    # What the training deleted while no controller lived is named as missed, and is no success.
+    # What the training deleted while no controller lived is named as missed, and is not a success.
     missed = {point for point, each in progress.items() if each.state == "missed"}
     succeeded = {point for point, each in progress.items() if each.state == "succeeded"}
     assert missed | succeeded == set(progress)

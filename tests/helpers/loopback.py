@@ -17,7 +17,7 @@ class FileServer(ThreadingHTTPServer):
     Faults are taken from the front, one for each request for bytes: an int is answered as that
     status; ("cut", n) sends n bytes and hangs up; "wrong" sends other bytes; "whole" ignores
     Range; "endless" never stops sending; "huge" says that the file is larger than any disk;
-    ("moved", address) redirects to there; None is no fault.
+    ("moved", address) redirects to there; None is not a fault.
     """
 
     daemon_threads = True

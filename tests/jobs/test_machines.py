@@ -50,7 +50,7 @@ def test_without_a_file_labels_mean_this_machine():
     ],
 )
 def test_what_is_wrong_in_the_file_is_said(tmp_path, text, platform, what):
-    # A lone surrogate stands for a byte that is no UTF-8.
+    # A lone surrogate stands for a byte that is not UTF-8.
     (tmp_path / "machines.yaml").write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match=rf"(?s){what}"):
         find_machine(tmp_path / "machines.yaml", platform, None)

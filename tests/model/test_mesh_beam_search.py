@@ -99,7 +99,7 @@ def found_by(number: int, **changes) -> decoding.Decoded:
 def test_a_search_finds_mesh_tensorflows_best_beam(mesh, of_tables, number):
     found = found_by(number)
     theirs = mesh[f"{number}/tokens"][:, 0]
-    # What follows EOS is no output; Mesh TensorFlow removes it later, in clean_decodes.
+    # What follows EOS is not output; Mesh TensorFlow removes it later, in clean_decodes.
     after = np.cumsum(theirs == decoding.EOS, axis=1) - (theirs == decoding.EOS) > 0
     np.testing.assert_array_equal(found.tokens, np.where(after, 0, theirs))
     np.testing.assert_allclose(found.scores, mesh[f"{number}/scores"][:, 0], rtol=1e-5)

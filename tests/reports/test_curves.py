@@ -74,7 +74,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
 def test_a_folder_of_runs_stands_for_the_runs_below_it(tmp_path):
     for run in ("runs/a", "runs/deep/b", "other"):
         write_lines(tmp_path / run, train(1, 1.0, loss_per_target_token=2.0))
-    # A copy of a run's metrics inside a checkpoint is no run.
+    # A copy of a run's metrics inside a checkpoint is not a run.
     write_lines(tmp_path / "runs" / "a" / "checkpoint_1" / "c", train(1, 1.0))
     runs, other = tmp_path / "runs", tmp_path / "other"
     assert list(read_curves([runs], "loss")[LOSS]) == ["a", "b"]

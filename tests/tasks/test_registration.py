@@ -289,8 +289,8 @@ def test_what_add_mixture_cannot_mix_is_refused_by_name(add):
     add_mixture("one", {name: 1.0})
     for tasks, rate, message in (
         ({"absent": 1.0}, None, "There is no task or mixture 'absent'"),
-        ([name], None, "no rate for mixture 'bad': the default is no function"),
-        ([name], 1.0, "no rate for mixture 'bad': the default is no function"),
+        ([name], None, "no rate for mixture 'bad': the default is not a function"),
+        ([name], 1.0, "no rate for mixture 'bad': the default is not a function"),
         ([name, "seqios"], lambda rows: 1.0, "no rate for seqios in mixture 'bad'"),
         ([name, "one"], lambda rows: 1.0, "no rate for one in mixture 'bad'"),
     ):

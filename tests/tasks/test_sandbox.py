@@ -194,7 +194,11 @@ def test_a_row_without_a_label_is_no_example_rather_than_the_last_choice(jinja, 
         ("{{'ab'[answer | int - 1]}}", {"answer": "0"}, "the index from answer is -1"),
         ("{{texts[0][label]}}", {"texts": [["a"]], "label": -3}, "label is -3, but there is 1"),
         ("{% set i = label - 1 %}{{'ab'[i]}}", {"label": 0}, "the index from i is -1"),
-        ("{{answer_choices[label]}}", {"label": 1.0}, "the index is 1.0, which is no whole number"),
+        (
+            "{{answer_choices[label]}}",
+            {"label": 1.0},
+            "the index is 1.0, which is not a whole number",
+        ),
         ("{{answer_choices[label]}}", {"label": "1"}, "the index is '1', which is text; write it"),
     ],
 )

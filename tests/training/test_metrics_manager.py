@@ -192,7 +192,7 @@ def test_metrics_merge_and_compute_as_their_names_say():
 
 
 def test_a_manager_of_its_own_folder_writes_as_t5xs_does(tmp_path):
-    """T5X's arguments; texts, arrays and clu's own metrics; what is no number is named."""
+    """T5X's arguments; texts, arrays and clu's own metrics; what is not a number is named."""
     import clu.metrics
     import clu.values
 

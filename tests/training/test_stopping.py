@@ -128,11 +128,11 @@ def test_a_value_that_is_no_number_is_told_and_does_not_stop(action, value, kind
     told = []
     with heard_by(told.append):
         assert action.run(None, {"train": {"loss": value}}) is False
-    assert re.search(rf"loss of train is no number but {kind}", told[0])
+    assert re.search(rf"loss of train is not a number but {kind}", told[0])
 
 
 class HaltsOnClus(BaseAction):
-    """T5X's own idiom: a value that is no clu.values.Scalar is ignored."""
+    """T5X's own idiom: a value that is not a clu.values.Scalar is ignored."""
 
     def run(self, train_state, metrics_by_task):
         metric = metrics_by_task["task"]["loss"]

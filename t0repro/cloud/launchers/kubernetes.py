@@ -148,7 +148,7 @@ def complete_template(
     try:
         pod = manifest["spec"]["template"]["spec"]
         container = pod["containers"][0]
-        container["name"]  # a list of names is no list of containers
+        container["name"]  # a list of names is not a list of containers
     except (KeyError, IndexError, TypeError) as error:
         raise UserError(
             "The Job template lacks spec.template.spec.containers with a name.",

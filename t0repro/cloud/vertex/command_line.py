@@ -87,7 +87,7 @@ def read_arguments(words: Sequence[str]) -> Arguments:
         raise UserError(
             f"There is no run mode {mode.run_mode!r}.",
             where="--run_mode",
-            fix=f"One of {', '.join(JobMode)}.",
+            fix=f"Choose one of {', '.join(JobMode)}.",
         ) from error
 
 

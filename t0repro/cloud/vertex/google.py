@@ -149,7 +149,7 @@ def cloud_errors(doing: str, where: str | None = None) -> Iterator[None]:
             fix="Give its number, or its name of letters, digits and dashes; its display"
             " name is neither.",
         ) from error
-    # RetryError, by which a client gives up, is no GoogleAPICallError.
+    # RetryError, by which a client gives up, is not a GoogleAPICallError.
     except (exceptions.RetryError, requests.RequestException, ConnectionError) as error:
         raise UserError(
             f"Could not {doing}: the connection failed: {' '.join(str(error).split())}",

@@ -157,7 +157,7 @@ def _words(error: Exception) -> str:
     if isinstance(error, SyntaxError):
         # gin shows the node of Python's parser, with its address in memory, before the token.
         token = _BAD_TOKEN.search(error.msg)
-        reason = f"{token[1]} is no value" if token else _short(error.msg).rstrip(".")
+        reason = f"{token[1]} is not a value" if token else _short(error.msg).rstrip(".")
         return f"This is not a gin statement: {reason}."
     return _message(error) or f"{type(error).__name__}."
 
@@ -384,7 +384,7 @@ def check_macros_are_read(
         if selector != MACRO or name in read or (is_shipped(place) and not is_override):
             continue
         if name in bindings.macros:
-            # Wrapper scripts set macros and also override their readers; that is no mistake.
+            # Wrapper scripts set macros and also override their readers; that is not a mistake.
             if is_override:
                 warnings.append(f"{place}: what reads the macro {name} is overridden")
         elif is_override:

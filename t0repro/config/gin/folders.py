@@ -70,7 +70,7 @@ def open_file(name: str, folders: Sequence[str]) -> tuple[str, str] | None:
       folders: Searched in turn, each by every reader of gin; "" is the working folder.
 
     Raises:
-      OSError, UnicodeDecodeError: If it cannot be read, or is no text.
+      OSError, UnicodeDecodeError: If it cannot be read, or is not text.
     """
     for path in [name] if os.path.isabs(name) else [os.path.join(at, name) for at in folders]:
         for reader, exists in door.file_readers():

@@ -385,8 +385,7 @@ def _read_train_data(arguments: Arguments, prefix: str) -> TrainDataConfig | Non
         raise UserError(
             "The state of an input pipeline in several shards cannot be saved.",
             where=arguments.place("checkpoint_input_pipeline"),
-            fix="Bind run.checkpoint_input_pipeline = False: a resumed run finds its place all"
-            " the same.",
+            fix="Bind run.checkpoint_input_pipeline = False: resuming works without it.",
         )
     if run["skip_seen_data"] and run["checkpoint_input_pipeline"]:
         raise UserError(

@@ -24,7 +24,7 @@ def mesh_dimensions(shape: Any) -> tuple[Dimension, ...]:
     """The dimensions of a mesh.
 
     Raises:
-      ValueError: If it is no shape.
+      ValueError: If it is not a shape.
     """
     if isinstance(shape, str):
         dimensions = tuple(Dimension(name, int(size)) for name, size in _pairs(shape))
@@ -39,7 +39,7 @@ def mesh_dimensions(shape: Any) -> tuple[Dimension, ...]:
 def _dimension(value: Any) -> Dimension:
     name, size = (value.name, value.size) if hasattr(value, "size") else value
     if not isinstance(name, str) or type(size) is not int:
-        raise ValueError(f"{value!r} is no name with a size")
+        raise ValueError(f"{value!r} is not a name and a size")
     return Dimension(name, size)
 
 
@@ -47,7 +47,7 @@ def layout_pairs(rules: Any) -> frozenset[tuple[str, str]]:
     """Pairs of a tensor's dimension and the mesh's dimension that shards it.
 
     Raises:
-      ValueError: If they are no layout rules.
+      ValueError: If they are not layout rules.
     """
     pairs = _pairs(rules) if isinstance(rules, str) else getattr(rules, "_pairs", rules)
     return frozenset((tensor, mesh) for tensor, mesh in pairs)
@@ -57,7 +57,7 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
     for part in filter(None, re.split("[,;]", text.replace(" ", ""))):
         first, _, second = part.partition(":")
         if not first or not second or ":" in second:
-            raise ValueError(f"{part!r} is no pair A:B")
+            raise ValueError(f"{part!r} is not a pair A:B")
         yield first, second
 
 

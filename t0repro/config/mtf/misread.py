@@ -214,7 +214,7 @@ def check_types(bindings: Bindings) -> None:
 
 def _no_truth_value(name: str, value: Any, where: str | None) -> NotOnJax:
     return NotOnJax(
-        f"{name} is {value!r}, which is no truth value; Mesh TensorFlow takes it for"
+        f"{name} is {value!r}, which is not a truth value; Mesh TensorFlow takes it for"
         f" {bool(value)}.",
         where=where,
         fix=f"Bind True or False, without quotation marks{_OR_WARNED}.",

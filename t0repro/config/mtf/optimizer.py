@@ -93,7 +93,7 @@ def _frozen(arguments: Arguments, names: Mapping[str, str]) -> tuple[str, ...]:
         frozen = tuple(path for path, name in names.items() if not re.search(pattern, name))
     except re.error as error:
         raise UserError(
-            f"run.variable_filter = {pattern!r} is no regular expression: {error}.",
+            f"run.variable_filter = {pattern!r} is not a regular expression: {error}.",
             where=place,
             fix="Correct the pattern.",
         ) from None

@@ -68,7 +68,7 @@ class Parameter:
     """An argument of a configurable.
 
     Attributes:
-      hint: The declared type of values that are no calls.
+      hint: The declared type of values that are not calls.
       default: Its default; `REQUIRED` without one.
       calls: The configurables of which it takes a call.
       why: Why only the default is accepted; "" if other values are too.

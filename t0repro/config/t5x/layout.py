@@ -57,8 +57,8 @@ def differences(program: Call) -> Iterator[str]:
         if rule[1] is not None and rule not in _KNOWN | {_FULLY_SHARDED}:
             yield call.note(argument, f": the rule {rule!r}: {_NOT_DONE}")
     if program.arguments.get("use_hardware_rng"):
-        what = " = True: JAX's default generator is used all the same, whose numbers are the same"
-        yield program.note("use_hardware_rng", f"{what} on every device")
+        what = " = True: JAX's default generator is used, with the same numbers on every device"
+        yield program.note("use_hardware_rng", what)
 
 
 def _sizes(partitioner: Call) -> dict[str, int]:

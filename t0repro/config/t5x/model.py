@@ -108,7 +108,7 @@ def dtypes(model: Call, source: T5xSource, saved: Any) -> DTypePolicy:
 
 def _denominator(model: Call) -> float | LossDenominator | None:
     factor = model["loss_normalizing_factor"]
-    # bool is a subclass of int, and True is no divisor.
+    # bool is a subclass of int, and True is not a divisor.
     if isinstance(factor, int | float) and not isinstance(factor, bool):
         return float(factor)
     # T5X accepts these words in lower case too.

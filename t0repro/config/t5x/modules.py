@@ -33,7 +33,7 @@ class _Served:
         known = [key for key in self.__dict__ if not key.startswith("_")]
         raise UserError(
             f"{self._name}.{name} is not supported in a T5X gin file.",
-            fix=f"Known here: {nearest_names(name, known, count=3)} (of {', '.join(known)}).",
+            fix=f"Known: {nearest_names(name, known, count=3)} (of {', '.join(known)}).",
         )
 
 

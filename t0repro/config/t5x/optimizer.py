@@ -50,7 +50,7 @@ def optimizer_config(model_call: Call, model: ModelConfig, source: T5xSource) ->
         return OptaxConfig((_plain_call(optimizer),))
     model_call.refuse(
         "optimizer_def",
-        "this optimizer is not known here.",
+        "t0repro does not support this optimizer.",
         "Bind @adafactor.Adafactor() or @optimizers.chain().",
     )
 
@@ -82,7 +82,7 @@ def _multi_optimizer(
         if not hasattr(traversal, "iterate"):
             call.refuse(
                 name,
-                "it is no choice of parameters.",
+                "it does not select parameters.",
                 "Bind @traverse_util.ModelParamTraversal(), of flax, with a filter_fn.",
                 value=traversal,
             )
@@ -182,7 +182,7 @@ def _mapped(rules: Call, path: str, call: Call, argument: str) -> Any:
             if re.search(pattern, path):
                 return value
         except re.error as error:
-            why = f"this is no regular expression: {error}."
+            why = f"this is not a regular expression: {error}."
             call.refuse(argument, why, "Correct it.", value=pattern)
     call.refuse(
         argument, f"no rule is for {path}.", "Add a last rule, for '.*'.", value=rules["rules"]
@@ -201,8 +201,8 @@ def _check_scanned(call: Call, model: ModelConfig) -> None:
     if call["factored"] and call["logical_factor_rules"] and short:
         call.refuse(
             "logical_factor_rules",
-            f"in scanned layers T5X would factor kernels with a side of {shortest}, which is less"
-            f" than min_dim_size_to_factor; here layers are not scanned and such kernels are kept.",
+            f"T5X would factor kernels of scanned layers with a side of {shortest}, below"
+            " min_dim_size_to_factor; t0repro does not scan layers, and does not factor them.",
             "Take the model of t5x.examples.t5, whose layers are not scanned.",
         )
 

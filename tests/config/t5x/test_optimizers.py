@@ -112,7 +112,7 @@ def test_each_optimizer_trains_its_parameters_and_the_rest_stay(tmp_path):
     ("text", "complaint"),
     [
         (FACTORED + "adafactor.HParamMap.rules = [('kernel', None)]", "no rule is for"),
-        (FACTORED + "adafactor.HParamMap.rules = [('(', None)]", "no regular expression"),
+        (FACTORED + "adafactor.HParamMap.rules = [('(', None)]", "not a regular expression"),
         (FACTORED + "adafactor.HParamMap.rules = [('.*', ('row', 'across'))]", "a word for each"),
         (FACTORED + "adafactor.HParamMap.rules = [('.*', ('row', 'column'))]", "for 2 axes"),
         (FACTORED + "adafactor.HParamMap.rules = [('.*', 'heuristic')]\n"
@@ -121,7 +121,7 @@ def test_each_optimizer_trains_its_parameters_and_the_rest_stay(tmp_path):
          "two optimizers"),
         ("OPTIMIZER = @optimizers.MultiOptimizer()\n"
          "optimizers.MultiOptimizer.traversals_and_optimizers = [(1, @adafactor.Adafactor())]",
-         "no choice of parameters"),
+         "does not select parameters"),
         ("OPTIMIZER = @optimizers.MultiOptimizer()\n"
          "optimizers.MultiOptimizer.traversals_and_optimizers = [(1, @optax.sgd())]\n"
          "optax.sgd.learning_rate = 0.1", "must be Adafactor"),
