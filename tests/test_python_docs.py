@@ -1,4 +1,4 @@
-"""Every block of docs/python.md runs, in its order, and does what the page says."""
+"""Every block of Python on the pages runs, in its order, and does what docs/python.md says."""
 
 import re
 import shutil
@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 import numpy as np
+from safetensors.numpy import save_file
 
+import t0repro
 from t0repro.reports.report_files import write_report
 from t0repro.reports.score_tables import write_tables
 from t0repro.tasks.demo.datasets import VOCABULARY
 
-from .helpers.docs_commands import ROOT
+from .helpers.docs_commands import ROOT, fenced_blocks, pages
 from .reports.suites import report_of, small_suite
 from .tasks.prompt_caches import make
 
@@ -39,10 +41,7 @@ def test_every_block_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("T0REPRO_DATA_DIR", "rows")
     monkeypatch.setenv("T0REPRO_VOCAB", "sentencepiece.model")
-    page = ROOT / "docs" / "python.md"
-    namespace = {"__name__": "the_page"}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
-        exec(compile(block, str(page), "exec"), namespace)
+    namespace = run_blocks(ROOT / "docs" / "python.md")
     assert int(namespace["state"].step) == 20
     assert namespace["scores"].shape == (2, 2) and np.isfinite(namespace["scores"]).all()
     table = namespace["table"]
@@ -52,6 +51,33 @@ def test_every_block_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
         "my_reviews_was_it_good",
         "my_reviews_recommend",
     ]
+    # The model that the page trained stands for those of other pages.
+    for name in ("t0_3b", "t5_encoder"):
+        (tmp_path / name).symlink_to("runs/mine")
+    encoded = t0repro.encode("t5_encoder", ["It rained."], batch_size=1)
+    offsets = np.array([0, len(encoded[0])])
+    save_file({"embeddings": encoded[0], "offsets": offsets}, "prompts.safetensors")
+    namespace = run_blocks(ROOT / "README.md")
+    assert namespace["scores"].shape == (1, 2) and np.isfinite(namespace["scores"]).all()
+    namespace = run_blocks(ROOT / "docs" / "howto_encode.md")
+    assert namespace["first"].shape == encoded[0].shape
+    assert namespace["vectors"].shape == (2, 32)
+
+
+def run_blocks(page):
+    """Runs a page's blocks of Python in one module; returns its names."""
+    namespace = {"__name__": "the_page"}
+    for language, block in fenced_blocks(page.read_text()):
+        if language == "python":
+            exec(compile(block, str(page), "exec"), namespace)
+    return namespace
+
+
+def test_every_page_with_python_is_run():
+    """Those of this module; tests/training/test_trainer_docs.py runs the trainer's page."""
+    with_python = {page.name for page in pages()
+                   if "python" in dict(fenced_blocks(page.read_text()))}  # fmt: skip
+    assert with_python == {"README.md", "howto_encode.md", "python.md", "trainer.md"}
 
 
 def test_importing_t0repro_imports_nothing_heavy():

@@ -167,13 +167,9 @@ class RunOptions:
         str | None,
         typer.Option(help="The folder of TensorFlow Datasets' data, as the container sees it."),
     ] = None
-    gin_files: Annotated[
-        str | None, typer.Option(help="As in T5X's run.py: gin files, separated by commas.")
-    ] = None
-    gin_overwrites: Annotated[
-        str | None,
-        typer.Option(help="As in T5X's run.py: NAME=VALUE, separated by commas."),
-    ] = None
+    # As in T5X's run.py: --gin_file and --gin_param in one word each, separated by commas.
+    gin_files: Annotated[str | None, typer.Option(hidden=True)] = None
+    gin_overwrites: Annotated[str | None, typer.Option(hidden=True)] = None
 
     def words(self, command: list[str]) -> tuple[str, ...]:
         """The job's command line; `command` is what followed `--`.
@@ -189,7 +185,7 @@ class RunOptions:
             *(override(binding) for binding in bindings),
             *(f"--{name}={value}" for name, value in folders.items() if value is not None),
         ]
-        # As in run.py, whose flag gin_files is.
+        # As in run.py.
         run_mode = self.run_mode or ("train" if self.gin_files else None)
         if run_mode is not None:
             return f"--run_mode={run_mode}", *flags, *command
@@ -243,13 +239,9 @@ def submit(
     how: SubmissionOptions,
     display_name: Annotated[
         str | None,
-        typer.Option(
-            help="The job's name in the console.", show_default="job_name_prefix and the time"
-        ),
+        typer.Option(help="The job's name in the console.", show_default="t5x_job and the time"),
     ] = None,
-    job_name_prefix: Annotated[
-        str, typer.Option(help="As in T5X's run.py: how a name begins.")
-    ] = "t5x_job",
+    job_name_prefix: Annotated[str, typer.Option(hidden=True)] = "t5x_job",  # of T5X's run.py
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -263,6 +255,7 @@ def submit(
 
     Gin files of this machine are copied to the staging bucket. Overrides are --gin.NAME=VALUE.
     Results and checkpoints belong in a bucket, which the container sees at /gcs/BUCKET.
+    The flags of T5X's run.py (--project_id, --gin_files, --gin_overwrites, ...) work too.
 
     Example:
       t0repro vertex submit --project P --location europe-west4 \

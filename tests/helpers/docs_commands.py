@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+
+_SHELLS = ("", "bash", "sh")  # languages of blocks that a reader pastes into a shell
 
 # These take what belongs to the command that they start, or to a table of placeholders.
 _OF_ANOTHER = {"run", "launch"}
@@ -20,9 +23,14 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """(language, content) of each block of a page between fences, of any language."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+
+
 def command_lines(text: str) -> Iterator[str]:
     """The lines of a page's code that call t0repro, continued lines joined, from its name on."""
-    fenced = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.M | re.S)
+    fenced = [block for language, block in fenced_blocks(text) if language in _SHELLS]
     indented = re.findall(r"(?:^ {4}.*\n)+", text, re.M)
     in_line = re.findall(r"`([^`\n]*\bt0repro [^`\n]*)`", text)
     for block in [*fenced, *indented, *in_line]:
@@ -64,30 +72,33 @@ def fault(line: str, command: Any) -> str | None:
 
 
 # In bash, every program of a page is this function: it records the words that the shell passes.
-# Folders are made, since the shell's own redirections write into them.
+# Folders are made, since the shell's own redirections write into them; a clone is an empty one.
 _RECORDER = r"""
 made_by=$(type -P mkdir)
 mkdir() { "$made_by" "$@"; }
+git() { command_not_found_handle git "$@"; mkdir -p "${@: -1}"; }
 PATH=/nowhere
 command_not_found_handle() { printf '%s\0' "$@" >&9; printf '\1\0' >&9; }
 enable -n source
 """
 _PROGRAM = (
     r"(?:\S+/)?(?:t0repro|t5_mesh_transformer|seqio_cache_tasks|bash|python|pip|pytest|gcloud|docker"
-    r"|mkdir)"
+    r"|mkdir|git)"
 )
 _VARIABLE = r"[A-Z_0-9]+=\S+"
+# Comments may come before the first command.
 _SHELL = re.compile(
-    rf"^(?:\$ )?(?:(?:{_VARIABLE}\s+(?:\\\n\s*)?)*{_PROGRAM} |export {_VARIABLE}|[a-z]+=\")", re.M
+    rf"(?:#.*\n)*(?:\$ )?"
+    rf"(?:(?:{_VARIABLE}\s+(?:\\\n\s*)?)*{_PROGRAM} |export {_VARIABLE}|[a-z]+=\")"
 )
 
 
 def shell_blocks(text: str) -> Iterator[str]:
     """The blocks of a page that a reader pastes into a shell; of a session, what follows `$ `."""
-    fenced = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.M | re.S)
+    fenced = [block for language, block in fenced_blocks(text) if language in _SHELLS]
     rest = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     indented = re.findall(r"(?:^ {4}.*\n)(?:^ {4}.*\n|^\n(?= {4}))*", rest, re.M)
-    for block in [*fenced, *(re.sub(r"^ {4}", "", each, flags=re.M) for each in indented)]:
+    for block in [*fenced, *map(textwrap.dedent, indented)]:
         if re.search(r"^\$ ", block, re.M):
             yield "\n".join(re.findall(r"^\$ ((?:.*\\\n)*.*)", block, re.M)) + "\n"
         elif _SHELL.match(block):
