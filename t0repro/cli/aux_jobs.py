@@ -34,7 +34,9 @@ def aux(
     model_dir: Annotated[
         str | None,
         typer.Option(
-            callback=source, help="The training run's folder, or its gs:// or s3:// address."
+            callback=source,
+            help="The training run's folder, or its gs:// or s3:// address.",
+            rich_help_panel="Required",  # except with a subcommand
         ),
     ] = None,
     gin_file: GinFiles = None,

@@ -283,7 +283,7 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any], *, may_skip: bool
         # Name the mixture if the command would otherwise list too many tasks.
         many = len(missing) > _NAMES_SHOWN and name in prompted_mixtures()
         selection = f"--mixture {name}" if many else f"--tasks '{','.join(missing)}'"
-        command = f"t0repro cache {selection} --output_cache_dir {target}"
+        command = f"t0repro cache {selection} --cache_dir {target}"
     else:
         command = f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target}"
     skipped = {task for folder in searched for task in read_skipped(folder)}

@@ -36,7 +36,7 @@ def locked(folder: Path) -> Iterator[Path]:
     Raises:
       UserError: If another run holds the folder; names that run.
     """
-    with lock_folder(folder, "caching", fix="Wait for it, or give another --output_cache_dir."):
+    with lock_folder(folder, "caching", fix="Wait for it, or give another --cache_dir."):
         staging = folder / STAGING
         shutil.rmtree(staging, ignore_errors=True)  # left by a run that was killed
         staging.mkdir()
