@@ -315,9 +315,7 @@ def _check_request(to: Target, options: Options) -> None:
             fix="Remove the option, or write the whole model: --to jax, t5x, mtf or hf.",
         )
     if options.scan and to != "t5x":
-        raise UserError(
-            "Layers are stacked (--scan) in T5X's checkpoints only.", fix="Add --to t5x."
-        )
+        raise UserError("--scan stacks the layers of T5X's checkpoints only.", fix="Add --to t5x.")
     if options.master_dtype and to != "mtf":
         raise UserError(
             "Only Mesh TensorFlow has masters (--master_dtype).",
@@ -329,7 +327,7 @@ def _check_request(to: Target, options: Options) -> None:
             fix="Give one of them.",
         )
     if options.layout and to != "t5x":
-        raise UserError("Only T5X's checkpoints have layouts (--layout).", fix="Add --to t5x.")
+        raise UserError("--layout is for T5X's checkpoints only.", fix="Add --to t5x.")
 
 
 def _check_form_exists(shape: ModelShape, to: Target, ref: CheckpointRef, scan: bool) -> None:

@@ -172,32 +172,40 @@ def check_adapter(adapter: Adapter) -> Adapter:
     """
     where = f"adapters.{adapter.kind}"
     if adapter.kind not in get_args(Kind):
-        raise UserError(f"There is no adapter {adapter.kind!r}.", where="adapters")
+        kinds = " or ".join(get_args(Kind))
+        raise UserError(
+            f"There is no adapter {adapter.kind!r}.", where="adapters", fix=f"Choose {kinds}."
+        )
     if not adapter.targets or not all(isinstance(each, str) for each in adapter.targets):
         raise UserError(
-            f"targets = {list(adapter.targets)!r}: they are regular expressions, at least one.",
+            f"targets is {list(adapter.targets)!r}; it must be a list of regular expressions.",
             where=f"{where}.targets",
+            fix="Name at least one kernel, or leave targets out.",
         )
     # Not isinstance: in Python, a bool is an int.
     if type(adapter.rank) is not int or (adapter.rank < 1) != (adapter.kind == "ia3"):
         raise UserError(
-            f"rank = {adapter.rank!r}: LoRA needs a whole number, at least 1.",
+            f"rank is {adapter.rank!r}; for LoRA it must be a whole number of at least 1.",
             where=f"{where}.rank",
+            fix="Bind a rank such as 8. (IA)3 has none.",
         )
     if type(adapter.alpha) not in (int, float) or not 0 < adapter.alpha < 2**31:
         raise UserError(
-            f"alpha = {adapter.alpha!r}: it must be a number above 0 and below 2**31.",
+            f"alpha is {adapter.alpha!r}; it must be a number above 0 and below 2**31.",
             where=f"{where}.alpha",
+            fix="Bind a number such as 8.0.",
         )
     if type(adapter.dropout) not in (int, float) or not 0 <= adapter.dropout < 1:
         raise UserError(
-            f"dropout = {adapter.dropout!r}: a rate is at least 0 and below 1.",
+            f"dropout is {adapter.dropout!r}; it must be at least 0 and below 1.",
             where=f"{where}.dropout",
+            fix="Bind a rate such as 0.1.",
         )
     if adapter.base_dtype not in ("float32", "bfloat16"):
         raise UserError(
-            f"base_dtype = {adapter.base_dtype!r}: there are 'float32' and 'bfloat16'.",
+            f"base_dtype is {adapter.base_dtype!r}, which is not supported.",
             where=f"{where}.base_dtype",
+            fix="Bind 'float32' or 'bfloat16'.",
         )
     return adapter
 

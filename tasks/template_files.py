@@ -122,7 +122,7 @@ def _mixtures(path: Path, content: _Mapping) -> dict[str, dict[str, float]]:
     where = f"{path}, line {content.line_of('mixtures')}"
     fix = "Write, below mixtures:, a name and below it a line `<task>: <rate>` for each task."
     if not isinstance(entries, _Mapping) or not entries:
-        raise UserError("mixtures are not names and tasks.", where=where, fix=fix)
+        raise UserError("mixtures is not a table of names and tasks.", where=where, fix=fix)
     for name, tasks in entries.items():
         where = f"{path}, line {entries.line_of(name)}"
         if not isinstance(tasks, _Mapping) or not tasks:
@@ -264,7 +264,7 @@ def _choices(entry: _Mapping, where: str) -> tuple[str, str | None]:
         jinja = _text(entry, "answer_choices_key", where)
         if isinstance(choices, str) and choices not in ("", jinja):
             raise UserError(
-                "answer_choices and answer_choices_key are two different texts.",
+                "answer_choices and answer_choices_key have different values.",
                 where=f"{where.partition(', line')[0]}, line {entry.line_of('answer_choices')}",
                 fix="Remove one; answer_choices_key is its old name.",
             )
@@ -292,7 +292,7 @@ def _metadata(template: _Mapping, where: str) -> dict[str, Any]:
     if entry is None:
         entry = _Mapping()
     if not isinstance(entry, _Mapping):
-        raise UserError("The metadata are not keys and values.", where=where, fix=fix)
+        raise UserError("The metadata is not a table of keys and values.", where=where, fix=fix)
     _check_keys(entry, (*METADATA_KEYS, *OLD_METADATA_KEYS, *ANNOTATIONS), (), where, fix)
     kinds = {
         "metrics": (_is_texts, "a list of names: [Accuracy]"),
@@ -329,7 +329,7 @@ def _check_jinja(text: str, field: str, where: str) -> None:
         raise UserError(
             f"The {field} is not a Jinja template{of_line}: {error.message}.",
             where=where,
-            fix="Fix it; promptsource's filters are Jinja's, choice and most_frequent.",
+            fix="Correct it. The filters are Jinja's, and promptsource's choice and most_frequent.",
         ) from error
     except TemplateFailure as error:
         raise UserError(

@@ -53,7 +53,9 @@ def dataset_of_file(path: Path) -> Dataset:
             f"{path.name} {what}.", where=f"--rows {path}", fix=f"Name one: {', '.join(SUFFIXES)}."
         )
     if next(read_rows(path, 0, 1), None) is None:
-        raise UserError("The file has no rows.", where=f"--rows {path}", fix="Name another.")
+        raise UserError(
+            "The file has no rows.", where=f"--rows {path}", fix="Name a file with rows."
+        )
     folder = path.resolve().parent
     # As below T0REPRO_DATA_DIR: <dataset>/default/<split>.
     name = folder.parent.name if folder.name == "default" else path.stem

@@ -95,7 +95,7 @@ class Draft:
             value = fields.get(field.name, field.default)
             value = tuple(value) if isinstance(value, list) else value
             if type(value) is not type(field.default) or len(str(value)) > LONGEST:
-                raise UserError(f"The field {field.name} is not what it should be.")
+                raise UserError(f"The field {field.name} has the wrong type, or is too long.")
             values[field.name] = value
         if unknown := [each for each in values["metrics"] if each not in PROMPTSOURCE_METRICS]:
             raise UserError(f"There is no metric {unknown[0]!r}.")

@@ -81,7 +81,7 @@ def compare(
     """
     given = [labeled(run) for run in runs]
     if len(given) < 2:
-        raise UserError("One run cannot be compared.", fix="Name two or more.")
+        raise UserError("A comparison needs two runs or more.", fix="Name them.")
     if step and len(step) != len(given):
         raise UserError(
             f"--step is given {counted(len(step), 'time')} for {counted(len(given), 'run')}.",

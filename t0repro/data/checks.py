@@ -99,7 +99,7 @@ def check_lengths(name: str, lengths: Mapping[str, int] | None) -> None:
     _check_lengths_given([each for each in used if each not in lengths])
     if unknown := [each for each in lengths if each not in used]:
         raise UserError(
-            f"No task has the features {' and '.join(unknown)}, which have lengths.",
+            f"There are lengths for {' and '.join(unknown)}, which no task has.",
             where="utils.DatasetConfig.task_feature_lengths",
             fix=f"Give a length for each of {', '.join(used)}.",
         )

@@ -143,7 +143,8 @@ def make_job(
         raise configuration.only_on_jax
     if config.model.dropout_rate:
         raise UserError(
-            f"The dropout rate is {config.model.dropout_rate}; the stacks draw different noise.",
+            f"The dropout rate is {config.model.dropout_rate}, and the two stacks draw different"
+            " random numbers.",
             where=config.provenance.get("model.dropout_rate"),
             fix='Add --gin_param "dropout_rate = 0.0".',
         )

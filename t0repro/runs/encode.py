@@ -96,7 +96,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 1:
-            raise UserError(f"A row cannot have at most {self.length} tokens.", where="length")
+            raise UserError(f"length is {self.length}; it must be at least 1.", where="length")
 
 
 class Tokenizer:

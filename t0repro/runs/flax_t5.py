@@ -79,9 +79,7 @@ class FlaxT5EncoderModel:
         folder = _local_folder(os.fspath(pretrained_model_name_or_path), subfolder, revision)
         name = jnp.dtype(dtype).name
         if name not in ("float32", "bfloat16"):
-            raise UserError(
-                f"There are no activations in {name}.", fix="Ask for float32 or bfloat16."
-            )
+            raise UserError(f"The dtype {name} is not supported.", fix="Use float32 or bfloat16.")
         return cls(open_encoder(folder, name), _config(folder))
 
     def __call__(

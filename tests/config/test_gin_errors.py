@@ -178,6 +178,7 @@ def test_a_mutated_file_is_a_run_or_an_error_of_what_where_and_fix(tmp_path_fact
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)  # 20,000 files take minutes, on a busy machine half an hour
 @settings(max_examples=20_000, **FUZZ)
 @given(text=mutated(TEXT))
 def test_20_000_mutated_files_are_runs_or_errors_of_what_where_and_fix(tmp_path_factory, text):

@@ -116,7 +116,7 @@ def test_longer_rows_are_cut_and_counted_or_refused(model_dir, capsys):
     assert "1 row was cut to 5 tokens" in capsys.readouterr().err
     with pytest.raises(UserError, match="31 tokens, more than 5"):
         t0repro.encode(model_dir, ROWS[:3], length=5, too_long="error")
-    with pytest.raises(UserError, match="at most 0 tokens"):
+    with pytest.raises(UserError, match="length is 0; it must be at least 1"):
         t0repro.encode(model_dir, ROWS[:3], length=0)
 
 

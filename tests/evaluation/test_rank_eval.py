@@ -744,7 +744,7 @@ def test_all_steps_give_one_report_with_accuracy_by_step_after_a_kill_too(tmp_pa
     refused = start(model_dir, out, "--step=7,8", "--adapter=x", "--dry_run").communicate()[0]
     assert "names 2" in refused
     refused = start(model_dir, out, "--step=7-8", "--dry_run").communicate()[0]
-    assert "'7-8' is no step" in refused
+    assert "'7-8' is not a step" in refused
 
 
 def test_a_second_run_into_the_same_folder_is_refused_at_once(model_dir, tmp_path):

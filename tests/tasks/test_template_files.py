@@ -149,7 +149,7 @@ def test_a_python_module_of_patterns_is_named_as_what_it_is(tmp_path):
         ("answer_choices: ['{{text}}', b]", "the item '{{text}}'"),
         ("answer_choices: [a ||| b, c]", r"the item 'a \|\|\| b'"),
         ("answer_choices: false", "answer_choices is False"),
-        ("answer_choices: a ||| b\n    answer_choices_key: c ||| d", "two different texts"),
+        ("answer_choices: a ||| b\n    answer_choices_key: c ||| d", "different values"),
         ("answer_choices_key: '{{a'", "The answer_choices_key is not a Jinja template"),
     ],
 )

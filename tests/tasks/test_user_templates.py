@@ -195,7 +195,11 @@ BROKEN = [
     ),
     ("a way out", "dataset: ../../etc\ntemplates:\n" + GOOD, "leads out(.|\n)*line 1"),
     ("deep", "dataset: " + "[" * 9000, "nested too deeply"),
-    ("empty mixtures", HEAD + GOOD + "mixtures: {}\n", "not names and tasks(.|\n)*line 14"),
+    (
+        "empty mixtures",
+        HEAD + GOOD + "mixtures: {}\n",
+        "not a table of names and tasks(.|\n)*line 14",
+    ),
     ("rate", HEAD + GOOD + "mixtures:\n  m:\n    a: 0\n", "rate of a(.|\n)*line 16"),
     (
         "task of a mixture",

@@ -193,7 +193,9 @@ def _steps(path: str, step: str | None) -> Sequence[int | None]:
         return sorted({int(number) for number in step.split(",")})
     except ValueError as error:
         raise UserError(
-            f"{step!r} is no step.", where="--step", fix="Give a number, several (100,200), or all."
+            f"{step!r} is not a step.",
+            where="--step",
+            fix="Give a number, several (100,200), or all.",
         ) from error
 
 

@@ -154,7 +154,7 @@ def cloud_errors(doing: str, where: str | None = None) -> Iterator[None]:
         raise UserError(
             f"Could not {doing}: the connection failed: {' '.join(str(error).split())}",
             where=where,
-            fix="Look at the network, then start the same command again.",
+            fix="Check the network, then start the same command again.",
         ) from error
 
 

@@ -39,7 +39,9 @@ class Machines:
 
     def __post_init__(self) -> None:
         if self.replica_count < 1:
-            raise UserError("A job needs a machine.", where="--replica_count", fix="Give 1.")
+            raise UserError(
+                "A job needs at least one machine.", where="--replica_count", fix="Give 1 or more."
+            )
         if (self.accelerator_type is None) != (self.accelerator_count == 0):
             raise UserError(
                 "An accelerator takes both a type and a count.",
