@@ -55,7 +55,7 @@ SKIPPED: dict[tuple[str, str], str] = {
     ("any_model.md", r"^python scripts/demo/decoder_only\.py"): EXTRA,
     ("any_model.md", r"^T0REPRO_VOCAB="): REAL,
     ("any_model.md", r"^source "): "the environment is the one that runs the tests",
-    ("auxiliary_jobs.md", r"topics|wmt14_enfr|runs/c4"): REAL,
+    ("auxiliary_jobs.md", r"base_wmt14enfr_train"): REAL,
 }
 
 DEMO = (
@@ -90,6 +90,14 @@ TINY: list[tuple[str, str, str]] = [
     ("", r"^t5_mesh_transformer (.*) \.\.\.", rf"t5_mesh_transformer {DEMO} \1"),
     ("", r"--checkpoint (C|CHECKPOINT)\b", "--checkpoint runs/demo/model"),
     ("any_model.md", r"/path/to/datasets", "rows"),
+    (
+        "auxiliary_jobs.md",
+        r"aux --model_dir runs/c4 .*",
+        "aux --model_dir runs/demo/model --auxiliary_job_mixtures demo_eval_score_eval --once"
+        " --auxiliary_job_build_target_path 'rank-eval --module_import t0repro.tasks.demo"
+        " --limit 4'",
+    ),
+    ("auxiliary_jobs.md", r"status runs/c4 --watch", "status runs/demo/model"),
     ("cache.md", r"/shared/cache", "runs/shared_cache"),
     ("cache.md", r"=\.\.\.$", "=rows"),
     ("checkpoints.md", r" PATH( \[--json\])?", " runs/demo/model --json"),
@@ -270,9 +278,9 @@ def _train_the_demo(folder: Path) -> None:
 
 # Pages whose reader has trained the demo.
 WITH_THE_DEMO = (
-    "adapters.md", "checkpoints.md", "compare.md", "evaluation.md", "from_t0.md",
-    "howto_checkpoint.md", "howto_encode.md", "howto_t0_3b.md", "runs.md", "t5x_slots.md",
-    "tasks.md",
+    "adapters.md", "auxiliary_jobs.md", "checkpoints.md", "compare.md", "evaluation.md",
+    "from_t0.md", "howto_checkpoint.md", "howto_encode.md", "howto_t0_3b.md", "runs.md",
+    "t5x_slots.md", "tasks.md",
 )  # fmt: skip
 
 
