@@ -7,13 +7,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from t0repro.cli.options import AsJson, DType
+from t0repro.cli.groups import with_groups
+from t0repro.cli.options import AsJson, AttentionOptions, DType
 from t0repro.cli.paths import output, source
 from t0repro.cli.results import echo, print_json
 from t0repro.words import counted
 
 
+@with_groups
 def encode(
+    computed_by: AttentionOptions,
     checkpoint: Annotated[
         str,
         typer.Option(callback=source, help="A checkpoint in any format; an encoder alone will do."),
@@ -77,6 +80,7 @@ def encode(
       t0repro encode --checkpoint runs/demo/model --texts prompts.txt \
         --pool mean --out prompts.safetensors
     """
+    del computed_by  # it set a variable
     echo("importing JAX ...", err=True)
     from t0repro.runs.encode_file import encode_file  # it imports JAX
 

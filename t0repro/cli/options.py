@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -113,11 +114,36 @@ class LogOptions:
     ] = None
 
 
+# ---- What computes attention ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """What computes large attention, if not what suits the device."""
+
+    HEADING: ClassVar = More("Attention")
+
+    # Left out of comparisons: it changes no processes.
+    attention: Annotated[
+        Literal["full", "blocks", "kernel"] | None,
+        typer.Option(
+            help="Compute attention by full matrices, by blocks of queries, or by the device's"
+            " kernel without comparing it first.",
+            show_default="a kernel that agrees with full matrices, or blocks",
+        ),
+    ] = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        """Sets the variable that t0repro.model.attention and the processes started here read."""
+        if self.attention is not None:
+            os.environ["T0REPRO_ATTENTION"] = self.attention
+
+
 # ---- The flags by which a command becomes one process of several; T5X's, for all commands --------
 
 
 @dataclasses.dataclass(frozen=True)
-class ProcessOptions:
+class ProcessOptions(AttentionOptions):
     """T5X's flags for several processes; without them the environment decides."""
 
     HEADING: ClassVar = More("Several processes")
@@ -147,6 +173,7 @@ class ProcessOptions:
         Raises:
           UserError: if the flags do not say where the first process is.
         """
+        super().__post_init__()
         incomplete = self.coordinator_address is None or self.process_index is None
         if (self.process_count or 1) > 1 and incomplete and not self.multiprocess_gpu:
             raise UserError(

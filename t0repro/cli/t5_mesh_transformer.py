@@ -1,9 +1,9 @@
 """The command t5_mesh_transformer: t5 0.9.4's, on Mesh TensorFlow or on JAX.
 
 It takes every flag of t5's command (t5 itself defines them) and more: --backend, --vocab,
---skip_missing, --allow_changed, --gin_import_allowlist, --tracker, --debug, and those of auxiliary
-jobs (docs/auxiliary_jobs.md). Inputs are checked before anything is built or written; a mistake
-ends with a message on stderr and exit code 2.
+--skip_missing, --attention, --allow_changed, --gin_import_allowlist, --tracker, --debug, and those
+of auxiliary jobs (docs/auxiliary_jobs.md). Inputs are checked before anything is built or written;
+a mistake ends with a message on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -490,6 +490,8 @@ def define_group(group: type[_Group]) -> None:
             flags.DEFINE_integer(name, default, option.help, lower_bound=option.min)
         elif float in kinds:
             flags.DEFINE_float(name, default, option.help, lower_bound=option.min)
+        elif choices := typing.get_args(kinds[0]):  # of a Literal
+            flags.DEFINE_enum(name, default, choices, option.help)
         else:
             flags.DEFINE_string(name, default, option.help)
 
@@ -529,8 +531,10 @@ _HEADINGS = {
     "Tasks": (
         "module_import", "additional_task_cache_dirs", "skip_missing", "vocab", "t5_tfds_data_dir",
     ),
-    "The run": ("model_dir", "backend", "allow_changed", "tracker", "debug"),
-    "Several processes": tuple(field.name for field in dataclasses.fields(ProcessOptions)),
+    "The run": ("model_dir", "backend", "attention", "allow_changed", "tracker", "debug"),
+    "Several processes": tuple(
+        field.name for field in dataclasses.fields(ProcessOptions) if field.name != "attention"
+    ),
     "Auxiliary jobs": tuple(field.name for field in dataclasses.fields(AuxiliaryOptions)),
     "TPUs": ("tpu", "gcp_project", "tpu_zone", "tpu_job_name"),
 }  # fmt: skip

@@ -11,6 +11,9 @@ The position bias depends only on the offset of a key from its query, so it is p
 offsets], and so is its gradient. A few numbers per position (`AttentionMask`) determine which query
 sees which key. Only the reference expands either to [batch, heads, query, key].
 
+The last three are kernels, which first show on the device that they agree with the reference
+(t0repro.model.kernel_check).
+
 Mesh TensorFlow's softmax differs from the usual one for a query that sees nothing, as with empty
 inputs: near -1e9, float32 is too coarse for log_z to include the logarithm of the number of keys,
 so each weight is 1 rather than 1 over that number. All implementations do the same.
@@ -18,16 +21,19 @@ so each weight is 1 rather than 1 over that number. All implementations do the s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from t0repro.errors import UserError
 from t0repro.model import cpu_attention
 from t0repro.model.attention_mask import AttentionMask
 from t0repro.model.blockwise_attention import blockwise_attention
 from t0repro.model.full_attention import full_matrix
+from t0repro.model.kernel_check import is_sound
 from t0repro.model.shapes import Array, Float
 from t0repro.partitioning import memory
 from t0repro.partitioning.devices import count_shards
@@ -38,7 +44,11 @@ KERNEL_FROM = 1 << 23
 A CPU keeps fewer in its cache.
 """
 
-Implementation = Literal["full", "blocks", "cpu", "tpu", "gpu"]
+VARIABLE = "T0REPRO_ATTENTION"
+"""The environment's choice, which `--attention` sets: full, blocks, or kernel without its check."""
+
+KernelName = Literal["cpu", "tpu", "gpu"]
+Implementation = Literal["full", "blocks"] | KernelName
 
 
 def attention(
@@ -69,20 +79,11 @@ def attention(
     # Scaling a key's value has the same effect as scaling its weights.
     scale = apply_dropout(jnp.ones((batch, heads, 1, keys), value.dtype))
     value = value * scale.swapaxes(2, 3)
-    if way == "tpu":
-        from t0repro.model import tpu_attention
-
-        return tpu_attention.attention(query, key, value, position_bias, mask)
-    if way == "gpu":
-        from t0repro.model import gpu_attention
-
-        return gpu_attention.attention(query, key, value, position_bias, mask)
-    mask = mask.broadcast(batch, length, keys)
-    if way == "cpu":
-        return cpu_attention.attention(query, key, value, position_bias, mask)
-
-    blocks = number_of_blocks(batch, heads, length, keys)
-    return blockwise_attention(query, key, value, position_bias, mask, blocks)
+    if way == "blocks":
+        mask = mask.broadcast(batch, length, keys)
+        blocks = number_of_blocks(batch, heads, length, keys)
+        return blockwise_attention(query, key, value, position_bias, mask, blocks)
+    return _kernel(way)(query, key, value, position_bias, mask)
 
 
 def choose_implementation(
@@ -96,27 +97,62 @@ def choose_implementation(
       length: queries of a row.
       keys: keys of a row.
       float32: whether queries, keys and values all are.
+
+    Raises:
+      UserError: if a kernel is asked for and none computes this.
     """
-    device = _device()
+    requested = os.environ.get(VARIABLE)
+    if requested == "full":
+        return "full"
     size = 4 * batch * heads * length * keys // count_shards("batch", "heads")
     # A single query, as in decoding, has no block of queries to share the reads.
-    if size >= KERNEL_FROM and length > 1:
-        # XLA cannot shard a kernel across devices. Those of TPUs and GPUs shard themselves, evenly.
-        mesh = jax.sharding.get_abstract_mesh()
-        alone = mesh.empty or mesh.size == 1
-        if device.platform == "cpu" and alone and float32 and cpu_attention.is_available():
-            return "cpu"
-        # After the CPU's, because they import Pallas.
-        from t0repro.model import gpu_attention, tpu_attention
-
-        rows, others = divmod(batch, count_shards("batch"))
-        even = others == heads % count_shards("heads") == 0
-        fits = tpu_attention.fits(rows, length, keys)
-        if tpu_attention.supports(device.device_kind) and even and fits:
-            return "tpu"
-        if gpu_attention.supports(device) and even:
-            return "gpu"
+    if requested != "blocks" and size >= KERNEL_FROM and length > 1:
+        way = _find_kernel(batch, heads, length, keys, float32=float32)
+        if way is None and requested == "kernel":
+            raise UserError(
+                f"No attention kernel computes {length} queries and {keys} keys of {batch} rows and"
+                f" {heads} heads in {'float32' if float32 else 'bfloat16'} on"
+                f" {_device().device_kind}.",
+                where="--attention kernel",
+                fix="Leave it out, or give --attention blocks.",
+            )
+        if way is not None and (requested == "kernel" or _is_sound(way, float32=float32)):
+            return way
     return "blocks" if number_of_blocks(batch, heads, length, keys) > 1 else "full"
+
+
+def _find_kernel(
+    batch: int, heads: int, length: int, keys: int, *, float32: bool
+) -> KernelName | None:
+    device = _device()
+    # XLA cannot shard a kernel across devices. Those of TPUs and GPUs shard themselves, evenly.
+    mesh = jax.sharding.get_abstract_mesh()
+    alone = mesh.empty or mesh.size == 1
+    if device.platform == "cpu" and alone and float32 and cpu_attention.is_available():
+        return "cpu"
+    # After the CPU's, because they import Pallas.
+    from t0repro.model import gpu_attention, tpu_attention
+
+    rows, others = divmod(batch, count_shards("batch"))
+    even = others == heads % count_shards("heads") == 0
+    fits = tpu_attention.fits(rows, length, keys)
+    if tpu_attention.supports(device.device_kind) and even and fits:
+        return "tpu"
+    return "gpu" if gpu_attention.supports(device) and even else None
+
+
+def _is_sound(way: KernelName, *, float32: bool) -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    spans = not mesh.empty and mesh.size > jax.local_device_count()
+    return is_sound(way, _kernel(way), _device(), float32=float32, spans=spans)
+
+
+def _kernel(way: KernelName) -> Callable[..., Array]:
+    if way == "cpu":
+        return cpu_attention.attention
+    from t0repro.model import gpu_attention, tpu_attention
+
+    return {"tpu": tpu_attention, "gpu": gpu_attention}[way].attention
 
 
 def _device() -> Any:

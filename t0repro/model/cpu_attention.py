@@ -46,6 +46,7 @@ def attention(
     if position_bias is None:
         # A bias without offsets tells the kernel that there is none.
         position_bias = jnp.zeros((query.shape[1], 0), jnp.float32)
+    mask = mask.broadcast(query.shape[0], query.shape[2], key.shape[2])
     attended: Any = _attend(query, key, value, position_bias.astype(jnp.float32), mask)
     return attended
 
@@ -113,9 +114,12 @@ def _library() -> Path | None:
         return None
     include = jax.ffi.include_dir()
     # Machines with different instruction sets may share a home folder.
-    parts = (_SOURCE.read_bytes(), repr((compiler, _FLAGS, jax.__version__, _machine())).encode())
+    parts = (
+        _SOURCE.read_bytes(),
+        repr((compiler, _FLAGS, jax.__version__, describe_processor())).encode(),
+    )
     name = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t0repro"
+    cache = cache_folder()
     path = cache / f"attention-{name}.so"
     if path.exists():
         return path
@@ -133,7 +137,12 @@ def _library() -> Path | None:
     return path
 
 
-def _machine() -> str:
+def cache_folder() -> Path:
+    """The user's cache of what this machine builds."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t0repro"
+
+
+def describe_processor() -> str:
     """Whatever `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -12,6 +12,7 @@ ends, t0repro.partitioning.watch ends the others.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -71,6 +72,20 @@ def broadcast_from_first(value: Callable[[], Value]) -> Value:
         service.key_value_set(key, json.dumps(result))
         return result
     return json.loads(service.blocking_key_value_get(key, _FOR_EVER))
+
+
+@functools.cache
+def all_agree(question: str, answer: bool) -> bool:
+    """Whether every process answers a question with True; each must ask it.
+
+    Unlike this module's other calls, it may be made while a program is traced, in any order: its
+    name is what it asks.
+    """
+    if is_alone():
+        return answer
+    service, keys = _client(), [f"t0repro/{question}/{n}" for n in range(jax.process_count())]
+    service.key_value_set(keys[jax.process_index()], json.dumps(answer))
+    return all(json.loads(service.blocking_key_value_get(key, _FOR_EVER)) for key in keys)
 
 
 @contextlib.contextmanager
