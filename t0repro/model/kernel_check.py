@@ -16,13 +16,13 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 import numpy as np
 
 from t0repro.model import cpu_attention
@@ -159,7 +159,11 @@ def _values_and_gradients(function: Kernel, arguments: tuple[Any, ...], device: 
 
 def _record(name: str, device: Any, float32: bool) -> Path:
     """The file that stands for a kernel that passed."""
-    versions = (jax.__version__, jaxlib.version.__version__, device.client.platform_version)
+    versions = (
+        jax.__version__,
+        importlib.metadata.version("jaxlib"),
+        device.client.platform_version,
+    )
     about = (name, float32, device.device_kind, versions, cpu_attention.describe_processor())
     digest = hashlib.sha256(repr(about).encode())
     for source in (Path(__file__), *sorted(Path(__file__).parent.glob("*attention*"))):
