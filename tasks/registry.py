@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from t0repro.errors import UserError, nearest_names
+from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
 from t0repro.storage import input_path
 from t0repro.tasks.catalog import label
 from t0repro.tasks.mixture_checks import check_alike, check_seqio_rates
@@ -249,12 +249,21 @@ def tasks_of_mixture(name: str, option: str = "--mixture") -> Sequence[str]:
         raise UserError(
             f"There is no mixture {name!r}.",
             where=option,
-            fix=f"Nearest: {nearest_names(name, mixtures)}. For your own tasks add"
-            " --module_import.",
+            fix=f"Nearest: {_nearest(name, mixtures)}. For your own tasks add --module_import.",
         )
     if name not in prompted_mixtures():
         find_tasks(name)  # checks the vocabularies of what a user's module made
     return mixtures[name]
+
+
+def _nearest(name: str, mixtures: Iterable[str]) -> str:
+    """The mixtures nearest to a name; if none is, or it is a task's, the tasks."""
+    if name in registered_tasks():
+        return "no mixture, but a task of this name"
+    near, tasks = nearest_names(name, mixtures), nearest_names(name, registered_tasks())
+    if not near.startswith(NONE_IS_SIMILAR) or tasks.startswith(NONE_IS_SIMILAR):
+        return near
+    return f"no mixture, but tasks {tasks}"
 
 
 def select_tasks(mixture: str | None = None, dataset: str | None = None) -> list[str]:

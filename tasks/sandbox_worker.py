@@ -126,7 +126,9 @@ class StrictEnvironment(PromptEnvironment):
         many = f"there {'is' if len(obj) == 1 else 'are'} {counted(len(obj), 'choice')}"
         fault = f"but {many}" if isinstance(argument, int) else "which is not a whole number"
         if isinstance(argument, str):
-            fault = "which is text; write it with the filter `| int`"
+            is_number = argument.strip().removeprefix("-").isdecimal()  # else `| int` makes it 0
+            advice = "write it with the filter `| int`" if is_number else "print it as the target"
+            fault = f"which is text; {advice}"
         return self.undefined(f"{index.described} is {argument!r}, {fault}", exc=OutOfRange)
 
 

@@ -267,11 +267,11 @@ def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where
     """The error for a template that fails on a row."""
     if isinstance(error, UndefinedVariable):
         nearest = nearest_field(error, row)
-        hint = f"nearest to it: {nearest!r}; " if nearest else ""
+        hint = f"; nearest: {nearest!r}" if nearest else ""
         return UserError(
-            f"Template {template!r} reads what a row does not have: {error}.",
+            f"Template {template!r} reads what a row does not have: {error}{hint}.",
             where=where,
-            fix=f"Fix the name ({hint}the row has {', '.join(map(repr, row))}), or write"
+            fix=f"Fix the name (the row has {', '.join(map(repr, row))}), or write"
             " {{ name | default('') }} where it may be missing.",
         )
     reason = str(error) if isinstance(error, TemplateFailure) else repr(error)

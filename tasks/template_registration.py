@@ -107,15 +107,15 @@ def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
     found = {suffix: splits for suffix, splits in found.items() if splits}
     if found:
         return found
-    known = [
-        str(path.parent.relative_to(root))
-        for root in roots
-        for path in sorted(root.glob("*/*/*.*"))
-    ]
+    known = {str(path.parent.relative_to(root)) for root in roots for path in root.glob("*/*/*.*")}
+    named = str(folders[0].relative_to(roots[0]))
+    if near := next((p for each in (*folders, folders[0].parent) for p in each.glob("*.*")), None):
+        there = f"{near} is no such file." if near.parent in folders else f"Move {near} there."
+    else:
+        there = f"Folders with files, nearest: {nearest_names(named, sorted(known))}."
     raise UserError(
         f"There are no rows for {content.path}: dataset {content.dataset!r}, subset"
         f" {content.subset!r}.",
         where=" or ".join(map(str, folders)),
-        fix="Put <split>.jsonl, .parquet, .csv or .tsv there; folders there are, nearest: "
-        f"{nearest_names(str(folders[0].relative_to(roots[0])), known)}.",
+        fix=f"Put <split>.jsonl, .parquet, .csv or .tsv there. {there}",
     )

@@ -287,8 +287,14 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any], *, may_skip: bool
     else:
         command = f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target}"
     skipped = {task for folder in searched for task in read_skipped(folder)}
-    if may_skip and skipped.issuperset(missing):
-        fix = "The cache was made with --skip_missing: give it here too, which leaves them out."
+    if skipped.issuperset(missing):
+        there = [task.name for task in tasks if task.name not in missing]
+        fix = "The cache was made with --skip_missing" + (
+            ": give it here too, which leaves them out."
+            if may_skip
+            else ", which T5X's run modes lack. Leave them out in a module of your own:"
+            f" seqio.MixtureRegistry.add('mine', {there}, default_rate=1.0)."
+        )
     else:
         fix = (
             f"{command}, with this run's --module_import. Name the folder with"

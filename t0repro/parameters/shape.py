@@ -190,6 +190,17 @@ def describe(shape: ModelShape) -> str:
     )
 
 
+def both_sizes(stored: Mapping[str, Sequence[int]], model: Mapping[str, Sequence[int]]) -> str:
+    """A sentence on the sizes of a checkpoint and of a model, whose parameters have these shapes.
+
+    It is empty if one of them is no T5.
+    """
+    try:
+        return f" It has {describe(recognize(stored))}; the model {describe(recognize(model))}."
+    except UserError:
+        return ""
+
+
 # ---- Which axes of a parameter Adafactor averages over -------------------------------------------
 
 # Mesh TensorFlow factors the two longest axes of a parameter of any rank. T5X requires a rule for

@@ -11,7 +11,7 @@ from t0repro.config.model import ModelConfig
 from t0repro.config.run import TrainRun
 from t0repro.converters.tensors import CheckpointRef, TensorInfo
 from t0repro.errors import UserError
-from t0repro.parameters.shape import describe, recognize
+from t0repro.parameters.shape import both_sizes
 from t0repro.words import counted, some
 
 NO_CHECKPOINT_YET = "T0REPRO_NO_CHECKPOINT_YET"
@@ -106,7 +106,7 @@ def _fit(
                 )
                 if each
             )
-            + f".{_both_sizes(stored, model)}",
+            + f".{both_sizes(stored, expected)}",
             where=f"{ref.path}; the model: {model_from}" if model_from else str(ref.path),
             fix="Choose the gin file of the model that it was trained with, or map its names with"
             " utils.RestoreCheckpointConfig.assignment_map.",
@@ -116,14 +116,6 @@ def _fit(
         f"{counted(len(filled), 'parameter')} of {len(expected)} match;"
         f" {_listed('initialized', initialized)}; {_listed('not used', unused)}"
     )
-
-
-def _both_sizes(stored: Mapping[str, Sequence[int]], model: ModelConfig) -> str:
-    """A sentence; empty for a checkpoint that is no T5."""
-    try:
-        return f" It has {describe(recognize(stored))}; the model {describe(model.shape)}."
-    except UserError:
-        return ""
 
 
 def _tensors(ref: CheckpointRef, model: ModelConfig) -> Mapping[str, TensorInfo]:

@@ -109,12 +109,13 @@ def restore_or_create(
         tree = tree(lambda: to_flat_tree(fresh()))
     if config.model.adapter is not None:
         return _start_adapter(config, shapes, fresh, tree, start)
-    return Start(shapes, 0, is_new=True) if tree is None else _restore(tree, shapes)
+    if tree is None:
+        return Start(shapes, 0, is_new=True)
+    restore = config.plan.restore
+    return _restore(tree, shapes, str(restore.path) if restore else "init_checkpoint")
 
 
-def _restore(
-    tree: OpenTree | str | Path, shapes: TrainState, where: str = "init_checkpoint"
-) -> Start:
+def _restore(tree: OpenTree | str | Path, shapes: TrainState, where: str = "") -> Start:
     if isinstance(tree, str | os.PathLike):
         where, tree = str(tree), load_sharded_tree(tree, shapes)
     state = from_flat_tree(tree, shapes, where=where)

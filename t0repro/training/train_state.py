@@ -52,6 +52,7 @@ from t0repro.model.layer_stacks import (
 from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
 from t0repro.model.towers import count_scanned_layers
 from t0repro.parameters import naming
+from t0repro.parameters.shape import both_sizes
 from t0repro.partitioning.devices import parameter_axes, put, slot_spec
 from t0repro.partitioning.processes import is_first
 from t0repro.training.formulas import Slots
@@ -506,7 +507,8 @@ def check_parameters(
             # A wrong vocabulary is the likeliest cause for these two, and has its own fix.
             vocabulary = path.startswith("token_embedder") or "logits_dense" in path
             raise UserError(
-                f"{path} has shape {list(found)} in the checkpoint and {list(shape)} in the model.",
+                f"{path} has shape {list(found)} in the checkpoint and {list(shape)} in the model."
+                + both_sizes({key: info.shape for key, info in tree.items()}, shapes),
                 where=where,
                 fix="Give the vocabulary that the checkpoint was trained with."
                 if vocabulary

@@ -22,6 +22,7 @@ from t0repro.tasks.prompt_cache.cache import cache_tasks
 from t0repro.tasks.prompt_cache.folders import MARKER, STAGING, locked, put_in_place, read_skipped
 from t0repro.tasks.prompt_cache.plan import make_plan
 from t0repro.tasks.registration import add_mixture, add_prompted_task
+from t0repro.tasks.registry import tasks_of_mixture
 
 from .prompt_caches import files, make, request, silent
 
@@ -406,12 +407,25 @@ def test_a_cache_remembers_what_was_skipped_until_it_has_it(tmp_path, monkeypatc
     monkeypatch.setattr(checks, "cache_dirs", lambda: [str(tmp_path / "cache")])
     with pytest.raises(UserError, match=r"skips_rte(.|\n)*made with --skip_missing: give it here"):
         checks.check_readable("skips_mixture", "train", use_cached=True, may_skip=True)
+    with pytest.raises(
+        UserError, match=r"T5X's(.|\n)*MixtureRegistry.add\('mine', \['whole_rte'\],"
+    ):
+        checks.check_readable("skips_mixture", "train", use_cached=True)
     drop_missing_tasks("skips_mixture", "train", use_cached=True)
     checks.check_readable("skips_mixture", "train", use_cached=True, may_skip=True)
     assert [task.name for task in seqio.MixtureRegistry.get("skips_mixture").tasks] == ["whole_rte"]
     path.with_name("train.jsonl").write_bytes(path.read_bytes())
     make(tmp_path / "cache", "skips_rte")
     assert read_skipped(tmp_path / "cache") == {}
+
+
+def test_a_datasets_name_in_place_of_a_mixture_is_answered_with_its_tasks():
+    with pytest.raises(UserError) as error:
+        tasks_of_mixture("synthetic_imdb")
+    assert error.value.fix and "no mixture, but tasks 'demo_synthetic_imdb_" in error.value.fix
+    with pytest.raises(UserError) as error:
+        tasks_of_mixture("demo_synthetic_imdb_Reviewer_Sentiment_Feeling")
+    assert error.value.fix and "but a task of this name" in error.value.fix
 
 
 def test_unknown_names_are_answered_with_the_nearest(tmp_path):

@@ -200,6 +200,7 @@ def test_a_row_without_a_label_is_no_example_rather_than_the_last_choice(jinja, 
             "the index is 1.0, which is not a whole number",
         ),
         ("{{answer_choices[label]}}", {"label": "1"}, "the index is '1', which is text; write it"),
+        ("{{answer_choices[label]}}", {"label": "yes"}, "which is text; print it as the target"),
     ],
 )
 def test_a_computed_index_takes_no_item_from_the_end(jinja, row, message):

@@ -290,9 +290,29 @@ def checked(path: Path):
 @pytest.mark.parametrize(("text", "rows"), [(TYPO, 4), (TYPO_IN_A_BRANCH, 2)])
 def test_check_names_a_variable_that_rows_lack_and_counts_them(data, tmp_path, forget, text, rows):
     found = checked(write(tmp_path, HEAD + text))
-    assert found.verdict is Verdict.BROKEN and "'txet' is undefined" in found.reason
+    assert found.verdict is Verdict.BROKEN
+    assert "'txet' is undefined; nearest: 'text'." in found.reason
     assert "train.jsonl, line" in found.reason and f"{rows} give no example" in found.reason
     assert found.no_example == {"the row lacks a variable, 'txet' is undefined": 2 * rows}
+
+
+def test_a_file_that_is_no_split_is_named_where_rows_are_missing(data, tmp_path):
+    folder, path = data / "my_reviews" / "default", write(tmp_path, HEAD + GOOD)
+    for split in ("train", "validation"):
+        (folder / f"{split}.jsonl").unlink()
+    (data / "other" / "default").mkdir(parents=True)
+    (data / "other" / "default" / "train.csv").write_text("text\n")
+    with pytest.raises(UserError) as error:
+        register_templates(path)
+    assert error.value.fix and error.value.fix.endswith("nearest: 'other/default'.")
+    (folder.parent / "rows.csv").write_text("text\n")
+    with pytest.raises(UserError) as error:
+        register_templates(path)
+    assert error.value.fix and error.value.fix.endswith(f"Move {folder.parent / 'rows.csv'} there.")
+    (folder / "train.CSV").write_text("text\n")
+    with pytest.raises(UserError) as error:
+        register_templates(path)
+    assert error.value.fix and error.value.fix.endswith(f"{folder / 'train.CSV'} is no such file.")
 
 
 def test_check_counts_rows_without_a_label_and_targets_without_text(data, tmp_path, forget):
