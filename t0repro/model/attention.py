@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from t0repro.model.full_attention import full_matrix
 from t0repro.model.kernel_check import is_sound
 from t0repro.model.shapes import Array, Float
 from t0repro.partitioning import memory
-from t0repro.partitioning.devices import count_shards
+from t0repro.partitioning.devices import count_shards, device_to_trace_for
 
 KERNEL_FROM = 1 << 23
 """Bytes of attention logits on a device from which a layer uses a kernel.
@@ -112,7 +112,7 @@ def choose_implementation(
             raise UserError(
                 f"No attention kernel computes {length} queries and {keys} keys of {batch} rows and"
                 f" {heads} heads in {'float32' if float32 else 'bfloat16'} on"
-                f" {_device().device_kind}.",
+                f" {device_to_trace_for().device_kind}.",
                 where="--attention kernel",
                 fix="Leave it out, or give --attention blocks.",
             )
@@ -124,7 +124,7 @@ def choose_implementation(
 def _find_kernel(
     batch: int, heads: int, length: int, keys: int, *, float32: bool
 ) -> KernelName | None:
-    device = _device()
+    device = device_to_trace_for()
     # XLA cannot shard a kernel across devices. Those of TPUs and GPUs shard themselves, evenly.
     mesh = jax.sharding.get_abstract_mesh()
     alone = mesh.empty or mesh.size == 1
@@ -144,7 +144,7 @@ def _find_kernel(
 def _is_sound(way: KernelName, *, float32: bool) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     spans = not mesh.empty and mesh.size > jax.local_device_count()
-    return is_sound(way, _kernel(way), _device(), float32=float32, spans=spans)
+    return is_sound(way, _kernel(way), device_to_trace_for(), float32=float32, spans=spans)
 
 
 def _kernel(way: KernelName) -> Callable[..., Array]:
@@ -153,11 +153,6 @@ def _kernel(way: KernelName) -> Callable[..., Array]:
     from t0repro.model import gpu_attention, tpu_attention
 
     return {"tpu": tpu_attention, "gpu": gpu_attention}[way].attention
-
-
-def _device() -> Any:
-    """A device like those on which the code being traced will run."""
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def number_of_blocks(batch: int, heads: int, length: int, keys: int) -> int:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from t0repro.model.attention_mask import AttentionMask, mask_bias
 from t0repro.model.full_attention import expand_offsets, log_normalizer
+from t0repro.model.matmuls import einsum
 from t0repro.model.shapes import Array, Float
 
 
@@ -54,7 +55,7 @@ def _logits(query: Array, key: Array, position_bias: Array | None, mask_arrays: 
     bias = mask_bias(mask.matrix())
     if position_bias is not None:
         bias = position_bias[None] + bias
-    return jnp.einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
+    return einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -71,7 +72,7 @@ def _forward(
         logits = _logits(*_slice_block(index, blocks, query, key, bias, mask_arrays))
         log_z = log_normalizer(logits)
         weights = jnp.exp(logits - log_z)
-        output = jnp.einsum("bhqk,bhkd->bhqd", weights.astype(value.dtype), value)
+        output = einsum("bhqk,bhkd->bhqd", weights.astype(value.dtype), value)
         return output, log_z, jnp.sum(weights, axis=-1, keepdims=True)
 
     output, log_z, total = map(_join, jax.lax.map(attend_block, jnp.arange(blocks)))
@@ -85,15 +86,15 @@ def _backward(blocks: int, residuals: Any, d_y: Array) -> tuple[Any, ...]:
         inputs = _slice_block(index, blocks, query, key, bias, mask_arrays)
         log_z, total, dy = (_block(x, index, blocks, 2) for x in (*query_arrays, d_y))
         weights = jnp.exp(_logits(*inputs) - log_z)
-        d_weights = jnp.einsum("bhqd,bhkd->bhqk", dy, value).astype(weights.dtype)
+        d_weights = einsum("bhqd,bhkd->bhqk", dy, value).astype(weights.dtype)
         products = weights * d_weights
         # If a query sees nothing, its weights are all 1 (see the module's text), so divide by
         # their total; for other queries the total is 1.
         d_logits = products - weights * (jnp.sum(products, axis=-1, keepdims=True) / total)
         d_key, d_value, d_bias = sums
-        d_key += jnp.einsum("bhqk,bhqd->bhkd", d_logits, inputs[0])
-        d_value += jnp.einsum("bhqk,bhqd->bhkd", weights.astype(dy.dtype), dy)
-        d_query = jnp.einsum("bhqk,bhkd->bhqd", d_logits, key)
+        d_key += einsum("bhqk,bhqd->bhkd", d_logits, inputs[0])
+        d_value += einsum("bhqk,bhqd->bhkd", weights.astype(dy.dtype), dy)
+        d_query = einsum("bhqk,bhkd->bhqd", d_logits, key)
         if d_bias is not None:
             # A matmul with ones: XLA on CPU takes thirty times as long for a sum over the first
             # axis.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from t0repro.model.attention_mask import AttentionMask, mask_bias
+from t0repro.model.matmuls import einsum
 from t0repro.model.shapes import Array, Float
 
 
@@ -23,9 +24,9 @@ def full_matrix(
     bias = mask_bias(mask.matrix())
     if position_bias is not None:
         bias = expand_offsets(position_bias, query.shape[2])[None] + bias
-    logits = jnp.einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
+    logits = einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
     weights = apply_dropout(attention_weights(logits).astype(value.dtype))
-    return jnp.einsum("bhqk,bhkd->bhqd", weights, value)
+    return einsum("bhqk,bhkd->bhqd", weights, value)
 
 
 def attention_weights(

@@ -25,6 +25,7 @@ from t0repro.model.attention import attention
 from t0repro.model.attention_mask import AttentionMask
 from t0repro.model.dropout import Dropout, ScannedLayer
 from t0repro.model.initialization import Initializer, parameter
+from t0repro.model.matmuls import einsum
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.partitioning.devices import constrain
 
@@ -68,7 +69,7 @@ class Dense(nn.Module):
         output_dtype = self.output_dtype or self.dtype
         # A fully sharded kernel is gathered here, in the activation dtype.
         kernel = constrain(kernel.astype(self.dtype), *self.axes)
-        y = jnp.dot(rows, kernel, preferred_element_type=output_dtype)
+        y = einsum("ri,io->ro", rows, kernel, output_dtype)
         if (first := self._adapter_param(LORA_A)) is not None:
             second = self._adapter_param(LORA_B)
             assert second is not None
@@ -76,8 +77,8 @@ class Dense(nn.Module):
             if self.adapter_dropout is not None:
                 read = self.adapter_dropout(x, deterministic=deterministic)
             read = read.reshape(rows.shape).astype(self.dtype)
-            low = jnp.dot(read, first.astype(self.dtype))
-            y = y + jnp.dot(low, second.astype(self.dtype), preferred_element_type=output_dtype)
+            low = einsum("ri,il->rl", read, first.astype(self.dtype))
+            y = y + einsum("rl,lo->ro", low, second.astype(self.dtype), output_dtype)
         if (scale := self._adapter_param(IA3_OUTPUT)) is not None:
             y = y * scale.astype(y.dtype)
         y = y.reshape(*x.shape[:-1], self.features)

@@ -115,6 +115,11 @@ def count_shards(*axes: str) -> int:
     return math.prod(mesh.shape[name] for axis in axes if (name := rules.get(axis)) in mesh.shape)
 
 
+def device_to_trace_for() -> Any:
+    """A device like those on which the code being traced will run: the mesh's, or JAX's first."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
 def _rules_in_scope() -> dict[str, str]:
     """The table; code traced in `sum_over_groups` sees only one group's rows."""
     # Inside `sum_over_groups`, the mesh axis `data` already shards the groups.

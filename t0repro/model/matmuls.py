@@ -1,0 +1,54 @@
+"""Matmuls of two arrays, written so that the CPU computes those of bfloat16 arrays fast."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from t0repro.model.shapes import Array
+from t0repro.partitioning.devices import device_to_trace_for
+
+
+def einsum(equation: str, x: Array, y: Array, dtype: DTypeLike | None = None) -> Array:
+    """`jnp.einsum` of two arrays, like "bhqd,bhkd->bhqk".
+
+    XLA on CPU converts bfloat16 operands to float32 unless the result is float32, and so leaves the
+    processor's bfloat16 instructions (AVX-512 and AMX) unused. There the result is computed in
+    float32, then rounded, in the forward pass and in the gradients. Other platforms compile what
+    they would without this function.
+
+    Args:
+      equation: each index of an operand is in the other one or in the result.
+      x: the first operand.
+      y: the second operand.
+      dtype: of the accumulation and of the result; None for that of the operands.
+    """
+    operands = {x.dtype, y.dtype, jnp.dtype(dtype or x.dtype)}
+    if operands == {jnp.dtype("bfloat16")} and device_to_trace_for().platform == "cpu":
+        rounded: Any = _einsum_in_float32(equation, x, y)
+        return rounded
+    return jnp.einsum(equation, x, y, preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _einsum_in_float32(equation: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _forward(equation: str, x: Array, y: Array) -> tuple[Array, Any]:
+    return _einsum_in_float32(equation, x, y), (x, y)
+
+
+def _backward(equation: str, residuals: Any, d_result: Array) -> tuple[Any, Any]:
+    # Without this rule, JAX would multiply by a float32 gradient, with both operands converted.
+    (x, y), (left, right, result) = residuals, re.split(",|->", equation)
+    d_x = _einsum_in_float32(f"{result},{right}->{left}", d_result, y)
+    return d_x, _einsum_in_float32(f"{left},{result}->{right}", x, d_result)
+
+
+_einsum_in_float32.defvjp(_forward, _backward)
