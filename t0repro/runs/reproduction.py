@@ -266,6 +266,7 @@ def _measure(
     engine = Engine(params, model)
     flops = spent = compiling = 0.0
     compiled: set[tuple[int, int, int]] = set()
+    peaks: list[tuple[int, int]] = []  # number of compiled shapes, bytes
     started = time.monotonic()
     for pairs, batching in itertools.cycle(timed):
         if not batching.shapes <= compiled:
@@ -278,6 +279,7 @@ def _measure(
         if not batching.shapes <= compiled:
             compiling -= took
             compiled |= batching.shapes
+            peaks.append((len(compiled), peak_memory()))
         spent += took
         tokens = Tokens(batching.padded_inputs, batching.padded_targets, len(pairs))
         flops += tokens.flops(shallow)
@@ -286,13 +288,13 @@ def _measure(
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     # Else the programs would stay in memory while the evaluation compiles its own.
     jax.clear_caches()
-    return Speed(
-        flops / spent,
-        max(compiling, 0.0) / len(compiled),
-        shapes,
-        peak_memory() - held,
-        jax.default_backend() == "cpu",
-    )
+    on_host = jax.default_backend() == "cpu"
+    overhead = peak_memory() - held
+    if on_host and peaks[-1][0] > peaks[0][0]:
+        # A host keeps every shape's programs: count those that the time was too short for.
+        per_shape = (peaks[-1][1] - peaks[0][1]) / (peaks[-1][0] - peaks[0][0])
+        overhead += int(per_shape * max(0, shapes - len(compiled)))
+    return Speed(flops / spent, max(compiling, 0.0) / len(compiled), shapes, overhead, on_host)
 
 
 def _config(shape: ModelShape) -> ModelConfig:
