@@ -39,8 +39,8 @@ from t0repro.converters.tensors import (
     Output,
     TensorInfo,
     check_types,
-    differing_shapes,
-    transposed,
+    compare_shapes,
+    transpose,
 )
 from t0repro.converters.witnesses import ADAPTER
 from t0repro.errors import UserError
@@ -168,7 +168,7 @@ class AdapterCheckpoint(abc.ABC):
             if key.startswith(naming.PARAMETERS)
         }
         wanted = adapter.parameter_shapes(shape, self.ref.path)
-        for path, then, now in differing_shapes(found, wanted):
+        for path, then, now in compare_shapes(found, wanted):
             raise UserError(
                 f"The checkpoint is of another adapter, or for another model: {path} is {then} in"
                 f" the checkpoint and {now} in the run.",
@@ -312,7 +312,7 @@ class MergedReader:
         }
         if not beside:
             return value
-        found = merged(value, beside, self.note.adapter.scale)
+        found = merge_kernel(value, beside, self.note.adapter.scale)
         _check_finite(found, f"{self.native_name(key)}, merged with the adapter,", self.ref.path)
         return found
 
@@ -321,7 +321,7 @@ class MergedReader:
         return self.base.native_name(key)
 
 
-def merged(kernel: np.ndarray, beside: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
+def merge_kernel(kernel: np.ndarray, beside: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
     """A kernel plus an adapter's change, computed in float64 and rounded once, to float32.
 
     Args:
@@ -468,7 +468,7 @@ class _PeftFolder:
         # A float64 beyond float32 becomes infinite, which the reader of the checkpoint refuses.
         with np.errstate(over="ignore"):
             array = self._file.read(self.names[path]).astype(np.float32)
-        return array.reshape(-1) if self.names[path].endswith("ia3_l") else transposed(array)
+        return array.reshape(-1) if self.names[path].endswith("ia3_l") else transpose(array)
 
     def _tree_path(self, name: str) -> str:
         """A tensor's path in T5X's tree.
@@ -498,9 +498,9 @@ class _PeftFolder:
         owner = naming.name_of(*found, "t5x").removesuffix("kernel")
         if kind == "lora":
             return owner + (LORA_A if "lora_A" in match["part"] else LORA_B)
-        return owner + self._multiplied(match["module"], info.shape, owner.endswith("mlp/wo/"))
+        return owner + self._ia3_name(match["module"], info.shape, owner.endswith("mlp/wo/"))
 
-    def _multiplied(self, module: str, shape: tuple[int, ...], is_wo: bool) -> str:
+    def _ia3_name(self, module: str, shape: tuple[int, ...], is_wo: bool) -> str:
         """The name of (IA)3's vector on a module: IA3_INPUT or IA3_OUTPUT."""
         reads = self._config.multiplies_input(module)
         what = "reads" if reads else "gives"
@@ -563,7 +563,7 @@ def _output(key: str, info: TensorInfo) -> Output:
             f"{stem}.{_LORA_PARTS[name]}",
             TensorInfo(info.shape[::-1], info.dtype),
             (key,),
-            lambda arrays: transposed(next(arrays)),
+            lambda arrays: transpose(next(arrays)),
             _PEFT_WEIGHTS,
         )
     shape = (1, *info.shape) if name == IA3_INPUT else (*info.shape, 1)

@@ -24,7 +24,7 @@ from t0repro.converters import (
 )
 from t0repro.converters.adapter_files import AdapterCheckpoint, AdapterNote
 from t0repro.converters.jax_tree import Layout
-from t0repro.converters.model_files import arithmetic, described, gin_text
+from t0repro.converters.model_files import arithmetic, arithmetic_source, gin_text
 from t0repro.converters.own_tokenizer import tokenizer_of
 from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
 from t0repro.converters.tensors import (
@@ -90,7 +90,7 @@ class Options:
 DTYPES = ("float32", "bfloat16")
 
 
-class _Around:
+class _Wrapper:
     """Base class: passes everything through from another reader."""
 
     def __init__(self, reader: CheckpointReader):
@@ -106,7 +106,7 @@ class _Around:
         return self._reader.native_name(key)
 
 
-class WithoutSlots(_Around):
+class WithoutSlots(_Wrapper):
     """Omits the optimizer slots; parameters and the step remain."""
 
     def __init__(self, reader: CheckpointReader):
@@ -116,7 +116,7 @@ class WithoutSlots(_Around):
         }
 
 
-class Cast(_Around):
+class Cast(_Wrapper):
     """Casts the parameters; slots and the step keep their dtypes.
 
     Args:
@@ -168,7 +168,7 @@ def _check_type(name: str, info: TensorInfo, where: str) -> None:
         )
 
 
-class Resized(_Around):
+class Resized(_Wrapper):
     """Pads the vocabulary with zeros, or truncates it, to a given size.
 
     This changes the embedding's rows, the logits kernel's columns and their slots. A factored slot
@@ -259,7 +259,7 @@ def _vocabulary_axis(key: str, tensors: Mapping[str, TensorInfo]) -> int | None:
     return axes.index("vocab_size") if "vocab_size" in axes else None
 
 
-class ExchangedSlots(_Around):
+class ExchangedSlots(_Wrapper):
     """Swaps v_row and v_col if a matrix's two largest axes are equal, as T5X's importer does."""
 
     def __init__(self, reader: CheckpointReader):
@@ -328,18 +328,18 @@ def make_conversion(
     """
     # An explicit choice wins, then the source's or its manifest's spelling, then today's names.
     norm_names = options.norm_names or reader.norm_names or "rms_norm"
-    step, source = target.step or 0, described(reader.ref)
+    step, source = target.step or 0, arithmetic_source(reader.ref)
     text = gin_text(source, options.gin_file)
     if text is not None:
         # The output is a whole model; with these bindings, a run would train an adapter on it.
-        text = model_gin.without_adapter(text)
+        text = model_gin.drop_adapter(text)
     computed = arithmetic(source, family, text, options.gin_file)
     from_config = source.format == "hf"
     where = storage.join(source.path, hf.CONFIG) if from_config else source.path
     hf_config.check_target_computes(computed, family, target.format, where)
     tokenizer = tokenizer_of(source, options.vocabulary)
     if target.format == "hf":
-        found = _to_hf(reader, family, tensors, options, text, computed, norm_names, step)
+        found = _plan_hf(reader, family, tensors, options, text, computed, norm_names, step)
         return dataclasses.replace(found, small_files={**tokenizer, **found.small_files})
     notes = []
     if from_config and text is None:
@@ -365,7 +365,7 @@ def make_conversion(
             norm_names,
             small,
         )
-    if options.scan and (averaged := jax_tree.averaged_kernels(tensors)):
+    if options.scan and (averaged := jax_tree.kernels_to_average(tensors)):
         notes.append(
             f"The slots v of {len(averaged)} kernels are averaged into v_row and v_col, as"
             " scalable_t5 keeps them; converting back cannot restore them."
@@ -374,7 +374,7 @@ def make_conversion(
     return dataclasses.replace(found, small_files=small_files, notes=tuple(notes))
 
 
-def _to_hf(
+def _plan_hf(
     reader: CheckpointReader,
     family: ModelShape,
     tensors: Mapping[str, TensorInfo],
@@ -394,7 +394,7 @@ def _to_hf(
     bound = model_gin.bound_sentinels(text, reader.ref.folder) if text else None
     pieces = hf_files.read_pieces(vocabulary, family, bound) if vocabulary else None
     tokenizer = hf_files.tokenizer_files(pieces, family)
-    ids = pieces.ids if pieces else hf.read_token_ids(described(reader.ref))
+    ids = pieces.ids if pieces else hf.read_token_ids(arithmetic_source(reader.ref))
     provenance = {
         "path": reader.ref.path,
         "format": reader.ref.format,
@@ -429,7 +429,7 @@ def _to_hf(
         )
     if pieces and pieces.note:
         notes.append(pieces.note)
-    if not tokenizer and not tokenizer_of(described(reader.ref), None):
+    if not tokenizer and not tokenizer_of(arithmetic_source(reader.ref), None):
         notes.append(
             "There are no tokenizer files; --vocab FILE (a SentencePiece model) adds them."
         )

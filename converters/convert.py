@@ -30,7 +30,7 @@ from t0repro.converters.conversion import (
     versions,
 )
 from t0repro.converters.jax_tree import JaxReader
-from t0repro.converters.model_files import check_run_files, described
+from t0repro.converters.model_files import arithmetic_source, check_run_files
 from t0repro.converters.sources import (
     check_checkpoint,
     check_slots_step,
@@ -137,14 +137,14 @@ def convert(
     destination.check_is_free(force)
     # Taken before reading the first byte, and compared after the last.
     files = fingerprint(ref)
-    planned = _planned_adapter if to in ("peft", "adapter") else _planned
+    planned = _plan_adapter if to in ("peft", "adapter") else _plan
     report, reader, conversion = planned(ref, destination, to, options)
     if dry_run:
         return dataclasses.replace(report, dry_run=True)
     return _write(reader, report, conversion, destination, files)
 
 
-def _planned(
+def _plan(
     ref: CheckpointRef, destination: staging.Destination, to: Target, options: Options
 ) -> tuple[ConversionReport, CheckpointReader, Conversion]:
     """Opens and checks the source; returns the report so far, its reader and the conversion."""
@@ -185,10 +185,10 @@ def _planned(
     return report, reader, conversion
 
 
-def _planned_adapter(
+def _plan_adapter(
     ref: CheckpointRef, destination: staging.Destination, to: Target, options: Options
 ) -> tuple[ConversionReport, CheckpointReader, Conversion]:
-    """`_planned` for an adapter that is written alone."""
+    """`_plan` for an adapter that is written alone."""
     check_is_adapter(ref)
     merged = open_checkpoint(ref)
     assert isinstance(merged, MergedReader)
@@ -245,7 +245,7 @@ def prepare(
     # transformers does not pad vocabularies; the other formats expect padding.
     if (
         wanted is None
-        and described(reader.ref).format == "hf"
+        and arithmetic_source(reader.ref).format == "hf"
         and to != "hf"
         and size > VOCAB_DIVISOR
     ):
@@ -386,7 +386,7 @@ def _write(
         ],
         "extra": conversion.identity,
     }
-    with _explaining_full_disk(destination.path), destination.staged(request) as staged:
+    with _explain_full_disk(destination.path), destination.stage(request) as staged:
         writer = conversion.open_writer(staged.path)
         try:
             resumed = _write_tensors(reader, report, conversion, writer, staged)
@@ -410,7 +410,7 @@ def _write(
 
 
 @contextlib.contextmanager
-def _explaining_full_disk(directory: str) -> Iterator[None]:
+def _explain_full_disk(directory: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -468,7 +468,7 @@ def _build(reader: CheckpointReader, output: Output) -> np.ndarray:
 def _kept(writer: Writer, output: Output, staged: staging.Staged) -> bool:
     """Keeps a tensor from an interrupted conversion if its bytes match the recorded digest."""
     expected = staged.digests.get(output.name)
-    if expected is None or (array := writer.stored(output)) is None:
+    if expected is None or (array := writer.read_back(output)) is None:
         return False
     if staging.describe(array) != expected:
         return False

@@ -101,7 +101,7 @@ class HfReader:
         # For its errors: settings that no stack here computes are refused before weights are read.
         file = storage.join(ref.path, CONFIG)
         hf_config.arithmetic_of(self.config, file)
-        if assumed := hf_config.assumed_activation(self.config):
+        if assumed := hf_config.describe_assumed_activation(self.config):
             _note(f"{file} names no feed_forward_proj; taking {assumed}")
         self._files: dict[str, _File] = {}
         self._places: dict[str, tuple[_File, str]] = {}
@@ -121,7 +121,7 @@ class HfReader:
         array = file.read(name)
         if self._manifest:
             self._manifest.check(name, array, self.ref.path)
-        return tensors.transposed(array) if is_transposed(key) else array
+        return tensors.transpose(array) if is_transposed(key) else array
 
     def native_name(self, key: str) -> str:
         """Returns Hugging Face's name of a flat key, or the key itself if there is none."""
@@ -345,7 +345,7 @@ def _weights(path: str, scaled: bool) -> dict[str, tuple[_File, str]]:
     # Looked for first, as transformers does: it leaves the index of shards that a single file
     # has replaced.
     if storage.is_file(whole) or not storage.is_file(index):
-        return _unwrapped({whole: open_file(whole)})
+        return _unwrap({whole: open_file(whole)})
     try:
         content = _json(index)["weight_map"].items()
         names = {name_of(str(name)): str(file) for name, file in content}
@@ -361,10 +361,10 @@ def _weights(path: str, scaled: bool) -> dict[str, tuple[_File, str]]:
         )
     files = {name: open_file(storage.join(path, name)) for name in sorted(set(names.values()))}
     _check_index(index, names, files, (*_EMBEDDINGS, _HEAD) if scaled else _EMBEDDINGS)
-    return _unwrapped(files)
+    return _unwrap(files)
 
 
-def _unwrapped(files: Mapping[str, _File]) -> dict[str, tuple[_File, str]]:
+def _unwrap(files: Mapping[str, _File]) -> dict[str, tuple[_File, str]]:
     """The tensors of all files by their names in a model that nothing wraps."""
     places: dict[str, tuple[_File, str]] = {}
     for path, file in files.items():
@@ -389,13 +389,13 @@ def _check_index(
     one (the hub's flan-t5-xl), or the one of which a file has copies.
     """
 
-    def without_copies(names: Iterable[str]) -> list[str]:
+    def drop_copies(names: Iterable[str]) -> list[str]:
         return [name for name in names if _WRAPPERS.sub("", name) not in copies]
 
     for file, content in files.items():
         check_names(
-            without_copies(content.tensors),
-            without_copies(name for name, holder in names.items() if holder == file),
+            drop_copies(content.tensors),
+            drop_copies(name for name, holder in names.items() if holder == file),
             index,
             lambda _, file=file: storage.join(os.path.dirname(index), file),
         )
@@ -444,4 +444,4 @@ def _weight(key: str, info: TensorInfo, file: str) -> Output:
     if not is_transposed(key):
         return Output(name, info, (key,), next, file)
     transposed = TensorInfo(info.shape[::-1], info.dtype)
-    return Output(name, transposed, (key,), lambda arrays: tensors.transposed(next(arrays)), file)
+    return Output(name, transposed, (key,), lambda arrays: tensors.transpose(next(arrays)), file)

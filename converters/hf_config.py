@@ -280,7 +280,7 @@ def _contradicts(field: str, said: Any, found: str, where: str) -> UserError:
     )
 
 
-def assumed_activation(config: Mapping[str, Any]) -> str | None:
+def describe_assumed_activation(config: Mapping[str, Any]) -> str | None:
     """The activation assumed for a gated model whose config.json names none; else None."""
     if {"feed_forward_proj", "dense_act_fn"} & config.keys() or not config.get(
         "is_gated_act", config["model_type"] != "t5"

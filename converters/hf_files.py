@@ -83,7 +83,7 @@ class Pieces:
     """The parts of a SentencePiece model from which transformers makes a tokenizer.
 
     Attributes:
-      content: The model's bytes, without sentinels if `as_t5`.
+      content: The model's bytes, without sentinels if `is_like_t5`.
       scored: Pieces and their scores, by id. Sentinels have transformers' names and are counted in,
         whether the model holds them or lacks them.
       special: Ids that no text has: of control pieces, of the unknown one and of sentinels.
@@ -109,7 +109,7 @@ class Pieces:
         return sum(bool(_SENTINEL.fullmatch(self.scored[token][0])) for token in self.special)
 
     @property
-    def as_t5(self) -> bool:
+    def is_like_t5(self) -> bool:
         """Whether transformers' own T5Tokenizer makes the same of the pieces without sentinels."""
         last = range(len(self.scored) - self.sentinels, len(self.scored))
         return self.special == [0, 1, 2, *last] and (self.ids, self.unknown) == (TokenIds(), 2)
@@ -182,7 +182,7 @@ def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = No
         unknown,
         note,
     )
-    if pieces.as_t5 and not added:
+    if pieces.is_like_t5 and not added:
         del model.pieces[len(scored) - pieces.sentinels :]
         return dataclasses.replace(pieces, content=model.SerializeToString())
     return pieces
@@ -228,7 +228,7 @@ def tokenizer_files(pieces: Pieces | None, family: ModelShape) -> dict[str, byte
         names = ("<pad>", "</s>", "<unk>")
         return {"tokenizer_config.json": _json(config | _special_tokens(*names))}
     config: dict[str, Any] = {"tokenizer_class": "T5Tokenizer", "extra_ids": pieces.sentinels}
-    if pieces.byte_fallback or not pieces.as_t5:
+    if pieces.byte_fallback or not pieces.is_like_t5:
         # transformers 5's T5Tokenizer makes a tokenizer of its own: without bytes, with T5's ids.
         config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     ids = (pieces.ids.pad, pieces.ids.eos, pieces.unknown)
@@ -264,7 +264,7 @@ def _fast_tokenizer(pieces: Pieces) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added_token(token, pieces.scored[token][0]) for token in pieces.special],
+        "added_tokens": [_format_token(token, pieces.scored[token][0]) for token in pieces.special],
         "normalizer": {"type": "Precompiled", "precompiled_charsmap": normalizer}
         if pieces.charsmap
         else None,
@@ -288,7 +288,7 @@ def _fast_tokenizer(pieces: Pieces) -> dict[str, Any]:
     }
 
 
-def _added_token(token: int, text: str) -> dict[str, Any]:
+def _format_token(token: int, text: str) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": token, "content": text, **flags, "special": True}
 

@@ -287,7 +287,9 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
                 array = reader.read(key)  # hf's reader compares with the manifest itself
                 if manifest and reader.ref.format != "hf":
                     stored = (
-                        reader.as_stored(key, array) if isinstance(reader, MtfReader) else array
+                        reader.reshape_as_stored(key, array)
+                        if isinstance(reader, MtfReader)
+                        else array
                     )
                     manifest.check(name, stored, reader.ref.path)
                 problems += _values(name, array)
@@ -307,7 +309,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
         ()
         # A SHA-256 of every stored tensor leaves no damage undetected.
         if manifest and compared >= manifest.tensors.keys()
-        else tuple(_unchecked(reader, compared)),
+        else tuple(_list_unchecked(reader, compared)),
         tuple(problems),
     )
 
@@ -342,7 +344,7 @@ def _checksums(reader: CheckpointReader) -> list[str]:
     return []
 
 
-def _unchecked(reader: CheckpointReader, compared: Collection[str]) -> Iterator[str]:
+def _list_unchecked(reader: CheckpointReader, compared: Collection[str]) -> Iterator[str]:
     """Yields the kinds of damage that the checkpoint has no means to reveal."""
     if reader.ref.format == "hf" and not compared:
         yield f"flipped bits: safetensors has no checksums, and there is no {MANIFEST}."

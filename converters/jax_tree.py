@@ -68,7 +68,7 @@ class JaxReader:
         stored = t5x_msgpack.MsgpackArrays(path) if msgpack else OrbaxArrays(path)
         self.stored: Arrays = stored
         self.has_integrity = stored.has_integrity
-        self.unchecked = stored.unchecked()  # see OrbaxArrays
+        self.unchecked = stored.list_unchecked()  # see OrbaxArrays
         if manifest is not None:
             check_manifest(manifest, stored.tensors, os.path.dirname(ref.path), stored.place)
         source: Arrays = stored
@@ -115,7 +115,7 @@ class Renamed:
             if key not in (None, "version"):
                 self._names[key] = name
         tensors = {key: arrays.tensors[name] for key, name in self._names.items()}
-        absent = dummies(tensors)
+        absent = find_dummies(tensors)
         self.tensors = {key: info for key, info in tensors.items() if key not in absent}
 
     def read(self, name: str) -> np.ndarray:
@@ -142,7 +142,7 @@ def _is_known(key: str, decoder_only: bool) -> bool:
     return naming.find_row(path, "t5x", decoder_only) is not None
 
 
-def dummies(tree: Mapping[str, _Shaped]) -> set[str]:
+def find_dummies(tree: Mapping[str, _Shaped]) -> set[str]:
     """Finds T5X's placeholders for unused slots: zeros of shape (1,).
 
     A slot of that shape is a dummy unless a real one would have the same shape: `v` and `m` of a
@@ -197,11 +197,11 @@ def jax_outputs(
       scan: Whether to stack the layers of each tower.
     """
     plain = (Output(key, info, (key,), next) for key, info in tensors.items())
-    outputs = list(_scanned_outputs(tensors, family) if scan else plain)
+    outputs = list(_scan_outputs(tensors, family) if scan else plain)
     for output in outputs:
         yield _named_by_optax(output)
     shapes = {output.name: output.info for output in outputs}
-    for name in _missing_slots(shapes):
+    for name in _absent_slots(shapes):
         dummy = TensorInfo(_DUMMY_SHAPE, np.dtype(np.float32))
         yield Output(name, dummy, (), lambda _: np.zeros(_DUMMY_SHAPE, np.float32))
     if any(key.endswith(naming.ADAM_SLOTS) for key in tensors):
@@ -222,7 +222,7 @@ def _named_by_optax(output: Output) -> Output:
     return Output(naming.to_optax(output.name), output.info, output.keys, output.build)
 
 
-def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
+def _absent_slots(tree: Mapping[str, Any]) -> Iterator[str]:
     """Yields the slots that T5X's Adafactor expects but the tree lacks; none without slots."""
     # Dummies come from T5X's own Adafactor; optax's optimizers have none.
     adafactor = any(
@@ -237,12 +237,12 @@ def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
                     yield slot_key
 
 
-def with_dummies(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def add_dummies(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the tree with zeros of shape (1,) for the unused slots that T5X expects.
 
     A tree without Adafactor slots gets none.
     """
-    missing = {name: np.zeros(_DUMMY_SHAPE, np.float32) for name in _missing_slots(tree)}
+    missing = {name: np.zeros(_DUMMY_SHAPE, np.float32) for name in _absent_slots(tree)}
     return {**tree, **missing}
 
 
@@ -360,9 +360,7 @@ def _is_scanned(names: Mapping[str, TensorInfo]) -> bool:
     )
 
 
-def _scanned_axes(
-    row: naming.Row, slot: str | None = None, joined: bool = False
-) -> tuple[str, ...]:
+def _scan_axes(row: naming.Row, slot: str | None = None, joined: bool = False) -> tuple[str, ...]:
     """Returns the axes of a parameter, or of one of its slots, in a scanned tree.
 
     Args:
@@ -386,7 +384,7 @@ def _row_axis(row: naming.Row) -> str:
     return "d_model" if "d_model" in row.axes else row.axes[0]
 
 
-def _scanned_slot(slot: str | None, row: naming.Row, shape: tuple[int, ...]) -> str | None:
+def _scan_slot(slot: str | None, row: naming.Row, shape: tuple[int, ...]) -> str | None:
     """The scanned tree's name of a slot; its own inverse, since two slots can only swap."""
     if slot not in _FACTORED:
         return slot
@@ -404,14 +402,14 @@ def _key(path: str, slot: str | None) -> str:
 # --- Writing -------------------------------------------------------------------------------------
 
 
-def _scanned_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Iterator[Output]:
+def _scan_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Iterator[Output]:
     """Yields the arrays of the scanned tree, each built from its layers' tensors.
 
     Args:
       tensors: Flat key -> shape and type, not scanned.
       shape: The model's sizes.
     """
-    to_average = averaged_kernels(tensors)
+    to_average = kernels_to_average(tensors)
     for key, info in tensors.items():
         path, slot = (key, None) if key == naming.STEP else naming.split_key(key)
         row, layer = naming.find_row(path, "t5x", shape.decoder_only) or (None, None)
@@ -422,13 +420,13 @@ def _scanned_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> It
         # Layer 0 represents all; the others' tensors are read when its array is built.
         elif layer in (None, 0) and slot == "v" and path in to_average:
             for name in _FACTORED:
-                yield _stacked(path, slot, name, row, info, shape)
+                yield _scan_output(path, slot, name, row, info, shape)
         elif layer in (None, 0):
-            name = _scanned_slot(slot, row, tensors[naming.PARAMETERS + path].shape)
-            yield _stacked(path, slot, name, row, info, shape)
+            name = _scan_slot(slot, row, tensors[naming.PARAMETERS + path].shape)
+            yield _scan_output(path, slot, name, row, info, shape)
 
 
-def averaged_kernels(tensors: Mapping[str, TensorInfo]) -> set[str]:
+def kernels_to_average(tensors: Mapping[str, TensorInfo]) -> set[str]:
     """Returns the paths of kernels whose full second moment a scanned tree stores as two means.
 
     There are none if the optimizer does not factor large kernels either, that is, if Adafactor's
@@ -444,7 +442,7 @@ def averaged_kernels(tensors: Mapping[str, TensorInfo]) -> set[str]:
     return {path for path in kernels if path.endswith("/kernel") and "/layers_" in path}
 
 
-def _stacked(
+def _scan_output(
     path: str, slot: str | None, name: str | None, row: naming.Row, info: TensorInfo, of: ModelShape
 ) -> Output:
     """The scanned tree's array for all layers' tensors at a path.
@@ -461,7 +459,7 @@ def _stacked(
     rest = rest.removeprefix("layers_0/")
     count = of.num_encoder_layers if tower == "encoder" else of.num_decoder_layers
     paths = [f"{tower}/layers_{n}/{rest}" for n in range(count)] if row.tower else [path]
-    axes = _scanned_axes(row, name)
+    axes = _scan_axes(row, name)
     sizes = tuple(count if axis == _LAYERS else getattr(of, axis) for axis in axes)
     stacked = TensorInfo(sizes, info.dtype)
     mean_over = None
@@ -538,7 +536,7 @@ class _UnscannedArrays:
         return result
 
     def _enter(self, name: str, info: TensorInfo) -> None:
-        found = self._scanned(name)
+        found = self._parse_scan(name)
         if found is None:
             self.tensors[name] = info  # as in other trees, or to be named as unknown
             return
@@ -546,7 +544,7 @@ class _UnscannedArrays:
         parameter = self._arrays.tensors.get(f"{naming.PARAMETERS}{tower}/{tower}/{rest}")
         # Joined heads leave one axis fewer: the row's own and the layers'.
         joined = parameter is not None and len(parameter.shape) == len(row.axes) + 1
-        axes, parameter_axes = _scanned_axes(row, slot, joined), _scanned_axes(row, None, joined)
+        axes, parameter_axes = _scan_axes(row, slot, joined), _scan_axes(row, None, joined)
         if (
             parameter is None
             or len(info.shape) != len(axes)
@@ -556,7 +554,7 @@ class _UnscannedArrays:
             return
         axis = axes.index(_LAYERS)
         shape = _plain_shape(info.shape, axes)
-        plain_slot = _scanned_slot(slot, row, _plain_shape(parameter.shape, parameter_axes))
+        plain_slot = _scan_slot(slot, row, _plain_shape(parameter.shape, parameter_axes))
         shared = row.bias_per_layer is False
         for layer in [None] if shared else range(info.shape[axis]):
             path = f"{tower}/{rest}" if shared else f"{tower}/layers_{layer}/{rest}"
@@ -564,7 +562,7 @@ class _UnscannedArrays:
             self._places[key] = _Place(name, axis, layer)
             self.tensors[key] = TensorInfo(shape, info.dtype)
 
-    def _scanned(self, name: str) -> tuple[str, str, str | None, naming.Row] | None:
+    def _parse_scan(self, name: str) -> tuple[str, str, str | None, naming.Row] | None:
         """Tower, rest of the path, slot and row of an array with stacked layers; else None."""
         slots = "|".join(naming.SLOT_NAMES)
         match = re.fullmatch(

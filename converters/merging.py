@@ -72,7 +72,7 @@ def unmerge(
         or another, or merging them again does not give its bits.
     """
     ref = find_checkpoint(merged)
-    adapter, digest = _merged_from(ref)
+    adapter, digest = _read_origin(ref)
     if base is not None:
         adapter = dataclasses.replace(adapter, base=storage.local_path(base))
     with working(f"merging {adapter.path} again, to compare"):
@@ -88,7 +88,7 @@ def unmerge(
     return convert(source.path, dst, found, force=force)
 
 
-def _merged_from(ref: CheckpointRef) -> tuple[CheckpointRef, str]:
+def _read_origin(ref: CheckpointRef) -> tuple[CheckpointRef, str]:
     """The adapter that a checkpoint was merged from, its base named, and the base's hash."""
     manifest = read_manifest(ref.folder)
     # A directory has one manifest, which may describe another of its checkpoints.

@@ -25,7 +25,7 @@ from t0repro.converters.model_gin import (
 )
 from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef, StoredTensor
-from t0repro.converters.witnesses import check_names, damaged
+from t0repro.converters.witnesses import check_names, damage_error
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
@@ -39,7 +39,7 @@ _PARAMETERS_END = "Total number of parameters:"
 _OTHER_GIN = "Give the gin file of the model that the checkpoint holds."
 
 
-def described(ref: CheckpointRef) -> CheckpointRef:
+def arithmetic_source(ref: CheckpointRef) -> CheckpointRef:
     """The checkpoint whose folder states a model's arithmetic; for an adapter's, maybe the base.
 
     A run that trained the adapter left its gin file beside it; without one, the base's counts.
@@ -48,7 +48,7 @@ def described(ref: CheckpointRef) -> CheckpointRef:
         storage.is_file(storage.join(ref.folder, name)) for name in _GIN_FILES
     ):
         return ref
-    return described(sources.base_of(ref))
+    return arithmetic_source(sources.base_of(ref))
 
 
 def version(ref: CheckpointRef) -> dict[str, Any]:
@@ -147,12 +147,12 @@ def open_configured(
     """
     check_configured(ref, model)
     tree = sources.open_tree(ref, slots=slots)
-    repeated = repeated_biases(tree, model)
+    repeated = map_layer_biases(tree, model)
     shared = {name: tree[name] if keep_shared else tree.pop(name) for name in {*repeated.values()}}
     return tree | {name: shared[source] for name, source in repeated.items()}
 
 
-def repeated_biases(names: Iterable[str], model: ModelConfig) -> dict[str, str]:
+def map_layer_biases(names: Iterable[str], model: ModelConfig) -> dict[str, str]:
     """Finds the tensors to fill each layer's own position bias from a shared one.
 
     Args:
@@ -178,13 +178,13 @@ def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
     """Checks that a run's arithmetic matches the files beside the checkpoint that it reads.
 
     Args:
-      ref: The checkpoint; without such files it passes. For an adapter's, see `described`.
+      ref: The checkpoint; without such files it passes. For an adapter's, see `arithmetic_source`.
       model: The run's model.
 
     Raises:
       UserError: Naming the field of config.json, or the gin file that sets the scaling of queries.
     """
-    ref = described(ref)
+    ref = arithmetic_source(ref)
     _check_query_scale(ref, model)
     if ref.format != "hf":
         return
@@ -276,7 +276,7 @@ def _text(file: str) -> str:
     try:
         return storage.read(file).decode()
     except UnicodeDecodeError as error:
-        raise damaged(file, f"it is not UTF-8 ({error.reason})") from None
+        raise damage_error(file, f"it is not UTF-8 ({error.reason})") from None
 
 
 def _check_model_info(file: str, family: ModelShape) -> None:

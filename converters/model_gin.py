@@ -199,14 +199,14 @@ def describes_model(text: str, path: str | os.PathLike[str]) -> bool:
     return any((configurable, argument) in _FIELDS for _, configurable, argument in bindings)
 
 
-def without_adapter(text: str) -> str:
+def drop_adapter(text: str) -> str:
     """Gin text without its bindings of an adapter, for a whole model: comments and macros stay."""
     statements = parse_statements(text)
     lines = text.splitlines(keepends=True)
     starts = [each.location.line_num - 1 for each in statements] + [len(lines)]
     removed = set[int]()
     for statement, start, end in zip(statements, starts, starts[1:], strict=False):
-        if isinstance(statement, BindingStatement) and _of_adapter(statement):
+        if isinstance(statement, BindingStatement) and _is_of_adapter(statement):
             removed.update(
                 at
                 for at in range(start, end)
@@ -215,7 +215,7 @@ def without_adapter(text: str) -> str:
     return "".join(line for at, line in enumerate(lines) if at not in removed)
 
 
-def _of_adapter(statement: Any) -> bool:
+def _is_of_adapter(statement: Any) -> bool:
     """Whether a binding names an adapter, or is one of its arguments; in either dialect."""
     module, _, configurable = statement.selector.rpartition(".")
     names_one = configurable in ("jax_training", "train") and statement.arg_name == "adapter"

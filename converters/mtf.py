@@ -41,7 +41,7 @@ class MtfReader:
             check_manifest(manifest, self._bundle.entries, directory, lambda _: prefix)
         self._names = _flat_keys(self._bundle, prefix)
         self.tensors: Mapping[str, TensorInfo] = {
-            key: TensorInfo(_with_heads(key, entry.shape), entry.dtype)
+            key: TensorInfo(_add_heads(key, entry.shape), entry.dtype)
             for key, name in self._names.items()
             if (entry := self._bundle.entries[name]).dtype is not None
         }
@@ -64,7 +64,7 @@ class MtfReader:
         """Reads one tensor as stored, in its shape in `tensors`; the step is an int64."""
         return self._bundle.read(self._names[key]).reshape(self.tensors[key].shape)
 
-    def as_stored(self, key: str, array: np.ndarray) -> np.ndarray:
+    def reshape_as_stored(self, key: str, array: np.ndarray) -> np.ndarray:
         """Returns the array that `read` returned, in the shape stored in the file."""
         return array.reshape(self._bundle.entries[self._names[key]].shape)
 
@@ -85,13 +85,13 @@ def _is_position_bias(key: str) -> bool:
     return path.endswith(naming.RELATIVE_BIAS) and slot not in ("v_row", "v_col")
 
 
-def _with_heads(key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _add_heads(key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a variable with its axis of heads."""
     return (1, *shape) if _is_position_bias(key) and len(shape) == 1 else shape
 
 
-def _without_one_head(key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The inverse of `_with_heads`."""
+def _drop_head(key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The inverse of `_add_heads`."""
     return shape[1:] if _is_position_bias(key) and len(shape) == 2 and shape[0] == 1 else shape
 
 
@@ -186,7 +186,7 @@ def mtf_outputs(
             step = TensorInfo((), np.dtype(np.int64))
             yield Output(name, step, (key,), lambda arrays: next(arrays).astype(np.int64))
         else:
-            shape = _without_one_head(key, info.shape)
+            shape = _drop_head(key, info.shape)
             yield Output(name, TensorInfo(shape, info.dtype), (key,), _reshaped(shape))
 
 
@@ -208,9 +208,9 @@ class MtfWriter:
         # Continue the shard where an interrupted conversion stopped.
         self._bundle = BundleWriter(storage.join(directory, f"model.ckpt-{step}"), resume=True)
 
-    def stored(self, output: Output) -> np.ndarray | None:
+    def read_back(self, output: Output) -> np.ndarray | None:
         """Returns an interrupted writer's bytes for the next tensor, or None."""
-        data = self._bundle.stored(output.info.nbytes)
+        data = self._bundle.read_back(output.info.nbytes)
         if data is None:
             return None
         return np.frombuffer(data, output.info.dtype).reshape(output.info.shape)
@@ -278,7 +278,7 @@ def latest_mtf_prefix(directory: str | Path) -> str | None:
     """
     directory = str(directory)
     steps = mtf_steps(directory)
-    named = _named_by_state_file(directory)
+    named = _read_state_file(directory)
     if named is None:
         if steps and storage.is_file(state_file := storage.join(directory, STATE_FILE)):
             raise UserError(
@@ -310,7 +310,7 @@ def check_state_file(directory: str | Path) -> None:
       UserError: If the state file names a checkpoint in another directory.
     """
     directory = str(directory)
-    named = _named_by_state_file(directory)
+    named = _read_state_file(directory)
     if named is None or storage.is_address(directory):
         return
     # Joining an absolute name replaces the directory; a relative name does not.
@@ -324,7 +324,7 @@ def check_state_file(directory: str | Path) -> None:
         )
 
 
-def _named_by_state_file(directory: str) -> str | None:
+def _read_state_file(directory: str) -> str | None:
     """The path of the latest checkpoint in a directory's state file, if it has one."""
     state_file = storage.join(directory, STATE_FILE)
     if not storage.is_file(state_file):

@@ -30,8 +30,8 @@ from t0repro.converters.witnesses import (
     Written,
     check_contents,
     check_names,
-    damaged,
-    missing_file,
+    damage_error,
+    lost_file_error,
     orbax_tree,
     read_checked,
     read_integrity,
@@ -112,7 +112,7 @@ class OrbaxArrays:
         """Whether there is a list of all files with their checksums."""
         return bool(self.integrity)
 
-    def unchecked(self) -> list[str]:
+    def list_unchecked(self) -> list[str]:
         """Lists the arrays whose missing chunks nothing would reveal: those with a fill value."""
         return [
             name
@@ -149,10 +149,10 @@ class OrbaxArrays:
         array = tensors.empty(info.shape, info.dtype)
         size = self._sizes[chunk_name]
         if size != info.nbytes or not storage.read_into(chunk, 0, bytes_of(array)):
-            raise damaged(chunk, f"it has {size:,} bytes, not {info.nbytes:,}")
+            raise damage_error(chunk, f"it has {size:,} bytes, not {info.nbytes:,}")
         expected = self.integrity.get(chunk_name)
         if expected and _crc32(array) != expected["crc32"]:
-            raise damaged(chunk, "its CRC-32 differs from what was written")
+            raise damage_error(chunk, "its CRC-32 differs from what was written")
         return array
 
     def place(self, name: str) -> str:
@@ -166,10 +166,10 @@ class OrbaxArrays:
         """The content of the directory's `_METADATA`."""
         file = self._inside(METADATA)
         if not storage.is_file(file):
-            raise missing_file(file)
+            raise lost_file_error(file)
         tree = orbax_tree(file, read_checked(self._path, METADATA, self.integrity))
         if tree.is_ocdbt and not storage.is_file(store := self._inside(_OCDBT)):
-            raise missing_file(store)
+            raise lost_file_error(store)
         return tree
 
     def _is_complete(self, description: _Description) -> bool:
@@ -191,7 +191,7 @@ class OrbaxArrays:
             expected.add(chunk)
         surplus = (file for file in found if _IS_CHUNK.fullmatch(file) and file not in expected)
         if strange := next(surplus, None):
-            raise damaged(
+            raise damage_error(
                 storage.join(directory, strange),
                 f"an array of shape {list(description.info.shape)} in chunks of"
                 f" {list(description.chunks)} has no such chunk",
@@ -231,7 +231,7 @@ class OrbaxArrays:
             raise base.failure(error, directory) from error
         info = self.tensors[name]
         if (values.shape, values.dtype) != (info.shape, info.dtype):
-            raise damaged(directory, f"it holds {values.dtype} of shape {list(values.shape)}")
+            raise damage_error(directory, f"it holds {values.dtype} of shape {list(values.shape)}")
         return values
 
     def _list(self) -> Iterator[tuple[str, _Description]]:
@@ -309,7 +309,7 @@ class _Base:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if storage.is_address(self.path) and reason.startswith(_REFUSALS):
             return store_error(error, where)
-        return damaged(where, reason)
+        return damage_error(where, reason)
 
 
 def _crc32(array: np.ndarray) -> int:
@@ -352,7 +352,7 @@ class OrbaxWriter:
         self._write(f"{directory}/{_ARRAY}", memoryview(_plain_text(array).encode()))
         self._names.append(output.name)
 
-    def stored(self, output: Output) -> np.ndarray | None:
+    def read_back(self, output: Output) -> np.ndarray | None:
         """Returns an array's stored bytes, or None; the metadata is written after the values."""
         directory = Path(self._path, output.name.replace("/", "."))
         chunk = directory / _plain_chunk(output.info.shape)
@@ -505,14 +505,14 @@ def _zarr_description(path: str, content: bytes) -> _Description:
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError):
-        raise damaged(path, "it is not JSON") from None
+        raise damage_error(path, "it is not JSON") from None
     if not isinstance(parsed, dict):
-        raise damaged(path, "it is not a description of an array")
+        raise damage_error(path, "it is not a description of an array")
     description = _third(path, parsed) if parsed.get("zarr_format") == 3 else _second(path, parsed)
     sizes = list(zip(description.info.shape, description.chunks, strict=False))
     fits = len(description.chunks) == len(description.info.shape)
     if not fits or not all(0 < chunk <= size or chunk == size for size, chunk in sizes):
-        raise damaged(
+        raise damage_error(
             path,
             f"chunks of shape {list(description.chunks)} do not divide an array of shape"
             f" {list(description.info.shape)}",
@@ -522,10 +522,10 @@ def _zarr_description(path: str, content: bytes) -> _Description:
 
 def _second(path: str, content: Mapping[str, Any]) -> _Description:
     if missing := [field for field in _FIELDS if field not in content]:
-        raise damaged(path, f"it does not say the array's {missing[0]!r}")
+        raise damage_error(path, f"it does not say the array's {missing[0]!r}")
     dtype = str(content["dtype"])
     if content["order"] != "C" or dtype.startswith(">"):
-        raise damaged(
+        raise damage_error(
             path,
             f"it describes an array of {dtype!r} in {content['order']!r} order, not '<' and 'C'",
         )
@@ -555,7 +555,7 @@ def _third(path: str, content: Mapping[str, Any]) -> _Description:
         # Zarr 3's defaults, which a description may leave out.
         separator = encoding.get("configuration", {}).get("separator", "/" if by_default else ".")
     except (KeyError, TypeError, AttributeError):
-        raise damaged(path, "it does not describe a Zarr 3 array") from None
+        raise damage_error(path, "it does not describe a Zarr 3 array") from None
     return _Description(
         info,
         _sizes(path, chunks),
@@ -571,23 +571,23 @@ def _info(path: str, name: Any, shape: Any) -> TensorInfo:
     try:
         dtype = np.dtype(str(name))
     except (TypeError, ValueError):
-        raise damaged(path, f"it describes an array of {name!r}") from None
+        raise damage_error(path, f"it describes an array of {name!r}") from None
     # Numbers only: an array of objects ("O") would be unpickled, which can run any code.
     if dtype.kind not in "biuf" and dtype != np.dtype("bfloat16"):
-        raise damaged(path, f"it describes an array of {name!r}")
+        raise damage_error(path, f"it describes an array of {name!r}")
     return TensorInfo(_sizes(path, shape), dtype)
 
 
 def _sizes(path: str, sizes: Any) -> tuple[int, ...]:
     # A bool is an int to Python.
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise damaged(path, f"it describes an array with the sizes {sizes!r}")
+        raise damage_error(path, f"it describes an array with the sizes {sizes!r}")
     return tuple(sizes)
 
 
 def _separator(path: str, separator: Any) -> str:
     if separator not in (".", "/"):
-        raise damaged(path, f"the names of its chunks are separated by {separator!r}")
+        raise damage_error(path, f"the names of its chunks are separated by {separator!r}")
     return separator
 
 

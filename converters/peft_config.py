@@ -111,7 +111,7 @@ class PeftConfig:
             raise UserError(
                 f"{PEFT_CONFIG} cannot be read: {error}.", where=where, fix="Copy the file again."
             ) from error
-        return _parsed(_Fields(config, where))
+        return _parse(_Fields(config, where))
 
     def adapter(self, targets: tuple[str, ...]) -> Adapter:
         """What it describes, on the kernels that match."""
@@ -193,12 +193,12 @@ class PeftConfig:
         )
 
 
-def _parsed(fields: _Fields) -> PeftConfig:
+def _parse(fields: _Fields) -> PeftConfig:
     config, where = fields.config, fields.where
     peft_type = config.get("peft_type")
     kind = _KINDS.get(peft_type) if isinstance(peft_type, str) else None
     if kind is None:
-        raise fields.refused("peft_type", "there are LoRA (LORA) and (IA)3 (IA3)")
+        raise fields.refusal("peft_type", "there are LoRA (LORA) and (IA)3 (IA3)")
     neutral: dict[str, tuple[Any, ...]] = {
         "bias": ("none",),
         "init_lora_weights": _HARMLESS_STARTS,
@@ -207,15 +207,15 @@ def _parsed(fields: _Fields) -> PeftConfig:
         # PEFT writes these for options that are off, those of newer versions included.
         accepted = neutral.get(name, (None, False, [], {}))
         if name not in _READ | _READ_OF_KIND[kind] | _WITHOUT_EFFECT and value not in accepted:
-            raise fields.refused(name, "it has no meaning for an adapter here")
+            raise fields.refusal(name, "it has no meaning for an adapter here")
     targets, layers = fields.names("target_modules"), fields.numbers("layers_to_transform")
     patterns = fields.names("layers_pattern")
     if isinstance(targets, str):
         for name in ("layers_to_transform", "layers_pattern"):
             if config.get(name) is not None:
-                raise fields.refused(name, "PEFT takes it only beside a list of target_modules")
+                raise fields.refusal(name, "PEFT takes it only beside a list of target_modules")
     elif patterns and config.get("layers_to_transform") is None:
-        raise fields.refused("layers_pattern", "PEFT takes it only beside layers_to_transform")
+        raise fields.refusal("layers_pattern", "PEFT takes it only beside layers_to_transform")
     # PEFT's own defaults, for a file that leaves them out.
     rank = int(fields.number("r", 8, whole=True)) if kind == "lora" else 0
     alpha = fields.number("lora_alpha", 8) if kind == "lora" else 1.0
@@ -250,7 +250,7 @@ class _Fields:
     config: Mapping[str, Any]
     where: str
 
-    def refused(self, name: str, why: str) -> UserError:
+    def refusal(self, name: str, why: str) -> UserError:
         return UserError(
             f"{name} is {self.config.get(name)!r}, but {why}.",
             where=f"{self.where}, {name}",

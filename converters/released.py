@@ -120,10 +120,10 @@ def _rows(name: str) -> list[dict[str, Any]]:
 @functools.cache
 def catalog() -> dict[str, Released]:
     """Returns every known released checkpoint, by name."""
-    return {row["name"]: _released(row) for row in _rows("released.csv")}
+    return {row["name"]: _parse_row(row) for row in _rows("released.csv")}
 
 
-def _released(row: dict[str, str]) -> Released:
+def _parse_row(row: dict[str, str]) -> Released:
     yes = {"yes": True, "no": False}
     shape = ModelShape(
         num_encoder_layers=int(row["num_encoder_layers"]),

@@ -19,14 +19,14 @@ from t0repro.converters import mtf, sources
 from t0repro.converters.model_files import open_configured
 from t0repro.converters.own_tokenizer import check_own_tokenizer
 from t0repro.converters.tensor_bundle import BundleReader
-from t0repro.converters.tensors import CheckpointRef, FlatTree, StoredTree, with_parameters_in
+from t0repro.converters.tensors import CheckpointRef, FlatTree, StoredTree, cast_parameters
 from t0repro.errors import UserError, nearest_names
 from t0repro.parameters import naming
 from t0repro.progress import say
 from t0repro.words import counted
 
 
-def starting_tree(config: TrainRun, fresh: Callable[[], FlatTree]) -> StoredTree | None:
+def open_start(config: TrainRun, fresh: Callable[[], FlatTree]) -> StoredTree | None:
     """A checkpoint that another program wrote into model_dir, or else the plan's checkpoint.
 
     Args:
@@ -58,7 +58,7 @@ def starting_tree(config: TrainRun, fresh: Callable[[], FlatTree]) -> StoredTree
         return keep_matching(tree, rules.variable_filter, model.mesh_variables(), fresh, place)
     say(f"restore: {ref.path}")
     # Values, not only shapes: entries that the rules do not restore come from here.
-    return restored(tree, fresh(), rules, config.provenance.get("plan.restore.path"))
+    return apply_rules(tree, fresh(), rules, config.provenance.get("plan.restore.path"))
 
 
 def keep_matching(
@@ -109,7 +109,7 @@ def _names_in_mtf(tree: Mapping[str, Any], variables: Mapping[str, str]) -> dict
       variables: Mesh TensorFlow's name of each parameter, by path.
     """
 
-    def named(key: str) -> str:
+    def mtf_name(key: str) -> str:
         if key == naming.STEP:
             return naming.MTF_STEP
         try:
@@ -125,10 +125,10 @@ def _names_in_mtf(tree: Mapping[str, Any], variables: Mapping[str, str]) -> dict
             return ""  # an unused slot
         return naming.join_mtf_slot(variables[path], naming.slot_to_mtf(slot, parameter.shape))
 
-    return {key: named(key) for key in tree}
+    return {key: mtf_name(key) for key in tree}
 
 
-def restored(
+def apply_rules(
     tree: StoredTree,
     fresh: FlatTree,
     rules: RestoreConfig,
@@ -146,7 +146,7 @@ def restored(
       UserError: if a rule matches nothing or leads to nothing, or if slots are missing although the
         rules are strict. `from_flat_tree` reports missing parameters by name.
     """
-    names = assigned_names(fresh, tree, rules.assignment_map)
+    names = assign_names(fresh, tree, rules.assignment_map)
     result: dict[str, Any] = {new: tree[old] for new, old in names.items() if old is not None}
     scratch = {new for new, old in names.items() if old is None}
     if rules.fallback_to_scratch:
@@ -159,7 +159,7 @@ def restored(
     report_unmatched(tree, wanted, {new: old for new, old in names.items() if old is not None})
     if rules.dtype in (None, "float32"):
         return result
-    return with_parameters_in(result, rules.dtype)
+    return cast_parameters(result, rules.dtype)
 
 
 def report_unmatched(
@@ -207,7 +207,7 @@ _WHERE = "utils.RestoreCheckpointConfig.assignment_map"
 Rules = Sequence[tuple[str, str | None]]
 
 
-def assigned_names(
+def assign_names(
     wanted: Iterable[str], stored: Collection[str], rules: Rules
 ) -> dict[str, str | None]:
     r"""Maps each entry of a model to the checkpoint's entry that fills it.
@@ -283,7 +283,7 @@ def check_checkpoints(inputs: RunInputs, *, jax: bool) -> None:
         steps = list(steps) if isinstance(steps, tuple) else steps
         found = sources.list_checkpoints(inputs.model_dir)
         if not jax and found and all(ref.format != "mtf" for ref in found):
-            raise _of_another_stack(found[-1], "The latest of model_dir", inputs.master_dtype)
+            raise _stack_error(found[-1], "The latest of model_dir", inputs.master_dtype)
         checkpoints = checkpoints_to_evaluate(inputs.model_dir, steps, jax=jax)
     starts = inputs.init_checkpoint if inputs.mode == "train" else None
     folders = [_folder(path) for path in (inputs.model_dir, starts) if path]
@@ -355,7 +355,7 @@ def _checkpoints_to_start_from(inputs: RunInputs, *, jax: bool) -> list[str]:
     if not jax:
         mtf.check_state_file(inputs.model_dir)
     if not jax and found and found[-1].format != "mtf":
-        raise _of_another_stack(found[-1], "The latest of model_dir", inputs.master_dtype)
+        raise _stack_error(found[-1], "The latest of model_dir", inputs.master_dtype)
     if inputs.init_checkpoint:
         chosen.append(_initial(inputs.init_checkpoint, inputs, jax))
     return [prefix for prefix in chosen if prefix]
@@ -372,10 +372,10 @@ def _initial(path: str, inputs: RunInputs, jax: bool) -> str | None:
     if prefix := mtf.latest_mtf_prefix(path):
         mtf.check_state_file(path)
         return prefix
-    raise _of_another_stack(sources.find_checkpoint(path), "init_checkpoint", inputs.master_dtype)
+    raise _stack_error(sources.find_checkpoint(path), "init_checkpoint", inputs.master_dtype)
 
 
-def _of_another_stack(ref: CheckpointRef, what: str, master_dtype: str) -> UserError:
+def _stack_error(ref: CheckpointRef, what: str, master_dtype: str) -> UserError:
     """Returns the error for a checkpoint that Mesh TensorFlow would ignore or fail to read."""
     then = "with init_checkpoint = 'OUT'" if what == "init_checkpoint" else "with --model_dir=OUT"
     return UserError(

@@ -21,7 +21,7 @@ import numpy as np
 from t0repro import storage
 from t0repro.converters import tensors
 from t0repro.converters.tensors import Output, TensorInfo, bytes_of
-from t0repro.converters.witnesses import damaged, missing_file
+from t0repro.converters.witnesses import damage_error, lost_file_error
 from t0repro.errors import UserError
 from t0repro.storage.disk import name_in_errors
 
@@ -56,7 +56,7 @@ class SafetensorsFile:
         self.tensors = {name: _info(path, name, entry) for name, entry in self._header.items()}
         end = _end(path, {name: entry["data_offsets"] for name, entry in self._header.items()})
         if (actual := storage.file_size(path)) != self._start + end:
-            raise damaged(
+            raise damage_error(
                 path, f"it has {actual:,} bytes, but its header calls for {self._start + end:,}"
             )
 
@@ -66,7 +66,7 @@ class SafetensorsFile:
         begin, _ = self._header[name]["data_offsets"]
         array = tensors.empty(info.shape, info.dtype)
         if not storage.read_into(self._path, self._start + begin, bytes_of(array)):
-            raise damaged(self._path, f"{name} goes beyond its end")
+            raise damage_error(self._path, f"{name} goes beyond its end")
         array.flags.writeable = False
         return array
 
@@ -75,22 +75,22 @@ def _read_header(path: str) -> tuple[dict[str, Any], int]:
     try:
         size = storage.file_size(path)
     except OSError:
-        raise missing_file(path) from None
+        raise lost_file_error(path) from None
     first = storage.read(path, 0, 8)
     # The check below refuses a file too short for the length.
     length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
     if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
-        raise damaged(path, "it does not begin as a safetensors file does")
+        raise damage_error(path, "it does not begin as a safetensors file does")
     content = storage.read(path, 8, length)
     # Counting takes no time; parsing millions of values takes half a minute and a gigabyte.
     if content.count(b",") > _VALUES_LIMIT:
-        raise damaged(path, "its header lists more than any T5 has")
+        raise damage_error(path, "its header lists more than any T5 has")
     try:
         header = json.loads(content)
     except (ValueError, RecursionError):
-        raise damaged(path, "its header is not JSON") from None
+        raise damage_error(path, "its header is not JSON") from None
     if not isinstance(header, dict):
-        raise damaged(path, "its header is not a list of tensors")
+        raise damage_error(path, "its header is not a list of tensors")
     return header, 8 + length
 
 
@@ -98,7 +98,7 @@ def _metadata(path: str, metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise damaged(path, "the __metadata__ in its header are not strings by name")
+        raise damage_error(path, "the __metadata__ in its header are not strings by name")
     return metadata
 
 
@@ -107,7 +107,7 @@ def _end(path: str, places: Mapping[str, tuple[int, int]]) -> int:
     end = 0
     for name, (begin, until) in sorted(places.items(), key=lambda item: tuple(item[1])):
         if begin != end:
-            raise damaged(
+            raise damage_error(
                 path, f"{name} begins at {begin:,}, but the tensor before it ends at {end:,}"
             )
         end = until
@@ -119,11 +119,13 @@ def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
         given, shape = str(entry["dtype"]), tuple(entry["shape"])
         begin, end = entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
-        raise damaged(path, f"its header does not describe {name}") from None
+        raise damage_error(path, f"its header does not describe {name}") from None
     sizes = (*shape, begin, end)
     # Python treats a bool as an int, and a negative place would count from the file's end.
     if not all(type(size) is int and size >= 0 for size in sizes):
-        raise damaged(path, f"its header gives {name} the shape {list(shape)} at {begin} to {end}")
+        raise damage_error(
+            path, f"its header gives {name} the shape {list(shape)} at {begin} to {end}"
+        )
     dtype = _DTYPES.get(given)
     if dtype is None:
         raise UserError(
@@ -133,7 +135,7 @@ def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
         )
     info = TensorInfo(shape, dtype)
     if end - begin != info.nbytes:
-        raise damaged(
+        raise damage_error(
             path, f"{name} takes {end - begin:,} bytes, but its shape calls for {info.nbytes:,}"
         )
     return info
@@ -182,7 +184,7 @@ class SafetensorsWriter:
         self._files[name] = storage.open_new(storage.join(self._directory, name), resume=True)
         self._files[name].write(struct.pack("<Q", len(header)) + header)
 
-    def stored(self, output: Output) -> np.ndarray | None:
+    def read_back(self, output: Output) -> np.ndarray | None:
         """Returns an earlier writer's bytes for a tensor, or None."""
         path = Path(self._directory, output.file)
         if path.stat().st_size < self._places[output.name] + output.info.nbytes:

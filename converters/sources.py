@@ -105,7 +105,7 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
             mtf.latest_mtf_prefix(path)
         _refuse_formats(path, storage.list_names(path))
         what = f"The directory holds no checkpoint{f' of the format {source}' if source else ''}."
-        raise _not_found(what + _unfinished(path), path)
+        raise _not_found(what + _describe_partial(path), path)
     if step is None:
         return _latest(path, refs, source)
     chosen = [ref for ref in refs if ref.step == step]
@@ -187,7 +187,7 @@ def _latest(path: str, refs: list[CheckpointRef], source: Format | None) -> Chec
     return max(reversed(candidates), key=lambda ref: ref.step if ref.step is not None else -1)
 
 
-def _unfinished(path: str) -> str:
+def _describe_partial(path: str) -> str:
     """A sentence about a checkpoint that is still being written, or ""."""
     names = storage.list_names(path)
     # Incomplete checkpoints: tf.train.Saver's parts before it merges them, T5X's and Orbax's
@@ -268,7 +268,7 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
         is gone or another one.
     """
     if is_adapter(ref):
-        return _merged(ref)
+        return _open_merged(ref)
     if ref.base is not None:
         raise UserError(
             "A base is given, but the checkpoint is not an adapter's.",
@@ -286,7 +286,7 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
     return jax_tree.JaxReader(ref, norm_names, manifest)
 
 
-def _merged(ref: CheckpointRef) -> MergedReader:
+def _open_merged(ref: CheckpointRef) -> MergedReader:
     own = open_adapter(ref)
     base = open_checkpoint(base_of(ref))
     shape = check_checkpoint(base)
@@ -320,7 +320,7 @@ def check_base(note: AdapterNote, digest: str, path: str) -> None:
     note.check_base(digest, path)
 
 
-def restored_adapter(
+def read_adapter(
     path: str, adapter: Adapter, shape: ModelShape, digest: str, base: str
 ) -> FlatTree:
     """The parameters of another run's adapter, without its slots and step, to train on.
@@ -541,7 +541,7 @@ def load_any(
     tree = {key: np.asarray(tensor) for key, tensor in open_any(path, step, slots=slots).items()}
     # Mesh TensorFlow's step is an int64, T5X's an int32.
     tree[naming.STEP] = tree[naming.STEP].astype(np.int32)
-    return jax_tree.with_dummies(tree)
+    return jax_tree.add_dummies(tree)
 
 
 def open_any(
@@ -583,7 +583,7 @@ def open_tree(
     if slots:
         check_slots_step(reader)
     return {
-        key: StoredTensor.of(reader, key)
+        key: StoredTensor.open(reader, key)
         for key in reader.tensors
         if slots or not key.startswith(naming.SLOTS)
     }

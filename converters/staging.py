@@ -96,7 +96,7 @@ class Destination(Protocol):
         """Raises UserError if there is not enough space for this many bytes."""
         ...
 
-    def staged(self, request: dict[str, Any]) -> contextlib.AbstractContextManager[Staged]:
+    def stage(self, request: dict[str, Any]) -> contextlib.AbstractContextManager[Staged]:
         """A place for the target's files, locked within the block.
 
         Args:
@@ -146,7 +146,7 @@ class InBucket:
         """Does nothing: a bucket has no limit."""
 
     @contextlib.contextmanager
-    def staged(self, request: dict[str, Any]) -> Iterator[Staged]:
+    def stage(self, request: dict[str, Any]) -> Iterator[Staged]:
         """The address itself, without what an interrupted conversion of the same request left."""
         mark, text = f"{self.path}/{_IN_BUCKET}", json.dumps(request, sort_keys=True).encode()
         with lock_folder(self.path, _PURPOSE, fix="Wait for it, or give another address."):
@@ -232,7 +232,7 @@ class OnDisk:
             )
 
     @contextlib.contextmanager
-    def staged(self, request: dict[str, Any]) -> Iterator[Staged]:
+    def stage(self, request: dict[str, Any]) -> Iterator[Staged]:
         """The staging directory, with any files of an interrupted run of the same request.
 
         On success it is removed. After an exception its files remain, so that the conversion can be

@@ -21,7 +21,7 @@ import numpy as np
 from t0repro import storage
 from t0repro.converters.orbax_dir import OrbaxArrays
 from t0repro.converters.tensors import TensorInfo
-from t0repro.converters.witnesses import check_names, damaged, missing_file, read_checked
+from t0repro.converters.witnesses import check_names, damage_error, lost_file_error, read_checked
 from t0repro.errors import UserError
 
 FILE = "checkpoint"
@@ -83,9 +83,9 @@ class MsgpackArrays:
         """Where a name's array is, or should be; arrays in the file itself always exist."""
         return self._arrays.place(FILE if name in self._inline else self._places.get(name, name))
 
-    def unchecked(self) -> list[str]:
-        """See `OrbaxArrays.unchecked`."""
-        missing = set(self._arrays.unchecked())
+    def list_unchecked(self) -> list[str]:
+        """See `OrbaxArrays.list_unchecked`."""
+        missing = set(self._arrays.list_unchecked())
         return [name for name, place in self._places.items() if place in missing]
 
     def _check_places(self, file: str, shapes: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ class MsgpackArrays:
         for name, shape in shapes.items():
             stored = self._arrays.tensors[self._places[name]].shape
             if shape is not None and shape != list(stored):
-                raise damaged(
+                raise damage_error(
                     self.place(name),
                     f"its shape is {list(stored)}, but {FILE} says {shape}",
                 )
@@ -135,10 +135,10 @@ class FlaxFile:
         try:
             packed = storage.read(path)
         except OSError:
-            raise missing_file(path) from None
-        tree = _unpacked(path, packed)
+            raise lost_file_error(path) from None
+        tree = _unpack(path, packed)
         if not isinstance(tree, dict):
-            raise damaged(path, "it holds no tree of arrays")
+            raise damage_error(path, "it holds no tree of arrays")
         self._arrays: dict[str, np.ndarray] = {}
         for name, leaf in _leaves(tree):
             array = _numbers(leaf, path, name)
@@ -160,7 +160,7 @@ def torch_name(name: str) -> str:
 
 def _load(path: str, packed: bytes) -> tuple[dict[str, Any], int]:
     """The tree in a file's bytes, and T5X's version of it; Orbax's count as today's."""
-    content = _unpacked(path, packed)
+    content = _unpack(path, packed)
     if isinstance(content, dict) and isinstance(content.get("target"), dict):
         return content, _VERSION
     version = content.get("version", 0) if isinstance(content, dict) else 0
@@ -173,7 +173,7 @@ def _load(path: str, packed: bytes) -> tuple[dict[str, Any], int]:
     return tree, version
 
 
-def _unpacked(path: str, packed: bytes) -> Any:
+def _unpack(path: str, packed: bytes) -> Any:
     """What a file's bytes hold.
 
     Raises:
@@ -186,7 +186,7 @@ def _unpacked(path: str, packed: bytes) -> Any:
         # It makes arrays of bytes and shapes; an array of objects is an error, never unpickled.
         return serialization.msgpack_restore(packed)
     except Exception as error:  # msgpack raises many kinds for a damaged file.
-        raise damaged(path, f"it cannot be unpacked ({type(error).__name__})") from error
+        raise damage_error(path, f"it cannot be unpacked ({type(error).__name__})") from error
 
 
 def _path_of(spec: Mapping[str, Any], file: str, name: str) -> str:
@@ -194,7 +194,7 @@ def _path_of(spec: Mapping[str, Any], file: str, name: str) -> str:
     kvstore = spec["kvstore"]
     place = spec.get("path") or (kvstore.get("path") if isinstance(kvstore, dict) else None)
     if not isinstance(place, str):
-        raise damaged(file, f"{name} has no path")
+        raise damage_error(file, f"{name} has no path")
     return place
 
 
@@ -208,7 +208,7 @@ def _shape_of(spec: Mapping[str, Any]) -> list[int] | None:
 def _numbers(leaf: Any, file: str, name: str) -> np.ndarray:
     array = np.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic | int | float) else None
     if array is None or (array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16"):
-        raise damaged(file, f"{name} is not an array of numbers")
+        raise damage_error(file, f"{name} is not an array of numbers")
     return array
 
 

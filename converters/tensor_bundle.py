@@ -26,7 +26,7 @@ import numpy as np
 from t0repro import storage
 from t0repro.converters import tensors
 from t0repro.converters.tensors import bytes_of
-from t0repro.converters.witnesses import damaged
+from t0repro.converters.witnesses import damage_error
 from t0repro.errors import UserError
 from t0repro.storage.disk import name_in_errors
 
@@ -83,10 +83,10 @@ class BundleReader:
         header = dict(protobuf_fields(table.pop(b"", b"")))
         self._num_shards = header.get(1, 0)
         if self._num_shards < 1:
-            raise damaged(index, "it has no header")
+            raise damage_error(index, "it has no header")
         # BundleHeaderProto.endianness: 0 is little-endian.
         if header.get(2, 0) != 0:
-            raise damaged(index, "it was written on a big-endian machine")
+            raise damage_error(index, "it was written on a big-endian machine")
         self.entries = {name.decode(): _parse_entry(value) for name, value in table.items()}
         self._check_shards()
 
@@ -99,14 +99,14 @@ class BundleReader:
         entry = self.entries[name]
         file_name = self._shard_path(entry.shard)
         if entry.dtype is None:
-            raise damaged(file_name, f"{name} is of a type that no T5 has")
+            raise damage_error(file_name, f"{name} is of a type that no T5 has")
         array = tensors.empty(entry.shape, entry.dtype)
         if array.nbytes != entry.size:
-            raise damaged(file_name, f"{name} has {entry.size} bytes, not {array.nbytes}")
+            raise damage_error(file_name, f"{name} has {entry.size} bytes, not {array.nbytes}")
         if not storage.read_into(file_name, entry.offset, bytes_of(array)):
-            raise damaged(file_name, f"{name} goes beyond its end")
-        if _masked(_crc32c(array)) != entry.masked_crc32c:
-            raise damaged(file_name, f"the checksum of {name} is wrong")
+            raise damage_error(file_name, f"{name} goes beyond its end")
+        if _mask(_crc32c(array)) != entry.masked_crc32c:
+            raise damage_error(file_name, f"the checksum of {name} is wrong")
         array.flags.writeable = False
         return array
 
@@ -127,7 +127,7 @@ class BundleReader:
                     fix="Copy all files that begin with this prefix, or choose another checkpoint.",
                 )
             if (actual := storage.file_size(path)) < size:
-                raise damaged(path, f"it has {actual} bytes, but the index calls for {size}")
+                raise damage_error(path, f"it has {actual} bytes, but the index calls for {size}")
 
 
 def table_of(path: str) -> dict[bytes, bytes]:
@@ -145,7 +145,7 @@ def table_of(path: str) -> dict[bytes, bytes]:
             fix="Give it read permission, or choose another checkpoint.",
         ) from None
     if len(content) < _FOOTER_BYTES or content[-8:] != struct.pack("<Q", _TABLE_MAGIC):
-        raise damaged(path, "it does not end as an index file does")
+        raise damage_error(path, "it does not end as an index file does")
     footer = content[-_FOOTER_BYTES:]
     try:
         meta_block, position = _handle(footer, 0)
@@ -156,7 +156,7 @@ def table_of(path: str) -> dict[bytes, bytes]:
             data_block, _ = _handle(handle, 0)
             table.update(_block_items(_block(path, content, *data_block)))
     except (IndexError, struct.error):
-        raise damaged(path, "its blocks do not fit together") from None
+        raise damage_error(path, "its blocks do not fit together") from None
     return table
 
 
@@ -165,24 +165,24 @@ def _block(path: str, content: bytes, offset: int, size: int) -> bytes:
     compression = content[offset + size]
     (crc,) = struct.unpack_from("<I", content, offset + size + 1)
     # The checksum covers the bytes as they are in the file, compressed or not, and the type byte.
-    if _masked(google_crc32c.value(content[offset : offset + size + 1])) != crc:
-        raise damaged(path, "the checksum of a block is wrong")
+    if _mask(google_crc32c.value(content[offset : offset + size + 1])) != crc:
+        raise damage_error(path, "the checksum of a block is wrong")
     block = content[offset : offset + size]
     if compression == _SNAPPY:
-        return _decompressed(path, block)
+        return _decompress(path, block)
     if compression != _UNCOMPRESSED:
-        raise damaged(path, f"TensorFlow knows no compression of type {compression}")
+        raise damage_error(path, f"TensorFlow knows no compression of type {compression}")
     return block
 
 
-def _decompressed(path: str, block: bytes) -> bytes:
+def _decompress(path: str, block: bytes) -> bytes:
     import pyarrow
 
     length, _ = _varint(block, 0)  # Snappy's raw format begins with it
     try:
         return pyarrow.Codec("snappy").decompress(block, length, asbytes=True)
     except (pyarrow.ArrowException, OSError):
-        raise damaged(path, "a compressed block cannot be decompressed") from None
+        raise damage_error(path, "a compressed block cannot be decompressed") from None
 
 
 def _block_items(block: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -256,7 +256,7 @@ def _crc32c(array: np.ndarray) -> int:
     return google_crc32c.value(array.reshape(-1).view(np.uint8))
 
 
-def _masked(crc: int) -> int:
+def _mask(crc: int) -> int:
     """Applies LevelDB's masking, which it uses for checksums stored beside their data."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -285,7 +285,7 @@ class BundleWriter:
             self._data.write(bytes_of(array))
         self._entries[name] = _entry(array, offset)
 
-    def stored(self, size: int) -> bytes | None:
+    def read_back(self, size: int) -> bytes | None:
         """Returns the `size` bytes in the next tensor's place, or None if there are fewer."""
         offset = self._data.tell()
         data = self._data.read(size)
@@ -319,7 +319,7 @@ class BundleWriter:
 
 
 def _entry(array: np.ndarray, offset: int) -> Entry:
-    checksum = _masked(_crc32c(array))
+    checksum = _mask(_crc32c(array))
     return Entry(array.dtype, array.shape, 0, offset, array.nbytes, checksum)
 
 
@@ -392,5 +392,5 @@ def _append_block(output: bytearray, items: Mapping[bytes, bytes]) -> bytes:
     block += struct.pack(f"<{len(restarts) + 1}I", *restarts, len(restarts))
     handle = _encode_varint(len(output)) + _encode_varint(len(block))
     block.append(_UNCOMPRESSED)
-    output += block + struct.pack("<I", _masked(google_crc32c.value(bytes(block))))
+    output += block + struct.pack("<I", _mask(google_crc32c.value(bytes(block))))
     return handle

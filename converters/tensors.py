@@ -85,7 +85,7 @@ class CheckpointReader(Protocol):
         ...
 
 
-def differing_shapes(
+def compare_shapes(
     found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]
 ) -> list[tuple[str, str, str]]:
     """Names whose shapes differ, sorted, each with what was found and what is wanted, in words."""
@@ -132,7 +132,7 @@ class StoredTensor:
     read: Callable[[], np.ndarray]
 
     @classmethod
-    def of(cls, reader: CheckpointReader, key: str) -> StoredTensor:
+    def open(cls, reader: CheckpointReader, key: str) -> StoredTensor:
         """The tensor of a flat key."""
         return cls(reader.tensors[key].shape, functools.partial(reader.read, key))
 
@@ -149,7 +149,7 @@ FlatTree = Mapping[str, np.ndarray]
 StoredTree = Mapping[str, np.ndarray | StoredTensor]
 
 
-def with_parameters_in(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def cast_parameters(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """A flat tree with its parameters in another type; slots and the step stay as they are."""
     return {
         name: value.astype(np.dtype(dtype)) if name.startswith(PARAMETERS) else value
@@ -179,7 +179,7 @@ class Output:
 class Writer(Protocol):
     """Writes the target's tensors one by one into a directory that nobody reads yet."""
 
-    def stored(self, output: Output) -> np.ndarray | None:
+    def read_back(self, output: Output) -> np.ndarray | None:
         """An interrupted writer's bytes for a tensor; None if there are too few.
 
         The bytes may be wrong: the caller compares them with a digest.
@@ -187,7 +187,7 @@ class Writer(Protocol):
         ...
 
     def keep(self, output: Output, array: np.ndarray) -> None:
-        """Accepts what `stored` returned as written."""
+        """Accepts what `read_back` returned as written."""
         ...
 
     def add(self, output: Output, array: np.ndarray) -> None:
@@ -262,7 +262,7 @@ def _give_back(block: memoryview) -> None:
         del _free[_MAX_FREE_BLOCKS:]
 
 
-def transposed(matrix: np.ndarray) -> np.ndarray:
+def transpose(matrix: np.ndarray) -> np.ndarray:
     """Returns a matrix's transpose as a C-contiguous copy."""
     result = empty(matrix.shape[::-1], matrix.dtype)
     # Copy sixteen rows at a time: all at once, rows of 8 KiB map to the same cache lines (measured

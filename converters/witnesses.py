@@ -30,7 +30,7 @@ class Written(TypedDict):
     crc32: int
 
 
-def damaged(path: os.PathLike[str] | str, reason: str) -> UserError:
+def damage_error(path: os.PathLike[str] | str, reason: str) -> UserError:
     """Returns the error for a file that differs from what was written."""
     return UserError(
         f"A file of the checkpoint is damaged: {reason}.",
@@ -39,7 +39,7 @@ def damaged(path: os.PathLike[str] | str, reason: str) -> UserError:
     )
 
 
-def missing_file(path: str) -> UserError:
+def lost_file_error(path: str) -> UserError:
     """Returns the error for a file that should be there."""
     return UserError(
         "A file of the checkpoint is missing.",
@@ -113,9 +113,11 @@ def read_integrity(directory: str) -> dict[str, Written]:
     for name, written in files.items():
         file = storage.join(directory, name)
         if name not in sizes and not storage.is_file(file):  # a listing may lag behind
-            raise missing_file(file)
+            raise lost_file_error(file)
         if (size := sizes.get(name) or storage.file_size(file)) != written["bytes"]:
-            raise damaged(file, f"it has {size:,} bytes, but {written['bytes']:,} were written")
+            raise damage_error(
+                file, f"it has {size:,} bytes, but {written['bytes']:,} were written"
+            )
     return files
 
 
@@ -127,7 +129,7 @@ def read_checked(directory: str, name: str, files: Mapping[str, Written]) -> byt
     """
     content = storage.read(file := storage.join(directory, name))
     if name in files and zlib.crc32(content) != files[name]["crc32"]:
-        raise damaged(file, "its CRC-32 differs from what was written")
+        raise damage_error(file, "its CRC-32 differs from what was written")
     return content
 
 
@@ -141,7 +143,7 @@ def check_contents(directory: str | os.PathLike[str], files: dict[str, Written])
     def check(name: str) -> None:
         file = storage.join(os.fspath(directory), name)
         if _crc32(file) != files[name]["crc32"]:
-            raise damaged(file, "its CRC-32 differs from what was written")
+            raise damage_error(file, "its CRC-32 differs from what was written")
 
     # `at_once` is a generator: without the loop, it would check nothing.
     for _ in storage.call_at_once(check, files):
@@ -156,10 +158,10 @@ def _parse(listing: str) -> dict[str, Written]:
             for name, written in files.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise damaged(listing, "it is not a list of files") from None
+        raise damage_error(listing, "it is not a list of files") from None
     # A listing never refers to files outside its own directory.
     if outside := [name for name in parsed if not is_inside(name)]:
-        raise damaged(listing, f"it names {outside[0]!r}, which is not in the checkpoint")
+        raise damage_error(listing, f"it names {outside[0]!r}, which is not in the checkpoint")
     return parsed
 
 
@@ -342,7 +344,7 @@ def orbax_tree(file: str, content: bytes) -> OrbaxTree:
             metadata.get("store_array_data_equal_to_fill_value") is True,
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise damaged(file, "it is not Orbax's description of a tree") from None
+        raise damage_error(file, "it is not Orbax's description of a tree") from None
 
 
 def _is_array(value: dict[str, Any]) -> bool:

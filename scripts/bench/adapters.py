@@ -26,7 +26,7 @@ import numpy as np
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
-from t0repro.converters.restoring import starting_tree
+from t0repro.converters.restoring import open_start
 from t0repro.data.choice_batches import Choices, make_choice_batch, read_choices
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.rank import RankResult, rank_classification
@@ -204,7 +204,7 @@ def tuned_with(
         config = configured(model_dir, steps, "finetune", base + METHODS[method])
         rows = sampled(tasks, np.random.default_rng(seed))
         times: list[float] = []
-        restored = lambda fresh, config=config: starting_tree(config, fresh)  # noqa: E731
+        restored = lambda fresh, config=config: open_start(config, fresh)  # noqa: E731
         state = train(config, timed(plain(rows), times), seed=seed, restore_from=restored)
         saved = model_dir / f"checkpoint_{steps}"
         found.append(

@@ -260,12 +260,17 @@ def _infer_model(
     ref: CheckpointRef, tree: Mapping[str, StoredTensor], path: str
 ) -> tuple[ModelShape, ModelConfig]:
     """The model that an open tree, and the files beside it, are of."""
-    from t0repro.converters.model_files import arithmetic, check_run_files, described, gin_text
+    from t0repro.converters.model_files import (
+        arithmetic,
+        arithmetic_source,
+        check_run_files,
+        gin_text,
+    )
     from t0repro.parameters.shape import recognize
 
     family = recognize({name: tensor.shape for name, tensor in tree.items()})
     check_run_files(ref, family)
-    source = described(ref)
+    source = arithmetic_source(ref)
     return family, _model_config(family, arithmetic(source, family, gin_text(source)), path)
 
 

@@ -76,17 +76,17 @@ def _fit(
     Raises:
       UserError: If one is missing or of another shape.
     """
-    from t0repro.converters.model_files import repeated_biases
-    from t0repro.converters.restoring import assigned_names
+    from t0repro.converters.model_files import map_layer_biases
+    from t0repro.converters.restoring import assign_names
 
     # The checkpoint's index has names and shapes, so even a large one is checked at once.
     expected = {f"target/{name}": shape for name, shape in model.shape.parameters().items()}
     tensors = _tensors(ref, model)
     stored = {name: info.shape for name, info in tensors.items() if name.startswith("target/")}
     # A model with a position bias in each layer may start from one whose layers share it.
-    repeated = repeated_biases(stored, model)
+    repeated = map_layer_biases(stored, model)
     stored |= {name: stored[shared] for name, shared in repeated.items()}
-    names = assigned_names(expected, stored, restore.assignment_map)
+    names = assign_names(expected, stored, restore.assignment_map)
     filled = {name: source for name, source in names.items() if source is not None}
     missing = [name for name in expected if name not in names]
     reshaped = [

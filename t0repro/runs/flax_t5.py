@@ -170,11 +170,11 @@ def _config(folder: str) -> SimpleNamespace:
     from t0repro.converters import hf_files, sources
     from t0repro.converters.hf import read_config
     from t0repro.converters.hf_config import TokenIds
-    from t0repro.converters.model_files import arithmetic, described, gin_text
+    from t0repro.converters.model_files import arithmetic, arithmetic_source, gin_text
 
     ref = sources.find_checkpoint(folder)
     if ref.format == "hf":
         return SimpleNamespace(**read_config(ref.path))
-    shape, source = sources.check_checkpoint(sources.open_checkpoint(ref)), described(ref)
+    shape, source = sources.check_checkpoint(sources.open_checkpoint(ref)), arithmetic_source(ref)
     computed = arithmetic(source, shape, gin_text(source))
     return SimpleNamespace(**hf_files.model_config(shape, "float32", computed, TokenIds()))

@@ -15,7 +15,7 @@ from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.run import InferenceRun
 from t0repro.converters import jax_tree, sources
 from t0repro.converters.model_files import open_configured
-from t0repro.converters.tensors import CheckpointRef, with_parameters_in
+from t0repro.converters.tensors import CheckpointRef, cast_parameters
 from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import Checkpoint, load_on_devices
@@ -178,7 +178,7 @@ def opened(plan: InferenceRun, ref: CheckpointRef) -> Checkpoint:
     tree = _tree(plan, ref, shapes)
     if plan.restore.dtype not in (None, "float32"):
         # Still stored in the model's own dtype, with values rounded to this one.
-        tree = with_parameters_in(tree, plan.restore.dtype)
+        tree = cast_parameters(tree, plan.restore.dtype)
     return load_on_devices(tree, held, model, str(ref.path))
 
 
@@ -202,12 +202,12 @@ def _tree(plan: InferenceRun, ref: CheckpointRef, shapes: Any) -> dict[str, Any]
         return open_configured(ref, plan.model, slots=False)
     import flax.traverse_util
 
-    from t0repro.converters.restoring import assigned_names
+    from t0repro.converters.restoring import assign_names
 
     # The user's patterns may name a shared position bias that the model itself no longer has.
     stored = open_configured(ref, plan.model, slots=False, keep_shared=True)
     wanted = [f"target/{name}" for name in flax.traverse_util.flatten_dict(shapes, sep="/")]
-    names = assigned_names(wanted, stored, plan.restore.assignment_map)
+    names = assign_names(wanted, stored, plan.restore.assignment_map)
     tree = {name: stored[source] for name, source in names.items() if source is not None}
     # The map renames parameters only; the step has one name everywhere.
     return tree | {naming.STEP: stored[naming.STEP]}

@@ -9,7 +9,7 @@ from typing import Any
 from t0repro.config.configuration import Configuration
 from t0repro.config.run import TrainRun
 from t0repro.converters import sources
-from t0repro.converters.restoring import starting_tree
+from t0repro.converters.restoring import open_start
 from t0repro.data.train_data import make_train_eval_batches, train_batches
 from t0repro.evaluation.evaluator import infer_eval
 from t0repro.event_files import event_writer
@@ -51,7 +51,7 @@ def start_training(
             train_batches(config, resumed=resumed),
             check=check,
             evaluations=Evaluations(make_train_eval_batches(plan), infer_eval(config, written)),
-            restore_from=lambda fresh: starting_tree(config, fresh),
+            restore_from=lambda fresh: open_start(config, fresh),
             # Mesh TensorFlow keeps a run's events in model_dir, T5X in a folder for each split.
             writers=[event_writer(written)] if plan.log == "steps" else (),
             open_writers=lambda step: _opener_of_writers(written, config_text, step),

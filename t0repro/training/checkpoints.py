@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding
 
 from t0repro.converters.jax_tree import jax_refs
 from t0repro.converters.orbax_dir import OrbaxArrays, is_orbax
-from t0repro.converters.tensors import with_parameters_in
+from t0repro.converters.tensors import cast_parameters
 from t0repro.converters.witnesses import (
     Written,
     check_contents,
@@ -131,7 +131,7 @@ def start_checkpoint(
     path = checkpoint_path(model_dir, int(jax.device_get(state.step)))
     # With several processes, each writes the shards on its own devices.
     tree = to_flat_tree(state) if is_alone() else flat_arrays(state)
-    tree = with_parameters_in(tree, dtype) if dtype else tree
+    tree = cast_parameters(tree, dtype) if dtype else tree
     return _start_saving(path, tree, save_data, save_notes, then)
 
 

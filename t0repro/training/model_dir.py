@@ -28,7 +28,7 @@ from t0repro.converters.adapter_files import (
     AdapterReader,
     is_adapter,
 )
-from t0repro.converters.tensors import CheckpointReader, CheckpointRef, differing_shapes
+from t0repro.converters.tensors import CheckpointReader, CheckpointRef, compare_shapes
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ALL_HEURISTIC
@@ -227,7 +227,7 @@ def check_slots(reader: CheckpointReader, shapes: TrainState) -> None:
         for name in naming.SLOT_NAMES
         if (value := getattr(slot, name)) is not None
     }
-    wrong = differing_shapes(saved_slots, needed_slots)
+    wrong = compare_shapes(saved_slots, needed_slots)
     if not wrong:
         return
     key, then, now = wrong[0]

@@ -201,7 +201,7 @@ def _start_adapter(
         assert start.checkpoint is not None
         AdapterNote.read(start.checkpoint).check_base(digest, where)
     elif restore is not None and restore.adapter is not None:
-        tree = sources.restored_adapter(restore.adapter, adapter, config.model.shape, digest, where)
+        tree = sources.read_adapter(restore.adapter, adapter, config.model.shape, digest, where)
         start = _restore(tree, shapes, "the restored adapter")
     say(f"base: {where}, frozen, in {adapter.base_dtype}, of hash {digest}")
     if start is None:

@@ -12,8 +12,8 @@ from t0repro.converters.convert import convert
 from t0repro.converters.hf_config import (
     Computation,
     arithmetic_of,
-    assumed_activation,
     check_types,
+    describe_assumed_activation,
     feed_forward_proj,
     logits_of,
 )
@@ -66,7 +66,7 @@ def test_the_activation_is_the_one_that_transformers_takes(config, activations):
     ],
 )
 def test_a_gated_model_s_activation_that_is_only_assumed_is_said(config, taken):
-    assert assumed_activation(config) == taken
+    assert describe_assumed_activation(config) == taken
 
 
 def test_a_model_without_a_type_is_not_of_type_none():

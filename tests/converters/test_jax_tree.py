@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t0repro.converters.jax_tree import dummies, with_dummies
+from t0repro.converters.jax_tree import add_dummies, find_dummies
 from t0repro.parameters import naming
 
 
@@ -31,12 +31,12 @@ SIZES = st.integers(1, 3)
 def test_dummies_are_told_from_slots_of_the_same_shape(shapes, factored, momentum):
     # A T5 always has matrices, which tell whether there is momentum.
     tree = tree_of([(2, 3), *shapes], factored, momentum)
-    complete = with_dummies(tree)
+    complete = add_dummies(tree)
     added = complete.keys() - tree.keys()
-    assert set(dummies(complete)) == added
+    assert set(find_dummies(complete)) == added
     assert all(complete[key].shape == (1,) and not complete[key].any() for key in added)
 
 
 def test_a_tree_without_slots_gets_no_dummies():
     tree = {"target/a": np.ones((2, 3))}
-    assert with_dummies(tree) == tree
+    assert add_dummies(tree) == tree

@@ -11,7 +11,7 @@ from t0repro.adapters import ia3, lora
 from t0repro.converters import sources
 from t0repro.converters.convert import convert
 from t0repro.converters.merging import merge, unmerge
-from t0repro.converters.model_gin import without_adapter
+from t0repro.converters.model_gin import drop_adapter
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import attach_adapter, open_adapter_at, open_checkpoint
 from t0repro.parameters import naming
@@ -100,8 +100,8 @@ def test_a_merge_of_another_type_and_vocabulary_gives_its_base_back(made, tmp_pa
 def test_a_merged_models_gin_file_has_no_adapter(made, tmp_path):
     _, _, adapters = made
     merge(adapters["lora"], tmp_path / "merged", "jax")
-    assert (tmp_path / "merged" / "operative_config.gin").read_text() == without_adapter(ADAPTED)
-    left = [line for line in without_adapter(ADAPTED).splitlines() if line[:1] not in ("#", "")]
+    assert (tmp_path / "merged" / "operative_config.gin").read_text() == drop_adapter(ADAPTED)
+    left = [line for line in drop_adapter(ADAPTED).splitlines() if line[:1] not in ("#", "")]
     assert left == [
         "from t0repro import adapters",
         "t0repro.jax_training.data_shards = 1",

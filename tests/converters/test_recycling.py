@@ -73,7 +73,7 @@ def test_small_arrays_and_scalars_are_numpy_s_own():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_transpose_is_contiguous_and_right(shape, dtype):
     matrix = np.random.default_rng(0).normal(size=shape).astype(np.float32).astype(dtype)
-    result = tensors.transposed(matrix)
+    result = tensors.transpose(matrix)
     assert result.flags.c_contiguous
     np.testing.assert_array_equal(result.astype(np.float32), matrix.T.astype(np.float32))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from t0repro.converters.restoring import assigned_names
+from t0repro.converters.restoring import assign_names
 from t0repro.errors import UserError
 
 STORED = ["target/encoder/a", "target/encoder/b", "target/old_decoder/c", "target/extra"]
@@ -10,7 +10,7 @@ WANTED = ["target/encoder/a", "target/encoder/b", "target/decoder/c", "target/ne
 
 
 def test_without_rules_equal_names_match_and_others_are_left_out():
-    assert assigned_names(WANTED, STORED, ()) == {
+    assert assign_names(WANTED, STORED, ()) == {
         "target/encoder/a": "target/encoder/a",
         "target/encoder/b": "target/encoder/b",
     }
@@ -18,7 +18,7 @@ def test_without_rules_equal_names_match_and_others_are_left_out():
 
 def test_a_group_is_carried_over_and_none_keeps_what_was_initialized():
     rules = [(r"target/decoder/(.*)", r"target/old_decoder/\1"), (r"target/encoder/b", None)]
-    assert assigned_names(WANTED, STORED, rules) == {
+    assert assign_names(WANTED, STORED, rules) == {
         "target/decoder/c": "target/old_decoder/c",
         "target/encoder/b": None,
         "target/encoder/a": "target/encoder/a",
@@ -27,7 +27,7 @@ def test_a_group_is_carried_over_and_none_keeps_what_was_initialized():
 
 def test_two_names_may_share_an_entry_which_then_no_longer_fills_its_own():
     rules = [("target/(new|decoder/c)", "target/encoder/a")]
-    assert assigned_names(WANTED, STORED, rules) == {
+    assert assign_names(WANTED, STORED, rules) == {
         "target/decoder/c": "target/encoder/a",
         "target/new": "target/encoder/a",
         "target/encoder/b": "target/encoder/b",
@@ -37,11 +37,11 @@ def test_two_names_may_share_an_entry_which_then_no_longer_fills_its_own():
 def test_the_first_rule_that_matches_decides():
     rules = [("target/new", "target/extra"), ("target/n.*", None)]
     with pytest.raises(UserError, match=r"No name of the model matches 'target/n\.\*'"):
-        assigned_names(WANTED, STORED, rules)
+        assign_names(WANTED, STORED, rules)
 
 
 def test_a_pattern_has_to_match_a_whole_name_and_its_entry_has_to_be_there():
     with pytest.raises(UserError, match="No name of the model matches 'decoder/c'"):
-        assigned_names(WANTED, STORED, [("decoder/c", "target/extra")])
+        assign_names(WANTED, STORED, [("decoder/c", "target/extra")])
     with pytest.raises(UserError, match="The checkpoint has no target/old_decoder/d"):
-        assigned_names(WANTED, STORED, [("target/decoder/c", "target/old_decoder/d")])
+        assign_names(WANTED, STORED, [("target/decoder/c", "target/old_decoder/d")])

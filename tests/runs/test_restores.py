@@ -12,7 +12,7 @@ import tensorflow as tf
 from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.t5x.run import eval_plan, infer_plan, train_config
 from t0repro.converters import convert
-from t0repro.converters.restoring import starting_tree
+from t0repro.converters.restoring import open_start
 from t0repro.converters.sources import load_any
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
@@ -151,7 +151,7 @@ def start_of(config):
             )
         )
 
-    return starting_tree(config, fresh)
+    return open_start(config, fresh)
 
 
 @pytest.mark.parametrize("model", WRITTEN)

@@ -24,7 +24,7 @@ from t0repro.converters.adapter_files import (
     AdapterReader,
 )
 from t0repro.converters.convert import convert
-from t0repro.converters.restoring import starting_tree
+from t0repro.converters.restoring import open_start
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import attach_adapter, open_adapter_at, open_checkpoint
 from t0repro.model.layers import Dense
@@ -84,7 +84,7 @@ def run(config, batches=None, allow_changed=False):
             train(
                 config,
                 batches or tiny.batches(config.train_steps)[skipped:],
-                restore_from=lambda fresh: starting_tree(config, fresh),
+                restore_from=lambda fresh: open_start(config, fresh),
                 check=check,
                 seed=3,
             )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from t0repro.config.checkpoints import RestoreConfig
-from t0repro.converters.restoring import restored
+from t0repro.converters.restoring import apply_rules
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 
@@ -23,36 +23,36 @@ def rules(*assignment_map, strict=True, fallback=False, dtype=None):
 
 
 def test_without_rules_the_checkpoint_is_taken_as_it_is():
-    result = restored(TREE, FRESH, rules())
+    result = apply_rules(TREE, FRESH, rules())
     assert result.keys() == TREE.keys() and result["state/step"] == 1
 
 
 def test_names_are_mapped_as_a_whole_and_two_may_share_one():
     tree = {name: value for name, value in TREE.items() if "/b/" not in name}
     rule = (r"(target|state/param_states)/b/(.*)", r"\1/a/\2")
-    result = restored(tree, FRESH, rules(rule, strict=False))
+    result = apply_rules(tree, FRESH, rules(rule, strict=False))
     np.testing.assert_array_equal(result["target/b/kernel"], TREE["target/a/kernel"])
     assert "target/a/kernel" not in result  # as in T5X: what a rule takes is taken away
     shared = rules((r"target/[ab]/kernel", "target/a/kernel"))
-    assert restored(TREE, FRESH, shared)["target/a/kernel"][0, 0] == 1
+    assert apply_rules(TREE, FRESH, shared)["target/a/kernel"][0, 0] == 1
 
 
 def test_a_replacement_of_none_keeps_what_was_initialized():
-    result = restored(TREE, FRESH, rules((r"target/b/kernel", None)))
+    result = apply_rules(TREE, FRESH, rules((r"target/b/kernel", None)))
     assert result["target/b/kernel"].sum() == 0 and result["target/a/kernel"].sum() == 4
 
 
 def test_what_is_missing_falls_back_to_scratch_only_if_it_may():
     tree = {"target/a/kernel": TREE["target/a/kernel"], "state/step": np.int32(7)}
-    assert restored(tree, FRESH, rules(fallback=True))["target/b/kernel"].sum() == 0
-    assert "target/b/kernel" not in restored(tree, FRESH, rules())
+    assert apply_rules(tree, FRESH, rules(fallback=True))["target/b/kernel"].sum() == 0
+    assert "target/b/kernel" not in apply_rules(tree, FRESH, rules())
 
 
 def test_what_is_not_restored_is_listed_on_both_sides():
     def said(tree, config):
         lines = []
         with heard_by(lines.append):
-            restored(tree, FRESH, config)
+            apply_rules(tree, FRESH, config)
         return lines
 
     assert said(TREE, rules()) == []
@@ -71,14 +71,14 @@ def test_what_is_not_restored_is_listed_on_both_sides():
 def test_strict_refuses_some_missing_slots_but_not_a_checkpoint_without_any():
     some = {name: value for name, value in TREE.items() if "states/b" not in name}
     with pytest.raises(UserError, match="lacks 1 of 2 slots"):
-        restored(some, FRESH, rules())
-    assert "state/param_states/b/kernel/v" not in restored(some, FRESH, rules(strict=False))
+        apply_rules(some, FRESH, rules())
+    assert "state/param_states/b/kernel/v" not in apply_rules(some, FRESH, rules(strict=False))
     none = {name: value for name, value in TREE.items() if "param_states" not in name}
-    assert restored(none, FRESH, rules()).keys() == none.keys()
+    assert apply_rules(none, FRESH, rules()).keys() == none.keys()
 
 
 def test_parameters_are_rounded_to_the_rules_type():
     tree = {name: np.asarray(value) * 1.001 for name, value in TREE.items()}
-    result = restored(tree, FRESH, rules(dtype="bfloat16"))
+    result = apply_rules(tree, FRESH, rules(dtype="bfloat16"))
     assert result["target/a/kernel"].dtype.name == "bfloat16"
     assert result["state/param_states/a/kernel/v"].dtype != result["target/a/kernel"].dtype
