@@ -79,10 +79,10 @@ class AdapterNote:
                 fix="Name a checkpoint of a run that trains an adapter.",
             )
         try:
-            found = json.loads(storage.read(path))
+            content = json.loads(storage.read(path))
             # JSON gives a list, which would not equal the tuple of a run's own Adapter.
-            adapter = {**found["adapter"], "targets": tuple(found["adapter"]["targets"])}
-            note = cls(check_adapter(Adapter(**adapter)), found["base"], found["digest"])
+            adapter = {**content["adapter"], "targets": tuple(content["adapter"]["targets"])}
+            note = cls(check_adapter(Adapter(**adapter)), content["base"], content["digest"])
             if not isinstance(note.base, str) or not isinstance(note.digest, str):
                 raise TypeError("base and digest are strings")
             return note
@@ -162,13 +162,13 @@ class AdapterCheckpoint(abc.ABC):
     def check_shape(self, adapter: Adapter, shape: ModelShape) -> None:
         """Raises a UserError unless the parameters are those of an adapter of a model."""
         check_types(self)
-        found = {
+        shapes = {
             key.removeprefix(naming.PARAMETERS): info.shape
             for key, info in self.tensors.items()
             if key.startswith(naming.PARAMETERS)
         }
-        wanted = adapter.parameter_shapes(shape, self.ref.path)
-        for path, then, now in compare_shapes(found, wanted):
+        expected = adapter.parameter_shapes(shape, self.ref.path)
+        for path, then, now in compare_shapes(shapes, expected):
             raise UserError(
                 f"The checkpoint is of another adapter, or for another model: {path} is {then} in"
                 f" the checkpoint and {now} in the run.",
@@ -230,34 +230,6 @@ class AdapterReader(AdapterCheckpoint):
         return key
 
 
-class _PeftReader(AdapterCheckpoint):
-    """Reads a folder that PEFT loads; its parameters are read in float32."""
-
-    def __init__(self, ref: CheckpointRef):
-        self.ref, self._folder = ref, _PeftFolder(ref.path)
-        found = self._folder
-        self.note = AdapterNote(found.adapter, found.base, found.digest)
-        self.tensors = {
-            **{naming.PARAMETERS + path: info for path, info in found.tensors.items()},
-            # PEFT has no step: `Folder.step` is 0 unless a conversion noted one in the file.
-            naming.STEP: TensorInfo((), np.dtype(np.int32)),
-        }
-
-    def check_shape(self, adapter: Adapter, shape: ModelShape) -> None:
-        """Also raises a UserError unless PEFT would adapt the same modules."""
-        self._folder.check_complete(shape)
-        super().check_shape(adapter, shape)
-
-    def _values(self, key: str) -> np.ndarray:
-        if key == naming.STEP:
-            return np.asarray(self._folder.step, np.int32)
-        return self._folder.read(key.removeprefix(naming.PARAMETERS))
-
-    def native_name(self, key: str) -> str:
-        """PEFT's name of a tensor."""
-        return self._folder.names.get(key.removeprefix(naming.PARAMETERS), key)
-
-
 # ---- Merging ------------------------------------------------------------------------------------
 
 
@@ -265,7 +237,7 @@ class MergedReader:
     """Reads a base with an adapter merged into it: parameters in float32, without slots.
 
     Args:
-      own: The adapter's checkpoint, whose step the merged model has.
+      adapter: The adapter's checkpoint, whose step the merged model has.
       base: The base.
       shape: The base's shape.
       note: The adapter, and its base's path and hash.
@@ -276,72 +248,67 @@ class MergedReader:
 
     def __init__(
         self,
-        own: AdapterCheckpoint,
+        adapter: AdapterCheckpoint,
         base: CheckpointReader,
         shape: ModelShape,
         note: AdapterNote,
     ):
-        own.check_shape(note.adapter, shape)
-        self.ref, self.note, self.shape = own.ref, note, shape
+        adapter.check_shape(note.adapter, shape)
+        self.ref, self.note, self.shape = adapter.ref, note, shape
         self.norm_names: naming.NormNames | None = base.norm_names
         # The base's slots are left out: they are statistics of the base's own updates.
-        self.base, self.own = base, own
-        parameters = {
+        self.base, self.adapter = base, adapter
+        self.tensors: Mapping[str, TensorInfo] = {
             key: TensorInfo(info.shape, np.dtype(np.float32))
             for key, info in base.tensors.items()
             if key.startswith(naming.PARAMETERS)
-        }
-        self.tensors: Mapping[str, TensorInfo] = {
-            **parameters,
-            naming.STEP: own.tensors[naming.STEP],
-        }
+        } | {naming.STEP: adapter.tensors[naming.STEP]}
 
     def read(self, key: str) -> np.ndarray:
         """Reads one tensor; a kernel that has an adapter is merged."""
         if key == naming.STEP:
-            return self.own.read(key)
+            return self.adapter.read(key)
         # The adapter was trained on values of this type.
-        value = (
-            self.base.read(key).astype(np.dtype(self.note.adapter.base_dtype)).astype(np.float32)
-        )
+        base_dtype = np.dtype(self.note.adapter.base_dtype)
+        value = self.base.read(key).astype(base_dtype).astype(np.float32)
         owner, _, name = key.rpartition("/")
-        beside = {
-            each: self.own.read(f"{owner}/{each}")
+        params = {
+            each: self.adapter.read(f"{owner}/{each}")
             for each in NAMES
-            if name == "kernel" and f"{owner}/{each}" in self.own.tensors
+            if name == "kernel" and f"{owner}/{each}" in self.adapter.tensors
         }
-        if not beside:
+        if not params:
             return value
-        found = merge_kernel(value, beside, self.note.adapter.scale)
-        _check_finite(found, f"{self.native_name(key)}, merged with the adapter,", self.ref.path)
-        return found
+        kernel = merge_kernel(value, params, self.note.adapter.scale)
+        _check_finite(kernel, f"{self.native_name(key)}, merged with the adapter,", self.ref.path)
+        return kernel
 
     def native_name(self, key: str) -> str:
         """The name of a tensor in the base's format."""
         return self.base.native_name(key)
 
 
-def merge_kernel(kernel: np.ndarray, beside: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
+def merge_kernel(kernel: np.ndarray, params: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
     """A kernel plus an adapter's change, computed in float64 and rounded once, to float32.
 
     Args:
       kernel: [in, out].
-      beside: The adapter's parameters for it, by their names.
+      params: The adapter's parameters for it, by their names.
       scale: `Adapter.scale`.
     """
-    found = kernel.astype(np.float64)
-    if LORA_A in beside:
-        first = beside[LORA_A].astype(np.float64) * scale
-        second = beside[LORA_B].astype(np.float64)
+    total = kernel.astype(np.float64)
+    if LORA_A in params:
+        first = params[LORA_A].astype(np.float64) * scale
+        second = params[LORA_B].astype(np.float64)
         # One column at a time: how a matmul orders its sums depends on the machine.
         for column in range(first.shape[1]):
-            found += first[:, column, None] * second[None, column]
-    if IA3_INPUT in beside:
-        found *= beside[IA3_INPUT].astype(np.float64)[:, None]
-    if IA3_OUTPUT in beside:
-        found *= beside[IA3_OUTPUT].astype(np.float64)
+            total += first[:, column, None] * second[None, column]
+    if IA3_INPUT in params:
+        total *= params[IA3_INPUT].astype(np.float64)[:, None]
+    if IA3_OUTPUT in params:
+        total *= params[IA3_OUTPUT].astype(np.float64)
     with np.errstate(over="ignore"):  # the caller refuses what is infinite then
-        return found.astype(np.float32)
+        return total.astype(np.float32)
 
 
 def _check_finite(array: np.ndarray, name: str, where: str) -> None:
@@ -378,52 +345,76 @@ _LORA_PARTS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
 
 def peft_ref(path: str) -> CheckpointRef | None:
     """The adapter in a folder that PEFT loads; None if it holds none."""
-    found = storage.is_file(storage.join(path, PEFT_CONFIG))
-    return CheckpointRef("peft", path, None) if found else None
+    has_config = storage.is_file(storage.join(path, PEFT_CONFIG))
+    return CheckpointRef("peft", path, None) if has_config else None
 
 
-class _PeftFolder:
-    """A folder of PEFT's, open for reading, in T5X's names and axes.
+class _PeftReader(AdapterCheckpoint):
+    """Reads a folder that PEFT loads; its parameters are read in float32.
 
     Args:
-      path: The folder.
+      ref: The folder.
 
     Raises:
       UserError: If a file is missing or damaged; naming an option or a tensor that no adapter here
         has.
-
-    Attributes:
-      adapter: What it is.
-      base: The name or path of its base.
-      digest: The hash of the base's parameters; None if PEFT wrote the file.
-      step: The global step; 0 if PEFT wrote the file.
-      tensors: Path in T5X's tree -> shape and type.
-      names: Path -> PEFT's name.
     """
 
-    def __init__(self, path: str):
-        self._config = PeftConfig.read(path)
-        self._path = storage.join(path, _PEFT_WEIGHTS)
+    def __init__(self, ref: CheckpointRef):
+        self.ref, self._config = ref, PeftConfig.read(ref.path)
+        self._path = storage.join(ref.path, _PEFT_WEIGHTS)
         if not storage.is_file(self._path):
-            pickled = storage.is_file(storage.join(path, _PICKLED))
+            pickled = storage.is_file(storage.join(ref.path, _PICKLED))
             raise UserError(
                 f"The adapter has no {_PEFT_WEIGHTS}{f', but a {_PICKLED}' if pickled else ''}.",
-                where=path,
+                where=ref.path,
                 fix="Load it in PEFT and save it with safe_serialization=True."
                 if pickled
                 else "Copy the whole folder again.",
             )
         self._file = SafetensorsFile(self._path)
-        self.base = self._config.base
-        self.digest = self._file.metadata.get(_BASE_HASH)
-        self.step = self._step()
-        self.names = {self._tree_path(name): name for name in self._file.tensors}
-        self.tensors = {path: self._info(name) for path, name in self.names.items()}
-        self.adapter = self._config.adapter(_targets(self.names))
+        step = self._file.metadata.get(_STEP, "0")
+        if not re.fullmatch(r"[0-9]{1,10}", step) or int(step) > np.iinfo(np.int32).max:
+            raise UserError(
+                f"The step in the file's metadata is {step!r}, not a whole number below 2**31.",
+                where=self._path,
+                fix="Copy the file again.",
+            )
+        # PEFT has no step: it is 0 unless a conversion noted one in the file.
+        self._step = int(step)
+        self._names = {self._tree_path(name): name for name in self._file.tensors}
+        tensors = {}
+        for path, name in self._names.items():
+            shape = self._file.tensors[name].shape
+            # torch keeps a kernel as [out, in], and PEFT a vector of (IA)3 as a matrix.
+            shape = (math.prod(shape),) if name.endswith("ia3_l") else shape[::-1]
+            tensors[naming.PARAMETERS + path] = TensorInfo(shape, np.dtype(np.float32))
+        self.tensors = {**tensors, naming.STEP: TensorInfo((), np.dtype(np.int32))}
+        adapter = self._config.adapter(_targets(self._names))
+        digest = self._file.metadata.get(_BASE_HASH)
+        self.note = AdapterNote(adapter, self._config.base, digest)
 
-    def check_complete(self, shape: ModelShape) -> None:
+    def check_shape(self, adapter: Adapter, shape: ModelShape) -> None:
+        """Also raises a UserError unless PEFT would adapt the same modules."""
+        self._check_complete(shape)
+        super().check_shape(adapter, shape)
+
+    def native_name(self, key: str) -> str:
+        """PEFT's name of a tensor."""
+        return self._names.get(key.removeprefix(naming.PARAMETERS), key)
+
+    def _values(self, key: str) -> np.ndarray:
+        if key == naming.STEP:
+            return np.asarray(self._step, np.int32)
+        name = self._names[key.removeprefix(naming.PARAMETERS)]
+        # A float64 beyond float32 becomes infinite, which `read` refuses.
+        with np.errstate(over="ignore"):
+            array = self._file.read(name).astype(np.float32)
+        return array.reshape(-1) if name.endswith("ia3_l") else transpose(array)
+
+    def _check_complete(self, shape: ModelShape) -> None:
         """Raises a UserError unless the file has the tensors of a model that PEFT would adapt."""
-        parts = ["ia3_l"] if self.adapter.kind == "ia3" else list(_LORA_PARTS.values())
+        parts = ["ia3_l"] if self._config.kind == "ia3" else list(_LORA_PARTS.values())
         matches = (_MODULE.fullmatch(name) for name in self._file.tensors)
         chosen = self._config.chosen(
             [_module(path) for path in kernels(shape)],
@@ -447,29 +438,6 @@ class _PeftFolder:
                 " on.",
             )
 
-    def _step(self) -> int:
-        given = self._file.metadata.get(_STEP, "0")
-        if not re.fullmatch(r"[0-9]{1,10}", given) or int(given) > np.iinfo(np.int32).max:
-            raise UserError(
-                f"The step in the file's metadata is {given!r}, not a whole number below 2**31.",
-                where=self._path,
-                fix="Copy the file again.",
-            )
-        return int(given)
-
-    def _info(self, name: str) -> TensorInfo:
-        shape = self._file.tensors[name].shape
-        # torch keeps a kernel as [out, in], and PEFT a vector of (IA)3 as a matrix.
-        shape = (math.prod(shape),) if name.endswith("ia3_l") else shape[::-1]
-        return TensorInfo(shape, np.dtype(np.float32))
-
-    def read(self, path: str) -> np.ndarray:
-        """Reads one tensor, in float32."""
-        # A float64 beyond float32 becomes infinite, which the reader of the checkpoint refuses.
-        with np.errstate(over="ignore"):
-            array = self._file.read(self.names[path]).astype(np.float32)
-        return array.reshape(-1) if self.names[path].endswith("ia3_l") else transpose(array)
-
     def _tree_path(self, name: str) -> str:
         """A tensor's path in T5X's tree.
 
@@ -478,8 +446,8 @@ class _PeftFolder:
         """
         info = self._file.tensors[name]
         match = _MODULE.fullmatch(name)
-        found = match and naming.find_row(f"{match['module']}.weight", "hf")
-        if not match or not found or found[1] is None or not found[0].t5x.endswith("/kernel"):
+        row = match and naming.find_row(f"{match['module']}.weight", "hf")
+        if not match or not row or row[1] is None or not row[0].t5x.endswith("/kernel"):
             raise UserError(
                 f"{name} is not a parameter of a LoRA or (IA)3 on a kernel of a T5's layer.",
                 where=self._path,
@@ -495,7 +463,7 @@ class _PeftFolder:
                 where=self._path,
                 fix="Copy the folder again.",
             )
-        owner = naming.name_of(*found, "t5x").removesuffix("kernel")
+        owner = naming.name_of(*row, "t5x").removesuffix("kernel")
         if kind == "lora":
             return owner + (LORA_A if "lora_A" in match["part"] else LORA_B)
         return owner + self._ia3_name(match["module"], info.shape, owner.endswith("mlp/wo/"))
@@ -578,9 +546,9 @@ def _output(key: str, info: TensorInfo) -> Output:
 
 def _module(kernel: str) -> str:
     """Transformers' module of a kernel in T5X's tree."""
-    found = naming.find_row(kernel, "t5x")
-    assert found is not None
-    return naming.name_of(*found, "hf").removesuffix(".weight")
+    row = naming.find_row(kernel, "t5x")
+    assert row is not None
+    return naming.name_of(*row, "hf").removesuffix(".weight")
 
 
 def peft_config_text(adapter: Adapter, shape: ModelShape, base: str) -> str:
@@ -592,7 +560,12 @@ def peft_config_text(adapter: Adapter, shape: ModelShape, base: str) -> str:
       base: What PEFT loads the base from.
     """
     modules = {_module(path) for path in adapter.adapted_kernels(shape)}
-    targets = _short({_module(path) for path in kernels(shape)}, modules)
+    # For PEFT, a name in the list stands for every module whose name ends with it: the chosen
+    # modules' last names do where they match no other.
+    ends = {name.rpartition(".")[2] for name in modules}
+    known = {_module(path) for path in kernels(shape)}
+    covered = {name for name in known if name.rpartition(".")[2] in ends}
+    targets = sorted(ends if covered == modules else modules)
     config: dict[str, Any] = {
         "peft_type": {"lora": "LORA", "ia3": "IA3"}[adapter.kind],
         # PEFT 0.21.0's class for SEQ_2_SEQ_LM asks the model for a method that transformers 5.23
@@ -606,11 +579,10 @@ def peft_config_text(adapter: Adapter, shape: ModelShape, base: str) -> str:
     }
     if adapter.kind == "ia3":
         reads = [name for name in targets if name.rpartition(".")[2] == "wo"]
-        return _json({**config, "feedforward_modules": reads, "init_ia3_weights": True})
-    alpha = adapter.alpha
-    return _json(
-        {
-            **config,
+        config |= {"feedforward_modules": reads, "init_ia3_weights": True}
+    else:
+        alpha = adapter.alpha
+        config |= {
             "r": adapter.rank,
             # PEFT declares an int; a run's alpha may be a fraction.
             "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
@@ -620,16 +592,4 @@ def peft_config_text(adapter: Adapter, shape: ModelShape, base: str) -> str:
             "use_rslora": False,
             "use_dora": False,
         }
-    )
-
-
-def _json(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"
-
-
-def _short(known: Iterable[str], chosen: set[str]) -> list[str]:
-    """The chosen modules for target_modules, by their last names where these match no other."""
-    # For PEFT, a name in the list stands for every module whose name ends with it.
-    ends = {name.rpartition(".")[2] for name in chosen}
-    covered = {name for name in known if name.rpartition(".")[2] in ends}
-    return sorted(ends if covered == chosen else chosen)
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"

@@ -7,21 +7,13 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from t0repro import storage
 from t0repro.compat import installed_version
-from t0repro.converters import (
-    adapter_files,
-    hf,
-    hf_config,
-    hf_files,
-    jax_tree,
-    model_gin,
-    mtf,
-)
+from t0repro.converters import adapter_files, hf, hf_config, hf_files, jax_tree, model_gin, mtf
 from t0repro.converters.adapter_files import AdapterCheckpoint, AdapterNote
 from t0repro.converters.jax_tree import Layout
 from t0repro.converters.model_files import arithmetic, arithmetic_source, gin_text
@@ -137,7 +129,14 @@ class Cast(_Wrapper):
         }
         if dtype is None:
             for key, info in parameters.items():
-                _check_type(reader.native_name(key), info, reader.ref.path)
+                if info.dtype.name not in DTYPES:
+                    raise UserError(
+                        f"{reader.native_name(key)} is {info.dtype.name}; parameters are kept in"
+                        " float32 or bfloat16.",
+                        where=reader.ref.path,
+                        fix="Add --dtype float32 (exact for float16, rounded for float64) or"
+                        " --dtype bfloat16.",
+                    )
             return
         self._dtype = np.dtype(dtype)
         cast = {key: TensorInfo(info.shape, self._dtype) for key, info in parameters.items()}
@@ -157,15 +156,6 @@ class Cast(_Wrapper):
             for key, info in self.tensors.items()
             if not np.can_cast(self._reader.tensors[key].dtype, info.dtype, "safe")
         ]
-
-
-def _check_type(name: str, info: TensorInfo, where: str) -> None:
-    if info.dtype.name not in DTYPES:
-        raise UserError(
-            f"{name} is {info.dtype.name}; parameters are kept in float32 or bfloat16.",
-            where=where,
-            fix="Add --dtype float32 (exact for float16, rounded for float64) or --dtype bfloat16.",
-        )
 
 
 class Resized(_Wrapper):
@@ -188,36 +178,25 @@ class Resized(_Wrapper):
             raise UserError(
                 f"A vocabulary cannot have {vocab_size} entries.", fix="Give at least 1."
             )
-        self._size = vocab_size
         _check_order(reader, vocab_size)
-        self._axes = {
-            key: axis
-            for key in reader.tensors
-            if (axis := _vocabulary_axis(key, reader.tensors)) is not None
-        }
-        self.tensors = {
-            key: TensorInfo(self._shape(key, info.shape), info.dtype)
-            for key, info in reader.tensors.items()
-        }
-
-    def _shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if key not in self._axes:
-            return shape
-        axis = self._axes[key]
-        return (*shape[:axis], self._size, *shape[axis + 1 :])
+        self._axes: dict[str, int] = {}
+        resized = {}
+        for key, info in reader.tensors.items():
+            if (axis := _vocabulary_axis(key, reader.tensors)) is not None:
+                shape = (*info.shape[:axis], vocab_size, *info.shape[axis + 1 :])
+                self._axes[key], resized[key] = axis, TensorInfo(shape, info.dtype)
+        self.tensors = {**reader.tensors, **resized}
 
     def read(self, key: str) -> np.ndarray:
         """Reads one tensor at its new size."""
         array = self._reader.read(key)
         if key not in self._axes:
             return array
-        kept = min(self._size, array.shape[self._axes[key]])
         # New rows are zero, in slots too, like Adafactor's statistics of a row that was never
         # trained.
         resized = np.zeros(self.tensors[key].shape, array.dtype)
-        part = [slice(None)] * array.ndim
-        part[self._axes[key]] = slice(kept)
-        resized[tuple(part)] = array[tuple(part)]
+        common = tuple(map(slice, map(min, resized.shape, array.shape)))
+        resized[common] = array[common]
         return resized
 
 
@@ -249,10 +228,10 @@ def _vocabulary_axis(key: str, tensors: Mapping[str, TensorInfo]) -> int | None:
     if key == naming.STEP:
         return None
     path, slot = naming.split_key(key)
-    found = naming.find_row(path, "t5x", naming.is_decoder_only(tensors))
-    if not found or "vocab_size" not in found[0].axes:
+    row, _ = naming.find_row(path, "t5x", naming.is_decoder_only(tensors)) or (None, None)
+    if row is None or "vocab_size" not in row.axes:
         return None
-    axes = list(found[0].axes)
+    axes = list(row.axes)
     # A factored slot lacks the axis that it averages over, which shifts later axes.
     if slot in ("v_row", "v_col"):
         del axes[naming.t5x_dropped_axes(tensors[naming.PARAMETERS + path].shape)[slot]]
@@ -299,27 +278,16 @@ class Conversion:
     small_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    @property
-    def identity(self) -> list[Any]:
-        """Whatever decides the content besides the tensors' names and shapes, as JSON."""
-        # Only the small files' names: a resumed conversion writes all of them again.
-        return [self.norm_names, sorted(self.small_files), list(self.notes)]
-
 
 def make_conversion(
-    reader: CheckpointReader,
-    target: CheckpointRef,
-    family: ModelShape,
-    tensors: Mapping[str, TensorInfo],
-    options: Options,
+    reader: CheckpointReader, target: CheckpointRef, family: ModelShape, options: Options
 ) -> Conversion:
     """Plans the conversion to one target.
 
     Args:
-      reader: The source.
+      reader: The source, which has only the tensors to convert.
       target: The checkpoint to write.
       family: The model's shape.
-      tensors: Flat key -> shape and type of the tensors to convert.
       options: See `Options`.
 
     Raises:
@@ -339,8 +307,8 @@ def make_conversion(
     hf_config.check_target_computes(computed, family, target.format, where)
     tokenizer = tokenizer_of(source, options.vocabulary)
     if target.format == "hf":
-        found = _plan_hf(reader, family, tensors, options, text, computed, norm_names, step)
-        return dataclasses.replace(found, small_files={**tokenizer, **found.small_files})
+        conversion = _plan_hf(reader, family, options, text, computed, norm_names, step)
+        return dataclasses.replace(conversion, small_files={**tokenizer, **conversion.small_files})
     notes = []
     if from_config and text is None:
         text = hf_config.gin_text(computed, family, source.path)
@@ -352,39 +320,37 @@ def make_conversion(
         )
     if target.format == "mtf":
         # Its writer writes the gin file too.
-        outputs = list(mtf.mtf_outputs(tensors, norm_names))
-        found = Conversion(outputs, lambda path: mtf.MtfWriter(path, step, text), norm_names)
+        outputs = list(mtf.mtf_outputs(reader.tensors, norm_names))
+        conversion = Conversion(outputs, lambda path: mtf.MtfWriter(path, step, text), norm_names)
     else:
         # The `jax` format always has this project's own layout, whatever --layout is.
-        of_t5x = (options.layout or "legacy") if target.format == "t5x" else None
-        outputs = list(jax_tree.jax_outputs(tensors, family, options.scan))
-        small = {mtf.OPERATIVE_CONFIG: text.encode()} if text else {}
-        found = Conversion(
+        layout = (options.layout or "legacy") if target.format == "t5x" else None
+        outputs = list(jax_tree.jax_outputs(reader.tensors, family, options.scan))
+        conversion = Conversion(
             outputs,
-            lambda path: jax_tree.jax_writer(path, step, outputs, of_t5x),
+            lambda path: jax_tree.jax_writer(path, step, outputs, layout),
             norm_names,
-            small,
+            {mtf.OPERATIVE_CONFIG: text.encode()} if text else {},
         )
-    if options.scan and (averaged := jax_tree.kernels_to_average(tensors)):
+    if options.scan and (averaged := jax_tree.kernels_to_average(reader.tensors)):
         notes.append(
             f"The slots v of {len(averaged)} kernels are averaged into v_row and v_col, as"
             " scalable_t5 keeps them; converting back cannot restore them."
         )
-    small_files = {**tokenizer, **found.small_files}
-    return dataclasses.replace(found, small_files=small_files, notes=tuple(notes))
+    small_files = {**tokenizer, **conversion.small_files}
+    return dataclasses.replace(conversion, small_files=small_files, notes=tuple(notes))
 
 
 def _plan_hf(
     reader: CheckpointReader,
     family: ModelShape,
-    tensors: Mapping[str, TensorInfo],
     options: Options,
     text: str | None,
     computed: hf_config.Computation,
     norm_names: naming.NormNames,
     step: int,
 ) -> Conversion:
-    outputs = hf.hf_outputs(tensors, reader.ref.path)
+    outputs = hf.hf_outputs(reader.tensors, reader.ref.path)
     weights = [output for output in outputs if output.file != hf.SLOTS_FILE]
     slots = len(weights) < len(outputs)
     dtypes = {output.info.dtype.name for output in weights}
@@ -408,8 +374,8 @@ def _plan_hf(
         hf.CONFIG: json.dumps(config, indent=2).encode(),
     }
     if not family.encoder_only:
-        generation = json.dumps(hf_files.generation_config(ids), indent=2)
-        small["generation_config.json"] = generation.encode()
+        generation = hf_files.generation_config(ids)
+        small["generation_config.json"] = json.dumps(generation, indent=2).encode()
     # transformers looks for the index only where the weights are in several files.
     if any(output.file != hf.WEIGHTS for output in weights):
         small[hf.INDEX] = index_text(weights).encode()
@@ -439,25 +405,25 @@ def _plan_hf(
 
 
 def adapter_conversion(
-    own: AdapterCheckpoint, note: AdapterNote, shape: ModelShape, to: Target
+    adapter: AdapterCheckpoint, note: AdapterNote, shape: ModelShape, to: Target
 ) -> Conversion:
     """Plans the writing of an adapter alone.
 
     Args:
-      own: The adapter's checkpoint.
+      adapter: The adapter's checkpoint.
       note: The note to write, with the base's hash.
       shape: The base's shape.
       to: "peft" or "adapter".
     """
-    step = int(own.read(naming.STEP))
+    step = int(adapter.read(naming.STEP))
     if to == "adapter":
-        outputs = list(jax_tree.jax_outputs(own.tensors, shape))
+        outputs = list(jax_tree.jax_outputs(adapter.tensors, shape))
         # Inside the checkpoint's folder, as a run writes it.
         small = {f"checkpoint_{step}/{ADAPTER}": note.to_json().encode()}
         return Conversion(
             outputs, lambda path: jax_tree.jax_writer(path, step, outputs, None), "rms_norm", small
         )
-    outputs = adapter_files.peft_outputs(own.tensors)
+    outputs = adapter_files.peft_outputs(adapter.tensors)
     metadata = adapter_files.peft_metadata(step, note.digest)
     config = adapter_files.peft_config_text(note.adapter, shape, note.base)
     notes = []

@@ -164,22 +164,14 @@ def _plan(
     # Mesh TensorFlow's global step is an int64.
     if not 0 <= step <= np.iinfo(np.int32).max:
         raise UserError(f"The global step {step} does not fit T5X's int32.", where=ref.path)
-    nbytes = total_bytes(reader.tensors)
-    destination.check_space(nbytes)
+    destination.check_space(total_bytes(reader.tensors))
     target = _target(destination.path, to, step)
-    conversion = make_conversion(reader, target, family, reader.tensors, options)
-    report = ConversionReport(
-        source=dataclasses.replace(ref, step=step),
-        target=target,
-        family=family,
-        # T5X's dummies are made of no tensor.
-        tensors=sum(bool(output.keys) for output in conversion.outputs),
-        bytes=sum(output.info.nbytes for output in conversion.outputs),
-        # Asked of the original: `prepare` may have wrapped the reader in WithoutSlots.
-        slots="none" if not has_slots(original) else "kept" if options.slots else "dropped",
+    conversion = make_conversion(reader, target, family, options)
+    # Asked of the original: `prepare` may have wrapped the reader in WithoutSlots.
+    slots = "none" if not has_slots(original) else "kept" if options.slots else "dropped"
+    report = dataclasses.replace(
+        _report(ref, target, family, conversion, slots),
         notes=(*notes, *_left_behind(original), *conversion.notes),
-        resumed=0,
-        dry_run=False,
         merged=original.note if isinstance(original, MergedReader) else None,
     )
     return report, reader, conversion
@@ -192,22 +184,35 @@ def _plan_adapter(
     check_is_adapter(ref)
     merged = open_checkpoint(ref)
     assert isinstance(merged, MergedReader)
-    own, step = merged.own, int(merged.read(naming.STEP))
-    check_step(own, ref)
-    conversion = adapter_conversion(own, merged.note, merged.shape, to)
-    report = ConversionReport(
-        source=dataclasses.replace(ref, step=step),
-        target=_target(destination.path, to, step),
-        family=merged.shape,
-        tensors=len(conversion.outputs),
+    adapter = merged.adapter
+    check_step(adapter, ref)
+    target = _target(destination.path, to, int(merged.read(naming.STEP)))
+    conversion = adapter_conversion(adapter, merged.note, merged.shape, to)
+    # PEFT's file has no place for slots.
+    slots = "none" if not has_slots(adapter) else "kept" if to == "adapter" else "dropped"
+    return _report(ref, target, merged.shape, conversion, slots), adapter, conversion
+
+
+def _report(
+    ref: CheckpointRef,
+    target: CheckpointRef,
+    family: ModelShape,
+    conversion: Conversion,
+    slots: str,
+) -> ConversionReport:
+    """The report of a conversion that has not written yet."""
+    return ConversionReport(
+        source=dataclasses.replace(ref, step=target.step),
+        target=target,
+        family=family,
+        # T5X's dummies are made of no tensor.
+        tensors=sum(bool(output.keys) for output in conversion.outputs),
         bytes=sum(output.info.nbytes for output in conversion.outputs),
-        # PEFT's file has no place for slots.
-        slots="none" if not has_slots(own) else "kept" if to == "adapter" else "dropped",
+        slots=slots,
         notes=conversion.notes,
         resumed=0,
         dry_run=False,
     )
-    return report, own, conversion
 
 
 def prepare(
@@ -229,7 +234,10 @@ def prepare(
         side = "The source's" if reader.ref.format in trees else "The target's"
         notes.append(f"{side} slots of square matrices are as T5X's importer leaves them.")
     dtype, asked_by = _dtype(to, options)
-    if dtype is None and to == "mtf" and _parameter_types(reader) == {"bfloat16", "float32"}:
+    parameter_types = {
+        info.dtype.name for key, info in reader.tensors.items() if key.startswith(naming.PARAMETERS)
+    }
+    if dtype is None and to == "mtf" and parameter_types == {"bfloat16", "float32"}:
         # For instance a bfloat16 model whose wo transformers kept in float32.
         dtype = "float32"
         notes.append(
@@ -241,20 +249,16 @@ def prepare(
         count = counted(len(cast.lossy), "parameter is", "parameters are")
         notes.append(f"{count} rounded to {dtype}, as {asked_by} asks.")
     size = recognize({key: info.shape for key, info in before.tensors.items()}).vocab_size
-    wanted = options.vocab_size
-    # transformers does not pad vocabularies; the other formats expect padding.
-    if (
-        wanted is None
-        and arithmetic_source(reader.ref).format == "hf"
-        and to != "hf"
-        and size > VOCAB_DIVISOR
-    ):
-        # Rounded up to a whole multiple.
-        wanted = -(-size // VOCAB_DIVISOR) * VOCAB_DIVISOR
-    if wanted is not None and wanted != size:
-        reader = Resized(reader, wanted)
-        how = "padded with zeros" if wanted > size else "cut, its last rows lost,"
-        notes.append(f"The vocabulary is {how} from {size} to {wanted}.")
+    new_size = options.vocab_size
+    if new_size is None and to != "hf" and size > VOCAB_DIVISOR:
+        # transformers does not pad vocabularies; the other formats expect padding.
+        if arithmetic_source(reader.ref).format == "hf":
+            # Rounded up to a whole multiple.
+            new_size = -(-size // VOCAB_DIVISOR) * VOCAB_DIVISOR
+    if new_size is not None and new_size != size:
+        reader = Resized(reader, new_size)
+        how = "padded with zeros" if new_size > size else "cut, its last rows lost,"
+        notes.append(f"The vocabulary is {how} from {size} to {new_size}.")
     return reader, notes
 
 
@@ -267,12 +271,6 @@ def _dtype(to: Target, options: Options) -> tuple[str | None, str]:
     if to == "mtf" and options.gin_file is not None:
         return model_gin.master_dtype(options.gin_file), f"master_dtype in {options.gin_file}"
     return None, ""
-
-
-def _parameter_types(reader: CheckpointReader) -> set[str]:
-    """The names of the parameters' dtypes."""
-    tensors = reader.tensors.items()
-    return {info.dtype.name for key, info in tensors if key.startswith(naming.PARAMETERS)}
 
 
 def _left_behind(reader: CheckpointReader) -> list[str]:
@@ -384,7 +382,8 @@ def _write(
         "tensors": [
             [o.name, o.file, list(o.info.shape), o.info.dtype.name] for o in conversion.outputs
         ],
-        "extra": conversion.identity,
+        # Only the small files' names: a resumed conversion writes all of them again.
+        "extra": [conversion.norm_names, sorted(conversion.small_files), list(conversion.notes)],
     }
     with _explain_full_disk(destination.path), destination.stage(request) as staged:
         writer = conversion.open_writer(staged.path)
@@ -440,14 +439,17 @@ def _write_tensors(
         staged.log() as enter,
         ThreadPoolExecutor(1) as pool,
     ):
-        build = functools.partial(_build, reader)
+
+        def build(output: Output) -> np.ndarray:
+            return output.build(map(reader.read, output.keys))
+
         new = [output for output in conversion.outputs if output.name not in noted]
         # Read the next tensor while the current one is written, so at most two are in memory. Large
         # ones (a scanned tree stacks all layers into gigabytes) are read one at a time.
         ahead = {output.name: pool.submit(build, output) for output in new[:1]}
         following = dict(zip((output.name for output in new), new[1:], strict=False))
         for output in conversion.outputs:
-            if output.name in noted and _kept(writer, output, staged):
+            if output.name in noted and _keep_stored(writer, output, staged):
                 # Outputs built from no tensor (T5X's dummies) do not count.
                 resumed += bool(output.keys)
             else:
@@ -461,11 +463,7 @@ def _write_tensors(
     return resumed
 
 
-def _build(reader: CheckpointReader, output: Output) -> np.ndarray:
-    return output.build(reader.read(key) for key in output.keys)
-
-
-def _kept(writer: Writer, output: Output, staged: staging.Staged) -> bool:
+def _keep_stored(writer: Writer, output: Output, staged: staging.Staged) -> bool:
     """Keeps a tensor from an interrupted conversion if its bytes match the recorded digest."""
     expected = staged.digests.get(output.name)
     if expected is None or (array := writer.read_back(output)) is None:

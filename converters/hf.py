@@ -23,13 +23,7 @@ from t0repro.converters import hf_config, tensors
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
 from t0repro.converters.t5x_msgpack import FlaxFile, torch_name
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
-from t0repro.converters.witnesses import (
-    MANIFEST,
-    Manifest,
-    check_names,
-    describe,
-    read_manifest,
-)
+from t0repro.converters.witnesses import MANIFEST, Manifest, check_names, describe, read_manifest
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import recognize, unknown_variable
@@ -64,15 +58,11 @@ _WRAPPERS = re.compile(
 def hf_ref(path: str) -> CheckpointRef | None:
     """Returns the Hugging Face checkpoint in a directory, or None if it has none."""
     names = (INDEX, WEIGHTS, FLAX_INDEX, FLAX_WEIGHTS)
-    if any(storage.is_file(storage.join(path, name)) for name in names):
-        return CheckpointRef("hf", path, _step(path))
-    return None
-
-
-def _step(path: str) -> int:
-    """Returns the source's global step from the conversion manifest; 0 if there is none."""
+    if not any(storage.is_file(storage.join(path, name)) for name in names):
+        return None
+    # Only a conversion's manifest has a global step.
     manifest = read_manifest(path)
-    return manifest.step if manifest else 0
+    return CheckpointRef("hf", path, manifest.step if manifest else 0)
 
 
 class HfReader:
@@ -109,7 +99,11 @@ class HfReader:
         # Keys whose tensor is, in the file, another key's too.
         self.copies: frozenset[str] = frozenset()
         self._enter_weights()
-        self._enter_slots()
+        slots = storage.join(ref.path, SLOTS_FILE)
+        if storage.is_file(slots):
+            slots_file = SafetensorsFile(slots)
+            self.tensors |= slots_file.tensors
+            self._places |= {key: (slots_file, key) for key in slots_file.tensors}
         self._check_complete()
         self._check_sizes()
 
@@ -157,11 +151,11 @@ class HfReader:
             logits = hf_config.logits_of(self.config, _HEAD in places, config_file)
         self._keep_one_embedding(places, logits)
         for name, (file, stored) in places.items():
-            found = naming.find_row(name, "hf", bias_per_layer=bias_per_layer)
-            assert found is not None, name
-            key = naming.PARAMETERS + naming.name_of(*found, "t5x")
+            row = naming.find_row(name, "hf", bias_per_layer=bias_per_layer)
+            assert row is not None, name
+            key = naming.PARAMETERS + naming.name_of(*row, "t5x")
             info = file.tensors[stored]
-            shape = info.shape[::-1] if found[0].transposed_in_hf else info.shape
+            shape = info.shape[::-1] if row[0].transposed_in_hf else info.shape
             self.tensors[key] = TensorInfo(shape, info.dtype)
             self._places[key] = file, stored
         if logits == "embedding":
@@ -225,21 +219,14 @@ class HfReader:
             fix="Save the model again with the embedding that it was trained with alone.",
         )
 
-    def _enter_slots(self) -> None:
-        path = storage.join(self.ref.path, SLOTS_FILE)
-        if storage.is_file(path):
-            file = SafetensorsFile(path)
-            for key, info in file.tensors.items():
-                self.tensors[key] = info
-                self._places[key] = file, key
-
     def _check_complete(self) -> None:
         """Checks that everything a conversion wrote still exists, slots in their own file too."""
-        there = {name for _, name in self._places.values()}
-        gone = [
-            name for name in (self._manifest.tensors if self._manifest else ()) if name not in there
-        ]
-        if gone:
+        present = {name for _, name in self._places.values()}
+        if gone := [
+            name
+            for name in (self._manifest.tensors if self._manifest else ())
+            if name not in present
+        ]:
             raise UserError(
                 f"{len(gone)} of the tensors that the conversion wrote are gone, for instance"
                 f" {gone[0]}.",
@@ -267,16 +254,16 @@ def is_transposed(key: str) -> bool:
     """Whether Hugging Face stores the transpose of a flat key's tensor."""
     if not key.startswith(naming.PARAMETERS):
         return False
-    found = naming.find_row(key.removeprefix(naming.PARAMETERS), "t5x")
-    return bool(found) and found[0].transposed_in_hf
+    row = naming.find_row(key.removeprefix(naming.PARAMETERS), "t5x")
+    return bool(row) and row[0].transposed_in_hf
 
 
 def hf_name(key: str) -> str | None:
     """Hugging Face's name of a parameter's flat key; None for a slot or the step."""
     if not key.startswith(naming.PARAMETERS):
         return None
-    found = naming.find_row(key.removeprefix(naming.PARAMETERS), "t5x")
-    return found and naming.name_of(*found, "hf")
+    row = naming.find_row(key.removeprefix(naming.PARAMETERS), "t5x")
+    return row and naming.name_of(*row, "hf")
 
 
 def read_arithmetic(path: str) -> hf_config.Computation:
@@ -302,15 +289,13 @@ def read_config(path: str) -> Mapping[str, Any]:
         config = _json(file)
     except OSError:
         raise UserError(
-            f"The directory has weights but no {CONFIG}.",
-            where=path,
-            fix="Copy all of its files.",
+            f"The directory has weights but no {CONFIG}.", where=path, fix="Copy all of its files."
         ) from None
     except (ValueError, TypeError):
         raise UserError(
             f"{CONFIG} is not a JSON object.", where=file, fix="Copy the file again."
         ) from None
-    hf_config.check_types(config, file)
+    hf_config.check_field_types(config, file)
     return config
 
 
@@ -424,9 +409,7 @@ def hf_outputs(tensors: Mapping[str, TensorInfo], where: str) -> list[Output]:
     """
     if naming.is_decoder_only(tensors):
         raise UserError(
-            "transformers has no decoder-only T5.",
-            where=where,
-            fix="Convert to mtf, t5x or jax.",
+            "transformers has no decoder-only T5.", where=where, fix="Convert to mtf, t5x or jax."
         )
     weights = [(key, info) for key, info in tensors.items() if key.startswith(naming.PARAMETERS)]
     files = shard_names([info.nbytes for _, info in weights], SHARD_BYTES)

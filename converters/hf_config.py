@@ -117,7 +117,7 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Computation:
     )
 
 
-def check_types(config: Mapping[str, Any], where: str) -> None:
+def check_field_types(config: Mapping[str, Any], where: str) -> None:
     """Checks that the fields that are read here have values of their types.
 
     Raises:
@@ -189,8 +189,8 @@ class TokenIds:
 
 def token_ids(config: Mapping[str, Any]) -> TokenIds:
     """Reads the ids from the content of config.json; MADLAD-400 pads with 1 and ends with 2."""
-    found = {name: config.get(f"{name}_token_id") for name in ("pad", "eos")}
-    return TokenIds(**{name: value for name, value in found.items() if type(value) is int})
+    ids = {name: config.get(f"{name}_token_id") for name in ("pad", "eos")}
+    return TokenIds(**{name: value for name, value in ids.items() if type(value) is int})
 
 
 def _number(config: Mapping[str, Any], field: str, default: float, kind: Any, where: str) -> float:
@@ -245,9 +245,9 @@ def check_sizes(config: Mapping[str, Any], family: ModelShape, where: str) -> No
         # transformers writes the depth of the decoder that the encoder once had.
         said.pop("num_decoder_layers")
     for field, name in _SIZES.items():
-        found = getattr(family, name)
-        if said.get(field) is not None and (type(said[field]) is not int or said[field] != found):
-            raise _contradicts(field, said[field], f"of a model with {found}", where)
+        size = getattr(family, name)
+        if said.get(field) is not None and (type(said[field]) is not int or said[field] != size):
+            raise _contradicts(field, said[field], f"of a model with {size}", where)
     gated = {"is_gated_act": len(_activations(config, where)) == 2}
     if "feed_forward_proj" in config:
         gated["feed_forward_proj"] = str(config["feed_forward_proj"]).startswith("gated-")
@@ -272,9 +272,9 @@ def check_sizes(config: Mapping[str, Any], family: ModelShape, where: str) -> No
         )
 
 
-def _contradicts(field: str, said: Any, found: str, where: str) -> UserError:
+def _contradicts(field: str, said: Any, weights: str, where: str) -> UserError:
     return UserError(
-        f"config.json says that {field} is {said!r}, but the weights are {found}.",
+        f"config.json says that {field} is {said!r}, but the weights are {weights}.",
         where=f"{where}, {field}",
         fix="Copy all of the model's files again: some are missing, damaged or of another model.",
     )
@@ -440,12 +440,12 @@ def gin_text(arithmetic: Computation, shape: ModelShape, source: str) -> str:
     name, *gate = (x.replace("gelu_exact", "gelu") for x in arithmetic.activations)
     activation = [name, *gate] if gate else name
     bias = "bias" if shape.position_bias_per_layer else "bias_shared"
-    own = ""
+    extra = ""
     if arithmetic.max_distance != _MAX_DISTANCE:
         distance = arithmetic.max_distance
-        own += f"t0repro.jax_model.relative_attention_max_distance = {distance}\n"
+        extra += f"t0repro.jax_model.relative_attention_max_distance = {distance}\n"
     if "gelu_exact" in arithmetic.activations:
-        own += "t0repro.jax_model.exact_gelu = True\n"
+        extra += "t0repro.jax_model.exact_gelu = True\n"
     # Later bindings win: every size bound in the included file is bound again below.
     return f"""\
 # The model of {source}, from its config.json and its weights.
@@ -462,7 +462,7 @@ SelfAttention.relative_attention_type = {bias!r}
 DenseReluDense.activation = {activation!r}
 transformer.sublayer_rms_norm.epsilon = {arithmetic.epsilon!r}
 Unitransformer.shared_embedding_and_softmax_weights = {shape.tied}
-{own}"""
+{extra}"""
 
 
 def feed_forward_proj(arithmetic: Computation) -> dict[str, Any]:
@@ -474,8 +474,4 @@ def feed_forward_proj(arithmetic: Computation) -> dict[str, Any]:
         projection = "gated-gelu" if name in ("gelu", "gelu_exact") else f"gated-{theirs}"
     else:
         projection = theirs
-    return {
-        "feed_forward_proj": projection,
-        "dense_act_fn": theirs,
-        "is_gated_act": bool(gate),
-    }
+    return {"feed_forward_proj": projection, "dense_act_fn": theirs, "is_gated_act": bool(gate)}

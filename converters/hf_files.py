@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from t0repro.converters.hf_config import Computation, TokenIds, feed_forward_proj
+from t0repro.converters.own_tokenizer import PIECES, SENTINEL, SETTINGS, TOKENIZER
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape, describe
 from t0repro.tasks.vocabulary import (
@@ -38,13 +38,13 @@ def model_config(
       arithmetic: what the weights do not show.
       ids: of padding and end.
     """
-    model_type = "mt5" if "mT5" in family.name else "t5"
+    prefix = "MT5" if "mT5" in family.name else "T5"
     if family.position_bias_per_layer:
-        model_type = "umt5"
+        prefix = "UMT5"
     kind = "EncoderModel" if family.encoder_only else "ForConditionalGeneration"
     return {
-        "architectures": [_PREFIXES[model_type] + kind],
-        "model_type": model_type,
+        "architectures": [prefix + kind],
+        "model_type": prefix.lower(),
         "vocab_size": family.vocab_size,
         "d_model": family.d_model,
         "d_kv": family.d_kv,
@@ -65,9 +65,6 @@ def model_config(
         **generation_config(ids),
         "dtype": dtype,
     }
-
-
-_PREFIXES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
 
 
 def generation_config(ids: TokenIds) -> dict[str, Any]:
@@ -106,17 +103,13 @@ class Pieces:
     @property
     def sentinels(self) -> int:
         """Number of sentinels."""
-        return sum(bool(_SENTINEL.fullmatch(self.scored[token][0])) for token in self.special)
+        return sum(bool(SENTINEL.fullmatch(self.scored[token][0])) for token in self.special)
 
     @property
     def is_like_t5(self) -> bool:
         """Whether transformers' own T5Tokenizer makes the same of the pieces without sentinels."""
         last = range(len(self.scored) - self.sentinels, len(self.scored))
         return self.special == [0, 1, 2, *last] and (self.ids, self.unknown) == (TokenIds(), 2)
-
-
-# T5's sentinels begin with SentencePiece's mark of a word's beginning; transformers' do not.
-_SENTINEL = re.compile("\u2581?(<extra_id_[0-9]+>)")
 
 
 def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = None) -> Pieces:
@@ -164,7 +157,7 @@ def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = No
     pad = next(token for token in pads if token >= 0)
     scored, special = [], []
     for token, piece in enumerate(model.pieces):
-        sentinel = _SENTINEL.fullmatch(piece.piece)
+        sentinel = SENTINEL.fullmatch(piece.piece)
         scored.append((sentinel[1] if sentinel else piece.piece, piece.score))
         if sentinel or piece.type in (piece.CONTROL, piece.UNKNOWN):
             special.append(token)
@@ -226,18 +219,16 @@ def tokenizer_files(pieces: Pieces | None, family: ModelShape) -> dict[str, byte
             return {}
         config = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": _BYT5_EXTRA_IDS}
         names = ("<pad>", "</s>", "<unk>")
-        return {"tokenizer_config.json": _json(config | _special_tokens(*names))}
+        return {SETTINGS: _json(config | _special_tokens(*names))}
     config: dict[str, Any] = {"tokenizer_class": "T5Tokenizer", "extra_ids": pieces.sentinels}
     if pieces.byte_fallback or not pieces.is_like_t5:
         # transformers 5's T5Tokenizer makes a tokenizer of its own: without bytes, with T5's ids.
         config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     ids = (pieces.ids.pad, pieces.ids.eos, pieces.unknown)
     return {
-        "spiece.model": pieces.content,
-        "tokenizer.json": _json(_fast_tokenizer(pieces), indent=None),
-        "tokenizer_config.json": _json(
-            config | _special_tokens(*(pieces.scored[i][0] for i in ids))
-        ),
+        PIECES: pieces.content,
+        TOKENIZER: _json(_fast_tokenizer(pieces), indent=None),
+        SETTINGS: _json(config | _special_tokens(*(pieces.scored[i][0] for i in ids))),
     }
 
 
@@ -260,11 +251,15 @@ def _fast_tokenizer(pieces: Pieces) -> dict[str, Any]:
     if pieces.byte_fallback:
         decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, metaspace]}
     normalizer = base64.b64encode(pieces.charsmap).decode()
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_format_token(token, pieces.scored[token][0]) for token in pieces.special],
+        "added_tokens": [
+            {"id": token, "content": pieces.scored[token][0], **flags, "special": True}
+            for token in pieces.special
+        ],
         "normalizer": {"type": "Precompiled", "precompiled_charsmap": normalizer}
         if pieces.charsmap
         else None,
@@ -286,11 +281,6 @@ def _fast_tokenizer(pieces: Pieces) -> dict[str, Any]:
             "byte_fallback": pieces.byte_fallback,
         },
     }
-
-
-def _format_token(token: int, text: str) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token, "content": text, **flags, "special": True}
 
 
 # --- Model card ----------------------------------------------------------------------------------

@@ -22,13 +22,7 @@ from t0repro.converters.sources import (
     open_checkpoint,
 )
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, total_bytes
-from t0repro.converters.witnesses import (
-    INTEGRITY,
-    MANIFEST,
-    Manifest,
-    Mismatch,
-    read_manifest,
-)
+from t0repro.converters.witnesses import INTEGRITY, MANIFEST, Manifest, Mismatch, manifest_of
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
@@ -157,12 +151,11 @@ class Comparison:
     @property
     def failures(self) -> tuple[TensorDifference, ...]:
         """The differences beyond the tolerance; with tolerance 0, all of them."""
-        return tuple(item for item in self.differences if not self._passes(item))
-
-    def _passes(self, item: TensorDifference) -> bool:
         # NaN, for tensors that cannot be compared, passes no tolerance. Tolerance 0 asks for equal
         # types too, whose difference of values may be 0.
-        return self.tolerance > 0 and item.max <= self.tolerance
+        if self.tolerance <= 0:
+            return self.differences
+        return tuple(item for item in self.differences if not item.max <= self.tolerance)
 
 
 def compare(
@@ -268,9 +261,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
     family = check_checkpoint(reader)
     check_slots_step(reader)
     check_run_files(reader.ref, family)
-    manifest = read_manifest(reader.ref.folder)
-    if manifest and not manifest.is_of(reader.ref):
-        manifest = None  # it describes another checkpoint of this directory
+    manifest = manifest_of(reader.ref)
     problems: list[str] = []
     try:
         check_step(reader, ref)
@@ -321,9 +312,8 @@ def _compare_stored(reader: JaxReader, manifest: Manifest, compared: set[str]) -
     for unused slots, and arrays under optax's own names.
     """
     problems = []
-    names = [name for name in reader.stored.tensors if name in manifest.tensors]
-    for name in names:
-        if name not in compared:
+    for name in reader.stored.tensors:
+        if name in manifest.tensors and name not in compared:
             compared.add(name)
             try:
                 manifest.check(name, reader.stored.read(name), reader.ref.path)

@@ -71,11 +71,9 @@ class JaxReader:
         self.unchecked = stored.list_unchecked()  # see OrbaxArrays
         if manifest is not None:
             check_manifest(manifest, stored.tensors, os.path.dirname(ref.path), stored.place)
-        source: Arrays = stored
-        if manifest is not None and not stored.has_integrity:
-            source = _Compared(stored, manifest, ref.path)
-        arrays: Arrays = Renamed(source)
-        if _is_scanned(arrays.tensors):
+        arrays: Arrays = Renamed(stored, None if stored.has_integrity else manifest, ref.path)
+        scanned = ("target/encoder/encoder/", "target/decoder/decoder/")
+        if any(name.startswith(scanned) for name in arrays.tensors):
             arrays = _UnscannedArrays(arrays)
         self._arrays: Arrays = arrays
         self.tensors: Mapping[str, TensorInfo] = arrays.tensors
@@ -90,24 +88,17 @@ class JaxReader:
         return key
 
 
-class _Compared:
-    """Arrays that are compared with a conversion's manifest as they are read."""
-
-    def __init__(self, arrays: Arrays, manifest: Manifest, where: str):
-        self._arrays, self._manifest, self._where = arrays, manifest, where
-        self.tensors = arrays.tensors
-
-    def read(self, name: str) -> np.ndarray:
-        array = self._arrays.read(name)
-        self._manifest.check(name, array, self._where)
-        return array
-
-
 class Renamed:
-    """Arrays under flat keys, without dummies."""
+    """Arrays under flat keys, without dummies.
 
-    def __init__(self, arrays: Arrays):
-        self._arrays = arrays
+    Args:
+      arrays: The arrays under their own names.
+      manifest: A conversion's manifest, with which every array read is compared.
+      where: The checkpoint, for messages.
+    """
+
+    def __init__(self, arrays: Arrays, manifest: Manifest | None = None, where: str = ""):
+        self._arrays, self._manifest, self._where = arrays, manifest, where
         self._names = {}
         for name in arrays.tensors:
             # T5X's msgpack file has the tree below `optimizer`, beside a `version`.
@@ -115,31 +106,33 @@ class Renamed:
             if key not in (None, "version"):
                 self._names[key] = name
         tensors = {key: arrays.tensors[name] for key, name in self._names.items()}
-        absent = find_dummies(tensors)
-        self.tensors = {key: info for key, info in tensors.items() if key not in absent}
+        dummies = find_dummies(tensors)
+        self.tensors = {key: info for key, info in tensors.items() if key not in dummies}
 
     def read(self, name: str) -> np.ndarray:
         """Reads the array of a flat key."""
-        return self._arrays.read(self._names[name])
+        array = self._arrays.read(self._names[name])
+        if self._manifest is not None:
+            self._manifest.check(self._names[name], array, self._where)
+        return array
 
 
 def _check_keys(tree: Mapping[str, _Shaped], path: str) -> None:
     decoder_only = naming.is_decoder_only(tree)
-    unknown = [key for key in tree if key != naming.STEP and not _is_known(key, decoder_only)]
-    if unknown:
+
+    def is_known(key: str) -> bool:
+        try:
+            path, _ = naming.split_key(key)
+        except ValueError:
+            return key == naming.STEP
+        return naming.find_row(path, "t5x", decoder_only) is not None
+
+    if unknown := [key for key in tree if not is_known(key)]:
         numbers = [int(n) for key in tree for n in re.findall(r"/layers_(\d+)/", key)]
         known = naming.known_names("t5x", numbers, decoder_only)
         raise unknown_variable(
             unknown, [*(naming.PARAMETERS + name for name in known), naming.STEP], path
         )
-
-
-def _is_known(key: str, decoder_only: bool) -> bool:
-    try:
-        path, _ = naming.split_key(key)
-    except ValueError:
-        return False
-    return naming.find_row(path, "t5x", decoder_only) is not None
 
 
 def find_dummies(tree: Mapping[str, _Shaped]) -> set[str]:
@@ -157,16 +150,12 @@ def find_dummies(tree: Mapping[str, _Shaped]) -> set[str]:
         for key, array in tree.items()
         if key.startswith(naming.SLOTS)
     )
-    return {
-        key
-        for key, array in tree.items()
-        if key.startswith(naming.SLOTS)
-        and tuple(array.shape) == _DUMMY_SHAPE
-        and _is_dummy(key, tree, momentum)
-    }
+    return {key for key in tree if key.startswith(naming.SLOTS) and _is_dummy(key, tree, momentum)}
 
 
 def _is_dummy(key: str, tree: Mapping[str, _Shaped], momentum: bool) -> bool:
+    if tuple(tree[key].shape) != _DUMMY_SHAPE:
+        return False
     path, slot = naming.split_key(key)
     parameter = tree.get(naming.PARAMETERS + path)
     if parameter is None or slot is None or slot not in naming.ADAFACTOR_SLOTS:
@@ -198,28 +187,24 @@ def jax_outputs(
     """
     plain = (Output(key, info, (key,), next) for key, info in tensors.items())
     outputs = list(_scan_outputs(tensors, family) if scan else plain)
+    step = Output(
+        naming.STEP,
+        TensorInfo((), np.dtype(np.int32)),
+        (naming.STEP,),
+        lambda arrays: next(arrays).astype(np.int32),
+    )
     for output in outputs:
-        yield _named_by_optax(output)
-    shapes = {output.name: output.info for output in outputs}
-    for name in _absent_slots(shapes):
+        if output.name == naming.STEP:
+            yield step
+        else:
+            yield dataclasses.replace(output, name=naming.to_optax(output.name))
+    for name in _absent_slots({output.name: output.info for output in outputs}):
         dummy = TensorInfo(_DUMMY_SHAPE, np.dtype(np.float32))
         yield Output(name, dummy, (), lambda _: np.zeros(_DUMMY_SHAPE, np.float32))
     if any(key.endswith(naming.ADAM_SLOTS) for key in tensors):
         # optax's adam uses this count for its bias correction. Mesh TensorFlow's Adam has no
         # correction, and at the global step optax's has faded.
-        yield Output(
-            naming.OPTAX_COUNT,
-            TensorInfo((), np.dtype(np.int32)),
-            (naming.STEP,),
-            lambda arrays: next(arrays).astype(np.int32),
-        )
-
-
-def _named_by_optax(output: Output) -> Output:
-    if output.name == naming.STEP:
-        info = TensorInfo((), np.dtype(np.int32))
-        return Output(output.name, info, output.keys, lambda arrays: next(arrays).astype(np.int32))
-    return Output(naming.to_optax(output.name), output.info, output.keys, output.build)
+        yield dataclasses.replace(step, name=naming.OPTAX_COUNT)
 
 
 def _absent_slots(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -277,8 +262,8 @@ def jax_refs(directory: str) -> list[CheckpointRef]:
     for name in storage.list_names(directory):
         # T5X and Orbax append a suffix to the name until the checkpoint is complete.
         match = re.fullmatch(r"checkpoint_(\d+)", name)
-        if match and (found := jax_ref(storage.join(directory, name), int(match[1]))):
-            refs.append(found)
+        if match and (ref := jax_ref(storage.join(directory, name), int(match[1]))):
+            refs.append(ref)
     return sorted(refs, key=lambda ref: ref.step or 0)
 
 
@@ -309,12 +294,9 @@ def _tree_directory(path: str) -> str:
 def dataset_state(path: str) -> list[str]:
     """Lists the files in which T5X saved its position in the training data, sorted by name."""
     # T5X's own checkpointer writes a file `train_ds-...` per host, its Orbax one `dataset/`.
-    own = [
-        storage.join(path, name)
-        for name in storage.list_names(path)
-        if name.startswith("train_ds-")
-    ]
-    return sorted(own + list(storage.list_files(storage.join(path, "dataset"))))
+    names = (name for name in storage.list_names(path) if name.startswith("train_ds-"))
+    files = [storage.join(path, name) for name in names]
+    return sorted([*files, *storage.list_files(storage.join(path, "dataset"))])
 
 
 # ---- T5X's scanned trees (scalable_t5), which stack a tower's layers in one array ----------------
@@ -353,13 +335,6 @@ class Arrays(Protocol):
         ...
 
 
-def _is_scanned(names: Mapping[str, TensorInfo]) -> bool:
-    """Returns whether the flat keys belong to a scanned tree."""
-    return any(
-        name.startswith(("target/encoder/encoder/", "target/decoder/decoder/")) for name in names
-    )
-
-
 def _scan_axes(row: naming.Row, slot: str | None = None, joined: bool = False) -> tuple[str, ...]:
     """Returns the axes of a parameter, or of one of its slots, in a scanned tree.
 
@@ -388,11 +363,15 @@ def _scan_slot(slot: str | None, row: naming.Row, shape: tuple[int, ...]) -> str
     """The scanned tree's name of a slot; its own inverse, since two slots can only swap."""
     if slot not in _FACTORED:
         return slot
-    kept = row.axes.index(_row_axis(row))
-    averaged = kept if slot == "v_col" else 1 - kept
-    if naming.t5x_dropped_axes(shape)[slot] == averaged:
+    if naming.t5x_dropped_axes(shape)[slot] == _mean_axis(slot, row):
         return slot
     return {"v_row": "v_col", "v_col": "v_row"}[slot]
+
+
+def _mean_axis(slot: str, row: naming.Row) -> int:
+    """The axis of one layer's matrix that a scanned tree's factored slot averages over."""
+    row_axis = row.axes.index(_row_axis(row))
+    return row_axis if slot == "v_col" else 1 - row_axis
 
 
 def _key(path: str, slot: str | None) -> str:
@@ -462,10 +441,7 @@ def _scan_output(
     axes = _scan_axes(row, name)
     sizes = tuple(count if axis == _LAYERS else getattr(of, axis) for axis in axes)
     stacked = TensorInfo(sizes, info.dtype)
-    mean_over = None
-    if name != slot and slot == "v":
-        kept = row.axes.index(_row_axis(row))
-        mean_over = kept if name == "v_col" else 1 - kept
+    mean_over = _mean_axis(name, row) if slot == "v" and name in _FACTORED else None
     return Output(
         _key(f"{tower}/{tower}/{rest}", name),
         stacked,
@@ -536,11 +512,11 @@ class _UnscannedArrays:
         return result
 
     def _enter(self, name: str, info: TensorInfo) -> None:
-        found = self._parse_scan(name)
-        if found is None:
+        parts = self._parse_scan(name)
+        if parts is None:
             self.tensors[name] = info  # as in other trees, or to be named as unknown
             return
-        tower, rest, slot, row = found
+        tower, rest, slot, row = parts
         parameter = self._arrays.tensors.get(f"{naming.PARAMETERS}{tower}/{tower}/{rest}")
         # Joined heads leave one axis fewer: the row's own and the layers'.
         joined = parameter is not None and len(parameter.shape) == len(row.axes) + 1
@@ -573,8 +549,8 @@ class _UnscannedArrays:
         tower, rest, slot = match.groups()
         shared = rest == naming.RELATIVE_BIAS and not self._bias_per_layer
         path = f"{tower}/{rest}" if shared else f"{tower}/layers_0/{rest}"
-        found = naming.find_row(path, "t5x") or naming.find_row(path, "t5x", decoder_only=True)
-        return (tower, rest, slot, found[0]) if found else None
+        row = naming.find_row(path, "t5x") or naming.find_row(path, "t5x", decoder_only=True)
+        return (tower, rest, slot, row[0]) if row else None
 
 
 def _biases_differ(arrays: Arrays) -> bool:

@@ -8,7 +8,6 @@ first merges again and compares, so that what it gives back is what the checkpoi
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from typing import Any
 
@@ -18,7 +17,7 @@ from t0repro.converters.conversion import Options, Target
 from t0repro.converters.convert import ConversionReport, convert, prepare
 from t0repro.converters.sources import find_adapter, find_checkpoint, open_checkpoint
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, bytes_of
-from t0repro.converters.witnesses import MANIFEST, manifest_path, read_manifest
+from t0repro.converters.witnesses import MANIFEST, manifest_of
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.progress import working
@@ -84,42 +83,38 @@ def unmerge(
         )
         _check_bits(open_checkpoint(ref), again)
     source = again.base.ref
-    found = source.format if to is None else to
-    return convert(source.path, dst, found, force=force)
+    return convert(source.path, dst, source.format if to is None else to, force=force)
 
 
 def _read_origin(ref: CheckpointRef) -> tuple[CheckpointRef, str]:
     """The adapter that a checkpoint was merged from, its base named, and the base's hash."""
-    manifest = read_manifest(ref.folder)
-    # A directory has one manifest, which may describe another of its checkpoints.
-    is_own = manifest is not None and manifest.is_of(ref)
-    source: Any = json.loads(storage.read(manifest_path(ref))).get("source") if is_own else None
+    manifest = manifest_of(ref)
+    source: Any = manifest.source if manifest else None
     base: Any = source.get("base") if isinstance(source, dict) else None
     named = isinstance(base, dict) and {"path", "hash"} <= base.keys()
     if not named or not all(isinstance(each, str) for each in (source.get("path"), *base.values())):
         raise UserError(
             "The checkpoint does not say which adapter and base it was merged from.",
-            where=manifest_path(ref),
+            where=ref.beside(MANIFEST),
             fix=f"Name what `t0repro adapters merge` wrote, with its {MANIFEST}.",
         )
     return dataclasses.replace(find_adapter(source["path"]), base=base["path"]), base["hash"]
 
 
-def _check_bits(found: CheckpointReader, again: MergedReader) -> None:
+def _check_bits(checkpoint: CheckpointReader, again: MergedReader) -> None:
     """Raises a UserError unless a checkpoint is an adapter and its base, merged."""
-    where = found.ref.path
-    key = next(key for key in found.tensors if key.endswith("token_embedder/embedding"))
-    embedding = found.tensors[key]
+    key = next(key for key in checkpoint.tensors if key.endswith("token_embedder/embedding"))
+    embedding = checkpoint.tensors[key]
     # The merge may also have changed the type, or the size of the vocabulary.
     options = Options(slots=False, dtype=embedding.dtype.name, vocab_size=embedding.shape[0])
-    expected, _ = prepare(again, found.ref.format, options)
+    expected, _ = prepare(again, checkpoint.ref.format, options)
     for key in (key for key in expected.tensors if key.startswith(naming.PARAMETERS)):
-        same = key in found.tensors and found.tensors[key] == expected.tensors[key]
-        if not same or bytes_of(found.read(key)) != bytes_of(expected.read(key)):
+        same = key in checkpoint.tensors and checkpoint.tensors[key] == expected.tensors[key]
+        if not same or bytes_of(checkpoint.read(key)) != bytes_of(expected.read(key)):
             raise UserError(
                 f"The checkpoint is not the merge of {again.ref.path} into {again.note.base}:"
-                f" {found.native_name(key)} differs.",
-                where=where,
+                f" {checkpoint.native_name(key)} differs.",
+                where=checkpoint.ref.path,
                 fix="It was changed after the merge, or the adapter was. The base itself is"
                 f" {again.note.base}.",
             )

@@ -16,13 +16,8 @@ from typing import Any
 from t0repro import storage
 from t0repro.adapters import NAMES
 from t0repro.config.model import ModelConfig
-from t0repro.converters import adapter_files, hf, hf_config, mtf, sources
-from t0repro.converters.model_gin import (
-    bound_arithmetic,
-    check_gin_text,
-    describes_model,
-    read_gin,
-)
+from t0repro.converters import adapter_files, hf, hf_config, sources
+from t0repro.converters.model_gin import bound_arithmetic, check_gin_text, describes_model, read_gin
 from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef, StoredTensor
 from t0repro.converters.witnesses import check_names, damage_error
@@ -45,7 +40,7 @@ def arithmetic_source(ref: CheckpointRef) -> CheckpointRef:
     A run that trained the adapter left its gin file beside it; without one, the base's counts.
     """
     if not adapter_files.is_adapter(ref) or any(
-        storage.is_file(storage.join(ref.folder, name)) for name in _GIN_FILES
+        storage.is_file(ref.beside(name)) for name in _GIN_FILES
     ):
         return ref
     return arithmetic_source(sources.base_of(ref))
@@ -56,7 +51,7 @@ def version(ref: CheckpointRef) -> dict[str, Any]:
 
     It changes whenever opening the checkpoint again might give another model.
     """
-    files = [storage.join(ref.folder, name) for name in _GIN_FILES]
+    files = [ref.beside(name) for name in _GIN_FILES]
     beside = {file: storage.stamp(file) for file in files if storage.is_file(file)}
     base = version(sources.base_of(ref)) if adapter_files.is_adapter(ref) else {}
     return sources.fingerprint(ref) | beside | base
@@ -74,7 +69,7 @@ def gin_text(ref: CheckpointRef, gin_file: str | os.PathLike[str] | None = None)
     """
     if gin_file is not None:
         return read_gin(gin_file)
-    file = _gin_beside(ref)
+    file = ref.beside(OPERATIVE_CONFIG)
     return storage.read(file).decode() if storage.is_file(file) else None
 
 
@@ -97,36 +92,36 @@ def arithmetic(
     """
     bound = {}
     # T5X's file first: what a training run here wrote says more, and wins.
-    if storage.is_file(config := _beside(ref, _T5X_CONFIG)):
-        bound = bound_arithmetic(storage.read(config).decode(), config)
+    if storage.is_file(file := ref.beside(_T5X_CONFIG)):
+        bound = bound_arithmetic(storage.read(file).decode(), file)
     if text:
-        bound |= bound_arithmetic(text, gin_file or _gin_beside(ref))
+        bound |= bound_arithmetic(text, gin_file or ref.beside(OPERATIVE_CONFIG))
     if ref.format != "hf":
         # Only gin shows the activation of such a checkpoint; without it, assume the published ones:
         # T5 1.1's gated GELU and T5 1.0's ReLU.
         default = ("gelu", "linear") if family.gated else ("relu",)
-        said = {field: found.value for field, found in bound.items()}
-        return dataclasses.replace(hf_config.Computation(default), **said)
-    found = hf.read_arithmetic(ref.path)
+        values = {field: binding.value for field, binding in bound.items()}
+        return dataclasses.replace(hf_config.Computation(default), **values)
+    config = hf.read_arithmetic(ref.path)
     for field, binding in bound.items():
-        if binding.value != getattr(found, field):
+        if binding.value != getattr(config, field):
             raise UserError(
                 f"`{binding.line}` does not fit the model, whose {hf.CONFIG} says"
-                f" {getattr(found, field)!r}.",
+                f" {getattr(config, field)!r}.",
                 where=binding.place,
                 fix=_OTHER_GIN,
             )
     # A field that a gin file leaves unbound has gin's default, which may not be the model's.
     for field in ("epsilon", "max_distance"):
         default = getattr(hf_config.Computation, field)
-        if text and field not in bound and getattr(found, field) != default:
+        if text and field not in bound and getattr(config, field) != default:
             raise UserError(
                 f"The gin file leaves the {field} at {default}, but {hf.CONFIG} says"
-                f" {getattr(found, field)}.",
-                where=str(gin_file or _gin_beside(ref)),
+                f" {getattr(config, field)}.",
+                where=str(gin_file or ref.beside(OPERATIVE_CONFIG)),
                 fix=_OTHER_GIN,
             )
-    return found
+    return config
 
 
 def open_configured(
@@ -165,13 +160,13 @@ def map_layer_biases(names: Iterable[str], model: ModelConfig) -> dict[str, str]
     if not model.position_bias_per_layer:
         return {}
     counts = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
-    found = {}
+    layer_biases = {}
     # `coder/` ends either tower's name: the shared biases of encoder and decoder, and their slots.
     for key in [key for key in names if f"coder/{naming.RELATIVE_BIAS}" in key]:
         before, tower, after = key.partition("encoder" if "encoder" in key else "decoder")
         for layer in range(counts[tower]):
-            found[f"{before}{tower}/layers_{layer}{after}"] = key
-    return found
+            layer_biases[f"{before}{tower}/layers_{layer}{after}"] = key
+    return layer_biases
 
 
 def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
@@ -188,24 +183,20 @@ def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
     _check_query_scale(ref, model)
     if ref.format != "hf":
         return
-    found = hf.read_arithmetic(ref.path)
+    config, distance = hf.read_arithmetic(ref.path), "relative_attention_max_distance"
     # Two names of one function: T5X's gin files say silu, `hf_config` says swish.
     swish = tuple("swish" if name == "silu" else name for name in model.activations)
     for field, configured, said in (
-        ("feed_forward_proj", swish, found.activations),
-        (
-            "relative_attention_max_distance",
-            model.relative_attention_max_distance,
-            found.max_distance,
-        ),
-        ("layer_norm_epsilon", model.rms_norm_epsilon, found.epsilon),
+        ("feed_forward_proj", swish, config.activations),
+        (distance, model.relative_attention_max_distance, config.max_distance),
+        ("layer_norm_epsilon", model.rms_norm_epsilon, config.epsilon),
     ):
         if configured != said:
             raise UserError(
                 f"The run is configured for {configured!r}, but the checkpoint's {hf.CONFIG} says"
                 f" {said!r}.",
                 where=f"{storage.join(ref.path, hf.CONFIG)}, {field}",
-                fix=f"Run with the {mtf.OPERATIVE_CONFIG} that `t0repro convert {ref.path} OUT --to"
+                fix=f"Run with the {OPERATIVE_CONFIG} that `t0repro convert {ref.path} OUT --to"
                 " jax` writes.",
             )
 
@@ -232,8 +223,8 @@ def _query_scale(ref: CheckpointRef) -> tuple[bool, str] | None:
     if ref.format in ("hf", "mtf"):  # neither library can
         return False, f"its format is {ref.format}"
     unbound = None
-    for name in (mtf.OPERATIVE_CONFIG, _T5X_CONFIG):
-        if not storage.is_file(file := _beside(ref, name)):
+    for name in _GIN_FILES:
+        if not storage.is_file(file := ref.beside(name)):
             continue
         text = storage.read(file).decode()
         bound = bound_arithmetic(text, file).get("scale_queries")
@@ -243,14 +234,6 @@ def _query_scale(ref: CheckpointRef) -> tuple[bool, str] | None:
         if describes_model(text, file):
             unbound = False, f"{file}, which leaves scale_attn_logits at False"
     return unbound
-
-
-def _gin_beside(ref: CheckpointRef) -> str:
-    return _beside(ref, mtf.OPERATIVE_CONFIG)
-
-
-def _beside(ref: CheckpointRef, name: str) -> str:
-    return storage.join(ref.folder, name)
 
 
 def check_run_files(ref: CheckpointRef, family: ModelShape) -> None:
@@ -264,10 +247,10 @@ def check_run_files(ref: CheckpointRef, family: ModelShape) -> None:
       UserError: Naming the line that the model contradicts, or a file that cannot be read.
     """
     for name in _GIN_FILES:
-        file = storage.join(ref.folder, name)
+        file = ref.beside(name)
         if storage.is_file(file):
             check_gin_text(_text(file), file, family)
-    file = storage.join(ref.folder, _MODEL_INFO)
+    file = ref.beside(_MODEL_INFO)
     if storage.is_file(file):
         _check_model_info(file, family)
 
@@ -282,9 +265,9 @@ def _text(file: str) -> str:
 def _check_model_info(file: str, family: ModelShape) -> None:
     """Compares the parameters' names in T5X's list, which have no `target/` prefix."""
     parameters, end, _ = _text(file).partition(_PARAMETERS_END)
-    found = (match[1] for match in map(_VARIABLE.match, parameters.splitlines()) if match)
+    matches = (match[1] for match in map(_VARIABLE.match, parameters.splitlines()) if match)
     # An adapter's parameters stand among the base's; here they are merged.
-    named = {name for name in found if name.rpartition("/")[2] not in NAMES}
+    named = {name for name in matches if name.rpartition("/")[2] not in NAMES}
     # A scanned tree has other names, and another kind of list shows nothing about this one.
     if end and named and not any(re.match(r"(encoder|decoder)/\1/", name) for name in named):
         check_names(family.parameters(), named, file, lambda name: f"target/{name}")

@@ -117,7 +117,11 @@ def check_gin_text(text: str, path: str | os.PathLike[str], family: ModelShape) 
             # The bias of a single layer equals a shared one.
             layers = max(family.num_encoder_layers, family.num_decoder_layers)
             value = value == "bias" and layers > 1
-        for name in _family_fields(field, towers, family):
+        names = [field]
+        if field == "layers":  # a stack's depth belongs to its tower
+            towers = ["decoder"] if family.decoder_only else towers
+            names = [f"num_{tower}_layers" for tower in towers]
+        for name in names:
             if value != getattr(family, name):
                 raise UserError(
                     f"`{resolved.line}` does not fit the checkpoint, whose {name} is"
@@ -127,15 +131,6 @@ def check_gin_text(text: str, path: str | os.PathLike[str], family: ModelShape) 
                     " whole checkpoint again.",
                 )
     return missing
-
-
-def _family_fields(field: str, towers: Sequence[str], family: ModelShape) -> list[str]:
-    """The fields of the family that a binding sets; a stack's depth belongs to its tower."""
-    if field != "layers":
-        return [field]
-    if family.decoder_only:
-        return ["num_decoder_layers"]
-    return [f"num_{tower}_layers" for tower in towers]
 
 
 def master_dtype(path: str | os.PathLike[str]) -> str | None:
@@ -253,9 +248,9 @@ def _read_bindings(text: str, path: str | os.PathLike[str]) -> tuple[Bindings, l
 
     def open_include(name: str, within: Sequence[str]) -> tuple[str, str] | None:
         # Next to the including file, in the working folder, and where Mesh TensorFlow looks.
-        folders = [os.path.dirname(within[-1]), "", *_gin_folders()]
+        gin_folders = [*mesh_folders(()), os.path.dirname(default_bindings())]
         try:
-            file = open_file(name, folders)
+            file = open_file(name, [os.path.dirname(within[-1]), "", *gin_folders])
         except (OSError, UnicodeDecodeError) as error:
             raise _unreadable(name, error) from None
         if file is None or file[0] in within:
@@ -271,7 +266,3 @@ def _read_bindings(text: str, path: str | os.PathLike[str]) -> tuple[Bindings, l
             where=getattr(error, "filename", None) or str(path),
             fix="Correct it there.",
         ) from None
-
-
-def _gin_folders() -> list[str]:
-    return [*mesh_folders(()), os.path.dirname(default_bindings())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -187,11 +187,8 @@ def mtf_outputs(
             yield Output(name, step, (key,), lambda arrays: next(arrays).astype(np.int64))
         else:
             shape = _drop_head(key, info.shape)
-            yield Output(name, TensorInfo(shape, info.dtype), (key,), _reshaped(shape))
-
-
-def _reshaped(shape: tuple[int, ...]) -> Callable[[Iterator[np.ndarray]], np.ndarray]:
-    return lambda arrays: next(arrays).reshape(shape)
+            variable = TensorInfo(shape, info.dtype)
+            yield Output(name, variable, (key,), lambda a, shape=shape: next(a).reshape(shape))
 
 
 class MtfWriter:

@@ -102,7 +102,7 @@ class OrbaxArrays:
         self._sizes = storage.file_sizes(self._path)
         self._chunks: dict[str, set[str]] = {}  # array -> its chunks, of an OCDBT store
         # Names of arrays have no dots; in the tree, a slash takes their place.
-        self._arrays = {name.replace(".", "/"): found for name, found in self._list()}
+        self._arrays = {name.replace(".", "/"): array for name, array in self._list()}
         if tree is not None:
             check_names(self._arrays, tree.arrays, tree.file, self.place)
         self.tensors = {name: description.info for name, description in self._arrays.items()}
@@ -127,10 +127,8 @@ class OrbaxArrays:
           UserError: Naming a chunk that is missing or does not belong to its array.
         """
         for name in self._arrays:
-            found = self._chunks.get(name)
-            if found is None:
-                found = self._files(name)
-            self._check_chunks(name, found)
+            chunks = self._chunks.get(name)
+            self._check_chunks(name, self._files(name) if chunks is None else chunks)
 
     def read(self, name: str) -> np.ndarray:
         """Reads one array as stored.
@@ -139,8 +137,8 @@ class OrbaxArrays:
           UserError: if it cannot be read or differs from what was written.
         """
         description = self._arrays[name]
-        info, chunk_name = description.info, description.first_chunk
-        chunk_name = f"{name.replace('/', '.')}/{chunk_name}"
+        info = description.info
+        chunk_name = f"{name.replace('/', '.')}/{description.first_chunk}"
         chunk = self._inside(chunk_name)
         # Fast path for arrays written by this project: one uncompressed chunk, read straight into
         # memory.
@@ -151,7 +149,7 @@ class OrbaxArrays:
         if size != info.nbytes or not storage.read_into(chunk, 0, bytes_of(array)):
             raise damage_error(chunk, f"it has {size:,} bytes, not {info.nbytes:,}")
         expected = self.integrity.get(chunk_name)
-        if expected and _crc32(array) != expected["crc32"]:
+        if expected and zlib.crc32(bytes_of(array)) != expected["crc32"]:
             raise damage_error(chunk, "its CRC-32 differs from what was written")
         return array
 
@@ -178,21 +176,21 @@ class OrbaxArrays:
         # did. Without a fill value it writes every chunk. `_METADATA` may say that it did anyway.
         return self._has_every_chunk or not description.has_fill_value
 
-    def _check_chunks(self, name: str, found: Collection[str]) -> None:
+    def _check_chunks(self, name: str, files: Collection[str]) -> None:
         description, directory = self._arrays[name], self.place(name)
         expected = set()
         for chunk in description.chunk_names():
-            if chunk not in found and self._is_complete(description):
+            if chunk not in files and self._is_complete(description):
                 raise UserError(
                     f"A chunk of {name} is missing.",
                     where=storage.join(directory, chunk),
                     fix="Copy the whole directory again, or choose another checkpoint.",
                 )
             expected.add(chunk)
-        surplus = (file for file in found if _IS_CHUNK.fullmatch(file) and file not in expected)
-        if strange := next(surplus, None):
+        chunks = filter(_IS_CHUNK.fullmatch, files)
+        if surplus := next((chunk for chunk in chunks if chunk not in expected), None):
             raise damage_error(
-                storage.join(directory, strange),
+                storage.join(directory, surplus),
                 f"an array of shape {list(description.info.shape)} in chunks of"
                 f" {list(description.chunks)} has no such chunk",
             )
@@ -264,13 +262,7 @@ class OrbaxArrays:
 
 # With these, TensorStore says that a store did not do what it was asked.
 _REFUSALS = (
-    "UNAVAILABLE",
-    "DEADLINE",
-    "PERMISSION",
-    "UNAUTHENT",
-    "RESOURCE",
-    "ABORTED",
-    "INTERNAL",
+    *("UNAVAILABLE", "DEADLINE", "PERMISSION", "UNAUTHENT", "RESOURCE", "ABORTED", "INTERNAL"),
 )
 
 
@@ -310,10 +302,6 @@ class _Base:
         if storage.is_address(self.path) and reason.startswith(_REFUSALS):
             return store_error(error, where)
         return damage_error(where, reason)
-
-
-def _crc32(array: np.ndarray) -> int:
-    return zlib.crc32(bytes_of(array))
 
 
 class OrbaxWriter:
@@ -452,7 +440,7 @@ class _Description:
     Attributes:
       info: Its shape and type.
       chunks: The shape of a chunk.
-      version: Zarr's, 2 or 3.
+      driver: TensorStore's name of Zarr's version.
       prefix: The text before the numbers in a chunk's name.
       separator: The text between them.
       has_fill_value: Whether a missing chunk stands for a single value.
@@ -461,16 +449,11 @@ class _Description:
 
     info: TensorInfo
     chunks: tuple[int, ...]
-    version: int
+    driver: str
     prefix: str
     separator: str
     has_fill_value: bool
     is_plain: bool
-
-    @property
-    def driver(self) -> str:
-        """TensorStore's name of the version."""
-        return "zarr3" if self.version == 3 else "zarr"
 
     @property
     def first_chunk(self) -> str:
@@ -487,7 +470,7 @@ class _Description:
     def _name(self, place: tuple[int, ...]) -> str:
         # A scalar has one chunk: "0" in version 2, "c" in version 3.
         numbers = self.separator.join(map(str, place))
-        if self.version == 3 and self.prefix:
+        if self.prefix:
             return self.separator.join(filter(None, (self.prefix, numbers)))
         return numbers or "0"
 
@@ -534,7 +517,7 @@ def _second(path: str, content: Mapping[str, Any]) -> _Description:
     return _Description(
         info,
         chunks,
-        version=2,
+        driver="zarr",
         prefix="",
         separator=_separator(path, content.get("dimension_separator", ".")),
         has_fill_value=content["fill_value"] is not None,
@@ -559,7 +542,7 @@ def _third(path: str, content: Mapping[str, Any]) -> _Description:
     return _Description(
         info,
         _sizes(path, chunks),
-        version=3,
+        driver="zarr3",
         prefix="c" if by_default else "",
         separator=_separator(path, separator),
         has_fill_value=True,  # version 3 always has one

@@ -30,10 +30,11 @@ from t0repro.tasks.vocabulary import (
 from t0repro.words import some
 
 PIECES = "spiece.model"
-_TOKENIZER, _SETTINGS, _ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+TOKENIZER, SETTINGS, _ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 _BYTE_PAIRS = ("vocab.json", "merges.txt")
-FILES = (PIECES, _TOKENIZER, _SETTINGS, _ADDED, "special_tokens_map.json", *_BYTE_PAIRS)
-_SENTINEL = re.compile("\u2581?(<extra_id_[0-9]+>)")
+FILES = (PIECES, TOKENIZER, SETTINGS, _ADDED, "special_tokens_map.json", *_BYTE_PAIRS)
+# T5's sentinels begin with SentencePiece's mark of a word's beginning; transformers' do not.
+SENTINEL = re.compile("\u2581?(<extra_id_[0-9]+>)")
 
 
 def tokenizer_of(
@@ -48,9 +49,9 @@ def tokenizer_of(
     Raises:
       UserError: If `vocabulary` is another than the tokenizer's, which then has no use.
     """
-    names = [name for name in FILES if storage.is_file(storage.join(source.folder, name))]
+    names = [name for name in FILES if storage.is_file(source.beside(name))]
     if vocabulary is None:
-        return {name: storage.read(storage.join(source.folder, name)) for name in names}
+        return {name: storage.read(source.beside(name)) for name in names}
     if names:
         check_own_tokenizer([source.folder], named_vocabulary(vocabulary))
     return {}
@@ -69,9 +70,9 @@ def own_vocabulary(source: CheckpointRef) -> VocabularyFile | None:
         names = set(storage.list_names(place)) if storage.is_directory(place) else set()
         if PIECES in names:
             return VocabularyFile(storage.join(place, PIECES))
-        if _SETTINGS in names:
-            if _read(place, _SETTINGS).get("tokenizer_class") == "ByT5Tokenizer":
-                return VocabularyFile(BYTES)
+        settings = _read(place, SETTINGS) if SETTINGS in names else {}
+        if settings.get("tokenizer_class") == "ByT5Tokenizer":
+            return VocabularyFile(BYTES)
         if names.intersection(FILES):
             default = named_vocabulary(None)
             check_own_tokenizer([place], default)
@@ -92,27 +93,27 @@ def check_own_tokenizer(folders: Sequence[str], *vocabularies: Any) -> bool:
     Raises:
       UserError: If a piece differs, if the tokenizer has added tokens, or if a file is damaged.
     """
-    found = False
+    is_compared = False
     # Inputs and targets mostly have the same.
     distinct = {id(vocabulary): vocabulary for vocabulary in vocabularies if vocabulary is not None}
     for folder in folders:
         names = set(storage.list_names(folder)).intersection(FILES)
         for vocabulary in distinct.values():
             if names and model_of(vocabulary) is not None:
-                found |= _check_pieces(vocabulary, folder, names)
+                is_compared |= _check_pieces(vocabulary, folder, names)
                 _check_added(vocabulary, folder, names)
-    return found
+    return is_compared
 
 
 def _check_pieces(vocabulary: Any, folder: str, names: set[str]) -> bool:
     if PIECES in names:
         check_equal(vocabulary, VocabularyFile(storage.join(folder, PIECES)), folder)
         return True
-    settings = _read(folder, _SETTINGS) if _SETTINGS in names else {}
+    settings = _read(folder, SETTINGS) if SETTINGS in names else {}
     if settings.get("tokenizer_class") == "ByT5Tokenizer":
         check_equal(vocabulary, VocabularyFile(BYTES), folder)
         return True
-    file = _TOKENIZER
+    file = TOKENIZER
     model = _read(folder, file).get("model", {}) if file in names else {}
     if not model and names.issuperset(_BYTE_PAIRS):
         file, model = _BYTE_PAIRS[0], {"type": "BPE"}
@@ -126,13 +127,13 @@ def _check_pieces(vocabulary: Any, folder: str, names: set[str]) -> bool:
             where=where,
             fix=_ELSEWHERE,
         )
-    own = [_plain(str(piece[0])) for piece in model.get("vocab", ())]
+    theirs = [_plain(str(piece[0])) for piece in model.get("vocab", ())]
     ours = _names(vocabulary)
     # Sentinels at the end that only one of the two has do not count.
-    for pieces in (own, ours):
-        while pieces and _SENTINEL.fullmatch(pieces[-1]):
+    for pieces in (theirs, ours):
+        while pieces and SENTINEL.fullmatch(pieces[-1]):
             pieces.pop()
-    for token, (there, here) in enumerate(itertools.zip_longest(own, ours, fillvalue="nothing")):
+    for token, (there, here) in enumerate(itertools.zip_longest(theirs, ours, fillvalue="nothing")):
         if there != here:
             raise UserError(
                 f"The tasks' vocabulary, {shown(vocabulary)}, is not the checkpoint's: id {token}"
@@ -149,19 +150,19 @@ _ELSEWHERE = "Evaluate it with transformers (docs/any_model.md has the harness's
 
 def _check_added(vocabulary: Any, folder: str, names: set[str]) -> None:
     """Checks that no token was added to the tokenizer but sentinels and marks of its pieces."""
-    files = {name: _read(folder, name) for name in (_ADDED, _SETTINGS, _TOKENIZER) if name in names}
+    files = {name: _read(folder, name) for name in (_ADDED, SETTINGS, TOKENIZER) if name in names}
     added = dict.fromkeys(files.get(_ADDED, ()), _ADDED)
-    decoder = files.get(_SETTINGS, {}).get("added_tokens_decoder") or {}
+    decoder = files.get(SETTINGS, {}).get("added_tokens_decoder") or {}
     for file, tokens in (
-        (_SETTINGS, decoder.values()),
-        (_TOKENIZER, files.get(_TOKENIZER, {}).get("added_tokens") or ()),
+        (SETTINGS, decoder.values()),
+        (TOKENIZER, files.get(TOKENIZER, {}).get("added_tokens") or ()),
     ):
         for token in tokens:
             added.setdefault(str(token["content"]), file)
     known = set(_names(vocabulary))
-    lacking = [token for token in added if _plain(token) not in known]
-    lacking = [token for token in lacking if not _SENTINEL.fullmatch(token)]
-    if lacking:
+    if lacking := [
+        token for token in added if _plain(token) not in known and not SENTINEL.fullmatch(token)
+    ]:
         raise UserError(
             f"Tokens were added to the checkpoint's tokenizer that the tasks' vocabulary,"
             f" {shown(vocabulary)}, lacks: {some([*map(repr, lacking)])}.",
@@ -181,7 +182,7 @@ def _names(vocabulary: Any) -> list[str]:
 
 def _plain(piece: str) -> str:
     """A piece; a sentinel without SentencePiece's mark, as transformers has it."""
-    sentinel = _SENTINEL.fullmatch(piece)
+    sentinel = SENTINEL.fullmatch(piece)
     return sentinel[1] if sentinel else piece
 
 

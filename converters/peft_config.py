@@ -30,10 +30,7 @@ _NOT_OF_A_LAYER = (
     *(
         f"{tower}.{name}"
         for tower in ("encoder", "decoder")
-        for name in (
-            "embed_tokens",
-            "block.0.layer.0.SelfAttention.relative_attention_bias",
-        )
+        for name in ("embed_tokens", "block.0.layer.0.SelfAttention.relative_attention_bias")
     ),
 )
 # Up to 0.19, layers_to_transform without layers_pattern meant the last number in a module's name.
@@ -141,11 +138,11 @@ class PeftConfig:
                     where=f"{self.where}, target_modules",
                     fix="Train the adapter on layers alone.",
                 )
-        found = {name for name in known if self._is_chosen(name, by_part=False)}
+        blocks = {name for name in known if self._is_chosen(name, by_part=False)}
         if self.counts_parts and self.layers and not self.patterns:
             parts = {name for name in known if self._is_chosen(name, by_part=True)}
-            return parts if parts == set(tensors) else found
-        return found
+            return parts if parts == set(tensors) else blocks
+        return blocks
 
     def multiplies_input(self, module: str) -> bool:
         """Whether (IA)3 multiplies what a module reads, rather than what it gives."""
@@ -199,10 +196,7 @@ def _parse(fields: _Fields) -> PeftConfig:
     kind = _KINDS.get(peft_type) if isinstance(peft_type, str) else None
     if kind is None:
         raise fields.refusal("peft_type", "there are LoRA (LORA) and (IA)3 (IA3)")
-    neutral: dict[str, tuple[Any, ...]] = {
-        "bias": ("none",),
-        "init_lora_weights": _HARMLESS_STARTS,
-    }
+    neutral: dict[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": _HARMLESS_STARTS}
     for name, value in config.items():
         # PEFT writes these for options that are off, those of newer versions included.
         accepted = neutral.get(name, (None, False, [], {}))

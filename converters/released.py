@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -123,34 +123,20 @@ def catalog() -> dict[str, Released]:
     return {row["name"]: _parse_row(row) for row in _rows("released.csv")}
 
 
-def _parse_row(row: dict[str, str]) -> Released:
+def _parse_row(row: dict[str, Any]) -> Released:
     yes = {"yes": True, "no": False}
+    sizes = ("d_model", "d_ff", "num_heads", "d_kv", "vocab_size")
     shape = ModelShape(
-        num_encoder_layers=int(row["num_encoder_layers"]),
-        num_decoder_layers=int(row["num_decoder_layers"]),
-        d_model=int(row["d_model"]),
-        d_ff=int(row["d_ff"]),
-        num_heads=int(row["num_heads"]),
-        d_kv=int(row["d_kv"]),
-        vocab_size=int(row["vocab_size"]),
+        **{name: int(row[name]) for name in ("num_encoder_layers", "num_decoder_layers", *sizes)},
         # The same in every released T5, so the table has no column for it.
         relative_attention_num_buckets=32,
         wi_kernels=("wi_0", "wi_1") if yes[row["gated"]] else ("wi",),
         tied=yes[row["tied"]],
         position_bias_per_layer=yes[row["position_bias_per_layer"]],
     )
-    # For the type checker, which does not narrow a str to these three.
-    formats: dict[str, Literal["mtf", "t5x", "hf"]] = {"mtf": "mtf", "t5x": "t5x", "hf": "hf"}
-    return Released(
-        name=row["name"],
-        family=row["family"],
-        format=formats[row["format"]],
-        address=row["address"],
-        step=int(row["step"]) if row["step"] else None,
-        license=row["license"],
-        shape=shape,
-        source=row["source"],
-    )
+    texts = ("name", "family", "format", "address", "license", "source")
+    step = int(row["step"]) if row["step"] else None
+    return Released(step=step, shape=shape, **{name: row[name] for name in texts})
 
 
 def find(name: str) -> Released:
@@ -233,7 +219,18 @@ def fetch(
                 make_folder((partial / name).parent)
                 server.download(file, partial / name, advance)
         _publish(partial, to, chosen)
-        _write_record(to, {**wanted, **_origin(released, server)}, chosen)
+        record = {
+            **wanted,
+            "address": released.address,
+            "fetched_from": server.base_url,
+            "license": released.license or None,
+            "files": {
+                name: {"bytes": file.size, "checksum": file.checksum}
+                for name, file in chosen.items()
+            },
+        }
+        # Written last, since `_done` takes it as completeness.
+        write_atomically(to / SOURCE, json.dumps(record, indent=1) + "\n")
     return Fetched(_checkpoint_path(to, chosen), len(chosen), total, present=False)
 
 
@@ -265,20 +262,6 @@ def _list_files(
             fix="Check --revision and --base_url.",
         )
     return _chosen(released, listed, folder, step)
-
-
-def _origin(released: Released, server: RemoteFiles) -> dict[str, str | None]:
-    return {
-        "address": released.address,
-        "fetched_from": server.base_url,
-        "license": released.license or None,
-    }
-
-
-def _write_record(to: Path, origin: Mapping[str, str | None], files: dict[str, HubFile]) -> None:
-    """Records the origin of each file; written last, since `_done` takes it as completeness."""
-    sums = {name: {"bytes": file.size, "checksum": file.checksum} for name, file in files.items()}
-    write_atomically(to / SOURCE, json.dumps({**origin, "files": sums}, indent=1) + "\n")
 
 
 def _server(
@@ -354,10 +337,8 @@ def _done(to: Path, wanted: dict[str, str | None], step: int | None) -> Fetched 
         return None
     record = json.loads((to / SOURCE).read_text())
     files = {name: int(entry["bytes"]) for name, entry in record["files"].items()}
-    same = all(record.get(key) == value for key, value in wanted.items())
-    if step is not None and f"model.ckpt-{step}.index" not in files:
-        same = False
-    if not same:
+    has_step = step is None or f"model.ckpt-{step}.index" in files
+    if not has_step or any(record.get(key) != value for key, value in wanted.items()):
         raise UserError(
             f"The folder holds {record['name']}, fetched from {record['address']}.",
             where=str(to),
@@ -464,12 +445,7 @@ def _accelerators() -> list[tuple[str, int]]:
         return []
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [
-            (
-                str(pynvml.nvmlDeviceGetName(handle)),
-                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-            )
-            for handle in handles
-        ]
+        memory = pynvml.nvmlDeviceGetMemoryInfo
+        return [(str(pynvml.nvmlDeviceGetName(gpu)), int(memory(gpu).total)) for gpu in handles]
     finally:
         pynvml.nvmlShutdown()

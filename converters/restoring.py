@@ -87,18 +87,18 @@ def keep_matching(
         return dict(tree)
     # Patterns are written for Mesh TensorFlow's names.
     names = _names_in_mtf(tree, variables)
-    kept = {key: tree[key] for key, name in names.items() if re.search(pattern, name)}
-    if not kept:
+    matches = {key: tree[key] for key, name in names.items() if re.search(pattern, name)}
+    if not matches:
         raise UserError(
             f"init_variable_filter {pattern!r} matches no variable.",
             where=place,
             fix=f"Names are for instance {', '.join(list(variables.values())[:3])}.",
         )
     wanted = [key for key, name in names.items() if name]
-    report_unmatched(kept, wanted, {key: key for key in kept})
+    report_unmatched(matches, wanted, {key: key for key in matches})
     # Slots and the step need no entry: `from_flat_tree` starts missing ones at zero.
     new = {key: x for key, x in fresh().items() if key.startswith(naming.PARAMETERS)}
-    return kept | {key: x for key, x in new.items() if key not in kept}
+    return new | matches
 
 
 def _names_in_mtf(tree: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
@@ -129,10 +129,7 @@ def _names_in_mtf(tree: Mapping[str, Any], variables: Mapping[str, str]) -> dict
 
 
 def apply_rules(
-    tree: StoredTree,
-    fresh: FlatTree,
-    rules: RestoreConfig,
-    where: str | None = None,
+    tree: StoredTree, fresh: FlatTree, rules: RestoreConfig, where: str | None = None
 ) -> StoredTree:
     """A checkpoint's entries under the names of the model to be trained.
 
@@ -228,7 +225,7 @@ def assign_names(
     Source: t5x.state_utils.apply_assignment_map.
     """
     wanted = list(wanted)
-    found: dict[str, str | None] = {}
+    assigned: dict[str, str | None] = {}
     unused = {pattern for pattern, _ in rules}
     for name in wanted:
         for pattern, replacement in rules:
@@ -236,7 +233,7 @@ def assign_names(
             match = re.fullmatch(pattern, name)
             if match:
                 unused.discard(pattern)
-                found[name] = None if replacement is None else match.expand(replacement)
+                assigned[name] = None if replacement is None else match.expand(replacement)
                 break
     if unused:
         raise UserError(
@@ -245,18 +242,18 @@ def assign_names(
             fix="A pattern has to match a whole name, for instance"
             f" {nearest_names(min(unused), wanted, count=1)}.",
         )
-    absent = sorted({name for name in found.values() if name is not None} - set(stored))
+    absent = sorted({name for name in assigned.values() if name is not None} - set(stored))
     if absent:
         raise UserError(
             f"The checkpoint has no {', '.join(absent[:5])}.",
             where=_WHERE,
             fix=f"Nearest names: {nearest_names(absent[0], stored)}.",
         )
-    given_away = set(found.values())
+    given_away = set(assigned.values())
     for name in wanted:
-        if name not in found and name in stored and name not in given_away:
-            found[name] = name
-    return found
+        if name not in assigned and name in stored and name not in given_away:
+            assigned[name] = name
+    return assigned
 
 
 # ---- Checks before a run builds a graph or writes a file -----------------------------------------
@@ -281,18 +278,18 @@ def check_checkpoints(inputs: RunInputs, *, jax: bool) -> None:
     elif inputs.mode in get_args(Mode):
         steps = inputs.eval_checkpoint_step
         steps = list(steps) if isinstance(steps, tuple) else steps
-        found = sources.list_checkpoints(inputs.model_dir)
-        if not jax and found and all(ref.format != "mtf" for ref in found):
-            raise _stack_error(found[-1], "The latest of model_dir", inputs.master_dtype)
+        refs = sources.list_checkpoints(inputs.model_dir)
+        if not jax and refs and all(ref.format != "mtf" for ref in refs):
+            raise _stack_error(refs[-1], "The latest of model_dir", inputs.master_dtype)
         checkpoints = checkpoints_to_evaluate(inputs.model_dir, steps, jax=jax)
     starts = inputs.init_checkpoint if inputs.mode == "train" else None
     folders = [_folder(path) for path in (inputs.model_dir, starts) if path]
     check_own_tokenizer(folders, *(inputs.vocabularies or ()))
     for checkpoint in checkpoints:
-        bundle = check_checkpoint(checkpoint)
+        bundle = open_bundle(checkpoint)
         check_vocabulary(checkpoint, inputs.vocabularies, inputs.vocab_divisor)
         if not jax:
-            check_types(checkpoint, bundle, inputs)
+            check_master_dtype(checkpoint, bundle, inputs)
 
 
 def _folder(path: str) -> str:
@@ -350,12 +347,12 @@ def _chosen(model_dir: str, steps: Any, jax: bool) -> list[str | None]:
 
 def _checkpoints_to_start_from(inputs: RunInputs, *, jax: bool) -> list[str]:
     """The checkpoints that training reads: the latest of model_dir, and init_checkpoint."""
-    found = sources.list_checkpoints(inputs.model_dir)
+    refs = sources.list_checkpoints(inputs.model_dir)
     chosen = [mtf.latest_mtf_prefix(inputs.model_dir)]
     if not jax:
         mtf.check_state_file(inputs.model_dir)
-    if not jax and found and found[-1].format != "mtf":
-        raise _stack_error(found[-1], "The latest of model_dir", inputs.master_dtype)
+        if refs and refs[-1].format != "mtf":
+            raise _stack_error(refs[-1], "The latest of model_dir", inputs.master_dtype)
     if inputs.init_checkpoint:
         chosen.append(_initial(inputs.init_checkpoint, inputs, jax))
     return [prefix for prefix in chosen if prefix]
@@ -386,7 +383,7 @@ def _stack_error(ref: CheckpointRef, what: str, master_dtype: str) -> UserError:
     )
 
 
-def check_checkpoint(prefix: str) -> BundleReader:
+def open_bundle(prefix: str) -> BundleReader:
     """Opens a Mesh TensorFlow checkpoint and checks that its files exist and are not truncated.
 
     Raises:
@@ -402,7 +399,7 @@ def check_checkpoint(prefix: str) -> BundleReader:
     return BundleReader(prefix)
 
 
-def check_types(prefix: str, bundle: BundleReader, inputs: RunInputs) -> None:
+def check_master_dtype(prefix: str, bundle: BundleReader, inputs: RunInputs) -> None:
     """Raises UserError unless the checkpoint's parameters have the run's master dtype.
 
     Mesh TensorFlow restores into variables of that dtype, and TensorFlow does not cast.

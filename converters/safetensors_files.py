@@ -52,7 +52,11 @@ class SafetensorsFile:
         self._path = path
         self._header, self._start = _read_header(path)
         # Remove it, so that the rest of the header contains only tensors.
-        self.metadata = _metadata(path, self._header.pop("__metadata__", None))
+        metadata = self._header.pop("__metadata__", None)
+        metadata = {} if metadata is None else metadata
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise damage_error(path, "the __metadata__ in its header are not strings by name")
+        self.metadata: dict[str, str] = metadata
         self.tensors = {name: _info(path, name, entry) for name, entry in self._header.items()}
         end = _end(path, {name: entry["data_offsets"] for name, entry in self._header.items()})
         if (actual := storage.file_size(path)) != self._start + end:
@@ -94,14 +98,6 @@ def _read_header(path: str) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _metadata(path: str, metadata: Any) -> dict[str, str]:
-    if metadata is None:
-        return {}
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise damage_error(path, "the __metadata__ in its header are not strings by name")
-    return metadata
-
-
 def _end(path: str, places: Mapping[str, tuple[int, int]]) -> int:
     """Where the last tensor ends. As in the safetensors package, tensors leave no gaps."""
     end = 0
@@ -116,7 +112,7 @@ def _end(path: str, places: Mapping[str, tuple[int, int]]) -> int:
 
 def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
     try:
-        given, shape = str(entry["dtype"]), tuple(entry["shape"])
+        type_name, shape = str(entry["dtype"]), tuple(entry["shape"])
         begin, end = entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise damage_error(path, f"its header does not describe {name}") from None
@@ -126,10 +122,10 @@ def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
         raise damage_error(
             path, f"its header gives {name} the shape {list(shape)} at {begin} to {end}"
         )
-    dtype = _DTYPES.get(given)
+    dtype = _DTYPES.get(type_name)
     if dtype is None:
         raise UserError(
-            f"{name} is of the type {given}, in which no T5 is stored.",
+            f"{name} is of the type {type_name}, in which no T5 is stored.",
             where=path,
             fix="Save the model in float32, bfloat16 or float16, without quantization.",
         )
@@ -156,14 +152,10 @@ class SafetensorsWriter:
         self._directory = directory
         self._places: dict[str, int] = {}
         self._files: dict[str, BinaryIO] = {}
-        for name in {output.file: None for output in outputs}:
-            self._prepare(
-                # transformers refuses weights whose header does not name the framework that wrote
-                # them.
-                name,
-                [o for o in outputs if o.file == name],
-                metadata or {"format": "pt"},
-            )
+        # transformers refuses weights whose header does not name the framework that wrote them.
+        metadata = metadata or {"format": "pt"}
+        for name in dict.fromkeys(output.file for output in outputs):
+            self._prepare(name, [o for o in outputs if o.file == name], metadata)
 
     def _prepare(self, name: str, outputs: list[Output], metadata: Mapping[str, str]) -> None:
         entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -178,7 +170,7 @@ class SafetensorsWriter:
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)  # align tensors to 8 bytes
         for output in outputs:
-            begin = entries[output.name]["data_offsets"][0]
+            begin, _ = entries[output.name]["data_offsets"]
             self._places[output.name] = 8 + len(header) + begin
         # Do not truncate: an interrupted writer's tensors may be kept.
         self._files[name] = storage.open_new(storage.join(self._directory, name), resume=True)
@@ -186,15 +178,11 @@ class SafetensorsWriter:
 
     def read_back(self, output: Output) -> np.ndarray | None:
         """Returns an earlier writer's bytes for a tensor, or None."""
-        path = Path(self._directory, output.file)
-        if path.stat().st_size < self._places[output.name] + output.info.nbytes:
+        path, place = Path(self._directory, output.file), self._places[output.name]
+        if path.stat().st_size < place + output.info.nbytes:
             return None
         array = tensors.empty(output.info.shape, output.info.dtype)
-        return (
-            array
-            if storage.read_into(str(path), self._places[output.name], bytes_of(array))
-            else None
-        )
+        return array if storage.read_into(str(path), place, bytes_of(array)) else None
 
     def keep(self, output: Output, array: np.ndarray) -> None:
         """Nothing to do: the place is filled already."""

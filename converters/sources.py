@@ -33,7 +33,7 @@ from t0repro.converters.tensors import (
     TensorInfo,
     check_types,
 )
-from t0repro.converters.witnesses import MANIFEST, manifest_path, parameters_digest, read_manifest
+from t0repro.converters.witnesses import MANIFEST, parameters_digest, read_manifest
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape, check_parameters
@@ -287,14 +287,14 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
 
 
 def _open_merged(ref: CheckpointRef) -> MergedReader:
-    own = open_adapter(ref)
+    adapter = open_adapter(ref)
     base = open_checkpoint(base_of(ref))
     shape = check_checkpoint(base)
     digest = parameters_digest(base.tensors, base.read)
-    check_base(own.note, digest, base.ref.path)
+    check_base(adapter.note, digest, base.ref.path)
     where = storage.absolute(base.ref.path)
-    note = dataclasses.replace(own.note, base=where, digest=digest)
-    return MergedReader(own, base, shape, note)
+    note = dataclasses.replace(adapter.note, base=where, digest=digest)
+    return MergedReader(adapter, base, shape, note)
 
 
 def check_base(note: AdapterNote, digest: str, path: str) -> None:
@@ -314,9 +314,8 @@ def check_base(note: AdapterNote, digest: str, path: str) -> None:
     if note.digest is None and named not in (None, storage.absolute(path)):
         # The name is often the hub's (google/t5-v1_1-xl), with nothing here to compare with.
         with contextlib.suppress(CheckpointNotFound):
-            named = open_checkpoint(find_checkpoint(note.base))
-            found = parameters_digest(named.tensors, named.read)
-            note = dataclasses.replace(note, digest=found)
+            base = open_checkpoint(find_checkpoint(note.base))
+            note = dataclasses.replace(note, digest=parameters_digest(base.tensors, base.read))
     note.check_base(digest, path)
 
 
@@ -335,11 +334,11 @@ def read_adapter(
     Raises:
       UserError: If it has other sizes or another scale, or was trained on another base.
     """
-    own = open_adapter(find_adapter(path))
-    own.check_continues(adapter, shape)
-    check_base(own.note, digest, base)
-    say(f"restore: {own.ref.path}")
-    return {key: own.read(key) for key in own.tensors if key.startswith(naming.PARAMETERS)}
+    reader = open_adapter(find_adapter(path))
+    reader.check_continues(adapter, shape)
+    check_base(reader.note, digest, base)
+    say(f"restore: {reader.ref.path}")
+    return {key: reader.read(key) for key in reader.tensors if key.startswith(naming.PARAMETERS)}
 
 
 def base_of(ref: CheckpointRef) -> CheckpointRef:
@@ -369,17 +368,13 @@ def files_of(ref: CheckpointRef) -> list[str]:
         return [*sorted(storage.list_files(ref.path)), *files_of(base_of(ref))]
     if ref.format == "mtf":
         directory, _, prefix = ref.path.rpartition("/")
-        names = storage.list_names(directory or ".")
-        return [
-            storage.join(directory or ".", name) for name in names if name.startswith(f"{prefix}.")
-        ]
+        directory = directory or "."
+        names = [n for n in storage.list_names(directory) if n.startswith(f"{prefix}.")]
+        return [storage.join(directory, name) for name in names]
     if ref.format == "hf":
-        names = storage.list_names(ref.path)
-        return [
-            storage.join(ref.path, name)
-            for name in names
-            if name == hf.CONFIG or name.endswith((".safetensors", ".msgpack", ".index.json"))
-        ]
+        ends = (".safetensors", ".msgpack", ".index.json")
+        names = [n for n in storage.list_names(ref.path) if n == hf.CONFIG or n.endswith(ends)]
+        return [storage.join(ref.path, name) for name in names]
     return sorted(storage.list_files(ref.path))
 
 
@@ -413,21 +408,15 @@ def check_checkpoint(reader: CheckpointReader) -> ModelShape:
             fix="The checkpoint is incomplete; get it again from where it came from.",
         )
     if family.encoder_only and reader.ref.format != "hf":
+        norm = f"{naming.PARAMETERS}decoder/layers_0/pre_self_attention_layer_norm/scale"
         raise UserError(
-            f"All variables of the decoder are missing, for instance {_first_of_decoder(reader)}.",
+            f"All variables of the decoder are missing, for instance {reader.native_name(norm)}.",
             where=where,
             fix="The checkpoint is incomplete; get it again from where it came from.",
         )
     check_types(reader)
     _check_slots(reader, shapes)
     return family
-
-
-def _first_of_decoder(reader: CheckpointReader) -> str:
-    """The name of a decoder's first norm in a checkpoint's own format."""
-    return reader.native_name(
-        f"{naming.PARAMETERS}decoder/layers_0/pre_self_attention_layer_norm/scale"
-    )
 
 
 def check_step(reader: CheckpointReader, ref: CheckpointRef) -> None:
@@ -459,7 +448,7 @@ def check_slots_step(reader: CheckpointReader) -> None:
       UserError: If there are slots but no manifest: they would count as those of step 0, where
         Adafactor discards what it has accumulated.
     """
-    record = manifest_path(reader.ref)
+    record = reader.ref.beside(MANIFEST)
     if reader.ref.format == "hf" and has_slots(reader) and not storage.is_file(record):
         slots = storage.join(reader.ref.path, hf.SLOTS_FILE)
         raise UserError(
@@ -480,7 +469,7 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
         return
     present_slots = {slot for present in slots.values() for slot in present}
     whole = next((each for each in naming.WHOLE_SLOTS if present_slots & {*each}), None)
-    momentum = any("m" in present for present in slots.values())
+    momentum = ("m",) if "m" in present_slots else ()
     # A matrix without any slot was excluded from training (utils.run.variable_filter), and vectors
     # without one are then fine too. If every matrix has its slots, a vector without one lost it.
     partly_trained = any(len(shapes[path]) > 1 and not slots[path] for path in shapes)
@@ -498,7 +487,7 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
             )
         # A parameter has both factored slots, or one unfactored second moment.
         adafactor = ("v_row", "v_col") if {"v_row", "v_col"} & present.keys() else ("v",)
-        for slot in (*(whole or adafactor), *(("m",) if momentum else ())):
+        for slot in (*(whole or adafactor), *momentum):
             name = reader.native_name(naming.slot_key(path, slot))
             if slot not in present:
                 raise UserError(

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -79,50 +79,6 @@ class Staged:
             yield enter
 
 
-class Destination(Protocol):
-    """Where a checkpoint is written.
-
-    Attributes:
-      path: The directory or address.
-    """
-
-    path: str
-
-    def check_is_free(self, force: bool) -> None:
-        """Raises UserError if something is there; `force` allows it in a directory."""
-        ...
-
-    def check_space(self, needed: int) -> None:
-        """Raises UserError if there is not enough space for this many bytes."""
-        ...
-
-    def stage(self, request: dict[str, Any]) -> contextlib.AbstractContextManager[Staged]:
-        """A place for the target's files, locked within the block.
-
-        Args:
-          request: Everything that decides the output, as JSON values.
-
-        Raises:
-          UserError: If another conversion or a training run holds the destination.
-        """
-        ...
-
-    def publish(
-        self, staged: Staged, target: CheckpointRef, manifest: str, last: Mapping[str, bytes]
-    ) -> None:
-        """Puts the finished files, the manifest and what comes after it into place."""
-        ...
-
-
-def destination(dst: str | os.PathLike[str]) -> Destination:
-    """Where a checkpoint is written.
-
-    Raises:
-      UserError: For an address that cannot be opened.
-    """
-    return InBucket(check_address(dst)) if is_address(dst) else OnDisk(output_path(dst))
-
-
 # ---- In a bucket ---------------------------------------------------------------------------------
 
 _IN_BUCKET = ".t0repro.conversion"
@@ -147,7 +103,14 @@ class InBucket:
 
     @contextlib.contextmanager
     def stage(self, request: dict[str, Any]) -> Iterator[Staged]:
-        """The address itself, without what an interrupted conversion of the same request left."""
+        """The address itself, without what an interrupted conversion of the same request left.
+
+        Args:
+          request: Everything that decides the output, as JSON values.
+
+        Raises:
+          UserError: If another conversion or a training run holds the destination.
+        """
         mark, text = f"{self.path}/{_IN_BUCKET}", json.dumps(request, sort_keys=True).encode()
         with lock_folder(self.path, _PURPOSE, fix="Wait for it, or give another address."):
             if left := self._objects():
@@ -191,9 +154,8 @@ class OnDisk:
     def __init__(self, directory: Path):
         self.path = str(directory)
         self._given, self._directory = directory, directory.absolute()
-        name = f".{directory.name}.conversion"
-        beside = self._directory.parent / name
-        self._root = self._directory / name if self._directory.exists() else beside
+        parent = self._directory if self._directory.exists() else self._directory.parent
+        self._root = parent / f".{directory.name}.conversion"
 
     def check_is_free(self, force: bool) -> None:
         """Raises UserError if the directory exists and holds more than an interrupted conversion.
@@ -202,8 +164,8 @@ class OnDisk:
         """
         directory = self._given
         if directory.is_dir():
-            ours = {self._root.name, *LOCK_FILES}
-            if force or all(path.name in ours for path in directory.iterdir()):
+            hidden = {self._root.name, *LOCK_FILES}
+            if force or all(path.name in hidden for path in directory.iterdir()):
                 return
         elif not directory.is_symlink() and not directory.exists():
             check_folder(directory)
@@ -239,12 +201,12 @@ class OnDisk:
         resumed.
         """
         root = self._root
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as locks:
             if self._directory.exists():
-                held.enter_context(lock_folder(self._directory, _PURPOSE))
+                locks.enter_context(lock_folder(self._directory, _PURPOSE))
             # Lock both: the destination, if others may write into it, and the hidden directory
             # itself.
-            held.enter_context(lock_folder(root, _PURPOSE))
+            locks.enter_context(lock_folder(root, _PURPOSE))
             text, files = json.dumps(request, sort_keys=True), root / "files"
             # An interrupted cleanup may have left the request without the files, or only some of
             # them.
@@ -252,7 +214,8 @@ class OnDisk:
                 _empty(root)
                 files.mkdir()
                 write_atomically(root / REQUEST, text)
-            yield Staged(str(files), dict(_lines(root / DIGESTS)), root / DIGESTS)
+            digests = dict(_read_digests(root / DIGESTS))
+            yield Staged(str(files), digests, root / DIGESTS)
             # Only after success: an exception leaves the context before this line.
             _empty(root)
         with contextlib.suppress(OSError):  # another run may have taken the directory since
@@ -291,6 +254,19 @@ class OnDisk:
         write_atomically(directory / MANIFEST, manifest)
 
 
+# Where a checkpoint is written; `path` is the directory or address.
+Destination = InBucket | OnDisk
+
+
+def destination(dst: str | os.PathLike[str]) -> Destination:
+    """Where a checkpoint is written.
+
+    Raises:
+      UserError: For an address that cannot be opened.
+    """
+    return InBucket(check_address(dst)) if is_address(dst) else OnDisk(output_path(dst))
+
+
 def _publish_tree(staged: Path, directory: Path, name: str, replaced: Path) -> None:
     """Replaces a checkpoint's directory, after the small files beside it."""
     for extra in staged.iterdir():
@@ -324,7 +300,7 @@ def _empty(root: Path) -> None:
             path.unlink()
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_digests(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields name and digest of each complete line; a crash may have truncated the last one."""
     for line in (_read(path) or "").splitlines():
         with contextlib.suppress(ValueError):

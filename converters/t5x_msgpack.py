@@ -51,7 +51,8 @@ class MsgpackArrays:
         for name, leaf in _leaves(tree):
             if isinstance(leaf, dict):
                 self._places[name] = _array_at(_path_of(leaf, file, name))
-                shapes[name] = _shape_of(leaf)
+                metadata = leaf.get("metadata")
+                shapes[name] = metadata.get("shape") if isinstance(metadata, dict) else None
             elif isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER):
                 self._places[name] = _array_at(leaf.removeprefix(_PLACEHOLDER))
             elif leaf is not None:
@@ -101,10 +102,9 @@ class MsgpackArrays:
         )
         for name, shape in shapes.items():
             stored = self._arrays.tensors[self._places[name]].shape
-            if shape is not None and shape != list(stored):
+            if isinstance(shape, list | tuple) and list(shape) != list(stored):
                 raise damage_error(
-                    self.place(name),
-                    f"its shape is {list(stored)}, but {FILE} says {shape}",
+                    self.place(name), f"its shape is {list(stored)}, but {FILE} says {list(shape)}"
                 )
 
     def _info(self, info: TensorInfo) -> TensorInfo:
@@ -161,14 +161,13 @@ def torch_name(name: str) -> str:
 def _load(path: str, packed: bytes) -> tuple[dict[str, Any], int]:
     """The tree in a file's bytes, and T5X's version of it; Orbax's count as today's."""
     content = _unpack(path, packed)
-    if isinstance(content, dict) and isinstance(content.get("target"), dict):
+    content = content if isinstance(content, dict) else {}
+    if isinstance(content.get("target"), dict):
         return content, _VERSION
-    version = content.get("version", 0) if isinstance(content, dict) else 0
-    tree = content.get("optimizer") if isinstance(content, dict) else None
+    version, tree = content.get("version", 0), content.get("optimizer")
     if version not in (2, 3) or not isinstance(tree, dict):
         raise UserError(
-            f"T5X's checkpoint is of version {version}; versions 2 and 3 can be read.",
-            where=path,
+            f"T5X's checkpoint is of version {version}; versions 2 and 3 can be read.", where=path
         )
     return tree, version
 
@@ -196,13 +195,6 @@ def _path_of(spec: Mapping[str, Any], file: str, name: str) -> str:
     if not isinstance(place, str):
         raise damage_error(file, f"{name} has no path")
     return place
-
-
-def _shape_of(spec: Mapping[str, Any]) -> list[int] | None:
-    """The shape in a TensorStore specification; None if there is none."""
-    metadata = spec.get("metadata")
-    shape = metadata.get("shape") if isinstance(metadata, dict) else None
-    return list(shape) if isinstance(shape, list | tuple) else None
 
 
 def _numbers(leaf: Any, file: str, name: str) -> np.ndarray:
@@ -236,11 +228,7 @@ def msgpack_file(tensors: Mapping[str, TensorInfo], step: int) -> bytes:
             "driver": "zarr",
             "dtype": info.dtype.name,
             "kvstore": {"driver": "file", "path": name.replace("/", ".")},
-            "metadata": {
-                "shape": list(info.shape),
-                "chunks": list(info.shape),
-                "compressor": None,
-            },
+            "metadata": {"shape": list(info.shape), "chunks": list(info.shape), "compressor": None},
         }
     # T5X keeps the step in the file itself, not as an array beside it.
     tree["state"]["step"] = np.asarray(step, np.int32)

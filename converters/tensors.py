@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, get_args
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy: np.dtype("bfloat16"))
 import numpy as np
 
+from t0repro import storage
 from t0repro.errors import UserError
 from t0repro.parameters.naming import PARAMETERS, STEP, NormNames
 
@@ -53,6 +54,10 @@ class CheckpointRef:
         # In other formats, several checkpoints share the directory.
         return self.path if self.format in ("hf", "peft") else os.path.dirname(self.path)
 
+    def beside(self, name: str) -> str:
+        """The path of one of the files that describe it."""
+        return storage.join(self.folder, name)
+
 
 class CheckpointReader(Protocol):
     """An open checkpoint under T5X's flat keys, without T5X's placeholders for unused slots."""
@@ -86,17 +91,17 @@ class CheckpointReader(Protocol):
 
 
 def compare_shapes(
-    found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]
+    actual: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
 ) -> list[tuple[str, str, str]]:
-    """Names whose shapes differ, sorted, each with what was found and what is wanted, in words."""
+    """Names whose shapes differ, sorted, each with its actual and expected shape, in words."""
 
-    def said(shape: Sequence[int] | None) -> str:
+    def describe(shape: Sequence[int] | None) -> str:
         return "none" if shape is None else f"of shape {list(shape)}"
 
     return [
-        (name, said(found.get(name)), said(wanted.get(name)))
-        for name in sorted(found.keys() | wanted.keys())
-        if found.get(name) != wanted.get(name)
+        (name, describe(actual.get(name)), describe(expected.get(name)))
+        for name in sorted(actual.keys() | expected.keys())
+        if actual.get(name) != expected.get(name)
     ]
 
 

@@ -195,12 +195,14 @@ class Manifest:
       step: Its global step.
       norm_names: Mesh TensorFlow's spelling of the model's norms.
       tensors: Name in the checkpoint -> shape, dtype and SHA-256.
+      source: What it was converted from, as written; not checked.
     """
 
     format: Format
     step: int
     norm_names: naming.NormNames | None
     tensors: Mapping[str, Mapping[str, Any]]
+    source: Any
 
     def is_of(self, ref: CheckpointRef) -> bool:
         """Returns whether the manifest describes this checkpoint, not another in its folder."""
@@ -230,9 +232,11 @@ def describe(array: np.ndarray) -> dict[str, Any]:
     }
 
 
-def manifest_path(ref: CheckpointRef) -> str:
-    """Returns where a checkpoint's manifest is, if it has one."""
-    return storage.join(ref.folder, MANIFEST)
+def manifest_of(ref: CheckpointRef) -> Manifest | None:
+    """A checkpoint's manifest; None if it has none. For errors, see `read_manifest`."""
+    # A directory has one manifest, which may describe another of its checkpoints.
+    manifest = read_manifest(ref.folder)
+    return manifest if manifest and manifest.is_of(ref) else None
 
 
 def read_manifest(directory: str) -> Manifest | None:
@@ -254,6 +258,7 @@ def read_manifest(directory: str) -> Manifest | None:
             # A manifest that is older or was edited may have an unknown spelling.
             norm_names=norm_names.get(content.get("mtf_norm_names")),
             tensors={name: dict(expected) for name, expected in content["tensors"].items()},
+            source=content.get("source"),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise UserError(
@@ -335,7 +340,9 @@ def orbax_tree(file: str, content: bytes) -> OrbaxTree:
         arrays = frozenset(
             "/".join(str(key["key"]).replace(".", "/") for key in entry["key_metadata"])
             for entry in metadata["tree_metadata"].values()
-            if _is_array(entry["value_metadata"])
+            # An empty dictionary or None is not stored, and strings are in a separate file.
+            if not entry["value_metadata"]["skip_deserialize"]
+            and entry["value_metadata"]["value_type"] != "string"
         )
         return OrbaxTree(
             file,
@@ -345,11 +352,6 @@ def orbax_tree(file: str, content: bytes) -> OrbaxTree:
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise damage_error(file, "it is not Orbax's description of a tree") from None
-
-
-def _is_array(value: dict[str, Any]) -> bool:
-    # An empty dictionary or None is not stored, and strings are in a separate file.
-    return not value["skip_deserialize"] and value["value_type"] != "string"
 
 
 # --- A conversion's record -----------------------------------------------------------------------

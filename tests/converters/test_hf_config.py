@@ -12,7 +12,7 @@ from t0repro.converters.convert import convert
 from t0repro.converters.hf_config import (
     Computation,
     arithmetic_of,
-    check_types,
+    check_field_types,
     describe_assumed_activation,
     feed_forward_proj,
     logits_of,
@@ -327,7 +327,7 @@ def test_a_tied_mt5_of_transformers_5_gets_a_kernel_that_is_its_embedding(hf_dir
 @pytest.mark.parametrize("value", ["false", "true", "", 0, 1, 1.0, [], {}])
 def test_text_or_a_number_is_no_truth_value(field, value):
     with pytest.raises(UserError, match=f"{field} is {re.escape(repr(value))}, not true or false"):
-        check_types({"model_type": "t5", field: value}, "config.json")
+        check_field_types({"model_type": "t5", field: value}, "config.json")
 
 
 @pytest.mark.parametrize(
@@ -343,5 +343,5 @@ def test_text_or_a_number_is_no_truth_value(field, value):
 )
 def test_a_value_of_another_type_is_refused_by_its_field(field, value):
     with pytest.raises(UserError, match=field):
-        check_types({"model_type": "t5", field: value}, "config.json")
-    check_types({"model_type": "t5", field: None}, "config.json")
+        check_field_types({"model_type": "t5", field: value}, "config.json")
+    check_field_types({"model_type": "t5", field: None}, "config.json")

@@ -37,29 +37,29 @@ class Vocabulary:
 
 
 def test_a_whole_checkpoint_passes(checkpoint):
-    checks.check_checkpoint(checkpoint)
+    checks.open_bundle(checkpoint)
 
 
 def test_one_byte_less_is_found(checkpoint, tmp_path):
     (shard,) = tmp_path.glob("model.ckpt-7.data-*")
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match="2055 bytes, but the index calls for 2056"):
-        checks.check_checkpoint(checkpoint)
+        checks.open_bundle(checkpoint)
 
 
 def test_a_checkpoint_without_any_data_or_index_is_found(checkpoint, tmp_path):
     (shard,) = tmp_path.glob("model.ckpt-7.data-*")
     shard.unlink()
     with pytest.raises(UserError, match="A data file of the checkpoint is missing"):
-        checks.check_checkpoint(checkpoint)
+        checks.open_bundle(checkpoint)
     with pytest.raises(UserError, match="Checkpoint not found"):
-        checks.check_checkpoint(str(tmp_path / "model.ckpt-8"))
+        checks.open_bundle(str(tmp_path / "model.ckpt-8"))
 
 
 def test_a_garbled_index_is_found(checkpoint, tmp_path):
     (tmp_path / "model.ckpt-7.index").write_bytes(b"garbled")
     with pytest.raises(UserError, match="index file"):
-        checks.check_checkpoint(checkpoint)
+        checks.open_bundle(checkpoint)
 
 
 @pytest.mark.parametrize("pieces", [1, 127, 128])
