@@ -125,9 +125,11 @@ def catalog() -> dict[str, Released]:
 
 def _parse_row(row: dict[str, Any]) -> Released:
     yes = {"yes": True, "no": False}
-    sizes = ("d_model", "d_ff", "num_heads", "d_kv", "vocab_size")
+    depths = ("num_encoder_layers", "num_decoder_layers")
+    names = (*depths, "d_model", "d_ff", "num_heads", "d_kv", "vocab_size")
+    sizes: dict[str, Any] = {name: int(row[name]) for name in names}
     shape = ModelShape(
-        **{name: int(row[name]) for name in ("num_encoder_layers", "num_decoder_layers", *sizes)},
+        **sizes,
         # The same in every released T5, so the table has no column for it.
         relative_attention_num_buckets=32,
         wi_kernels=("wi_0", "wi_1") if yes[row["gated"]] else ("wi",),
