@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from t0repro.config.recipe import ADAFACTOR
+from t0repro.config.optimizer import AdafactorConfig
 from t0repro.errors import UserError, nearest_names
 from t0repro.hub_files import (
     DELAYS_SECONDS,
@@ -409,7 +409,7 @@ def needs_of(released: Released) -> Needs:
     evaluate.
     """
     weights = _FLOAT32 * released.shape.parameter_count()
-    slots = slot_bytes(released.shape.parameters(), ADAFACTOR)
+    slots = slot_bytes(released.shape.parameters(), AdafactorConfig())
     return Needs(
         parameters=released.shape.parameter_count(),
         disk=weights,

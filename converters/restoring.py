@@ -43,7 +43,7 @@ def open_start(config: TrainRun, fresh: Callable[[], FlatTree]) -> StoredTree | 
     model_dir, rules, model = os.fspath(config.model_dir), config.plan.restore, config.model
     if model.adapter is not None:
         # The base's parameters; checkpoints in model_dir are the adapter's.
-        assert rules is not None and isinstance(rules.path, str), "TrainRun.check_adapter"
+        assert rules is not None and isinstance(rules.path, str), "combinations.check_combinations"
         return open_configured(sources.find_checkpoint(rules.path), model)
     if storage.is_directory(model_dir) and sources.list_checkpoints(model_dir):
         return open_configured(sources.find_checkpoint(model_dir), model)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from t0repro.config.t5x.run import eval_plan
+from t0repro.config.t5x.inference import read_eval_run
 from t0repro.converters.convert import convert
 
 from .converters.released_servers import Handler, Server
@@ -131,7 +131,7 @@ def _write_checkpoints(root: Path, folder: Path) -> None:
     """The LM-adapted checkpoint in the bucket, and T0-3B on the hub."""
     macros = [f"{name} = 'x'" for name in ("MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH")]
     sizes = ("network.T5Config.vocab_size = 32128", "EVAL_OUTPUT_DIR = 'x'")
-    plan = eval_plan(parsed("eval", "eval", *macros, *sizes))
+    plan = read_eval_run(parsed("eval", "eval", *macros, *sizes))
     made = save_checkpoint(folder / "made", plan, 1100000)
     bucket = root / "pretrained_models" / "t5.1.1.lm100k.xl"
     convert(made, bucket, "mtf")

@@ -25,7 +25,7 @@ import numpy as np
 
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x import gin_files
-from t0repro.config.t5x.run import train_config
+from t0repro.config.t5x.training import read_train_run
 from t0repro.converters.restoring import open_start
 from t0repro.data.choice_batches import Choices, make_choice_batch, read_choices
 from t0repro.evaluation.engine import score_examples
@@ -182,7 +182,7 @@ def configured(model_dir: Path, steps: int, run: str, more: str = "") -> TrainRu
     )
     file = model_dir.with_suffix(".gin")
     write_atomically(file, text + more)
-    return train_config(gin_files.parse(gin_files.T5xInputs("train", (str(file),))))
+    return read_train_run(gin_files.parse(gin_files.T5xInputs("train", (str(file),))))
 
 
 # ---- Training ------------------------------------------------------------------------------------

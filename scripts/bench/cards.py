@@ -19,7 +19,7 @@ import jax
 from t0repro.config.model import Recompute
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x import gin_files
-from t0repro.config.t5x.run import train_config
+from t0repro.config.t5x.training import read_train_run
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import choose
 from t0repro.training.optimizers import make_optimizer
@@ -101,7 +101,7 @@ def configured(size: str, method: str) -> TrainRun:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "card.gin"
         file.write_text(TEXT.format(size=size, more=METHODS[method]))
-        return train_config(gin_files.parse(gin_files.T5xInputs("train", (str(file),))))
+        return read_train_run(gin_files.parse(gin_files.T5xInputs("train", (str(file),))))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from t0repro.config.model import DTypePolicy
-from t0repro.config.recipe import ADAFACTOR, t5_1_1
+from t0repro.config.optimizer import AdafactorConfig
+from t0repro.config.recipe import t5_1_1
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.t5_model import T5Model
@@ -36,7 +37,7 @@ FLOAT32 = DTypePolicy("float32", "float32", "float32")
 
 def trainer_of(every: int) -> Trainer:
     """A trainer that measures every so many steps; 0 for never."""
-    model = T5Model(T5(SMALL, FLOAT32), make_optimizer(ADAFACTOR))
+    model = T5Model(T5(SMALL, FLOAT32), make_optimizer(AdafactorConfig()))
     state = TrainState.create(
         model.optimizer_def, model.get_initial_variables(jax.random.key(0), {})
     )

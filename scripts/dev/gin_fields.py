@@ -68,7 +68,7 @@ def t5x_tables() -> Iterator[str]:
                     "required" if each.default is REQUIRED else f"`{cell(repr(each.default))}`"
                 )
                 note = f"only its default: {each.why}" if each.why else ""
-                yield f"| `{argument}` | {cell(each.in_words)} | {default} | {note} |"
+                yield f"| `{argument}` | {cell(each.type_in_words)} | {default} | {note} |"
             yield ""
 
 

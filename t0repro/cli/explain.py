@@ -24,14 +24,15 @@ from t0repro.cli.groups import with_groups
 from t0repro.cli.options import AsJson, LogOptions, Modules
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import T5X_NAMES
-from t0repro.config.configuration import in_columns, render
 from t0repro.config.gin.folders import mesh_folders, shipped_files
 from t0repro.config.gin.imports import list_imports
 from t0repro.config.run import Run, TrainRun
 from t0repro.config.t5x.gin_files import T5xInputs, parse
-from t0repro.config.t5x.layout import differences
-from t0repro.config.t5x.run import converted, train_config
-from t0repro.config.translation import translated
+from t0repro.config.t5x.layout import list_differences
+from t0repro.config.t5x.run import read_run
+from t0repro.config.t5x.training import read_train_run
+from t0repro.config.table import align_columns, render
+from t0repro.config.translation import translate
 from t0repro.errors import UserError
 from t0repro.words import shown_as
 
@@ -133,7 +134,7 @@ def _show_translation(config: Run, dialect: Dialects) -> None:
             where=config.provenance.get("mode"),
             fix="Bind run.mode = 'train'.",
         )
-    translation = translated(config, dialect.value)
+    translation = translate(config, dialect.value)
     for line in (*translation.header, "", *translation.bindings):
         echo(line)
     for line in translation.missing:
@@ -159,7 +160,7 @@ def _list_imports(
         print_json(found)
     elif found:
         words = {True: "allowed", False: "refused by --gin_import_allowlist"}
-        echo(in_columns([(line.module, words[line.allowed], line.place) for line in found]))
+        echo(align_columns([(line.module, words[line.allowed], line.place) for line in found]))
     else:
         echo("These files import nothing.")
 
@@ -174,17 +175,17 @@ def _explain_t5x(inputs: T5xInputs, *, as_json: bool, dialect: Dialects | None) 
         )
     parsed = parse(inputs)
     if dialect:
-        _show_translation(train_config(parsed), dialect)
+        _show_translation(read_train_run(parsed), dialect)
         return
     # Values come first, because they explain a refusal.
     if as_json:
         values = {item.name: {"value": item.value, "place": item.place} for item in parsed.values}
         print_json({"values": values, "imports": parsed.imports})
-        converted(parsed)
+        read_run(parsed)
         return
-    echo(in_columns([(item.name, item.value, item.place) for item in parsed.values]))
+    echo(align_columns([(item.name, item.value, item.place) for item in parsed.values]))
     for module in parsed.imports:
         echo(f"imports {module}")
-    for warning in (*parsed.warnings, *differences(parsed.program)):
+    for warning in (*parsed.warnings, *list_differences(parsed.program)):
         echo(f"warning: {warning}", err=True)
-    converted(parsed)
+    read_run(parsed)

@@ -20,7 +20,7 @@ from t0repro.cli.t5x_options import T5xOptions, gin_inputs, parse_files
 from t0repro.config.gin.errors import configuration_errors
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs
-from t0repro.config.t5x.run import precompile_config, train_config
+from t0repro.config.t5x.training import read_precompile_run, read_train_run
 from t0repro.errors import UserError
 from t0repro.storage import check_address
 
@@ -128,7 +128,7 @@ def _joined(processes: ProcessOptions, topology: str | None) -> Iterator[None]:
 
 def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, TrainRun]:
     """T5X's parsed gin files, and the training run that they describe."""
-    readers = {"train": train_config, "precompile": precompile_config}
+    readers = {"train": read_train_run, "precompile": read_precompile_run}
     if inputs.run_mode not in readers:
         raise UserError(
             f"precompile compiles T5X's training runs, not {inputs.run_mode!r}.",

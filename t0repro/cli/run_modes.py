@@ -18,7 +18,7 @@ from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.cloud.launchers.machines import find_machine
 from t0repro.cloud.trackers.table import check_trackers
 from t0repro.cloud.vertex.command_line import JobMode
-from t0repro.config.t5x.run import train_config
+from t0repro.config.t5x.training import read_train_run
 from t0repro.errors import UserError
 from t0repro.storage import check_folder
 
@@ -152,7 +152,7 @@ def train(
     named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
     inputs = gin_inputs("train", options, first=named)
     parsed = parse_files(inputs)
-    config = train_config(parsed)
+    config = read_train_run(parsed)
     check_folder(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
     check_restored(config.plan.restore, config.provenance, "plan.restore")
     # The training run's bindings do not apply to its jobs.

@@ -31,7 +31,7 @@ from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.cloud.trackers.table import TrackerName
 from t0repro.config.configuration import Configuration, NotOnJax
 from t0repro.config.gin.folders import package_folder
-from t0repro.config.mtf.stand_ins import recorded
+from t0repro.config.mtf.stand_ins import read_signatures
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.progress import SeqioOnce
 from t0repro.storage import check_readable, input_path
@@ -104,7 +104,7 @@ def run(options: Any) -> None:
 
 
 def _check_flags(options: Any) -> None:
-    from t0repro.config.configuration import check_model_dir
+    from t0repro.config.addresses import check_output
 
     if not (options.gin_file or options.gin_param or options.use_model_api):
         raise UserError(
@@ -116,7 +116,7 @@ def _check_flags(options: Any) -> None:
             ' --gin_param="utils.run.mesh_shape = []"; --help lists the flags.',
         )
     vocab = options.vocab
-    check_model_dir(options.model_dir, jax=options.backend == "jax")
+    check_output(options.model_dir, "--model_dir", jax=options.backend == "jax")
     if vocab and "://" not in vocab and not os.path.isfile(vocab):
         raise UserError(
             f"There is no vocabulary {vocab}.",
@@ -390,7 +390,7 @@ def define_flags() -> None:
     """Defines t5's flags as they are recorded, and this project's own."""
     _define_recorded()
     _define_own()
-    of_t5 = [flags.FLAGS[flag["name"]] for flag in recorded()["flags"]]
+    of_t5 = [flags.FLAGS[flag["name"]] for flag in read_signatures()["flags"]]
     for flag in (*of_t5, *flags.FLAGS.flags_by_module_dict()[__name__]):
         # --help lists only the key flags of the main module, which is the console script.
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
@@ -414,7 +414,7 @@ def _import_others_flags(arguments: Sequence[str]) -> None:
 def _importing_packages() -> Iterator[None]:
     """Says that the block imports t5; keeps the values of flags that it defines anew."""
     echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
-    before = {flag["name"]: flags.FLAGS[flag["name"]] for flag in recorded()["flags"]}
+    before = {flag["name"]: flags.FLAGS[flag["name"]] for flag in read_signatures()["flags"]}
     try:
         yield
     finally:
@@ -459,7 +459,7 @@ def _define_own() -> None:
 
 def _define_recorded() -> None:
     """Defines the recorded flags of t5's command; its import may define them anew."""
-    for flag in recorded()["flags"]:
+    for flag in read_signatures()["flags"]:
         if flag["name"] not in flags.FLAGS:
             more = {"enum_values": flag["choices"]} if "choices" in flag else {}
             make = getattr(flags, f"DEFINE_{flag['kind']}")

@@ -23,7 +23,7 @@ from t0repro.cli.paths import source
 from t0repro.cli.results import echo
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs, parse
-from t0repro.config.t5x.layout import differences
+from t0repro.config.t5x.layout import list_differences
 from t0repro.storage import check_address
 
 
@@ -93,6 +93,6 @@ def parse_files(inputs: T5xInputs) -> Parsed:
     """
     echo("reading gin files ...", err=True)
     parsed = parse(inputs)
-    for warning in (*parsed.warnings, *differences(parsed.program)):
+    for warning in (*parsed.warnings, *list_differences(parsed.program)):
         typer.echo(f"warning: {warning}", err=True)
     return parsed

@@ -10,7 +10,7 @@ from t0repro.config.names import Mtf, Only, T5x, arguments, or_none
 from t0repro.config.ranges import Range
 
 
-def _as_tuple(value: Sequence | None) -> tuple:
+def _make_tuple(value: Sequence | None) -> tuple:
     return tuple(value or ())
 
 
@@ -57,7 +57,7 @@ class SaveConfig:
     steps: Annotated[
         tuple[int, ...],
         Range(at_least=0),
-        T5x("checkpoint_steps", hint=Sequence[int] | None, default=None, read=_as_tuple),
+        T5x("checkpoint_steps", hint=Sequence[int] | None, default=None, read=_make_tuple),
         Only(mtf=()),
     ] = ()
     keep: Annotated[int | None, Range(at_least=1), Mtf("keep_checkpoint_max")] = None
@@ -69,7 +69,8 @@ class SaveConfig:
         None
     )
     keep_period: Annotated[int | None, Range(at_least=1), T5x(read=or_none), Only(mtf=None)] = None
-    # With T5X's rule a resumed run saves at the same steps as an uninterrupted one.
+    # With T5X's rule a resumed run saves at the same steps as an uninterrupted one; TensorFlow's
+    # own timer of checkpoints remembers nothing of earlier processes.
     from_first_step: Annotated[bool, Only(mtf=False, t5x=True)] = True
 
 
@@ -101,7 +102,7 @@ class RestoreConfig:
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Only(mtf=None)] = None
     assignment_map: Annotated[
         tuple[tuple[str, str | None], ...],
-        T5x(hint=Sequence[tuple[str, str | None]] | None, default=None, read=_as_tuple),
+        T5x(hint=Sequence[tuple[str, str | None]] | None, default=None, read=_make_tuple),
         Only(mtf=()),
     ] = ()
     strict: Annotated[bool, Only(mtf=False)] = True

@@ -31,11 +31,11 @@ class TrainDataConfig:
     shuffle: bool
     seed: Annotated[int | None, Range(at_least=0)]
     # Unbound is None, not Mesh TensorFlow's False, with which a resumed run reads its data again.
-    skip_seen_data: Annotated[bool | None, Mtf("utils.run.skip_seen_data")]
-    seen_data_init_step: Annotated[int, Range(at_least=0), Mtf("utils.run.seen_data_init_step")]
+    skip_seen_data: Annotated[bool | None, Mtf("utils.run.skip_seen_data")] = None
+    seen_data_init_step: Annotated[int, Range(at_least=0), Mtf("utils.run.seen_data_init_step")] = 0
     # Only on request: TensorFlow saves the state of a Python generator without an error, but
     # restores it to another position.
-    checkpoint_input_pipeline: Annotated[bool, Mtf("utils.run.checkpoint_input_pipeline")]
+    checkpoint_input_pipeline: Annotated[bool, Mtf("utils.run.checkpoint_input_pipeline")] = False
     # T5X makes one per host; with a bound number, batches are the same on any number of hosts.
     num_shards: Annotated[int, Range(at_least=1), Mtf("t0repro.jax_training.data_shards")] = 1
 
@@ -61,10 +61,10 @@ class SeqioDataConfig:
         T5x("task_feature_lengths", macro="TASK_FEATURE_LENGTHS"),
     ]
     split: str
-    batch_size: Annotated[int, Range(at_least=1, at_most=MOST_32)]
-    shuffle: bool
+    batch_size: Annotated[int, Range(at_least=1, at_most=MOST_32), T5x(macro="BATCH_SIZE")]
+    shuffle: Annotated[bool, T5x(macro="SHUFFLE_TRAIN_EXAMPLES")]
     seed: Annotated[int | None, Range(at_least=0)]
-    use_cached: bool = False
+    use_cached: Annotated[bool, T5x(macro="USE_CACHED_TASKS")] = False
     pack: bool = False
     use_memory_cache: bool = True
     trim_output_features: bool = True
@@ -155,5 +155,6 @@ class PassThroughVocabulary:
     eos_id: Annotated[int | None, Range(at_least=0)] = None
 
 
+VOCABULARIES = (SentencePieceVocabulary, ByteVocabulary, PassThroughVocabulary)
 PIECES_OR_BYTES = (SentencePieceVocabulary, ByteVocabulary)
 """The vocabularies that are read without SeqIO."""

@@ -28,32 +28,24 @@ class DecodingConfig:
       vocab_parts: Shards of the vocabulary for that: the mesh's size along it.
     """
 
-    beam_size: Annotated[int, Range(at_least=1)]
-    alpha: Annotated[float, Range(at_least=0)]
-    temperature: Annotated[float, Range(at_least=0)]
-    keep_top_k: Annotated[int, Range(at_least=1, also=(-1,)), Mtf("sampling_keep_top_k")]
-    length_multiplier: Annotated[float, Range(at_least=0), Mtf("decode_length_multiplier")]
-    length_constant: Annotated[float, Range(at_least=0), Mtf("decode_length_constant")]
-    max_length: Annotated[int | None, Range(at_least=1, at_most=MOST_32), Mtf("max_decode_length")]
+    beam_size: Annotated[int, Range(at_least=1)] = 1
+    alpha: Annotated[float, Range(at_least=0)] = 0.6
+    temperature: Annotated[float, Range(at_least=0)] = 0.0
+    keep_top_k: Annotated[int, Range(at_least=1, also=(-1,)), Mtf("sampling_keep_top_k")] = -1
+    length_multiplier: Annotated[float, Range(at_least=0), Mtf("decode_length_multiplier")] = 1.5
+    length_constant: Annotated[float, Range(at_least=0), Mtf("decode_length_constant")] = 10.0
+    max_length: Annotated[
+        int | None, Range(at_least=1, at_most=MOST_32), Mtf("max_decode_length")
+    ] = None
     # Mesh TensorFlow's way around a slow top-k on TPUs; in theory it can lose a candidate.
-    prefilter: Annotated[int, Range(at_least=0), Mtf("beam_search.beam_search.num_prefilter")]
+    prefilter: Annotated[int, Range(at_least=0), Mtf("beam_search.beam_search.num_prefilter")] = 0
     # Outputs may depend on it: each shard contributes `prefilter` candidates of its own.
-    vocab_parts: Annotated[int, Range(at_least=1), Only(mtf=RULE)]
+    vocab_parts: Annotated[int, Range(at_least=1), Only(mtf=RULE)] = 1
 
 
 # T0's decoding: Mesh TensorFlow's decode with beam_size 1 and temperature 0 (t5's eval.gin). The
 # other values are its defaults, except for prefilter, which only a beam search reads.
-GREEDY = DecodingConfig(
-    beam_size=1,
-    alpha=0.6,
-    temperature=0.0,
-    keep_top_k=-1,
-    length_multiplier=1.5,
-    length_constant=10.0,
-    max_length=None,
-    prefilter=0,
-    vocab_parts=1,
-)
+GREEDY = DecodingConfig()
 
 
 @arguments(mtf="utils.decode_from_file")
@@ -76,9 +68,6 @@ class ScoreStringsConfig:
     targets: str | tuple[str, ...]
     eos_id: Annotated[int, Range(at_least=0)]
     score_eos: bool
-
-
-# ---- How T5X's eval and infer generate: its two decoding functions and their arguments -----------
 
 
 NEVER = -1e7  # T5X's minus infinity: the log-probability of a beam that does not exist

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import typing
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
-from t0repro.config.ranges import hints_of
+from t0repro.config.hints import hints_of
 
 Dialect = Literal["mtf", "t5x"]
 UNSET: Any = object()
@@ -106,18 +107,18 @@ def arguments_of(kind: type, dialect: Dialect) -> Mapping[str, Argument]:
       dialect: The dialect.
     """
     configurable = getattr(kind, "gin_configurables", {}).get(dialect)
-    found = {}
+    arguments = {}
     for field in dataclasses.fields(kind):
-        given = _annotation(kind, field.name, _ARGUMENTS[dialect])
+        argument = _annotation(kind, field.name, _ARGUMENTS[dialect])
         # A class's configurable is not inherited: another class's fields are other arguments.
-        if given is None and (configurable is None or fixed_value(kind, field.name, dialect)):
+        if argument is None and (configurable is None or fixed_value(kind, field.name, dialect)):
             continue
-        given = given or _ARGUMENTS[dialect]()
-        name = given.name or field.name
+        argument = argument or _ARGUMENTS[dialect]()
+        name = argument.name or field.name
         if "." not in name:
             name = f"{configurable}.{name}"
-        found[field.name] = dataclasses.replace(given, name=name)
-    return found
+        arguments[field.name] = dataclasses.replace(argument, name=name)
+    return arguments
 
 
 def fixed_value(kind: type, field: str, dialect: Dialect) -> tuple[Any] | None:
@@ -127,15 +128,29 @@ def fixed_value(kind: type, field: str, dialect: Dialect) -> tuple[Any] | None:
     return None if value is UNSET else (value,)
 
 
-def fields_by_argument(
-    kinds: Iterable[type], dialect: Dialect
-) -> Mapping[str, list[tuple[type, str]]]:
-    """Full gin name -> the fields that it sets, of the given classes of settings."""
-    found: dict[str, list[tuple[type, str]]] = {}
+def fixed_values(kind: type, dialect: Dialect) -> dict[str, Any]:
+    """Field -> its value in a dialect, of the fields that have only one there."""
+    fixed = {each.name: fixed_value(kind, each.name, dialect) for each in dataclasses.fields(kind)}
+    return {name: value for name, only in fixed.items() if only for value in only
+            if value is not RULE}  # fmt: skip
+
+
+@functools.cache
+def list_parts(*kinds: type) -> tuple[type, ...]:
+    """Classes of settings with the classes of their fields, each after those of its own fields."""
+    parts: dict[type, None] = {}
+
+    def visit(hint: Any) -> None:
+        for argument in typing.get_args(hint):
+            visit(argument)
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            for inner in hints_of(hint).values():
+                visit(inner)
+            parts.setdefault(hint)
+
     for kind in kinds:
-        for field, argument in arguments_of(kind, dialect).items():
-            found.setdefault(argument.name, []).append((kind, field))
-    return found
+        visit(kind)
+    return tuple(parts)
 
 
 def _annotation(kind: type, field: str, sort: type) -> Any:

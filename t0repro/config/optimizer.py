@@ -15,7 +15,7 @@ from t0repro.parameters.shape import factoring
 @arguments(t5x="adafactor.Adafactor", mtf="optimize.AdafactorOptimizer")
 @dataclasses.dataclass(frozen=True)
 class AdafactorConfig:
-    """Mesh TensorFlow's AdafactorOptimizer, option by option.
+    """Mesh TensorFlow's AdafactorOptimizer, option by option, with its defaults.
 
     Attributes:
       decay_exponent: The second-moment decay is 1 - (step - decay_offset + 1)**-decay_exponent,
@@ -36,25 +36,25 @@ class AdafactorConfig:
         below.
     """
 
-    multiply_by_parameter_scale: Annotated[bool, T5x(hint=Any, default=True)]
+    multiply_by_parameter_scale: Annotated[bool, T5x(hint=Any)] = True
     decay_exponent: Annotated[
         float,
         Range(at_least=0),
-        T5x("decay_rate", default=0.8),
+        T5x("decay_rate"),
         Mtf("optimize.adafactor_decay_rate_pow.exponent"),
-    ]
+    ] = 0.8
     decay_offset: Annotated[
         float,
         Range(),
-        T5x("step_offset", hint=int, default=0),
+        T5x("step_offset", hint=int),
         Mtf("optimize.adafactor_decay_rate_pow.offset"),
-    ]
-    beta1: Annotated[float, Range(at_least=0, below=1), T5x(hint=float | None, default=None)]
-    clipping_threshold: Annotated[float | None, Range(above=0), T5x(default=1.0)]
-    factored: Annotated[bool, T5x(default=True)]
-    epsilon1: Annotated[float, Range(at_least=0), T5x(default=1e-30)]
-    epsilon2: Annotated[float, Range(at_least=0), T5x(default=1e-3)]
-    min_dim_size_to_factor: Annotated[int, Range(at_least=0), T5x(default=128)]
+    ] = 0
+    beta1: Annotated[float, Range(at_least=0, below=1), T5x(hint=float | None, default=None)] = 0.0
+    clipping_threshold: Annotated[float | None, Range(above=0)] = 1.0
+    factored: bool = True
+    epsilon1: Annotated[float, Range(at_least=0)] = 1e-30
+    epsilon2: Annotated[float, Range(at_least=0)] = 1e-3
+    min_dim_size_to_factor: Annotated[int, Range(at_least=0)] = 128
     decay_rate: Annotated[float | None, Range(at_least=0, below=1), Only(t5x=None)] = None
     # Paths, not Mesh TensorFlow's patterns, so that the JAX core needs none of its names.
     exclude_from_parameter_scale: Annotated[
@@ -178,11 +178,12 @@ class MultiOptimizerConfig:
     parts: tuple[OptimizerPart, ...]
 
 
+# JSON is read as the first that has all of its names: SGD's are also among Adafactor's.
 OptimizerConfig = (
-    AdafactorConfig
-    | AdamWeightDecayConfig
+    SgdConfig
     | MomentumConfig
-    | SgdConfig
+    | AdamWeightDecayConfig
+    | AdafactorConfig
     | OptaxConfig
     | MultiOptimizerConfig
 )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import MutableMapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from t0repro.config.names import RULE, Dialect, arguments_of, fixed_value
+from t0repro.config.names import Dialect, arguments_of, fixed_values
 from t0repro.config.ranges import check_field
 
 _Kind = TypeVar("_Kind")
@@ -68,8 +68,4 @@ def read(
             value = argument.read(value)
         check_field(kind, field, value, setting.place, shown=setting.name)
         values = {**values, field: value}
-    for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
-        fixed = fixed_value(kind, field.name, source.dialect)
-        if field.name not in values and fixed is not None and fixed[0] is not RULE:
-            values = {**values, field.name: fixed[0]}
-    return kind(**values)
+    return kind(**{**fixed_values(kind, source.dialect), **values})

@@ -9,29 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from t0repro.config import ranges
-from t0repro.config.model import (
-    DType,
-    DTypePolicy,
-    ModelConfig,
-)
+from t0repro.config.model import DType, DTypePolicy, ModelConfig
 from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
 from t0repro.config.run import TrainRun, mesh_transformer_plan
 
 # Rows of T5's embedding: 32,000 pieces and 100 sentinels, padded to a multiple of 128.
 VOCABULARY_ROWS = 32128
-
-# T0's values, from Mesh TensorFlow's AdafactorOptimizer.
-ADAFACTOR = AdafactorConfig(
-    multiply_by_parameter_scale=True,
-    decay_exponent=0.8,
-    decay_offset=0,
-    beta1=0.0,
-    clipping_threshold=1.0,
-    factored=True,
-    epsilon1=1e-30,
-    epsilon2=1e-3,
-    min_dim_size_to_factor=128,
-)
 
 
 def t5_1_1(
@@ -110,7 +93,7 @@ def training_config(
         "model_dir": str(model_dir),
         "model": model,
         "dtypes": DTypePolicy("float32", "float32", activation),
-        "optimizer": ADAFACTOR,
+        "optimizer": AdafactorConfig(),
         "schedule": ScheduleConfig("constant_learning_rate", schedule, train_steps),
         "sequence_length": dict(sequence_length),
         "batch_size": batch_size,

@@ -25,7 +25,7 @@ from t0repro.config.data import (
 )
 from t0repro.config.decoding import DecodingConfig, DecodingPlan, InferConfig, ScoreStringsConfig
 from t0repro.config.model import DTypePolicy, Layout, ModelConfig
-from t0repro.config.names import RULE, Mtf, Only, T5x, arguments
+from t0repro.config.names import RULE, Mtf, Only, T5x, arguments, fixed_values
 from t0repro.config.optimizer import OptimizerConfig, ScheduleConfig
 from t0repro.config.ranges import MOST_32, Range, check_field
 from t0repro.errors import UserError
@@ -192,6 +192,7 @@ class TrainingPlan:
     decoding: Annotated[DecodingPlan | None, Only(mtf=None, t5x=RULE)] = None
     log: Annotated[Literal["summaries", "steps"], Only(mtf="steps", t5x="summaries")] = "summaries"
     keys: Annotated[Literal["split", "folded"], Only(mtf="folded", t5x="split")] = "split"
+    # An Estimator whose checkpoint is past max_steps trains nothing and raises nothing.
     may_start_past_end: Annotated[bool, Only(mtf=True, t5x=False)] = False
 
     @property
@@ -200,15 +201,14 @@ class TrainingPlan:
         actions = [action for items in self.actions.values() for action in items]
         return any(isinstance(action, TerminateOnNanConfig) for action in actions)
 
+    @property
+    def evaluation_period(self) -> int:
+        """Steps between evaluations; 0 if there are none."""
+        return self.eval_period if self.train_eval_data or self.infer_eval_data else 0
+
     def shortest_period(self, steps: int) -> int:
         """The shortest period in force over so many steps; by default, summaries follow it."""
-        # An evaluation period is in force only if something is evaluated.
-        evaluated = self.train_eval_data or self.infer_eval_data
-        periods = (
-            self.eval_period if evaluated else 0,
-            self.save.period if self.save else 0,
-            self.gc_period,
-        )
+        periods = (self.evaluation_period, self.save.period if self.save else 0, self.gc_period)
         # Without any period there is one summary, at the end.
         return min((period for period in periods if period), default=max(1, steps))
 
@@ -247,44 +247,21 @@ def mesh_transformer_plan(
     # Checked under the names that users write; a plan's own names are T5X's.
     for name, value in arguments.items():
         check_field(mesh_transformer_plan, name, value, (places or {}).get(name))
-    start = None
+    restore = None
     if init_checkpoint is not None:
-        start = RestoreConfig(
+        restore = RestoreConfig(
             path=init_checkpoint,
-            mode="specific",
-            dtype=None,
-            assignment_map=(),
-            strict=False,
-            fallback_to_scratch=False,
             variable_filter=init_variable_filter,
             adapter=init_adapter,
+            **fixed_values(RestoreConfig, "mtf"),
         )
+    # 0 keeps all, as in TensorFlow's Saver, which Mesh TensorFlow writes with.
+    keep, saved = keep_checkpoint_max or None, fixed_values(SaveConfig, "mtf")
     return TrainingPlan(
         train_data=train_data,
-        train_eval_data=None,
-        infer_eval_data=None,
-        evaluator=None,
-        random_seed=0,
-        relative_steps=None,
-        eval_steps=1,
-        eval_period=0,
-        stats_period=None,
-        run_eval_before_training=False,
-        save=SaveConfig(
-            save_checkpoints_steps,
-            # 0 keeps all, as in TensorFlow's Saver, which Mesh TensorFlow writes with.
-            keep=keep_checkpoint_max or None,
-            data=True,
-            # TensorFlow's own timer of checkpoints remembers nothing of earlier processes.
-            from_first_step=False,
-        ),
-        restore=start,
-        actions={},
-        gc_period=0,
-        log="steps",
-        keys="folded",
-        # An Estimator whose checkpoint is past max_steps trains nothing and raises nothing.
-        may_start_past_end=True,
+        save=SaveConfig(save_checkpoints_steps, keep=keep, **saved),
+        restore=restore,
+        **fixed_values(TrainingPlan, "mtf"),
     )
 
 
@@ -317,7 +294,7 @@ class InferenceRun:
     input_vocabulary: Annotated[Any, T5x("models.EncoderDecoderModel.input_vocabulary")]
     output_vocabulary: Annotated[Any, T5x("models.EncoderDecoderModel.output_vocabulary")]
     output_dir: str
-    layout: Annotated[Layout, Only(t5x=RULE)]
+    layout: Annotated[Layout, T5x("partitioning.PjitPartitioner.num_partitions")]
     user_model: Annotated[UserClass | None, Only(t5x=RULE)] = dataclasses.field(
         default=None, kw_only=True
     )
@@ -396,8 +373,15 @@ class Run:
     model_dir: Annotated[str, T5x("train.model_dir", macro="MODEL_DIR"), Only(mtf=RULE)]
     model: Annotated[ModelConfig, Only(mtf=RULE)]
     dtypes: Annotated[DTypePolicy, Only(mtf=RULE)]
-    sequence_length: Annotated[Mapping[str, int] | None, Range(at_least=1, at_most=MOST_32)]
-    batch_size: Annotated[int, Range(at_least=1, at_most=MOST_32)]
+    # Those of the training data, the first of the run's.
+    sequence_length: Annotated[
+        Mapping[str, int] | None,
+        Range(at_least=1, at_most=MOST_32),
+        T5x("utils.DatasetConfig.task_feature_lengths"),
+    ]
+    batch_size: Annotated[
+        int, Range(at_least=1, at_most=MOST_32), T5x("utils.DatasetConfig.batch_size")
+    ]
     vocabulary: Annotated[
         str | None, T5x("seqio.SentencePieceVocabulary.sentencepiece_model_file")
     ] = None
@@ -407,7 +391,9 @@ class Run:
         T5x("seqio.SentencePieceVocabulary.extra_ids", hint=int | None, default=None),
         Only(mtf=RULE),
     ] = 0
-    layout: Annotated[Layout, Mtf("mesh_shape")] = Layout()
+    layout: Annotated[
+        Layout, T5x("partitioning.PjitPartitioner.num_partitions"), Mtf("mesh_shape")
+    ] = Layout()
     # Not compared: where a value was set does not change the run.
     provenance: Annotated[Mapping[str, str], Only(mtf=RULE)] = dataclasses.field(
         default_factory=dict, compare=False

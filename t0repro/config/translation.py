@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from t0repro.config.checkpoints import RestoreConfig
+from t0repro.config.data import SeqioDataConfig, TrainDataConfig
 from t0repro.config.names import Dialect, arguments_of, fixed_value
 from t0repro.config.optimizer import AdafactorConfig
 from t0repro.config.run import TrainingPlan, TrainRun
@@ -57,11 +58,11 @@ class _Reference(str):
         return str(self)
 
 
-def translated(config: TrainRun, dialect: Dialect) -> Translation:
+def translate(config: TrainRun, dialect: Dialect) -> Translation:
     """A training run's values as bindings of a dialect, whichever dialect they came from."""
     bindings: list[str] = []
     missing: list[str] = []
-    parts = [part(config, dialect) for part in (_model, _optimizer, _schedule, _data)]
+    parts = [part(config, dialect) for part in (_model, _optimizer, _schedule)]
     parts.append((_run_of_t5x if dialect == "t5x" else _run_of_mesh)(config))
     for name, value in itertools.chain(*parts):
         if value is _NOT_EXPRESSED:
@@ -77,7 +78,14 @@ _Pairs = Sequence[tuple[str, Any]]
 
 
 def _fields(
-    part: Any, prefix: str, dialect: Dialect, rules: Mapping[str, Any], *, defaults: bool
+    part: Any,
+    prefix: str,
+    dialect: Dialect,
+    rules: Mapping[str, Any] | None = None,
+    *,
+    always: Collection[str] = (),
+    scope: str = "",
+    with_macros: bool = True,
 ) -> _Items:
     """A part's fields as bindings of the arguments that set them.
 
@@ -86,18 +94,24 @@ def _fields(
       prefix: Of its fields' dotted names.
       dialect: The dialect.
       rules: Field -> the items to write for it instead.
-      defaults: Whether to bind values that are the field's default too.
+      always: Fields to bind even at their default, because the included files bind them.
+      scope: Of the arguments, such as "train/".
+      with_macros: Whether to bind the macros through which the included files set arguments.
     """
     bound = arguments_of(type(part), dialect)
     for field in dataclasses.fields(part):
         value, fixed = getattr(part, field.name), fixed_value(type(part), field.name, dialect)
-        if field.name in rules:
+        if rules and field.name in rules:
             yield from rules[field.name]
         elif field.name not in bound:
             if fixed is not None and value != fixed[0]:
                 yield f"{prefix}{field.name} = {value}", _NOT_EXPRESSED
-        elif defaults or value != field.default:
-            yield bound[field.name].macro or bound[field.name].name, value
+        elif field.name in always or value != field.default:
+            argument = bound[field.name]
+            # Run files import the program's module under this name.
+            module = "train_script." if argument.configurable == "train" else ""
+            name = f"{scope}{module}{argument.name}"
+            yield (argument.macro if with_macros else None) or name, value
 
 
 def _model(config: TrainRun, dialect: Dialect) -> _Items:
@@ -106,7 +120,7 @@ def _model(config: TrainRun, dialect: Dialect) -> _Items:
     spared = {} if model.label_smoothing else {"smoothing_spares_target": ()}
     rules: dict[str, Any] = {
         "loss_denominator": _loss_denominator(config, dialect),
-        "arithmetic": _fields(arithmetic, "model.arithmetic.", dialect, spared, defaults=True),
+        "arithmetic": _fields(arithmetic, "model.arithmetic.", dialect, spared, always=_LOGITS),
         "recompute": _unless(not model.recomputes, f"model.recompute = {model.recompute}"),
         # Neither changes what is computed.
         "scan_layers": (),
@@ -130,7 +144,7 @@ def _model(config: TrainRun, dialect: Dialect) -> _Items:
                 ("decoder/transformer.Unitransformer.label_smoothing", model.label_smoothing)
             ],
         }
-    yield from _fields(model, "model.", dialect, rules, defaults=False)
+    yield from _fields(model, "model.", dialect, rules)
     if dialect == "t5x":
         yield "network.T5Config.dtype", config.dtypes.activation
 
@@ -167,7 +181,8 @@ def _optimizer(config: TrainRun, dialect: Dialect) -> _Items:
         # In T5X None means no momentum; 0.0 would add a slot for it.
         momentum = optimizer.beta1 if optimizer.has_momentum else None
         rules |= {"beta1": [("adafactor.Adafactor.beta1", momentum)], "momentum_slot": ()}
-    yield from _fields(optimizer, "optimizer.", dialect, rules, defaults=True)
+    every = [field.name for field in dataclasses.fields(optimizer)]
+    yield from _fields(optimizer, "optimizer.", dialect, rules, always=every)
 
 
 def _schedule(config: TrainRun, dialect: Dialect) -> _Items:
@@ -222,36 +237,43 @@ def _product(arguments: Mapping[str, Any], rates: str) -> _Items:
     yield f"{rates}.product_learning_rate.offset", arguments["offset"]
 
 
-def _data(config: TrainRun, dialect: Dialect) -> _Items:
+def _data_of_mesh(config: TrainRun) -> _Items:
     data = config.plan.train_data
+    if isinstance(data, SeqioDataConfig):
+        shared = {name: getattr(data, name) for name in _SHARED_DATA}
+        data = TrainDataConfig(**shared)
+    if data is not None:
+        yield from _fields(data, "plan.train_data.", "mtf")
+
+
+def _data_of_t5x(config: TrainRun) -> _Items:
+    data = config.plan.train_data
+    if isinstance(data, TrainDataConfig):
+        shared = {name: getattr(data, name) for name in _SHARED_DATA}
+        lengths = config.sequence_length
+        data = SeqioDataConfig(sequence_length=lengths, batch_size=config.batch_size, **shared)
     if data is None:
+        yield "TASK_FEATURE_LENGTHS", config.sequence_length
+        yield "BATCH_SIZE", config.batch_size
         return
-    if dialect == "mtf":
-        yield "MIXTURE_NAME", data.mixture_or_task_name
-        yield "utils.run.dataset_split", data.split
-        names = {name: f"mesh_train_dataset_fn.{name}" for name in _SHARED_DATA}
-    else:
-        yield "MIXTURE_OR_TASK_NAME", data.mixture_or_task_name
-        yield "train/utils.DatasetConfig.split", data.split
-        names = {name: f"train/utils.DatasetConfig.{name}" for name in _SHARED_DATA}
-        names |= {"use_cached": "USE_CACHED_TASKS", "shuffle": "SHUFFLE_TRAIN_EXAMPLES"}
-        if config.vocabulary is not None:
-            yield "seqio.SentencePieceVocabulary.sentencepiece_model_file", config.vocabulary
-            # Without the number of sentinels, the same file would define another vocabulary.
-            yield "seqio.SentencePieceVocabulary.extra_ids", config.vocabulary_extra_ids
-    for field, binding in names.items():
-        yield binding, getattr(data, field)
-    if data.num_shards != 1:
-        t5x, mtf = "train/utils.DatasetConfig.num_shards", "t0repro.jax_training.data_shards"
-        yield mtf if dialect == "mtf" else t5x, data.num_shards
+    yield from _fields(data, "plan.train_data.", "t5x", always=_DATA, scope="train/")
+    if config.vocabulary is not None:
+        yield "seqio.SentencePieceVocabulary.sentencepiece_model_file", config.vocabulary
+        # Without the number of sentinels, the same file would define another vocabulary.
+        yield "seqio.SentencePieceVocabulary.extra_ids", config.vocabulary_extra_ids
 
 
-_SHARED_DATA = ("use_cached", "pack", "shuffle", "seed")
+# What both dialects' data have.
+_DATA, _RESTORED = ("use_cached", "pack"), ("mode", "dtype", "strict", "fallback_to_scratch")
+_LOGITS = ("float32_attention_logits",)
+_SHARED_DATA = (
+    "mixture_or_task_name", "split", "use_cached", "pack", "shuffle", "seed", "num_shards",
+)  # fmt: skip
 
 
 def _run_of_mesh(config: TrainRun) -> _Items:
-    for name in ("master", "slice", "activation"):
-        yield f"utils.get_variable_dtype.{name}_dtype", getattr(config.dtypes, name)
+    yield from _data_of_mesh(config)
+    yield from _fields(config.dtypes, "dtypes.", "mtf")
     yield "utils.run.sequence_length", config.sequence_length
     yield "utils.run.batch_size", ("sequences_per_batch", config.batch_size)
     rows = config.batch_size // config.num_microbatches
@@ -287,8 +309,7 @@ def _run_of_mesh(config: TrainRun) -> _Items:
 
 def _run_of_t5x(config: TrainRun) -> _Items:
     yield "MODEL_DIR", config.model_dir
-    yield "TASK_FEATURE_LENGTHS", config.sequence_length
-    yield "BATCH_SIZE", config.batch_size
+    yield from _data_of_t5x(config)
     yield "TRAIN_STEPS", config.train_steps
     yield "trainer.Trainer.num_microbatches", config.num_microbatches
     if config.weight_metrics_every:
@@ -302,49 +323,42 @@ def _run_of_t5x(config: TrainRun) -> _Items:
 
 
 def _plan_of_t5x(plan: TrainingPlan, saved_dtype: str) -> _Items:
+    # Parts of a run that are bound elsewhere, and how the dialects differ.
+    elsewhere = "train_data evaluator user_classes decoding log keys may_start_past_end"
+    rules: dict[str, Any] = dict.fromkeys(elsewhere.split(), ())
     # The same seed would initialize other parameters.
-    if plan.keys == "split":
-        yield "RANDOM_SEED", plan.random_seed
+    if plan.keys != "split":
+        rules["random_seed"] = ()
     # A line per step has no period; TRAIN_STEPS sets the run's length.
-    if plan.log == "summaries":
-        yield "TRAIN_STEPS_RELATIVE", plan.relative_steps
-        names = "eval_steps eval_period stats_period run_eval_before_training gc_period".split()
-        for field in names:
-            yield f"train_script.train.{field}", getattr(plan, field)
-    evaluated = plan.train_eval_data
-    if evaluated is None:
-        yield "train_script.train.train_eval_dataset_cfg", None
-    else:
-        for field in _EVALUATED:
-            name = {"sequence_length": "task_feature_lengths"}.get(field, field)
-            yield f"train_eval/utils.DatasetConfig.{name}", getattr(evaluated, field)
-    save = plan.save
-    if save is None:
-        yield "utils.CheckpointConfig.save", None
-    else:
-        yield "utils.SaveCheckpointConfig.period", save.period
-        yield "utils.SaveCheckpointConfig.keep", save.keep
-        yield "utils.SaveCheckpointConfig.dtype", saved_dtype
-        yield "utils.SaveCheckpointConfig.checkpoint_steps", list(save.steps) or None
-        yield "utils.SaveCheckpointConfig.save_dataset", save.data
-    yield from _restore_of_t5x(plan.restore)
-    if plan.infer_eval_data or plan.actions or (save is not None and save.best):
-        yield "infer_eval, actions and the best checkpoints: take them over by hand", _NOT_EXPRESSED
+    if plan.log != "summaries":
+        periods = "relative_steps eval_steps eval_period stats_period gc_period"
+        rules |= dict.fromkeys([*periods.split(), "run_eval_before_training"], ())
+    if (data := plan.train_eval_data) is not None:
+        place = "plan.train_eval_data."
+        rules["train_eval_data"] = _fields(
+            data, place, "t5x", always=_DATA, scope="train_eval/", with_macros=False
+        )
+    if (save := plan.save) is not None:
+        steps = [("utils.SaveCheckpointConfig.checkpoint_steps", list(save.steps) or None)]
+        dtype = [("utils.SaveCheckpointConfig.dtype", saved_dtype)]
+        save_rules = {"steps": steps, "dtype": dtype, "best": (), "from_first_step": ()}
+        rules["save"] = _fields(save, "plan.save.", "t5x", save_rules, always=("keep", "data"))
+    rules["restore"] = _restore_of_t5x(plan.restore)
+    by_hand = plan.infer_eval_data or plan.actions or (save is not None and save.best)
+    words = "infer_eval, actions and the best checkpoints: take them over by hand"
+    rules |= {"infer_eval_data": _unless(not by_hand, words), "actions": ()}
+    yield from _fields(plan, "plan.", "t5x", rules)
 
 
 def _restore_of_t5x(restore: RestoreConfig | None) -> _Items:
     name = "utils.RestoreCheckpointConfig"
-    yield f"{name}.path", [] if restore is None else restore.path
     if restore is None:
-        return
-    if restore.variable_filter is not None:  # Mesh TensorFlow's rule in place of T5X's
-        if restore.variable_filter:
-            yield f"init_variable_filter = {restore.variable_filter!r}", _NOT_EXPRESSED
-        return
-    for field in ("mode", "dtype", "strict", "fallback_to_scratch"):
-        yield f"{name}.{field}", getattr(restore, field)
-    rules = [tuple(rule) for rule in restore.assignment_map]
-    yield f"{name}.assignment_map", rules or None
-
-
-_EVALUATED = ("mixture_or_task_name", "sequence_length", "split", "batch_size", *_SHARED_DATA)
+        yield f"{name}.path", []
+    elif restore.variable_filter is not None:  # Mesh TensorFlow's rule in place of T5X's
+        yield f"{name}.path", restore.path
+        words = f"init_variable_filter = {restore.variable_filter!r}"
+        yield from _unless(not restore.variable_filter, words)
+    else:
+        pairs = [tuple(pair) for pair in restore.assignment_map]
+        rules = {"assignment_map": [(f"{name}.assignment_map", pairs or None)]}
+        yield from _fields(restore, "plan.restore.", "t5x", rules, always=_RESTORED)

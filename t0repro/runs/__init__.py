@@ -30,7 +30,7 @@ def run(configuration: Configuration) -> None:
     Raises:
       UserError: For a mode or an option that the JAX stack does not support, or for bad input.
     """
-    from t0repro.config.mtf.model_api import refused_export
+    from t0repro.config.mtf.model_api import export_refusal
     from t0repro.partitioning.processes import is_alone
 
     mode, place = configuration.inputs.mode, configuration.inputs.provenance.get("mode")
@@ -45,7 +45,7 @@ def run(configuration: Configuration) -> None:
         getattr(importlib.import_module(f"t0repro.runs.{module}"), function)(configuration)
     # Mesh TensorFlow's exports write SavedModels of its graph, which JAX does not have.
     elif str(mode).startswith("export"):
-        raise refused_export(mode, place)
+        raise export_refusal(mode, place)
     else:
         raise UserError(
             f"There is no mode {mode!r}; there are {', '.join(MODES)}.",

@@ -36,7 +36,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from t0repro.config.configuration import Configuration, check_addresses, check_outputs
+from t0repro.config.addresses import check_addresses, check_outputs
+from t0repro.config.configuration import Configuration
 from t0repro.config.data import SeqioDataConfig
 from t0repro.config.model import ModelConfig
 from t0repro.config.run import EvalRun, InferenceRun, InferRun, Run, TrainRun

@@ -185,7 +185,7 @@ def _parse(command, words, parent=None):
 @pytest.mark.parametrize("command", list(_callbacks(app.command())))
 def test_a_command_that_prints_a_table_prints_json_too(command):
     source = inspect.getsource(inspect.unwrap(command.callback))
-    tables = ("print_table(", "show_page(", "in_columns(", "print_list(", "print_page(")
+    tables = ("print_table(", "show_page(", "align_columns(", "print_list(", "print_page(")
     has_json = any("--json" in parameter.opts for parameter in command.params)
     assert has_json or not any(table in source for table in tables)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from t0repro.config.t5x.run import train_config
+from t0repro.config.t5x.training import read_train_run
 from t0repro.converters import convert
 
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
@@ -61,7 +61,7 @@ def losses(folder):
 def start(tmp_path_factory):
     """A Mesh TensorFlow checkpoint, and the run's options in T5X's dialect."""
     folder = tmp_path_factory.mktemp("start")
-    plain = train_config(parsed("train", "pretrain", *macros("x")[1:]))
+    plain = read_train_run(parsed("train", "pretrain", *macros("x")[1:]))
     path = save_checkpoint(folder, plain, 0)
     convert.convert(path, folder / "mtf", "mtf")
     bindings = (*SIZES, *macros(folder / "mtf" / "model.ckpt-0"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config.t5x.run import eval_plan
+from t0repro.config.t5x.inference import read_eval_run
 
 from ..helpers import commands
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
@@ -228,7 +228,7 @@ def folder(tmp_path_factory):
     """What right command lines read, and wrong ones name."""
     folder = tmp_path_factory.mktemp("verdicts")
     macros = ("MIXTURE_OR_TASK_NAME = 'x'", "CHECKPOINT_PATH = 'x'", "EVAL_OUTPUT_DIR = 'x'")
-    save_checkpoint(folder / "model", eval_plan(parsed("eval", "eval", *macros)), 3)
+    save_checkpoint(folder / "model", read_eval_run(parsed("eval", "eval", *macros)), 3)
     (folder / "file").write_text("x")
     (folder / "broken.gin").write_text("a = = 3\n")
     (folder / "broken.py").write_text("import no_such_module_of_anyone\n")

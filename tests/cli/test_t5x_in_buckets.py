@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t0repro import storage
-from t0repro.config.t5x.run import eval_plan
+from t0repro.config.t5x.inference import read_eval_run
 from t0repro.storage import working_copies
 from t0repro.training.checkpoints import load_tree
 
@@ -72,7 +72,7 @@ def test_train_eval_and_infer_from_a_mesh_checkpoint_give_in_a_bucket_what_they_
     bucket, monkeypatch, capsys, tmp_path
 ):
     bindings = [f"{name} = 'x'" for name in EVAL_MACROS]
-    start = save_checkpoint(tmp_path, eval_plan(parsed("eval", "eval", *bindings)), FIRST)
+    start = save_checkpoint(tmp_path, read_eval_run(parsed("eval", "eval", *bindings)), FIRST)
     local = f"{tmp_path}/local"
     shown = {}
     for place in (local, bucket):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from t0repro.adapters import ia3
-from t0repro.config.t5x.run import eval_plan
+from t0repro.config.t5x.inference import read_eval_run
 from t0repro.storage import lock_folder
 
 from ..evaluation.small_model import save_adapter
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory):
     """A checkpoint of the tiny model."""
     bindings = [f"{name} = 'x'" for name in EVAL_MACROS]
     return save_checkpoint(
-        tmp_path_factory.mktemp("model"), eval_plan(parsed("eval", "eval", *bindings)), 3
+        tmp_path_factory.mktemp("model"), read_eval_run(parsed("eval", "eval", *bindings)), 3
     )
 
 
@@ -53,7 +53,7 @@ def macros(checkpoint, output, task=TASK):
 
 def test_a_dry_run_checks_and_writes_nothing_and_a_run_evaluates(checkpoint, tmp_path):
     output = tmp_path / "out"
-    made = eval_plan(parsed("eval", "eval", *(f"{name} = 'x'" for name in EVAL_MACROS)))
+    made = read_eval_run(parsed("eval", "eval", *(f"{name} = 'x'" for name in EVAL_MACROS)))
     adapter = save_adapter(tmp_path / "adapter", ia3(), checkpoint, made.model.shape)
     code, shown, _ = run(
         "eval", *macros(checkpoint, output), f"--adapter={adapter.parent}", "--dry_run"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from t0repro.config.t5x.run import eval_plan
+from t0repro.config.t5x.inference import read_eval_run
 from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint
 
@@ -112,7 +112,7 @@ def test_one_of_several_processes_has_to_be_told_where_the_first_is(tmp_path):
 
 def test_a_gin_file_has_an_adapter_trained_on_a_base_and_resumed(tmp_path):
     macros = [f"{name} = 'x'" for name in ("MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH")]
-    plan = eval_plan(parsed("eval", "eval", *macros, "EVAL_OUTPUT_DIR = 'x'"))
+    plan = read_eval_run(parsed("eval", "eval", *macros, "EVAL_OUTPUT_DIR = 'x'"))
     base = save_checkpoint(tmp_path / "base", plan, 3)
     (tmp_path / "lora.gin").write_text(
         "from __gin__ import dynamic_registration\n"
@@ -213,7 +213,7 @@ choices.ChoiceLoss.choices = 2
 
 def test_t_fews_recipe_trains_ia3_with_losses_over_choices(tmp_path):
     macros = [f"{name} = 'x'" for name in ("MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH")]
-    plan = eval_plan(parsed("eval", "eval", *macros, "EVAL_OUTPUT_DIR = 'x'"))
+    plan = read_eval_run(parsed("eval", "eval", *macros, "EVAL_OUTPUT_DIR = 'x'"))
     base = save_checkpoint(tmp_path / "base", plan, 3)
     (tmp_path / "recipe.gin").write_text(T_FEW)
 

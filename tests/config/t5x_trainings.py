@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from t0repro.config.run import TrainRun
-from t0repro.config.t5x import gin_files, run
+from t0repro.config.t5x import gin_files, training
 
 MODEL = "t5x/examples/t5/t5_1_1/small.gin"
 PRETRAIN, FINETUNE = "t5x/configs/runs/pretrain.gin", "t5x/configs/runs/finetune.gin"
@@ -19,4 +19,4 @@ REQUIRED = (
 def config(*bindings: str, files=(MODEL, PRETRAIN)) -> TrainRun:
     """The TrainRun of these files, with these bindings after the required ones."""
     inputs = gin_files.T5xInputs("train", tuple(files), (*REQUIRED, *bindings))
-    return run.train_config(gin_files.parse(inputs))
+    return training.read_train_run(gin_files.parse(inputs))

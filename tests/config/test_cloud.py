@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from t0repro.config.configuration import check_addresses
+from t0repro.config.addresses import check_addresses
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs, parse
 from t0repro.errors import UserError

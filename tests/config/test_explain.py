@@ -2,7 +2,7 @@
 
 import pytest
 
-from t0repro.config.configuration import flatten, render
+from t0repro.config.table import flatten, render
 
 from ..cli.commands import run
 from .test_mtf_gin import FILES, PARAMS, load

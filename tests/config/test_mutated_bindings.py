@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config import configuration
+from t0repro.config import table
 from t0repro.config.mtf import dialect, stand_ins
 from t0repro.config.mtf.known import known_bindings
 from t0repro.config.mtf.parser import MeshInputs
@@ -73,7 +73,7 @@ def load(folder: Path, lines: list[str], param: str | None = None) -> tuple[Run,
     )
     with contextlib.redirect_stderr(io.StringIO()) as warned:
         config = dialect.load(inputs).run
-    configuration.render(config)
+    table.render(config)
     assert type(config).from_json(config.to_json()) == config
     return config, warned.getvalue()
 

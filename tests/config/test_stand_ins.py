@@ -174,7 +174,7 @@ def test_a_module_that_a_gin_file_imports_may_import_the_packages(tmp_path, monk
 
 def test_the_recorded_signatures_are_those_of_the_installed_packages():
     script = runpy.run_path(str(ROOT / "scripts" / "dev" / "mtf_signatures.py"))
-    assert stand_ins.recorded() == script["record"]()
+    assert stand_ins.read_signatures() == script["record"]()
 
 
 def test_lines_of_text_without_a_mixture_are_read_with_the_vocabulary_that_is_named(monkeypatch):

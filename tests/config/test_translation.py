@@ -6,8 +6,8 @@ import pytest
 
 import tests.helpers.tiny_models as tiny
 from t0repro.config.model import Arithmetic
-from t0repro.config.t5x import gin_files, run
-from t0repro.config.translation import translated
+from t0repro.config.t5x import gin_files, training
+from t0repro.config.translation import translate
 from t0repro.tasks.demo.datasets import VOCABULARY
 
 from .t5x_trainings import config
@@ -18,7 +18,7 @@ SENTENCEPIECE = "seqio.SentencePieceVocabulary"
 
 def written(folder, config, dialect):
     """The translation as a file, and the translation."""
-    translation = translated(config, dialect)
+    translation = translate(config, dialect)
     path = folder / f"{dialect}.gin"
     path.write_text("\n".join((*translation.header, *translation.bindings)) + "\n")
     return str(path), translation
@@ -27,7 +27,7 @@ def written(folder, config, dialect):
 def read_as_t5x(path):
     parsed = gin_files.parse(gin_files.T5xInputs("train", (path,)))
     assert not parsed.warnings
-    return run.train_config(parsed)
+    return training.read_train_run(parsed)
 
 
 def test_t5xs_file_of_a_run_makes_the_same_run_again(tmp_path):
@@ -90,7 +90,7 @@ def test_mesh_tensorflows_own_parser_reads_a_run_of_t5xs_and_ours_reads_it_back(
 
 
 def test_mesh_tensorflow_is_told_what_it_cannot_express():
-    translation = translated(config("LOSS_NORMALIZING_FACTOR = 'AVERAGE_PER_SEQUENCE'"), "mtf")
+    translation = translate(config("LOSS_NORMALIZING_FACTOR = 'AVERAGE_PER_SEQUENCE'"), "mtf")
     assert "d_model = 512" in translation.bindings
     assert "utils.run.batch_size = ('sequences_per_batch', 128)" in translation.bindings
     words = "; ".join(translation.missing)
@@ -100,7 +100,7 @@ def test_mesh_tensorflow_is_told_what_it_cannot_express():
 
 
 def test_a_run_of_mesh_tensorflows_in_t5xs_words():
-    translation = translated(tiny.run_config("runs/a", 5), "t5x")
+    translation = translate(tiny.run_config("runs/a", 5), "t5x")
     expected = {
         "network.T5Config.emb_dim = 8",
         "models.EncoderDecoderModel.loss_normalizing_factor = 'NUM_TOTAL_TARGET_TOKENS'",
@@ -156,7 +156,7 @@ def test_mesh_tensorflows_file_of_a_run_makes_the_same_run_again(tmp_path, sched
     assert again.schedule == ours.schedule and again.schedule.total_train_steps == 50
     assert again.optimizer == ours.optimizer and again.plan == ours.plan
     assert again.plan.restore.variable_filter == "encoder"
-    other = translated(ours, "t5x")
+    other = translate(ours, "t5x")
     for word in (words, "optimizer.decay_rate = 0.9"):
         assert any(word in line for line in (*other.bindings, *other.missing))
 
@@ -166,7 +166,7 @@ def test_patterns_of_names_are_not_passed_over():
     optimizer = dataclasses.replace(run_config.optimizer, frozen=("decoder/decoder_norm/scale",))
     run_config = dataclasses.replace(run_config, optimizer=optimizer)
     for dialect in ("mtf", "t5x"):
-        assert any("optimizer.frozen" in line for line in translated(run_config, dialect).missing)
+        assert any("optimizer.frozen" in line for line in translate(run_config, dialect).missing)
 
 
 def test_factor_rules_of_parameters_are_not_passed_over():
@@ -175,5 +175,5 @@ def test_factor_rules_of_parameters_are_not_passed_over():
     optimizer = dataclasses.replace(run_config.optimizer, factor_map=rules)
     ruled = dataclasses.replace(run_config, optimizer=optimizer)
     for dialect in ("mtf", "t5x"):
-        assert any("factor_map" in line for line in translated(ruled, dialect).missing)
-        assert not any("factor_map" in line for line in translated(run_config, dialect).missing)
+        assert any("factor_map" in line for line in translate(ruled, dialect).missing)
+        assert not any("factor_map" in line for line in translate(run_config, dialect).missing)

@@ -59,9 +59,7 @@ class JaxStack:
 
         from ..helpers.tiny_models import FLOAT32, model_config
 
-        optimizer = make_optimizer(
-            AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 128)
-        )
+        optimizer = make_optimizer(AdafactorConfig())
         config = model_config(
             num_encoder_layers=2,
             num_decoder_layers=2,

@@ -246,7 +246,7 @@ def test_dropped_axes_are_those_of_this_project_s_adafactor(shape):
     from t0repro.config.optimizer import AdafactorConfig
     from t0repro.parameters.shape import factoring
 
-    config = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 1)
+    config = AdafactorConfig(min_dim_size_to_factor=1)
     ours = naming.t5x_dropped_axes(shape)
     dropped = factoring("a/kernel", shape, config).dropped
     assert dropped == ((ours["v_row"],), (ours["v_col"],))

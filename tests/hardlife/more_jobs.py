@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from t0repro.config.t5x.gin_files import T5xInputs, parse
-from t0repro.config.t5x.run import infer_plan
+from t0repro.config.t5x.inference import read_infer_run
 from t0repro.converters.sources import find_checkpoint, load_any
 from t0repro.errors import UserError
 
@@ -126,7 +126,7 @@ def write_t5x_checkpoint(folder: Path) -> Path:
     lengths = "TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 8}"
     others = [*SIZES, "DROPOUT_RATE = 0.0", "INFER_OUTPUT_DIR = 'x'", lengths]
     inputs = T5xInputs("infer", files, [*others, *unused])
-    return save_checkpoint(folder, infer_plan(parse(inputs)), 7)
+    return save_checkpoint(folder, read_infer_run(parse(inputs)), 7)
 
 
 def t5x_infer_job(root: Path) -> Job:

@@ -77,17 +77,7 @@ def model_config(**changes: Any) -> ModelConfig:
 # ---- Training ------------------------------------------------------------------------------------
 
 MODEL = model_config(d_model=8, d_ff=12, z_loss=1e-4)
-ADAFACTOR = AdafactorConfig(
-    multiply_by_parameter_scale=True,
-    decay_exponent=0.8,
-    decay_offset=0.0,
-    beta1=0.0,
-    clipping_threshold=1.0,
-    factored=True,
-    epsilon1=1e-30,
-    epsilon2=1e-3,
-    min_dim_size_to_factor=8,
-)
+ADAFACTOR = AdafactorConfig(min_dim_size_to_factor=8)
 OPTIMIZER = make_optimizer(ADAFACTOR)
 SCHEDULE = ScheduleConfig("constant_learning_rate", {"learning_rate": 0.01}, 100)
 

@@ -266,9 +266,9 @@ EXAMPLES = [{"inputs_pretokenized": b"a question", "targets": np.arange(3)}] * 5
 
 def t5x_plan(mode: str, out: Path, *bindings: str) -> Any:
     """What T5X's run files of a mode say with a tiny model."""
-    from t0repro.config.t5x.run import eval_plan, infer_plan
+    from t0repro.config.t5x.inference import read_eval_run, read_infer_run
 
-    make = {"eval": eval_plan, "infer": infer_plan}[mode]
+    make = {"eval": read_eval_run, "infer": read_infer_run}[mode]
     lengths = "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}"
     names = ("MIXTURE_OR_TASK_NAME = 'task'", "CHECKPOINT_PATH = 'model/checkpoint_3'", lengths)
     folder = f"{mode.upper()}_OUTPUT_DIR = '{out}'"

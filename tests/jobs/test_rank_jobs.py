@@ -2,7 +2,7 @@
 
 import pytest
 
-from t0repro.config.t5x.run import eval_plan
+from t0repro.config.t5x.inference import read_eval_run
 from t0repro.jobs.journal import read_status
 from t0repro.reports.history import read_history
 
@@ -18,7 +18,9 @@ def test_rank_evaluations_feed_the_history_and_the_trainings_tensorboard(tmp_pat
     model_dir = tmp_path / "model"
     bindings = ("MIXTURE_OR_TASK_NAME = 'a'", "CHECKPOINT_PATH = 'b'", "EVAL_OUTPUT_DIR = 'c'")
     for step in (3, 5):
-        save_checkpoint(model_dir, eval_plan(parsed("eval", "eval", *bindings)), step, seed=step)
+        save_checkpoint(
+            model_dir, read_eval_run(parsed("eval", "eval", *bindings)), step, seed=step
+        )
     assert work_once(model_dir, f"{RANK_EVAL} --limit 12 --resamples 100", TASK)
     history = read_history(model_dir / "auxiliary" / TASK / "results" / "validation_eval", {})
     assert history.steps == (3, 5)

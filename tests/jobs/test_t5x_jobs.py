@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from t0repro.config.t5x.run import eval_plan
+from t0repro.config.t5x.inference import read_eval_run
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.journal import read_status
@@ -39,7 +39,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("training")
     (folder / "my_eval.gin").write_text(EVAL + "\n".join(SIZES) + "\n")
     bindings = ("MIXTURE_OR_TASK_NAME = 'a'", "CHECKPOINT_PATH = 'b'", "EVAL_OUTPUT_DIR = 'c'")
-    save_checkpoint(folder / "model", eval_plan(parsed("eval", "eval", *bindings)), 3)
+    save_checkpoint(folder / "model", read_eval_run(parsed("eval", "eval", *bindings)), 3)
     return folder / "model", str(folder / "my_eval.gin")
 
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from t0repro.config.t5x.run import eval_plan
+from t0repro.config.t5x.inference import read_eval_run
 from t0repro.evaluation.outputs import read_task_scores
 
 from ..cli.test_t5x_run import EVAL_MACROS, TASK, macros, run
@@ -113,7 +113,7 @@ def test_a_rank_evaluation_has_one_devices_scores(
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A checkpoint of T5X's tiny model."""
-    plan = eval_plan(parsed("eval", "eval", *[f"{name} = 'x'" for name in EVAL_MACROS]))
+    plan = read_eval_run(parsed("eval", "eval", *[f"{name} = 'x'" for name in EVAL_MACROS]))
     return save_checkpoint(tmp_path_factory.mktemp("model"), plan, 3)
 
 

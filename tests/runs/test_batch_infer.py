@@ -12,7 +12,7 @@ import seqio
 import tensorflow as tf
 
 from t0repro.adapters import lora
-from t0repro.config.t5x.run import infer_plan
+from t0repro.config.t5x.inference import read_infer_run
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
@@ -34,7 +34,7 @@ def registered():
 
 
 def plan(checkpoint, output, *bindings, name=TASK, files=()):
-    return infer_plan(
+    return read_infer_run(
         parsed(
             "infer", "infer", f"MIXTURE_OR_TASK_NAME = '{name}'",
             f"CHECKPOINT_PATH = '{checkpoint}'", f"INFER_OUTPUT_DIR = '{output}'",
@@ -354,7 +354,7 @@ def test_examples_from_files(checkpoint, tmp_path, kind):
                 }
                 example = tf.train.Example(features=tf.train.Features(feature=feature))
                 writer.write(example.SerializeToString())
-    made = infer_plan(
+    made = read_infer_run(
         parsed(
             "infer", "infer_from_tfexample_file", f"TF_EXAMPLE_FILE_PATHS = ['{path}']",
             f"TF_EXAMPLE_FILE_TYPE = '{kind}'", "FEATURE_LENGTHS = {'inputs': 32, 'targets': 8}",

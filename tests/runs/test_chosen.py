@@ -7,7 +7,7 @@ import pytest
 
 from t0repro import storage
 from t0repro.config.checkpoints import RestoreConfig
-from t0repro.config.t5x.run import eval_plan
+from t0repro.config.t5x.inference import read_eval_run
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
@@ -21,7 +21,7 @@ def two(tmp_path_factory):
     """Two checkpoints of step 3 whose files have the same names and sizes in every format."""
     folders = [tmp_path_factory.mktemp(name) for name in ("one", "other")]
     names = ("MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH", "EVAL_OUTPUT_DIR")
-    plan = eval_plan(parsed("eval", "eval", *(f"{name} = 'x'" for name in names)))
+    plan = read_eval_run(parsed("eval", "eval", *(f"{name} = 'x'" for name in names)))
     return [save_checkpoint(folder, plan, 3, seed) for seed, folder in enumerate(folders)]
 
 

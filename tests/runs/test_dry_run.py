@@ -4,7 +4,9 @@ import shutil
 
 import pytest
 
-from t0repro.config.t5x.run import eval_plan, infer_plan, model_vocabularies, train_config
+from t0repro.config.t5x.inference import read_eval_run, read_infer_run
+from t0repro.config.t5x.run import read_model_vocabularies
+from t0repro.config.t5x.training import read_train_run
 from t0repro.errors import UserError
 from t0repro.runs.batch_infer import infer
 from t0repro.runs.evaluate_checkpoints import evaluate_checkpoints
@@ -28,7 +30,7 @@ def registered():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A checkpoint of the model's parameters."""
-    return save_checkpoint(tmp_path_factory.mktemp("model"), train_config(described()), 3)
+    return save_checkpoint(tmp_path_factory.mktemp("model"), read_train_run(described()), 3)
 
 
 def described(*bindings):
@@ -37,7 +39,7 @@ def described(*bindings):
 
 def said(*bindings):
     made, lines = described(*bindings), []
-    check_training(train_config(made), model_vocabularies(made), lines.append)
+    check_training(read_train_run(made), read_model_vocabularies(made), lines.append)
     return lines
 
 
@@ -89,8 +91,8 @@ def test_query_kernels_of_the_other_scale_are_refused_by_every_run(checkpoint, t
     macros = ("MIXTURE_OR_TASK_NAME = 'demo_train'", "MIXTURE_OR_TASK_SPLIT = 'train'")
     macros += (f"CHECKPOINT_PATH = '{copy}'", "TASK_FEATURE_LENGTHS = {'inputs': 32, 'targets': 8}")
     for mode, plan, start in (
-        ("eval", eval_plan, evaluate_checkpoints),
-        ("infer", infer_plan, infer),
+        ("eval", read_eval_run, evaluate_checkpoints),
+        ("infer", read_infer_run, infer),
     ):
         output = f"{mode.upper()}_OUTPUT_DIR = '{model_dir}'"  # where a config.gin is written too
         made = plan(parsed(mode, mode, *macros, output))
@@ -122,5 +124,5 @@ def test_rows_that_are_not_cached_are_named_with_a_remedy_for_all_of_them():
 def test_a_training_without_the_dry_run_is_refused_by_the_same_checks(tmp_path, binding, message):
     run = described(f"MODEL_DIR = '{tmp_path / 'model'}'", binding)
     with pytest.raises(UserError, match=message):
-        check_training(train_config(run), model_vocabularies(run), lambda line: None)
+        check_training(read_train_run(run), read_model_vocabularies(run), lambda line: None)
     assert not (tmp_path / "model").exists()

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from t0repro.config.choices import ChoiceLoss
-from t0repro.config.t5x.run import eval_plan, infer_plan, train_config
+from t0repro.config.t5x.inference import read_eval_run, read_infer_run
+from t0repro.config.t5x.training import read_train_run
 from t0repro.errors import UserError
 from t0repro.runs import preflight
 from t0repro.runs.checks import Check, Cost, run_checks
@@ -84,13 +85,13 @@ def listed(monkeypatch, check, *arguments):
 def test_the_table_has_the_checks_of_each_list_in_their_order(monkeypatch):
     restored = ("utils.RestoreCheckpointConfig.path = 'a/checkpoint_1'",)
     run = parsed("train", "pretrain", "MODEL_DIR = 'm'", "TRAIN_STEPS = 2", *DATA, *restored)
-    config = train_config(run)
+    config = read_train_run(run)
     with_loss = dataclasses.replace(config.model, choice_loss=ChoiceLoss())
     config = dataclasses.replace(config, model=with_loss)
     training = listed(monkeypatch, preflight.check_training, config, (None, None))
     reads = (*DATA, "CHECKPOINT_PATH = 'a'")
-    evaluation = eval_plan(parsed("eval", "eval", "EVAL_OUTPUT_DIR = 'e'", *reads))
-    inference = infer_plan(parsed("infer", "infer", "INFER_OUTPUT_DIR = 'i'", *reads))
+    evaluation = read_eval_run(parsed("eval", "eval", "EVAL_OUTPUT_DIR = 'e'", *reads))
+    inference = read_infer_run(parsed("infer", "infer", "INFER_OUTPUT_DIR = 'i'", *reads))
     rows = table()
     assert rows
     for found in (

@@ -10,7 +10,8 @@ import seqio
 import tensorflow as tf
 
 from t0repro.config.t5x.gin_files import T5xInputs, parse
-from t0repro.config.t5x.run import eval_plan, infer_plan, train_config
+from t0repro.config.t5x.inference import read_eval_run, read_infer_run
+from t0repro.config.t5x.training import read_train_run
 from t0repro.converters import convert
 from t0repro.converters.restoring import open_start
 from t0repro.converters.sources import load_any
@@ -130,7 +131,7 @@ def training(model, checkpoint, folder="unused"):
 
 
 def inference(model, checkpoint, folder):
-    return infer_plan(
+    return read_infer_run(
         parsed(
             "infer", "infer", model, f"CHECKPOINT_PATH = '{checkpoint}'",
             f"INFER_OUTPUT_DIR = '{folder}'", "infer.mode = 'score'",
@@ -159,7 +160,7 @@ def test_training_and_evaluation_start_from_the_same_bits_in_every_form(forms, m
     expected = load_any(forms[model, "t5x"])
     digests = set()
     for form in FORMS[model]:
-        config = train_config(training(model, forms[model, form]))
+        config = read_train_run(training(model, forms[model, form]))
         tree = start_of(config)
         wanted = {name for name in expected if name.startswith("target/") or form != "hf"}
         # Slots that are not in use are dummies, which formats may leave out.
@@ -168,7 +169,7 @@ def test_training_and_evaluation_start_from_the_same_bits_in_every_form(forms, m
         if form != "hf":  # Mesh TensorFlow's step is an int64; a state's is an int32
             found["state/step"] = found["state/step"].astype(np.int32)
         assert_same_bits({n: expected[n] for n in wanted}, found)
-        plan = eval_plan(
+        plan = read_eval_run(
             parsed("eval", "eval", model, f"CHECKPOINT_PATH = '{forms[model, form]}'",
                    "EVAL_OUTPUT_DIR = 'unused'")
         )  # fmt: skip
@@ -185,12 +186,12 @@ def test_every_run_of_t5xs_is_configured_as_config_json_says(forms, tmp_path):
     def evaluate(*bindings):
         run = parsed("eval", "eval", "tiny", f"CHECKPOINT_PATH = '{folder}'",
                      "EVAL_OUTPUT_DIR = 'unused'", *bindings)  # fmt: skip
-        plan = eval_plan(run)
+        plan = read_eval_run(run)
         return opened(plan, chosen(plan.restore)[0])
 
     names = "utils.RestoreCheckpointConfig.assignment_map = [(r'target/(.*)', r'target/\\1')]"
     for start in (
-        lambda: start_of(train_config(training("tiny", folder))),
+        lambda: start_of(read_train_run(training("tiny", folder))),
         evaluate,
         lambda: evaluate(names),
     ):
@@ -205,7 +206,7 @@ def test_first_losses_and_scores_are_the_same_in_every_form(forms, model, tmp_pa
     for form in FORMS[model]:
         folder = tmp_path / form
         run = training(model, forms[model, form], folder)
-        start_training(train_config(run), describe=lambda state, devices: None)
+        start_training(read_train_run(run), describe=lambda state, devices: None)
         rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         losses[form] = next(row["loss"] for row in rows if row["split"] == "train")
         (file,) = infer(inference(model, forms[model, form], folder / "scored"))

@@ -13,7 +13,7 @@ import seqio
 
 from t0repro.adapters import ia3
 from t0repro.config.decoding import DecodingPlan
-from t0repro.config.t5x.run import eval_plan
+from t0repro.config.t5x.inference import read_eval_run
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
@@ -40,7 +40,7 @@ def registered():
 
 
 def plan(checkpoint, output, *bindings, name="both_kinds"):
-    return eval_plan(
+    return read_eval_run(
         parsed(
             "eval", "eval", f"MIXTURE_OR_TASK_NAME = '{name}'", f"CHECKPOINT_PATH = '{checkpoint}'",
             f"EVAL_OUTPUT_DIR = '{output}'", "MIXTURE_OR_TASK_SPLIT = 'validation'",
@@ -376,7 +376,7 @@ def test_what_an_evaluation_does_not_do_is_refused_by_name(argument):
 )  # fmt: skip
 def test_decoding_that_is_not_done_is_refused_by_name(tmp_path, lines, message):
     with pytest.raises(UserError, match=message):
-        eval_plan(parsed_with(tmp_path, lines))
+        read_eval_run(parsed_with(tmp_path, lines))
 
 
 def parsed_with(folder, lines):
@@ -394,7 +394,7 @@ def test_a_beam_searchs_limits_reach_the_plan(tmp_path):
     lines = """{model}.decode_fn = @decoding.beam_search
 decoding.beam_search.min_log_prob = -1.0
 decoding.beam_search.max_decode_step = 3"""
-    decoding = eval_plan(parsed_with(tmp_path, lines)).decoding
+    decoding = read_eval_run(parsed_with(tmp_path, lines)).decoding
     assert (decoding.min_log_prob, decoding.max_decode_step) == (-1.0, 3)
 
 
@@ -409,7 +409,7 @@ decoding.temperature_sample:
   max_decode_steps = 9
   max_decode_steps_hard_limit = 5
 """
-    assert eval_plan(parsed_with(tmp_path, lines)).decoding == DecodingPlan(
+    assert read_eval_run(parsed_with(tmp_path, lines)).decoding == DecodingPlan(
         "temperature_sample", 3, return_all_decodes=True, temperature=0.5, topk=40,
         max_decode_steps=5,
     )  # fmt: skip

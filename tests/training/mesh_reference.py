@@ -18,7 +18,7 @@ from ..helpers import tiny_models
 from ..helpers.kept import COMPAT
 
 SCRIPT = Path(__file__).with_name("run_mesh_model.py")
-ADAFACTOR = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 128)
+ADAFACTOR = AdafactorConfig()
 STEPS = 20
 
 BINDINGS = """

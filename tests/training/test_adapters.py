@@ -14,7 +14,7 @@ import pytest
 
 from t0repro.adapters import ia3, join_adapter, lora
 from t0repro.config.checkpoints import RestoreConfig
-from t0repro.config.configuration import check_adapter
+from t0repro.config.combinations import check_combinations
 from t0repro.config.model import Layout
 from t0repro.config.optimizer import AdamWeightDecayConfig
 from t0repro.config.run import TerminateOnNanConfig
@@ -442,10 +442,10 @@ def test_a_run_without_a_base_is_refused(tmp_path):
 
 def test_what_an_adapter_cannot_be_trained_beside_is_refused(base, tmp_path):
     config = config_of(tmp_path, base, IA3)
-    check_adapter(config)
+    check_combinations(config)
     frozen = dataclasses.replace(tiny.ADAFACTOR, frozen=("decoder/decoder_norm/scale",))
     with pytest.raises(UserError, match="one optimizer"):
-        check_adapter(dataclasses.replace(config, optimizer=frozen))
+        check_combinations(dataclasses.replace(config, optimizer=frozen))
     for change in (
         {"variable_filter": "decoder"},
         {"assignment_map": (("a", None),)},
@@ -455,7 +455,7 @@ def test_what_an_adapter_cannot_be_trained_beside_is_refused(base, tmp_path):
         restore = dataclasses.replace(config.plan.restore, **change)
         plan = dataclasses.replace(config.plan, restore=restore)
         with pytest.raises(UserError, match=next(iter(change))):
-            check_adapter(dataclasses.replace(config, plan=plan))
+            check_combinations(dataclasses.replace(config, plan=plan))
 
 
 # ---- A bad update --------------------------------------------------------------------------------

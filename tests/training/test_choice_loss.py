@@ -14,7 +14,7 @@ import pytest
 
 from t0repro.adapters import ia3
 from t0repro.config.choices import ChoiceLoss
-from t0repro.config.configuration import check_choice_loss
+from t0repro.config.combinations import check_combinations
 from t0repro.config.data import TrainDataConfig
 from t0repro.config.run import TrainRun
 from t0repro.data.choice_batches import Choices, make_choice_batch
@@ -223,10 +223,10 @@ def test_data_that_has_no_choices_is_refused(change):
     data = TrainDataConfig("a", "train", False, False, True, 1, None, 0, False)
     config = tiny.run_config("", 1, model=with_loss())
     plan = dataclasses.replace(config.plan, train_data=data)
-    check_choice_loss(dataclasses.replace(config, plan=plan))
+    check_combinations(dataclasses.replace(config, plan=plan))
     plan = dataclasses.replace(plan, train_data=dataclasses.replace(data, **change))
     with pytest.raises(UserError, match=next(iter(change))):
-        check_choice_loss(dataclasses.replace(config, plan=plan))
+        check_combinations(dataclasses.replace(config, plan=plan))
 
 
 def test_a_run_with_a_loss_over_choices_survives_json():

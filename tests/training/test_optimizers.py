@@ -40,7 +40,7 @@ SHAPES = {  # factored and square, factored and oblong, not factored, a vector
 }
 NAMES = {path: naming.path_to_mtf(path) or "" for path in SHAPES}
 NORM, KERNEL = list(SHAPES)[3], list(SHAPES)[0]
-BASE = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 128)
+BASE = AdafactorConfig()
 
 
 @dataclasses.dataclass(frozen=True)

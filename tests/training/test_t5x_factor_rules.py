@@ -167,7 +167,7 @@ def test_parameters_that_two_optimizers_share_are_refused():
 def test_a_configuration_of_several_optimizers_trains_what_it_names():
     paths = tuple(path for path in SHAPES if path != "norm/scale")
     rules = tuple((path, "unfactored") for path in paths)
-    plain = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 2, factor_map=rules)
+    plain = AdafactorConfig(min_dim_size_to_factor=2, factor_map=rules)
     several = make_optimizer(MultiOptimizerConfig((OptimizerPart(paths, plain),)))
     params, options = random(0), {"step": jnp.int32(0), "learning_rate": jnp.float32(0.1)}
     changes, slots = several.update(random(1), several.init(params), params, **options)

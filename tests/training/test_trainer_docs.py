@@ -14,7 +14,9 @@ import pytest
 from t0repro.cli.bodies.training import start
 from t0repro.config.run import UserClass
 from t0repro.config.t5x import gin_files
-from t0repro.config.t5x.run import eval_plan, model_vocabularies, train_config
+from t0repro.config.t5x.inference import read_eval_run
+from t0repro.config.t5x.run import read_model_vocabularies
+from t0repro.config.t5x.training import read_train_run
 from t0repro.errors import UserError
 from t0repro.evaluation.model_functions import make_functions
 from t0repro.model.t5 import T5
@@ -97,7 +99,7 @@ def test_a_ported_t5x_extension_trains_from_its_gin_file(extension, tmp_path, mo
         "predict_batch",
         lambda self, *args: generated.append(own(self, *args)) or generated[-1],
     )
-    start(parsed.gin_text, train_config(parsed), model_vocabularies(parsed), False)
+    start(parsed.gin_text, read_train_run(parsed), read_model_vocabularies(parsed), False)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if row["split"] == "train" and "loss" in row]
     assert [row["step"] for row in trained] == [2]
@@ -119,7 +121,7 @@ def test_what_cannot_be_used_is_refused_with_its_line(extension, tmp_path):
         ),
     ):
         with pytest.raises(UserError, match=message) as raised:
-            train_config(extension(f"train_script.train.{line}"))
+            read_train_run(extension(f"train_script.train.{line}"))
         assert "my_run.gin:" in str(raised.value)
         lines = (tmp_path / "my_run.gin").read_text().splitlines()
         (tmp_path / "my_run.gin").write_text("\n".join([*lines[:-1], ""]))
@@ -135,7 +137,9 @@ def test_eval_generates_by_the_users_model(extension, tmp_path):
     text += "\n".join(f"{name} = '{value}'" for name, value in values.items()) + "\n"
     text = text.replace("import __main__ as train_script", "import __main__ as eval_script")
     (tmp_path / "my_eval.gin").write_text(text)
-    plan = eval_plan(gin_files.parse(gin_files.T5xInputs("eval", (str(tmp_path / "my_eval.gin"),))))
+    plan = read_eval_run(
+        gin_files.parse(gin_files.T5xInputs("eval", (str(tmp_path / "my_eval.gin"),)))
+    )
     assert plan.user_model == UserClass("my_extension", "RobustModel", {"q": 0.7})
     assert "user_model" in plan.decisive()
     model = generating_model(plan, T5(plan.model, plan.dtypes))

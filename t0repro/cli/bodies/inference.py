@@ -12,7 +12,7 @@ from t0repro.cli.t5x_options import T5xOptions, check_restored
 from t0repro.config.data import PIECES_OR_BYTES
 from t0repro.config.run import EvalRun, InferenceRun, InferRun
 from t0repro.config.t5x.gin_files import Parsed
-from t0repro.config.t5x.run import eval_plan, infer_plan
+from t0repro.config.t5x.inference import read_eval_run, read_infer_run
 from t0repro.data.eval_examples import why_evaluation_needs_seqio, why_reading_needs_seqio
 from t0repro.evaluation.evaluator import FOLDER
 from t0repro.partitioning.processes import enter_in_first, output_folder
@@ -31,7 +31,7 @@ def evaluate(parsed: Parsed, options: T5xOptions, *, watch: bool, until: int | N
     Raises:
       UserError: If a check fails.
     """
-    plan = eval_plan(parsed)
+    plan = read_eval_run(parsed)
     _check_addresses(plan)
     # Only after the gin files have been checked, because importing tasks takes seconds.
     register(parsed, options, lambda: _why_not_evaluated_alone(plan))
@@ -57,7 +57,7 @@ def infer(parsed: Parsed, options: T5xOptions) -> None:
     Raises:
       UserError: If a check fails.
     """
-    plan = infer_plan(parsed)
+    plan = read_infer_run(parsed)
     _check_addresses(plan)
     register(parsed, options, lambda: _why_not_inferred_alone(plan))
     if options.dry_run:

@@ -17,7 +17,7 @@ from t0repro.cli.t5x_options import T5xOptions
 from t0repro.config.mtf.dialect import load
 from t0repro.config.run import Run, TrainRun
 from t0repro.config.t5x.gin_files import Parsed
-from t0repro.config.t5x.run import model_vocabularies
+from t0repro.config.t5x.run import read_model_vocabularies
 from t0repro.data.seqio_need import why_training_needs_seqio
 from t0repro.errors import UserError
 from t0repro.partitioning import topologies
@@ -104,7 +104,7 @@ def _suggestions(config: Run, devices: Any, chip: Any) -> Iterator[str]:
 
 def _check_tasks(parsed: Parsed, config: TrainRun, options: T5xOptions) -> None:
     """Checks the tasks and vocabularies of a training run, as its dry run does."""
-    vocabularies = model_vocabularies(parsed)
+    vocabularies = read_model_vocabularies(parsed)
     register(parsed, options, lambda: why_training_needs_seqio(config, vocabularies))
     check_training(config, vocabularies, typer.echo)
 

@@ -18,7 +18,7 @@ from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.cloud.trackers.table import TrackerName
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs
-from t0repro.config.t5x.run import model_vocabularies
+from t0repro.config.t5x.run import read_model_vocabularies
 from t0repro.data.checks import note_uncached
 from t0repro.data.seqio_need import why_training_needs_seqio
 from t0repro.data.vocabulary_checks import seqio_vocabulary
@@ -52,7 +52,7 @@ def train(
     Raises:
       UserError: If a check fails.
     """
-    vocabularies = model_vocabularies(parsed)
+    vocabularies = read_model_vocabularies(parsed)
     register(parsed, options, lambda: why_training_needs_seqio(config, vocabularies))
     check_training(
         config,

@@ -81,12 +81,12 @@ def _parse_t5x(arguments: Arguments) -> Any:
 
 
 def _read_t5x_training(arguments: Arguments) -> JobConfig:
-    from t0repro.config.t5x.run import precompile_config, train_config
+    from t0repro.config.t5x.training import read_precompile_run, read_train_run
 
     parsed = _parse_t5x(arguments)
     # precompile.gin describes the training run whose step it compiles.
     compiles = arguments.mode is JobMode.PRECOMPILE
-    run = (precompile_config if compiles else train_config)(parsed)
+    run = (read_precompile_run if compiles else read_train_run)(parsed)
     data = run.plan.train_data
     return JobConfig(
         text=parsed.gin_text,
@@ -101,10 +101,10 @@ def _read_t5x_training(arguments: Arguments) -> JobConfig:
 
 
 def _read_t5x_inference(arguments: Arguments) -> JobConfig:
-    from t0repro.config.t5x.run import eval_plan, infer_plan
+    from t0repro.config.t5x.inference import read_eval_run, read_infer_run
 
     parsed = _parse_t5x(arguments)
-    plan = (eval_plan if arguments.mode is JobMode.EVAL else infer_plan)(parsed)
+    plan = (read_eval_run if arguments.mode is JobMode.EVAL else read_infer_run)(parsed)
     return JobConfig(
         text=parsed.gin_text,
         warnings=parsed.warnings,

@@ -51,14 +51,14 @@ def short_names() -> set[str]:
     return {selector.rpartition(".")[2] for selector, _ in gin.config._REGISTRY.items()}
 
 
-def registered_selector(function: Any) -> str | None:
+def find_selector(function: Any) -> str | None:
     """The selector under which a function or class is registered; None if it is not."""
     registered = gin.config._inverse_lookup(function)
     return registered.selector if registered else None
 
 
 @contextlib.contextmanager
-def registering_apart() -> Iterator[dict[str, Any]]:
+def register_apart() -> Iterator[dict[str, Any]]:
     """Keeps what is registered within the block out of gin's registry.
 
     Yields:
@@ -91,7 +91,7 @@ def swap_configurables(configurables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def left_empty(unregistered: Callable[[str], bool]) -> Iterator[None]:
+def isolate_config(unregistered: Callable[[str], bool]) -> Iterator[None]:
     """Empties gin's configuration before the block, and again after it.
 
     Args:
@@ -110,7 +110,7 @@ def left_empty(unregistered: Callable[[str], bool]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def search_path_restored() -> Iterator[None]:
+def restore_search_path() -> Iterator[None]:
     """Restores gin's search path after the block; inside it, gin logs no files that it misses."""
     prefixes = [*gin.config._LOCATION_PREFIXES]
     try:
@@ -133,19 +133,19 @@ def bound_macros() -> set[str]:
     return {scope for scope, selector in bound() if selector == MACRO}
 
 
-def enclosing(scope: str) -> tuple[str, ...]:
+def outer_scopes(scope: str) -> tuple[str, ...]:
     """The scopes whose bindings apply to a call in `a/b`, outermost first: "", "a" and "a/b"."""
     parts = scope.split("/") if scope else []
     return tuple("/".join(parts[:depth]) for depth in range(len(parts) + 1))
 
 
-def written(selector: str, scope: str = "") -> dict[str, Any]:
+def raw_bindings(selector: str, scope: str = "") -> dict[str, Any]:
     """The bindings of a configurable that is called in a scope, as written."""
-    found = [bound().get((each, selector), {}) for each in enclosing(scope)]
-    return {argument: value for arguments in found for argument, value in arguments.items()}
+    layers = [bound().get((each, selector), {}) for each in outer_scopes(scope)]
+    return {argument: value for layer in layers for argument, value in layer.items()}
 
 
-def resolved(scope: str, selector: str) -> dict[str, Any]:
+def resolve_bindings(scope: str, selector: str) -> dict[str, Any]:
     """The bindings of a configurable that is called in a scope, references resolved."""
     with gin.config_scope(scope or None):
         return gin.get_bindings(selector)
@@ -211,7 +211,7 @@ def macro_name(value: Any) -> str | None:
     return None
 
 
-def followed(value: Any) -> Any:
+def follow_macros(value: Any) -> Any:
     """The value that a macro resolves to, None if it has none; any other value as it is."""
     passed: set[str] = set()
     while (name := macro_name(value)) is not None:
@@ -236,7 +236,7 @@ class Reference(NamedTuple):
     @property
     def scopes(self) -> tuple[str, ...]:
         """The scope and its enclosing scopes, outermost first."""
-        return enclosing(self.scope)
+        return outer_scopes(self.scope)
 
 
 def reference_to(value: Any, within: str = "") -> Reference | None:
@@ -246,7 +246,7 @@ def reference_to(value: Any, within: str = "") -> Reference | None:
       value: A value as written.
       within: The scope in which it is called, unless it has one itself.
     """
-    value = followed(value)
+    value = follow_macros(value)
     if not is_reference(value) or value.evaluate:
         return None
     scope, selector = value.config_key
@@ -255,7 +255,7 @@ def reference_to(value: Any, within: str = "") -> Reference | None:
 
 def value_of(selector: str, argument: str, scope: str = "") -> Any:
     """An argument's value as written, for a call in a scope, macros followed; None if unbound."""
-    return followed(written(selector, scope).get(argument))
+    return follow_macros(raw_bindings(selector, scope).get(argument))
 
 
 def scope_of(selector: str, argument: str) -> str:
@@ -264,9 +264,9 @@ def scope_of(selector: str, argument: str) -> str:
     return reference.scope if reference else ""
 
 
-def as_text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as gin writes it, macros followed; a reference by the name in its own file."""
-    return repr(followed(value))
+    return repr(follow_macros(value))
 
 
 # ---- Where each binding came from ----------------------------------------------------------------
@@ -333,7 +333,7 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
     )
 
     @contextlib.contextmanager
-    def noting_location(place: Any) -> Iterator[None]:
+    def note_location(place: Any) -> Iterator[None]:
         location.append(place)
         try:
             with try_with_location(place):
@@ -341,7 +341,7 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
         finally:
             location.pop()
 
-    def noting_binding(binding_key: Any, value: Any) -> None:
+    def note_binding(binding_key: Any, value: Any) -> None:
         bind_parameter(binding_key, value)
         # Record it after gin accepts it: a binding that gin refuses has no place.
         key = gin.config.ParsedBindingKey.parse(binding_key)
@@ -356,8 +356,8 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
             elif is_reference(part) and part.scopes:
                 bindings.scopes.add("/".join(part.scopes))
 
-    gin.config.utils.try_with_location = noting_location
-    gin.config.bind_parameter = noting_binding
+    gin.config.utils.try_with_location = note_location
+    gin.config.bind_parameter = note_binding
     try:
         yield bindings
     finally:
@@ -416,12 +416,14 @@ def extend_readers() -> None:
     from gin import resource_reader
 
     readers = file_readers()
-    own = resource_reader.system_path_reader
-    readers[:] = [(own, _is_in_package) if pair[0] is own else pair for pair in readers]
+    of_packages = resource_reader.system_path_reader
+    readers[:] = [
+        (reader, _is_in_package if reader is of_packages else exists) for reader, exists in readers
+    ]
     # Register once per process, however many command lines it parses.
-    if (_opened, storage.is_address) not in readers:
+    if (_open_address, storage.is_address) not in readers:
         # Insert first: gin tries its readers in order, and TensorFlow's may be among them.
-        readers.insert(0, (_opened, storage.is_address))
+        readers.insert(0, (_open_address, storage.is_address))
 
 
 def _is_in_package(path: str) -> bool:
@@ -434,7 +436,7 @@ def _is_in_package(path: str) -> bool:
         return False  # a folder `models` without __init__.py is a package of no file
 
 
-def _opened(path: str) -> IO[str]:
+def _open_address(path: str) -> IO[str]:
     where = "--gin_file, --gin_location_prefix, or an `include` line of a gin file"
     address = storage.check_address(path, where)
     try:
@@ -446,7 +448,7 @@ def _opened(path: str) -> IO[str]:
 
 
 @contextlib.contextmanager
-def looking_in(*folders: str) -> Iterator[None]:
+def search_only(*folders: str) -> Iterator[None]:
     """Lets gin find files by their path, then in these folders, and nowhere else."""
     from gin import resource_reader
 
@@ -470,7 +472,7 @@ def _is_worth_logging(line: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def noting_files() -> Iterator[list[str]]:
+def track_files() -> Iterator[list[str]]:
     """Yields the list of gin files being parsed, outermost first; an exception leaves it as it is.
 
     gin does not report which file it could not decode or which ended in the middle of a statement.
@@ -478,14 +480,14 @@ def noting_files() -> Iterator[list[str]]:
     files: list[str] = []
     parse_config_file = gin.config.parse_config_file
 
-    def noting(config_file: str, *args: Any, **kwargs: Any) -> Any:
+    def note_file(config_file: str, *args: Any, **kwargs: Any) -> Any:
         files.append(config_file)
         result = parse_config_file(config_file, *args, **kwargs)
         # Not in a `finally`: after an exception the list must still name the file.
         files.pop()
         return result
 
-    gin.config.parse_config_file = noting
+    gin.config.parse_config_file = note_file
     try:
         yield files
     finally:
@@ -507,7 +509,7 @@ def check_imports(check: Callable[[Any], None]) -> None:
 
 
 @contextlib.contextmanager
-def importing_with(function: Callable[..., Any]) -> Iterator[None]:
+def replace_import(function: Callable[..., Any]) -> Iterator[None]:
     """Makes gin call a function instead of Python's `__import__` within the block."""
     # gin's `__import__` lookup finds a global of its module before Python's builtin.
     gin.config.__import__ = function

@@ -12,17 +12,16 @@ import contextlib
 import re
 import tokenize
 import traceback
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from t0repro import compat
 from t0repro.config.gin import door
-from t0repro.config.gin.door import MACRO, Bindings, Key
+from t0repro.config.gin.door import Bindings, Key
 from t0repro.config.gin.folders import is_shipped, nearest_gin_files
 from t0repro.errors import UserError, nearest_names, place_in_module
 from t0repro.tasks.registry import registered_mixtures, registered_tasks
 
-_ANYWHERE = "the gin files and the command line of this run"
+ANYWHERE = "the gin files and the command line of this run"
 _FIX = "Correct the gin file or the override."
 _LONGEST = 400  # characters kept of an exception's message
 
@@ -39,28 +38,28 @@ def configuration_errors(bindings: Bindings | None = None, *, t5x: bool = False)
         the functions it configured.
       t5x: Whether T5X's gin files are read, in which names are imported.
     """
-    with door.noting_files() as files:
+    with door.track_files() as files:
         try:
             yield
         except UserError as error:
-            # gin may have raised a subclass of its own in place of ours (see `_unwrapped`).
-            kind = _unwrapped(type(error))
+            # gin may have raised a subclass of its own in place of ours (see `_unwrap`).
+            kind = _unwrap(type(error))
             if error.where and error.fix and kind is type(error) and not place_in_module(error):
                 raise
             where = " in ".join(filter(None, (error.where, place_in_module(error))))
-            where = where or _place_in(str(error)) or _ANYWHERE
+            where = where or _place_in(str(error)) or ANYWHERE
             raise kind(error.what, where=where, fix=error.fix or _FIX) from error
         except Exception as error:
-            raise _described(error, files, bindings, t5x) from error
+            raise _describe(error, files, bindings, t5x) from error
 
 
-def _unwrapped(kind: type[UserError]) -> type[UserError]:
+def _unwrap(kind: type[UserError]) -> type[UserError]:
     """The class of a UserError before gin appended a place to its message."""
     # gin raises an object of a subclass that it makes for it, whose __init__ takes no arguments.
     return next(base for base in kind.__mro__ if base is UserError or "__init__" not in vars(base))
 
 
-def _described(
+def _describe(
     error: Exception, files: list[str], bindings: Bindings | None, t5x: bool
 ) -> UserError:
     """The UserError for an exception raised while `files`, innermost last, were being parsed."""
@@ -89,12 +88,12 @@ def _described(
         return UserError(
             f"There is no gin file {missing.group(1)}.",
             where=_place_in(text) or "--gin_file",
-            fix=f"Correct the name: {nearest_gin_files(missing[1], _listed(missing[2]))}; or name"
-            " the file's folder with --gin_location_prefix. Searched config paths:"
+            fix=f"Correct the name: {nearest_gin_files(missing[1], _parse_list(missing[2]))}; or"
+            " name the file's folder with --gin_location_prefix. Searched config paths:"
             f" {_short(missing[2])}.",
         )
     if re.match(r"'[\w.]+' was not provided by an import statement", text):
-        return _without_import(text, _place_in(text) or file or _ANYWHERE, t5x)
+        return _missing_import(text, _place_in(text) or file or ANYWHERE, t5x)
     # gin does not say which file it could not decode, so no place is in the message.
     if isinstance(error, UnicodeDecodeError):
         return UserError(
@@ -108,11 +107,11 @@ def _described(
             # A file that is open twice includes itself; without one, a value refers to itself.
             where=next((name for name in files if files.count(name) > 1), file)
             or _places_of_loops(bindings)
-            or _ANYWHERE,
+            or ANYWHERE,
             fix="Remove the `include` or the `@name()` that leads back to itself.",
         )
-    where = _place_of(error, file) or _place_of_call(text, bindings) or _ANYWHERE
-    fix = _fix_of_value(error) or _nearest_parameter(text) or _FIX
+    where = _place_of(error, file) or _place_of_call(text, bindings) or ANYWHERE
+    fix = _fix_of_value(error) or nearest_parameter(text) or _FIX
     return UserError(_words(error), where=where, fix=fix)
 
 
@@ -126,7 +125,7 @@ def _importer(error: ModuleNotFoundError) -> str:
     return f", which {frame.filename}:{frame.lineno} imports"
 
 
-def _without_import(text: str, where: str, t5x: bool) -> UserError:
+def _missing_import(text: str, where: str, t5x: bool) -> UserError:
     """The error for a name that no `import` line defines; only T5X's files need such lines."""
     name = text.split("'")[1]
     if t5x:
@@ -143,7 +142,7 @@ def _without_import(text: str, where: str, t5x: bool) -> UserError:
     )
 
 
-def _listed(text: str) -> list[str]:
+def _parse_list(text: str) -> list[str]:
     """The strings of a list as Python prints it, or nothing."""
     with contextlib.suppress(ValueError, SyntaxError):
         return [str(item) for item in ast.literal_eval(text)]
@@ -195,12 +194,12 @@ _IN_FILE = re.compile(
 
 def _place_in(text: str) -> str | None:
     """The place that gin appended to a message; if there are several, the first and innermost."""
-    found = _IN_FILE.search(text)
-    if found is None:
+    match = _IN_FILE.search(text)
+    if match is None:
         return None
-    if found["file"]:
-        return f"{found['file']}:{found['line']}: {_short(found['text'])}"
-    return f"the command line: {_short(found['text'])!r}, line {found['line']}"
+    if match["file"]:
+        return f"{match['file']}:{match['line']}: {_short(match['text'])}"
+    return f"the command line: {_short(match['text'])!r}, line {match['line']}"
 
 
 def _place_of(error: Exception, file: str | None) -> str | None:
@@ -234,17 +233,17 @@ def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
         )
 
     # List the bindings that request the call first, then those of the configurable called.
-    found = [place for key, place in places.items() if calls(key)] or [
+    called_at = [place for key, place in places.items() if calls(key)] or [
         place
         for (_, selector, argument), place in places.items()
         if is_named(selector) and argument
     ]
     # Put the user's own first, overrides before files: a shipped file is seldom at fault.
-    found.sort(key=lambda place: (is_shipped(place), not place.startswith("--")))
-    return "; ".join(dict.fromkeys(found[:3])) or None
+    called_at.sort(key=lambda place: (is_shipped(place), not place.startswith("--")))
+    return "; ".join(dict.fromkeys(called_at[:3])) or None
 
 
-def _nearest_parameter(text: str) -> str | None:
+def nearest_parameter(text: str) -> str | None:
     """The fix for a misspelled argument or configurable, with the nearest names; else None."""
     argument = re.search(
         r"[Cc]onfigurable '([\w./]+)' doesn't have a parameter named '(\w+)'", text
@@ -262,25 +261,25 @@ def _nearest_parameter(text: str) -> str | None:
 
 def _places_of_loops(bindings: Bindings | None) -> str | None:
     """Where an argument is bound to `@name()` of its own configurable."""
-    found = [
+    loops = [
         place
         for (scope, selector, argument), place in (bindings.places if bindings else {}).items()
         for part in door.flatten_value(door.bound().get((scope, selector), {}).get(argument))
         if door.is_called(part) and door.selector_of(part) == selector
     ]
-    return "; ".join(found) or None
+    return "; ".join(loops) or None
 
 
-def _places_of_value(value: Any, bindings: Bindings | None) -> str | None:
-    """Where a value is bound, macros followed; None if its place is unknown."""
+def _places_of_value(value: str, bindings: Bindings | None) -> str | None:
+    """Where a value of this text is bound, macros followed; None if its place is unknown."""
     if bindings is None:
         return None
-    found = [
+    bound_at = [
         bindings.place(key)
         for key in bindings.places
-        if door.followed(door.bound().get(key[:2], {}).get(key[2])) == value
+        if str(door.follow_macros(door.bound().get(key[:2], {}).get(key[2]))) == value
     ]
-    return "; ".join(dict.fromkeys(place for place in found if place)) or None
+    return "; ".join(dict.fromkeys(place for place in bound_at if place)) or None
 
 
 def not_described(name: str) -> str:
@@ -307,129 +306,3 @@ def unknown_mixture(name: str, where: str | None = None) -> UserError:
         where=where or f"{len(known)} tasks and mixtures are registered by the imported modules",
         fix="Correct the name, or name the module that registers it with --module_import.",
     )
-
-
-# ---- Macros and references -----------------------------------------------------------------------
-
-# Macros that T0's commands set -> the binding to use if the model's gin file ignores the macro.
-_BIND_INSTEAD = {
-    "tokens_per_batch": "run.batch_size = ('tokens_per_batch', N)",
-    "model_info": "tpu_estimator_model_fn.model_info_file = 'FILE'",
-}
-
-
-def check_references(
-    bindings: Bindings, *, read_by_t5: tuple[str, ...] = (), overrides: str = "--gin_param"
-) -> list[str]:
-    """Checks that every reference has a target, and that every macro set is read.
-
-    Args:
-      bindings: Bindings of the parsed configuration, before gin finalizes it.
-      read_by_t5: Macros that code reads by name.
-      overrides: Prefix of the places of command-line overrides.
-
-    Returns:
-      Warnings: macros in the user's files that nothing reads, and macros on the command line whose
-      readers were overridden.
-
-    Raises:
-      UserError: For a reference without a target, and for a macro on the command line that nothing
-        reads, which is usually misspelled; with the nearest known names.
-    """
-    macros, read = door.bound_macros(), set(read_by_t5)
-    # Unread macros are found by exclusion, so look at every binding.
-    for (scope, selector), arguments in door.bound().items():
-        for argument, value in arguments.items():
-            place = bindings.places.get((scope, selector, argument)) or _ANYWHERE
-            for part in door.flatten_value(value):
-                read |= _checked_reference(part, macros, place)
-    door.forget_required(read)
-    return check_macros_are_read(
-        bindings,
-        read,
-        overrides=overrides,
-        is_shipped=is_shipped,
-        instead=lambda name: _instead(name, read),
-    )
-
-
-def check_macros_are_read(
-    bindings: Bindings,
-    read: Collection[str],
-    *,
-    overrides: str,
-    is_shipped: Callable[[str], bool],
-    instead: Callable[[str], str],
-) -> list[str]:
-    """Refuses macros on the command line that nothing reads; those in files become warnings.
-
-    Args:
-      bindings: the configuration's bindings, with their places.
-      read: the macros that are read.
-      overrides: prefix of the places of command-line overrides.
-      is_shipped: whether a place is in a package's own file, which sets macros for many runs.
-      instead: what to do about an unread macro, in words, such as the nearest names.
-
-    Returns:
-      Warnings: macros in the user's files, and macros on the command line whose readers were
-      overridden.
-
-    Raises:
-      UserError: naming every refused macro, its place and what to do.
-    """
-    warnings, refused = [], []
-    for (name, selector, _), place in bindings.places.items():
-        is_override = place.startswith(overrides)
-        # Shipped files set macros for many runs, and no single run reads all of them.
-        if selector != MACRO or name in read or (is_shipped(place) and not is_override):
-            continue
-        if name in bindings.macros:
-            # Wrapper scripts set macros and also override their readers; that is not a mistake.
-            if is_override:
-                warnings.append(f"{place}: what reads the macro {name} is overridden")
-        elif is_override:
-            refused.append((name, place))
-        else:
-            warnings.append(f"{place}: nothing reads the macro {name}; {instead(name)}")
-    if refused:
-        names = ", ".join(name for name, _ in refused)
-        raise UserError(
-            f"Nothing reads {'the macro' if len(refused) == 1 else 'the macros'} {names}.",
-            where="; ".join(place for _, place in refused),
-            fix=" ".join(f"{name}: {instead(name)}." for name, _ in refused),
-        )
-    return warnings
-
-
-def _checked_reference(value: Any, macros: set[str], place: str) -> set[str]:
-    """The macro that a value refers to, if any; raises UserError for a missing target."""
-    # With skip_unknown, gin keeps such a reference and fails only when something reads it.
-    if door.is_unknown_reference(value):
-        raise UserError(
-            f"No configurable matching '@{value.selector}'.",
-            where=place,
-            fix=_nearest_parameter(f"No configurable matching '{value.selector}'"),
-        )
-    name = door.macro_name(value)
-    if name is None:
-        return set()
-    if name not in macros or door.is_required(name):
-        raise UserError(
-            f"The macro {name} has no value.",
-            where=place,
-            fix=f'Add --gin_param="{name} = ..."; macros that have one, nearest first:'
-            f" {nearest_names(name, macros, 3)}.",
-        )
-    return {name}
-
-
-def _instead(name: str, read: set[str]) -> str:
-    """What to bind instead of a macro that nothing reads."""
-    if name in _BIND_INSTEAD:
-        return f"bind {_BIND_INSTEAD[name]}"
-    # A misspelled macro may have been intended as an argument of `run`.
-    known = [
-        *sorted(read),
-        *(f"run.{argument}" for argument in door.argument_names("utils.run")),
-    ]
-    return f"nearest: {nearest_names(name, known, 3)}"

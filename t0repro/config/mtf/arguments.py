@@ -67,7 +67,7 @@ class Arguments:
         self.provenance: dict[str, str] = {}
         self._read: dict[tuple[str, str], Mapping[str, Any]] = {}
         try:
-            self.run = self.of("utils.run")
+            self.run = self.read("utils.run")
         # gin calls @tpu_mesh_shape() for its value; the call fails if no topology is bound.
         except RuntimeError as error:
             if "tpu_mesh_shape" not in str(error):
@@ -80,13 +80,13 @@ class Arguments:
             ) from error
         self.model_type: str = self.run["model_type"]
 
-    def of(self, name: str, scope: str = "") -> Mapping[str, Any]:
+    def read(self, name: str, scope: str = "") -> Mapping[str, Any]:
         """A configurable's arguments in a scoped call: defaults, then bindings.
 
         An argument that is required and not bound is missing.
         """
         if (name, scope) not in self._read:
-            bound = door.resolved(scope, full_name(name))
+            bound = door.resolve_bindings(scope, full_name(name))
             self._read[name, scope] = {**self.defaults(name), **bound}
         return self._read[name, scope]
 
@@ -142,19 +142,19 @@ class Arguments:
             called_in = scope or scopes_read(selector, self.model_type, setting.argument)[-1]
             if tower and self.model_type == "bitransformer":
                 called_in = tower
-            self.note(f"{prefix}{field}", name, setting.argument, *door.enclosing(called_in))
+            self.note(f"{prefix}{field}", name, setting.argument, *door.outer_scopes(called_in))
             if field not in rules:
-                values[field] = self.of(name, called_in)[setting.argument]
+                values[field] = self.read(name, called_in)[setting.argument]
         return values
 
-    def required(self, name: str, argument: str, *, none_is_missing: bool = True) -> Any:
+    def require(self, name: str, argument: str, *, none_is_missing: bool = True) -> Any:
         """An argument that the run's mode needs.
 
         Raises:
           UserError: If it is not bound.
         """
-        value = self.of(name).get(argument)
-        if value is None and (none_is_missing or argument not in self.of(name)):
+        value = self.read(name).get(argument)
+        if value is None and (none_is_missing or argument not in self.read(name)):
             short = f"{name.rpartition('.')[2]}.{argument}"
             raise UserError(
                 f"{short} is not bound, and mode {self.run['mode']!r} needs it.",

@@ -9,7 +9,7 @@ from t0repro.config import ranges
 from t0repro.config.configuration import RunInputs
 from t0repro.config.gin import door
 from t0repro.config.mtf import mesh
-from t0repro.config.mtf.arguments import Arguments, scopes_read
+from t0repro.config.mtf.arguments import Arguments
 from t0repro.config.mtf.stand_ins import full_name
 from t0repro.config.run import Run
 from t0repro.errors import UserError
@@ -29,40 +29,27 @@ def read_inputs(arguments: Arguments, model_dir: str) -> RunInputs:
     Raises:
       UserError: For values that `run` would refuse too.
     """
-    run, mode = arguments.run, arguments.run["mode"]
     _check_run(arguments)
     _check_mesh(arguments)
-    sequence_length = _sequence_length(arguments)
-    batch_size = _batch_size(arguments, sequence_length)
-    step = run["eval_checkpoint_step"]
-    fields = {
-        "mode": mode,
-        "init_checkpoint": run["init_checkpoint"],
-        # gin reads lists, and a run is frozen.
-        "eval_checkpoint_step": tuple(step) if isinstance(step, list) else step,
-        "batch_size": batch_size,
-        "sequence_length": sequence_length,
-    }
-    for field in fields:
-        arguments.note(field, "utils.run", field)
-    arguments.note("master_dtype", "utils.get_variable_dtype", "master_dtype")
-    name, use_cached = _data_read(arguments)
-    vocabulary = run["vocabulary"]
-    # With two towers the decoder decides, as for the model; the encoder must agree.
-    tower = "transformer.Unitransformer"
-    scope = scopes_read(full_name(tower), arguments.model_type)[-1]
-    return RunInputs(
-        **fields,
+    sequence_length = _read_lengths(arguments)
+    batch_size = _read_batch_size(arguments, sequence_length)
+    step, vocabulary = arguments.run["eval_checkpoint_step"], arguments.run["vocabulary"]
+    name, use_cached = _find_data(arguments)
+    return arguments.settings(
+        RunInputs,
+        "",
         model_dir=model_dir,
-        split=run["dataset_split"],
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        # gin reads lists, and a run is frozen.
+        eval_checkpoint_step=tuple(step) if isinstance(step, list) else step,
         mixture_or_task_name=name,
         use_cached=use_cached,
         # t5 gives a pair, or one vocabulary for both features.
         vocabularies=vocabulary if isinstance(vocabulary, tuple) else (vocabulary, vocabulary),
-        vocab_divisor=arguments.of(tower, scope)["vocab_divisor"],
-        master_dtype=dtype_name(arguments, "master_dtype"),
-        num_microbatches=_num_microbatches(arguments, batch_size, sequence_length),
-        tpu_mesh=tpu_mesh(arguments),
+        master_dtype=read_dtype_name(arguments, "master_dtype"),
+        num_microbatches=_count_microbatches(arguments, batch_size, sequence_length),
+        tpu_mesh=derive_tpu_mesh(arguments),
         provenance=arguments.provenance,
     )
 
@@ -77,7 +64,7 @@ def _check_run(arguments: Arguments) -> None:
             fix="Training reads the split 'train'; remove the binding.",
         )
     estimator = "utils.tpu_estimator_model_fn"
-    start = arguments.of(estimator).get("init_checkpoint")
+    start = arguments.read(estimator).get("init_checkpoint")
     # Today's Mesh TensorFlow gets it from `run`, and silently starts from random parameters if
     # there is none.
     if mode == "train" and start is not None and start != run["init_checkpoint"]:
@@ -113,7 +100,7 @@ def _check_mesh(arguments: Arguments) -> None:
             ) from None
 
 
-def _data_read(arguments: Arguments) -> tuple[str | None, bool]:
+def _find_data(arguments: Arguments) -> tuple[str | None, bool]:
     """The mixture that the mode reads, and whether it comes from a cache."""
     mode = arguments.run["mode"]
     if mode == "train":
@@ -125,11 +112,11 @@ def _data_read(arguments: Arguments) -> tuple[str | None, bool]:
     else:
         # infer and score_from_strings read lines, not a mixture.
         return None, False
-    bound = arguments.of(function, door.scope_of(full_name(reader[0]), reader[1]))
+    bound = arguments.read(function, door.scope_of(full_name(reader[0]), reader[1]))
     return bound.get("mixture_or_task_name"), bound["use_cached"]
 
 
-def tpu_mesh(arguments: Arguments) -> str | None:
+def derive_tpu_mesh(arguments: Arguments) -> str | None:
     """The device mesh for a TPU's topology, if run.mesh_shape calls for one."""
     # Read the binding as written: the value that it gives no longer shows its origin.
     bound = door.value_of(full_name("utils.run"), "mesh_shape")
@@ -139,7 +126,7 @@ def tpu_mesh(arguments: Arguments) -> str | None:
     return ",".join(f"{each.name}:{each.size}" for each in dimensions) or None
 
 
-def _sequence_length(arguments: Arguments) -> Mapping[str, int] | None:
+def _read_lengths(arguments: Arguments) -> Mapping[str, int] | None:
     length, where = arguments.run["sequence_length"], arguments.place("sequence_length")
     # Mesh TensorFlow takes one number for both features.
     if isinstance(length, int) and not isinstance(length, bool):
@@ -161,7 +148,7 @@ def _sequence_length(arguments: Arguments) -> Mapping[str, int] | None:
     return length
 
 
-def _batch_size(arguments: Arguments, sequence_length: Mapping[str, int] | None) -> int:
+def _read_batch_size(arguments: Arguments, sequence_length: Mapping[str, int] | None) -> int:
     size, where = arguments.run["batch_size"], arguments.place("batch_size")
     if isinstance(size, int | float):
         ranges.check_field(Run, "batch_size", size, where)
@@ -195,12 +182,11 @@ def _batch_size(arguments: Arguments, sequence_length: Mapping[str, int] | None)
     return mesh.batch_size(method, amount, sequence_length, shape, rules)
 
 
-def _num_microbatches(
+def _count_microbatches(
     arguments: Arguments, batch_size: int, sequence_length: Mapping[str, int] | None
 ) -> int:
     name, argument = "utils.serialize_num_microbatches", "tokens_per_microbatch_per_replica"
-    arguments.note("num_microbatches", name, argument)
-    tokens = arguments.of(name)[argument]
+    tokens = arguments.read(name)[argument]
     if tokens is not None and type(tokens) is not int:
         raise UserError(
             f"{name.rpartition('.')[2]}.{argument} is {tokens!r}; it must be a whole number.",
@@ -213,7 +199,7 @@ def _num_microbatches(
     shape, rules = arguments.run["mesh_shape"], arguments.run["layout_rules"]
     shards = mesh.count_shards("batch", shape, rules)
     if tokens and batch_size % shards:
-        if not tpu_mesh(arguments):
+        if not derive_tpu_mesh(arguments):
             raise UserError(
                 f"The batch of {batch_size} sequences is not divided by {shards} shards.",
                 where=arguments.place("batch_size"),
@@ -223,13 +209,13 @@ def _num_microbatches(
     return mesh.count_microbatches(batch_size // shards, sequence_length, tokens)
 
 
-def dtype_name(arguments: Arguments, argument: str) -> str:
+def read_dtype_name(arguments: Arguments, argument: str) -> str:
     """The name of the type that get_variable_dtype is bound to, given as text or TensorFlow's own.
 
     Raises:
       UserError: if TensorFlow has no such type.
     """
-    value: Any = arguments.of("utils.get_variable_dtype")[argument]
+    value: Any = arguments.read("utils.get_variable_dtype")[argument]
     name = getattr(value, "name", value)
     name = _DTYPES.get(name, name) if isinstance(name, str) else None
     if name in _KNOWN_DTYPES:

@@ -26,8 +26,8 @@ def jax_model(
     exact_gelu: bool = False,
     scale_tied_logits: bool = True,
     recompute: str | None = None,
-) -> dict[str, Any]:
-    """The settings bound by gin, by name.
+) -> None:
+    """Settings of the model, whose values gin holds; nothing calls this.
 
     Args:
       relative_attention_max_distance: As in `ModelConfig`.
@@ -35,12 +35,6 @@ def jax_model(
       scale_tied_logits: As in `ModelConfig`.
       recompute: As in `ModelConfig`; None for `full` if `LayerStack.recompute_grads` is True.
     """
-    return {
-        "relative_attention_max_distance": relative_attention_max_distance,
-        "exact_gelu": exact_gelu,
-        "scale_tied_logits": scale_tied_logits,
-        "recompute": recompute,
-    }
 
 
 @gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
@@ -50,8 +44,8 @@ def jax_training(
     adapter: adapters.Adapter | None = None,
     init_adapter: str | None = None,
     choice_loss: ChoiceLoss | None = None,
-) -> dict[str, Any]:
-    """The settings of a training run bound by gin, by name.
+) -> None:
+    """Settings of a training run, whose values gin holds; nothing calls this.
 
     Args:
       weight_metrics_every: As in `TrainRun`.
@@ -61,13 +55,6 @@ def jax_training(
       init_adapter: `RestoreConfig.adapter`.
       choice_loss: Losses over an example's answer choices: `@t0repro.ChoiceLoss()`.
     """
-    return {
-        "weight_metrics_every": weight_metrics_every,
-        "data_shards": data_shards,
-        "adapter": adapter,
-        "init_adapter": init_adapter,
-        "choice_loss": choice_loss,
-    }
 
 
 def check_recompute(policy: Any) -> Any:

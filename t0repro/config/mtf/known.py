@@ -9,25 +9,33 @@ import functools
 from collections.abc import Mapping
 from types import EllipsisType
 
-from t0repro.config.checkpoints import CheckpointChoice, RestoreConfig, SaveConfig
-from t0repro.config.data import EvalDataConfig, TrainDataConfig
-from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.gin import door
-from t0repro.config.model import DTypePolicy, ModelConfig
 from t0repro.config.mtf.arguments import Arguments
 from t0repro.config.mtf.optimizer import OPTIMIZERS, SCHEDULES
 from t0repro.config.mtf.stand_ins import full_name, signature_of
-from t0repro.config.names import fields_by_argument
-from t0repro.config.run import MeshEvalRun, TextRun, TrainingPlan, TrainRun
+from t0repro.config.names import arguments_of, list_parts
+from t0repro.config.run import MeshEvalRun, TextRun, TrainRun
 
-_SETTINGS = (
-    TrainRun, MeshEvalRun, TextRun, TrainingPlan, ModelConfig, DTypePolicy, SaveConfig,
-    RestoreConfig, CheckpointChoice, TrainDataConfig, EvalDataConfig, DecodingConfig, InferConfig,
-    ScoreStringsConfig, *OPTIMIZERS.values(),
+# Configurables all of whose arguments rules read, or of which nothing depends on one.
+_ANY_ARGUMENT = (
+    "utils.serialize_num_microbatches", "utils.auto_train_steps", "utils.tpu_mesh_shape",
+    "utils.get_variable_dtype", "mesh_transformer.get_vocabulary", "ops.rewrite_stack_variables",
+    "optimize.adafactor_decay_rate_pow",
 )  # fmt: skip
-# Arguments that are no field's: rules read them, Mesh TensorFlow passes others itself, or nothing
-# that the JAX stack computes depends on them. `...` admits every argument.
-_OTHERS: Mapping[str, set[str] | EllipsisType] = {
+# Configurables of Mesh TensorFlow's whose every argument must have its default.
+_DEFAULTS_ALONE = (
+    "utils.score_with_estimator", "utils.init_checkpoint_variable_mapping",
+    "utils.should_load_variable", "utils.decode", "utils.clean_decodes", "dataset.pack_dataset",
+    "layers.unit_scaling_convention", "layers.VarianceScalingInitializer",
+    "transformer.Bitransformer", "transformer.VocabEmbedding",
+    "transformer.get_vocab_embedding_cls", "transformer.shift_targets",
+    "transformer.sublayer_residual", "transformer.sublayer_call_layer",
+    "transformer.sublayer_mask_padding", "transformer_layers.enc_dec_attention",
+    "transformer_layers.enc_dec_attention_bias",
+)  # fmt: skip
+# Arguments that set no field: rules read them, Mesh TensorFlow passes others itself, or nothing
+# that the JAX stack computes depends on them.
+_OTHERS: Mapping[str, set[str]] = {
     "utils.run": {
         # Read by rules.
         "vocabulary", "layout_rules", "total_run_steps",
@@ -35,25 +43,12 @@ _OTHERS: Mapping[str, set[str] | EllipsisType] = {
         "autostack", "export_checkpoint_step", "export_path", "iterations_per_loop", "mesh_devices",
         "tpu_job_name", "tpu", "gcp_project", "tpu_zone", "model_dir",
     },
-    "utils.serialize_num_microbatches": ...,
-    "utils.auto_train_steps": ...,
-    "utils.tpu_mesh_shape": ...,
     "utils.tpu_estimator_model_fn": {
         "model_info_file", "tpu_summaries", "hierarchical_tiling_spec", "init_checkpoint",
     },
-    "utils.score_with_estimator": set(),
-    "utils.init_checkpoint_variable_mapping": set(),
-    "utils.should_load_variable": set(),
-    "utils.decode": set(),
-    "utils.clean_decodes": set(),
     "utils.infer_model": {"decode_fn"},
     "utils.score_from_strings": {"score_postprocess_fn"},
     "utils.score_from_dataset": {"score_dataset_fn", "score_postprocess_fn"},
-    "mesh_transformer.get_vocabulary": ...,
-    "dataset.pack_dataset": set(),
-    "layers.unit_scaling_convention": set(),
-    "layers.VarianceScalingInitializer": set(),
-    "ops.rewrite_stack_variables": ...,
     "Bitransformer.decode": {"variable_dtype"},
     "Unitransformer.sample_autoregressive": {
         "temperature", "sampling_keep_top_k", "variable_dtype", "has_partial_sequences",
@@ -69,22 +64,11 @@ _OTHERS: Mapping[str, set[str] | EllipsisType] = {
     },
     "transformer.make_layer_stack": {"layers"},
     "transformer.make_bitransformer": {"decoder_name"},
-    "transformer.Bitransformer": set(),
-    "transformer.VocabEmbedding": set(),
-    "transformer.get_vocab_embedding_cls": set(),
-    "transformer.shift_targets": set(),
-    "transformer.sublayer_residual": set(),
-    "transformer.sublayer_call_layer": set(),
-    "transformer.sublayer_mask_padding": set(),
     "transformer_layers.DenseReluDense": {"dropout_rate"},
     "transformer_layers.SelfAttention": {"dropout_rate"},
     "transformer_layers.EncDecAttention": {"num_heads", "key_value_size", "dropout_rate"},
-    "transformer_layers.enc_dec_attention": set(),
-    "transformer_layers.enc_dec_attention_bias": set(),
     **{kind.gin_configurables["mtf"]: {"learning_rate"} for kind in OPTIMIZERS.values()},
     "optimize.AdafactorOptimizer": {"stacked_dim_names", "learning_rate"},
-    "optimize.adafactor_decay_rate_pow": ...,
-    "utils.get_variable_dtype": ...,
 }  # fmt: skip
 
 
@@ -92,15 +76,15 @@ _OTHERS: Mapping[str, set[str] | EllipsisType] = {
 def known_bindings() -> Mapping[str, set[str] | EllipsisType]:
     """Configurable -> its arguments that are read; `...` for all of them."""
     known: dict[str, set[str]] = {}
-    for name in fields_by_argument(_SETTINGS, "mtf"):
-        configurable, _, argument = name.rpartition("/")[2].rpartition(".")
-        # The JAX stack's own settings are all read.
-        if not configurable.startswith("t0repro."):
-            known.setdefault(full_name(configurable), set()).add(argument)
-    for name, arguments in _OTHERS.items():
-        others = set() if arguments is ... else arguments
-        known.setdefault(full_name(name), set()).update(others)
-    every = {full_name(name): ... for name, arguments in _OTHERS.items() if arguments is ...}
+    for kind in list_parts(TrainRun, MeshEvalRun, TextRun):
+        for each in arguments_of(kind, "mtf").values():
+            configurable = each.configurable.rpartition("/")[2]
+            # The JAX stack's own settings are all read.
+            if not configurable.startswith("t0repro."):
+                known.setdefault(full_name(configurable), set()).add(each.argument)
+    for name, arguments in {**dict.fromkeys(_DEFAULTS_ALONE, ()), **_OTHERS}.items():
+        known.setdefault(full_name(name), set()).update(arguments)
+    every = dict.fromkeys(map(full_name, _ANY_ARGUMENT), ...)
     schedules = {
         name: {*signature_of(name).parameters} - {"step", "total_train_steps"} for name in SCHEDULES
     }
@@ -120,7 +104,7 @@ def refuse_unknown_bindings(arguments: Arguments) -> None:
         defaults = arguments.defaults(selector)
         # Compare with the signature's defaults: binding a default changes nothing.
         for argument in set(bound) - known:
-            value = arguments.of(selector, scope)[argument]
+            value = arguments.read(selector, scope)[argument]
             if argument not in defaults or value != defaults[argument]:
-                shown = door.as_text(bound[argument])
+                shown = door.format_value(bound[argument])
                 arguments.refuse(f"{argument} = {shown}", argument, selector, scope)

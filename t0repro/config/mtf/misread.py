@@ -15,9 +15,9 @@ from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, Key
 from t0repro.config.gin.folders import is_shipped
+from t0repro.config.hints import alternatives, declared_arguments, describe_type, fits
 from t0repro.config.mtf.arguments import DECODER_ONLY, TOWERS, scopes_read
 from t0repro.config.mtf.stand_ins import full_name
-from t0repro.config.ranges import alternatives, declared_arguments, fits, in_words
 from t0repro.errors import UserError, nearest_names
 
 # Arguments whose defaults do not show that they are lists or functions.
@@ -30,6 +30,7 @@ _TYPES: Mapping[str, Any] = {
     "activation": str | Sequence[str],
     "beam_size": int,
     "num_heads": int,
+    "sampling_keep_top_k": int,
     "vocab_divisor": int,
 }  # fmt: skip
 # The JAX stack reads these from the object made in the scope, or in the scope of a reference.
@@ -44,7 +45,7 @@ _MODEL_TYPES = ("bitransformer", "lm", "delimited_lm")
 _PACKAGES = ("mesh_tensorflow.", "t5.", "t0repro.", "Bitransformer.", "Unitransformer.")
 
 
-def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
+def list_misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
     """Errors for bindings whose meaning differs from what they say, or that have no effect.
 
     Args:
@@ -58,13 +59,18 @@ def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
         if selector in (door.MACRO, "gin.constant"):
             continue
         hints = declared_arguments(door.function_of(selector))
-        for argument, value in door.resolved(scope, selector).items():
+        for argument, value in door.resolve_bindings(scope, selector).items():
             if argument not in arguments:
                 continue  # bound in an enclosing scope
             where = bindings.place((scope, selector, argument))
             hint = hints.get(argument)
             if bool in alternatives(hint) and not fits(value, hint):
-                yield _no_truth_value(f"{_short(selector)}.{argument}", value, where)
+                yield NotOnJax(
+                    f"{_short(selector)}.{argument} is {value!r}, which is not a truth value; Mesh"
+                    f" TensorFlow takes it for {bool(value)}.",
+                    where=where,
+                    fix=f"Bind True or False, without quotation marks{_OR_WARNED}.",
+                )
             # Files of t5 and Mesh TensorFlow bind for models of every type, and a user's own code
             # may enter scopes of its own.
             elif model_type in _MODEL_TYPES and selector.startswith(_PACKAGES):
@@ -99,7 +105,7 @@ def scoped_calls(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
         read = scopes_read(selector, model_type)
         if selector.startswith(_READ_IN_ANY_SCOPE) or scope in read:
             continue
-        values = door.resolved(scope, selector)
+        values = door.resolve_bindings(scope, selector)
         for argument in arguments:
             key = (scope, selector, argument)
             if not _holds_anyway(key, values[argument], read):
@@ -124,7 +130,7 @@ def _holds_anyway(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
     """Whether an argument has the value in these scopes too."""
     _, selector, argument = key
     default = _default(selector, argument)
-    return all(door.resolved(x, selector).get(argument, default) == value for x in scopes)
+    return all(door.resolve_bindings(x, selector).get(argument, default) == value for x in scopes)
 
 
 def _default(selector: str, argument: str) -> Any:
@@ -172,7 +178,7 @@ def _prevails(place: str | None, key: Key, bindings: Bindings) -> bool:
 
 def _scope_in_effect(scope: str, selector: str, argument: str) -> str | None:
     """The innermost scope enclosing `scope` that binds the argument; None if none does."""
-    around = reversed(door.enclosing(scope))
+    around = reversed(door.outer_scopes(scope))
     return next((x for x in around if argument in door.bound().get((x, selector), {})), None)
 
 
@@ -191,7 +197,7 @@ def check_types(bindings: Bindings) -> None:
             continue
         parameters = inspect.signature(door.function_of(selector)).parameters
         for argument, raw in arguments.items():
-            value = door.followed(raw)
+            value = door.follow_macros(raw)
             hint = _TYPES.get(argument)
             if hint is None and argument in parameters:
                 default = parameters[argument].default
@@ -201,24 +207,15 @@ def check_types(bindings: Bindings) -> None:
             # A reference's value is known only when it is called.
             known = value
             if isinstance(value, list | tuple):
-                known = [x for x in value if not door.is_reference(door.followed(x))]
+                known = [x for x in value if not door.is_reference(door.follow_macros(x))]
             if hint is None or door.is_reference(value) or fits(known, hint):
                 continue
-            wanted = in_words(hint)
+            wanted = describe_type(hint)
             raise UserError(
                 f"{_short(selector)}.{argument} is {value!r}; it must be {wanted}.",
                 where=bindings.place((scope, selector, argument)),
                 fix=f"Bind {wanted}.",
             )
-
-
-def _no_truth_value(name: str, value: Any, where: str | None) -> NotOnJax:
-    return NotOnJax(
-        f"{name} is {value!r}, which is not a truth value; Mesh TensorFlow takes it for"
-        f" {bool(value)}.",
-        where=where,
-        fix=f"Bind True or False, without quotation marks{_OR_WARNED}.",
-    )
 
 
 def _no_effect(key: Key, read: tuple[str, ...], bindings: Bindings) -> NotOnJax:

@@ -1,4 +1,4 @@
-"""The rules by which gin's bindings of Mesh TensorFlow's layers make a ModelConfig.
+"""The rules by which gin's bindings make a model, its dtypes and its layout.
 
 Mesh TensorFlow builds a tower from a list of layer classes, each called in the tower's scope. What
 its layers are called with is read here, and a layer or an option that the JAX model lacks is an
@@ -8,15 +8,18 @@ error that names the binding.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from t0repro.config import ranges
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.folders import is_shipped
-from t0repro.config.model import Activation, ModelConfig
+from t0repro.config.model import Activation, DType, DTypePolicy, Layout, ModelConfig
+from t0repro.config.mtf import mesh
 from t0repro.config.mtf.arguments import Arguments
+from t0repro.config.mtf.inputs import read_dtype_name
 from t0repro.config.mtf.jax_settings import check_recompute
 from t0repro.config.mtf.stand_ins import full_name
 from t0repro.errors import UserError
@@ -94,7 +97,7 @@ def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> Model
     for tower in towers:
         _check_tower(arguments, tower)
     sizes = vocabulary_sizes[-len(towers) :]
-    rows = [_padded(arguments, *each) for each in zip(towers, sizes, strict=True)]
+    rows = [_pad_rows(arguments, *each) for each in zip(towers, sizes, strict=True)]
     if len(towers) == 2:
         _check_encoder_and_decoder(arguments, towers[0], towers[1], rows)
     # If both towers must agree on a value, take it from the decoder, or from the only tower.
@@ -102,8 +105,8 @@ def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> Model
     attention, feed_forward = decoder.layers[0].arguments, decoder.layers[-1].arguments
     # A tower lists every sublayer's layer: two or three of them form one block.
     layers = [len(tower.layers) // len(tower.kinds) for tower in towers]
-    own = arguments.of("t0repro.jax_model")
-    recompute = check_recompute(own["recompute"])
+    settings = arguments.read("t0repro.jax_model")
+    recompute = check_recompute(settings["recompute"])
     # None decides by memory. recompute_grads = False cannot mean `none`: T0's commands have this
     # default and must fit their TPU slices.
     by_stack = "full" if any(tower.stack["recompute_grads"] for tower in towers) else None
@@ -117,13 +120,13 @@ def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> Model
         d_kv=attention["key_value_size"],
         relative_attention_num_buckets=attention["relative_attention_num_buckets"],
         vocab_size=rows[-1],
-        activations=_activations(feed_forward["activation"], own["exact_gelu"]),
+        activations=_activations(feed_forward["activation"], settings["exact_gelu"]),
         dropout_rate=_dropout_rate(arguments, towers),
         shared_towers=len({tower.name for tower in towers}) < len(towers),
         recompute=recompute or by_stack,
         norm_names=_norm_names(arguments, towers),
         # `misread` has refused scoped bindings.
-        rms_norm_epsilon=float(arguments.of("transformer.sublayer_rms_norm")["epsilon"]),
+        rms_norm_epsilon=float(arguments.read("transformer.sublayer_rms_norm")["epsilon"]),
         # In a tower of one layer, its own bias equals a shared one, and the variable has the
         # same name.
         position_bias_per_layer=attention["relative_attention_type"] == "bias" and max(layers) > 1,
@@ -136,9 +139,79 @@ def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> Model
     return model
 
 
+def add_adapter_and_loss(arguments: Arguments, model: ModelConfig) -> ModelConfig:
+    """The model with the adapter and the loss over answer choices that gin binds, if any.
+
+    Raises:
+      UserError: If one does not suit the model.
+    """
+    training, places = arguments.read("t0repro.jax_training"), arguments.provenance
+    if (adapter := training["adapter"]) is not None:
+        targets = arguments.place("targets", f"t0repro.adapters.{adapter.kind}")
+        model = model.with_adapter(adapter, targets or places["model.adapter"])
+    return model.with_choice_loss(training["choice_loss"], places.get("model.loss_denominator"))
+
+
+def read_dtypes(arguments: Arguments, float32_activations: bool) -> DTypePolicy:
+    """The dtypes; activations are float32 whatever gin binds if `float32_activations`.
+
+    Raises:
+      NotOnJax: For a dtype in which the JAX stack does not compute.
+    """
+    configurable = "utils.get_variable_dtype"
+    names: dict[str, Any] = {
+        field: read_dtype_name(arguments, f"{field}_dtype")
+        for field in ("master", "slice", "activation")
+    }
+    # As t5's main does without --tpu, whatever gin binds.
+    if float32_activations:
+        names |= dict.fromkeys(("slice", "activation"), "float32")
+    # In evaluation, 16-bit weights and 16-bit activations give the same results.
+    if names["slice"] != "float32" and (
+        arguments.run["mode"] == "train" or names["activation"] == "float32"
+    ):
+        arguments.refuse(f"slice_dtype {names['slice']!r}", "slice_dtype", configurable)
+    for field, name in names.items():
+        if name not in get_args(DType):
+            arguments.refuse(f"{field}_dtype {name!r}", f"{field}_dtype", configurable)
+    dtypes = arguments.settings(DTypePolicy, "dtypes.", **names)
+    if float32_activations:
+        for field in ("slice", "activation"):
+            arguments.provenance[f"dtypes.{field}"] = "set by t5_mesh_transformer without --tpu"
+    return dtypes
+
+
+def read_layout(arguments: Arguments, tpu_mesh: str | None) -> Layout:
+    """The Layout that mesh_shape and layout_rules define; without a mesh, all devices along data.
+
+    Args:
+      arguments: gin's.
+      tpu_mesh: see `RunInputs.tpu_mesh`.
+
+    Raises:
+      NotOnJax: for a rule that shards d_model.
+    """
+    shape, rules = arguments.run["mesh_shape"], arguments.run["layout_rules"]
+    # One device: there is nothing to shard, and rules without a mesh have no meaning.
+    if math.prod(each.size for each in mesh.mesh_dimensions(shape)) == 1:
+        return Layout()
+
+    # A set: dimensions on the same mesh axis are sharded by it once.
+    def shards(*dimensions: str) -> int:
+        axes = {axis for name in dimensions for axis in mesh.mesh_axes(name, shape, rules)}
+        return math.prod(axis.size for axis in axes)
+
+    if shards("d_model") > 1:
+        arguments.refuse("a rule that divides d_model", "layout_rules")
+    # Only a mesh computed for a TPU adapts to the devices of this machine.
+    topology = arguments.read("utils.tpu_mesh_shape")["tpu_topology"] if tpu_mesh else None
+    # Mesh TensorFlow may shard only some of these three; here, all of them are sharded.
+    return Layout(shards("batch"), shards("d_ff", "heads", "vocab"), topology=topology)
+
+
 def _check_depth(arguments: Arguments) -> None:
     for scope in ("", "encoder", "decoder"):
-        depth = arguments.of(_MAKE_STACK, scope).get("num_layers")
+        depth = arguments.read(_MAKE_STACK, scope).get("num_layers")
         place = arguments.place("num_layers", _MAKE_STACK, scope)
         ranges.check_field(ModelConfig, "num_decoder_layers", depth, place, "num_layers")
 
@@ -149,7 +222,7 @@ def _check_depth(arguments: Arguments) -> None:
 def _read_towers(arguments: Arguments) -> list[_Tower]:
     if arguments.model_type != "bitransformer":
         return [_read_tower(arguments, "", _ENCODER_LAYERS, "transformer")]
-    names = arguments.of("transformer.make_bitransformer")
+    names = arguments.read("transformer.make_bitransformer")
     return [
         _read_tower(arguments, "encoder", _ENCODER_LAYERS, names["encoder_name"]),
         _read_tower(arguments, "decoder", _DECODER_LAYERS, names["decoder_name"]),
@@ -159,31 +232,31 @@ def _read_towers(arguments: Arguments) -> list[_Tower]:
 def _read_tower(arguments: Arguments, scope: str, kinds: tuple[str, ...], name: str) -> _Tower:
     items = door.value_of(full_name(_MAKE_STACK), "layers", scope)
     if not isinstance(items, list | tuple):
-        arguments.refuse(f"layers = {door.as_text(items)}", "layers", _MAKE_STACK, scope)
+        arguments.refuse(f"layers = {door.format_value(items)}", "layers", _MAKE_STACK, scope)
     block = [_read_layer(arguments, item, number, scope) for number, item in enumerate(items)]
-    options = arguments.of(_TOWER, scope)
+    options = arguments.read(_TOWER, scope)
     if "max_length" not in options:
         raise UserError(
             "Unitransformer.max_length is not bound, and it has no default.",
             fix='Include a model\'s gin file, or add --gin_param="Unitransformer.max_length = N".',
         )
-    depth = arguments.of(_MAKE_STACK, scope)["num_layers"]
-    return _Tower(scope, kinds, name, block * depth, options, arguments.of(_STACK, scope))
+    depth = arguments.read(_MAKE_STACK, scope)["num_layers"]
+    return _Tower(scope, kinds, name, block * depth, options, arguments.read(_STACK, scope))
 
 
 def _read_layer(arguments: Arguments, item: Any, number: int, scope: str) -> _Layer:
     """A layer of the list: a class, or a list of a class, a name and arguments."""
-    parts = [door.followed(x) for x in (item if isinstance(item, list | tuple) else [item])]
+    parts = [door.follow_macros(x) for x in (item if isinstance(item, list | tuple) else [item])]
     references = [reference for x in parts if (reference := door.reference_to(x, within=scope))]
     given = [x for x in parts if isinstance(x, dict)]
     names = [x for x in parts if isinstance(x, str)]
     if len(references) != 1 or len(parts) != 1 + len(given) + len(names):
-        arguments.refuse(f"{door.as_text(item)} as a layer", "layers", _MAKE_STACK, scope)
+        arguments.refuse(f"{door.format_value(item)} as a layer", "layers", _MAKE_STACK, scope)
     reference = references[0]
-    values = arguments.of(reference.selector, reference.scope)
+    values = arguments.read(reference.selector, reference.scope)
     if reference.name == "EncDecAttention":
         # It passes on to its base class what it does not read, and gin adds that class's bindings.
-        values = {**arguments.of("transformer_layers.SelfAttention", reference.scope), **values}
+        values = {**arguments.read("transformer_layers.SelfAttention", reference.scope), **values}
     # Mesh TensorFlow goes through an item in order, so the last name and arguments win.
     given_last = given[-1] if given else {}
     return _Layer(
@@ -194,7 +267,7 @@ def _read_layer(arguments: Arguments, item: Any, number: int, scope: str) -> _La
     )
 
 
-def _padded(arguments: Arguments, tower: _Tower, size: int) -> int:
+def _pad_rows(arguments: Arguments, tower: _Tower, size: int) -> int:
     """Rows of the embedding, padded so that any mesh can shard them."""
     divisor = tower.options["vocab_divisor"]
     if divisor < 1:
@@ -254,10 +327,12 @@ def _check_layer(arguments: Arguments, layer: _Layer, scope: str) -> None:
     if layer.kind == "EncDecAttention" and layer.arguments[position] is not None:
         arguments.refuse("relative attention to the encoder", position, name, scope)
     if layer.kind == "DenseReluDense":
-        names = layer.arguments["activation"]
-        names = (names,) if isinstance(names, str) else tuple(names)
+        activation = layer.arguments["activation"]
+        names = activation if isinstance(activation, list | tuple) else (activation,)
         if not all(isinstance(each, str) and each in _ACTIVATIONS for each in names):
-            what = f"the activation {layer.arguments['activation']!r}"
+            name_of_function = getattr(activation, "__name__", None)
+            shown = f"@{name_of_function}" if name_of_function else repr(activation)
+            what = f"the activation {shown}"
             arguments.refuse(
                 f"{what} (known: {', '.join(_ACTIVATIONS)})", "activation", name, scope
             )
@@ -304,14 +379,16 @@ def _check_sizes_agree(arguments: Arguments, encoder: _Tower, decoder: _Tower) -
             read = lambda tower, at=number, size=size: tower.layers[at].arguments[size]  # noqa: E731
             sizes.append((size, f"transformer_layers.{kind}", read))
     for argument, name, read in sizes:
-        one, other = read(encoder), read(decoder)
-        if one != other:
-            what = f"{argument} = {one!r} in the encoder and {other!r} in the decoder"
+        in_encoder, in_decoder = read(encoder), read(decoder)
+        if in_encoder != in_decoder:
+            what = f"{argument} = {in_encoder!r} in the encoder and {in_decoder!r} in the decoder"
             arguments.refuse(what, argument, name)
     for argument in _SIZES["EncDecAttention"]:
-        one, other = (layer.arguments[argument] for layer in decoder.layers[:2])
-        if one != other:
-            what = f"{argument} = {one!r} in SelfAttention and {other!r} in EncDecAttention"
+        to_self, to_encoder = (layer.arguments[argument] for layer in decoder.layers[:2])
+        if to_self != to_encoder:
+            what = (
+                f"{argument} = {to_self!r} in SelfAttention and {to_encoder!r} in EncDecAttention"
+            )
             arguments.refuse(what, argument, "transformer_layers.EncDecAttention", "decoder")
 
 
@@ -373,7 +450,7 @@ def _dropout_rate(arguments: Arguments, towers: Sequence[_Tower]) -> float:
     """The one rate of all dropouts."""
     # Layers are built in their tower's scope, but sublayers are called outside of it, where a
     # scoped binding would have no effect; `misread` has refused those.
-    of_sublayers = arguments.of("transformer.sublayer_dropout")["dropout_rate"]
+    of_sublayers = arguments.read("transformer.sublayer_dropout")["dropout_rate"]
     rates = {layer.arguments["dropout_rate"] for tower in towers for layer in tower.layers}
     for tower in towers:
         # Only the legacy layer stack has a rate.
@@ -389,12 +466,12 @@ def _dropout_rate(arguments: Arguments, towers: Sequence[_Tower]) -> float:
     ]
     # Files of t5 bind all rates to one macro.
     places = [place for key in keys if (place := arguments.bindings.place(key))]
-    own = [place for place in places if not is_shipped(place)]
+    users = [place for place in places if not is_shipped(place)]
     raise NotOnJax(
         f"The JAX stack does not support different dropout rates in one model"
         f" ({', '.join(map(str, sorted(rates)))}; sublayer_dropout.dropout_rate is one of"
         " them).",
-        where="; ".join(own)
+        where="; ".join(users)
         or arguments.bindings.source((), full_name("transformer.sublayer_dropout"), "dropout_rate"),
         fix="Bind the macro dropout_rate alone, or run with --backend=mtf.",
     )

@@ -79,7 +79,7 @@ def parse_model_api(
     """
     check_mode(flags)
     if flags.mode in _EXPORTS:
-        raise refused_export(flags.mode, "--mode")
+        raise export_refusal(flags.mode, "--mode")
     steps = checkpoint_steps(flags)
     parsed = parse(inputs, with_packages=with_packages)
     places = dict(parsed.places)
@@ -110,7 +110,7 @@ def check_mode(flags: Any) -> None:
         )
 
 
-def refused_export(mode: str, where: str | None) -> NotOnJax:
+def export_refusal(mode: str, where: str | None) -> NotOnJax:
     """The error for a mode that writes a TensorFlow SavedModel."""
     return NotOnJax(
         f"Mode {mode!r} writes a TensorFlow SavedModel, which the JAX stack does not.",
@@ -176,25 +176,25 @@ def _statements(flags: Any, steps: int | str | list[int], find_checkpoint: FindC
     if flags.mode != "eval":
         common += [f"run.sequence_length = {lengths}", "run.eval_dataset_fn = None"]
     if flags.mode in ("train", "finetune"):
-        return "\n".join([*common, *_training(flags, steps, find_checkpoint)])
+        return "\n".join([*common, *_training_statements(flags, steps, find_checkpoint)])
     common += ["run.train_steps = 0", f"run.eval_checkpoint_step = {steps!r}"]
-    return "\n".join([*common, *_evaluation(flags)])
+    return "\n".join([*common, *_evaluation_statements(flags)])
 
 
-def _training(
+def _training_statements(
     flags: Any, steps: int | str | list[int], find_checkpoint: FindCheckpoint
 ) -> list[str]:
     train_steps, start = flags.train_steps, None
     if flags.mode == "finetune":
-        found = find_checkpoint(flags.pretrained_model_dir, _pretrained_step(steps))
-        if found.step is None:
+        checkpoint = find_checkpoint(flags.pretrained_model_dir, _step_to_tune(steps))
+        if checkpoint.step is None:
             raise UserError(
                 "The checkpoint's name does not say its step, from which training counts.",
-                where=found.path,
+                where=checkpoint.path,
                 fix="Rename it to model.ckpt-<step>.",
             )
         # MtfModel counts from the checkpoint's step.
-        train_steps, start = found.step + train_steps, found.path
+        train_steps, start = checkpoint.step + train_steps, checkpoint.path
     return [
         "run.mode = 'train'",
         "run.dataset_split = 'train'",
@@ -205,7 +205,7 @@ def _training(
     ]
 
 
-def _pretrained_step(steps: int | str | list[int]) -> int | None:
+def _step_to_tune(steps: int | str | list[int]) -> int | None:
     if steps == "all" or (isinstance(steps, list) and len(steps) != 1):
         raise UserError(
             "Fine-tuning starts from a single checkpoint.",
@@ -215,7 +215,7 @@ def _pretrained_step(steps: int | str | list[int]) -> int | None:
     return steps[0] if isinstance(steps, list) else None
 
 
-def _evaluation(flags: Any) -> list[str]:
+def _evaluation_statements(flags: Any) -> list[str]:
     if flags.mode == "eval":
         return [
             "run.mode = 'eval'",

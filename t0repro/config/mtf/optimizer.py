@@ -62,7 +62,7 @@ def read_optimizer(arguments: Arguments, model: ModelConfig) -> OptimizerConfig 
         arguments.refuse(f"the optimizer {reference.name}", "optimizer")
     names = model.mesh_variables()
     rules: dict[str, Any] = {"frozen": _frozen(arguments, names)}
-    options = arguments.of(reference.selector, reference.scope)
+    options = arguments.read(reference.selector, reference.scope)
     if kind is AdafactorConfig:
         rules |= _adafactor_rules(arguments, reference, options, names)
     elif kind is AdamWeightDecayConfig:
@@ -154,7 +154,7 @@ def read_schedule(
     if isinstance(bound, list | tuple):
         # Mesh TensorFlow calls its product with the factors; the product's offset may be bound.
         product = {
-            **arguments.of(f"learning_rate_schedules.{_PRODUCT}"),
+            **arguments.read(f"learning_rate_schedules.{_PRODUCT}"),
             "factors": _read_factors(arguments, bound, ""),
         }
         return ScheduleConfig(_PRODUCT, product, total_train_steps)
@@ -173,7 +173,7 @@ def _read_function(arguments: Arguments, reference: Reference) -> tuple[str, dic
     """A schedule's name and arguments."""
     if reference.selector not in SCHEDULES:
         arguments.refuse(f"the schedule {reference.selector}", "learning_rate_schedule")
-    values = dict(arguments.of(reference.selector, reference.scope))
+    values = dict(arguments.read(reference.selector, reference.scope))
     if reference.name == _PRODUCT:
         raw = door.value_of(reference.selector, "factors", reference.scope)
         values["factors"] = _read_factors(arguments, raw, reference.scope)
@@ -188,7 +188,7 @@ def _read_factors(arguments: Arguments, raw: Any, scope: str) -> list[Any]:
         if reference is not None:
             name, values = _read_function(arguments, reference)
             factors.append({"name": name, "arguments": values})
-        elif isinstance(number := door.followed(item), int | float):
+        elif isinstance(number := door.follow_macros(item), int | float):
             factors.append(number)
         else:
             arguments.refuse(f"the factor {item!r}", "learning_rate_schedule")
@@ -197,4 +197,4 @@ def _read_factors(arguments: Arguments, raw: Any, scope: str) -> list[Any]:
 
 def _shown(arguments: Arguments, bound: Any, argument: str) -> str:
     """A value of `utils.run`; one that gin calls, as it is written."""
-    return door.as_text(bound) if door.is_reference(bound) else repr(arguments.run[argument])
+    return door.format_value(bound) if door.is_reference(bound) else repr(arguments.run[argument])

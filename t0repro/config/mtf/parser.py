@@ -12,9 +12,10 @@ import gin
 from t0repro import compat
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, record_bindings
-from t0repro.config.gin.errors import check_references, configuration_errors
+from t0repro.config.gin.errors import configuration_errors
 from t0repro.config.gin.folders import default_bindings, mesh_folders
 from t0repro.config.gin.imports import restrict_imports
+from t0repro.config.gin.references import check_references
 from t0repro.config.mtf import jax_settings as jax_settings  # registers its configurables
 from t0repro.config.mtf import stand_ins
 from t0repro.storage import check_address
@@ -56,7 +57,7 @@ def parse(inputs: MeshInputs, *, warn: bool = True, with_packages: bool = True) 
     Args:
       inputs: files, overrides and search paths.
       warn: whether to print a warning for each macro in a file that nothing reads.
-      with_packages: False within `stand_ins.registered`, with the tasks loaded; otherwise t5,
+      with_packages: False within `stand_ins.register`, with the tasks loaded; otherwise t5,
         Mesh TensorFlow and SeqIO are imported, which registers their own configurables.
 
     Raises:
@@ -89,7 +90,7 @@ def parse(inputs: MeshInputs, *, warn: bool = True, with_packages: bool = True) 
 
 def deprecated_references() -> tuple[str, ...]:
     """The references that gin skips: those on the list of t5's module, or once on it."""
-    return (*stand_ins.recorded()["deprecated"], *_ONCE_DEPRECATED)
+    return (*stand_ins.read_signatures()["deprecated"], *_ONCE_DEPRECATED)
 
 
 def _parse_files(inputs: MeshInputs) -> Bindings:

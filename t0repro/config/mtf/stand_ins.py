@@ -39,7 +39,7 @@ class DType:
 
 
 @functools.cache
-def recorded() -> Mapping[str, Any]:
+def read_signatures() -> Mapping[str, Any]:
     """The content of signatures.json."""
     return json.loads((Path(__file__).parent / "signatures.json").read_text())
 
@@ -47,12 +47,12 @@ def recorded() -> Mapping[str, Any]:
 @functools.cache
 def full_name(name: str) -> str:
     """The recorded selector that gin finds for a name such as `utils.run`."""
-    selectors = [x for x in recorded()["configurables"] if f".{x}".endswith(f".{name}")]
+    selectors = [x for x in read_signatures()["configurables"] if f".{x}".endswith(f".{name}")]
     return name if name in selectors or len(selectors) != 1 else selectors[0]
 
 
 @contextlib.contextmanager
-def registered() -> Iterator[None]:
+def register() -> Iterator[None]:
     """Puts the stand-ins in gin's registry, in the place of the packages' own, within the block.
 
     gin's configuration is empty before the block, and again after it.
@@ -63,7 +63,7 @@ def registered() -> Iterator[None]:
         """Imports what a gin file names, except what stand-ins describe."""
         nonlocal others
         package, _, inside = name.partition(".")
-        if name in recorded()["modules"]:
+        if name in read_signatures()["modules"]:
             return None
         # Older gin files import modules that the packages no longer have: fail as they would.
         if package in _PACKAGES and not has_module(package, inside):
@@ -80,7 +80,7 @@ def registered() -> Iterator[None]:
 
     gin.clear_config()
     try:
-        with door.search_path_restored(), door.importing_with(import_named):
+        with door.restore_search_path(), door.replace_import(import_named):
             yield
     finally:
         gin.clear_config()
@@ -93,7 +93,7 @@ def _all() -> Mapping[str, Any]:
 
     @functools.cache  # each once, after those that are its defaults
     def make(selector: str) -> Any:
-        record = recorded()["configurables"][selector]
+        record = read_signatures()["configurables"][selector]
         module, _, name = selector.rpartition(".")
         names: dict[str, Any] = {"gin": gin, "tf": _Named(DType)}
         names |= {package: _Named(make, package) for package in _PACKAGES}
@@ -117,8 +117,8 @@ def _all() -> Mapping[str, Any]:
         return register(stand_in)
 
     # A run on Mesh TensorFlow in this process may have locked gin's configuration.
-    with gin.unlock_config(), door.registering_apart() as made:
-        for selector in recorded()["configurables"]:
+    with gin.unlock_config(), door.register_apart() as made:
+        for selector in read_signatures()["configurables"]:
             make(selector)
     return dict(made)
 
@@ -166,7 +166,7 @@ class _Named:
 
     def __getattr__(self, name: str) -> Any:
         path = f"{self._path}.{name}" if self._path else name
-        is_complete = not self._path or path in recorded()["configurables"]
+        is_complete = not self._path or path in read_signatures()["configurables"]
         return self._make(path) if is_complete else _Named(self._make, path)
 
 
@@ -193,14 +193,10 @@ def _get_vocabulary(mixture_or_task_name: Any = None) -> Any:
     return tuple(feature.vocabulary for feature in both)
 
 
-def _auto_train_steps(
-    batch_size: int, sequence_length: Mapping[str, int], train_tokens: int
-) -> int:
-    return train_tokens // (batch_size * max(sequence_length.values()))
-
-
 _CALLED: Mapping[str, Callable[..., Any]] = {
     "get_vocabulary": _get_vocabulary,
     "tpu_mesh_shape": tpu_mesh_shape,
-    "auto_train_steps": _auto_train_steps,
+    "auto_train_steps": lambda batch_size, sequence_length, train_tokens: (
+        train_tokens // (batch_size * max(sequence_length.values()))
+    ),
 }

@@ -15,46 +15,14 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t0repro.config.checkpoints import BestCheckpoints, RestoreConfig, SaveConfig
-from t0repro.config.data import (
-    ByteVocabulary,
-    EvaluatorConfig,
-    ExampleFiles,
-    PassThroughVocabulary,
-    SentencePieceVocabulary,
-    SeqioDataConfig,
-)
-from t0repro.config.decoding import DecodingPlan
-from t0repro.config.model import Arithmetic, DTypePolicy, ModelConfig
-from t0repro.config.names import UNSET, Argument, arguments_of
-from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
-from t0repro.config.ranges import alternatives, fits, hints_of, in_words
-from t0repro.config.run import (
-    EarlyStoppingConfig,
-    EvalRun,
-    InferRun,
-    TerminateOnNanConfig,
-    TrainingPlan,
-    TrainRun,
-)
+from t0repro.config.data import VOCABULARIES
+from t0repro.config.hints import alternatives, describe_type, fits, hints_of
+from t0repro.config.names import UNSET, Argument, arguments_of, list_parts
+from t0repro.config.run import EvalRun, InferRun, TrainRun
 
 REQUIRED: Any = inspect.Parameter.empty
 ONLY_T5X = "Remove the binding, or run it with T5X itself."
-# Of several fields that one argument sets, the first decides its type and default.
-_KINDS = (
-    *(
-        TrainingPlan,
-        EvalRun,
-        InferRun,
-        SeqioDataConfig,
-        ExampleFiles,
-        SaveConfig,
-        BestCheckpoints,
-    ),
-    *(RestoreConfig, EvaluatorConfig, EarlyStoppingConfig, TerminateOnNanConfig, ModelConfig),
-    *(Arithmetic, DTypePolicy, AdafactorConfig, DecodingPlan, SentencePieceVocabulary),
-    *(ByteVocabulary, PassThroughVocabulary, ScheduleConfig, TrainRun),
-)
+_KINDS = list_parts(EvalRun, InferRun, TrainRun, *VOCABULARIES)
 KIND_OF = {
     configurable: kind
     for kind in _KINDS
@@ -88,11 +56,11 @@ class Parameter:
         return self.hint is not UNSET and fits(value, self.hint)
 
     @property
-    def in_words(self) -> str:
+    def type_in_words(self) -> str:
         """The declared type, in words."""
         parts = [call.rpartition(".")[2] for call in self.calls]
         if self.hint is not UNSET:
-            parts.append(in_words(self.hint))
+            parts.append(describe_type(self.hint))
         return ", or ".join(parts)
 
 
@@ -318,6 +286,9 @@ STANDARD: Mapping[str, tuple[str, ...]] = {
 }
 """T5X's functions and classes that arguments have as default; naming one there changes nothing."""
 
+PROGRAMS = {"train": "train", "eval": "evaluate", "infer": "infer", "precompile": "precompile"}
+"""Run mode -> the function that its gin files configure."""
+_RESULTS = ("write_inferences_to_file", "merge_chunks_to_file")
 _SEQIO = {
     "vocabularies": ("SentencePieceVocabulary", "ByteVocabulary", "PassThroughVocabulary"),
     "dataset_providers": ("Feature",),
@@ -325,72 +296,37 @@ _SEQIO = {
     "evaluation": ("Evaluator",),
     "loggers": ("PyLoggingLogger", "TensorBoardLogger", "JSONLogger"),
 }
-_RESULTS = ("write_inferences_to_file", "merge_chunks_to_file")
-PROGRAMS = {"train": "train", "eval": "evaluate", "infer": "infer", "precompile": "precompile"}
-"""Run mode -> the function that its gin files configure."""
-
-
-def _named(module: str, *names: str) -> dict[str, str]:
-    return {name: f"{module}.{name}" for name in names}
-
-
-MODULES: Mapping[str, Mapping[str, str]] = {
-    "__main__": {
-        name: name for name in (*PROGRAMS.values(), "create_task_from_tfexample_file", *_RESULTS)
-    },
-    "t5x.infer": {name: name for name in _RESULTS},
-    "t5x.utils": _named(
-        "utils",
-        "DatasetConfig",
-        "SaveCheckpointConfig",
-        "RestoreCheckpointConfig",
-        "CheckpointConfig",
-        "create_learning_rate_scheduler",
-        "get_dataset",
-        "get_training_eval_datasets",
-        "TrainStateInitializer",
-        "verify_matching_vocabs",
-    ),
-    "t5x.models": _named(
-        "models", "EncoderDecoderModel", "get_input_vocabulary", "get_output_vocabulary"
-    ),
-    "t5x.decoding": _named("decoding", "beam_search", "temperature_sample"),
-    "t5x.checkpoints": _named(
-        "checkpoints",
-        "SaveBestCheckpointer",
-        "Checkpointer",
-        "OrbaxCheckpointManagerInterface",
-    ),
-    "t5x.optimizers": _named("optimizers", "chain", "MultiOptimizer"),
-    "t5x.adafactor": _named("adafactor", "Adafactor", "HParamMap", "standard_logical_factor_rules"),
-    "t5x.partitioning": {
-        **_named("partitioning", "PjitPartitioner", "standard_logical_axis_rules"),
-        "ModelBasedPjitPartitioner": _PARTITIONER,
-    },
-    "t5x.trainer": _named(
-        "trainer",
-        "Trainer",
-        "WeightMetricsComputer",
-        "EarlyStoppingAction",
-        "TerminateOnNanAction",
-    ),
-    "t5x.gin_utils": _named("gin_utils", "summarize_gin_config"),
-    "t5x.examples.t5.network": _named("network", "Transformer", "T5Config"),
-    "t5x.examples.scalable_t5.network": {
-        "Transformer": "network.Transformer",
-        "T5Config": "scalable_t5.network.T5Config",
-    },
-    "t5x.contrib.gpu.t5.network": {
-        "Transformer": "network.Transformer",
-        "T5Config": "gpu.network.T5Config",
-    },
-    # SeqIO has each name in its package too.
-    "seqio": {name: f"seqio.{name}" for names in _SEQIO.values() for name in names},
-    **{
-        f"seqio.{module}": {name: f"seqio.{name}" for name in names}
-        for module, names in _SEQIO.items()
-    },
+# Where a configurable's module is not t5x.MODULE: what precedes its name -> the module.
+_ELSEWHERE = {
+    "": "__main__",
+    "seqio": "seqio",
+    "network": "t5x.examples.t5.network",
+    "scalable_t5.network": "t5x.examples.scalable_t5.network",
+    "gpu.network": "t5x.contrib.gpu.t5.network",
 }
+
+
+def _list_modules() -> dict[str, dict[str, str]]:
+    arguments = (each for kind in _KINDS for each in arguments_of(kind, "t5x").values())
+    known = {each.configurable for each in arguments}
+    modules: dict[str, dict[str, str]] = {}
+    for configurable in sorted({*known, *_OTHERS, *STANDARD, *NETWORKS, *PROGRAMS.values()}):
+        package, _, name = configurable.rpartition(".")
+        # A class has its methods.
+        if package.rpartition(".")[2][:1].isupper():
+            continue
+        modules.setdefault(_ELSEWHERE.get(package, f"t5x.{package}"), {})[name] = configurable
+    modules["t5x.infer"] = {name: name for name in _RESULTS}
+    modules["t5x.partitioning"]["ModelBasedPjitPartitioner"] = _PARTITIONER
+    for network in ("scalable_t5.network", "gpu.network"):
+        modules[_ELSEWHERE[network]]["Transformer"] = "network.Transformer"
+    # SeqIO has each name in its package and in a module.
+    for module, names in _SEQIO.items():
+        modules[f"seqio.{module}"] = {name: f"seqio.{name}" for name in names}
+    return modules
+
+
+MODULES: Mapping[str, Mapping[str, str]] = _list_modules()
 """Module -> the names that gin files find in it -> the configurable of each."""
 
 
@@ -408,25 +344,27 @@ def parameters_of(configurable: str) -> Mapping[str, Parameter]:
             name: dataclasses.replace(of_train[name], default=default)
             for name, default in _OF_PRECOMPILE.items()
         }
-    found: dict[str, Parameter] = {}
-    for kind in _KINDS:
+    name = standard_name(configurable)
+    declared: dict[str, Parameter] = {}
+    # Of several fields that one argument sets, that of the configurable's class decides its type.
+    for kind in sorted(_KINDS, key=lambda kind: kind is not KIND_OF.get(name)):
         for field, argument in arguments_of(kind, "t5x").items():
-            if argument.configurable == standard_name(configurable):
-                found.setdefault(argument.argument, _of_field(kind, field, argument))
+            if argument.configurable == name:
+                declared.setdefault(argument.argument, _field_parameter(kind, field, argument))
     if configurable in NETWORKS:
         for network, names in NETWORKS.items():
             if network != configurable:
-                found = {name: each for name, each in found.items() if name not in names}
+                declared = {name: each for name, each in declared.items() if name not in names}
     others = dict(_OTHERS.get(configurable, {}))
     # First those that hold the run together, of which messages name the first that is missing.
-    return others | found | others
+    return others | declared | others
 
 
-def _of_field(kind: type, field: str, argument: Argument) -> Parameter:
+def _field_parameter(kind: type, field: str, argument: Argument) -> Parameter:
     default = argument.default
     if default is UNSET:
-        own = kind.__dataclass_fields__[field].default  # pyright: ignore[reportAttributeAccessIssue]
-        default = REQUIRED if own is dataclasses.MISSING else own
+        default = kind.__dataclass_fields__[field].default  # pyright: ignore[reportAttributeAccessIssue]
+        default = REQUIRED if default is dataclasses.MISSING else default
     parts = alternatives(argument.hint or hints_of(kind)[field])
     calls = {part: of["t5x"] for part in parts if "t5x" in (of := _configurables(part))}
     rest = tuple(part for part in parts if part not in calls and not _configurables(part))

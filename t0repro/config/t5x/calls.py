@@ -58,9 +58,9 @@ class WrongArgument(UserError):
     def __init__(self, function: Any, argument: str, value: Any, parameter: Parameter):
         import gin
 
-        self.selector = door.registered_selector(function) or function.__name__
+        self.selector = door.find_selector(function) or function.__name__
         self.scopes, self.argument = tuple(gin.current_scope()), argument
-        self.wanted = parameter.in_words
+        self.wanted = parameter.type_in_words
         base = next((".".join(b) for b, c in _EXTENSIONS.items() if c in parameter.calls), None)
         fix = f"Bind {self.wanted}{f', or your own subclass of {base}' if base else ''}."
         if "network.Transformer" in parameter.calls:
@@ -127,7 +127,7 @@ class Call:
         place = self.places.get(argument)
         return f"{f'{place}: ' if place else ''}{self.shown}.{argument}{what}"
 
-    def within(self) -> Iterator[Call]:
+    def walk(self) -> Iterator[Call]:
         """The call and the calls among its arguments, in their order, outermost first."""
         yield self
         for value in self.arguments.values():
@@ -135,19 +135,19 @@ class Call:
 
     def locate(self, bindings: door.Bindings) -> None:
         """Fills in the places of its arguments and of those of the calls among them."""
-        for call in self.within():
+        for call in self.walk():
             for argument in call.arguments:
-                scopes = door.enclosing("/".join(call.scopes))
+                scopes = door.outer_scopes("/".join(call.scopes))
                 place = bindings.find(scopes, call.selector, argument)
                 default = f"default of {short(call.selector)}"
-                call.places[argument] = without_folder(place) if place else default
+                call.places[argument] = strip_folder(place) if place else default
             loss = call.arguments.get("loss_fn")
             if not isinstance(loss, Call):
                 continue
             for argument, value in loss.arguments.items():
                 place = bindings.find(call.scopes, loss.selector, argument)
                 if value is not None and place is not None:
-                    call.places[argument] = without_folder(place)
+                    call.places[argument] = strip_folder(place)
 
 
 def call_with_defaults(configurable: str, **arguments: Any) -> Call:
@@ -160,7 +160,7 @@ def call_with_defaults(configurable: str, **arguments: Any) -> Call:
 def calls_in(value: Any) -> Iterator[Call]:
     """The calls in a value, in lists and mappings too, outermost first."""
     if isinstance(value, Call):
-        yield from value.within()
+        yield from value.walk()
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from calls_in(item)
@@ -174,7 +174,7 @@ def short(selector: str) -> str:
     return f"{module.rpartition('.')[2]}.{name}".lstrip(".")
 
 
-def without_folder(place: str) -> str:
+def strip_folder(place: str) -> str:
     """A place without this package's folder, such as `t5x/configs/runs/pretrain.gin:17`."""
     return place.replace(f"{shipped_files()}/", "")
 
@@ -187,10 +187,10 @@ def function_for(configurable: str) -> Any:
     """The function that gin finds for a configurable: it records its call."""
     parameters = parameters_of(configurable)
     name = configurable.rpartition(".")[2]
-    return _recording(name, configurable, parameters, parameters, None)
+    return _make_recorder(name, configurable, parameters, parameters, None)
 
 
-def _recording(
+def _make_recorder(
     name: str,
     configurable: str,
     parameters: Mapping[str, Parameter],
@@ -199,8 +199,9 @@ def _recording(
 ) -> Any:
     methods = {}
     for method in _METHODS.get(configurable, ()):
-        own = parameters_of(f"{configurable}.{method}")
-        methods[method] = _recording(method, f"{configurable}.{method}", own, own, None)
+        full_name = f"{configurable}.{method}"
+        taken = parameters_of(full_name)
+        methods[method] = _make_recorder(method, full_name, taken, taken, None)
 
     def record(**given: Any) -> Call:
         import gin
@@ -212,19 +213,21 @@ def _recording(
                 fix="Include the run file and the model file that this one adds to.",
             )
         # Of the methods too, gin has bindings, and these hold while the model is called.
-        arguments = {method: _of_gin(function)() for method, function in methods.items()}
+        arguments = {method: _wrap_for_gin(function)() for method, function in methods.items()}
         loss = arguments["loss_fn"].arguments if "loss_fn" in methods else {}
         bound_for_loss = {key: value for key, value in loss.items() if value is not None}
         for argument, parameter in parameters.items():
-            value = _called(given.get(argument, parameter.default))
+            value = _call_functions(given.get(argument, parameter.default))
             value = bound_for_loss.get(argument, value)
             called = standard_name(value.configurable) if isinstance(value, Call) else None
             if not parameter.accepts(value, called):
                 raise WrongArgument(record, argument, value, parameter)
             arguments[argument] = value
-        scopes, selector = tuple(gin.current_scope()), door.registered_selector(record) or name
-        own = None if user_class is None else _own_class(user_class, configurable, arguments)
-        return Call(configurable, arguments, selector, scopes, frozenset(bindable), own)
+        scopes, selector = tuple(gin.current_scope()), door.find_selector(record) or name
+        described = None
+        if user_class is not None:
+            described = _describe_class(user_class, configurable, arguments)
+        return Call(configurable, arguments, selector, scopes, frozenset(bindable), described)
 
     record.__name__ = record.__qualname__ = name
     # gin finds methods as attributes, and reads the signature to refuse unknown arguments.
@@ -238,14 +241,14 @@ def _recording(
     return record
 
 
-def _of_gin(function: Any) -> Callable[..., Any]:
+def _wrap_for_gin(function: Any) -> Callable[..., Any]:
     """Gin's wrapper of a function, which supplies its bindings; the function if it has none."""
     import gin
 
-    return gin.get_configurable(function) if door.registered_selector(function) else function
+    return gin.get_configurable(function) if door.find_selector(function) else function
 
 
-def _called(value: Any) -> Any:
+def _call_functions(value: Any) -> Any:
     """A value with the functions in it called, as T5X calls `trainer_cls = @trainer.Trainer`.
 
     T5X does it later, but gin has the values only while it has the configuration.
@@ -254,9 +257,9 @@ def _called(value: Any) -> Any:
     if getattr(value, "records_call", None) is True:
         return value()
     if isinstance(value, Mapping):
-        return {key: _called(item) for key, item in value.items()}
+        return {key: _call_functions(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_called(item) for item in value)
+        return type(value)(_call_functions(item) for item in value)
     return value
 
 
@@ -271,7 +274,7 @@ def check_refused(program: Call) -> None:
     Raises:
       UserError: For the first argument that is set, with its place.
     """
-    for call in program.within():
+    for call in program.walk():
         for argument, parameter in parameters_of(call.configurable).items():
             value = call.arguments.get(argument)
             # None and empty lists count as defaults that gin bound explicitly.
@@ -288,36 +291,36 @@ def function_of_class(value: Any) -> Any:
     for base in value.__mro__ if isinstance(value, type) else ():
         configurable = _EXTENSIONS.get((base.__module__, base.__qualname__))
         if configurable is not None:
-            return _for_class(value, configurable)
+            return _make_class_recorder(value, configurable)
     return value
 
 
 # gin refuses another object under a name that it has registered.
 @functools.cache
-def _for_class(cls: type, configurable: str) -> Any:
+def _make_class_recorder(cls: type, configurable: str) -> Any:
     inherited = parameters_of(configurable)
-    own = inspect.signature(cls).parameters
+    taken = inspect.signature(cls).parameters
     parameters = dict(inherited)
-    for name, each in own.items():
+    for name, each in taken.items():
         if name in _SUPPLIED or each.kind not in _NAMED:
             continue
         known = inherited.get(name, Parameter())
         has_default = each.default is not each.empty
-        default = _recorded(each.default) if has_default else known.default
+        default = _record_default(each.default) if has_default else known.default
         parameters[name] = dataclasses.replace(known, default=default)
     bindable = parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in own.values())
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
     # The run uses the arguments of other kinds of classes even if the class does not take them.
     if configurable in (_MODEL, _TRAINER) and not takes_all:
         bindable = {
             name: parameter
             for name, parameter in parameters.items()
-            if name in own or parameter.default is REQUIRED
+            if name in taken or parameter.default is REQUIRED
         }
-    return _recording(cls.__name__, configurable, parameters, bindable, cls)
+    return _make_recorder(cls.__name__, configurable, parameters, bindable, cls)
 
 
-def _recorded(default: Any) -> Any:
+def _record_default(default: Any) -> Any:
     """The call of a default that is one of this project's decoding functions."""
     if getattr(default, "__module__", None) != "t0repro.model.t5x_decoding":
         return default
@@ -325,17 +328,17 @@ def _recorded(default: Any) -> Any:
     return default if configurable is None else function_for(configurable)
 
 
-def _own_class(cls: type, configurable: str, arguments: Mapping[str, Any]) -> UserClass:
+def _describe_class(cls: type, configurable: str, arguments: Mapping[str, Any]) -> UserClass:
     inherited = parameters_of(configurable).keys() | set(_METHODS.get(configurable, ()))
-    own = {name: value for name, value in sorted(arguments.items()) if name not in inherited}
-    for name, value in own.items():
+    extra = {name: value for name, value in sorted(arguments.items()) if name not in inherited}
+    for name, value in extra.items():
         try:
             # Through JSON, so that a run can be written and read back equal.
-            own[name] = json.loads(json.dumps(value))
+            extra[name] = json.loads(json.dumps(value))
         except TypeError:
             raise UserError(
                 f"{cls.__name__}.{name} = {value!r}: only numbers, words, lists and dictionaries"
                 " can be arguments.",
                 fix="Make the object inside the class.",
             ) from None
-    return UserClass(cls.__module__, cls.__qualname__, own)
+    return UserClass(cls.__module__, cls.__qualname__, extra)

@@ -10,12 +10,13 @@ from typing import Any
 
 from t0repro.config.gin import door
 from t0repro.config.gin.door import MACRO, Bindings, record_bindings
-from t0repro.config.gin.errors import check_macros_are_read, configuration_errors
+from t0repro.config.gin.errors import configuration_errors
 from t0repro.config.gin.folders import shipped_files
 from t0repro.config.gin.imports import check_allowed, list_imports, restrict_imports
+from t0repro.config.gin.references import check_macros_are_read
 from t0repro.config.t5x import calls, modules
 from t0repro.config.t5x.arguments import PROGRAMS
-from t0repro.config.t5x.calls import Call, WrongArgument, function_for, short, without_folder
+from t0repro.config.t5x.calls import Call, WrongArgument, function_for, short, strip_folder
 from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
 from t0repro.words import without_passwords
 
@@ -86,7 +87,7 @@ def parse(inputs: T5xInputs) -> Parsed:
     with _files_in_gin(inputs) as (bindings, imports):
         program = _program(inputs.run_mode)
         # The calls that the program will make; a binding that none of them reads is a mistake.
-        reached = _reached(program, bindings)
+        reached = _list_calls(program, bindings)
         warnings = _check_macros(reached, bindings) + _check_overrides(reached, bindings)
         warnings += _absent_modules(inputs, imports.absent)
         # An override may have replaced what read a macro that the files leave to the user.
@@ -95,11 +96,11 @@ def parse(inputs: T5xInputs) -> Parsed:
         try:
             called: Call = gin.get_configurable(program)()
         except WrongArgument as error:
-            raise _placed(error, bindings) from error
+            raise _locate_error(error, bindings) from error
         called.locate(bindings)
         values = tuple(_values(reached, bindings))
         # T5X's old way to name the tasks' modules; treat it as any other import.
-        for data in called.within():
+        for data in called.walk():
             module = data.arguments.get("module") if data.configurable == _DATA else None
             if module and module not in imports.users:
                 check_allowed(module, inputs.import_allowlist, data.places["module"])
@@ -115,7 +116,7 @@ def macros_read(inputs: T5xInputs) -> frozenset[str]:
       UserError, ValueError, TypeError, SyntaxError, OSError: see `parse`; macros are not checked.
     """
     with _files_in_gin(inputs) as (bindings, _):
-        return frozenset(_macros(_reached(_program(inputs.run_mode), bindings)))
+        return frozenset(_macros(_list_calls(_program(inputs.run_mode), bindings)))
 
 
 def _macros(reached: Iterable[_Call]) -> list[str]:
@@ -131,10 +132,10 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
     door.extend_readers()
     with (
         configuration_errors(t5x=True),
-        door.left_empty(_is_served),
-        modules.served() as imports,
+        door.isolate_config(_is_served),
+        modules.serve_modules() as imports,
         record_bindings("--gin_bindings") as bindings,
-        door.looking_in(*inputs.gin_search_paths, str(shipped_files())),
+        door.search_only(*inputs.gin_search_paths, str(shipped_files())),
     ):
         # Check module imports while parsing, because that is when gin runs them.
         restrict_imports(inputs.import_allowlist)
@@ -154,16 +155,16 @@ def _is_served(module: str) -> bool:
     return module == calls.__name__ or module.startswith("optax.")
 
 
-def _placed(error: WrongArgument, bindings: Bindings) -> UserError:
+def _locate_error(error: WrongArgument, bindings: Bindings) -> UserError:
     """The error of an argument by its name in gin, with the place that set it."""
     scope = "/".join(error.scopes)
-    place = bindings.find(door.enclosing(scope), error.selector, error.argument)
+    place = bindings.find(door.outer_scopes(scope), error.selector, error.argument)
     if place is None:
         return UserError(error.what, fix=error.fix)
-    value = door.as_text(door.written(error.selector, scope)[error.argument])
+    value = door.format_value(door.raw_bindings(error.selector, scope)[error.argument])
     name = f"{scope + '/' if scope else ''}{short(error.selector)}.{error.argument}"
     what = f"{name} is {value}; it must be {error.wanted}."
-    return UserError(what, where=without_folder(place), fix=error.fix)
+    return UserError(what, where=strip_folder(place), fix=error.fix)
 
 
 # ---- What the program reads ----------------------------------------------------------------------
@@ -177,9 +178,14 @@ class _Call:
     selector: str
     arguments: Mapping[str, Any]
 
+    def reads(self, scope: str, selector: str) -> bool:
+        """Whether bindings of a configurable in a scope apply to this call."""
+        # gin applies a binding in a scope to every call in that scope or in one inside it.
+        return self.selector == selector and scope in door.outer_scopes("/".join(self.scopes))
+
     def place(self, bindings: Bindings, argument: str) -> str | None:
         """Where the call's argument is bound, if anywhere."""
-        return bindings.find(door.enclosing("/".join(self.scopes)), self.selector, argument)
+        return bindings.find(door.outer_scopes("/".join(self.scopes)), self.selector, argument)
 
 
 def _program(run_mode: str) -> str:
@@ -189,11 +195,12 @@ def _program(run_mode: str) -> str:
       UserError: if no file configures it.
     """
     # `import __main__ as train_script` makes gin's selector begin with another name.
-    configured = {mode: _configured(function_for(name)) for mode, name in PROGRAMS.items()}
-    selector = configured[run_mode]
-    if selector:
+    selectors = {mode: door.find_selector(function_for(name)) for mode, name in PROGRAMS.items()}
+    bound = {selector for _, selector in door.bound()}
+    configured = {mode: selector for mode, selector in selectors.items() if selector in bound}
+    if selector := configured.get(run_mode):
         return selector
-    others = [mode for mode, found in configured.items() if found]
+    others = [*configured]
     run_file = "pretrain" if run_mode == "train" else run_mode
     raise UserError(
         f"No gin file configures `{PROGRAMS[run_mode]}`, which the run mode {run_mode}"
@@ -203,13 +210,7 @@ def _program(run_mode: str) -> str:
     )
 
 
-def _configured(function: Any) -> str | None:
-    """The selector under which gin binds arguments of a function, if it binds any."""
-    selector = door.registered_selector(function)
-    return selector if any(key == selector for _, key in door.bound()) else None
-
-
-def _reached(selector: str, bindings: Bindings) -> list[_Call]:
+def _list_calls(selector: str, bindings: Bindings) -> list[_Call]:
     """Every call made to evaluate the program, macros included, in the order of its arguments.
 
     A reference with scopes is called under those only; one without, under its caller's.
@@ -232,7 +233,7 @@ def _reached(selector: str, bindings: Bindings) -> list[_Call]:
         if (scopes, selector) in calls:
             return
         within.append((scopes, selector))
-        arguments = door.written(selector, "/".join(scopes))
+        arguments = door.raw_bindings(selector, "/".join(scopes))
         calls[scopes, selector] = _Call(scopes, selector, arguments)
         for value in door.flatten_value(arguments):
             if door.is_reference(value):
@@ -250,12 +251,12 @@ def _reached(selector: str, bindings: Bindings) -> list[_Call]:
 def _places_of(calls: Sequence[tuple[tuple[str, ...], str]], bindings: Bindings) -> Iterator[str]:
     """The places that bind the references from each call to the next, and back."""
     for (scopes, selector), (_, following) in zip(calls, [*calls[1:], calls[0]], strict=True):
-        arguments = door.written(selector, "/".join(scopes))
+        arguments = door.raw_bindings(selector, "/".join(scopes))
         for argument, value in arguments.items():
             parts = door.flatten_value(value)
             if any(door.selector_of(part) == following for part in parts):
-                place = bindings.find(door.enclosing("/".join(scopes)), selector, argument)
-                yield without_folder(place or f"default of {short(selector)}.{argument}")
+                place = bindings.find(door.outer_scopes("/".join(scopes)), selector, argument)
+                yield strip_folder(place or f"default of {short(selector)}.{argument}")
 
 
 def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> list[str]:
@@ -284,18 +285,12 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> list[str]:
         # A macro that is set but not read is probably the missing one, misspelled.
         stray = nearest_names(name, bound - set(read), count=1)
         hint = "" if stray.startswith(NONE_IS_SIMILAR) else f", for which {stray} may be meant"
-        required = f" (required at {without_folder(place)})" if place else ""
+        required = f" (required at {strip_folder(place)})" if place else ""
         lines.append(f"{name}{required}{hint}")
-    raise UserError(
-        f"Macros without a value: {'; '.join(lines)}.",
-        fix=_how_to_set(missing),
-    )
-
-
-def _how_to_set(missing: Sequence[str]) -> str:
+    fix = f"Set {missing[0]} in a gin file, or add --gin.{missing[0]}=VALUE."
     if "MODEL" in missing:
-        return "Include a model's gin file before the run's: t5x/examples/t5/t5_1_1/small.gin, say."
-    return f"Set {missing[0]} in a gin file, or add --gin.{missing[0]}=VALUE."
+        fix = "Include a model's gin file before the run's: t5x/examples/t5/t5_1_1/small.gin, say."
+    raise UserError(f"Macros without a value: {'; '.join(lines)}.", fix=fix)
 
 
 def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
@@ -307,7 +302,7 @@ def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
     warnings = []
     for key, place in bindings.places.items():
         scope, selector, argument = key
-        if selector == MACRO or any(_reads(call, scope, selector) for call in reached):
+        if selector == MACRO or any(call.reads(scope, selector) for call in reached):
             continue
         name = f"{scope + '/' if scope else ''}{short(selector)}.{argument}"
         # Files of this package bind more than any single run reads.
@@ -334,19 +329,12 @@ def _absent_modules(inputs: T5xInputs, absent: Sequence[str]) -> list[str]:
     folders = (*inputs.gin_search_paths, str(shipped_files()))
     lines = list_imports(inputs.gin_files, inputs.gin_bindings, folders, None)
     return [
-        f"{without_folder(line.place)}: t0repro has no {line.module}, so the import does nothing;"
+        f"{strip_folder(line.place)}: t0repro has no {line.module}, so the import does nothing;"
         " import a module of your own that registers the tasks of the same names"
         " (--module_import=MODULE)"
         for line in lines
         if line.module in absent
     ]
-
-
-def _reads(call: _Call, scope: str, selector: str) -> bool:
-    """Whether the bindings of a scope apply to a call: its own scopes begin with this one."""
-    parts = tuple(scope.split("/")) if scope else ()
-    # gin applies a binding in a scope to every call in that scope or in one inside it.
-    return call.selector == selector and call.scopes[: len(parts)] == parts
 
 
 # ---- The program's arguments, for people ---------------------------------------------------------
@@ -361,19 +349,17 @@ def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
         function = door.function_of(call.selector)
         for argument, parameter in inspect.signature(function).parameters.items():
             if argument in call.arguments:
-                value = door.as_text(call.arguments[argument])
-                place = without_folder(call.place(bindings, argument) or "")
+                value = door.format_value(call.arguments[argument])
+                place = strip_folder(call.place(bindings, argument) or "")
                 yield Value(f"{name}.{argument}", value, place)
             elif parameter.default is not parameter.empty:
-                shown = _shown(parameter.default)
-                yield Value(f"{name}.{argument}", shown, f"default of {short(call.selector)}")
+                default = _format_default(parameter.default)
+                yield Value(f"{name}.{argument}", default, f"default of {short(call.selector)}")
 
 
-def _shown(default: Any) -> str:
+def _format_default(default: Any) -> str:
     """A default as gin would write it."""
-    configurable = getattr(default, "gin_configurables", {}).get("t5x")
-    if configurable:
+    if configurable := getattr(default, "gin_configurables", {}).get("t5x"):
         return f"@{configurable}()"
-    return (
-        f"@{default.__name__}" if getattr(default, "records_call", None) is True else repr(default)
-    )
+    records_call = getattr(default, "records_call", None) is True
+    return f"@{default.__name__}" if records_call else repr(default)

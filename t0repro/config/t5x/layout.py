@@ -23,7 +23,7 @@ _MESH_AXES = ("data", "model", "replica")
 _NOT_DONE = "not done here; it would change memory and speed, not results"
 
 
-def layout_of(partitioner: Call) -> Layout:
+def read_layout(partitioner: Call) -> Layout:
     """The layout of a PjitPartitioner; its data axis follows the number of devices.
 
     Raises:
@@ -32,15 +32,20 @@ def layout_of(partitioner: Call) -> Layout:
     _check(partitioner)
     name = next(iter(_sizes(partitioner)), None)
     ici, dcn = partitioner["ici_mesh_shape"] or {}, partitioner["dcn_mesh_shape"] or {}
-    by_shape = name in ("ici_mesh_shape", "dcn_mesh_shape")
+    by_shape, rules = (
+        name in ("ici_mesh_shape", "dcn_mesh_shape"),
+        partitioner["logical_axis_rules"],
+    )
     return Layout(
         data=_along("data", ici, dcn) * _along("replica", ici, dcn) if by_shape else None,
         model=_sizes(partitioner)[name] if name else 1,
-        fully_sharded=_fully_sharded(partitioner["logical_axis_rules"]),
+        # Two dimensions mean that parameters are sharded along data as well.
+        fully_sharded=(isinstance(rules, Call) and rules["parameter_partitioning_dims"] == 2)
+        or _FULLY_SHARDED in _pairs(rules),
     )
 
 
-def differences(program: Call) -> Iterator[str]:
+def list_differences(program: Call) -> Iterator[str]:
     """A line for each argument that takes effect differently here, with equal results."""
     partitioner = program["partitioner"]
     used, *unused = [*_sizes(partitioner), None]
@@ -115,13 +120,6 @@ def _check(partitioner: Call) -> None:
 def _along(axis: str, *meshes: Mapping[str, int]) -> int:
     """Devices along an axis, within slices and across them."""
     return math.prod(mesh.get(axis, 1) for mesh in meshes)
-
-
-def _fully_sharded(rules: Any) -> bool:
-    """Whether the rules shard parameters along the data axis."""
-    # Two dimensions mean that parameters are sharded along data as well.
-    both = isinstance(rules, Call) and rules["parameter_partitioning_dims"] == 2
-    return both or _FULLY_SHARDED in _pairs(rules)
 
 
 def _pairs(rules: Any) -> list[tuple[str, str | None]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from typing import Any
 
-from t0repro.config.data import ByteVocabulary, PassThroughVocabulary, SentencePieceVocabulary
+from t0repro.config.data import VOCABULARIES
 from t0repro.config.decoding import DecodingPlan
 from t0repro.config.model import (
     Activation,
@@ -22,7 +22,6 @@ from t0repro.errors import nearest_names
 
 # T5X looks an activation up in flax.linen by name; `linear` is its own.
 _ACTIVATIONS = frozenset(typing.get_args(Activation)) - {"gelu_exact"}
-_VOCABULARIES = (SentencePieceVocabulary, ByteVocabulary, PassThroughVocabulary)
 # T5X's None is the plain sum; here None, as in Mesh TensorFlow, divides by all targets of a batch.
 _DENOMINATORS: dict[Any, float | LossDenominator | None] = {
     None: 1.0,
@@ -32,7 +31,7 @@ _DENOMINATORS: dict[Any, float | LossDenominator | None] = {
 }
 
 
-def model_config(model: Call, source: T5xSource) -> ModelConfig:
+def read_model(model: Call, source: T5xSource) -> ModelConfig:
     """The model that a call describes, computed as T5X computes it, without an adapter.
 
     Raises:
@@ -64,28 +63,28 @@ def model_config(model: Call, source: T5xSource) -> ModelConfig:
     )
 
 
-def vocabularies(model: Call, source: T5xSource) -> tuple[Any, Any]:
+def read_vocabularies(model: Call, source: T5xSource) -> tuple[Any, Any]:
     """A model's vocabularies of inputs and of outputs.
 
     Raises:
       UserError: For a value that is neither a vocabulary of SeqIO's nor a user's own.
     """
-    found = []
+    vocabularies = []
     for name in ("input_vocabulary", "output_vocabulary"):
         vocabulary = source.build(model[name], f"{name}.")
         # A user's own subclasses seqio.Vocabulary, but reading gin files does not import seqio.
-        if not isinstance(vocabulary, _VOCABULARIES) and not hasattr(vocabulary, "encode_tf"):
+        if not isinstance(vocabulary, VOCABULARIES) and not hasattr(vocabulary, "encode_tf"):
             model.refuse(
                 name,
                 "it must be a vocabulary.",
                 "Bind @seqio.SentencePieceVocabulary(), @seqio.ByteVocabulary() or"
                 " @seqio.PassThroughVocabulary().",
             )
-        found.append(vocabulary)
-    return found[0], found[1]
+        vocabularies.append(vocabulary)
+    return vocabularies[0], vocabularies[1]
 
 
-def dtypes(model: Call, source: T5xSource, saved: Any) -> DTypePolicy:
+def read_dtypes(model: Call, source: T5xSource, saved: Any) -> DTypePolicy:
     """The dtypes of a run's computation and checkpoints; parameters in memory are float32.
 
     Args:
@@ -122,7 +121,7 @@ def _denominator(model: Call) -> float | LossDenominator | None:
     return _DENOMINATORS[word]
 
 
-def decoding_plan(model: Call, source: T5xSource, prefix: str) -> DecodingPlan:
+def read_decoding(model: Call, source: T5xSource, prefix: str) -> DecodingPlan:
     """The decoding options in a model's call; T5X's default is a beam search.
 
     Raises:

@@ -44,12 +44,12 @@ class _Optax:
         self.__dict__.update(contents)
 
     def __getattr__(self, name: str) -> Any:
-        return _recording_optax(name)
+        return _make_optax_recorder(name)
 
 
 # gin refuses another object under a name that it has registered.
 @functools.cache
-def _recording_optax(name: str) -> Any:
+def _make_optax_recorder(name: str) -> Any:
     """A function with the signature of optax's that records its arguments without the defaults."""
     # Here, because it imports JAX, and errors in files that need no optax should not wait for it.
     import optax
@@ -64,7 +64,7 @@ def _recording_optax(name: str) -> Any:
     @functools.wraps(function)
     def record(*args: Any, **kwargs: Any) -> Call:
         bound = inspect.signature(function).bind(*args, **kwargs)
-        selector = door.registered_selector(record) or f"optax.{name}"
+        selector = door.find_selector(record) or f"optax.{name}"
         return Call(f"optax.{name}", dict(bound.arguments), selector)
 
     return record
@@ -95,7 +95,7 @@ class Imports:
 
 
 @contextlib.contextmanager
-def served() -> Iterator[Imports]:
+def serve_modules() -> Iterator[Imports]:
     """Serves T5X's modules to gin within the block; yields the files' other imports."""
     imports = Imports()
 
@@ -121,7 +121,7 @@ def served() -> Iterator[Imports]:
             imports.absent.append(name)
         return _module(root)
 
-    with door.importing_with(import_for_gin):
+    with door.replace_import(import_for_gin):
         yield imports
 
 

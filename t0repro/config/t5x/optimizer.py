@@ -31,7 +31,7 @@ from t0repro.parameters.shape import (
 _SCHEDULE = "utils.create_learning_rate_scheduler"
 
 
-def optimizer_config(model_call: Call, model: ModelConfig, source: T5xSource) -> OptimizerConfig:
+def read_optimizer(model_call: Call, model: ModelConfig, source: T5xSource) -> OptimizerConfig:
     """The optimizer that a model's call names.
 
     Raises:
@@ -119,7 +119,7 @@ def _adafactor(
     name, unscaled = "multiply_by_parameter_scale", ()
     # The only call that the argument takes is of an HParamMap.
     if isinstance(scales := call[name], Call):
-        unscaled = tuple(path for path in trained if not _mapped(scales, path, call, name))
+        unscaled = tuple(path for path in trained if not _look_up(scales, path, call, name))
     config = read(
         AdafactorConfig,
         source.below(call),
@@ -152,7 +152,7 @@ def _factor_map(call: Call, trained: Collection[str]) -> tuple[tuple[str, str], 
     if call["logical_factor_rules"] is not None:
         return ALL_HEURISTIC
     for path in trained:
-        _mapped(rules, path, call, name)
+        _look_up(rules, path, call, name)
     return tuple((pattern, _rule(rule, call)) for pattern, rule in rules["rules"])
 
 
@@ -164,18 +164,18 @@ def _rule(rule: Any, call: Call) -> str:
     # A gin file cannot name the members of T5X's FactorDim; these are their names.
     words = {word: word for word in AXIS_WORDS} | {"col": "column", "unfactorized": "none"}
     axes = rule if isinstance(rule, list | tuple) else ()
-    found = [words.get(str(getattr(word, "name", word)).lower(), "") for word in axes]
-    if not all(found) or not found:
+    known = [words.get(str(getattr(word, "name", word)).lower(), "") for word in axes]
+    if not all(known) or not known:
         call.refuse(
             "factor_map",
             "a rule is None, 'heuristic' or a word for each axis.",
             f"The words: {', '.join(AXIS_WORDS)}.",
             value=rule,
         )
-    return " ".join(found)
+    return " ".join(known)
 
 
-def _mapped(rules: Call, path: str, call: Call, argument: str) -> Any:
+def _look_up(rules: Call, path: str, call: Call, argument: str) -> Any:
     """The value that a map has for a parameter."""
     for pattern, value in rules["rules"]:
         try:
@@ -241,7 +241,7 @@ def _plain_call(call: Call) -> Mapping[str, Any]:
     }
 
 
-def schedule_config(trainer: Call, source: T5xSource) -> ScheduleConfig:
+def read_schedule(trainer: Call, source: T5xSource) -> ScheduleConfig:
     """The learning-rate schedule.
 
     Raises:

@@ -26,7 +26,7 @@ class T5xSource:
     def __init__(self, call: Call, places: dict[str, str]):
         self.places = places
         self._calls: dict[str, Call] = {}
-        for each in call.within():
+        for each in call.walk():
             # The first in the order of arguments: several have one name only in parts of a run.
             self._calls.setdefault(standard_name(each.configurable), each)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x import gin_files
-from t0repro.config.t5x.run import converted
+from t0repro.config.t5x.run import read_run
 from t0repro.errors import UserError
 
 from ..mutations import FUZZ, folder_for_files, mutated
@@ -53,7 +53,7 @@ def parse(text: str | bytes, folder: Path) -> gin_files.Parsed:
 def check_ends_well(text: bytes, folder: Path) -> None:
     """A record that becomes a run, or an error; nothing is caught but errors for users."""
     try:
-        assert isinstance(converted(parse(text, folder)), TrainRun)
+        assert isinstance(read_run(parse(text, folder)), TrainRun)
     except UserError as error:
         assert error.what and error.where and error.fix
         assert len(str(error)) < 3000

@@ -13,8 +13,8 @@ from t0repro.cli.spelling import T5X_NAMES
 from t0repro.config.data import LoggerConfig
 from t0repro.config.gin import folders
 from t0repro.config.t5x import gin_files
-from t0repro.config.t5x.layout import differences
-from t0repro.config.t5x.run import eval_plan
+from t0repro.config.t5x.inference import read_eval_run
+from t0repro.config.t5x.layout import list_differences
 from t0repro.errors import UserError
 from t0repro.words import shown_as
 
@@ -261,10 +261,10 @@ def test_other_names_for_seqios_and_t5xs_classes_are_known_and_shown(tmp_path):
     (tmp_path / "mine.gin").write_text(EVALUATION)
     files = [MODEL, str(tmp_path / "mine.gin")]
     parsed = parse(files=files, run_mode="eval", required=("DROPOUT_RATE = 0.0",))
-    evaluator = eval_plan(parsed).evaluator
+    evaluator = read_eval_run(parsed).evaluator
     assert evaluator.num_examples == 7
     assert evaluator.loggers == (LoggerConfig("json", None, 3),)
-    (line,) = differences(parsed.program)
+    (line,) = list_differences(parsed.program)
     name = "partitioning.ModelBasedPjitPartitioner.num_partitions"
     assert line.startswith(f"{tmp_path}/mine.gin:20: {name} = 4 has no effect"), line
 

@@ -7,7 +7,7 @@ import pytest
 
 from t0repro.config.model import Layout
 from t0repro.config.t5x.calls import Call, call_with_defaults
-from t0repro.config.t5x.layout import differences, layout_of
+from t0repro.config.t5x.layout import list_differences, read_layout
 from t0repro.errors import UserError
 
 PLACES = {
@@ -31,7 +31,7 @@ PjitPartitioner = functools.partial(called, "PjitPartitioner")
 
 
 def partitioner_differences(partitioner):
-    return differences(Call("infer", {"partitioner": partitioner}))
+    return list_differences(Call("infer", {"partitioner": partitioner}))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def partitioner_differences(partitioner):
     ],
 )
 def test_the_layout_of_a_partitioner(options, layout):
-    assert layout_of(PjitPartitioner(**options)) == layout
+    assert read_layout(PjitPartitioner(**options)) == layout
     assert list(partitioner_differences(PjitPartitioner(**options))) == []
 
 
@@ -76,7 +76,7 @@ MESHES = {"ici_mesh_shape": {"data": 4, "model": 2}, "dcn_mesh_shape": {"replica
 )
 def test_of_two_sizes_the_one_that_t5x_reads_wins_with_a_warning(options, layout, loses):
     partitioner = PjitPartitioner(**options)
-    assert layout_of(partitioner) == layout
+    assert read_layout(partitioner) == layout
     (line,) = partitioner_differences(partitioner)
     loser = "num_partitions" if loses else "ici_mesh_shape"
     assert line.startswith("pretrain.gin:3" if loses else "mine.gin:7")
@@ -93,7 +93,7 @@ def test_of_two_sizes_the_one_that_t5x_reads_wins_with_a_warning(options, layout
 )
 def test_what_changes_memory_and_speed_alone_is_a_warning_with_its_place(rules, line):
     partitioner = PjitPartitioner(logical_axis_rules=rules)
-    assert layout_of(partitioner) == Layout()
+    assert read_layout(partitioner) == Layout()
     (told,) = partitioner_differences(partitioner)
     assert re.match(line, told)
 
@@ -109,5 +109,5 @@ def test_what_changes_memory_and_speed_alone_is_a_warning_with_its_place(rules, 
 )
 def test_what_t5x_would_refuse_too_is_refused_with_its_place(options, where):
     with pytest.raises(UserError) as error:
-        layout_of(PjitPartitioner(**options))
+        read_layout(PjitPartitioner(**options))
     assert error.value.where == where

@@ -11,7 +11,6 @@ from t0repro.config.checkpoints import (
     RestoreConfig,
     SaveConfig,
 )
-from t0repro.config.configuration import render
 from t0repro.config.data import EvaluatorConfig
 from t0repro.config.gin.folders import shipped_files
 from t0repro.config.model import Arithmetic
@@ -23,8 +22,9 @@ from t0repro.config.optimizer import (
 from t0repro.config.run import EarlyStoppingConfig, TrainRun
 from t0repro.config.t5x.arguments import MODULES, parameters_of
 from t0repro.config.t5x.gin_files import T5xInputs, parse
-from t0repro.config.t5x.layout import differences
-from t0repro.config.t5x.run import train_config
+from t0repro.config.t5x.layout import list_differences
+from t0repro.config.t5x.training import read_train_run
+from t0repro.config.table import render
 from t0repro.converters.released import catalog
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ALL_HEURISTIC
@@ -89,7 +89,7 @@ def test_a_fine_tuning_has_three_datasets_and_a_checkpoint_to_start_from():
 def test_hardware_random_numbers_are_not_drawn_and_that_is_told_by_name():
     def warnings(*bindings):
         inputs = T5xInputs("train", (MODEL, PRETRAIN), bindings)
-        return list(differences(parse(inputs).program))
+        return list(list_differences(parse(inputs).program))
 
     assert warnings(*REQUIRED) == []
     (told,) = warnings(*REQUIRED, "USE_HARDWARE_RNG = True")
@@ -357,7 +357,7 @@ def test_mt0s_recipe_has_the_figures_that_its_trainer_gave():
         "INITIAL_CHECKPOINT_PATH = 'runs/mt5'",
         "TRAIN_STEPS = 1030000",
     )
-    ours = train_config(parse(T5xInputs("train", files, required)))
+    ours = read_train_run(parse(T5xInputs("train", files, required)))
     assert ours.model.shape == catalog()["mt5_xxl"].shape
     assert ours.model.loss_denominator == "AVERAGE_PER_SEQUENCE"
     data = ours.plan.train_data

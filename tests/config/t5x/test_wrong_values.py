@@ -10,7 +10,7 @@ import pytest
 import gin
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.arguments import parameters_of
-from t0repro.config.t5x.run import converted
+from t0repro.config.t5x.run import read_run
 from t0repro.errors import UserError
 
 from ..t5x_trainings import FINETUNE, MODEL, REQUIRED
@@ -67,7 +67,7 @@ def check(mode, name, value):
     """
     binding = f"{name} = {value}"
     try:
-        converted(gin_files.parse(inputs(mode, binding)))
+        read_run(gin_files.parse(inputs(mode, binding)))
     except UserError as error:
         assert binding in (error.where or ""), (binding, error.what, error.where)
         assert error.what and error.fix and len(str(error)) < 3000
@@ -115,7 +115,7 @@ def test_600_more_wrong_values_are_refused_with_their_place_or_of_the_declared_t
 )
 def test_what_ended_in_an_exception_or_without_a_place_names_both(mode, binding, complaint):
     with pytest.raises(UserError, match=complaint) as caught:
-        converted(gin_files.parse(inputs(mode, binding)))
+        read_run(gin_files.parse(inputs(mode, binding)))
     assert binding in caught.value.where
 
 
@@ -150,6 +150,6 @@ def test_any_class_object_or_function_of_the_users_is_refused_with_what_is_suppo
         run = inputs("train", binding)
         own = dataclasses.replace(run, gin_files=(*run.gin_files, str(tmp_path / "own.gin")))
         with pytest.raises(UserError) as caught:
-            converted(gin_files.parse(own))
+            read_run(gin_files.parse(own))
         assert binding in caught.value.where and "own.gin:" in caught.value.where
         assert wanted in caught.value.fix
