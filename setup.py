@@ -47,7 +47,6 @@ COMMAND_LINE = [
     "numpy>=2",
     "protobuf>=6.33,<7",
     "psutil",
-    "pyarrow",
     "pyyaml",
     "requests",
     "rich",
@@ -87,6 +86,7 @@ setup(
         "jax": JAX,
         "gpu": [*JAX, "jax[cuda13]"],
         "tpu": [*JAX, "jax[tpu]"],
+        "parquet": ["pyarrow"],  # rows in Parquet, scores.parquet, TensorFlow's compressed blocks
         "browse": ["starlette>=1.10,<2", "uvicorn>=0.54,<1"],  # t0repro browse
         "hf": ["torch==2.13.0", "transformers==5.23.0", "peft==0.21.0"],
         "lm-eval": ["lm-eval==0.4.13"],  # t0repro.lm_eval

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
+import importlib
 import re
+import sys
+import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,6 +188,33 @@ class CompiledTemplate:
         return [part.strip() for part in parts]
 
 
+@contextlib.contextmanager
+def _pandas_on_demand() -> Iterator[None]:
+    """Lets a module import pandas, which then is imported at its first use, if it is installed.
+
+    promptsource.templates needs it for one table of all templates, which t0repro does not ask for.
+    """
+    if "pandas" in sys.modules:
+        yield
+        return
+    on_demand: Any = types.ModuleType("pandas")
+
+    def make_way() -> None:
+        if sys.modules.get("pandas") is on_demand:
+            del sys.modules["pandas"]
+
+    def get(name: str) -> Any:
+        make_way()
+        return getattr(importlib.import_module("pandas"), name)
+
+    on_demand.__getattr__ = get
+    sys.modules["pandas"] = on_demand
+    try:
+        yield
+    finally:
+        make_way()
+
+
 @functools.cache
 def _promptsource() -> Any:
     """The module promptsource.templates, with its Jinja environment sandboxed and made seedable.
@@ -194,7 +225,8 @@ def _promptsource() -> Any:
     # filters stay: a thread that restored the earlier ones would drop what another has set.
     for message in ("pkg_resources is deprecated", "Deprecated call to .pkg_resources[.]"):
         warnings.filterwarnings("ignore", message=message)
-    import promptsource.templates as module
+    with _pandas_on_demand():
+        import promptsource.templates as module
 
     sandboxed = PromptEnvironment(loader=jinja2.BaseLoader())
     sandboxed.take({**sandboxed.filters, **module.env.filters}, module.env.globals)

@@ -252,6 +252,8 @@ def test_it_trains_evaluates_and_reports(folder):
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert max(row["step"] for row in rows) == 2
     assert len(json.loads((folder / "report" / "report.json").read_text())["datasets"]) == 5
+    # Without pyarrow there is no Parquet.
+    assert [path.name for path in (folder / "evaluated").glob("scores.*")] == ["scores.csv"]
     for name in (f"eval/inference_eval/{GENERATED}_score_eval-000002.jsonl",
                  f"mesh/validation_eval/{GENERATED}_score_eval_2_predictions"):  # fmt: skip
         assert len((folder / name).read_text().splitlines()) == 8

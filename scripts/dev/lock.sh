@@ -9,8 +9,9 @@ if ! command -v uv >/dev/null; then
   exit 2
 fi
 
-# Asked for and left out: tensorflow, whose place tensorflow-cpu takes, and libclang, which no program calls.
-left_out=(--no-emit-package tensorflow --no-emit-package libclang)
+# Asked for and left out: tensorflow, whose place tensorflow-cpu takes; libclang, which no program calls; and
+# TensorBoard's second server, without which the command `tensorboard` uses its first.
+left_out=(--no-emit-package tensorflow --no-emit-package libclang --no-emit-package tensorboard-data-server)
 
 # `lock TIER SOURCE...`: what SOURCE asks for, and the versions of the tiers before.
 before=()

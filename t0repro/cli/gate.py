@@ -39,7 +39,7 @@ _REFERENCE = {
 _NOT_INSTALLED = {
     **dict.fromkeys(_REFERENCE, INSTALL_REFERENCE),
     **dict.fromkeys(
-        ("pandas", "promptsource", "rouge_score", "sacrebleu", "sklearn", "tensorboard"),
+        ("promptsource", "rouge_score", "sacrebleu", "sklearn", "tensorboard"),
         "TIER=core bash scripts/setup.sh, in a checkout.",
     ),
     **dict.fromkeys(
@@ -47,6 +47,7 @@ _NOT_INSTALLED = {
         "EXTRAS=browse bash scripts/setup.sh, in a checkout, or pip install 't0repro[browse]'.",
     ),
     **dict.fromkeys(("flax", "jax", "optax", "orbax"), "pip install 't0repro[jax]'"),
+    "pyarrow": "EXTRAS=parquet bash scripts/setup.sh, in a checkout, or pip install pyarrow.",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,17 +36,16 @@ def write_tables(
     out: str | os.PathLike[str],
     tasks: Sequence[str] | None = None,
 ) -> list[Path]:
-    """Writes scores.csv and scores.parquet, a row for each pair of the tasks; returns their paths.
+    """Writes scores.csv, and scores.parquet if pyarrow is installed; returns their paths.
 
-    Scores are in natural-log units; `predicted` marks the example's prediction. In the CSV file, a
-    name that a spreadsheet would interpret as a formula is prefixed with an apostrophe.
+    A row stands for a pair of the tasks. Scores are in natural-log units; `predicted` marks the
+    example's prediction. In the CSV file, a name that a spreadsheet would interpret as a formula is
+    prefixed with an apostrophe.
 
     Raises:
       UserError: if the files cannot be read or written.
     """
-    import pyarrow
-    import pyarrow.parquet
-
+    has_pyarrow = importlib.util.find_spec("pyarrow") is not None
     csv_name, parquet_name = "scores.csv", "scores.parquet"
     with stage_files(out) as staging, contextlib.ExitStack() as stack:
         # newline="": the csv module ends lines itself, and a cell may contain line breaks.
@@ -57,6 +57,11 @@ def write_tables(
         for scores in iterate_task_scores(eval_dir, step, tasks):
             columns = _columns(scores, prompts)
             rows.writerows(_cells(columns))
+            if not has_pyarrow:
+                continue
+            import pyarrow
+            import pyarrow.parquet
+
             table = pyarrow.table(columns)
             # The writer needs the columns' types, which the first task shows.
             if parquet is None:
@@ -66,7 +71,7 @@ def write_tables(
                     )
                 )
             parquet.write_table(table)
-    return [Path(out) / csv_name, Path(out) / parquet_name]
+    return [Path(out) / name for name in (csv_name, *[parquet_name] * has_pyarrow)]
 
 
 def _cells(columns: Mapping[str, np.ndarray]) -> Iterator[tuple[Any, ...]]:

@@ -1,6 +1,8 @@
 """Templates: T0's names, and its rules for rendering a row."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -120,3 +122,16 @@ def test_an_unknown_dataset_is_answered_with_the_nearest_names():
 def test_an_unknown_template_is_answered_with_the_nearest_names():
     with pytest.raises(UserError, match="GPT-3 style"):
         load_template("super_glue", "rte", "GPT3 style")
+
+
+def test_templates_are_read_without_pandas_which_their_reader_imports_when_it_is_used():
+    script = """
+import sys
+from t0repro.tasks.templates import template_names
+assert template_names("ag_news", None) and "pandas" not in sys.modules
+from promptsource import templates
+frame = templates.pd.DataFrame({"column": [1]})
+assert type(frame).__module__.startswith("pandas") and "pandas" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
