@@ -36,6 +36,7 @@ EXTRA = "takes an extra that CI does not install"
 # (page, pattern) -> why a command that matches is not run.
 SKIPPED: dict[tuple[str, str], str] = {
     ("", r"^((EXTRAS|TIER)=\S+ )*bash scripts/setup\.sh"): INDEX,
+    ("tiers.md", r"^pip install \."): INDEX,
     ("", r"^T0REPRO_DATA_DIR=DIR "): REAL,
     ("README.md", r"^bash scripts/quickstart\.sh"): "quickstart.md, which has it too, runs it",
     ("", r"^T0REPRO_CHECKPOINT_HUB=1 "): HUB,
