@@ -509,5 +509,5 @@ def test_the_account_of_memory_is_that_of_the_arrays(base, adapter, tmp_path):
 )
 def test_an_argument_of_another_type_or_range_is_refused_by_its_name(make, argument, values):
     for value in values:
-        with pytest.raises(UserError, match=f"{argument} = "):
+        with pytest.raises(UserError, match=f"{argument} is "):
             make(**{argument: value})
