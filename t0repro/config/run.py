@@ -412,7 +412,8 @@ class Run:
           where: Where the text comes from, for messages.
 
         Raises:
-          UserError: naming the field that is missing, unknown or of another type.
+          UserError: naming the field that is missing (unless it has a default), unknown or of
+            another type.
         """
         # Imported here because accelerator machines, which need no JSON, do not have dacite.
         import dacite

@@ -154,6 +154,13 @@ def _unless(expressed: bool, words: str) -> _Pairs:
     return () if expressed else [(words, _NOT_EXPRESSED)]
 
 
+def _not_expressed(part: Any, place: str, names: Collection[str]) -> _Items:
+    """Those of a part's fields that are not at their defaults, which the dialect cannot express."""
+    for field in dataclasses.fields(part):
+        if field.name in names and (value := getattr(part, field.name)) != field.default:
+            yield f"{place}{field.name} = {value!r}", _NOT_EXPRESSED
+
+
 def _loss_denominator(config: TrainRun, dialect: Dialect) -> _Items:
     denominator = config.model.loss_denominator
     if dialect == "t5x":
@@ -240,6 +247,7 @@ def _product(arguments: Mapping[str, Any], rates: str) -> _Items:
 def _data_of_mesh(config: TrainRun) -> _Items:
     data = config.plan.train_data
     if isinstance(data, SeqioDataConfig):
+        yield from _not_expressed(data, "plan.train_data.", ("trim_output_features",))
         shared = {name: getattr(data, name) for name in _SHARED_DATA}
         data = TrainDataConfig(**shared)
     if data is not None:
@@ -249,6 +257,9 @@ def _data_of_mesh(config: TrainRun) -> _Items:
 def _data_of_t5x(config: TrainRun) -> _Items:
     data = config.plan.train_data
     if isinstance(data, TrainDataConfig):
+        yield from _not_expressed(
+            data, "plan.train_data.", ("skip_seen_data", "seen_data_init_step")
+        )
         shared = {name: getattr(data, name) for name in _SHARED_DATA}
         lengths = config.sequence_length
         data = SeqioDataConfig(sequence_length=lengths, batch_size=config.batch_size, **shared)
@@ -294,17 +305,23 @@ def _run_of_mesh(config: TrainRun) -> _Items:
     yield "utils.run.save_checkpoints_steps", (save and save.period) or max(1, config.train_steps)
     yield "utils.run.keep_checkpoint_max", save and save.keep
     yield "utils.run.init_checkpoint", restore and restore.path
-    if restore is not None and restore.variable_filter:
-        name = "utils.tpu_estimator_model_fn.init_variable_filter"
-        yield name, restore.variable_filter
+    if restore is not None:
+        yield from _not_expressed(
+            restore, "plan.restore.", ("dtype", "assignment_map", "fallback_to_scratch")
+        )
+        if restore.variable_filter:
+            name = "utils.tpu_estimator_model_fn.init_variable_filter"
+            yield name, restore.variable_filter
+        if restore.adapter:
+            yield "t0repro.jax_training.init_adapter", restore.adapter
     if config.weight_metrics_every:
         yield "t0repro.jax_training.weight_metrics_every", config.weight_metrics_every
     for field in ("train_eval_data", "infer_eval_data", "relative_steps", "actions"):
         if getattr(config.plan, field):
             words = f"plan.{field}: training itself evaluates nothing and stops for nothing"
             yield words, _NOT_EXPRESSED
-    if save is not None and save.best is not None:
-        yield "plan.save.best", _NOT_EXPRESSED
+    if save is not None:
+        yield from _not_expressed(save, "plan.save.", ("steps", "best", "keep_period"))
 
 
 def _run_of_t5x(config: TrainRun) -> _Items:
@@ -356,6 +373,8 @@ def _restore_of_t5x(restore: RestoreConfig | None) -> _Items:
         yield f"{name}.path", []
     elif restore.variable_filter is not None:  # Mesh TensorFlow's rule in place of T5X's
         yield f"{name}.path", restore.path
+        if restore.adapter:
+            yield f"{name}.adapter", restore.adapter
         words = f"init_variable_filter = {restore.variable_filter!r}"
         yield from _unless(not restore.variable_filter, words)
     else:

@@ -222,7 +222,7 @@ def _check_gin(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
                 fix=f"Use %{name} where its value belongs.",
             )
     if settings.run_mode == "eval" and parsed.program["inference_evaluator_cls"] is not None:
-        called = {call.configurable for call in parsed.program.within()}
+        called = {call.configurable for call in parsed.program.walk()}
         if "seqio.TensorBoardLogger" not in called:
             warnings.append(
                 f"{settings.gin_files[-1]}: the evaluator logs nothing to TensorBoard, so no metric"

@@ -8,10 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from t0repro.model.shapes import Array
 from t0repro.partitioning.devices import device_to_trace_for
+
+# Names of the rounded results, for policies of `jax.checkpoint`: it sees no matmul in a function
+# with gradients of its own. The second has an index in both operands and in the result.
+MATMUL, BATCHED_MATMUL = "matmul", "batched_matmul"
 
 
 def einsum(equation: str, x: Array, y: Array, dtype: DTypeLike | None = None) -> Array:
@@ -41,7 +46,9 @@ def _einsum_in_float32(equation: str, x: Array, y: Array) -> Array:
 
 
 def _forward(equation: str, x: Array, y: Array) -> tuple[Array, Any]:
-    return _einsum_in_float32(equation, x, y), (x, y)
+    left, right, result = re.split(",|->", equation)
+    name = BATCHED_MATMUL if set(left) & set(right) & set(result) else MATMUL
+    return checkpoint_name(_einsum_in_float32(equation, x, y), name), (x, y)
 
 
 def _backward(equation: str, residuals: Any, d_result: Array) -> tuple[Any, Any]:

@@ -38,6 +38,7 @@ from t0repro.model.layers import (
     kernel_initializer,
     logits_dtype,
 )
+from t0repro.model.matmuls import BATCHED_MATMUL, MATMUL
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.parameters.naming import LAYERS, layer_name
 from t0repro.partitioning.flops import ATTENDED
@@ -268,7 +269,7 @@ class Tower(nn.Module):
             # without a scan. Do not save the matmuls of blockwise attention. A kernel's result
             # counts as a matmul's.
             policies = jax.checkpoint_policies
-            named = policies.save_only_these_names(ATTENDED)
+            named = policies.save_only_these_names(ATTENDED, MATMUL, BATCHED_MATMUL)
             policy = policies.save_from_both_policies(policies.dots_saveable, named)
         if config.recomputes or not uses_blocks:
             # The scan's body already keeps XLA from merging recomputation with code outside.
@@ -364,7 +365,8 @@ def remat_policy(recompute: Recompute | None) -> Callable[..., Any] | None:
     if recompute == "minimal":
         # Saves the outputs of matmuls with parameters, which are most of the FLOPs; not attention's
         # matrices.
-        return policies.dots_with_no_batch_dims_saveable
+        named = policies.save_only_these_names(MATMUL)
+        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
     if recompute == "offload":
         return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
     return None

@@ -38,6 +38,9 @@ def test_t5xs_file_of_a_run_makes_the_same_run_again(tmp_path):
         "train/utils.DatasetConfig.num_shards = 2",
         "train_eval/utils.DatasetConfig.split = 'test'",
         "utils.SaveCheckpointConfig.checkpoint_steps = [2, 5]",
+        "utils.SaveCheckpointConfig.keep_period = 4",
+        "train/utils.DatasetConfig.use_memory_cache = False",
+        "train/utils.DatasetConfig.trim_output_features = False",
         "utils.RestoreCheckpointConfig.path = 'a'",
         "utils.RestoreCheckpointConfig.assignment_map = [('target/a', None)]",
         "RANDOM_SEED = 3",
@@ -90,10 +93,18 @@ def test_mesh_tensorflows_own_parser_reads_a_run_of_t5xs_and_ours_reads_it_back(
 
 
 def test_mesh_tensorflow_is_told_what_it_cannot_express():
-    translation = translate(config("LOSS_NORMALIZING_FACTOR = 'AVERAGE_PER_SEQUENCE'"), "mtf")
+    ours = config(
+        "LOSS_NORMALIZING_FACTOR = 'AVERAGE_PER_SEQUENCE'",
+        "utils.SaveCheckpointConfig.keep_period = 4",
+        "utils.RestoreCheckpointConfig.path = 'a'",
+        "utils.RestoreCheckpointConfig.assignment_map = [('target/a', None)]",
+    )
+    translation = translate(ours, "mtf")
     assert "d_model = 512" in translation.bindings
     assert "utils.run.batch_size = ('sequences_per_batch', 128)" in translation.bindings
     words = "; ".join(translation.missing)
+    for part in ("plan.save.keep_period = 4", "plan.restore.assignment_map = ("):
+        assert part in words
     for part in ("AVERAGE_PER_SEQUENCE", "z_loss_in_evaluation", "rsqrt_decay", "train_eval_data"):
         assert part in words
     assert "smoothing_spares_target" not in words  # nothing is smoothed

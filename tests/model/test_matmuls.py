@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from t0repro.model.matmuls import einsum
+from t0repro.model.matmuls import BATCHED_MATMUL, MATMUL, einsum
 
 CASES = {
     "ri,io->ro": ((48, 32), (32, 64)),
@@ -83,3 +83,20 @@ def test_results_on_a_cpu_are_exact_up_to_one_rounding(equation):
         np.testing.assert_allclose(
             np.asarray(computed, np.float32), expected, rtol=2**-8, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("equation", CASES)
+def test_a_rematerialization_policy_saves_a_rounded_result_by_its_name(equation):
+    """On a CPU the policies of `jax.checkpoint` see no matmul in it."""
+    x, y, _ = operands(equation, jnp.bfloat16)
+
+    def matmuls(policy):
+        def square(x):
+            return jnp.sum(jnp.square(jnp.square(einsum(equation, x, y))))
+
+        gradient = jax.grad(jax.checkpoint(square, policy=policy))
+        return str(jax.make_jaxpr(gradient)(x)).count(" dot_general[")
+
+    names = jax.checkpoint_policies.save_only_these_names
+    own, other = (BATCHED_MATMUL, MATMUL) if equation.startswith("b") else (MATMUL, BATCHED_MATMUL)
+    assert matmuls(names(own)) < matmuls(names(other)) == matmuls(None)

@@ -271,14 +271,17 @@ def _places_of_loops(bindings: Bindings | None) -> str | None:
 
 
 def _places_of_value(value: str, bindings: Bindings | None) -> str | None:
-    """Where a value of this text is bound, macros followed; None if its place is unknown."""
+    """Where a mixture of this name is bound, macros followed; None if its place is unknown."""
     if bindings is None:
         return None
-    bound_at = [
-        bindings.place(key)
-        for key in bindings.places
-        if str(door.follow_macros(door.bound().get(key[:2], {}).get(key[2]))) == value
-    ]
+
+    def is_value(key: Key) -> bool:
+        followed = door.follow_macros(door.bound().get(key[:2], {}).get(key[2]))
+        # A number too is a mixture's name only where one is asked for.
+        is_name = key[2] == "mixture_or_task_name" or key[0].startswith("MIXTURE_")
+        return followed == value or (is_name and str(followed) == value)
+
+    bound_at = [bindings.place(key) for key in bindings.places if is_value(key)]
     return "; ".join(dict.fromkeys(place for place in bound_at if place)) or None
 
 

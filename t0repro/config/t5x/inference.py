@@ -10,18 +10,13 @@ from t0repro.config import ranges
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.data import ExampleFiles
 from t0repro.config.read import read
-from t0repro.config.run import (
-    EvalRun,
-    InferRun,
-)
+from t0repro.config.run import EvalRun, InferRun
 from t0repro.config.t5x.calls import Call, check_refused
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import read_layout
 from t0repro.config.t5x.model import read_decoding, read_dtypes, read_model, read_vocabularies
 from t0repro.config.t5x.source import T5xSource
 from t0repro.errors import UserError
-
-_ACTION_MODES = ("TRAIN", "TRAIN_EVAL", "INFER_EVAL")
 
 
 def read_eval_run(parsed: Parsed) -> EvalRun:
