@@ -34,6 +34,7 @@ PACKAGES = (
 
 # Extra -> the modules that it brings.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "parquet": ("pyarrow",),
     "browse": ("starlette", "uvicorn"),
     "hf": ("torch", "transformers", "peft"),
     "gpu": ("jax_cuda13_plugin",),

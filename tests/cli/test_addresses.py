@@ -59,11 +59,11 @@ NOT_WRITTEN = frozenset(
     """--accelerator_type --adapter --auxiliary_job_build_target_path --auxiliary_job_cell
     --auxiliary_job_mixtures --auxiliary_job_platform --beam_options --cell --coordinator_address
     --dataset --device --devices --display_name --eval --eval_task --experiment --family
-    --image_uri --label --labels --launcher --location --machine_type --main_metric --metric --mixture --model
-    --module_import --network --note --option --platform --project --revision --run --run_mode
-    --run_name --service_account --split --splits --stderrthreshold --step --tasks --tensorboard
-    --title --topology --tpu_topology --train --train_dataset --train_mixture COMMAND
-    EXPERIMENT JOB TASK"""
+    --image_uri --label --labels --launcher --location --machine_type --main_metric --metric
+    --mixture --model --module_import --network --note --option --platform --project --revision
+    --run --run_mode --run_name --service_account --split --splits --stderrthreshold --step --tasks
+    --tensorboard --title --topology --tpu_topology --train --train_dataset --train_mixture
+    COMMAND EXPERIMENT JOB TASK"""
     """ --additional_deprecated_gin_references --job_name_prefix"""
     # what has places in it, and names that look like one
     """ --auxiliary_job_gin_file --base_url --checkpoint --gin_files
