@@ -33,6 +33,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it says of each server that it stopped
 
+_OF_AN_EMULATOR = (
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "TENSORSTORE_GCS_HTTP_URL",
+    "GOOGLE_AUTH_TOKEN_FOR_TESTING", "FSSPEC_GCS_TOKEN",
+)  # fmt: skip
 _TESTS = Path(__file__).resolve().parent
 _SHARED = _TESTS.parents[1] / "shared"
 
@@ -78,13 +82,19 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _gin_and_seqio_forget():
-    """Lets no file's tests find what another's in the same worker bound in gin, or its caches.
+def _process_forgets():
+    """Lets no file's tests find what another's in the same worker bound in gin or set, or caches.
 
     A SeqIO task keeps the folder in which its cache was once found, also when the folder is no
-    longer among those that are searched.
+    longer among those that are searched. What a command sets when it finds a store's emulator
+    would give later commands credentials.
     """
+    before = {name: os.environ.get(name) for name in _OF_AN_EMULATOR}
     yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     if (gin := sys.modules.get("gin")) is not None and hasattr(gin, "clear_config"):
         gin.clear_config()
     if (seqio := sys.modules.get("seqio")) is None:

@@ -168,6 +168,8 @@ def _text(node: ast.expr) -> list[str]:
         return [re.sub("…+", "…", "".join(map(str, parts)))]
     if isinstance(node, ast.IfExp):
         return [*_text(node.body), *_text(node.orelse)]
+    if isinstance(node, ast.BinOp):  # a text, and more after it
+        return _text(node.left)
     return []
 
 

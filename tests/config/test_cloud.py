@@ -15,12 +15,7 @@ from t0repro.storage import access
 @pytest.fixture
 def no_credentials(monkeypatch, tmp_path):
     """A machine that is not Google's, without credentials; a network call fails the test."""
-    for name in (
-        "GOOGLE_APPLICATION_CREDENTIALS",
-        "GCE_METADATA_HOST",
-        "STORAGE_EMULATOR_HOST",
-        "FSSPEC_GCS_TOKEN",  # which a command sets when it finds an emulator
-    ):
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST", "STORAGE_EMULATOR_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
     monkeypatch.setattr(access, "_MACHINE", tmp_path / "product_name")

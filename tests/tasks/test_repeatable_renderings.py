@@ -65,7 +65,7 @@ REFUSED = {
     "{{ [text.upper] | reverse | list }}": r"write upper\(\)",
     "{{ words | map('upper') }}": r"before \| list or \| join",
     "{{ ('so: ' ~ (words | select)) | reverse }}": r"before \| list or \| join",
-    "{{ [cycler('a')] }}": "no text",
+    "{{ [cycler('a')] }}": "is not text",
     "{{ more.keys() - ['z'] }}": "no fixed order",
     "{% for key in more.keys() - [] %}{{ key }}{% endfor %}": "no fixed order",
 }
