@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
+import importlib
 import json
 import logging
 import os
@@ -142,6 +143,9 @@ def bytes_to_fetch(entry: CatalogEntry, split: str) -> int:
     assert place is not None
     if _record(place, split).is_file():
         return 0
+    importlib.import_module(
+        "huggingface_hub"
+    )  # outside, where who lacks it is told what to install
     with _explain(entry.dataset, entry.subset, place, split):
         commit, names = _resolve(place, split)
         endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"

@@ -130,8 +130,14 @@ def _broken_line(path: Path, number: int, reason: str) -> UserError:
 
 
 def _parquet(path: Path) -> Any:
-    import pyarrow.parquet
-
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "Rows in Parquet need pyarrow, which is not installed.",
+            where=str(path),
+            fix="EXTRAS=parquet bash scripts/setup.sh, in a checkout, or pip install pyarrow.",
+        ) from error
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError

@@ -71,6 +71,8 @@ def write_tables(
                     )
                 )
             parquet.write_table(table)
+    if not has_pyarrow:  # an earlier evaluation's would contradict the CSV
+        (Path(out) / parquet_name).unlink(missing_ok=True)
     return [Path(out) / name for name in (csv_name, *[parquet_name] * has_pyarrow)]
 
 

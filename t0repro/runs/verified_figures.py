@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -156,6 +157,8 @@ def compare_tables(
     """Compares the tables beside report.json with those of the scores, in any order of tasks."""
     tasks = [prompt.task for dataset in report.datasets for prompt in dataset.prompts]
     there = [name for name in TABLES if (folder / name).is_file()]
+    if importlib.util.find_spec("pyarrow") is None:
+        there = [name for name in there if not name.endswith(".parquet")]
     if not there or not tasks:
         return
     with tempfile.TemporaryDirectory() as temporary:

@@ -68,11 +68,11 @@ def test_it_serves_gpus_whose_tensor_cores_take_bfloat16(monkeypatch, capability
         platform="gpu", device_kind="a card", compute_capability=capability
     )
     chosen = lambda: attending.choose_implementation(8, 16, 1024, 1024, float32=False)  # noqa: E731
-    monkeypatch.setattr(attending, "_device", lambda: device)
+    monkeypatch.setattr(attending, "device_to_trace_for", lambda: device)
     assert chosen() == way
     # A device mesh knows only a device's kind; the devices here know the rest.
     abstract = types.SimpleNamespace(platform="gpu", device_kind="a card")
-    monkeypatch.setattr(attending, "_device", lambda: abstract)
+    monkeypatch.setattr(attending, "device_to_trace_for", lambda: abstract)
     assert chosen() == "blocks"
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert chosen() == way

@@ -69,7 +69,7 @@ def run(
     Raises:
       UserError: If a check fails.
     """
-    adapters = _labeled(asked.adapter or ())
+    adapters = paths_by_label(asked.adapter or ())
     steps = _steps(asked.checkpoint, asked.step)
     if adapters and len(steps) > 1:
         raise UserError(
@@ -154,7 +154,7 @@ def run(
         print_json(reports if adapters else reports[""])
 
 
-def _labeled(adapters: Sequence[str]) -> dict[str, str]:
+def paths_by_label(adapters: Sequence[str]) -> dict[str, str]:
     """Label of each adapter, by default its folder's name -> its path.
 
     Raises:

@@ -94,15 +94,16 @@ def run(asked: Asked, out: Path, *, devices: str | None, yes: bool, dry_run: boo
       UserError: If a check fails, or the folder holds another reproduction.
     """
     found = None if asked.name is None else released.find(asked.name)
+    adapters = rank_eval.paths_by_label(asked.adapter)
     weights = out / "checkpoint"
     # Planning writes nothing if it is all that is asked for.
     with contextlib.nullcontext() if dry_run else lock_folder(out, "planning an evaluation"):
         _name_vocabulary(found, weights)
         load_prompts([DEFAULT_MODULE])
         activation: DType = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        agreed = _agreed(asked, out)
-        if agreed is None or dry_run:
-            plan = _plan(asked, found, weights, activation)
+        agreed = None if dry_run else _agreed(asked, out)
+        if agreed is None:
+            plan = _plan(asked, [*adapters.values()], found, weights, activation)
             _print_plan(plan, found, out, devices)
             if dry_run:
                 return
@@ -150,12 +151,19 @@ def _agreed(asked: Asked, out: Path) -> dict[str, Any] | None:
     path = out / PLAN
     if not path.is_file():
         return None
-    record = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        name = record["asked"]["name"] or record["asked"]["checkpoint"]
+        limit = record["asked"]["limit"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            "The file is not a plan of t0repro reproduce.",
+            where=str(path),
+            fix="Choose another --out.",
+        ) from error
     if record["asked"] != json.loads(json.dumps(dataclasses.asdict(asked))):
         raise UserError(
-            "The folder holds a reproduction of something else:"
-            f" {record['asked']['name'] or record['asked']['checkpoint']},"
-            f" limit {record['asked']['limit']}.",
+            f"The folder holds a reproduction of something else: {name}, limit {limit}.",
             where=str(path),
             fix="Choose another --out.",
         )
@@ -163,12 +171,18 @@ def _agreed(asked: Asked, out: Path) -> dict[str, Any] | None:
     return record
 
 
-def _plan(asked: Asked, found: released.Released | None, weights: Path, activation: DType) -> Plan:
+def _plan(
+    asked: Asked,
+    adapters: Sequence[str],
+    found: released.Released | None,
+    weights: Path,
+    activation: DType,
+) -> Plan:
     if found is not None:
         to_fetch = released.bytes_to_fetch(found, weights)
         shape: ModelShape = found.shape
     else:
-        opened = check_checkpoint(str(asked.checkpoint), None, 1, asked.adapter)
+        opened = check_checkpoint(str(asked.checkpoint), None, 1, adapters)
         to_fetch, shape = 0, opened.model.config.shape
     rows = find_rows(Path(os.environ.get(DATA_VARIABLE) or f"${DATA_VARIABLE}"))
     with working("measuring this machine for a minute"):
@@ -193,16 +207,17 @@ def _print_plan(
     machine = released.this_machine(out)
     arrives = plan.weights + sum(each.to_fetch or 0 for each in plan.rows)
     memory = machine.memory
-    # JAX computes on the first accelerator, whose memory counts then.
+    # Every device holds the whole model.
     if machine.accelerators and jax.default_backend() != "cpu":
-        memory = sum(size for _, size in machine.accelerators)
+        memory = min(size for _, size in machine.accelerators)
     for what, needed, has in (
         ("to download", arrives, machine.disk), ("memory", plan.memory, memory),
     ):  # fmt: skip
         fits = "fits" if needed <= has else "DOES NOT FIT"
         echo(f"{what}: {sized(needed)}; {sized(has)} here: {fits}.")
-    here = f"{jax.local_device_count()} x {jax.devices()[0].device_kind}"
-    echo(f"{plan.tokens.pairs:,.0f} pairs to score: about {_hours(plan.seconds)} on {here}.")
+    # It was measured on one, whatever there is.
+    one = f"one {jax.devices()[0].device_kind}"
+    echo(f"{plan.tokens.pairs:,.0f} pairs to score: about {_hours(plan.seconds)} on {one}.")
     if devices is not None:
         number, chip = _chips(devices)
         seconds = plan.seconds * plan.speed.flops / (number * chip.flops * ASSUMED_UTILIZATION)
