@@ -93,7 +93,7 @@ def test_a_folder_with_an_equals_sign_in_its_path_is_no_label(tmp_path):
 def test_what_cannot_be_compared_is_a_users_mistake(tmp_path):
     a = write_run(tmp_path / "a", 3)
     metrics = write_metrics(tmp_path / "metrics.jsonl", {1: 4.0})
-    with pytest.raises(UserError, match="One run"):
+    with pytest.raises(UserError, match="two runs or more"):
         invoke(a)
     with pytest.raises(UserError, match="cannot be compared with evaluations"):
         invoke(a, metrics)
