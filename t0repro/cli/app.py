@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from t0repro.cli.commands import App, Group, Loaded, load, show_canonical
+from t0repro.cli.commands import HELP, App, Group, Loaded, load, show_canonical
 from t0repro.cli.gate import gate, use_huge_pages_where_faster
 from t0repro.cli.spelling import T5X_NAMES, canonical, with_t5x_overrides
 from t0repro.words import shown_as
@@ -182,7 +182,7 @@ app = App(
     no_args_is_help=True,
     context_settings={
         "token_normalize_func": canonical,
-        "help_option_names": ["-h", "--help"],
+        "help_option_names": HELP,
     },
     example="t0repro doctor",
 )

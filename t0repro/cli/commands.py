@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from t0repro.cli.paths import read_addresses
 from t0repro.cli.spelling import canonical
 
+HELP = ["-h", "--help"]
 _HELP_ALL = "t0repro.help_all"  # in a context's `meta`: whether --help-all was given
 
 
@@ -41,6 +42,10 @@ class Command(TyperCommand):
         super().__init__(name, **settings)
         _prepare(self)
 
+    def get_help_option_names(self, ctx: Any) -> list[str]:
+        """Those of every command: Click would keep the names that its first context has."""
+        return HELP
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The options' and arguments' names, as `Usage:` shows them."""
         return _usage(self)
@@ -56,6 +61,10 @@ class Group(TyperGroup):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         _prepare(self)
+
+    def get_help_option_names(self, ctx: Any) -> list[str]:
+        """Those of every command: Click would keep the names that its first context has."""
+        return HELP
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command with this name, in either spelling; None if there is none."""
