@@ -330,7 +330,10 @@ def _check_layer(arguments: Arguments, layer: _Layer, scope: str) -> None:
         activation = layer.arguments["activation"]
         names = activation if isinstance(activation, list | tuple) else (activation,)
         if not all(isinstance(each, str) and each in _ACTIVATIONS for each in names):
-            words = [f"@{each.__name__}" if callable(each) else repr(each) for each in names]
+            words = [
+                f"@{getattr(each, '__name__', each)}" if callable(each) else repr(each)
+                for each in names
+            ]
             shown = words[0] if names == (activation,) else f"[{', '.join(words)}]"
             what = f"the activation {shown}"
             arguments.refuse(
