@@ -57,6 +57,7 @@ def _lfs_pointer(where: str) -> str | None:
     return None
 
 
+INSTALL_PYARROW = "EXTRAS=parquet bash scripts/setup.sh, in a checkout, or pip install pyarrow."
 INSTALL_REFERENCE = (
     "Install the reference tier: TIER=reference bash scripts/setup.sh, in a checkout."
     " docs/tiers.md lists what needs it."

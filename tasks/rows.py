@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from t0repro.errors import UserError
+from t0repro.errors import INSTALL_PYARROW, UserError
 from t0repro.tasks.csv_rows import DELIMITERS, count_csv, line_of_row, read_csv
 from t0repro.words import json_fault
 
@@ -136,7 +136,7 @@ def _parquet(path: Path) -> Any:
         raise UserError(
             "Rows in Parquet need pyarrow, which is not installed.",
             where=str(path),
-            fix="EXTRAS=parquet bash scripts/setup.sh, in a checkout, or pip install pyarrow.",
+            fix=INSTALL_PYARROW,
         ) from error
     try:
         return pyarrow.parquet.ParquetFile(path)

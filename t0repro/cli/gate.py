@@ -24,7 +24,7 @@ from typing import Any
 
 from t0repro import compat, storage
 from t0repro.cli.results import echo
-from t0repro.errors import INSTALL_REFERENCE, UserError
+from t0repro.errors import INSTALL_PYARROW, INSTALL_REFERENCE, UserError
 from t0repro.progress import quiet_libtpu
 from t0repro.storage.disk import disk_error
 from t0repro.words import printable, without_secrets
@@ -47,7 +47,7 @@ _NOT_INSTALLED = {
         "EXTRAS=browse bash scripts/setup.sh, in a checkout, or pip install 't0repro[browse]'.",
     ),
     **dict.fromkeys(("flax", "jax", "optax", "orbax"), "pip install 't0repro[jax]'"),
-    "pyarrow": "EXTRAS=parquet bash scripts/setup.sh, in a checkout, or pip install pyarrow.",
+    "pyarrow": INSTALL_PYARROW,
 }
 
 

@@ -154,13 +154,6 @@ def _unless(expressed: bool, words: str) -> _Pairs:
     return () if expressed else [(words, _NOT_EXPRESSED)]
 
 
-def _not_expressed(part: Any, place: str, names: Collection[str]) -> _Items:
-    """Those of a part's fields that are not at their defaults, which the dialect cannot express."""
-    for field in dataclasses.fields(part):
-        if field.name in names and (value := getattr(part, field.name)) != field.default:
-            yield f"{place}{field.name} = {value!r}", _NOT_EXPRESSED
-
-
 def _loss_denominator(config: TrainRun, dialect: Dialect) -> _Items:
     denominator = config.model.loss_denominator
     if dialect == "t5x":
@@ -247,7 +240,8 @@ def _product(arguments: Mapping[str, Any], rates: str) -> _Items:
 def _data_of_mesh(config: TrainRun) -> _Items:
     data = config.plan.train_data
     if isinstance(data, SeqioDataConfig):
-        yield from _not_expressed(data, "plan.train_data.", ("trim_output_features",))
+        words = "plan.train_data.trim_output_features = False"
+        yield from _unless(data.trim_output_features, words)
         shared = {name: getattr(data, name) for name in _SHARED_DATA}
         data = TrainDataConfig(**shared)
     if data is not None:
@@ -257,9 +251,10 @@ def _data_of_mesh(config: TrainRun) -> _Items:
 def _data_of_t5x(config: TrainRun) -> _Items:
     data = config.plan.train_data
     if isinstance(data, TrainDataConfig):
-        yield from _not_expressed(
-            data, "plan.train_data.", ("skip_seen_data", "seen_data_init_step")
-        )
+        words = f"plan.train_data.skip_seen_data = {data.skip_seen_data}"
+        yield from _unless(data.skip_seen_data is None, words)
+        words = f"plan.train_data.seen_data_init_step = {data.seen_data_init_step}"
+        yield from _unless(not data.seen_data_init_step, words)
         shared = {name: getattr(data, name) for name in _SHARED_DATA}
         lengths = config.sequence_length
         data = SeqioDataConfig(sequence_length=lengths, batch_size=config.batch_size, **shared)
@@ -304,16 +299,11 @@ def _run_of_mesh(config: TrainRun) -> _Items:
     # Every training run of Mesh TensorFlow saves: one without a period saves at its end.
     yield "utils.run.save_checkpoints_steps", (save and save.period) or max(1, config.train_steps)
     yield "utils.run.keep_checkpoint_max", save and save.keep
-    yield "utils.run.init_checkpoint", restore and restore.path
-    if restore is not None:
-        yield from _not_expressed(
-            restore, "plan.restore.", ("dtype", "assignment_map", "fallback_to_scratch")
-        )
-        if restore.variable_filter:
-            name = "utils.tpu_estimator_model_fn.init_variable_filter"
-            yield name, restore.variable_filter
-        if restore.adapter:
-            yield "t0repro.jax_training.init_adapter", restore.adapter
+    if restore is None:
+        yield "utils.run.init_checkpoint", None
+    else:
+        elsewhere = ("mode", "strict", *["variable_filter"] * (not restore.variable_filter))
+        yield from _fields(restore, "plan.restore.", "mtf", dict.fromkeys(elsewhere, ()))
     if config.weight_metrics_every:
         yield "t0repro.jax_training.weight_metrics_every", config.weight_metrics_every
     for field in ("train_eval_data", "infer_eval_data", "relative_steps", "actions"):
@@ -321,7 +311,8 @@ def _run_of_mesh(config: TrainRun) -> _Items:
             words = f"plan.{field}: training itself evaluates nothing and stops for nothing"
             yield words, _NOT_EXPRESSED
     if save is not None:
-        yield from _not_expressed(save, "plan.save.", ("steps", "best", "keep_period"))
+        elsewhere = ("period", "keep", "dtype", "data", "from_first_step")
+        yield from _fields(save, "plan.save.", "mtf", dict.fromkeys(elsewhere, ()))
 
 
 def _run_of_t5x(config: TrainRun) -> _Items:

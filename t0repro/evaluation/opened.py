@@ -271,7 +271,7 @@ def _infer_model(
     family = recognize({name: tensor.shape for name, tensor in tree.items()})
     check_run_files(ref, family)
     source = arithmetic_source(ref)
-    return family, _model_config(family, arithmetic(source, family, gin_text(source)), path)
+    return family, make_scoring_config(family, arithmetic(source, family, gin_text(source)), path)
 
 
 def open_adapter_at(path: str) -> AdapterCheckpoint:
@@ -349,7 +349,9 @@ def _replicate_shapes(shapes: Any, params: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
 
 
-def _model_config(family: ModelShape, computed: hf_config.Computation, path: str) -> ModelConfig:
+def make_scoring_config(
+    family: ModelShape, computed: hf_config.Computation, path: str
+) -> ModelConfig:
     """The model for scoring: without dropout and without the options of a loss.
 
     Raises:

@@ -23,10 +23,17 @@ from t0repro.reports.prompts import (
 )
 from t0repro.reports.report_files import stage_files
 
+CSV, PARQUET = "scores.csv", "scores.parquet"
 COLUMNS = (
     "task", "dataset", "template", "step", "example", "choice",
     "score", "target_length", "is_correct", "predicted",
 )  # fmt: skip
+
+
+def writable_tables() -> tuple[str, ...]:
+    """The tables' file names; without pyarrow there is no Parquet."""
+    has_pyarrow = importlib.util.find_spec("pyarrow") is not None
+    return (CSV, PARQUET) if has_pyarrow else (CSV,)
 
 
 def write_tables(
@@ -45,11 +52,10 @@ def write_tables(
     Raises:
       UserError: if the files cannot be read or written.
     """
-    has_pyarrow = importlib.util.find_spec("pyarrow") is not None
-    csv_name, parquet_name = "scores.csv", "scores.parquet"
+    names = writable_tables()
     with stage_files(out) as staging, contextlib.ExitStack() as stack:
         # newline="": the csv module ends lines itself, and a cell may contain line breaks.
-        file = stack.enter_context(open(staging / csv_name, "w", encoding="utf-8", newline=""))
+        file = stack.enter_context(open(staging / CSV, "w", encoding="utf-8", newline=""))
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(COLUMNS)
         parquet = None
@@ -57,7 +63,7 @@ def write_tables(
         for scores in iterate_task_scores(eval_dir, step, tasks):
             columns = _columns(scores, prompts)
             rows.writerows(_cells(columns))
-            if not has_pyarrow:
+            if PARQUET not in names:
                 continue
             import pyarrow
             import pyarrow.parquet
@@ -67,13 +73,13 @@ def write_tables(
             if parquet is None:
                 parquet = stack.enter_context(
                     pyarrow.parquet.ParquetWriter(
-                        staging / parquet_name, table.schema, compression="zstd"
+                        staging / PARQUET, table.schema, compression="zstd"
                     )
                 )
             parquet.write_table(table)
-    if not has_pyarrow:  # an earlier evaluation's would contradict the CSV
-        (Path(out) / parquet_name).unlink(missing_ok=True)
-    return [Path(out) / name for name in (csv_name, *[parquet_name] * has_pyarrow)]
+    if PARQUET not in names:  # an earlier evaluation's would contradict the CSV
+        (Path(out) / PARQUET).unlink(missing_ok=True)
+    return [Path(out) / name for name in names]
 
 
 def _cells(columns: Mapping[str, np.ndarray]) -> Iterator[tuple[Any, ...]]:

@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.model import DType, DTypePolicy, ModelConfig
+from t0repro.config.model import DType, DTypePolicy
+from t0repro.converters.hf_config import Computation
+from t0repro.evaluation.opened import make_scoring_config
 from t0repro.parameters.shape import ModelShape
 from t0repro.runs.rank_eval import PAIRS_IN_MEMORY
 from t0repro.tasks.catalog import catalog, label
@@ -259,7 +261,10 @@ def _measure(
         num_encoder_layers=min(_LAYERS, shape.num_encoder_layers),
         num_decoder_layers=min(_LAYERS, shape.num_decoder_layers),
     )
-    model = T5(_config(shallow), DTypePolicy("float32", "float32", activation))
+    # Which activation it has does not change its speed.
+    computed = Computation(("gelu", "linear") if shape.gated else ("relu",))
+    config = make_scoring_config(shallow, computed, "")
+    model = T5(config, DTypePolicy("float32", "float32", activation))
     leaves = evaluation_shapes(model, parameter_shapes(model))
     # Speed does not depend on the values, so none are drawn.
     params = jax.tree.map(lambda leaf: jax.numpy.full(leaf.shape, 0.01, leaf.dtype), leaves)
@@ -295,27 +300,6 @@ def _measure(
         per_shape = (peaks[-1][1] - peaks[0][1]) / (peaks[-1][0] - peaks[0][0])
         overhead += int(per_shape * max(0, shapes - len(compiled)))
     return Speed(flops / spent, max(compiling, 0.0) / len(compiled), shapes, overhead, on_host)
-
-
-def _config(shape: ModelShape) -> ModelConfig:
-    """A model of a shape; which activation it has does not change its speed."""
-    return ModelConfig(
-        num_encoder_layers=shape.num_encoder_layers,
-        num_decoder_layers=shape.num_decoder_layers,
-        d_model=shape.d_model,
-        d_ff=shape.d_ff,
-        num_heads=shape.num_heads,
-        d_kv=shape.d_kv,
-        vocab_size=shape.vocab_size,
-        activations=("gelu", "linear") if shape.gated else ("relu",),
-        logits_from_embedding=shape.tied,
-        relative_attention_num_buckets=shape.relative_attention_num_buckets,
-        position_bias_per_layer=shape.position_bias_per_layer,
-        dropout_rate=0.0,
-        label_smoothing=0.0,
-        z_loss=0.0,
-        loss_denominator=None,
-    )
 
 
 def peak_memory() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -21,16 +20,13 @@ from t0repro.reports.prompts import PromptInfo
 from t0repro.reports.report import Report
 from t0repro.reports.report_page import report_page
 from t0repro.reports.run import Run
-from t0repro.reports.score_tables import write_tables
+from t0repro.reports.score_tables import writable_tables, write_tables
 from t0repro.runs.verified_cells import Finding
 
 _FIGURE = 1e-6  # percentage points; sums on other processors differ by less
 
 
 PAGES = ("report.json", "report.md", "report.html")
-
-
-TABLES = ("scores.csv", "scores.parquet")
 
 
 def compare_tasks(
@@ -156,9 +152,7 @@ def compare_tables(
 ) -> Iterator[Finding]:
     """Compares the tables beside report.json with those of the scores, in any order of tasks."""
     tasks = [prompt.task for dataset in report.datasets for prompt in dataset.prompts]
-    there = [name for name in TABLES if (folder / name).is_file()]
-    if importlib.util.find_spec("pyarrow") is None:
-        there = [name for name in there if not name.endswith(".parquet")]
+    there = [name for name in writable_tables() if (folder / name).is_file()]
     if not there or not tasks:
         return
     with tempfile.TemporaryDirectory() as temporary:

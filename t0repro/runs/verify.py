@@ -29,10 +29,10 @@ from t0repro.evaluation.records import RESULTS, digest_of_texts, read_records
 from t0repro.reports.prompts import PromptInfo
 from t0repro.reports.report import Report, load_report
 from t0repro.reports.run import find_evaluation
+from t0repro.reports.score_tables import writable_tables
 from t0repro.runs.verified_cells import Finding, chosen_cells, recompute_cells
 from t0repro.runs.verified_figures import (
     PAGES,
-    TABLES,
     TAKEN_AS_THEY_ARE,
     compare_figures,
     compare_pages,
@@ -119,14 +119,15 @@ def not_verified(path: str | os.PathLike[str]) -> list[str]:
         f"report.json: {', '.join(TAKEN_AS_THEY_ARE)}.",
         f"Compared with provenance.json only: {', '.join(_RECORDED_ALONE)}.",
     ]
+    tables = writable_tables()
     known = {name for record in read_records(eval_dir, step).values() for name in record["files"]}
-    there = [*_other_files(folder, {*PAGES, *TABLES, eval_dir.name})]
+    there = [*_other_files(folder, {*PAGES, *tables, eval_dir.name})]
     there += [f"{eval_dir.name}/{name}" for name in _other_files(eval_dir, {*known, RESULTS})]
     more = len(there) - _SHOWN_FILES
     if there:
         names = ", ".join(there[:_SHOWN_FILES]) + (f" and {more} more" if more > 0 else "")
         found.append(f"Files: {names}.")
-    if missing := [name for name in (*PAGES, *TABLES) if not (folder / name).is_file()]:
+    if missing := [name for name in (*PAGES, *tables) if not (folder / name).is_file()]:
         found.append(f"Not in the folder: {', '.join(missing)}.")
     return found
 
