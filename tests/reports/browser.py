@@ -162,16 +162,28 @@ class Browser:
         self._post(self.session, None, "DELETE")
 
 
+def start_driver():
+    """Starts chromedriver, and gives its process and port.
+
+    chromedriver takes a free port of IPv4 and ends where IPv6's of the same number is taken.
+    """
+    said = []
+    for _ in range(10):
+        driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)
+        for line in driver.stdout:
+            said.append(line)
+            if "on port" in line and "successfully" in line:
+                return driver, line.rsplit(" ", 1)[1].strip(" .\n")
+        driver.communicate()
+    raise RuntimeError("chromedriver did not start:\n" + "".join(said))
+
+
 @contextlib.contextmanager
 def open_browser():
     """Starts chromedriver and a browser, and ends both."""
-    with subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
+    driver, port = start_driver()
+    with driver:
         try:
-            port = next(
-                line.rsplit(" ", 1)[1].strip(" .\n")
-                for line in driver.stdout
-                if "on port" in line and "successfully" in line
-            )
             browser = Browser(f"http://127.0.0.1:{port}")
             try:
                 yield browser
