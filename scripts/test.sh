@@ -2,7 +2,6 @@
 # All checks before a change is merged: lint, format, imports, types, tests. Arguments go to pytest.
 #   bash scripts/test.sh                   # every test; of those with long cases, the cheapest cases
 #   bash scripts/test.sh --all             # every case, as continuous integration does
-#   bash scripts/test.sh --rest            # only the cases that the first leaves out, without the other checks
 #   bash scripts/test.sh --fast            # the cheapest tests of every folder
 #   bash scripts/test.sh tests/mtf -x      # every case of these
 #   bash scripts/test.sh --record          # --all, and keep what each took in tests/seconds.json
@@ -41,23 +40,18 @@ check_imports_and_types() {
   basedpyright --level error t0repro
 }
 
-checks=
-if [[ ${1:-} != --rest ]]; then
-  echo "== ruff"
-  ruff check
-  ruff format --check
-  mkdir -p build
-  (check_imports_and_types) >build/checks.log 2>&1 &
-  checks=$!
-fi
+echo "== ruff"
+ruff check
+ruff format --check
+mkdir -p build
+(check_imports_and_types) >build/checks.log 2>&1 &
+checks=$!
 echo "== pytest"
 # loadfile, because the tests of a file share fixtures, such as one training run. Three workers on two cores, because
 # tests often wait for processes that they started.
 failed=0
 "${run[@]}" -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder -m "not slow and not hardlife" "$@" ||
   failed=$?
-if [[ -n $checks ]]; then
-  wait "$checks" || failed=1
-  cat build/checks.log
-fi
+wait "$checks" || failed=1
+cat build/checks.log
 exit "$failed"

@@ -7,7 +7,7 @@ run, so that every machine runs the same.
 
 Of a parametrized test whose cases took more than BUDGET seconds together, the cheapest run that
 took no more, and one at least. A test that Hypothesis draws examples for draws as many as take
-BUDGET seconds. With --all every case and example runs, with --rest what was left out.
+BUDGET seconds. With --all every case and example runs.
 Whoever names files or tests gets all cases. With --fast, a part of each folder's tests runs: its
 cheapest files, until FAST seconds are used up.
 """
@@ -43,7 +43,6 @@ def add_options(parser: pytest.Parser) -> None:
     for option, text in {
         "--all": "every case of every test",
         "--default": "of files that are named too, what runs without names",
-        "--rest": "only the cases that are left out without --all",
         "--fast": "the cheapest files of every folder",
         "--record": "every case, and write tests/seconds.json",
     }.items():
@@ -56,8 +55,7 @@ class Schedule:
     def __init__(self, config: pytest.Config):
         self._config = config
         named = config.args_source is pytest.Config.ArgsSource.ARGS
-        parts = ("--rest", "--fast", "--default")
-        if named and not any(map(config.getoption, parts)):
+        if named and not any(map(config.getoption, ("--fast", "--default"))):
             config.option.all = True  # pytest-xdist's workers, which always get names, see it
         self._recorded = read(RECORDED)
         self._known = self._recorded | read(LATEST)
@@ -71,11 +69,7 @@ class Schedule:
         asked = config.getoption
         if not (asked("--all") or asked("--record")):
             chosen = cheapest_cases(items, self._recorded)
-            long = {item for item in items if draws_too_many(item, self._recorded)}
-            if asked("--rest"):
-                chosen = {item.nodeid for item in items} - chosen | {item.nodeid for item in long}
-            else:
-                draw_fewer(long, self._recorded)
+            draw_fewer(items, self._recorded)
             if asked("--fast"):
                 chosen &= cheapest_files(items, chosen, self._recorded)
             left_out = [item for item in items if item.nodeid not in chosen]
@@ -184,18 +178,15 @@ def cheapest_cases(items: Iterable[pytest.Item], recorded: Seconds) -> set[str]:
     return chosen
 
 
-def draws_too_many(item: pytest.Item, recorded: Seconds) -> bool:
-    drawn = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
-    return drawn and recorded.get(item.nodeid, 0.0) > BUDGET
-
-
 def draw_fewer(items: Iterable[Any], recorded: Seconds) -> None:
-    """Lets Hypothesis draw fewer examples for tests, in proportion to what they took."""
+    """Lets Hypothesis draw fewer examples for tests that took more than BUDGET, in proportion."""
     for item in items:
-        settings = item.obj._hypothesis_internal_use_settings
-        count = max(1, int(settings.max_examples * BUDGET / recorded[item.nodeid]))
-        fewer = hypothesis.settings(settings, max_examples=count)
-        item.obj._hypothesis_internal_use_settings = fewer
+        drawn = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
+        if drawn and recorded.get(item.nodeid, 0.0) > BUDGET:
+            settings = item.obj._hypothesis_internal_use_settings
+            count = max(1, int(settings.max_examples * BUDGET / recorded[item.nodeid]))
+            fewer = hypothesis.settings(settings, max_examples=count)
+            item.obj._hypothesis_internal_use_settings = fewer
 
 
 def cheapest_files(items: Iterable[pytest.Item], chosen: set[str], recorded: Seconds) -> set[str]:
