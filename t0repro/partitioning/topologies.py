@@ -108,8 +108,13 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
         )
     for variable, value in NOT_ON_A_TPU.items():
         os.environ.setdefault(variable, value)
+    import jax
     from jax.experimental import topologies
+    from jax.experimental.compilation_cache import compilation_cache
 
+    # What such a compiler finds in the cache it cannot load, and warns.
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # else it stays as the first program found it
     name = f"{family.library}:{'x'.join(map(str, torus(chips, family.axes)))}"
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, **family.options)
