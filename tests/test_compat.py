@@ -2,12 +2,14 @@
 
 import importlib.metadata
 import json
+import os
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from t0repro import compat
+from t0repro.event_files import event_writer
 
 from .helpers import commands
 from .mtf.mesh_commands import run_python
@@ -55,6 +57,8 @@ for left_out in [None, *NAMES]:
             import mesh_tensorflow.transformer.utils
             import t5.models
             from t5.models import mesh_transformer_main
+            if left_out is None:
+                t5.models.HfPyTorchModel("t5-small", "dir")
         except Exception as error:
             kinds = [kind.__name__ for kind in type(error).__mro__]
             outcome = [kinds, str(error)]
@@ -69,15 +73,20 @@ for left_out in [None, *NAMES]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str | None, tuple[list[str], str]]:
-    """Patch left out (None: none) -> the exception's types and message, empty if all went well."""
+    """Patch left out (None: none) -> the types and the message of what was raised.
+
+    With all patches, a model that needs torch is made after the imports.
+    """
     ended = run_python(f"NAMES = {list(NEEDED)!r}\n{NO_TORCH}{WITHOUT_EACH}")
     assert ended.returncode == 0, ended.stderr
     answers = [json.loads(line) for line in ended.stdout.splitlines()]
     return {left_out: (kinds, message) for left_out, kinds, message in answers}
 
 
-def test_with_all_patches_the_libraries_import(outcomes):
-    assert outcomes[None] == ("", "")
+def test_with_all_patches_the_libraries_import_and_what_needs_torch_says_so(outcomes):
+    kinds, message = outcomes[None]
+    assert kinds[0] == "ImportError" and "HfPyTorchModel needs" in message
+    assert "t0repro[hf]" in message.splitlines()[-1]
 
 
 @pytest.mark.parametrize("patch", NEEDED)
@@ -88,51 +97,48 @@ def test_without_this_patch_the_libraries_do_not_import(outcomes, patch):
     assert part in message
 
 
-def test_install_and_the_imports_after_it_print_nothing_and_import_no_keras_before_it_is_used():
-    ended = run_python(
-        "from t0repro import compat\n"
-        "compat.install()\n"
-        "import mesh_tensorflow, seqio, t5.data.mixtures, t5.models\n"
-        "from t5.models import mesh_transformer_main\n"
-        "import importlib.util, sys\n"
-        "assert 'keras' not in sys.modules\n"
-        "import tensorflow as tf, tensorflow_estimator, tensorflow_text\n"
-        "assert tf.keras.optimizers.Adam(0.1).learning_rate == 0.1\n"
-        "assert tf.estimator.Estimator is tensorflow_estimator.estimator.Estimator\n"
-        "assert importlib.util.find_spec('tensorflow_estimator')\n"
-        "assert issubclass(tensorflow_text.keras.layers.ToDense, tf.keras.layers.Layer)\n"
-        "from tensorflow_text.python.keras.layers import ToDense\n"
-        "assert ToDense is tensorflow_text.keras.layers.ToDense\n"
-    )
+INSTALLED = """
+from t0repro import compat
+compat.install()
+import mesh_tensorflow, seqio, t5.data.mixtures, t5.models
+from t5.models import mesh_transformer_main
+import importlib.util, sys
+assert 'keras' not in sys.modules
+
+import tensorflow as tf, tensorflow_estimator, tensorflow_text
+assert tf.keras.optimizers.Adam(0.1).learning_rate == 0.1
+assert tf.estimator.Estimator is tensorflow_estimator.estimator.Estimator
+assert importlib.util.find_spec('tensorflow_estimator')
+assert issubclass(tensorflow_text.keras.layers.ToDense, tf.keras.layers.Layer)
+from tensorflow_text.python.keras.layers import ToDense
+assert ToDense is tensorflow_text.keras.layers.ToDense
+
+from mesh_tensorflow.transformer import utils
+patched = utils.get_estimator, utils.decode
+compat.install()
+compat.keep_ids_when_scoring()
+compat.decode_to_text_when_inferring()
+assert (utils.get_estimator, utils.decode) == patched
+
+assert tf.estimator.Estimator and tf.compat.v1.estimator.tpu.TPUEstimator
+from tensorflow.python.tpu import session_support, tpu_embedding
+calls = [session_support.CoordinatorShutdownException, tpu_embedding.TPUEmbedding,
+         tpu_embedding.a.b.c]
+for call in calls:
+    try:
+        call(1, key=2)
+    except compat.UnsupportedTPUError as error:
+        assert '--backend=jax' in str(error), error
+    else:
+        raise SystemExit(f'{call} did not raise')
+"""
+
+
+def test_install_is_silent_imports_keras_when_it_is_used_is_done_once_and_stand_ins_raise():
+    ended = run_python(INSTALLED)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
     assert ended.stdout == ""
-
-
-def test_install_twice_is_install_once_and_stand_ins_raise_when_they_are_called():
-    ended = run_python(
-        "from t0repro import compat\n"
-        "compat.install()\n"
-        "from mesh_tensorflow.transformer import utils\n"
-        "patched = utils.get_estimator, utils.decode\n"
-        "compat.install()\n"
-        "compat.keep_ids_when_scoring()\n"
-        "compat.decode_to_text_when_inferring()\n"
-        "assert (utils.get_estimator, utils.decode) == patched\n"
-        "import tensorflow as tf\n"
-        "assert tf.estimator.Estimator and tf.compat.v1.estimator.tpu.TPUEstimator\n"
-        "from tensorflow.python.tpu import session_support, tpu_embedding\n"
-        "calls = [session_support.CoordinatorShutdownException, tpu_embedding.TPUEmbedding,\n"
-        "         tpu_embedding.a.b.c]\n"
-        "for call in calls:\n"
-        "    try:\n"
-        "        call(1, key=2)\n"
-        "    except compat.UnsupportedTPUError as error:\n"
-        "        assert '--backend=jax' in str(error), error\n"
-        "    else:\n"
-        "        raise SystemExit(f'{call} did not raise')\n"
-    )
-    assert ended.returncode == 0, ended.stderr
 
 
 # Whether each assignment in a graph of two weights has the gradients of both among its ancestors.
@@ -188,8 +194,14 @@ assert not all(without_patch), without_patch
 """
 
 
-def test_updates_wait_for_all_gradients_with_the_patch_and_not_without():
-    ended = run_python(WAITS)
+def run_in_fork(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fork of a process that has installed the patches."""
+    (folder / "in_fork.py").write_text(code)
+    return commands.run("in_fork", env={**os.environ, "PYTHONPATH": str(folder)}, cwd=folder)
+
+
+def test_updates_wait_for_all_gradients_with_the_patch_and_not_without(tmp_path):
+    ended = run_in_fork(WAITS, tmp_path)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -245,7 +257,7 @@ assert waited_for() == (set(), set())
 
 
 def test_a_step_is_counted_after_all_updates_that_read_it(tmp_path):
-    ended = run_python(f"import os; os.chdir({str(tmp_path)!r})\n{COUNTS}")
+    ended = run_in_fork(COUNTS, tmp_path)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -260,57 +272,41 @@ def test_install_after_mesh_tensorflow_says_so():
     assert "call install() first" in ended.stderr
 
 
-def test_without_torch_the_hugging_face_model_says_what_it_needs():
-    ended = run_python(
-        f"{NO_TORCH}"
-        "from t0repro import compat\n"
-        "compat.install()\n"
-        "import t5.models\n"
-        "t5.models.HfPyTorchModel('t5-small', 'dir')\n"
-    )
-    assert ended.returncode == 1
-    assert "t0repro[hf]" in ended.stderr.splitlines()[-1]
-
-
 # MRPC, whose two metrics are one group, is best at step 200 and RTE at step 300.
-WRITE_EVENTS = """
-import sys
-import tensorflow as tf
-
-rows = {100: (50.0, 40.0), 200: (62.5, 65.0), 300: (75.0, 60.0)}
-with tf.Graph().as_default(), tf.compat.v1.summary.FileWriter(sys.argv[1]) as writer:
-    for step, (rte, mrpc) in rows.items():
-        summary = tf.compat.v1.Summary()
-        summary.value.add(tag="eval/glue_rte_v002/accuracy", simple_value=rte)
-        summary.value.add(tag="eval/glue_mrpc_v002/accuracy", simple_value=mrpc)
-        summary.value.add(tag="eval/glue_mrpc_v002/f1", simple_value=mrpc + 10.0)
-        writer.add_summary(summary, step)
-"""
-
-
-# The same by the writer of the JAX stack, which stores tensors.
-WRITE_TENSORS = """
-import sys
-from t0repro.event_files import event_writer
-
-writer = event_writer(sys.argv[1])
-for step, (rte, mrpc) in {100: (50.0, 40.0), 200: (62.5, 65.0), 300: (75.0, 60.0)}.items():
-    writer.write_scalars(step, {
+ROWS = {
+    step: {
         "eval/glue_rte_v002/accuracy": rte,
         "eval/glue_mrpc_v002/accuracy": mrpc,
         "eval/glue_mrpc_v002/f1": mrpc + 10.0,
-    })
-writer.close()
-"""
+    }
+    for step, rte, mrpc in ((100, 50.0, 40.0), (200, 62.5, 65.0), (300, 75.0, 60.0))
+}
 
 
-@pytest.mark.parametrize("write", [WRITE_EVENTS, WRITE_TENSORS], ids=["summaries", "tensors"])
+def write_summaries(folder: Path) -> None:
+    """As TensorFlow 1 writes them."""
+    import tensorflow as tf
+
+    with tf.Graph().as_default(), tf.compat.v1.summary.FileWriter(str(folder)) as writer:
+        for step, row in ROWS.items():
+            summary = tf.compat.v1.Summary()
+            for tag, value in row.items():
+                summary.value.add(tag=tag, simple_value=value)
+            writer.add_summary(summary, step)
+
+
+def write_tensors(folder: Path) -> None:
+    """As the JAX stack writes them."""
+    writer = event_writer(folder)
+    for step, row in ROWS.items():
+        writer.write_scalars(step, row)
+    writer.close()
+
+
+@pytest.mark.parametrize("write", [write_summaries, write_tensors])
 def test_t5s_parse_tb_writes_its_table_and_the_best_step_of_each_group(tmp_path, write):
     events, table = tmp_path / "validation_eval", tmp_path / "table.csv"
-    written = subprocess.run(
-        [sys.executable, "-P", "-c", write, events], capture_output=True, text=True
-    )
-    assert written.returncode == 0, written.stderr
+    write(events)
     flags = [f"--summary_dir={events}", f"--out_file={table}"]
     ended = commands.run("t0repro.mtf", "t5.scripts.parse_tb", *flags)
     assert ended.returncode == 0, ended.stderr
