@@ -245,7 +245,6 @@ HOSTILE_TEMPLATES = [
     "<script>window.pwned = 5</script>{{ text }} ||| <img src=x onerror='window.pwned = 6'>",
     "{{ cycler.__init__.__globals__.os.system('touch pwned') }} ||| x",
     "{{ ''.__class__.__mro__[1].__subclasses__() }} ||| x",
-    "{% for a in range(10**9) %}x{% endfor %} ||| x",
     "{{ 'a' * 10**10 }} ||| x",
     "{% include '/etc/passwd' %} ||| x",
 ]

@@ -1,7 +1,6 @@
 """What score_eval holds in memory: a window of examples, whatever the number and size of tasks."""
 
 import dataclasses
-import gc
 import weakref
 
 import numpy as np
@@ -84,7 +83,6 @@ def test_only_a_window_is_held_though_a_task_is_larger(read, config, monkeypatch
     for read_buffer in score_eval.TaskBuffers(config):
         here = sum(len(chunk.examples) for chunk in read_buffer)
         del read_buffer
-        gc.collect()
         held.append((here, sum(at() is not None for at in read)))
     assert len(held) == sum(SIZES) / 4
     # The part that begins the next window, one example here, has been read to see that it does not

@@ -71,10 +71,17 @@ def hostile_report(folder, name):
     return make_report(Run(name, folder), prompts, options, beside), prompts
 
 
+@pytest.fixture(scope="module")
+def tame(tmp_path_factory):
+    """The report of tame names."""
+    report, _ = hostile_report(tmp_path_factory.mktemp("tame") / "validation_eval", "tame")
+    return report
+
+
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_name_is_text_in_every_form(tmp_path, name):
-    report, _ = hostile_report(tmp_path / "validation_eval", name)
-    tame, _ = hostile_report(tmp_path / "tame_eval", "tame")
+def test_a_hostile_name_is_text_in_every_form(tmp_path, tame, name):
+    folder = tmp_path / "validation_eval"
+    report, prompts = hostile_report(folder, name)
 
     page, expected = (ParsedPage(render_html(report_page(r))) for r in (report, tame))
     assert page.tags == expected.tags
@@ -89,6 +96,22 @@ def test_a_hostile_name_is_text_in_every_form(tmp_path, name):
 
     write_report(report, tmp_path)
     assert load_report(tmp_path) == report
+
+    write_tables(folder, 10, prompts, tmp_path)
+    check_tables(tmp_path, name)
+
+
+def check_tables(folder, name):
+    """No cell of the CSV table is a formula, and the Parquet table has the name as it is."""
+    with open(folder / "scores.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12
+    for row in rows:
+        assert row["dataset"] in (name, f"'{name}")
+        assert row["dataset"][0] not in "=+-@\t\r\n"
+        assert float(row["score"]) in (-1.0, -2.0)  # a negative number stays one
+    table = pyarrow.parquet.read_table(folder / "scores.parquet")
+    assert set(table.column("dataset").to_pylist()) == {name}
 
 
 def blocks(text):
@@ -120,19 +143,3 @@ def test_numbers_in_a_table_are_as_they_are_and_at_the_beginning_of_a_line_start
 def test_a_code_blocks_fence_is_longer_than_any_inside_it():
     text = render_markdown(Page("t", (Section("s", text="before\n`````\n# not a heading"),)))
     assert blocks(text).count("heading_open") == 2 and blocks(text).count("fence") == 1
-
-
-@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
-def test_no_cell_of_the_csv_table_is_a_formula(tmp_path, name):
-    folder = tmp_path / "validation_eval"
-    _, prompts = hostile_report(folder, name)
-    write_tables(folder, 10, prompts, tmp_path)
-    with open(tmp_path / "scores.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 12
-    for row in rows:
-        assert row["dataset"] in (name, f"'{name}")
-        assert row["dataset"][0] not in "=+-@\t\r\n"
-        assert float(row["score"]) in (-1.0, -2.0)  # a negative number stays one
-    table = pyarrow.parquet.read_table(tmp_path / "scores.parquet")
-    assert set(table.column("dataset").to_pylist()) == {name}
