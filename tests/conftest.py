@@ -1,6 +1,5 @@
 """Fixtures and environment of all tests: JAX on CPU, quiet TensorFlow, real data if available."""
 
-import gc
 import importlib.util
 import os
 import sys
@@ -11,6 +10,7 @@ import hypothesis
 import pytest
 
 from .helpers import kept, schedule
+from .helpers.commands import collect_rarely
 
 # A busy machine is no failure: what Hypothesis would take for too slow depends on what runs beside.
 hypothesis.settings.register_profile(
@@ -66,14 +66,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
-    """Lets the garbage collector skip what the imported modules hold, and come less often.
-
-    It took an eighth of the tests' processor time: traces of JAX are many small objects.
-    """
+    """The tests' modules are imported."""
     del session
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    collect_rarely()
 
 
 def pytest_runtest_setup(item):

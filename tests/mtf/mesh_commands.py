@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
-from helpers.commands import ForkServer, serve  # noqa: E402
+from helpers.commands import ForkServer, collect_rarely, serve  # noqa: E402
 
 BIN = Path(sys.executable).parent
 
@@ -105,6 +105,7 @@ class CommandServer:
 
 
 def _serve() -> None:
+    collect_rarely()
     from t0repro import compat
     from t0repro.cli import t5_mesh_transformer
 
