@@ -155,8 +155,8 @@ def products(params, microbatches):
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_sums_over_groups_are_those_of_the_whole_batch(one_device, groups):
-    sums = sum_over_groups(products, PARAMS, BATCH, groups, SPECS)
-    whole = products(PARAMS, BATCH)
+    in_groups = jax.jit(lambda *data: sum_over_groups(products, *data, groups, SPECS))
+    sums, whole = in_groups(PARAMS, BATCH), jax.jit(products)(PARAMS, BATCH)
     assert sums.keys() == whole.keys()
     for name in whole:
         np.testing.assert_allclose(sums[name], whole[name], rtol=1e-5)

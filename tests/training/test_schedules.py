@@ -1,5 +1,6 @@
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ TOTAL = 1000
 
 def rates(name, steps, total=TOTAL, **arguments):
     schedule = make_schedule(ScheduleConfig(name, arguments, total))
-    return [float(schedule(jnp.int32(step))) for step in steps]
+    return jax.jit(jax.vmap(schedule))(jnp.array(steps, jnp.int32)).tolist()
 
 
 @pytest.mark.parametrize(
