@@ -134,19 +134,15 @@ def start(hub, tmp_path):
     return begin
 
 
-def kill_when(process: subprocess.Popen, has_begun) -> None:
-    while not has_begun():
-        assert process.poll() is None, process.communicate()[0][-4000:]
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-
-
-def test_one_command_from_nothing_to_the_report_which_two_kills_do_not_change(start, tmp_path):
+def test_one_command_from_nothing_to_the_report_which_a_kill_does_not_change(start, tmp_path):
     out = tmp_path / "out"
     words = (NAME, "--out", str(out), "--limit", str(ROWS))
-    kill_when(start(*words, "--yes", "--devices", "8xNVIDIA H100"), (out / "plan.json").is_file)
-    kill_when(start(*words), lambda: any(out.glob("scores/*/pairs.bin")))
+    killed = start(*words, "--yes", "--devices", "8xNVIDIA H100")
+    while not any(out.glob("scores/*/pairs.bin")):
+        assert killed.poll() is None, killed.communicate()[0][-4000:]
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
     process = start(*words, ALONE=str(tmp_path / "alone"), CHECKPOINT=str(out / "checkpoint"))
     printed, _ = process.communicate(timeout=900)
     assert process.returncode == 0, printed[-4000:]
