@@ -135,9 +135,10 @@ def assert_equal(ours, theirs):
             np.testing.assert_array_equal(one[name], other[name])
 
 
-@pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("name", ["lines_of_40", "lines_of_49"])
+@pytest.mark.parametrize(
+    ("name", "shuffle", "pack"),
+    [("lines_of_49", True, True), ("lines_of_49", False, False), ("lines_of_40", True, False)],
+)
 def test_batches_and_their_order_are_those_of_seqio(name, shuffle, pack):
     ours, _ = opened(data_config(name, pack=pack, shuffle=shuffle), 12)
     direct = seqio.get_dataset(
@@ -176,10 +177,9 @@ def test_a_resumed_run_goes_on_with_the_same_batches(tmp_path, name, by, seed):
     assert_equal(resumed, expected)
 
 
-@pytest.mark.parametrize("name", ["lines_of_40", "lines_of_49"])
-@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize(("name", "pack"), [("lines_of_40", False), ("lines_of_49", True)])
 def test_shards_are_what_seqio_reads_on_as_many_hosts(name, pack):
-    ours, _ = opened(data_config(name, pack=pack, num_shards=2), 12)
+    ours, _ = opened(data_config(name, pack=pack, num_shards=2), 6)
     hosts = [
         seqio.get_dataset(
             name,
@@ -197,10 +197,10 @@ def test_shards_are_what_seqio_reads_on_as_many_hosts(name, pack):
     theirs = [
         {name: np.concatenate([part[key] for part in parts]) for name, key in THEIRS.items()
          if key in parts[0]}
-        for parts in itertools.islice(zip(*hosts, strict=True), 12)
+        for parts in itertools.islice(zip(*hosts, strict=True), 6)
     ]  # fmt: skip
     assert_equal(ours, theirs)
-    whole, _ = opened(data_config(name, pack=pack), 12)
+    whole, _ = opened(data_config(name, pack=pack), 6)
     assert not all(
         np.array_equal(a["inputs"], b["inputs"]) for a, b in zip(ours, whole, strict=True)
     )
