@@ -38,6 +38,7 @@ from t0repro.tasks import registry
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.template_registration import register_templates
 
+from ..helpers import commands
 from ..helpers.plain_scoring import row_scores
 from ..tasks.prompt_caches import make
 from .small_model import save_model
@@ -673,11 +674,17 @@ def test_a_mixture_that_is_not_registered_is_a_users_error(model_dir, prompts, t
 # Command -----------------------------------------------------------------------------------------
 
 
+def words(model_dir, out, *arguments):
+    return [
+        *("rank-eval", f"--checkpoint={model_dir}", f"--mixture={MIXTURE}", f"--out={out}"),
+        *("--module-import=t0repro.tasks.demo", "--inputs-length=128", "--targets-length=32"),
+        *arguments,
+    ]
+
+
 def start(model_dir, out, *arguments):
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "rank-eval", f"--checkpoint={model_dir}"]
-        + [f"--mixture={MIXTURE}", "--module-import=t0repro.tasks.demo", f"--out={out}"]
-        + ["--inputs-length=128", "--targets-length=32", *arguments],
+        [sys.executable, "-c", COMMAND, *words(model_dir, out, *arguments)],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -694,8 +701,9 @@ def test_the_command_goes_on_after_a_kill_and_writes_a_report(model_dir, tmp_pat
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    done = start(model_dir, tmp_path, "--calibrated", "--tracker=tensorboard", *arguments)
-    output, _ = done.communicate(timeout=300)
+    more = ("--calibrated", "--tracker=tensorboard", *arguments)
+    done = commands.run("t0repro", *words(model_dir, tmp_path, *more))
+    output = done.stdout + done.stderr
     assert done.returncode == 0, output
     (tracked,) = json.loads((tmp_path / "tracking.json").read_text()).values()
     assert len(tracked["evaluated"]) == 9
@@ -729,8 +737,8 @@ def test_all_steps_give_one_report_with_accuracy_by_step_after_a_kill_too(tmp_pa
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert not (out / "report.json").exists()
-    done = start(model_dir, out, *arguments)
-    output, _ = done.communicate(timeout=300)
+    done = commands.run("t0repro", *words(model_dir, out, *arguments))
+    output = done.stdout + done.stderr
     assert done.returncode == 0, output
     assert "Finished already: 9 of 9 tasks." in output and "Mean accuracy over prompts" in output
     report = load_report(out)
@@ -741,16 +749,15 @@ def test_all_steps_give_one_report_with_accuracy_by_step_after_a_kill_too(tmp_pa
     assert "| dataset | chance | 7 | 8 |" in markdown
     with heard_by(lambda text: None):
         assert not [found for found in verify(out, prompts, sample=1) if not found.agrees]
-    refused = start(model_dir, out, "--step=7,8", "--adapter=x", "--dry_run").communicate()[0]
-    assert "names 2" in refused
-    refused = start(model_dir, out, "--step=7-8", "--dry_run").communicate()[0]
-    assert "'7-8' is not a step" in refused
+    for steps, said in (("--step=7,8", "names 2"), ("--step=7-8", "'7-8' is not a step")):
+        asked = words(model_dir, out, steps, "--adapter=x", "--dry_run")
+        assert said in commands.run("t0repro", *asked).stderr
 
 
 def test_a_second_run_into_the_same_folder_is_refused_at_once(model_dir, tmp_path):
     with lock_folder(tmp_path, "rank evaluation"):
-        second = start(model_dir, tmp_path, "--limit=1")
-        output, _ = second.communicate(timeout=120)
+        second = commands.run("t0repro", *words(model_dir, tmp_path, "--limit=1"))
+    output = second.stderr
     assert second.returncode == 2, output
     assert "Another run holds this folder for rank evaluation" in output
     assert "choose another --out" in output and not (tmp_path / "metrics.jsonl").exists()

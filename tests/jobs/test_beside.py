@@ -51,7 +51,7 @@ def test_a_bucket_out_of_reach_is_refused_before_the_training_starts(tmp_path, m
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 def test_every_checkpoint_of_a_training_in_a_bucket_is_evaluated_from_there(
     bucket, tmp_path, evaluator
 ):

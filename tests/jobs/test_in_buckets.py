@@ -27,7 +27,7 @@ def runs(tmp_path):
     return sorted((tmp_path / "runs.txt").read_text().splitlines())
 
 
-@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_a_checkpoint_in_use_outlives_the_trainings_retention(bucket, tmp_path, evaluator):
     go = tmp_path / "go"
     waits = f"sh -c 'while [ ! -e {go} ]; do sleep 0.05; done; {' '.join(evaluator)}'"
@@ -108,7 +108,7 @@ class OtherMachine(LocalLauncher):
     on_this_machine = False
 
 
-@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_jobs_on_other_machines_read_and_leave_everything_in_the_bucket(
     bucket, tmp_path, evaluator
 ):
