@@ -177,9 +177,10 @@ def test_microbatches_and_devices_train_alike(tmp_path):
     expected = trained(tmp_path / "one")
     assert len(expected) == 3 and expected[2] < expected[0]
     assert trained(tmp_path / "whole", num_microbatches=1) == pytest.approx(expected, rel=1e-5)
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ON_FOUR, str(tmp_path)],
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        env={**os.environ, "XLA_FLAGS": flags},
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
