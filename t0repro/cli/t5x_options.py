@@ -43,6 +43,13 @@ class T5xOptions(LogOptions):
         typer.Option(callback=source, help="The folder of TensorFlow Datasets' data."),
     ] = None
     cache_dir: CacheDirs = None
+    skip_missing: Annotated[
+        bool,
+        typer.Option(
+            "--skip_missing",
+            help="Leave out tasks whose rows or caches are missing, and list them.",
+        ),
+    ] = False
     dry_run: Annotated[
         bool,
         typer.Option(

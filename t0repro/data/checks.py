@@ -54,7 +54,7 @@ def check_data(inputs: RunInputs, *, skip_missing: bool = False) -> None:
     check_mixture(name)
     if skip_missing:
         drop_missing_tasks(name, inputs.split, use_cached=inputs.use_cached)
-    check_readable(name, inputs.split, use_cached=inputs.use_cached, may_skip=True)
+    check_readable(name, inputs.split, use_cached=inputs.use_cached)
     tasks = tasks_with_split(name, inputs.split)
     check_features(tasks, inputs.split, inputs.sequence_length, use_cached=inputs.use_cached)
     if inputs.mode == "train" and inputs.sequence_length is not None:
@@ -242,7 +242,6 @@ def check_readable(
     *,
     use_cached: bool,
     tasks: Sequence[Any] | None = None,
-    may_skip: bool = False,
 ) -> None:
     """Checks that examples can be read: from caches, or from rows.
 
@@ -251,7 +250,6 @@ def check_readable(
       split: The split.
       use_cached: Whether to read caches.
       tasks: The tasks to read; None for all that have the split.
-      may_skip: Whether the command has the option --skip_missing.
 
     Raises:
       UserError: If caches or rows are missing, or if a task can only be read from a cache but
@@ -259,12 +257,12 @@ def check_readable(
     """
     tasks = tasks_with_split(name, split) if tasks is None else tasks
     if use_cached:
-        _check_cached(name, split, tasks, may_skip=may_skip)
+        _check_cached(name, split, tasks)
     else:
         _check_rows(split, tasks)
 
 
-def _check_cached(name: str, split: str, tasks: Sequence[Any], *, may_skip: bool) -> None:
+def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     """Raises UserError if one of the tasks has no cache, or an incomplete one.
 
     Tasks that SeqIO cannot cache are read without one. Findings that need not stop a run, such as
@@ -288,13 +286,7 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any], *, may_skip: bool
         command = f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target}"
     skipped = {task for folder in searched for task in read_skipped(folder)}
     if skipped.issuperset(missing):
-        there = [task.name for task in tasks if task.name not in missing]
-        fix = "The cache was made with --skip_missing" + (
-            ": give it here too, which leaves them out."
-            if may_skip
-            else ", which T5X's run modes lack. Leave them out in a module of your own:"
-            f" seqio.MixtureRegistry.add('mine', {there}, default_rate=1.0)."
-        )
+        fix = "The cache was made with --skip_missing: give it here too, which leaves them out."
     else:
         fix = (
             f"{command}, with this run's --module_import. Name the folder with"

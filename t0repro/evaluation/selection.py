@@ -101,7 +101,7 @@ def select_tasks(
     # Caches first: reading one that is damaged would fail hours later.
     if use_cached:
         held = [task for task in tasks if task.name not in left_out]
-        check_readable(mixture, split, use_cached=True, tasks=held, may_skip=True)
+        check_readable(mixture, split, use_cached=True, tasks=held)
     names = [[t.name for t in kind if t.name not in left_out] for kind in (ranked, others)]
     return Selection(tuple(names[0]), tuple(names[1]), left_out)
 

@@ -136,7 +136,7 @@ def test_an_evaluation_looks_for_caches_in_the_folders_of_the_command_line(tmp_p
     folders = [str(tmp_path / name) for name in "abc"]
     monkeypatch.setattr(seqio.utils, "_GLOBAL_CACHE_DIRECTORIES", [])
     made = parsed("eval", "eval", *(f"{name} = 'x'" for name in EVAL_MACROS))
-    register(made, T5xOptions(cache_dir=[",".join(folders[:2]), folders[2]]))
+    register(made, T5xOptions(cache_dir=[",".join(folders[:2]), folders[2]]), [], lambda: "it")
     assert seqio.get_global_cache_dirs() == folders
 
 

@@ -34,7 +34,7 @@ def evaluate(parsed: Parsed, options: T5xOptions, *, watch: bool, until: int | N
     plan = read_eval_run(parsed)
     _check_addresses(plan)
     # Only after the gin files have been checked, because importing tasks takes seconds.
-    register(parsed, options, lambda: _why_not_evaluated_alone(plan))
+    register(parsed, options, [plan.data], lambda: _why_not_evaluated_alone(plan))
     if options.dry_run:
         check_inference(plan, typer.echo)
         return
@@ -59,7 +59,7 @@ def infer(parsed: Parsed, options: T5xOptions) -> None:
     """
     plan = read_infer_run(parsed)
     _check_addresses(plan)
-    register(parsed, options, lambda: _why_not_inferred_alone(plan))
+    register(parsed, options, [plan.data], lambda: _why_not_inferred_alone(plan))
     if options.dry_run:
         check_inference(plan, typer.echo)
         return

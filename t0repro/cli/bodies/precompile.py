@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import typer
 
-from t0repro.cli.bodies.registration import register
+from t0repro.cli.bodies.registration import register_for_training
 from t0repro.cli.gin_options import SkippedNames
 from t0repro.cli.mesh_inputs import mesh_inputs
 from t0repro.cli.results import echo, print_json
@@ -17,8 +17,6 @@ from t0repro.cli.t5x_options import T5xOptions
 from t0repro.config.mtf.dialect import load
 from t0repro.config.run import Run, TrainRun
 from t0repro.config.t5x.gin_files import Parsed
-from t0repro.config.t5x.run import read_model_vocabularies
-from t0repro.data.seqio_need import why_training_needs_seqio
 from t0repro.errors import UserError
 from t0repro.partitioning import topologies
 from t0repro.partitioning.processes import output_folder
@@ -104,8 +102,7 @@ def _suggestions(config: Run, devices: Any, chip: Any) -> Iterator[str]:
 
 def _check_tasks(parsed: Parsed, config: TrainRun, options: T5xOptions) -> None:
     """Checks the tasks and vocabularies of a training run, as its dry run does."""
-    vocabularies = read_model_vocabularies(parsed)
-    register(parsed, options, lambda: why_training_needs_seqio(config, vocabularies))
+    vocabularies = register_for_training(parsed, config, options)
     check_training(config, vocabularies, typer.echo)
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from t0repro import compat
 from t0repro.cli.gin_options import folders_of
 from t0repro.cli.results import echo
 from t0repro.cli.t5x_options import T5xOptions
+from t0repro.config.data import SeqioDataConfig
+from t0repro.config.run import TrainRun
 from t0repro.config.t5x.gin_files import Parsed
+from t0repro.config.t5x.run import read_model_vocabularies
+from t0repro.data.seqio_need import why_training_needs_seqio
 from t0repro.errors import needs_reference_tier
+from t0repro.tasks.availability import drop_missing_tasks
 from t0repro.tasks.modules import load_tasks, needs_seqio, resolved_modules
 from t0repro.tasks.registry import add_cache_dirs
 
@@ -17,24 +23,30 @@ from t0repro.tasks.registry import add_cache_dirs
 def register(
     parsed: Parsed,
     options: T5xOptions,
-    why_not: Callable[[], str | None] | None = None,
+    datasets: Sequence[Any],
+    why_not: Callable[[], str | None],
 ) -> None:
     """Registers the tasks of the modules that the gin files and the command line name.
+
+    With --skip_missing, a mixture of the run then has only the tasks that can be read here.
 
     Args:
       parsed: The gin files.
       options: The flags.
+      datasets: What the run reads, what it trains on first.
       why_not: Returns what in the run needs TensorFlow and SeqIO, if anything; called once this
-        project's own tasks are described. None if the run needs them in any case.
+        project's own tasks are described.
 
     Raises:
       UserError: If a module cannot be found, or the packages are needed and not installed.
     """
     modules = resolved_modules([*parsed.imports, *(options.module_import or ())])
     folders, flag = folders_of(options.cache_dir), "--cache_dir"
-    if why_not is not None and not options.tfds_data_dir and not needs_seqio(modules):
+    if not options.tfds_data_dir and not needs_seqio(modules):
         load_tasks(modules, into_seqio=False)
         add_cache_dirs(folders, flag)
+        if options.skip_missing:
+            _drop_missing(datasets)
         why = why_not()
         if why is None:
             return
@@ -49,3 +61,30 @@ def register(
         seqio.set_tfds_data_dir_override(options.tfds_data_dir)
     add_cache_dirs(folders, flag)
     load_tasks(modules, into_seqio=True)
+    if options.skip_missing:
+        _drop_missing(datasets)
+
+
+def register_for_training(parsed: Parsed, config: TrainRun, options: T5xOptions) -> tuple[Any, Any]:
+    """Registers a training run's tasks; returns the records of its model's vocabularies."""
+    vocabularies, plan = read_model_vocabularies(parsed), config.plan
+    register(
+        parsed,
+        options,
+        [plan.train_data, plan.train_eval_data, plan.infer_eval_data],
+        lambda: why_training_needs_seqio(config, vocabularies),
+    )
+    return vocabularies
+
+
+def _drop_missing(datasets: Sequence[Any]) -> None:
+    """Drops what cannot be read from each mixture, by the first dataset that reads it.
+
+    The evaluations of a training run thus take no task from the mixture that it trains on.
+    """
+    firsts: dict[str, SeqioDataConfig] = {}
+    for each in datasets:
+        if isinstance(each, SeqioDataConfig):
+            firsts.setdefault(each.mixture_or_task_name, each)
+    for name, data in firsts.items():
+        drop_missing_tasks(name, data.split, use_cached=data.use_cached)

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 import gin
-from t0repro.cli.bodies.registration import register
+from t0repro.cli.bodies.registration import register_for_training
 from t0repro.cli.options import tracked_training
 from t0repro.cli.t5x_options import T5xOptions
 from t0repro.cloud.auxiliary import auxiliary_jobs_during_training, check_jobs
@@ -18,9 +18,7 @@ from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.cloud.trackers.table import TrackerName
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs
-from t0repro.config.t5x.run import read_model_vocabularies
 from t0repro.data.checks import note_uncached
-from t0repro.data.seqio_need import why_training_needs_seqio
 from t0repro.data.vocabulary_checks import seqio_vocabulary
 from t0repro.partitioning.processes import is_first
 from t0repro.runs.description import describe_training
@@ -52,8 +50,7 @@ def train(
     Raises:
       UserError: If a check fails.
     """
-    vocabularies = read_model_vocabularies(parsed)
-    register(parsed, options, lambda: why_training_needs_seqio(config, vocabularies))
+    vocabularies = register_for_training(parsed, config, options)
     check_training(
         config,
         vocabularies,
