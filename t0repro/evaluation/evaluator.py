@@ -269,7 +269,8 @@ class DescribedEvaluator(TaskEvaluator):
 
     def _longest(self) -> dict[str, int]:
         examples = list(itertools.chain.from_iterable(self._examples.values()))
-        return {name: max(len(example[name]) for example in examples) for name in FEATURES}
+        # There is no example where no task has a metric.
+        return {name: max((len(each[name]) for each in examples), default=0) for name in FEATURES}
 
     def _evaluate_task(self, task: DescribedTask, functions: Any, step: int) -> dict[str, float]:
         examples, judge = self._examples[task.name], make_task_judge(task)

@@ -257,11 +257,14 @@ def _data(
     if not tasks:
         where = "train/utils.DatasetConfig.split" if trains else checks.SPLIT
         raise checks.missing_split_error(name, split, where)
-    if reads == "eval":
+    if reads in ("eval", "infer_eval"):
         # Tasks without a metric are not read.
         tasks = [task for task in tasks if checks.has_metric(task)]
-        if not tasks:
+        if not tasks and reads == "eval":
             raise checks.nothing_to_evaluate_error(name, split)
+        if not tasks:
+            yield f"left out: no task of {name} with the split {split!r} has a metric"
+            return
     yield f"{counted(len(tasks), 'task')} of {name} with the split {split!r}"
     checks.check_readable(name, split, use_cached=data.use_cached, tasks=tasks)
     checks.check_shards(name, split, data.num_shards, use_cached=data.use_cached)

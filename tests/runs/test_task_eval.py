@@ -17,6 +17,7 @@ from t0repro.config.t5x.inference import read_eval_run
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
+from t0repro.evaluation.evaluator import DescribedEvaluator
 from t0repro.evaluation.records import read_with_checksum, write_with_checksum
 from t0repro.runs.evaluate_checkpoints import EvaluatedCheckpoints, evaluate_checkpoints
 from t0repro.runs.restored_checkpoints import chosen, identity, opened
@@ -78,6 +79,12 @@ def tensorboard(folder):
             for value in event.summary.value:
                 found[value.tag, event.step] = float(make_ndarray(value.tensor))
     return found
+
+
+def test_without_a_task_to_evaluate_there_is_no_length_to_find(tmp_path):
+    made = plan("x", tmp_path, name="demo_train")  # whose tasks have no split validation
+    data = dataclasses.replace(made.data, sequence_length=None)
+    assert DescribedEvaluator(data, made.evaluator, tmp_path, made.decoding).tasks == []
 
 
 def test_it_says_where_the_loggers_wrote(model_dir, tmp_path, capsys):
