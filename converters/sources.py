@@ -126,6 +126,9 @@ def absence(path: str) -> str:
     named = re.fullmatch(r"(?:checkpoint_|model\.ckpt-)(\d+)(?:\.index)?", storage.base_name(path))
     refs = list_checkpoints(os.path.dirname(path.rstrip("/")) or ".") if named else []
     there = f"; its directory has {_steps(refs)}" if refs else ""
+    # A name such as model.ckpt-1 is of several files.
+    if not named and not storage.exists(path):
+        return "There is no such file or folder."
     return f"Checkpoint not found{there}."
 
 

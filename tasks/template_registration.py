@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.catalog import rounds_of
+from t0repro.tasks.catalog import label, rounds_of
 from t0repro.tasks.registration import add_mixture, add_prompted_task, check_registered
 from t0repro.tasks.registry import (
     prompted_mixtures,
@@ -21,6 +21,7 @@ from t0repro.tasks.task import PromptedTask
 from t0repro.tasks.template_files import TemplateFile, read_template_file
 from t0repro.tasks.templates import task_name
 from t0repro.tasks.user_files import data_folders
+from t0repro.words import some
 
 
 def register_templates(path: str | Path) -> list[PromptedTask]:
@@ -109,13 +110,13 @@ def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
         return found
     known = {str(path.parent.relative_to(root)) for root in roots for path in root.glob("*/*/*.*")}
     named = str(folders[0].relative_to(roots[0]))
-    if near := next((p for each in (*folders, folders[0].parent) for p in each.glob("*.*")), None):
-        there = f"{near} is no such file." if near.parent in folders else f"Move {near} there."
+    if near := [path for each in (*folders, folders[0].parent) for path in each.glob("*.*")]:
+        outside = sorted(str(path) for path in near if path.parent not in folders)
+        there = f"Move {some(outside, 5)} there." if outside else f"{near[0]} is no such file."
     else:
         there = f"Folders with files, nearest: {nearest_names(named, sorted(known))}."
     raise UserError(
-        f"There are no rows for {content.path}: dataset {content.dataset!r}, subset"
-        f" {content.subset!r}.",
+        f"There are no rows for {content.path}, of {label(content.dataset, content.subset)}.",
         where=" or ".join(map(str, folders)),
         fix=f"Put <split>.jsonl, .parquet, .csv or .tsv there. {there}",
     )

@@ -22,6 +22,7 @@ from t0repro.reports.report_page import report_page
 from t0repro.reports.run import Run
 from t0repro.reports.score_tables import writable_tables, write_tables
 from t0repro.runs.verified_cells import Finding
+from t0repro.words import counted
 
 _FIGURE = 1e-6  # percentage points; sums on other processors differ by less
 
@@ -40,10 +41,10 @@ def compare_tasks(
     there |= {task for task, record in whole.items() if record.get("mode") == "generate"}
     left_out = sorted(there - ranked - decoded)
     details = f"left out of the report: {', '.join(left_out)}" if left_out else ""
-    yield Finding(f"{len(there)} tasks of the folder", not left_out, details)
+    yield Finding(f"{counted(len(there), 'task')} of the folder", not left_out, details)
     without = sorted((ranked - records.keys()) | (decoded - whole.keys()))
     details = f"none, or an incomplete one: {', '.join(without)}" if without else ""
-    yield Finding(f"records of {len(ranked | decoded)} tasks", not without, details)
+    yield Finding(f"records of {counted(len(ranked | decoded), 'task')}", not without, details)
 
 
 def compare_figures(

@@ -159,7 +159,7 @@ def _hashes(
         for name, record in records.items()
         if digest_of_texts([templates[name] or ""]) != record["key"]["prompt"]
     ]
-    yield Finding(f"{len(records)} prompts", not changed, ", ".join(changed[:5]))
+    yield Finding(counted(len(records), "prompt"), not changed, ", ".join(changed[:5]))
     changed = []
     for name, record in records.items():
         key = record["key"]
@@ -176,7 +176,7 @@ def _hashes(
         dropped = find_dropped_rows(name, key["split"], examples)
         if json.loads(json.dumps(origin)) != key["data"] or dropped != record["dropped_rows"]:
             changed.append(name)
-    yield Finding(f"rows of {len(records)} tasks", not changed, ", ".join(changed[:5]))
+    yield Finding(f"rows of {counted(len(records), 'task')}", not changed, ", ".join(changed[:5]))
 
 
 def _opened(

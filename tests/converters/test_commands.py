@@ -146,7 +146,7 @@ def test_verify_exits_with_1_when_a_file_is_missing_or_damaged(
 def test_verify_refuses_a_path_without_a_checkpoint(run, tmp_path):
     result = run("verify", tmp_path / "misspelled")
     assert isinstance(result.exception, UserError)
-    assert "Checkpoint not found." in str(result.exception)
+    assert "There is no such file or folder." in str(result.exception)
 
 
 def test_convert_says_what_it_changed(run, tiny_checkpoint, tmp_path):
