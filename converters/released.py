@@ -18,6 +18,7 @@ from t0repro.config.optimizer import AdafactorConfig
 from t0repro.errors import UserError, nearest_names
 from t0repro.hub_files import (
     DELAYS_SECONDS,
+    HUB,
     Bucket,
     HubFile,
     HubRepository,
@@ -32,7 +33,6 @@ from t0repro.storage.access import google_storage
 from t0repro.storage.disk import name_in_errors
 
 OPT_IN = "T0REPRO_CHECKPOINT_HUB"
-HUB = "https://huggingface.co"
 UNFINISHED = ".fetching"
 """Folder, inside the destination, for incomplete files."""
 SOURCE = "fetched.json"
@@ -210,6 +210,9 @@ def fetch(
         )
     server, folder = _server(released, base_url, revision, delays)
     with lock_folder(to, "fetching"):
+        # Another process may have fetched it since.
+        if (done := _done(to, wanted, step)) is not None:
+            return done
         chosen = _list_files(released, server, folder, step)
         total = sum(file.size for file in chosen.values())
         partial = to / UNFINISHED

@@ -17,6 +17,7 @@ import abc
 import base64
 import dataclasses
 import hashlib
+import os
 import shutil
 import time
 import urllib.parse
@@ -30,6 +31,7 @@ from t0repro.storage.disk import name_in_errors
 from t0repro.storage.names import check_inside
 from t0repro.words import sized
 
+HUB = "https://huggingface.co"
 TIMEOUT_SECONDS = (5.0, 30.0)
 """Timeout in seconds, to connect and between two packets."""
 DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0)
@@ -123,6 +125,7 @@ class RemoteFiles(abc.ABC):
     """
 
     unreachable_fix = "This command needs the network; --base_url names a mirror."
+    refused_fix = "Ask the server's owner for access."
 
     def __init__(self, base_url: str, delays: Sequence[float] = DELAYS_SECONDS):
         import requests
@@ -219,7 +222,9 @@ class RemoteFiles(abc.ABC):
                     raise UserError(
                         f"The server answers {answer.status_code} {answer.reason}.",
                         where=url,
-                        fix="Try again later; what has been fetched is kept.",
+                        fix=self.refused_fix
+                        if answer.status_code in (401, 403)
+                        else "Try again later; what has been fetched is kept.",
                     )
                 reason = f"{answer.status_code} {answer.reason}"
             self._wait(delay, url, reason)
@@ -326,6 +331,15 @@ class HubRepository(RemoteFiles):
     ):
         super().__init__(base_url, delays)
         self.name, self.revision, self._kind = name, revision, kind
+        # As Hugging Face's clients do; a mirror of --base_url is given nobody's token, and neither
+        # is a server that the hub redirects to (requests drops it there).
+        hub = os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
+        if (token := os.environ.get("HF_TOKEN")) and self.base_url == hub:
+            self._session.headers["Authorization"] = f"Bearer {token}"
+        self.refused_fix = (
+            f"Accept its authors' terms at {hub}/{self._prefix}{name}, and set HF_TOKEN to a token"
+            " of your account."
+        )
         if kind == "datasets":
             self.unreachable_fix += (
                 " Without either, copy the tasks' folders from a machine that has them, or make"
@@ -373,13 +387,16 @@ class HubRepository(RemoteFiles):
         )
 
     @property
+    def _prefix(self) -> str:
+        return "datasets/" if self._kind == "datasets" else ""  # models have none
+
+    @property
     def _revision(self) -> str:
         return urllib.parse.quote(self.revision, safe="")  # refs/pr/1 has slashes
 
     def _url(self, file: HubFile) -> str:
-        # The hub's addresses of models have no prefix.
-        prefix = "datasets/" if self._kind == "datasets" else ""
-        return f"{self.base_url}/{prefix}{self.name}/resolve/{self._revision}/{file.path}"
+        place = f"{self.base_url}/{self._prefix}{self.name}"
+        return f"{place}/resolve/{self._revision}/{file.path}"
 
     def _entries(self, answer: Any, url: str) -> list[dict[str, Any]]:
         try:

@@ -141,18 +141,31 @@ def bytes_to_fetch(entry: CatalogEntry, split: str) -> int:
     """
     place = entry.hub
     assert place is not None
-    if _record(place, split).is_file():
-        return 0
-    importlib.import_module(
-        "huggingface_hub"
-    )  # outside, where who lacks it is told what to install
+    # Outside, where who lacks it is told what to install.
+    importlib.import_module("huggingface_hub")
+    record = _record(place, split)
+    if record.is_file():
+        remembered = json.loads(record.read_text(encoding="utf-8"))
+        # Hugging Face's cache may have been cleared or moved since.
+        if all(_is_cached(place, remembered["commit"], name) for name in remembered["files"]):
+            return 0
     with _explain(entry.dataset, entry.subset, place, split):
         commit, names = _resolve(place, split)
         endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
         hub = HubRepository(endpoint, place.repository, commit, kind="datasets")
         folders = {name.rpartition("/")[0] for name in names}
         listed = [file for folder in folders for file in hub.files(folder) or ()]
-    return sum(file.size for file in listed if file.path in names)
+    wanted = [file for file in listed if file.path in names]
+    return sum(file.size for file in wanted if not _is_cached(place, commit, file.path))
+
+
+def _is_cached(place: HubPlace, commit: str, name: str) -> bool:
+    import huggingface_hub
+
+    found = huggingface_hub.try_to_load_from_cache(
+        place.repository, name, repo_type="dataset", revision=commit
+    )
+    return isinstance(found, str)  # not None, and not the mark of a file that does not exist
 
 
 @contextlib.contextmanager

@@ -30,7 +30,6 @@ from t0repro.tasks.prompt_cache.records import read_records
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.templates import load_template, task_name, template_datasets, template_names
 
-HUB = "https://huggingface.co"
 REPOSITORY = "bigscience/P3"
 # The last commit in the form of SeqIO's cache, of 25 January 2023.
 REVISION = "eebf82105ad8b692635572bcb5ba58e1b6d3c473"

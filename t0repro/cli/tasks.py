@@ -13,7 +13,7 @@ from t0repro.cli.commands import App
 from t0repro.cli.options import AsJson, ModulesOrT0, Templates, modules_or_t0
 from t0repro.cli.paths import output
 from t0repro.cli.results import echo, for_people, print_json
-from t0repro.hub_files import HubRepository
+from t0repro.hub_files import HUB, HubRepository
 from t0repro.lm_eval import files as lm_eval
 from t0repro.progress import count_progress
 from t0repro.storage import address_of
@@ -253,7 +253,7 @@ def fetch_p3(
     echo("looking for the files of these tasks ...", err=True)
 
     # HF_ENDPOINT is how Hugging Face's own clients name a mirror.
-    address = base_url or os.environ.get("HF_ENDPOINT") or p3.HUB
+    address = base_url or os.environ.get("HF_ENDPOINT") or HUB
     patterns = [pattern for pattern in tasks.split(",") if pattern]
     done = p3.fetch(patterns, to, HubRepository(address, p3.REPOSITORY, p3.REVISION))
     echo(f"Downloaded {counted(len(done.fetched), 'task')} to {to} ({sized(done.bytes)}).")

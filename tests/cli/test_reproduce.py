@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import t0repro.tasks
+from t0repro.adapters import ia3
 from t0repro.cli.bodies.reproduce import Asked, run
 from t0repro.converters import released
 from t0repro.converters.convert import convert
@@ -19,7 +20,7 @@ from t0repro.errors import UserError
 from t0repro.runs.reproduction import SPLIT
 from t0repro.tasks.catalog import catalog, features_of
 
-from ..evaluation.small_model import CONFIG, VOCABULARY, save_model
+from ..evaluation.small_model import CONFIG, VOCABULARY, save_adapter, save_model
 
 datasets = pytest.importorskip("datasets", reason="needs the reference tier")
 
@@ -175,6 +176,14 @@ def test_one_command_from_nothing_to_the_report_which_a_kill_does_not_change(sta
 def test_exactly_one_checkpoint_is_asked_for(name, checkpoint):
     with pytest.raises(UserError, match="Name one checkpoint"):
         Asked(name, checkpoint, (), None)
+
+
+def test_an_adapter_of_another_size_is_refused_before_the_checkpoint_is_fetched(tmp_path):
+    base = save_model(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", ia3(), base, CONFIG.shape)
+    asked = Asked(NAME, None, (str(adapter),), None)
+    with pytest.raises(UserError, match="adapter"):
+        run(asked, tmp_path / "out", devices=None, yes=True, dry_run=True)
 
 
 def test_a_released_checkpoint_without_a_known_vocabulary_is_refused_before_it_is_fetched(

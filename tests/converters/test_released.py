@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -118,6 +119,22 @@ def test_a_name_that_is_not_known_is_answered_with_the_nearest():
 
 
 # --- Fetching ------------------------------------------------------------------------------------
+
+
+def test_what_another_process_has_fetched_meanwhile_is_not_fetched_again(
+    server, tmp_path, monkeypatch
+):
+    fetch(server, LM, tmp_path / "theirs")
+    asked = len(server.asked)
+
+    @contextlib.contextmanager
+    def lock_after_them(folder, what):
+        shutil.copytree(tmp_path / "theirs", folder)
+        yield
+
+    monkeypatch.setattr(released, "lock_folder", lock_after_them)
+    assert fetch(server, LM, tmp_path / "ours").present
+    assert len(server.asked) == asked
 
 
 def test_without_the_opt_in_no_request_is_made(server, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ class P3Server(FileServer):
     def __init__(self, root: Path):
         super().__init__(root, _Handler)
         self.listings = 0
+        self.tokens: list[str | None] = []  # what listings were asked for with
         self.listing_faults: list = []
         self.next_page = ""  # named by every listing, in place of the right one
         self.large: bool = True  # tell SHA-256 of TFRecords, as of files in large file storage
@@ -42,6 +43,7 @@ class _Handler(FileHandler):
 
     def _list(self, revision: str, folder: str, first: int):
         self.server.listings += 1
+        self.server.tokens.append(self.headers["Authorization"])
         fault = self.server.listing_faults.pop(0) if self.server.listing_faults else None
         if isinstance(fault, int):
             return self.send(fault, b"{}")

@@ -121,6 +121,18 @@ def test_a_mirrors_password_is_used_and_recorded_nowhere(server, tree, tmp_path)
     assert not [path for path in tmp_path.rglob("*.json") if "s3cr3t" in path.read_text()]
 
 
+def test_the_hub_is_shown_ones_token_and_a_mirror_is_not(server, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "mine")
+    monkeypatch.setenv("HF_ENDPOINT", f"{server.url}/")
+    HubRepository(server.url, p3.REPOSITORY, "main").files(TASK)
+    server.listing_faults = [401]
+    with pytest.raises(UserError, match=r"401(.|\n)*datasets/bigscience/P3, and set HF_TOKEN"):
+        HubRepository(server.url, p3.REPOSITORY, "main").files(TASK)
+    monkeypatch.delenv("HF_ENDPOINT")
+    HubRepository(server.url, p3.REPOSITORY, "main").files(TASK)
+    assert "Bearer mine" in server.tokens and server.tokens[-1] is None
+
+
 def test_seqio_reads_a_fetched_task_as_its_cache(server, tmp_path, monkeypatch):
     from t0repro.tasks.registration import add_prompted_task
 

@@ -206,7 +206,9 @@ TREC = {
 }
 
 ASK = """
-import json
+import contextlib, json, os
+from t0repro.tasks.catalog import catalog
+from t0repro.tasks.hub_rows import bytes_to_fetch
 from t0repro.errors import UserError
 from t0repro.tasks.readers import find_reader
 from t0repro.tasks.schema import schema_of
@@ -225,6 +227,12 @@ for dataset, subset, split in (
     rows = [schema.bring(row) for row in reader.read()]
     assert list(reader.read(1)) == list(reader.read())[1:] and reader.count() == len(rows)
     found.append({"rows": rows, "origin": reader.origin()})
+trec, cache = catalog()["trec", None], os.environ["HF_HOME"]
+there = bytes_to_fetch(trec, "train")
+os.rename(cache, cache + ".moved")
+with contextlib.suppress(UserError):  # without a hub
+    assert there == 0 < bytes_to_fetch(trec, "train")
+os.rename(cache + ".moved", cache)
 print(json.dumps(found))
 """
 

@@ -25,7 +25,7 @@ from t0repro.cli.rank_eval_options import (
 from t0repro.cli.results import echo, print_written
 from t0repro.converters import released
 from t0repro.errors import UserError
-from t0repro.evaluation.opened import check_checkpoint
+from t0repro.evaluation.opened import check_checkpoint, open_adapter_at
 from t0repro.parameters.shape import ModelShape
 from t0repro.partitioning.topologies import chip_of, find_chip
 from t0repro.progress import working
@@ -179,8 +179,10 @@ def _plan(
     activation: DType,
 ) -> Plan:
     if found is not None:
-        to_fetch = released.bytes_to_fetch(found, weights)
         shape: ModelShape = found.shape
+        for own in map(open_adapter_at, adapters):
+            own.check_shape(own.note.adapter, shape)  # before the checkpoint is downloaded
+        to_fetch = released.bytes_to_fetch(found, weights)
     else:
         opened = check_checkpoint(str(asked.checkpoint), None, 1, adapters)
         to_fetch, shape = 0, opened.model.config.shape
