@@ -111,8 +111,12 @@ def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
     known = {str(path.parent.relative_to(root)) for root in roots for path in root.glob("*/*/*.*")}
     named = str(folders[0].relative_to(roots[0]))
     if near := [path for each in (*folders, folders[0].parent) for path in each.glob("*.*")]:
-        outside = sorted(str(path) for path in near if path.parent not in folders)
-        there = f"Move {some(outside, 5)} there." if outside else f"{near[0]} is no such file."
+        is_there = near[0].parent in folders
+        there = (
+            f"{near[0]} is no such file."
+            if is_there
+            else f"Move {some(sorted(map(str, near)))} there."
+        )
     else:
         there = f"Folders with files, nearest: {nearest_names(named, sorted(known))}."
     raise UserError(

@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from t0repro.cli.paths import read_addresses
 from t0repro.cli.spelling import canonical
+from t0repro.words import some
 
 HELP = ["-h", "--help"]
 _HELP_ALL = "t0repro.help_all"  # in a context's `meta`: whether --help-all was given
@@ -45,6 +46,17 @@ class Command(TyperCommand):
     def get_help_option_names(self, ctx: Any) -> list[str]:
         """Those of every command: Click would keep the names that its first context has."""
         return HELP
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the command line; names the options that an unexpected word may be meant for."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as raised:  # typer's own copy of Click has no public name
+            error: Any = raised
+            takers = [each.opts[0] for each in self.params if not getattr(each, "is_flag", True)]
+            if str(getattr(error, "message", "")).startswith("Got unexpected extra") and takers:
+                error.message += f". Its option has to stand before it: {some(takers, 8)}."
+            raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The options' and arguments' names, as `Usage:` shows them."""

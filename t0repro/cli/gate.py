@@ -281,7 +281,8 @@ def use_huge_pages_where_faster(arguments: Sequence[str]) -> None:
     ratio = _times_as_fast()
     if ratio < _MUCH_FASTER:
         return
-    if any(word.startswith(("-v", "--v")) for word in arguments):
+    # Not --vocab, say.
+    if any(re.match(r"-v|--v(erbosity)?(=|$)", word) for word in arguments):
         echo(
             f"huge pages: zeroed {ratio:.1f} times as fast as small ones, so they are used"
             f" ({_VARIABLE}= turns them off)",

@@ -43,6 +43,12 @@ def test_a_user_error_is_printed_to_stderr_and_exits_with_2(monkeypatch, capsys,
     assert out == ""
 
 
+def test_a_word_whose_option_was_forgotten_is_answered_with_the_options(monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "tasks", "ls", "my_reviews")
+    assert code == 2
+    assert "(my_reviews). Its option has to stand before it: --mixture, --dataset, " in err
+
+
 def test_an_unexpected_error_is_one_clear_line_with_a_hint_and_exits_with_1(
     monkeypatch, capsys, failing
 ):

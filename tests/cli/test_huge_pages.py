@@ -36,7 +36,7 @@ def start(ratio, *arguments, tunables=None):
 
 @offered
 def test_a_command_starts_again_where_huge_pages_are_faster_and_says_so_once_with_v():
-    assert start(5.0, "train").stderr == ""
+    assert start(5.0, "encode", "--vocab", "x").stderr == ""
     done = start(5.0, "train", "--gin_file=a b", "-v=0")
     assert done.stdout == f"{HUGE} ['train', '--gin_file=a b', '-v=0']\n"
     assert done.stderr.count("huge pages") == done.stderr.count("\n") == 1
