@@ -39,6 +39,7 @@ from t0repro.runs.verified_figures import (
     compare_tables,
     compare_tasks,
 )
+from t0repro.words import counted
 
 if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
