@@ -1,5 +1,6 @@
 """Fixtures and environment of all tests: JAX on CPU, quiet TensorFlow, real data if available."""
 
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -23,11 +24,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # decide what is computed, sent and held, are the same. With these flags a tiny training step takes
 # 3.9 s of processor time instead of 16.5: no optimization by LLVM, the older emitters of fusions,
 # and one LLVM module for a program instead of up to 32.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
-)
+_XLA_FLAGS = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # 0.11 has the newer emitters alone
+    _XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("XLA_FLAGS", " ".join(_XLA_FLAGS))
 os.environ.setdefault("GLIBC_TUNABLES", "")  # else each command measures huge pages and restarts
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")

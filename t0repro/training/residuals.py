@@ -83,14 +83,23 @@ def _outputs(equation: Any, inputs: list[bool]) -> list[bool]:
     (body,) = inner
     outputs = _results(body, inputs)
     if equation.primitive.name == "scan":
-        start = equation.params["num_consts"]
+        # A scan takes constants, carried values and slices of arrays, and returns carried values
+        # and slices. Outside of its body a slice has one more axis; jax names the counts
+        # differently from 0.11 on.
+        carried = _count_whole(equation.outvars, body.outvars)
+        stop = _count_whole(equation.invars, body.invars)
+        start = stop - carried
         # Carried values may make more of the next iteration depend on the batch.
-        stop = start + equation.params["num_carry"]
         while any(new := [b and not a for a, b in zip(inputs[start:stop], outputs, strict=False)]):
             merged = [a or b for a, b in zip(inputs[start:stop], new, strict=True)]
             inputs = [*inputs[:start], *merged, *inputs[stop:]]
             outputs = _results(body, inputs)
     return outputs
+
+
+def _count_whole(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many values a scan's body has as they are outside of it, and not in slices."""
+    return sum(x.aval.ndim == y.aval.ndim for x, y in zip(outside, inside, strict=True))
 
 
 def _results(jaxpr: Any, given: Sequence[bool]) -> list[bool]:
