@@ -80,7 +80,7 @@ TASK_FEATURE_LENGTHS = {'inputs': 32, 'targets': 8}
 DROPOUT_RATE = 0.0
 """
 TRAIN = f"""
-MIXTURE_OR_TASK_NAME = 'demo_train'
+MIXTURE_OR_TASK_NAME = 'demo_synthetic_glue_mrpc_paraphrase'
 USE_CACHED_TASKS = False
 TRAIN_STEPS = 2
 BATCH_SIZE = 8
