@@ -76,6 +76,11 @@ class Engine:
         # fit.
         self._halved: dict[tuple[int, int], int] = {}
 
+    @property
+    def split(self) -> bool:
+        """Whether batches did not fit the memory, so that scores may have other last bits."""
+        return bool(self._halved)
+
     def run(self, pairs: Pairs, plan: Batching) -> Iterator[Scored]:
         """Yields each batch's scores, in the plan's order.
 

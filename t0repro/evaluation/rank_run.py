@@ -98,7 +98,7 @@ class RankRun:
             ]
         )
         self._load_known_scores()
-        self.scored = 0
+        self.scored, self.split = 0, False
 
     def score(self, done: Callable[[ScoredChunk], None]) -> float:
         """Scores all pairs, calling `done` with each finished chunk; returns the seconds taken."""
@@ -125,6 +125,7 @@ class RankRun:
                 if now - handed_out >= _SECONDS_BETWEEN_CHUNKS:
                     waiting, handed_out = self._hand_out_finished(waiting, done), now
         self._hand_out_finished(waiting, done)
+        self.split = engine.split
         return time.monotonic() - started
 
     def _load_known_scores(self) -> None:

@@ -37,6 +37,7 @@ from t0repro.evaluation.reading import CHUNKS_IN_BUFFER, TaskReader, read_buffer
 from t0repro.evaluation.score_journal import ScoreJournal
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
+from t0repro.partitioning.devices import MODEL, find_mesh
 from t0repro.progress import say
 from t0repro.storage import output_path, write_atomically
 from t0repro.words import counted
@@ -72,6 +73,7 @@ class Outcome:
       seconds: time spent scoring.
       decoded: number of inputs decoded.
       decoding_seconds: time spent decoding.
+      split: whether batches did not fit the memory, so that scores may have other last bits.
     """
 
     folder: Path
@@ -88,6 +90,7 @@ class Outcome:
     seconds: float = 0.0
     decoded: int = 0
     decoding_seconds: float = 0.0
+    split: bool = False
 
 
 def rank_eval(
@@ -148,7 +151,13 @@ def rank_eval(
             f"The split {settings.split!r} of {mixture!r} has no examples.",
             fix="Check whether the data is there, and whether the templates drop every row.",
         )
-    write_facts(outcome.folder, checkpoint, names, jax_device())
+    device = jax_device()
+    if outcome.split:
+        device += ", scores rounded by batches that were split to fit the memory"
+    mesh = find_mesh(checkpoint.params)
+    if mesh is not None and mesh.shape[MODEL] > 1:
+        device += f", scores rounded by {mesh.shape[MODEL]} devices that share each layer"
+    write_facts(outcome.folder, checkpoint, names, device)
     config = operative_config(mixture, checkpoint, settings)
     write_atomically(outcome.folder / "operative_config.gin", config)
     return outcome
@@ -298,6 +307,7 @@ class _Evaluation:
             padding=1 - self._tokens / self._entries if self._entries else 0.0,
             shapes=len(self._shapes),
             seconds=outcome.seconds + seconds,
+            split=outcome.split or run.split,
         )
 
     # Decoding ----------------------------------------------------------------------------------

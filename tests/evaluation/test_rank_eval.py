@@ -238,6 +238,8 @@ def test_memory_that_does_not_hold_a_batch_is_said(model_dir, prompts, tmp_path,
     outcome = evaluate(model_dir, tmp_path, said=said)
     assert any(text.startswith("Out of memory with") for text in said)
     assert outcome.scored == outcome.distinct
+    facts = json.loads((outcome.folder / "provenance.json").read_text())
+    assert facts["device"].endswith("scores rounded by batches that were split to fit the memory")
 
 
 def test_calibration_scores_every_choice_after_a_content_free_input(model_dir, prompts, tmp_path):
