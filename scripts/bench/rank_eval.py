@@ -198,15 +198,18 @@ def measure(piece: dict, params, model, worker, peers: list, options, work: Path
 
 
 def print_results(work: Path, size: str) -> None:
-    """Prints a line for each class and harness."""
+    """Prints a line for each class and harness, and one that sums up how fast ours is."""
     rows = [row for row in read_results(work) if row["size"] == size]
     ours_of = {(r["class"], r["index"]): r for r in rows if r["harness"] == "ours"}
     print(f"\nT5 1.1 {size}, random weights; {sum(r['pairs'] for r in ours_of.values())} pairs")
+    ratios = []
     for label in sorted({row["class"] for row in rows if row["harness"] != "mtf"}):
         for harness in ("ours", *PEERS):
             found = [r for r in rows if (r["class"], r["harness"]) == (label, harness)]
             if found:
                 print_line(label, harness, found, ours_of)
+            if found and harness != "ours":
+                ratios.append(f"{label} {times_as_fast(found, ours_of):.2f} x {harness}")
     for row in rows:
         if row["harness"] == "mtf":
             times = row["ours_rate"] / row["rate"]
@@ -215,6 +218,13 @@ def print_results(work: Path, size: str) -> None:
                 f" {row['pairs']} pairs {row['ours_rate']:.1f}, {times:.0f} times; largest"
                 f" difference per token {row['difference']:.1e}"
             )
+    print(f"ours: {', '.join(ratios)}")
+
+
+def times_as_fast(found: list[dict], ours_of: dict) -> float:
+    """How many times as fast ours scored the same pieces."""
+    same = [ours_of[r["class"], r["index"]] for r in found]
+    return sum(r["seconds"] for r in found) / sum(r["seconds"] for r in same)
 
 
 def print_line(label: str, harness: str, found: list[dict], ours_of: dict) -> None:
@@ -227,8 +237,7 @@ def print_line(label: str, harness: str, found: list[dict], ours_of: dict) -> No
         padding = sum(r["padding"] * r["pairs"] for r in found) / pairs
         line += f", {100 * padding:.0f}% padding, compiling {compiling:.0f} s more"
     else:
-        same = [ours_of[r["class"], r["index"]] for r in found]
-        ratio = seconds / sum(r["seconds"] for r in same)
+        ratio = times_as_fast(found, ours_of)
         difference = max(r["difference"] for r in found)
         line += f"; ours is {ratio:.2f} times as fast; largest difference {difference:.1e}"
     print(line)

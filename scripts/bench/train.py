@@ -100,6 +100,7 @@ def main() -> None:
             path.write_text(json.dumps(outcome(name, options)))
     print(table(options.folder, programs))
     print(published(options.folder))
+    print(ratios(options.folder))
 
 
 def overrides(options: argparse.Namespace) -> list[str]:
@@ -222,6 +223,17 @@ def table(folder: Path, names: list[str]) -> str:
             f"{own['device']}; a batch takes the host {own['input'] / own['step']:.2%} of a step"
         )
     return "\n".join(lines)
+
+
+def ratios(folder: Path) -> str:
+    """One line: how many times as fast as the others our step is."""
+    seconds = {
+        name: json.loads(path.read_text())["step"]
+        for name in ("jax, warm", "mtf", "pytorch", "compiled")
+        if (path := folder / f"{name}.json").exists()
+    }
+    own = seconds.pop("jax, warm", float("nan"))
+    return f"ours: {', '.join(f'{x / own:.2f} x {name}' for name, x in seconds.items())}"
 
 
 def published(folder: Path) -> str:
