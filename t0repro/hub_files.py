@@ -333,13 +333,14 @@ class HubRepository(RemoteFiles):
         self.name, self.revision, self._kind = name, revision, kind
         # As Hugging Face's clients do; a mirror of --base_url is given nobody's token, and neither
         # is a server that the hub redirects to (requests drops it there).
-        hub = os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
-        if (token := os.environ.get("HF_TOKEN")) and self.base_url == hub:
-            self._session.headers["Authorization"] = f"Bearer {token}"
-        self.refused_fix = (
-            f"Accept its authors' terms at {hub}/{self._prefix}{name}, and set HF_TOKEN to a token"
-            " of your account."
-        )
+        if self.base_url == (os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB):
+            token = os.environ.get("HF_TOKEN", "").strip()  # a secret's file may end a line
+            if token:
+                self._session.headers["Authorization"] = f"Bearer {token}"
+            self.refused_fix = (
+                f"Accept its authors' terms at {HUB}/{self._prefix}{name}, and set HF_TOKEN to a"
+                f" token of your account{' (the one that is set is refused)' if token else ''}."
+            )
         if kind == "datasets":
             self.unreachable_fix += (
                 " Without either, copy the tasks' folders from a machine that has them, or make"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.hub_files import HubRepository
+from t0repro.hub_files import HUB, HubRepository
 from t0repro.storage import write_atomically
 from t0repro.tasks.catalog import CatalogEntry, HubPlace
 
@@ -151,7 +151,7 @@ def bytes_to_fetch(entry: CatalogEntry, split: str) -> int:
             return 0
     with _explain(entry.dataset, entry.subset, place, split):
         commit, names = _resolve(place, split)
-        endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+        endpoint = os.environ.get("HF_ENDPOINT") or HUB
         hub = HubRepository(endpoint, place.repository, commit, kind="datasets")
         folders = {name.rpartition("/")[0] for name in names}
         listed = [file for folder in folders for file in hub.files(folder) or ()]
@@ -185,7 +185,7 @@ def _explain(dataset: str, subset: str | None, place: HubPlace, split: str) -> I
         if type(error).__name__ == "GatedRepoError":
             fix = (
                 f"Its authors ask you to accept their terms. Log in, accept them at"
-                f" https://huggingface.co/datasets/{place.repository}, set HF_TOKEN to a token of"
+                f" {HUB}/datasets/{place.repository}, set HF_TOKEN to a token of"
                 f" your account, and start the command again; or {own}"
             )
         raise UserError(

@@ -15,7 +15,7 @@ from t0repro.tasks.registry import (
     registered_tasks,
     task_descriptions,
 )
-from t0repro.tasks.rows import dataset_folder, splits_on_disk
+from t0repro.tasks.rows import SUFFIXES, dataset_folder, splits_on_disk
 from t0repro.tasks.source import Split
 from t0repro.tasks.task import PromptedTask
 from t0repro.tasks.template_files import TemplateFile, read_template_file
@@ -110,7 +110,8 @@ def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
         return found
     known = {str(path.parent.relative_to(root)) for root in roots for path in root.glob("*/*/*.*")}
     named = str(folders[0].relative_to(roots[0]))
-    if near := [path for each in (*folders, folders[0].parent) for path in each.glob("*.*")]:
+    beside = [path for each in (*folders, folders[0].parent) for path in each.glob("*.*")]
+    if near := [path for path in beside if path.suffix in SUFFIXES]:
         is_there = near[0].parent in folders
         there = (
             f"{near[0]} is no such file."

@@ -47,7 +47,8 @@ if __name__ == "__main__":  # and not in the workers of `t0repro cache`
         importlib.import_module(f"t0repro.runs.{module}")
     for number, commands in enumerate(lists):
         if child := os.fork():
-            os.waitpid(child, 0)
+            _, status = os.waitpid(child, 0)
+            assert not status, commands
             continue
         results = {"found": found, **dict(run(commands))}
         with open(f"results_{number}.json", "w") as file:

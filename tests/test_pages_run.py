@@ -142,6 +142,7 @@ TINY: list[tuple[str, str, str]] = [
         " && t0repro convert",
     ),
     ("tasks.md", r"(t0repro rank-eval .*) \.\.\.", r"\1 --checkpoint runs/demo/model --out runs/e"),
+    ("tasks.md", r"(t0repro train --skip_missing) \.\.\..*", r"\1 --help"),
     ("tasks.md", r"(t0repro cache .*) \.\.\.", r"\1 --output_cache_dir runs/available"),
 ]
 

@@ -34,7 +34,10 @@ lock tests setup.py --extra s3 --extra vertex --extra browse
 
 # The same core on another JAX, for itself: every other version is taken from the tiers' locks.
 other=.ci/jax-0.11
-cat "${before[@]}" >"$other.lock"
+resolved=$(mktemp)
+cat "${before[@]}" >"$resolved"
 "${compile[@]}" --python-version 3.12 setup.py --extra jax requirements/core.in "$other.in" --override "$other.in" \
-  -o "$other.lock"
+  -o "$resolved"
+cat "$resolved" >"$other.lock"
+rm "$resolved"
 echo "$other.lock: $(grep -c '==.* \\$' "$other.lock") packages"

@@ -53,9 +53,13 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as raised:  # typer's own copy of Click has no public name
             error: Any = raised
-            takers = [each.opts[0] for each in self.params if not getattr(each, "is_flag", True)]
+            takers = [
+                each.opts[0]
+                for each in self.params
+                if not getattr(each, "is_flag", True) and not getattr(each, "hidden", False)
+            ]
             if str(getattr(error, "message", "")).startswith("Got unexpected extra") and takers:
-                error.message += f". Its option has to stand before it: {some(takers, 8)}."
+                error.message += f". An option stands before its value: {some(takers, 8)}."
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

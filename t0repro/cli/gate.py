@@ -281,8 +281,8 @@ def use_huge_pages_where_faster(arguments: Sequence[str]) -> None:
     ratio = _times_as_fast()
     if ratio < _MUCH_FASTER:
         return
-    # Not --vocab, say.
-    if any(re.match(r"-v|--v(erbosity)?(=|$)", word) for word in arguments):
+    # Not --vocab, nor absl's -vocab.
+    if any(re.match(r"-v\d?$|--?v(erbosity)?(=|$)", word) for word in arguments):
         echo(
             f"huge pages: zeroed {ratio:.1f} times as fast as small ones, so they are used"
             f" ({_VARIABLE}= turns them off)",

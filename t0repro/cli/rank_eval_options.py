@@ -113,7 +113,8 @@ class TaskOptions:
     skip_missing: Annotated[
         bool,
         typer.Option(
-            "--skip_missing", help="Leave out tasks whose rows are missing, and list them."
+            "--skip_missing",
+            help="Leave out tasks whose rows or caches are missing, and list them.",
         ),
     ] = False
     # By a hash of the input's number, so that prompts over the same rows get the same inputs.

@@ -286,7 +286,10 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
         command = f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target}"
     skipped = {task for folder in searched for task in read_skipped(folder)}
     if skipped.issuperset(missing):
-        fix = "The cache was made with --skip_missing: give it here too, which leaves them out."
+        fix = (
+            "The cache was made with --skip_missing: give it here too, which leaves a mixture's"
+            " tasks out whose split to train on is missing; or choose another split."
+        )
     else:
         fix = (
             f"{command}, with this run's --module_import. Name the folder with"

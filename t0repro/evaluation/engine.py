@@ -30,7 +30,14 @@ from t0repro.evaluation.pairs import Pairs, collect_pairs
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, make_cross_attention_cache
 from t0repro.model.towers import CrossAttentionCache
-from t0repro.partitioning.devices import count_data_shards, fetch, pad_rows, use_devices_of
+from t0repro.partitioning.devices import (
+    MODEL,
+    count_data_shards,
+    fetch,
+    find_mesh,
+    pad_rows,
+    use_devices_of,
+)
 from t0repro.progress import say
 from t0repro.training.token_losses import cross_entropy, map_targets
 from t0repro.words import counted
@@ -76,10 +83,13 @@ class Engine:
         # fit.
         self._halved: dict[tuple[int, int], int] = {}
 
-    @property
-    def split(self) -> bool:
-        """Whether batches did not fit the memory, so that scores may have other last bits."""
-        return bool(self._halved)
+    def roundings(self) -> Iterator[str]:
+        """What changes the last bits of scores, so that another run's may differ."""
+        if self._halved:
+            yield "batches that were split to fit the memory"
+        mesh = find_mesh(self.params)
+        if mesh is not None and mesh.shape[MODEL] > 1:
+            yield f"{mesh.shape[MODEL]} devices that share each layer"
 
     def run(self, pairs: Pairs, plan: Batching) -> Iterator[Scored]:
         """Yields each batch's scores, in the plan's order.

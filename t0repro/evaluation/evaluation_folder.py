@@ -134,11 +134,11 @@ class EvaluationFolder:
         records.write_record(self.path, record)
 
 
-def scores_key(checkpoint: Checkpoint) -> str:
-    """Hash of what determines a pair's score besides its tokens; names the journal's folder."""
+def journal_folder(out: Path, checkpoint: Checkpoint) -> Path:
+    """The folder of the scores' journal, named by what determines them besides a pair's tokens."""
     activation, model = checkpoint.model.dtypes.activation, json.dumps(checkpoint.computation())
     text = f"{checkpoint.digest} {model} {activation} {scoring_digest()}"
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return out / "scores" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def claim_step(

@@ -98,7 +98,7 @@ class RankRun:
             ]
         )
         self._load_known_scores()
-        self.scored, self.split = 0, False
+        self.scored = 0
 
     def score(self, done: Callable[[ScoredChunk], None]) -> float:
         """Scores all pairs, calling `done` with each finished chunk; returns the seconds taken."""
@@ -118,6 +118,9 @@ class RankRun:
         with count_progress(total, "scoring", "pair", "scored") as advance:
             for batch in engine.run(self.pairs, plan):
                 self._check(batch.pairs, batch.scores)
+                if self.journal is not None:
+                    for by in engine.roundings():
+                        self.journal.note_rounding(by)
                 now = time.monotonic()
                 self._store_scores(batch.pairs, batch.scores, now - last)
                 last = now
@@ -125,7 +128,6 @@ class RankRun:
                 if now - handed_out >= _SECONDS_BETWEEN_CHUNKS:
                     waiting, handed_out = self._hand_out_finished(waiting, done), now
         self._hand_out_finished(waiting, done)
-        self.split = engine.split
         return time.monotonic() - started
 
     def _load_known_scores(self) -> None:

@@ -9,7 +9,8 @@ an append-only file of 32-byte records:
     checksum  CRC-32 of the bytes before it
 
 Its folder is named after everything else that determines a score: checkpoint, activation dtype
-and code. A truncated, edited or non-finite record is ignored, and its pair is scored again.
+and code. The file `rounded_by` beside it has a line for each thing that changed scores' last bits.
+A truncated, edited or non-finite record is ignored, and its pair is scored again.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ _CHECKED = _RECORD.itemsize - 4
 
 
 _SECONDS_BETWEEN_SYNCS = 5.0
+
+
+_ROUNDED_BY = "rounded_by"
 
 
 _RECORDS_AT_ONCE = 1 << 16  # so that memory does not grow with the journal
@@ -106,6 +110,12 @@ class ScoreJournal:
                 os.fsync(self._file.fileno())
                 self._synced = time.monotonic()
 
+    def note_rounding(self, by: str) -> None:
+        """Notes, for as long as the scores are kept, what changed the last bits of some."""
+        if by not in roundings(self._path.parent):
+            with open(self._path.with_name(_ROUNDED_BY), "a", encoding="utf-8") as file:
+                file.write(f"{by}\n")
+
     def close(self) -> None:
         """Syncs and closes the file."""
         with name_in_errors(self._path):
@@ -126,6 +136,12 @@ class ScoreJournal:
                     records["score"]
                 )
                 yield records[intact]
+
+
+def roundings(folder: Path) -> list[str]:
+    """What changed the last bits of some scores of a journal's folder."""
+    path = folder / _ROUNDED_BY
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def _checksums(records: np.ndarray) -> np.ndarray:

@@ -28,16 +28,15 @@ from t0repro.evaluation.evaluation_folder import (
     EvaluationFolder,
     EvaluationSettings,
     claim_step,
-    scores_key,
+    journal_folder,
 )
 from t0repro.evaluation.generation import decode_examples
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredChunk
 from t0repro.evaluation.reading import CHUNKS_IN_BUFFER, TaskReader, read_buffers
-from t0repro.evaluation.score_journal import ScoreJournal
+from t0repro.evaluation.score_journal import ScoreJournal, roundings
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
-from t0repro.partitioning.devices import MODEL, find_mesh
 from t0repro.progress import say
 from t0repro.storage import output_path, write_atomically
 from t0repro.words import counted
@@ -73,7 +72,6 @@ class Outcome:
       seconds: time spent scoring.
       decoded: number of inputs decoded.
       decoding_seconds: time spent decoding.
-      split: whether batches did not fit the memory, so that scores may have other last bits.
     """
 
     folder: Path
@@ -90,7 +88,6 @@ class Outcome:
     seconds: float = 0.0
     decoded: int = 0
     decoding_seconds: float = 0.0
-    split: bool = False
 
 
 def rank_eval(
@@ -152,11 +149,8 @@ def rank_eval(
             fix="Check whether the data is there, and whether the templates drop every row.",
         )
     device = jax_device()
-    if outcome.split:
-        device += ", scores rounded by batches that were split to fit the memory"
-    mesh = find_mesh(checkpoint.params)
-    if mesh is not None and mesh.shape[MODEL] > 1:
-        device += f", scores rounded by {mesh.shape[MODEL]} devices that share each layer"
+    if rounded_by := roundings(journal_folder(out, checkpoint)):
+        device += f", scores rounded by {' and by '.join(rounded_by)}"
     write_facts(outcome.folder, checkpoint, names, device)
     config = operative_config(mixture, checkpoint, settings)
     write_atomically(outcome.folder / "operative_config.gin", config)
@@ -230,7 +224,7 @@ class _Evaluation:
         settings, free = self.settings, None
         if settings.calibrated:
             free = np.array(self.vocabulary.encode(CONTENT_FREE), np.int32)
-        journal = ScoreJournal(self.out / "scores" / scores_key(self.checkpoint) / "pairs.bin")
+        journal = ScoreJournal(journal_folder(self.out, self.checkpoint) / "pairs.bin")
         # Keep the readers: each one's `available` is known only once it has been read to its end.
         readers = {name: self._reader(name) for name in names}
         tasks: dict[str, _RankedTask] = {}
@@ -307,7 +301,6 @@ class _Evaluation:
             padding=1 - self._tokens / self._entries if self._entries else 0.0,
             shapes=len(self._shapes),
             seconds=outcome.seconds + seconds,
-            split=outcome.split or run.split,
         )
 
     # Decoding ----------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_a_user_error_is_printed_to_stderr_and_exits_with_2(monkeypatch, capsys,
 def test_a_word_whose_option_was_forgotten_is_answered_with_the_options(monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, "tasks", "ls", "my_reviews")
     assert code == 2
-    assert "(my_reviews). Its option has to stand before it: --mixture, --dataset, " in err
+    assert "(my_reviews). An option stands before its value: --mixture, --dataset, " in err
 
 
 def test_an_unexpected_error_is_one_clear_line_with_a_hint_and_exits_with_1(
@@ -312,6 +312,7 @@ for number, line in enumerate(LINES):
     os.dup2(os.open(str(number), os.O_CREAT | os.O_WRONLY), 2)
     sys.argv = line.split()
     app.main()
+    os._exit(0)
 """
 
 

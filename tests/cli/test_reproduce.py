@@ -182,7 +182,7 @@ def test_an_adapter_of_another_size_is_refused_before_the_checkpoint_is_fetched(
     base = save_model(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", ia3(), base, CONFIG.shape)
     asked = Asked(NAME, None, (str(adapter),), None)
-    with pytest.raises(UserError, match="adapter"):
+    with pytest.raises(UserError, match="of another adapter, or for another model"):
         run(asked, tmp_path / "out", devices=None, yes=True, dry_run=True)
 
 

@@ -10,6 +10,7 @@ import pytest
 from t0repro.adapters import ia3
 from t0repro.config.t5x.inference import read_eval_run
 from t0repro.storage import lock_folder
+from t0repro.tasks.demo.datasets import VOCABULARY
 
 from ..evaluation.small_model import save_adapter
 from ..helpers import commands
@@ -125,6 +126,28 @@ def test_a_dry_run_reports_all_that_is_wrong_at_once(checkpoint, tmp_path):
     assert "No task of" in said and "Choose one of validation" in said
     assert "The checkpoint does not fit the model: of another shape" in said
     assert re.search(r"It has [^;]* d_model \d+, [^;]*; the model [^;]* d_model 16, ", said)
+
+
+def test_skip_missing_leaves_out_the_tasks_of_a_mixture_whose_rows_are_not_here(
+    checkpoint, tmp_path, monkeypatch
+):
+    rows = tmp_path / "rows" / "super_glue" / "rte" / "validation.jsonl"
+    rows.parent.mkdir(parents=True)
+    row = {"premise": "It rained.", "hypothesis": "It was wet.", "idx": 0, "label": 0}
+    rows.write_text(json.dumps(row) + "\n")
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path / "rows"))
+    monkeypatch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
+    dry = [
+        *macros(checkpoint, tmp_path / "out", "t0_eval_score_eval"),
+        "--gin.MIXTURE_OR_TASK_MODULE='t0repro.tasks.t0'",
+        "--dry_run",
+    ]
+    code, _, said = run("eval", *dry)
+    assert code == 2 and "The rows of anli" in said
+    for more in ([], [f"--tfds_data_dir={tmp_path}"]):  # described tasks, and SeqIO's
+        code, shown, said = run("eval", *dry, "--skip_missing", *more)
+        assert code == 0, said
+        assert "10 tasks of t0_eval_score_eval with the split 'validation'" in shown
 
 
 def test_an_evaluation_looks_for_caches_in_the_folders_of_the_command_line(tmp_path, monkeypatch):

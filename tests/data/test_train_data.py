@@ -73,6 +73,7 @@ def test_a_shard_reads_its_own_files_alone_and_packs_them_as_mesh_tensorflow_doe
     from mesh_tensorflow.transformer import dataset as transformer_dataset
 
     ours = list(itertools.islice(source(num_shards=4).open(0, None), 15))
+    assert len(ours) == 15
     provider, shards = seqio.get_mixture_or_task(MIXTURE), []
     for index in range(4):
         examples = provider.get_dataset(

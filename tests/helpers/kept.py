@@ -17,8 +17,6 @@ FOLDER = ROOT / "build" / "kept_for_tests"
 DAYS = 14
 # All of this project that Mesh TensorFlow's side of a comparison imports.
 COMPAT = ROOT / "t0repro" / "compat.py"
-# All that what this project's own commands make depends on.
-PROJECT = tuple(ROOT / name for name in ("t0repro", "tasks", "converters", "gin"))
 
 
 def fill_once(path: Path, fill: Callable[[Path], object]) -> Path:
@@ -37,13 +35,12 @@ def fill_once(path: Path, fill: Callable[[Path], object]) -> Path:
 
 
 def digest(*sources: Path | str) -> str:
-    """Of texts, of files, of all below folders but what Python compiled, and of the locks."""
+    """Of texts, of files, of all modules below folders, and of the locks."""
     found = hashlib.sha256(repr([x for x in sources if isinstance(x, str)]).encode())
     given = [x for x in sources if isinstance(x, Path)]
     for path in [*given, *(ROOT / "requirements").glob("*.lock")]:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if not file.is_dir() and "__pycache__" not in file.parts:
-                found.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            found.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
     return found.hexdigest()[:16]
 
 

@@ -27,7 +27,6 @@ from t0repro.model.decoding import generate, search_limit
 from t0repro.model.t5 import T5
 from t0repro.parameters import naming
 
-from ..helpers import kept
 from ..helpers.tiny_models import FLOAT32, model_config
 from .conftest import _job
 
@@ -62,31 +61,29 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def decoded(once) -> dict[str, np.ndarray]:
+def decoded(tmp_path_factory) -> dict[str, np.ndarray]:
     """Mesh TensorFlow's inputs, variables and outputs."""
-    job, script = _job(), Path(__file__).with_name("run_mesh_decode.py")
+    job = _job()
+    out = tmp_path_factory.mktemp("decoded") / "out.npz"
     request = {
         "module": job.module,
         "task": job.train,
         "inputs": INPUTS,
         "bindings": BINDINGS,
         "batch_size": BATCH,
+        "out": str(out),
         "runs": [_arguments(config) for config in RUNS.values()],
     }
-
-    def fill(folder):
-        said = json.dumps({**request, "out": str(folder / "out.npz")})
-        done = subprocess.run(
-            [sys.executable, "-P", str(script), said],
-            env={**os.environ, **job.environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    sources = (f"{request} {job.environment}", *kept.PROJECT, script)
-    return dict(np.load(once("mesh_decoded", fill, *sources) / "out.npz"))
+    script = Path(__file__).with_name("run_mesh_decode.py")
+    done = subprocess.run(
+        [sys.executable, "-P", str(script), json.dumps(request)],
+        env={**os.environ, **job.environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(np.load(out))
 
 
 def _arguments(config: DecodingConfig) -> dict:

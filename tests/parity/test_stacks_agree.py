@@ -64,6 +64,14 @@ def test_twenty_packed_steps_with_microbatches_agree_to_1e_4(twenty_steps):
     assert_losses_agree(*twenty_steps)
 
 
+def test_more_steps_from_mesh_tensorflows_slots_at_step_10_agree(stacks, twenty_steps):
+    start = f"run.init_checkpoint = '{twenty_steps[0]}/model.ckpt-10'"
+    mtf = stacks.train("mtf", "mtf_from_10", 15, start)
+    jax = stacks.train("jax", "jax_from_10", 15, start)
+    assert sorted(losses(jax)) == list(range(11, 16))
+    assert_losses_agree(mtf, jax)
+
+
 @pytest.mark.slow  # a minute; tests/training/test_mesh_parity.py compares such a model
 def test_t5_1_0_tied_unpacked_with_rsqrt_and_label_smoothing_agrees(stacks):
     settings = {

@@ -36,7 +36,6 @@ from t0repro.training.checkpoints import checkpoint_path, save_tree
 from t0repro.training.model_dir import lock_for_training
 from t0repro.training.train_state import to_flat_tree
 
-from ..helpers import kept
 from ..helpers import tiny_models as tiny
 
 DEEP = dataclasses.replace(
@@ -54,13 +53,10 @@ ADAPTERS = {
 }
 
 
-SOURCES = (*kept.PROJECT, Path(__file__), Path(tiny.__file__))
-
-
 @pytest.fixture(scope="module")
-def base(once):
+def base(tmp_path_factory):
     """A checkpoint of the base."""
-    return once("adapters_base", lambda folder: saved(folder, 0), *SOURCES) / "checkpoint_7"
+    return saved(tmp_path_factory.mktemp("base"), 0)
 
 
 def saved(folder, seed, model=DEEP):
@@ -294,12 +290,9 @@ def nested(tree):
 
 
 @pytest.fixture(scope="module")
-def trained(base, once):
+def trained(base, tmp_path_factory):
     """A folder of checkpoints by their adapter's name, far from what a new adapter is."""
-    return once("adapters_trained", lambda folder: train_adapters(base, folder), *SOURCES)
-
-
-def train_adapters(base, folder):
+    folder = tmp_path_factory.mktemp("trained")
     generator = np.random.default_rng(0)
     for name in ("lora", "lora, bfloat16", "ia3"):
         tree = run(config_of(folder / name, base, ADAPTERS[name], 2), tiny.batches(2))
@@ -309,6 +302,7 @@ def train_adapters(base, folder):
         path = checkpoint_path(folder / f"{name}, moved", 2)
         save_tree(path, tree)
         AdapterNote.read(checkpoint_path(folder / name, 2)).write(path)
+    return folder
 
 
 def assert_differ_by_rounding(adapted, model, merged, batch):

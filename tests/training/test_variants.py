@@ -1,7 +1,6 @@
 """Models and options beside T5's own, each trained a few steps by both stacks from one start."""
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +10,8 @@ from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.optimizer import AdamWeightDecayConfig
 from t0repro.parameters import naming
 from t0repro.parity.jax_run import run_jax
-from t0repro.parity.mesh_jobs import MeshJob, read_result, run_mesh, save_batches
+from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
 
-from ..helpers import kept
-from . import mesh_reference
 from .mesh_reference import packed_batch, unpacked_batch
 
 pytestmark = pytest.mark.mtf
@@ -122,19 +119,15 @@ def inputs(variant):
 
 
 @pytest.fixture(scope="module")
-def mesh(once):
+def mesh(tmp_path_factory):
     """Mesh TensorFlow's results of all variants, computed in one process."""
-
-    def fill(folder):
-        jobs = []
-        for index, variant in enumerate(VARIANTS):
-            path = save_batches(folder / f"{index}.npz", batches(variant))
-            jobs.append(MeshJob(str(folder / str(index)), inputs(variant), path, snapshots=(1,)))
-        run_mesh(jobs)
-
-    sources = (*kept.PROJECT, Path(__file__), Path(mesh_reference.__file__))
-    folder = once("mesh_variants", fill, *sources)
-    return {variant.name: read_result(folder / str(n)) for n, variant in enumerate(VARIANTS)}
+    folder = tmp_path_factory.mktemp("variants")
+    jobs = []
+    for index, variant in enumerate(VARIANTS):
+        path = save_batches(folder / f"{index}.npz", batches(variant))
+        jobs.append(MeshJob(str(folder / str(index)), inputs(variant), path, snapshots=(1,)))
+    results = run_mesh(jobs)
+    return {variant.name: result for variant, result in zip(VARIANTS, results, strict=True)}
 
 
 def read_tree(prefix, model):
