@@ -111,7 +111,7 @@ def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
     known = {str(path.parent.relative_to(root)) for root in roots for path in root.glob("*/*/*.*")}
     named = str(folders[0].relative_to(roots[0]))
     beside = [path for each in (*folders, folders[0].parent) for path in each.glob("*.*")]
-    if near := [path for path in beside if path.suffix in SUFFIXES]:
+    if near := [path for path in beside if path.suffix.lower() in SUFFIXES]:
         is_there = near[0].parent in folders
         there = (
             f"{near[0]} is no such file."
