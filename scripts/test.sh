@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
 # All checks before a change is merged: lint, format, imports, types, tests. Arguments go to pytest.
-#   bash scripts/test.sh                   # every test; of those with long cases, the cheapest cases
-#   bash scripts/test.sh --all             # every case
-#   bash scripts/test.sh --part 1/8        # every case of an eighth of the files too, as continuous integration does
-#   bash scripts/test.sh --fast            # the cheapest tests of every folder
-#   bash scripts/test.sh tests/mtf -x      # every case of these
-#   bash scripts/test.sh --record          # --all, and keep what each took in tests/seconds.json
+#   bash scripts/test.sh                   # all that take no more than three seconds each, and the main job's
+#   bash scripts/test.sh --all             # all
+#   bash scripts/test.sh --part 1/8        # all of an eighth of the files too, as continuous integration does
+#   bash scripts/test.sh tests/mtf -x      # all of these
+#   bash scripts/test.sh --record          # all, and keep what each took in tests/seconds.json
 #   bash scripts/test.sh --coverage        # which lines and branches the tests run; slower by a third
 #   bash scripts/test.sh -m slow           # those that take more than a minute each
 #   bash scripts/test.sh -m hardlife       # kills, full disks, power loss, remote stores: nightly

@@ -30,6 +30,7 @@ from .helpers.loopback import running
 from .runs.tiny_gin import parsed, save_checkpoint
 from .tasks.vocabularies import write_vocabulary
 
+pytestmark = pytest.mark.always
 COMMIT = "c0ffee" * 6 + "c0de"
 VOCABULARY = "t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
 

@@ -51,9 +51,17 @@ def test_hypothesis_draws_what_the_budget_allows():
     check()
     assert len(drawn) == 50
     drawn.clear()
-    schedule.draw_fewer([item], {"a": 10 * schedule.BUDGET})
+    expected = schedule.draw_fewer([item], {"a": 10 * schedule.BUDGET})
     check()
     assert len(drawn) == 5
+    assert expected == {"a": schedule.BUDGET}
+
+
+def test_a_long_test_waits_and_tests_share_their_files_fixtures():
+    expected = {"a::short": 1.0, "a::long": 2.1, "b::one": 0.1, "b::two": 0.1, "c::one": 0.1}
+    expected |= {"b::fixtures": 3.0, "c::fixtures": 3.0}
+    names = expected.keys() - {"b::fixtures", "c::fixtures"} | {"a::new"}
+    assert schedule.short_tests(names, expected) == {"a::short", "a::new", "b::one", "b::two"}
 
 
 def test_times_are_read_as_they_were_written(tmp_path):

@@ -43,6 +43,8 @@ from ..helpers.plain_scoring import row_scores
 from ..tasks.prompt_caches import make
 from .small_model import save_model
 
+pytestmark = pytest.mark.always
+
 MIXTURE = "demo_eval_score_eval"
 SETTINGS = EvaluationSettings(lengths={"inputs": 128, "targets": 32}, limit=3)
 QUICK = Bootstrap(replicates=100)

@@ -7,9 +7,9 @@ run, so that every machine runs the same.
 
 Of a parametrized test whose cases took more than BUDGET seconds together, the cheapest run that
 took no more, and one at least. A test that Hypothesis draws examples for draws as many as take
-BUDGET seconds. With --all every case and example runs, with --part 2/8 those of an eighth of the
-files. Whoever names files or tests gets all cases. With --fast, a part of each folder's tests runs:
-its cheapest files, until FAST seconds are used up.
+BUDGET seconds. A test that even so takes more than LONG seconds, with its share of its file's
+fixtures, does not run, unless it is marked "always". With --all every test, case and example runs,
+with --part 2/8 those of an eighth of the files. Whoever names files or tests gets all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import pytest
 from t0repro.words import counted
 
 BUDGET = 2.0  # seconds of processor time for the cases of one test
-FAST = 300.0  # for all tests
+LONG = 3.0  # for a test
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED, LATEST = ROOT / "tests" / "seconds.json", ROOT / "build" / "test_seconds.json"
 # Of a file: what its fixtures of wider scope than a test take.
@@ -42,14 +42,13 @@ Seconds = dict[str, float]  # by node id; of fixtures, by file::FIXTURES
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("schedule", "which tests run (tests/helpers/schedule.py)")
     for option, text in {
-        "--all": "every case of every test",
+        "--all": "every test and every case of it",
         "--default": "of files that are named too, what runs without names",
-        "--fast": "the cheapest files of every folder",
-        "--record": "every case, and write tests/seconds.json",
+        "--record": "as --all, and write tests/seconds.json",
     }.items():
         group.addoption(option, action="store_true", help=text)
-    text = "every case of the K-th of N parts of the files, beside what runs without"
-    group.addoption("--part", metavar="K/N", default="0/1000000", help=text)
+    text = "the K-th of N parts of the files as with --all, beside what runs without"
+    group.addoption("--part", metavar="K/N", default="0/1", help=text)
 
 
 class Schedule:
@@ -58,7 +57,7 @@ class Schedule:
     def __init__(self, config: pytest.Config):
         self._config = config
         named = config.args_source is pytest.Config.ArgsSource.ARGS
-        if named and not any(map(config.getoption, ("--fast", "--default"))):
+        if named and not config.getoption("--default"):
             config.option.all = True  # pytest-xdist's workers, which always get names, see it
         self._recorded = read(RECORDED)
         self._known = self._recorded | read(LATEST)
@@ -77,10 +76,11 @@ class Schedule:
                 for item in items
                 if zlib.crc32(file_of(item.nodeid).encode()) % parts + 1 == number
             }
-            chosen = cheapest_cases(items, self._recorded) | whole
-            draw_fewer((item for item in items if item.nodeid not in whole), self._recorded)
-            if asked("--fast"):
-                chosen &= cheapest_files(items, chosen, self._recorded)
+            drawn = (item for item in items if item.nodeid not in whole)
+            expected = draw_fewer(drawn, self._recorded)
+            cheapest = cheapest_cases(items, expected)
+            always = {item.nodeid for item in items if item.get_closest_marker("always")}
+            chosen = short_tests(cheapest, expected) | cheapest & always | whole
             left_out = [item for item in items if item.nodeid not in chosen]
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item.nodeid in chosen]
@@ -187,8 +187,12 @@ def cheapest_cases(items: Iterable[pytest.Item], recorded: Seconds) -> set[str]:
     return chosen
 
 
-def draw_fewer(items: Iterable[Any], recorded: Seconds) -> None:
-    """Lets Hypothesis draw fewer examples for tests that took more than BUDGET, in proportion."""
+def draw_fewer(items: Iterable[Any], recorded: Seconds) -> Seconds:
+    """Lets Hypothesis draw fewer examples for tests that took more than BUDGET, in proportion.
+
+    Returns what each test is expected to take then.
+    """
+    expected = recorded.copy()
     for item in items:
         drawn = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
         if drawn and recorded.get(item.nodeid, 0.0) > BUDGET:
@@ -196,23 +200,19 @@ def draw_fewer(items: Iterable[Any], recorded: Seconds) -> None:
             count = max(1, int(settings.max_examples * BUDGET / recorded[item.nodeid]))
             fewer = hypothesis.settings(settings, max_examples=count)
             item.obj._hypothesis_internal_use_settings = fewer
+            expected[item.nodeid] = BUDGET
+    return expected
 
 
-def cheapest_files(items: Iterable[pytest.Item], chosen: set[str], recorded: Seconds) -> set[str]:
-    """Node ids: of each folder, files from the cheapest on; each folder has an equal time."""
-    length = by_file(recorded, chosen)
-    folders: dict[str, list[str]] = collections.defaultdict(list)
-    for file in sorted({file_of(item.nodeid) for item in items}, key=length.__getitem__):
-        folders[file.rpartition("/")[0]].append(file)
-    kept = set()
-    for files in folders.values():
-        left = FAST / len(folders)
-        for place, file in enumerate(files):
-            left -= length[file]
-            if place and left < 0:
-                break
-            kept.add(file)
-    return {name for name in chosen if file_of(name) in kept}
+def short_tests(names: set[str], expected: Seconds) -> set[str]:
+    """Node ids: those that take at most LONG; each bears a share of its file's fixtures."""
+    count = collections.Counter(map(file_of, names))
+
+    def length(name: str) -> float:
+        file = file_of(name)
+        return expected.get(name, 0.0) + expected.get(f"{file}::{FIXTURES}", 0.0) / count[file]
+
+    return {name for name in names if length(name) <= LONG}
 
 
 def by_file(known: Seconds, ids: Iterable[str]) -> Seconds:

@@ -13,7 +13,7 @@ import pytest
 
 from ..helpers.own_lines import foreign_lines
 
-pytestmark = pytest.mark.mtf
+pytestmark = [pytest.mark.mtf, pytest.mark.always]
 
 
 def read_metrics(model_dir: Path) -> list[dict]:

@@ -9,6 +9,7 @@ import pytest
 
 from . import golden
 
+pytestmark = pytest.mark.always
 GOLDENS = Path(__file__).parent / "goldens"
 EXACT = [case for case in golden.CASES if not case.dropout and case.dtype == "float32"]
 FIRST_LOSS, LOSSES, NORM, LAST_NORM = 1e-5, 1e-4, 1e-5, 1e-4  # relative

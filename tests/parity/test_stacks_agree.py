@@ -17,7 +17,7 @@ from t0repro.reports.run import Run
 
 from .conftest import losses
 
-pytestmark = pytest.mark.mtf
+pytestmark = [pytest.mark.mtf, pytest.mark.always]
 
 FIRST_STEP, ALL_STEPS = 1e-5, 1e-4  # relative difference of losses
 # A tensor's elements: within 1e-5 of its RMS, or of the element itself where that is larger. The

@@ -16,7 +16,7 @@ from ..helpers.plain_scoring import row_scores
 from ..helpers.tiny_models import FLOAT32
 from . import mesh_reference as reference
 
-pytestmark = pytest.mark.mtf
+pytestmark = [pytest.mark.mtf, pytest.mark.always]
 
 OPTIMIZER = make_optimizer(reference.ADAFACTOR)
 
