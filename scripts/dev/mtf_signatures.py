@@ -90,7 +90,7 @@ def registered(function: Any) -> str | None:
 
 
 def _signature(function: Any) -> str:
-    from t0repro.config.hints import declared_arguments
+    from t0repro.config.settings import declared_arguments
 
     hints = declared_arguments(function)
     parameters = []
@@ -110,7 +110,7 @@ def _signature(function: Any) -> str:
 
 
 def _admits_bool(hint: Any) -> bool:
-    from t0repro.config.hints import alternatives
+    from t0repro.config.settings import alternatives
 
     return bool in alternatives(hint)
 

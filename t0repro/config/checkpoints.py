@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from t0repro.config.names import Mtf, Only, T5x, arguments, or_none
-from t0repro.config.ranges import Range
+from t0repro.config.settings import Mtf, Only, Range, T5x, arguments, or_none
 
 
 def _make_tuple(value: Sequence | None) -> tuple:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from t0repro.config.ranges import Range
+from t0repro.config.settings import Range
 
 
 @dataclasses.dataclass(frozen=True)

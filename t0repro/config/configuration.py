@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, TypeVar
 
-from t0repro.config.names import RULE, Mtf, Only, arguments
 from t0repro.config.run import Run
+from t0repro.config.settings import RULE, Mtf, Only, arguments
 from t0repro.errors import UserError
 from t0repro.storage import output_path, write_atomically
 from t0repro.words import without_passwords

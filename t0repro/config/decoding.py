@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from t0repro.config.names import RULE, Mtf, Only, T5x, arguments
-from t0repro.config.ranges import MOST_32, Range
+from t0repro.config.settings import MOST_32, RULE, Mtf, Only, Range, T5x, arguments
 
 
 @arguments(mtf="Bitransformer.decode")

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from t0repro.adapters import Adapter, is_even
 from t0repro.config.choices import ChoiceLoss
-from t0repro.config.names import RULE, Mtf, Only, T5x, arguments
-from t0repro.config.ranges import Range
+from t0repro.config.settings import RULE, Mtf, Only, Range, T5x, arguments
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
 

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from t0repro.config.names import RULE, Mtf, Only, T5x, arguments, or_none
-from t0repro.config.ranges import MOST_32, Range
+from t0repro.config.settings import MOST_32, RULE, Mtf, Only, Range, T5x, arguments, or_none
 from t0repro.parameters import naming
 from t0repro.parameters.shape import factoring
 

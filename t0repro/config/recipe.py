@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from t0repro.config import ranges
 from t0repro.config.model import DType, DTypePolicy, ModelConfig
 from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
 from t0repro.config.run import TrainRun, mesh_transformer_plan
+from t0repro.config.settings import check_settings
 
 # Rows of T5's embedding: 32,000 pieces and 100 sentinels, padded to a multiple of 128.
 VOCABULARY_ROWS = 32128
@@ -105,7 +105,7 @@ def training_config(
         ),
     }
     config = TrainRun(**{**fields, **changes})
-    ranges.check(config, {})
+    check_settings(config, {})
     # The ranges look at one number at a time, and these two must fit together.
     config.model.check_position_buckets("model")
     return config

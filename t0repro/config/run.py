@@ -2,7 +2,7 @@
 
 They are the waist of the project. The dialects in this folder turn gin files and overrides into
 them; everything after that (model, optimizer, train step, scorer, checkpoints) takes one and does
-not depend on gin. Each field carries its gin names (`names`) and its range (`ranges.check`).
+not depend on gin. Each field carries its gin names and its range (`settings`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,18 @@ from t0repro.config.data import (
 )
 from t0repro.config.decoding import DecodingConfig, DecodingPlan, InferConfig, ScoreStringsConfig
 from t0repro.config.model import DTypePolicy, Layout, ModelConfig
-from t0repro.config.names import RULE, Mtf, Only, T5x, arguments, fixed_values
 from t0repro.config.optimizer import OptimizerConfig, ScheduleConfig
-from t0repro.config.ranges import MOST_32, Range, check_field
+from t0repro.config.settings import (
+    MOST_32,
+    RULE,
+    Mtf,
+    Only,
+    Range,
+    T5x,
+    arguments,
+    check_field,
+    fixed_values,
+)
 from t0repro.errors import UserError
 
 Mode = Literal[

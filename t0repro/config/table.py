@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from t0repro.config.ranges import place_of
 from t0repro.config.run import Run
+from t0repro.config.settings import place_of
 
 
 def render(config: Run) -> str:

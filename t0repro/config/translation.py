@@ -9,9 +9,9 @@ from typing import Any
 
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.data import SeqioDataConfig, TrainDataConfig
-from t0repro.config.names import Dialect, arguments_of, fixed_value
 from t0repro.config.optimizer import AdafactorConfig
 from t0repro.config.run import TrainingPlan, TrainRun
+from t0repro.config.settings import Dialect, arguments_of, fixed_value
 from t0repro.parameters.shape import ALL_HEURISTIC
 
 

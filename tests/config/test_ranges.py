@@ -6,8 +6,8 @@ import typing
 import pytest
 
 from t0repro.config import checkpoints, data, decoding, model, optimizer, run
-from t0repro.config.ranges import Range, check, range_of
 from t0repro.config.run import TrainRun
+from t0repro.config.settings import Range, check_settings, range_of
 from t0repro.errors import UserError
 
 from .t5x_trainings import config as t5x_config
@@ -144,11 +144,11 @@ def test_whole_numbers_and_truth_values_are_told_apart():
         count: typing.Annotated[int, Range(at_least=0)]
         share: typing.Annotated[float | None, Range(at_least=0, at_most=1)] = None
 
-    check(Sizes(0), {})
-    check(Sizes(3, 1), {})
+    check_settings(Sizes(0), {})
+    check_settings(Sizes(3, 1), {})
     for wrong in (Sizes(True), Sizes(1.0), Sizes("1"), Sizes(1, float("nan")), Sizes(1, [0.5, 2])):  # type: ignore
         with pytest.raises(UserError):
-            check(wrong, {})
+            check_settings(wrong, {})
 
 
 def test_a_range_says_its_bounds_in_words():

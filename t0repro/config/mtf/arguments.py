@@ -16,7 +16,7 @@ from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, Reference
 from t0repro.config.mtf.stand_ins import full_name
-from t0repro.config.names import arguments_of
+from t0repro.config.settings import arguments_of
 from t0repro.errors import UserError
 
 _Settings = TypeVar("_Settings")

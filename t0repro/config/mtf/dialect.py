@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import gin
-from t0repro.config import ranges
 from t0repro.config.checkpoints import CheckpointChoice
 from t0repro.config.combinations import check_combinations
 from t0repro.config.configuration import Configuration, NotOnJax, RunInputs
@@ -36,6 +35,7 @@ from t0repro.config.mtf.optimizer import read_optimizer, read_schedule
 from t0repro.config.mtf.parser import MeshInputs, parse
 from t0repro.config.mtf.plan import read_plan, read_total_steps, read_train_steps
 from t0repro.config.run import RUN_OF_MODE, MeshEvalRun, Run, TextRun, TrainRun
+from t0repro.config.settings import check_divides, check_values
 from t0repro.errors import UserError
 from t0repro.tasks.modules import load_tasks
 from t0repro.tasks.vocabulary import BYTES, VocabularyFile
@@ -125,7 +125,7 @@ def _read_run(arguments: Arguments, inputs: RunInputs, float32_activations: bool
     # Settings of the other modes are checked too: a mistake is found before its mode runs.
     for kind in (TrainRun, MeshEvalRun, TextRun):
         values = arguments.values(kind, "", **values)
-        ranges.check_values(kind, values, arguments.provenance)
+        check_values(kind, values, arguments.provenance)
     run_kind = RUN_OF_MODE[inputs.mode]
     fields = {field.name for field in dataclasses.fields(run_kind)} - {"provenance"}
     places = sorted(arguments.provenance.items())
@@ -208,4 +208,4 @@ def _check_together(arguments: Arguments, run: Run, train_data: TrainDataConfig 
         check_combinations(run)
     if train_data is not None:
         place, name = places.get("plan.train_data.num_shards"), "t0repro.jax_training.data_shards"
-        ranges.check_divides(name, train_data.num_shards, run.batch_size, place)
+        check_divides(name, train_data.num_shards, run.batch_size, place)

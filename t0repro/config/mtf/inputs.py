@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from t0repro.config import ranges
 from t0repro.config.configuration import RunInputs
 from t0repro.config.gin import door
 from t0repro.config.mtf import mesh
 from t0repro.config.mtf.arguments import Arguments
 from t0repro.config.mtf.stand_ins import full_name
 from t0repro.config.run import Run
+from t0repro.config.settings import check_field
 from t0repro.errors import UserError
 
 _BATCH_METHODS = (
@@ -135,7 +135,7 @@ def _read_lengths(arguments: Arguments) -> Mapping[str, int] | None:
         return None
     if not isinstance(length, Mapping):
         raise UserError(f"run.sequence_length is {length!r}.", where=where, fix=_BIND_LENGTHS)
-    ranges.check_field(Run, "sequence_length", length, where)
+    check_field(Run, "sequence_length", length, where)
     # Only the task itself lists further features.
     for feature in ("targets",) if arguments.model_type == "lm" else ("inputs", "targets"):
         if feature not in length:
@@ -151,7 +151,7 @@ def _read_lengths(arguments: Arguments) -> Mapping[str, int] | None:
 def _read_batch_size(arguments: Arguments, sequence_length: Mapping[str, int] | None) -> int:
     size, where = arguments.run["batch_size"], arguments.place("batch_size")
     if isinstance(size, int | float):
-        ranges.check_field(Run, "batch_size", size, where)
+        check_field(Run, "batch_size", size, where)
         return int(size)
     if not isinstance(size, tuple | list) or len(size) != 2 or size[0] not in _BATCH_METHODS:
         raise UserError(
@@ -160,7 +160,7 @@ def _read_batch_size(arguments: Arguments, sequence_length: Mapping[str, int] | 
             fix=f"Bind it to a number or to (METHOD, N), with one of {list(_BATCH_METHODS)}.",
         )
     method, amount = size
-    ranges.check_field(Run, "batch_size", amount, where, shown=f"batch_size ({method})")
+    check_field(Run, "batch_size", amount, where, shown=f"batch_size ({method})")
     if method.startswith("tokens"):
         bound = f"run.batch_size = {(method, amount)!r}"
         if sequence_length is None:

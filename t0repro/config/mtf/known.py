@@ -1,6 +1,6 @@
 """The bindings that a run on the JAX stack reads; any other may only bind a default.
 
-Most are the arguments that the run's settings name in their annotations (t0repro.config.names).
+Most are the arguments that the run's settings name in their annotations (t0repro.config.settings).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from t0repro.config.gin import door
 from t0repro.config.mtf.arguments import Arguments
 from t0repro.config.mtf.optimizer import OPTIMIZERS, SCHEDULES
 from t0repro.config.mtf.stand_ins import full_name, signature_of
-from t0repro.config.names import arguments_of, list_parts
 from t0repro.config.run import MeshEvalRun, TextRun, TrainRun
+from t0repro.config.settings import arguments_of, list_parts
 
 # Configurables all of whose arguments rules read, or of which nothing depends on one.
 _ANY_ARGUMENT = (

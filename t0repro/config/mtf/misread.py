@@ -15,9 +15,9 @@ from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, Key
 from t0repro.config.gin.folders import is_shipped
-from t0repro.config.hints import alternatives, declared_arguments, describe_type, fits
 from t0repro.config.mtf.arguments import DECODER_ONLY, TOWERS, scopes_read
 from t0repro.config.mtf.stand_ins import full_name
+from t0repro.config.settings import alternatives, declared_arguments, describe_type, fits
 from t0repro.errors import UserError, nearest_names
 
 # Arguments whose defaults do not show that they are lists or functions.

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, get_args
 
-from t0repro.config import ranges
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.folders import is_shipped
@@ -22,6 +21,7 @@ from t0repro.config.mtf.arguments import Arguments
 from t0repro.config.mtf.inputs import read_dtype_name
 from t0repro.config.mtf.jax_settings import check_recompute
 from t0repro.config.mtf.stand_ins import full_name
+from t0repro.config.settings import check_field
 from t0repro.errors import UserError
 from t0repro.parameters.naming import SHARED_LAYERS
 
@@ -105,8 +105,8 @@ def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> Model
     attention, feed_forward = decoder.layers[0].arguments, decoder.layers[-1].arguments
     # A tower lists every sublayer's layer: two or three of them form one block.
     layers = [len(tower.layers) // len(tower.kinds) for tower in towers]
-    settings = arguments.read("t0repro.jax_model")
-    recompute = check_recompute(settings["recompute"])
+    jax_model = arguments.read("t0repro.jax_model")
+    recompute = check_recompute(jax_model["recompute"])
     # None decides by memory. recompute_grads = False cannot mean `none`: T0's commands have this
     # default and must fit their TPU slices.
     by_stack = "full" if any(tower.stack["recompute_grads"] for tower in towers) else None
@@ -120,7 +120,7 @@ def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> Model
         d_kv=attention["key_value_size"],
         relative_attention_num_buckets=attention["relative_attention_num_buckets"],
         vocab_size=rows[-1],
-        activations=_activations(feed_forward["activation"], settings["exact_gelu"]),
+        activations=_activations(feed_forward["activation"], jax_model["exact_gelu"]),
         dropout_rate=_dropout_rate(arguments, towers),
         shared_towers=len({tower.name for tower in towers}) < len(towers),
         recompute=recompute or by_stack,
@@ -213,7 +213,7 @@ def _check_depth(arguments: Arguments) -> None:
     for scope in ("", "encoder", "decoder"):
         depth = arguments.read(_MAKE_STACK, scope).get("num_layers")
         place = arguments.place("num_layers", _MAKE_STACK, scope)
-        ranges.check_field(ModelConfig, "num_decoder_layers", depth, place, "num_layers")
+        check_field(ModelConfig, "num_decoder_layers", depth, place, "num_layers")
 
 
 # ---- What gin binds of each tower ----------------------------------------------------------------

@@ -11,13 +11,13 @@ from t0repro.config.gin.door import Reference
 from t0repro.config.model import ModelConfig
 from t0repro.config.mtf.arguments import Arguments
 from t0repro.config.mtf.stand_ins import full_name
-from t0repro.config.names import arguments_of
 from t0repro.config.optimizer import (
     AdafactorConfig,
     AdamWeightDecayConfig,
     OptimizerConfig,
     ScheduleConfig,
 )
+from t0repro.config.settings import arguments_of
 from t0repro.errors import UserError
 
 # Mesh TensorFlow's name -> the optimizer.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from t0repro.config import ranges
 from t0repro.config.configuration import RunInputs
 from t0repro.config.data import TrainDataConfig
 from t0repro.config.mtf.arguments import Arguments
 from t0repro.config.optimizer import ScheduleConfig
 from t0repro.config.run import TrainingPlan, TrainRun, mesh_transformer_plan
+from t0repro.config.settings import check_field
 from t0repro.errors import UserError
 
 
@@ -22,7 +22,7 @@ def read_train_steps(arguments: Arguments, inputs: RunInputs) -> int:
     steps: Any = arguments.run["train_steps"]
     if not callable(steps):  # a number, or nonsense
         place = arguments.place("train_steps")
-        ranges.check_field(TrainRun, "train_steps", steps, place)
+        check_field(TrainRun, "train_steps", steps, place)
         return steps
     reference = arguments.reference("utils.run", "train_steps")
     # The default is auto_train_steps too.
@@ -44,7 +44,7 @@ def read_total_steps(arguments: Arguments, train_steps: int) -> int:
     if steps is None:
         return train_steps
     place = arguments.place("total_run_steps")
-    ranges.check_field(ScheduleConfig, "total_train_steps", steps, place, "run.total_run_steps")
+    check_field(ScheduleConfig, "total_train_steps", steps, place, "run.total_run_steps")
     return steps
 
 

@@ -1,6 +1,6 @@
 """What T5X's gin files may name: its modules, their configurables, and each one's arguments.
 
-An argument that sets a field of a run is declared with that field (`t0repro.config.names`). The
+An argument that sets a field of a run is declared with that field (`t0repro.config.settings`). The
 tables here have the others: those that hold a run's parts together, those that rules read, those of
 which only the default is accepted, and those that change nothing.
 
@@ -16,9 +16,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t0repro.config.data import VOCABULARIES
-from t0repro.config.hints import alternatives, describe_type, fits, hints_of
-from t0repro.config.names import UNSET, Argument, arguments_of, list_parts
 from t0repro.config.run import EvalRun, InferRun, TrainRun
+from t0repro.config.settings import (
+    UNSET,
+    Argument,
+    alternatives,
+    arguments_of,
+    describe_type,
+    fits,
+    hints_of,
+    list_parts,
+)
 
 REQUIRED: Any = inspect.Parameter.empty
 ONLY_T5X = "Remove the binding, or run it with T5X itself."

@@ -1,76 +1,26 @@
-"""The calls that a T5X gin file makes, recorded instead of made.
-
-gin finds a function for each configurable of `arguments`, with its arguments and their defaults.
-Calling one, as gin does for `@utils.DatasetConfig()`, checks the types of the arguments and returns
-a `Call`. A user's class in place of one of T5X's is such a function too: with the arguments of
-T5X's class and its own, so that the rest of a run reads as if the file named T5X's class.
-"""
+"""The calls that a T5X program makes, and the parts of a run that they describe."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
+from t0repro.config.checkpoints import BestCheckpoints, RestoreConfig, SaveConfig
+from t0repro.config.data import EvaluatorConfig, LoggerConfig, SeqioDataConfig
 from t0repro.config.gin import door
 from t0repro.config.gin.folders import shipped_files
 from t0repro.config.run import UserClass
+from t0repro.config.settings import Dialect, Setting, read
 from t0repro.config.t5x.arguments import (
-    MODULES,
+    KIND_OF,
     ONLY_T5X,
     REQUIRED,
     STANDARD,
-    Parameter,
     parameters_of,
     standard_name,
 )
 from t0repro.errors import UserError
-
-_MODEL, _TRAINER = "models.EncoderDecoderModel", "trainer.Trainer"
-_METHODS = {_MODEL: ("loss_fn", "predict_batch_with_aux")}
-# Classes to subclass: (module, name) -> the configurable of T5X's that a subclass stands for.
-_EXTENSIONS = {
-    ("t0repro.training.models", "EncoderDecoderModel"): _MODEL,
-    ("t0repro.training.trainer", "BaseTrainer"): _TRAINER,
-    ("t0repro.training.partitioner", "Partitioner"): "partitioning.PjitPartitioner",
-    ("t0repro.training.weight_metrics", "WeightMetricsComputer"): "trainer.WeightMetricsComputer",
-    ("t0repro.training.stopping", "BaseAction"): "trainer.BaseAction",
-}
-# Arguments that the run supplies to these classes; no gin file binds them.
-_SUPPLIED = frozenset(
-    "self model train_state partitioner eval_names summary_dir train_state_axes rng open_writer"
-    " files partitioning say".split()
-)
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-class WrongArgument(UserError):
-    """An argument that does not have the declared type.
-
-    Attributes:
-      selector, scopes: The configurable's selector, and gin's scopes in which it was called.
-      argument: The argument's name.
-    """
-
-    def __init__(self, function: Any, argument: str, value: Any, parameter: Parameter):
-        import gin
-
-        self.selector = door.find_selector(function) or function.__name__
-        self.scopes, self.argument = tuple(gin.current_scope()), argument
-        self.wanted = parameter.type_in_words
-        base = next((".".join(b) for b, c in _EXTENSIONS.items() if c in parameter.calls), None)
-        fix = f"Bind {self.wanted}{f', or your own subclass of {base}' if base else ''}."
-        if "network.Transformer" in parameter.calls:
-            fix = (
-                "Bind @network.Transformer(): the commands run T5 alone. Train a network of your"
-                " own in Python, by t0repro.training.trainer.Trainer and your subclass of"
-                " models.BaseModel or BaseTransformerModel (docs/trainer.md)."
-            )
-        name = f"{function.__name__}.{argument}"
-        super().__init__(f"{name} is {value!r}; it must be {self.wanted}.", fix=fix)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -179,90 +129,6 @@ def strip_folder(place: str) -> str:
     return place.replace(f"{shipped_files()}/", "")
 
 
-# ---- The functions that gin finds ----------------------------------------------------------------
-
-
-@functools.cache
-def function_for(configurable: str) -> Any:
-    """The function that gin finds for a configurable: it records its call."""
-    parameters = parameters_of(configurable)
-    name = configurable.rpartition(".")[2]
-    return _make_recorder(name, configurable, parameters, parameters, None)
-
-
-def _make_recorder(
-    name: str,
-    configurable: str,
-    parameters: Mapping[str, Parameter],
-    bindable: Mapping[str, Parameter],
-    user_class: type | None,
-) -> Any:
-    methods = {}
-    for method in _METHODS.get(configurable, ()):
-        full_name = f"{configurable}.{method}"
-        taken = parameters_of(full_name)
-        methods[method] = _make_recorder(method, full_name, taken, taken, None)
-
-    def record(**given: Any) -> Call:
-        import gin
-
-        required = [key for key, each in parameters.items() if each.default is REQUIRED]
-        if missing := [key for key in required if key not in given]:
-            raise UserError(
-                f"{name} lacks {', '.join(missing)}: no gin file binds them.",
-                fix="Include the run file and the model file that this one adds to.",
-            )
-        # Of the methods too, gin has bindings, and these hold while the model is called.
-        arguments = {method: _wrap_for_gin(function)() for method, function in methods.items()}
-        loss = arguments["loss_fn"].arguments if "loss_fn" in methods else {}
-        bound_for_loss = {key: value for key, value in loss.items() if value is not None}
-        for argument, parameter in parameters.items():
-            value = _call_functions(given.get(argument, parameter.default))
-            value = bound_for_loss.get(argument, value)
-            called = standard_name(value.configurable) if isinstance(value, Call) else None
-            if not parameter.accepts(value, called):
-                raise WrongArgument(record, argument, value, parameter)
-            arguments[argument] = value
-        scopes, selector = tuple(gin.current_scope()), door.find_selector(record) or name
-        described = None
-        if user_class is not None:
-            described = _describe_class(user_class, configurable, arguments)
-        return Call(configurable, arguments, selector, scopes, frozenset(bindable), described)
-
-    record.__name__ = record.__qualname__ = name
-    # gin finds methods as attributes, and reads the signature to refuse unknown arguments.
-    record.__dict__.update(methods, records_call=True)
-    record.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
-        [
-            inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=parameter.default)
-            for each, parameter in bindable.items()
-        ]
-    )
-    return record
-
-
-def _wrap_for_gin(function: Any) -> Callable[..., Any]:
-    """Gin's wrapper of a function, which supplies its bindings; the function if it has none."""
-    import gin
-
-    return gin.get_configurable(function) if door.find_selector(function) else function
-
-
-def _call_functions(value: Any) -> Any:
-    """A value with the functions in it called, as T5X calls `trainer_cls = @trainer.Trainer`.
-
-    T5X does it later, but gin has the values only while it has the configuration.
-    """
-    # An object of the user's may answer to any name.
-    if getattr(value, "records_call", None) is True:
-        return value()
-    if isinstance(value, Mapping):
-        return {key: _call_functions(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_call_functions(item) for item in value)
-    return value
-
-
 def is_standard(value: Any, argument: str) -> bool:
     """Whether a value is T5X's own function or class for an argument."""
     return isinstance(value, Call) and argument in STANDARD.get(value.configurable, ())
@@ -283,62 +149,128 @@ def check_refused(program: Call) -> None:
                 call.refuse(argument, parameter.why, parameter.fix)
 
 
-# ---- User classes in place of T5X's own ----------------------------------------------------------
+class T5xSource:
+    """The calls of a program, and of a part of it.
+
+    Args:
+      call: The program, or the call of a part.
+      places: Dotted field -> where its value was set; what is read is added.
+    """
+
+    dialect: ClassVar[Dialect] = "t5x"
+
+    def __init__(self, call: Call, places: dict[str, str]):
+        self.places = places
+        self._calls: dict[str, Call] = {}
+        for each in call.walk():
+            # The first in the order of arguments: several have one name only in parts of a run.
+            self._calls.setdefault(standard_name(each.configurable), each)
+
+    def below(self, call: Call) -> T5xSource:
+        """The arguments of a part."""
+        return T5xSource(call, self.places)
+
+    def find(self, name: str) -> Setting | None:
+        """An argument by its full name; None if the run does not call its configurable."""
+        configurable, _, argument = name.rpartition(".")
+        call = self._calls.get(configurable)
+        if call is None or argument not in call.arguments:
+            return None
+        return Setting(f"{call.shown}.{argument}", call[argument], call.places.get(argument))
+
+    def build(self, value: Any, prefix: str) -> Any:
+        """Parts of a run in place of the calls in a value."""
+        if isinstance(value, Call):
+            rule = _RULES.get(value.configurable)
+            if rule is not None:
+                return rule(value, self.below(value), prefix)
+            kind = KIND_OF.get(value.configurable)
+            return value if kind is None else read(kind, self.below(value), self.places, prefix)
+        if isinstance(value, Mapping):
+            return {key: self.build(item, prefix) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return tuple(self.build(item, prefix) for item in value)
+        return value
 
 
-def function_of_class(value: Any) -> Any:
-    """The recording function of a user's usable class; any other value unchanged."""
-    for base in value.__mro__ if isinstance(value, type) else ():
-        configurable = _EXTENSIONS.get((base.__module__, base.__qualname__))
-        if configurable is not None:
-            return _make_class_recorder(value, configurable)
-    return value
+def _dataset(call: Call, source: T5xSource, prefix: str) -> SeqioDataConfig:
+    if not isinstance(call["mixture_or_task_name"], str):
+        call.refuse(
+            "mixture_or_task_name",
+            "it must be the name of a registered task or mixture.",
+            "Register the task in a module that the gin file imports, and bind its name.",
+        )
+    if call["num_shards"] != 1 and prefix != "plan.train_data.":
+        call.refuse(
+            "num_shards",
+            "only the data of a training run are divided into shards.",
+            "Bind train/utils.DatasetConfig.num_shards.",
+        )
+    return read(SeqioDataConfig, source, source.places, prefix)
 
 
-# gin refuses another object under a name that it has registered.
-@functools.cache
-def _make_class_recorder(cls: type, configurable: str) -> Any:
-    inherited = parameters_of(configurable)
-    taken = inspect.signature(cls).parameters
-    parameters = dict(inherited)
-    for name, each in taken.items():
-        if name in _SUPPLIED or each.kind not in _NAMED:
-            continue
-        known = inherited.get(name, Parameter())
-        has_default = each.default is not each.empty
-        default = _record_default(each.default) if has_default else known.default
-        parameters[name] = dataclasses.replace(known, default=default)
-    bindable = parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
-    # The run uses the arguments of other kinds of classes even if the class does not take them.
-    if configurable in (_MODEL, _TRAINER) and not takes_all:
-        bindable = {
-            name: parameter
-            for name, parameter in parameters.items()
-            if name in taken or parameter.default is REQUIRED
-        }
-    return _make_recorder(cls.__name__, configurable, parameters, bindable, cls)
+def _save(call: Call, source: T5xSource, prefix: str) -> SaveConfig:
+    """Which checkpoints to write and keep; in T5X, a class of its own keeps the best."""
+    best, keep_period = call["checkpointer_cls"], call["keep_period"]
+    if is_standard(best, "checkpointer_cls"):
+        best = None
+    if best is not None:
+        if not isinstance(best, Call) or KIND_OF.get(best.configurable) is not BestCheckpoints:
+            why = "checkpoints are read and written in one way, which keeps T5X's tree."
+            call.refuse("checkpointer_cls", why)
+        keep_period = keep_period or best["force_keep_period"]
+    return read(
+        SaveConfig,
+        source,
+        source.places,
+        prefix,
+        best=source.build(best, f"{prefix}best."),
+        keep_period=keep_period or None,
+    )
 
 
-def _record_default(default: Any) -> Any:
-    """The call of a default that is one of this project's decoding functions."""
-    if getattr(default, "__module__", None) != "t0repro.model.t5x_decoding":
-        return default
-    configurable = MODULES["t5x.decoding"].get(default.__name__)
-    return default if configurable is None else function_for(configurable)
+def _restore(call: Call, source: T5xSource, prefix: str) -> RestoreConfig | None:
+    """Where parameters come from; an empty list of paths, as in pretrain.gin, restores nothing."""
+    if call["path"]:
+        return read(RestoreConfig, source, source.places, prefix)
+    if call["adapter"] is not None:
+        call.refuse("adapter", "its base is not given.", "Set the path to the base.")
+    return None
 
 
-def _describe_class(cls: type, configurable: str, arguments: Mapping[str, Any]) -> UserClass:
-    inherited = parameters_of(configurable).keys() | set(_METHODS.get(configurable, ()))
-    extra = {name: value for name, value in sorted(arguments.items()) if name not in inherited}
-    for name, value in extra.items():
-        try:
-            # Through JSON, so that a run can be written and read back equal.
-            extra[name] = json.loads(json.dumps(value))
-        except TypeError:
-            raise UserError(
-                f"{cls.__name__}.{name} = {value!r}: only numbers, words, lists and dictionaries"
-                " can be arguments.",
-                fix="Make the object inside the class.",
-            ) from None
-    return UserClass(cls.__module__, cls.__qualname__, extra)
+_LOGGERS: Mapping[str, Any] = {
+    "seqio.PyLoggingLogger": "py",
+    "seqio.TensorBoardLogger": "tensorboard",
+    "seqio.JSONLogger": "json",
+}
+
+
+def _evaluator(call: Call, source: T5xSource, prefix: str) -> EvaluatorConfig:
+    loggers = []
+    for logger in call["logger_cls"]:
+        if not isinstance(logger, Call) or logger.configurable not in _LOGGERS:
+            call.refuse("logger_cls", "the loggers are SeqIO's three.", value=logger)
+        # Only the JSON logger has this argument.
+        results = logger.arguments.get("write_n_results")
+        if "write_n_results" in logger.places:
+            place = logger.places["write_n_results"]
+            source.places[f"{prefix}loggers.write_n_results"] = place
+        loggers.append(LoggerConfig(_LOGGERS[logger.configurable], logger["output_dir"], results))
+    return read(EvaluatorConfig, source, source.places, prefix, loggers=tuple(loggers))
+
+
+def _vocabulary(call: Call, source: T5xSource, _: str) -> Any:
+    """One of a model's vocabularies, of its inputs or of its outputs."""
+    of_inputs = call.configurable == "models.get_input_vocabulary"
+    return source.build(call["model"]["input_vocabulary" if of_inputs else "output_vocabulary"], "")
+
+
+_RULES: Mapping[str, Callable[[Call, T5xSource, str], Any]] = {
+    "utils.DatasetConfig": _dataset,
+    "utils.SaveCheckpointConfig": _save,
+    "utils.RestoreCheckpointConfig": _restore,
+    "seqio.Evaluator": _evaluator,
+    "trainer.BaseAction": lambda call, *_: call.user_class,
+    "models.get_input_vocabulary": _vocabulary,
+    "models.get_output_vocabulary": _vocabulary,
+}

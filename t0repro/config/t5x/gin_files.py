@@ -14,9 +14,10 @@ from t0repro.config.gin.errors import configuration_errors
 from t0repro.config.gin.folders import shipped_files
 from t0repro.config.gin.imports import check_allowed, list_imports, restrict_imports
 from t0repro.config.gin.references import check_macros_are_read
-from t0repro.config.t5x import calls, modules
+from t0repro.config.t5x import modules
 from t0repro.config.t5x.arguments import PROGRAMS
-from t0repro.config.t5x.calls import Call, WrongArgument, function_for, short, strip_folder
+from t0repro.config.t5x.calls import Call, short, strip_folder
+from t0repro.config.t5x.modules import WrongArgument, function_for
 from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
 from t0repro.words import without_passwords
 
@@ -152,7 +153,7 @@ def _is_served(module: str) -> bool:
     Some have names that Mesh TensorFlow's files also use, such as SentencePieceVocabulary, and must
     not be found there. What a user's module registers stays: the module registers it only once.
     """
-    return module == calls.__name__ or module.startswith("optax.")
+    return module == modules.__name__ or module.startswith("optax.")
 
 
 def _locate_error(error: WrongArgument, bindings: Bindings) -> UserError:

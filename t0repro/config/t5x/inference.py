@@ -6,16 +6,14 @@ import dataclasses
 import hashlib
 from typing import Any
 
-from t0repro.config import ranges
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.data import ExampleFiles
-from t0repro.config.read import read
 from t0repro.config.run import EvalRun, InferRun
-from t0repro.config.t5x.calls import Call, check_refused
+from t0repro.config.settings import check_settings, read
+from t0repro.config.t5x.calls import Call, T5xSource, check_refused
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import read_layout
 from t0repro.config.t5x.model import read_decoding, read_dtypes, read_model, read_vocabularies
-from t0repro.config.t5x.source import T5xSource
 from t0repro.errors import UserError
 
 
@@ -33,7 +31,7 @@ def read_eval_run(parsed: Parsed) -> EvalRun:
         )
     source = T5xSource(program, {})
     plan = read(EvalRun, source, source.places, "", **_read_parts(program, source))
-    ranges.check(plan, plan.provenance)
+    check_settings(plan, plan.provenance)
     return plan
 
 
@@ -63,7 +61,7 @@ def read_infer_run(parsed: Parsed) -> InferRun:
         )
     common = _read_parts(program, source, data)
     plan = read(InferRun, source, source.places, "", files=files, **common)
-    ranges.check(plan, plan.provenance)
+    check_settings(plan, plan.provenance)
     return plan
 
 

@@ -15,9 +15,8 @@ from t0repro.config.model import (
     LossDenominator,
     ModelConfig,
 )
-from t0repro.config.read import read
-from t0repro.config.t5x.calls import Call, function_for
-from t0repro.config.t5x.source import T5xSource
+from t0repro.config.settings import read
+from t0repro.config.t5x.calls import Call, T5xSource, call_with_defaults
 from t0repro.errors import nearest_names
 
 # T5X looks an activation up in flax.linen by name; `linear` is its own.
@@ -129,7 +128,7 @@ def read_decoding(model: Call, source: T5xSource, prefix: str) -> DecodingPlan:
     """
     function = model["decode_fn"]
     if function is None:
-        function = function_for("decoding.beam_search")()
+        function = call_with_defaults("decoding.beam_search")
     if not isinstance(function, Call) or not function.configurable.startswith("decoding."):
         model.refuse(
             "decode_fn",

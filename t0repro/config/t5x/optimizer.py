@@ -16,9 +16,8 @@ from t0repro.config.optimizer import (
     OptimizerPart,
     ScheduleConfig,
 )
-from t0repro.config.read import read
-from t0repro.config.t5x.calls import Call, call_with_defaults
-from t0repro.config.t5x.source import T5xSource
+from t0repro.config.settings import read
+from t0repro.config.t5x.calls import Call, T5xSource, call_with_defaults
 from t0repro.parameters.shape import (
     ALL_HEURISTIC,
     AXIS_WORDS,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from t0repro.config.run import EvalRun, InferRun, TrainRun
+from t0repro.config.t5x.calls import T5xSource
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.inference import read_eval_run, read_infer_run
 from t0repro.config.t5x.model import read_vocabularies
-from t0repro.config.t5x.source import T5xSource
 from t0repro.config.t5x.training import read_precompile_run, read_train_run
 
 

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from t0repro.adapters import Adapter
-from t0repro.config import ranges
 from t0repro.config.combinations import check_combinations
 from t0repro.config.data import SeqioDataConfig
-from t0repro.config.read import read
 from t0repro.config.run import (
     ActionConfig,
     ActionMode,
@@ -21,12 +19,12 @@ from t0repro.config.run import (
     TrainRun,
     UserClass,
 )
-from t0repro.config.t5x.calls import Call, call_with_defaults, check_refused
+from t0repro.config.settings import check_divides, check_settings, read
+from t0repro.config.t5x.calls import Call, T5xSource, call_with_defaults, check_refused
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import read_layout
 from t0repro.config.t5x.model import read_decoding, read_dtypes, read_model, read_vocabularies
 from t0repro.config.t5x.optimizer import read_optimizer, read_schedule
-from t0repro.config.t5x.source import T5xSource
 from t0repro.errors import UserError
 
 _ACTION_MODES = ("TRAIN", "TRAIN_EVAL", "INFER_EVAL")
@@ -77,7 +75,7 @@ def read_train_run(parsed: Parsed) -> TrainRun:
         vocabulary_extra_ids=getattr(targets, "extra_ids", None) or 0,
         provenance=places,
     )
-    ranges.check(config, config.provenance)
+    check_settings(config, config.provenance)
     check_combinations(config)
     _check(config, program, source)
     return config
@@ -219,7 +217,7 @@ def _check(config: TrainRun, program: Call, source: T5xSource) -> None:
     ):
         setting = source.find(name)
         assert setting is not None
-        ranges.check_divides(setting.name, parts, config.batch_size, setting.place)
+        check_divides(setting.name, parts, config.batch_size, setting.place)
     _check_periods(plan, source)
 
 
