@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +69,8 @@ class Engine:
       params: the model's parameters, a nested dictionary.
       model: the model; its dtype policy governs activations, the log-softmax is float32.
       misses: whether to count the targets that greedy decoding would not have chosen.
+      note_rounding: called with what changes the last bits of the scores that follow, so that
+        another run's may differ.
     """
 
     def __init__(
@@ -77,19 +79,13 @@ class Engine:
         model: T5,
         *,
         misses: bool = False,
+        note_rounding: Callable[[str], object] = lambda by: None,
     ):
         self.params, self.model, self.misses = params, model, misses
+        self._note_rounding = note_rounding
         # (inputs_length, targets_length) -> most rows that fit, for shapes of which a batch did not
         # fit.
         self._halved: dict[tuple[int, int], int] = {}
-
-    def roundings(self) -> Iterator[str]:
-        """What changes the last bits of scores, so that another run's may differ."""
-        if self._halved:
-            yield "batches that were split to fit the memory"
-        mesh = find_mesh(self.params)
-        if mesh is not None and mesh.shape[MODEL] > 1:
-            yield f"{mesh.shape[MODEL]} devices that share each layer"
 
     def run(self, pairs: Pairs, plan: Batching) -> Iterator[Scored]:
         """Yields each batch's scores, in the plan's order.
@@ -101,6 +97,9 @@ class Engine:
         Raises:
           UserError: if not even one row fits.
         """
+        mesh = find_mesh(self.params)
+        if plan.batches and mesh is not None and mesh.shape[MODEL] > 1:
+            self._note_rounding(f"{mesh.shape[MODEL]} devices that share each layer")
         waiting: deque[tuple[PlannedBatch, Any]] = deque()
         for batch in side_by_side(plan.batches, count_data_shards(self.params)):
             waiting.append((batch, self._attempt(batch, pairs)))
@@ -153,6 +152,8 @@ class Engine:
                 f"Not even one input of {where} fits into the device's memory.",
                 fix="Evaluate on a larger device, or shorten the inputs.",
             ) from error
+        if not self._halved:
+            self._note_rounding("batches that were split to fit the memory")
         half = (batch.size + 1) // 2
         self._halved[batch.inputs_length, batch.targets_length] = half
         say(f"Out of memory with {counted(batch.size, 'row')} of {where}: continuing with {half}.")

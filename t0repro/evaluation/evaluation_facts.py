@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +85,13 @@ def package_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **versions}
 
 
-def jax_device() -> str:
-    """The devices that JAX computes on."""
+def jax_device(rounded_by: Collection[str] = ()) -> str:
+    """The devices that JAX computes on, and what changed the last bits of scores there."""
     import jax
 
     kind = jax.devices()[0].device_kind
-    return f"{jax.device_count()} x {kind}, {os.cpu_count()} CPU cores"
+    device = f"{jax.device_count()} x {kind}, {os.cpu_count()} CPU cores"
+    return f"{device}, scores rounded by {' and by '.join(rounded_by)}" if rounded_by else device
 
 
 def _facts(checkpoint: Checkpoint, used: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

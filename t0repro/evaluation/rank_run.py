@@ -63,6 +63,7 @@ class RankRun:
       journal: known scores are read from it and new ones appended; None keeps no journal.
       tokens_per_batch: see grouping.make_batching; defaults to a size for the device.
       content_free: tokens of a content-free input, with which every choice is scored as well.
+      note_rounding: see engine.Engine.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class RankRun:
         *,
         tokens_per_batch: int | None = None,
         content_free: np.ndarray | None = None,
+        note_rounding: Callable[[str], object],
     ):
         self.checkpoint, self.journal = checkpoint, journal
+        self._note_rounding = note_rounding
         # Plan each chunk's pairs and batches separately: then no batch, and so no score, depends on
         # the rest of the read buffer, on earlier runs' scores or on the number of devices.
         by_section = [
@@ -112,15 +115,14 @@ class RankRun:
             f" {counted(len(plan.shapes), 'shape')},"
             f" {100 * self.plan.padding:.1f}% padding"
         )
-        engine = Engine(self.checkpoint.params, self.checkpoint.model)
+        engine = Engine(
+            self.checkpoint.params, self.checkpoint.model, note_rounding=self._note_rounding
+        )
         started = last = handed_out = time.monotonic()
         waiting = self._hand_out_finished(self._chunk_pairs, done)
         with count_progress(total, "scoring", "pair", "scored") as advance:
             for batch in engine.run(self.pairs, plan):
                 self._check(batch.pairs, batch.scores)
-                if self.journal is not None:
-                    for by in engine.roundings():
-                        self.journal.note_rounding(by)
                 now = time.monotonic()
                 self._store_scores(batch.pairs, batch.scores, now - last)
                 last = now

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from t0repro.config.configuration import Configuration
 from t0repro.config.run import MeshEvalRun
@@ -46,9 +47,11 @@ def evaluate(configuration: Configuration[MeshEvalRun]) -> None:
     config = configuration.run
     buffers = _task_buffers(config)
     for checkpoint in loaded(configuration, checkpoints):
-        evaluated = _evaluate(configuration, checkpoint, buffers)
+        rounded_by: dict[str, None] = {}  # a set in order
+        evaluated = _evaluate(configuration, checkpoint, buffers, rounded_by.setdefault)
         if config.output_eval_examples:
-            write_facts(evaluation_folder(config), checkpoint, [*evaluated], jax_device())
+            device = jax_device(rounded_by)
+            write_facts(evaluation_folder(config), checkpoint, [*evaluated], device)
         print_results(evaluated, checkpoint.step, evaluation_folder(config))
 
 
@@ -77,12 +80,16 @@ def _task_buffers(config: MeshEvalRun) -> TaskBuffers:
 
 
 def _evaluate(
-    configuration: Configuration[MeshEvalRun], checkpoint: Checkpoint, buffers: TaskBuffers
+    configuration: Configuration[MeshEvalRun],
+    checkpoint: Checkpoint,
+    buffers: TaskBuffers,
+    note_rounding: Callable[[str], object],
 ) -> dict[str, Mapping[str, float]]:
     """Evaluates all tasks at one checkpoint; returns the metrics of each."""
     config = configuration.run
     assert config.eval_data is not None
-    output_of = _scores if config.mode == "score_eval" else _texts
+    scores = functools.partial(_scores, note_rounding=note_rounding)
+    output_of = scores if config.mode == "score_eval" else _texts
     saves_scores = config.mode == "score_eval" and config.scores_filename is not None
     evaluated: dict[str, Mapping[str, float]] = {}
     writer = event_writer(evaluation_folder(config))
@@ -114,10 +121,11 @@ def _scores(
     checkpoint: Checkpoint,
     chunks: Sequence[Chunk],
     lengths: Mapping[str, int],
+    note_rounding: Callable[[str], object],
 ) -> list[Outputs]:
     # The engine's limit is in tokens, a run's in sequences: convert by a batch of full rows.
     tokens = configuration.run.batch_size * max(lengths.values())
-    return scored(checkpoint, chunks, lengths, tokens)
+    return scored(checkpoint, chunks, lengths, tokens, note_rounding)
 
 
 def _texts(

@@ -148,9 +148,7 @@ def rank_eval(
             f"The split {settings.split!r} of {mixture!r} has no examples.",
             fix="Check whether the data is there, and whether the templates drop every row.",
         )
-    device = jax_device()
-    if rounded_by := roundings(journal_folder(out, checkpoint)):
-        device += f", scores rounded by {' and by '.join(rounded_by)}"
+    device = jax_device(roundings(journal_folder(out, checkpoint)))
     write_facts(outcome.folder, checkpoint, names, device)
     config = operative_config(mixture, checkpoint, settings)
     write_atomically(outcome.folder / "operative_config.gin", config)
@@ -237,6 +235,7 @@ class _Evaluation:
                     journal,
                     tokens_per_batch=settings.tokens_per_batch,
                     content_free=free,
+                    note_rounding=journal.note_rounding,
                 )
                 seconds = run.score(lambda chunk: self._add(tasks, readers, chunk))
                 self._count(run, seconds)

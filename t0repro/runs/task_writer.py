@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,7 @@ def scored(
     chunks: Sequence[Chunk],
     lengths: Mapping[str, int],
     tokens_per_batch: int,
+    note_rounding: Callable[[str], object],
 ) -> list[Outputs]:
     """Scores the targets of a read buffer; pairs that its chunks share are scored once.
 
@@ -114,12 +115,19 @@ def scored(
       chunks: the read buffer.
       lengths: maximum tokens per feature.
       tokens_per_batch: see grouping.make_batching.
+      note_rounding: see engine.Engine.
 
     Raises:
       UserError: if a score is NaN or Inf, naming task, example and step.
     """
     found: dict[int, ScoredChunk] = {}
-    run = RankRun(checkpoint, chunks, lengths, tokens_per_batch=tokens_per_batch)
+    run = RankRun(
+        checkpoint,
+        chunks,
+        lengths,
+        tokens_per_batch=tokens_per_batch,
+        note_rounding=note_rounding,
+    )
     # Key by identity: equal chunks of two tasks are still two chunks.
     run.score(lambda chunk: found.update({id(chunk.chunk): chunk}))
     return [Outputs(each.scores, each.seconds) for each in (found[id(chunk)] for chunk in chunks)]

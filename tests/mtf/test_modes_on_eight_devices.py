@@ -1,5 +1,6 @@
 """score_eval, eval and infer of Mesh TensorFlow's dialect: eight devices give what one gives."""
 
+import json
 import shutil
 
 import mesh_commands as commands
@@ -55,6 +56,10 @@ def test_score_eval(evaluate, model_dirs):
     for name, task in one.items():
         a_token = np.abs(eight[name].score - task.score) / task.target_length
         assert a_token.max() <= 1e-4, name
+    for count, folder in model_dirs.items():  # eight devices round, and the report will say so
+        facts = json.loads((folder / "validation_eval" / "provenance.json").read_text())
+        rounded = "scores rounded by 2 devices that share each layer"
+        assert facts["device"].endswith(rounded) == (count == 8)
 
 
 def test_eval(evaluate, model_dirs):
