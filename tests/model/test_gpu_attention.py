@@ -6,6 +6,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from t0repro.model import attention as attending
 from t0repro.model import gpu_attention
@@ -31,7 +32,10 @@ def lowered(dtype, depth, *, keys=300, ordered=False, biased=True, groups=()):
     given.append(shape(jnp.float32, 2, 299 + keys) if biased else None)
     given += [shape(jnp.int32, 2, size) for size in (300, keys)]
     function = jax.vmap(both) if groups else both
-    return jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    # From JAX 0.11 on, the lowering asks the mesh for the card; a mesh of no axes changes no operand.
+    card = AbstractDevice(device_kind="NVIDIA A100-SXM4-40GB", num_cores=108, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=card)):
+        return jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def kernels_in(module):
