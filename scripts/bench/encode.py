@@ -2,10 +2,11 @@ r"""Texts per second of a T5 encoder: ours beside transformers' in PyTorch, with
 
     JAX_PLATFORMS=cpu python scripts/bench/encode.py --torch-python <a Python with transformers>
 
-Both encode the same rows of random ids with the same random weights (T5 1.1 small, or base-shaped),
-in float32, and take turns, so that any other load on the machine affects both. Rows have --length
-tokens: no row is padded, and PyTorch gets them in batches of --batch. Prints the rates of every
-round, the ratio of their medians, and the largest difference relative to the largest output.
+Both encode the same rows of random ids with the same random weights (T5 1.1 small or base-shaped)
+in --dtype, and take turns, so that any other load on the machine affects both. Rows have --length
+tokens: no row is padded, and PyTorch gets them in batches of --batch, on a GPU if there is one.
+Prints the rates of every round, the ratio of their medians, and the largest difference relative to
+the largest output.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--torch-python", required=True, help="a Python with transformers")
     parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
@@ -40,7 +42,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     import t0repro
     from t0repro.evaluation.opened import open_encoder
 
-    shape = [folder, options.batch, options.length]
+    shape = [options.dtype, folder, options.batch, options.length]
     peer = subprocess.Popen(
         [options.torch_python, __file__, "--serve", options.size, *map(str, shape)],
         stdin=subprocess.PIPE,
@@ -50,7 +52,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     assert peer.stdin is not None and peer.stdout is not None
     attention = json.loads(peer.stdout.readline())["attention"]  # the model is saved then
     ids = np.load(folder / "ids.npy")
-    checkpoint = open_encoder(str(folder / "model"), "float32")
+    checkpoint = open_encoder(str(folder / "model"), options.dtype)
 
     def ours() -> float:
         started = time.perf_counter()
@@ -81,7 +83,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     )
 
 
-def serve(size: str, folder: str, batch: str, length: str) -> None:
+def serve(size: str, dtype: str, folder: str, batch: str, length: str) -> None:
     """PyTorch's side: saves a model and rows, then encodes them at each line of standard input."""
     import torch
     from transformers import T5Config, T5EncoderModel
@@ -108,6 +110,8 @@ def serve(size: str, folder: str, batch: str, length: str) -> None:
     except ValueError:
         model = T5EncoderModel.from_pretrained(Path(folder) / "model").eval()
         attention = "eager: this transformers has no SDPA for T5"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(device, getattr(torch, dtype))
     ids = np.random.default_rng(0).integers(3, 32000, (2 * int(batch), int(length)))
     np.save(Path(folder) / "ids.npy", ids)
     print(json.dumps({"attention": attention}), file=answers, flush=True)
@@ -116,10 +120,11 @@ def serve(size: str, folder: str, batch: str, length: str) -> None:
         with torch.inference_mode():
             parts = [
                 model(input_ids=part).last_hidden_state
-                for part in torch.from_numpy(ids).split(int(batch))
+                for part in torch.from_numpy(ids).to(device).split(int(batch))
             ]
+            outputs = torch.cat(parts).float().cpu().numpy()
         seconds = time.perf_counter() - started
-        np.save(Path(folder) / "theirs.npy", torch.cat(parts).numpy())
+        np.save(Path(folder) / "theirs.npy", outputs)
         print(json.dumps({"seconds": seconds}), file=answers, flush=True)
 
 

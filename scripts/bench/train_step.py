@@ -34,10 +34,11 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
+from t0repro.adapters import Adapter  # noqa: E402
 from t0repro.config.model import Arithmetic, DTypePolicy, Layout, ModelConfig  # noqa: E402
 from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig  # noqa: E402
 from t0repro.model import attention  # noqa: E402
-from t0repro.model.t5 import T5, initial_parameters  # noqa: E402
+from t0repro.model.t5 import T5, initial_adapter, initial_parameters  # noqa: E402
 from t0repro.partitioning import memory as device_memory  # noqa: E402
 from t0repro.partitioning.devices import choose  # noqa: E402
 from t0repro.partitioning.flops import count_flops  # noqa: E402
@@ -45,7 +46,7 @@ from t0repro.partitioning.topologies import find_chip  # noqa: E402
 from t0repro.training.optimizers import make_optimizer  # noqa: E402
 from t0repro.training.schedules import make_schedule  # noqa: E402
 from t0repro.training.t5_model import T5Model  # noqa: E402
-from t0repro.training.train_state import new_train_state  # noqa: E402
+from t0repro.training.train_state import new_train_state, state_shapes  # noqa: E402
 from t0repro.training.train_step import (  # noqa: E402
     jit_train_step,
     make_train_step,
@@ -111,6 +112,8 @@ def model_of(values: dict[str, Any]) -> T5:
     """The model of a TrainRun's JSON; dacite, which reads the rest of it, may be absent here."""
     model = {**values["model"], "activations": tuple(values["model"]["activations"])}
     model["arithmetic"] = Arithmetic(**model["arithmetic"])
+    if adapter := model["adapter"]:
+        model["adapter"] = Adapter(**{**adapter, "targets": tuple(adapter["targets"])})
     return T5(ModelConfig(**model), DTypePolicy(**values["dtypes"]))
 
 
@@ -128,7 +131,12 @@ def made(model: T5, values: dict[str, Any], partitioning: Any, batch: Any) -> An
     )
 
     def fresh() -> Any:
-        return new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
+        key, adapter = jax.random.key(0), model.config.adapter
+        params = initial_parameters(model, key)
+        if adapter is None:
+            return new_train_state(params, optimizer)
+        base = jax.tree.map(lambda x: x.astype(adapter.base_dtype), params)
+        return new_train_state(initial_adapter(model, key), optimizer).replace(frozen=base)
 
     shardings = partitioning.shardings(jax.eval_shape(fresh))
     state = jax.jit(fresh, out_shardings=None if several is None else shardings)()
@@ -148,9 +156,7 @@ def operations(model: T5, values: dict[str, Any], batch: Any) -> int:
         make_optimizer(AdafactorConfig(**values["optimizer"])),
     )
     step = make_train_step(model, optimizer, make_schedule(ScheduleConfig(**values["schedule"])))
-    state = jax.eval_shape(
-        lambda: new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
-    )
+    state = state_shapes(model, optimizer)
     return count_flops(jax.make_jaxpr(step)(state, batch).jaxpr)
 
 

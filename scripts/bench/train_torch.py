@@ -4,7 +4,7 @@
 
 Each row counts as one example, because transformers has no segments; the matmuls are the same. Uses
 a GPU if there is one, the run's microbatches, bfloat16 by autocast, and full rematerialization of
-each layer if the run rematerializes anything.
+each layer if the run rematerializes anything. An adapter's LoRA is PEFT's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,15 @@ def main() -> None:
     ).to(device)
     if size["recompute"] not in (None, "none"):
         model.gradient_checkpointing_enable()
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
+    if adapter := size["adapter"]:
+        import peft
+
+        config = peft.LoraConfig(
+            r=adapter["rank"], lora_alpha=adapter["alpha"], target_modules=["q", "v"]
+        )
+        model = peft.get_peft_model(model, config)
+    trained = [x for x in model.parameters() if x.requires_grad]
+    optimizer = torch.optim.Adafactor(trained, lr=1e-3)
     forward = torch.compile(model) if way == "compiled" else model
     arrays = {name: torch.from_numpy(x).long().to(device) for name, x in np.load(batches).items()}
     count, seconds, first = len(arrays["targets"]), [], 0.0

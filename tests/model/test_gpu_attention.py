@@ -1,4 +1,7 @@
-"""JAX lowers the GPU's kernels to Triton; their numbers are tested in test_pallas_attention.py."""
+"""JAX lowers the GPU's kernels to Triton; their numbers are tested in test_pallas_attention.py.
+
+On a machine with a GPU, `JAX_PLATFORMS=cuda,cpu pytest -m gpu` compares them there too.
+"""
 
 import re
 import types
@@ -9,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from t0repro.model import attention as attending
-from t0repro.model import gpu_attention
+from t0repro.model import gpu_attention, kernel_check
 from t0repro.model.attention_mask import AttentionMask
 
 KERNELS = ["_forward_kernel", "_query_kernel", "_key_kernel", "_bias_kernel"]
@@ -32,7 +35,7 @@ def lowered(dtype, depth, *, keys=300, ordered=False, biased=True, groups=()):
     given.append(shape(jnp.float32, 2, 299 + keys) if biased else None)
     given += [shape(jnp.int32, 2, size) for size in (300, keys)]
     function = jax.vmap(both) if groups else both
-    # From JAX 0.11 on, the lowering asks the mesh for the card; a mesh of no axes changes no operand.
+    # From JAX 0.11 on, the lowering asks the mesh for the card. One without axes shards nothing.
     card = AbstractDevice(device_kind="NVIDIA A100-SXM4-40GB", num_cores=108, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=card)):
         return jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
@@ -80,3 +83,13 @@ def test_it_serves_gpus_whose_tensor_cores_take_bfloat16(monkeypatch, capability
     assert chosen() == "blocks"
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert chosen() == way
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("float32", [False, True], ids=["bfloat16", "float32"])
+def test_on_a_gpu_they_compute_what_full_matrices_do(float32):
+    device = jax.devices()[0]
+    if not gpu_attention.supports(device):
+        pytest.skip("JAX's first device is no GPU that the kernels support")
+    fault = kernel_check.find_fault("gpu", gpu_attention.attention, device, float32=float32)
+    assert fault == ""

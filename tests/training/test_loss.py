@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
 
 from t0repro.model.t5 import initial_parameters
 from t0repro.training import token_losses as loss_module
@@ -252,7 +253,8 @@ def test_logits_of_a_part_of_the_targets_are_made_at_a_time(limit, mesh, positio
     def found():
         return map_targets(model, params, jnp.asarray(hidden), jnp.asarray(targets), values)
 
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(mesh, ("data", "model"))):
+    mesh = AbstractMesh(mesh, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh):
         program = str(jax.make_jaxpr(found)())
     # What was made in parts is rebuilt in the backward pass.
     assert ("prevent_cse=False" in program) == (positions < 5)

@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning
@@ -40,7 +40,7 @@ SIZES = {
 
 def devices(data=1, model=1):
     """So many devices, none of which is there."""
-    mesh = AbstractMesh((data, model), ("data", "model"))
+    mesh = AbstractMesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     return Partitioning(mesh, False, mesh.size)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from t0repro.config.model import Layout
 from t0repro.model.t5 import T5
@@ -44,7 +44,8 @@ def held(run, devices):
 
 def counted(data=1, shared_by=1, fully_sharded=False, **changes):
     """The memory of a training step on so many devices, none of which is there."""
-    mesh = AbstractMesh((data, shared_by), ("data", "model"))
+    types = (AxisType.Auto,) * 2
+    mesh = AbstractMesh((data, shared_by), ("data", "model"), axis_types=types)
     run, devices = training(**changes), Partitioning(mesh, fully_sharded, mesh.size)
     return step_memory(run, *held(run, devices))
 

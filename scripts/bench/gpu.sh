@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Measures a lent GPU in one run of at most ten minutes; needs no network:
+#
+#     bash scripts/bench/gpu.sh OUT [--minutes 8] [--suite SUITE.npz]
+#
+# The machine has Python 3.12, JAX 0.11 for CUDA, flax, optax, orbax, torch, transformers, PEFT and
+# pytest. What else is needed comes as wheels in build/wheels, which a machine with network writes:
+#
+#     pip download --no-deps --only-binary=:all: --python-version 3.12 --dest build/wheels \
+#         --require-hashes -r <(python scripts/bench/gpu.py --wheels)
+#
+# OUT/gpu.json has the figures, written after each part, and OUT/gpu.md a table. A run that was cut
+# off goes on with the parts that are missing if it is started again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+python=${PYTHON:-python3}
+if ! "$python" -P -c "import t0repro.converters" 2>/dev/null; then
+  "$python" -m venv --clear --system-site-packages build/gpu
+  build/gpu/bin/pip install --quiet --no-index --no-deps build/wheels/*.whl
+  build/gpu/bin/pip install --quiet --no-index --no-deps --no-build-isolation --editable .
+  python=build/gpu/bin/python
+fi
+exec "$python" -P scripts/bench/gpu.py "$@"
