@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError
 from t0repro.progress import say
 from t0repro.tasks.mixture_checks import check_rates
-from t0repro.tasks.prompt_cache.folders import cache_name, read_skipped
+from t0repro.tasks.prompt_cache.folders import cached_splits
 from t0repro.tasks.registry import (
     DescribedTask,
     PromptedMixture,
@@ -17,14 +18,14 @@ from t0repro.tasks.registry import (
     prompted_mixtures,
     record_mixture,
     registered_mixtures,
+    registered_tasks,
     task_descriptions,
 )
+from t0repro.tasks.source import PromptedRows
 from t0repro.words import counted
 
 if TYPE_CHECKING:
     import seqio
-
-    from t0repro.tasks.source import PromptedRows
 
 
 def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
@@ -84,7 +85,7 @@ def missing_tasks(
         if use_cached:
             if lacks_cache(task):
                 found[task.name] = "not cached"
-            elif task.cache_dir and split in _skipped_splits(task.cache_dir, task.name):
+            elif _lacks_split(task.cache_dir, split):
                 found[task.name] = f"split {split!r} not cached"
         # A source without prompted rows reports missing data itself, when it is read.
         elif hasattr(source, "reader") and missing_rows(source, split):
@@ -92,10 +93,41 @@ def missing_tasks(
     return found
 
 
-def _skipped_splits(cache_dir: str, task: str) -> Collection[str]:
-    """The splits that --skip_missing left out of a task's cache."""
-    folder = cache_dir.removesuffix(cache_name(task))
-    return read_skipped(folder).get(task, {})
+def _lacks_split(cache_dir: str | None, split: str) -> bool:
+    """Whether a task's cache has other splits only; not known of one in a bucket."""
+    if not cache_dir or "://" in cache_dir:
+        return False
+    splits = cached_splits(Path(cache_dir))
+    return bool(splits) and split not in splits
+
+
+def drop_missing_splits(name: str, split: str, *, use_cached: bool) -> None:
+    """Drops a split that cannot be read here from prompted tasks.
+
+    A training run then evaluates without them, as T5X does where a task has no such split, and
+    still trains on them.
+
+    Args:
+      name: A task or mixture; if there is none of this name, nothing is done.
+      split: The split to be read.
+      use_cached: Whether to read caches rather than rows.
+    """
+    if name not in registered_mixtures() and name not in registered_tasks():
+        return
+    tasks = {task.name: task for task in find_tasks(name)}
+    missing = {
+        each: why
+        for each, why in missing_tasks(tasks.values(), split, use_cached=use_cached).items()
+        if isinstance(tasks[each].source, PromptedRows)
+    }
+    for each in missing:
+        tasks[each].source.drop_split(split)
+    if missing:
+        say(f"{name}: split {split!r} is left out of {_name_left_out(missing)}")
+
+
+def _name_left_out(missing: Mapping[str, str]) -> str:
+    return "; ".join(f"{task} ({why})" for task, why in missing.items())
 
 
 def drop_missing_tasks(name: str, split: str, *, use_cached: bool) -> None:
@@ -140,8 +172,7 @@ def drop_missing_tasks(name: str, split: str, *, use_cached: bool) -> None:
         rates = {task.name: prompted_mixtures()[name].rate(task.name) for task in kept}
         check_rates(name, rates)
         record_mixture(PromptedMixture(name, tuple(rates), rates, None))
-    left_out = "; ".join(f"{task} ({why})" for task, why in missing.items())
     say(
         f"{name}: {len(kept)} of {counted(len(tasks), 'task')}, with the rates that they"
-        f" have in the full mixture. Left out: {left_out}"
+        f" have in the full mixture. Left out: {_name_left_out(missing)}"
     )

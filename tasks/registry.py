@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     import seqio
 
 
-if TYPE_CHECKING:
-    import seqio
-
-    from t0repro.tasks.source import PromptedRows
-
-
 _tasks: dict[str, TaskDescription] = {}
 
 
@@ -70,7 +64,6 @@ class DescribedTask:
       prompt: The prompt that it renders.
       description: Its contents.
       source: Its rows.
-      splits: Names of its splits.
       output_features: Its features by name.
     """
 
@@ -79,10 +72,15 @@ class DescribedTask:
     def __init__(self, description: TaskDescription):
         self.name, self.prompt = description.prompt.name, description.prompt
         self.description = description
-        self.source, self.splits = description.rows, tuple(description.rows.files_of_splits)
+        self.source = description.rows
         self.output_features = {
             name: Feature(description.vocabulary, adds_eos) for name, adds_eos in ADDS_EOS.items()
         }
+
+    @property
+    def splits(self) -> Sequence[str]:
+        """Names of its splits."""
+        return tuple(self.source.files_of_splits)
 
     @property
     def cache_dir(self) -> str | None:
@@ -122,6 +120,28 @@ def find_tasks(name: str) -> Sequence[DescribedTask | seqio.Task]:
     return [
         find_task(each) for each in sorted(_mixtures[name].tasks if name in _mixtures else [name])
     ]
+
+
+def find_named_tasks(name: str, option: str) -> Sequence[DescribedTask | seqio.Task]:
+    """The tasks of `find_tasks`, of a name from the command line.
+
+    Args:
+      name: The mixture's or task's name.
+      option: The option that gave it, for the message.
+
+    Raises:
+      UserError: If it is not registered, with the nearest names; or see `find_tasks`.
+    """
+    try:
+        return find_tasks(name)
+    except KeyError as error:
+        known = [*registered_mixtures(), *registered_tasks()]
+        raise UserError(
+            f"There is no mixture or task {name!r}.",
+            where=option,
+            fix=f"Nearest names: {nearest_names(name, known)}. For your own tasks add"
+            " --module_import.",
+        ) from error
 
 
 def is_described(name: str) -> bool:

@@ -167,6 +167,12 @@ class PromptedSource(PromptedRows, seqio.FunctionDataSource):
         )
         seqio.FunctionDataSource.__init__(self, self._dataset, splits=tuple(rows.files_of_splits))
 
+    @property
+    def splits(self) -> Sequence[str]:
+        """Names of the splits, less those that were dropped."""
+        # SeqIO raises an error for a task without any.
+        return tuple(self.files_of_splits) or ("",)
+
     @tf.autograph.experimental.do_not_convert
     def _dataset(self, split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
         del shuffle_files, seed  # one file a split; SeqIO shuffles the examples

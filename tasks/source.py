@@ -131,6 +131,10 @@ class PromptedRows:
         # Copy, so that no caller can add splits to a registered task.
         self.files_of_splits = dict(splits)
 
+    def drop_split(self, split: str) -> None:
+        """Leaves a split out, as if the task had never had it."""
+        del self.files_of_splits[split]
+
     def reader(self, split: str) -> Reader:
         """The reader of a split's rows, which are not checked yet.
 

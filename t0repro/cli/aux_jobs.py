@@ -11,10 +11,10 @@ import typer
 from t0repro.cli.commands import App
 from t0repro.cli.gin_options import GinFiles, GinParams, GinSearchPaths, t5x_inputs
 from t0repro.cli.groups import with_groups
-from t0repro.cli.options import AsJson
+from t0repro.cli.options import AsJson, SkipMissing
 from t0repro.cli.paths import source
 from t0repro.cli.results import echo, print_json
-from t0repro.cloud.auxiliary import check_jobs, make_controller
+from t0repro.cloud.auxiliary import check_jobs, hand_on_skip_missing, make_controller
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.errors import UserError
 from t0repro.jobs.journal import HEADER, curves, read_status, rows, to_json
@@ -42,6 +42,7 @@ def aux(
     gin_file: GinFiles = None,
     gin_param: GinParams = None,
     gin_search_paths: GinSearchPaths = None,
+    skip_missing: SkipMissing = False,
     once: Annotated[
         bool,
         typer.Option(
@@ -76,7 +77,8 @@ def aux(
             fix="Give the folder of the training run; it may not exist yet.",
         )
     echo("checking what the jobs will read ...", err=True)
-
+    if skip_missing:
+        jobs = hand_on_skip_missing(jobs)
     gin = t5x_inputs("train", gin_file, gin_param, gin_search_paths)
     with heard_by(typer.echo):
         controller = make_controller(model_dir, jobs, gin)

@@ -45,6 +45,12 @@ Templates = Annotated[
         " is imported by default. T0REPRO_TEMPLATES names further files."
     ),
 ]
+SkipMissing = Annotated[
+    bool,
+    typer.Option(
+        "--skip_missing", help="Leave out tasks whose rows or caches are missing, and list them."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Resamples = Annotated[
     int, typer.Option(help="Number of bootstrap weightings for the intervals.", min=100)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from t0repro.cli.commands import More
 from t0repro.cli.groups import with_groups
-from t0repro.cli.options import ProcessOptions, ReportHead
+from t0repro.cli.options import ProcessOptions, ReportHead, modules_or_t0
 from t0repro.cli.rank_eval_options import (
     ComputationOptions,
     EvaluationOptions,
@@ -15,6 +15,8 @@ from t0repro.cli.rank_eval_options import (
     TaskOptions,
 )
 from t0repro.cli.results import echo
+from t0repro.tasks.modules import load_tasks, needs_seqio
+from t0repro.tasks.registry import find_named_tasks
 
 
 @with_groups
@@ -40,6 +42,11 @@ def rank_eval(
     # Tasks read the variable when they read their rows.
     if tasks.data is not None:
         os.environ["T0REPRO_DATA_DIR"] = str(tasks.data)
+    # A wrong name is reported before JAX is imported, except of modules that import SeqIO.
+    modules = modules_or_t0(tasks.module_import)
+    if not needs_seqio(modules):
+        load_tasks(modules, into_seqio=False)
+        find_named_tasks(evaluation.mixture, "--mixture")
     with processes.joined():
         from t0repro.cli.bodies import rank_eval as body
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import typer
 
 from t0repro.cli.commands import More
-from t0repro.cli.options import AsJson, DType, ModulesOrT0, Trackers
+from t0repro.cli.options import AsJson, DType, ModulesOrT0, SkipMissing, Trackers
 from t0repro.cli.paths import output, source
 
 
@@ -110,13 +110,7 @@ class TaskOptions:
     cache_dir: Annotated[
         Path | None, typer.Option(help="Read the tasks from this SeqIO cache.")
     ] = None
-    skip_missing: Annotated[
-        bool,
-        typer.Option(
-            "--skip_missing",
-            help="Leave out tasks whose rows or caches are missing, and list them.",
-        ),
-    ] = False
+    skip_missing: SkipMissing = False
     # By a hash of the input's number, so that prompts over the same rows get the same inputs.
     limit: Annotated[
         int | None,

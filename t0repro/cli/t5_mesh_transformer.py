@@ -278,12 +278,14 @@ def jobs_during_training(options: Any) -> Iterator[None]:
     if not any(options[name].present for name in names):
         yield
         return
-    from t0repro.cloud.auxiliary import auxiliary_jobs_during_training
+    from t0repro.cloud.auxiliary import auxiliary_jobs_during_training, hand_on_skip_missing
     from t0repro.config.t5x.gin_files import T5xInputs
 
     jobs = _group_of(AuxiliaryOptions, options)
     machines = input_path(options.machines, "--machines") if options.machines else None
     jobs = dataclasses.replace(jobs, machines=machines, replace_gin_file=True)
+    if options.skip_missing:
+        jobs = hand_on_skip_missing(jobs)
     with auxiliary_jobs_during_training(options.model_dir, jobs, T5xInputs("train")):
         yield
 

@@ -18,7 +18,7 @@ from t0repro.cli.gin_options import (
     allowlist_of,
     t5x_inputs,
 )
-from t0repro.cli.options import LogOptions, Modules
+from t0repro.cli.options import LogOptions, Modules, SkipMissing
 from t0repro.cli.paths import source
 from t0repro.cli.results import echo
 from t0repro.config.checkpoints import RestoreConfig
@@ -43,13 +43,7 @@ class T5xOptions(LogOptions):
         typer.Option(callback=source, help="The folder of TensorFlow Datasets' data."),
     ] = None
     cache_dir: CacheDirs = None
-    skip_missing: Annotated[
-        bool,
-        typer.Option(
-            "--skip_missing",
-            help="Leave out tasks whose rows or caches are missing, and list them.",
-        ),
-    ] = False
+    skip_missing: SkipMissing = False
     dry_run: Annotated[
         bool,
         typer.Option(

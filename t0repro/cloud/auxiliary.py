@@ -21,7 +21,7 @@ from t0repro.cloud.launchers.machines import Machine, find_machine
 from t0repro.cloud.launchers.table import JOB_LAUNCHERS, import_launcher
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
-from t0repro.jobs.commands import JobSettings, check, check_by_dry_run
+from t0repro.jobs.commands import JobSettings, add_skip_missing, check, check_by_dry_run
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.job import Limits
 from t0repro.jobs.launcher import Launcher
@@ -46,6 +46,12 @@ def _job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
         final_steps=options.final_auxiliary_job_steps,
         build_target=options.auxiliary_job_build_target_path,
     )
+
+
+def hand_on_skip_missing(options: AuxiliaryOptions) -> AuxiliaryOptions:
+    """The options of jobs that have --skip_missing, as their training run has."""
+    target = add_skip_missing(options.auxiliary_job_build_target_path)
+    return dataclasses.replace(options, auxiliary_job_build_target_path=target)
 
 
 def make_controller(

@@ -8,17 +8,15 @@ from typing import Any
 
 from t0repro.data.checks import check_readable, check_tokens, missing_split_error
 from t0repro.data.eval_examples import why_task_evaluation_needs_seqio
-from t0repro.errors import UserError, nearest_names
+from t0repro.errors import UserError
 from t0repro.evaluation.judge import ranks_choices
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.tasks.availability import missing_tasks
 from t0repro.tasks.metrics import metric_names
 from t0repro.tasks.registry import (
     DescribedTask,
+    find_named_tasks,
     find_task,
-    find_tasks,
-    registered_mixtures,
-    registered_tasks,
 )
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.vocabulary import VOCABULARY_VARIABLE, check_rows, shown
@@ -44,28 +42,6 @@ class Selection:
     ranked: tuple[str, ...]
     generated: tuple[str, ...]
     left_out: dict[str, str]
-
-
-def subtasks(mixture: str, option: str) -> Sequence[Any]:
-    """The tasks of a registered mixture or task, as `t0repro.tasks.registry.find_task` has them.
-
-    Args:
-      mixture: its name.
-      option: the command-line option that named it, for the message.
-
-    Raises:
-      UserError: if it is not registered; the nearest names are listed.
-    """
-    try:
-        return find_tasks(mixture)
-    except KeyError as error:
-        known = [*registered_mixtures(), *registered_tasks()]
-        raise UserError(
-            f"There is no mixture or task {mixture!r}.",
-            where=option,
-            fix=f"Nearest names: {nearest_names(mixture, known)}. For your own tasks add"
-            " --module_import.",
-        ) from error
 
 
 def select_tasks(
@@ -123,7 +99,7 @@ def _resolve_tasks(mixture: str, modes: Sequence[str]) -> list[Any]:
 
     They are sorted by name, so that two runs read, score and report them in the same order.
     """
-    tasks = sorted(subtasks(mixture, "--mixture"), key=lambda task: task.name)
+    tasks = sorted(find_named_tasks(mixture, "--mixture"), key=lambda task: task.name)
     return [_find_score_eval_task(task) for task in tasks] if set(modes) == set(MODES) else tasks
 
 

@@ -24,6 +24,7 @@ MODEL_DIR, MIXTURE, CHECKPOINT, TRAIN_STEPS, OUTPUT = (
     "EVAL_OUTPUT_DIR",
 )
 _RUN_MODES = ("train", "eval")
+_RANKING = "rank-eval"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ class JobSettings:
                 *replaced,
                 *options,
             )
-        if self.target == "rank-eval":
+        if self.target == _RANKING:
             return (
                 *(*t0repro, "rank-eval"),
                 *("--checkpoint", str(values[CHECKPOINT]), "--mixture", str(values[MIXTURE])),
@@ -100,6 +101,12 @@ class JobSettings:
                 *("--out", str(values[OUTPUT]), "--add_step", *options),
             )
         return tuple(_filled(self._words, values))
+
+
+def add_skip_missing(build_target: str) -> str:
+    """A build target with --skip_missing; a command of one's own stays as it is."""
+    target = "".join(build_target.split()[:1]).rpartition(":")[2]
+    return f"{build_target} --skip_missing" if target in (*_RUN_MODES, _RANKING) else build_target
 
 
 def _filled(words: list[str], values: Mapping[str, str | int]) -> list[str]:
@@ -250,7 +257,7 @@ def check_by_dry_run(
     Raises:
       UserError: With the error that would end the job.
     """
-    if settings.run_mode is None and settings.target != "rank-eval":
+    if settings.run_mode is None and settings.target != _RANKING:
         return
     for mixture in settings.mixtures:
         values: dict[str, str | int] = {

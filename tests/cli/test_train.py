@@ -9,6 +9,7 @@ import pytest
 from t0repro.config.t5x.inference import read_eval_run
 from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint
+from t0repro.tasks.demo.datasets import VOCABULARY
 
 from ..helpers import commands
 from ..helpers.own_lines import foreign_lines
@@ -103,6 +104,30 @@ def test_a_dry_run_checks_the_auxiliary_jobs_as_the_run_does(tmp_path, flags, sa
         code, _, error = train(tmp_path / "run", 1, *flags, *more)
         assert code == 2 and said in error, error
     assert not (tmp_path / "run").exists()
+
+
+def test_with_skip_missing_only_what_is_trained_on_stops_a_training(tmp_path, monkeypatch):
+    rows = tmp_path / "super_glue" / "rte" / "train.jsonl"
+    rows.parent.mkdir(parents=True)
+    row = {"premise": "It rained.", "hypothesis": "It was wet.", "idx": 0, "label": 0}
+    rows.write_text(json.dumps(row) + "\n")
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
+    task = "super_glue_rte_GPT_3_style"
+
+    def dry_run(*more):
+        return train(
+            tmp_path / "run", 1, "--module_import=t0repro.tasks.t0", "--dry_run", *more,
+            f"--gin.MIXTURE_OR_TASK_NAME='{task}'",
+            f"--gin.infer_eval/utils.DatasetConfig.mixture_or_task_name='{task}_score_eval'",
+        )  # fmt: skip
+
+    code, _, said = dry_run()
+    assert code == 2 and "The rows of super_glue/rte, split 'validation'" in said
+    code, shown, said = dry_run("--skip_missing")
+    assert code == 0, said
+    assert f"split 'validation' is left out of {task}_score_eval (rows not available)" in said
+    assert f"infer_eval: left out: no task of {task}_score_eval has a split 'validation'" in shown
 
 
 def test_one_of_several_processes_has_to_be_told_where_the_first_is(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.jobs.commands import JobSettings, check
+from t0repro.jobs.commands import JobSettings, add_skip_missing, check
 
 EVAL = "t5x/examples/t5/t5_1_1/examples/base_wmt14enfr_eval.gin"
 TRAIN = "t5x/examples/t5/t5_1_1/examples/base_wmt14enfr_train.gin"
@@ -147,3 +147,10 @@ def test_any_command_gets_the_values_where_it_names_them_or_after_it():
             "5",
         ),
     )
+
+
+def test_skip_missing_is_handed_on_to_jobs_of_this_projects_own():
+    for target in ("eval", "//t5x:eval", "train", "rank-eval --module_import my.tasks"):
+        assert add_skip_missing(target) == f"{target} --skip_missing"
+    for target in ("", "bash eval.sh", "'"):
+        assert add_skip_missing(target) == target

@@ -1,13 +1,14 @@
 """The part of a mixture that is available: rates kept, what is missing named."""
 
 import dataclasses
+import sys
 
 import pytest
 import seqio
 
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
-from t0repro.tasks.availability import drop_missing_tasks
+from t0repro.tasks.availability import drop_missing_splits, drop_missing_tasks
 from t0repro.tasks.demo.datasets import FOLDER
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.registry import (
@@ -101,3 +102,19 @@ def test_nothing_at_hand_is_an_error(tmp_path):
     add_mixture("nothing", {away: 2.0})
     with heard_by(pytest.fail), pytest.raises(UserError, match="'nothing' is available"):
         drop_missing_tasks("nothing", "validation", use_cached=False)
+
+
+def test_a_split_that_is_only_evaluated_is_dropped_and_its_task_is_not(mixture, monkeypatch):
+    name, here, also, away = mixture
+    record_mixture(PromptedMixture(name, (here, also, away), {}, None))
+    for has_seqio in (True, False):
+        if not has_seqio:
+            monkeypatch.delitem(sys.modules, "seqio")
+        said = []
+        with heard_by(said.append):
+            for each in (name, name, "no_such_mixture"):
+                drop_missing_splits(each, "validation", use_cached=False)
+        assert said == [f"{name}: split 'validation' is left out of {away} (rows not available)"]
+        having = [task.name for task in find_tasks(name) if "validation" in task.splits]
+        assert sorted(having) == sorted([here, also])
+        assert len(find_tasks(name)) == 3

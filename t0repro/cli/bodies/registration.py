@@ -15,7 +15,7 @@ from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.run import read_model_vocabularies
 from t0repro.data.seqio_need import why_training_needs_seqio
 from t0repro.errors import needs_reference_tier
-from t0repro.tasks.availability import drop_missing_tasks
+from t0repro.tasks.availability import drop_missing_splits, drop_missing_tasks
 from t0repro.tasks.modules import load_tasks, needs_seqio, resolved_modules
 from t0repro.tasks.registry import add_cache_dirs
 
@@ -78,13 +78,12 @@ def register_for_training(parsed: Parsed, config: TrainRun, options: T5xOptions)
 
 
 def _drop_missing(datasets: Sequence[Any]) -> None:
-    """Drops what cannot be read from each mixture, by the first dataset that reads it.
+    """Drops what cannot be read here: tasks from the first mixture, splits from the evaluations.
 
-    The evaluations of a training run thus take no task from the mixture that it trains on.
+    A training run stops only for what it trains on.
     """
-    firsts: dict[str, SeqioDataConfig] = {}
-    for each in datasets:
-        if isinstance(each, SeqioDataConfig):
-            firsts.setdefault(each.mixture_or_task_name, each)
-    for name, data in firsts.items():
-        drop_missing_tasks(name, data.split, use_cached=data.use_cached)
+    for number, data in enumerate(datasets):
+        if not isinstance(data, SeqioDataConfig):
+            continue
+        drop = drop_missing_splits if number else drop_missing_tasks
+        drop(data.mixture_or_task_name, data.split, use_cached=data.use_cached)

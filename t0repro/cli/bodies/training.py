@@ -13,7 +13,11 @@ import gin
 from t0repro.cli.bodies.registration import register_for_training
 from t0repro.cli.options import tracked_training
 from t0repro.cli.t5x_options import T5xOptions
-from t0repro.cloud.auxiliary import auxiliary_jobs_during_training, check_jobs
+from t0repro.cloud.auxiliary import (
+    auxiliary_jobs_during_training,
+    check_jobs,
+    hand_on_skip_missing,
+)
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.cloud.trackers.table import TrackerName
 from t0repro.config.run import TrainRun
@@ -50,6 +54,9 @@ def train(
     Raises:
       UserError: If a check fails.
     """
+    has_jobs = jobs.are_given
+    if options.skip_missing:
+        jobs = hand_on_skip_missing(jobs)
     vocabularies = register_for_training(parsed, config, options)
     check_training(
         config,
@@ -59,7 +66,7 @@ def train(
         allow_changed=allow_changed,
     )
     if options.dry_run:
-        if jobs.are_given and is_first():
+        if has_jobs and is_first():
             check_jobs(jobs, job_files)
         return
     with contextlib.ExitStack() as beside:
@@ -68,7 +75,7 @@ def train(
             assert config.plan.train_data is not None
             note_uncached(config.plan.train_data.use_cached)
             beside.enter_context(tracked_training(trackers, Path(config.model_dir), config))
-            if jobs.are_given:
+            if has_jobs:
                 beside.enter_context(
                     auxiliary_jobs_during_training(config.model_dir, jobs, job_files)
                 )
