@@ -66,7 +66,7 @@ class ConversionReport:
       source: The checkpoint that was read.
       target: The checkpoint that was written.
       family: Shape of the model in both.
-      tensors: Number of tensors written, including a global step where the format has one.
+      tensors: Number of tensors written, without the global step, which not every format has.
       bytes: Their total size, in bytes.
       slots: "kept", "dropped" (on request) or "none" (the source has none).
       notes: What was changed, dropped or is missing, one sentence each.
@@ -193,6 +193,11 @@ def _plan_adapter(
     return _report(ref, target, merged.shape, conversion, slots), adapter, conversion
 
 
+def _is_counted(output: Output) -> bool:
+    """Whether messages count an output: not the step, nor T5X's dummies, made of no tensor."""
+    return bool({*output.keys} - {naming.STEP})
+
+
 def _report(
     ref: CheckpointRef,
     target: CheckpointRef,
@@ -205,8 +210,7 @@ def _report(
         source=dataclasses.replace(ref, step=target.step),
         target=target,
         family=family,
-        # T5X's dummies are made of no tensor.
-        tensors=sum(bool(output.keys) for output in conversion.outputs),
+        tensors=sum(map(_is_counted, conversion.outputs)),
         bytes=sum(output.info.nbytes for output in conversion.outputs),
         slots=slots,
         notes=conversion.notes,
@@ -450,8 +454,7 @@ def _write_tensors(
         following = dict(zip((output.name for output in new), new[1:], strict=False))
         for output in conversion.outputs:
             if output.name in noted and _keep_stored(writer, output, staged):
-                # Outputs built from no tensor (T5X's dummies) do not count.
-                resumed += bool(output.keys)
+                resumed += _is_counted(output)
             else:
                 array = (ahead.pop(output.name, None) or pool.submit(build, output)).result()
                 after = following.get(output.name)

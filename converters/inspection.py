@@ -137,8 +137,8 @@ class Comparison:
     """The comparison of checkpoints a and b.
 
     Attributes:
-      tensors: Number of names in a or b.
-      differences: Every tensor that is not bit-identical, the largest difference first.
+      tensors: Number of names in a or b, without the step's.
+      differences: Every tensor that is not bit-identical, and the step; the largest one first.
       tolerance: Largest absolute difference that passes.
     """
 
@@ -193,9 +193,8 @@ def compare(
             done(readers[0].tensors[key].nbytes)
     # Tensors that cannot be compared (NaN) come first.
     differences.sort(key=lambda item: -item.max if item.max == item.max else -math.inf)
-    return Comparison(
-        readers[0].ref, readers[1].ref, len(names[0] | names[1]), tuple(differences), tolerance
-    )
+    count = len((names[0] | names[1]) - {naming.STEP})
+    return Comparison(readers[0].ref, readers[1].ref, count, tuple(differences), tolerance)
 
 
 def _compare_tensor(key: str, a: CheckpointReader, b: CheckpointReader) -> TensorDifference | None:

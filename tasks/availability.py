@@ -114,14 +114,14 @@ def drop_missing_splits(name: str, split: str, *, use_cached: bool) -> None:
     """
     if name not in registered_mixtures() and name not in registered_tasks():
         return
-    tasks = {task.name: task for task in find_tasks(name)}
-    missing = {
-        each: why
-        for each, why in missing_tasks(tasks.values(), split, use_cached=use_cached).items()
-        if isinstance(tasks[each].source, PromptedRows)
-    }
-    for each in missing:
-        tasks[each].source.drop_split(split)
+    tasks = find_tasks(name)
+    sources = {task.name: task.source for task in tasks}
+    missing = {}
+    for each, why in missing_tasks(tasks, split, use_cached=use_cached).items():
+        source = sources[each]
+        if isinstance(source, PromptedRows):
+            source.drop_split(split)
+            missing[each] = why
     if missing:
         say(f"{name}: split {split!r} is left out of {_name_left_out(missing)}")
 

@@ -18,6 +18,7 @@ from t0repro.converters.released import catalog, families, find, needs_of, this_
 from t0repro.converters.released import fetch as fetch_checkpoint
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
+from t0repro.parameters import naming
 from t0repro.parameters.shape import describe
 from t0repro.words import columns, counted, sized
 
@@ -255,7 +256,7 @@ def _print_inspection(inspection: Inspection) -> None:
 def _print_comparison(comparison: Comparison) -> None:
     differences = comparison.differences
     if not differences:
-        echo(f"All {comparison.tensors} tensors are equal, bit for bit.")
+        echo(f"The step and all {comparison.tensors} tensors are equal, bit for bit.")
         return
     rows = [("tensor", "difference", "max", "RMS", "")]
     for item in differences[:_ROWS_SHOWN]:
@@ -265,11 +266,15 @@ def _print_comparison(comparison: Comparison) -> None:
     _print_table(rows)
     if len(differences) > _ROWS_SHOWN:
         echo(f"... and {len(differences) - _ROWS_SHOWN} more")
-    beyond = f"{len(comparison.failures)} by more than {comparison.tolerance:g}"
-    equal = comparison.tensors - len(differences)
+    differing, failing = (
+        sum(item.key != naming.STEP for item in items)
+        for items in (differences, comparison.failures)
+    )
+    beyond = f"{failing} by more than {comparison.tolerance:g}"
+    steps = "the steps differ; " if differing < len(differences) else ""
     echo(
-        f"\n{len(differences)} of {comparison.tensors} tensors differ, {beyond};"
-        f" {equal} are equal, bit for bit."
+        f"\n{steps}{differing} of {comparison.tensors} tensors differ, {beyond};"
+        f" {comparison.tensors - differing} are equal, bit for bit."
     )
 
 
