@@ -39,6 +39,9 @@ class TrainDataConfig:
     num_shards: Annotated[int, Range(at_least=1), Mtf("t0repro.jax_training.data_shards")] = 1
 
 
+Converter = Literal["encoder_decoder", "decoder", "pass_through"]
+
+
 @arguments(t5x="utils.DatasetConfig")
 @dataclasses.dataclass(frozen=True)
 class SeqioDataConfig:
@@ -51,6 +54,9 @@ class SeqioDataConfig:
       use_memory_cache: Whether an evaluation keeps its examples in memory.
       trim_output_features: Whether to truncate features that are too long.
       num_shards: As in `TrainDataConfig`; 1 unless the run trains on the examples.
+      converter: Which of SeqIO's converters makes a model's features of examples in training:
+        EncDecFeatureConverter, DecoderFeatureConverter, which joins inputs and targets to one
+        sequence, or PassThroughFeatureConverter, with which tasks give the model's features.
     """
 
     mixture_or_task_name: Annotated[str, T5x(hint=Any, macro="MIXTURE_OR_TASK_NAME")]
@@ -68,6 +74,7 @@ class SeqioDataConfig:
     use_memory_cache: bool = True
     trim_output_features: bool = True
     num_shards: Annotated[int, Range(at_least=1)] = 1
+    converter: Annotated[Converter, Only(t5x=RULE)] = "encoder_decoder"
 
 
 @arguments(mtf="mesh_eval_dataset_fn")

@@ -45,6 +45,8 @@ class Arithmetic:
       z_loss_in_evaluation: Whether an evaluation's loss includes the z_loss.
       rescaled_truncated_normal: Whether initial kernels of the feed-forward layers and the logits
         are rescaled to the intended standard deviation.
+      one_way_position_buckets: Whether a language model whose inputs attend in both directions
+        counts all later positions as distance 0, rather than with buckets for both directions.
     """
 
     # Mesh TensorFlow's default; T5X's network does it only if gin binds the argument of this name.
@@ -63,6 +65,8 @@ class Arithmetic:
     z_loss_in_evaluation: Annotated[bool, Only(mtf=False, t5x=True)] = False
     # Truncating a normal at two standard deviations leaves 0.88 of its standard deviation.
     rescaled_truncated_normal: Annotated[bool, Only(mtf=False, t5x=True)] = False
+    # Mesh TensorFlow looks at whether the model is autoregressive throughout.
+    one_way_position_buckets: Annotated[bool, Only(mtf=False, t5x=True)] = False
 
 
 @arguments(t5x="network.T5Config", mtf="transformer.Unitransformer")

@@ -242,6 +242,8 @@ def _data_of_mesh(config: TrainRun) -> _Items:
     if isinstance(data, SeqioDataConfig):
         words = "plan.train_data.trim_output_features = False"
         yield from _unless(data.trim_output_features, words)
+        words = f"plan.train_data.converter = {data.converter}"
+        yield from _unless(data.converter == "encoder_decoder", words)
         shared = {name: getattr(data, name) for name in _SHARED_DATA}
         data = TrainDataConfig(**shared)
     if data is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.configuration import RunInputs
-from t0repro.config.data import SeqioDataConfig
+from t0repro.config.data import Converter, SeqioDataConfig
 from t0repro.config.gin.errors import unknown_mixture
 from t0repro.config.model import ModelConfig
 from t0repro.data.cached import count_examples, shards_of
@@ -82,21 +82,26 @@ def check_mixture(name: str) -> None:
         raise unknown_mixture(name)
 
 
-def check_lengths(name: str, lengths: Mapping[str, int] | None) -> None:
+def check_lengths(
+    name: str, lengths: Mapping[str, int] | None, converter: Converter = "encoder_decoder"
+) -> None:
     """Checks that the lengths are of the features of a batch, as SeqIO's converters require.
 
     Args:
       name: A registered task or mixture.
       lengths: Tokens per feature; None stands for the longest example's.
+      converter: The converter. A decoder's reads targets alone without a length for inputs, and
+        PassThroughFeatureConverter reads no lengths.
 
     Raises:
       UserError: If a length is missing, or of another feature.
     """
     features = find_tasks(name)[0].output_features
     used = [each for each in ("inputs", "targets") if each in features]
-    if lengths is None:
+    if lengths is None or converter == "pass_through":
         return
-    _check_lengths_given([each for each in used if each not in lengths])
+    optional = ("inputs",) if converter == "decoder" else ()
+    _check_lengths_given([each for each in used if each not in (*lengths, *optional)])
     if unknown := [each for each in lengths if each not in used]:
         raise UserError(
             f"There are lengths for {' and '.join(unknown)}, which no task has.",

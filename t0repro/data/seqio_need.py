@@ -95,6 +95,8 @@ def to_seqio_config(data: TrainDataConfig, config: Run) -> SeqioDataConfig:
 
 def _why_batches_need_seqio(data: SeqioDataConfig) -> str | None:
     """Why the batches of a dataset are SeqIO's alone."""
+    if data.converter != "encoder_decoder":
+        return "the model's feature converter is not EncDecFeatureConverter"
     lengths = data.sequence_length
     if lengths is None or not {*FEATURES} <= {*lengths}:
         return "the lengths of inputs and targets are not both given"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from t0repro import compat
-from t0repro.config.data import SeqioDataConfig, TrainDataConfig
+from t0repro.config.data import Converter, SeqioDataConfig, TrainDataConfig
 from t0repro.config.run import TrainingPlan, TrainRun
 from t0repro.data.batches import MODEL_FEATURES
 from t0repro.data.choice_batches import ChoiceBatches
@@ -37,6 +37,14 @@ FEATURE_NAMES = {
     "decoder_positions": "targets_position",
     "decoder_segment_ids": "targets_segmentation",
 }
+
+
+# The same for the other two converters.
+DECODER_NAMES = FEATURE_NAMES | {
+    "decoder_loss_weights": "loss_weights",
+    "decoder_causal_attention": "full_attention",
+}
+PASSED_NAMES = DECODER_NAMES | {"decoder_input_tokens": "decoder_inputs"}
 
 
 class SeqioTrainBatches(ResumableBatches):
@@ -89,7 +97,8 @@ class SeqioTrainBatches(ResumableBatches):
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
         if self._is_described:
             return dict(element)
-        return rename_seqio_features({name: tensor.numpy() for name, tensor in element.items()})
+        features = {name: tensor.numpy() for name, tensor in element.items()}
+        return rename_seqio_features(features, self._data.converter)
 
     def _arguments(self) -> dict[str, Any]:
         values = dataclasses.asdict(self._data)
@@ -97,6 +106,8 @@ class SeqioTrainBatches(ResumableBatches):
             name: values[name]
             for name in values
             if name not in ("seed", "use_memory_cache")  # neither decides a batch's contents
+            # Checkpoints from before there was a choice do not have it.
+            and (name, values[name]) != ("converter", "encoder_decoder")
         }
 
     def fingerprint(self) -> Fingerprint:
@@ -181,7 +192,8 @@ class EvalBatches:
 
     def _batches(self) -> Iterator[Batch]:
         if is_described(self._data.mixture_or_task_name):
-            return make_described_batches(self._data, self._data.seed).first(self._steps)
+            yield from make_described_batches(self._data, self._data.seed).first(self._steps)
+            return
         # A finite number of epochs ends even if every example is filtered out.
         rows = seqio_dataset(
             dataclasses.replace(self._data, batch_size=1),
@@ -191,13 +203,14 @@ class EvalBatches:
         # Batch again across epochs, so that a task with fewer examples than a batch still fills
         # one.
         batches = rows.unbatch().repeat().batch(self._data.batch_size, drop_remainder=True)
-        return map(rename_seqio_features, batches.take(self._steps).as_numpy_iterator())
+        for batch in batches.take(self._steps).as_numpy_iterator():
+            yield rename_seqio_features(batch, self._data.converter)
 
 
 def seqio_dataset(
     data: SeqioDataConfig, *, seed: int | None, num_epochs: int | None, shard: int = 0
 ) -> Any:
-    """The batched tf.data.Dataset with the features of seqio.EncDecFeatureConverter.
+    """The batched tf.data.Dataset with the features that the data's converter makes.
 
     Args:
       data: The dataset; its own seed is not read.
@@ -210,11 +223,16 @@ def seqio_dataset(
     compat.install()
     import seqio
 
+    converters: dict[Converter, Any] = {
+        "encoder_decoder": seqio.EncDecFeatureConverter,
+        "decoder": seqio.DecoderFeatureConverter,
+        "pass_through": seqio.PassThroughFeatureConverter,
+    }
     assert data.sequence_length is not None
     return seqio.get_dataset(
         data.mixture_or_task_name,
         task_feature_lengths=dict(data.sequence_length),
-        feature_converter=seqio.EncDecFeatureConverter(pack=data.pack),
+        feature_converter=converters[data.converter](pack=data.pack),
         dataset_split=data.split,
         use_cached=data.use_cached,
         shuffle=data.shuffle,
@@ -227,13 +245,22 @@ def seqio_dataset(
     )
 
 
-def rename_seqio_features(batch: Mapping[str, Any]) -> Batch:
+def rename_seqio_features(
+    batch: Mapping[str, Any], converter: Converter = "encoder_decoder"
+) -> Batch:
     """A SeqIO batch under this project's names: int32 [batch_size, length]."""
-    return {
+    names = {"encoder_decoder": FEATURE_NAMES, "decoder": DECODER_NAMES}.get(
+        converter, PASSED_NAMES
+    )
+    renamed = {
         name: np.asarray(batch[t5x_name], np.int32)
-        for t5x_name, name in FEATURE_NAMES.items()
+        for t5x_name, name in names.items()
         if t5x_name in batch
     }
+    # T5X's loss then counts every position, padding too.
+    if converter == "pass_through" and "targets" in renamed:
+        renamed.setdefault("loss_weights", np.ones_like(renamed["targets"]))
+    return renamed
 
 
 def runs_python(dataset: Any) -> bool:

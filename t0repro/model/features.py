@@ -4,6 +4,7 @@
     encoder_segment_ids     inputs_segmentation       decoder_segment_ids     targets_segmentation
     encoder_positions       (from the segments)       decoder_positions       (from the segments)
     decoder_loss_weights    (of targets > 0)          decoder_input_tokens    (targets, shifted)
+    decoder_causal_attention  full_attention
 
 Those in brackets are derived, as seqio.EncDecFeatureConverter does, unless the batch has them.
 """
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 Batch = Mapping[str, jax.Array | np.ndarray]
-# Positions have no counterpart; loss_weights, [batch, length], weigh the targets' losses.
+# Positions have no counterpart; loss_weights, [batch, length], weigh the targets' losses. T5X's
+# decoder_causal_attention is 1 where positions attend to each other in *both* directions.
 FEATURE_NAMES = {
     "encoder_input_tokens": "inputs",
     "decoder_target_tokens": "targets",
@@ -26,6 +28,7 @@ FEATURE_NAMES = {
     "encoder_segment_ids": "inputs_segmentation",
     "decoder_segment_ids": "targets_segmentation",
     "decoder_loss_weights": "loss_weights",
+    "decoder_causal_attention": "full_attention",
 }
 _POSITIONS = ("encoder_positions", "decoder_positions")
 

@@ -56,15 +56,27 @@ def language_model_mask(
     config: ModelConfig,
     targets: Int[Array, "batch length"],
     segments: Int[Array, "batch length"] | None,
+    full_attention: Int[Array, "batch length"] | None = None,
 ) -> AttentionMask:
     """Which positions of a language model see each other.
 
     With full attention, inputs have priority 0, and so does the position after them, which reads
     their EOS and predicts the first target. As in Mesh TensorFlow, this applies to the inputs of
     *every* example in a row; the segments keep examples apart.
+
+    Args:
+      config: the model's configuration.
+      targets: what the model predicts.
+      segments: of the targets; None if rows are not packed.
+      full_attention: 1 at those positions, as T5X's batches have it; None finds them by the EOS of
+        the inputs.
     """
     priority = jnp.arange(targets.shape[1])[None]
-    if config.input_full_attention:
+    if config.input_full_attention and full_attention is not None:
+        priority = priority * (full_attention == 0)
+        # Such a position may be padding, which in T5X nobody sees.
+        segments = jnp.where(targets > 0, 1 if segments is None else segments, 0)
+    elif config.input_full_attention:
         inputs = mark_inputs(targets)
         priority = priority * ~(inputs | shift_by_one(inputs))
     if segments is None:
@@ -174,7 +186,7 @@ class T5(nn.Module):
             targets, segments = batch["targets"], batch.get("targets_segmentation")
             return self.decoder(
                 batch.get("decoder_inputs", shift_right(targets, segments)),
-                language_model_mask(self.config, targets, segments),
+                language_model_mask(self.config, targets, segments, batch.get("full_attention")),
                 padding_mask(segments, self.dtypes),
                 deterministic=deterministic,
                 hidden=hidden,

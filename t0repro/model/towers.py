@@ -315,7 +315,8 @@ def position_bias(config: ModelConfig, dtype: jnp.dtype, encoder: bool) -> Relat
     A language model whose inputs all see each other needs buckets for both directions, as an
     encoder does.
     """
-    bidirectional = encoder or config.input_full_attention
+    one_way = config.arithmetic.one_way_position_buckets
+    bidirectional = encoder or (config.input_full_attention and not one_way)
     return RelativePositionBias(config, dtype, bidirectional, name="relpos_bias")
 
 

@@ -247,4 +247,32 @@ class T5Model(BaseModel):
                 where="the batches",
                 fix=f"Train this model on a task with {' and '.join(needed)}.",
             )
+        if self.module.config.input_full_attention and "loss_weights" in renamed:
+            check_full_attention(renamed)
         return {name: renamed[name] for name in FEATURE_NAMES.values() if name in renamed}
+
+
+def check_full_attention(batch: Batch) -> None:
+    """Checks that a batch of T5X's says which positions attend in both directions.
+
+    Raises:
+      UserError: If it has no decoder_causal_attention, or marks positions after others of the same
+        example.
+    """
+    fix = (
+        "Give lengths of inputs and targets, or bind"
+        " models.DecoderOnlyModel.inputs_bidirectional_attention = False."
+    )
+    where = "models.DecoderOnlyModel.inputs_bidirectional_attention"
+    if "full_attention" not in batch:
+        raise UserError("A batch has no decoder_causal_attention.", where=where, fix=fix)
+    marked, targets = np.asarray(batch["full_attention"]) > 0, np.asarray(batch["targets"])
+    segments = np.asarray(batch.get("targets_segmentation", np.ones_like(targets)))
+    again = marked[:, 1:] & ~marked[:, :-1] & (segments[:, 1:] == segments[:, :-1])
+    # The mask (t0repro.model.t5.language_model_mask) is T5X's if an example begins with them.
+    if (again & (targets[:, 1:] > 0)).any():
+        raise UserError(
+            "decoder_causal_attention marks positions after others of the same example.",
+            where=where,
+            fix="Mark the first positions of each example.",
+        )

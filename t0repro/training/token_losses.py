@@ -311,7 +311,7 @@ def evaluation_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 def count_targets(batch: Mapping[str, Any]) -> Any:
     """Number of targets in a batch, of numpy's or JAX's arrays, that carry loss."""
-    return (batch["targets"] > 0).sum()
+    return (batch.get("loss_weights", batch["targets"]) > 0).sum()
 
 
 def count_inputs(batch: Mapping[str, Any]) -> Any:

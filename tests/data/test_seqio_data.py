@@ -135,6 +135,76 @@ def assert_equal(ours, theirs):
             np.testing.assert_array_equal(one[name], other[name])
 
 
+# In the words of seqio.DecoderFeatureConverter.
+DECODERS = {
+    name: THEIRS[name] for name in ("targets", "targets_position", "targets_segmentation")
+} | {"loss_weights": "decoder_loss_weights", "full_attention": "decoder_causal_attention"}
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("lengths", [LENGTHS, {"targets": 16}])
+def test_a_decoders_batches_are_those_of_seqios_converter(lengths, pack):
+    data = data_config(pack=pack, converter="decoder", sequence_length=lengths)
+    ours, _ = opened(data, 4)
+    direct = seqio.get_dataset(
+        "lines_of_49",
+        task_feature_lengths=lengths,
+        feature_converter=seqio.DecoderFeatureConverter(pack=pack),
+        dataset_split="train",
+        shuffle=True,
+        num_epochs=None,
+        seed=7,
+        batch_size=4,
+    )
+    theirs = [
+        {name: batch[name_of] for name, name_of in DECODERS.items() if name_of in batch}
+        for batch in direct.take(4).as_numpy_iterator()
+    ]
+    assert_equal(ours, theirs)
+    assert ("full_attention" in ours[0]) is (len(lengths) == 2)
+    assert ours[0]["targets"].shape == (4, sum(lengths.values()))
+
+
+@pytest.fixture
+def model_features():
+    """A task that gives the features that a model reads."""
+
+    def read(split, shuffle_files, seed=None):
+        del split, shuffle_files, seed
+        tokens = tf.reshape(tf.range(2, 50), (12, 4))
+        return tf.data.Dataset.from_tensor_slices(
+            {
+                "decoder_target_tokens": tokens,
+                "decoder_input_tokens": tokens + 100,
+                "decoder_causal_attention": tf.ones_like(tokens),
+                "comment": tokens,
+            }
+        )
+
+    feature = seqio.Feature(seqio.PassThroughVocabulary(200), add_eos=False)
+    seqio.TaskRegistry.add(
+        "model_features",
+        seqio.FunctionDataSource(read, splits=("train",)),
+        preprocessors=[],
+        output_features={"decoder_target_tokens": feature},
+    )
+    yield "model_features"
+    seqio.TaskRegistry.remove("model_features")
+
+
+def test_features_are_passed_through_as_the_task_gives_them(model_features):
+    data = data_config(model_features, converter="pass_through", shuffle=False)
+    (batch, *_), _ = opened(data, 2)
+    tokens = np.arange(2, 18).reshape(4, 4)
+    assert batch.keys() == {"targets", "decoder_inputs", "full_attention", "loss_weights"}
+    np.testing.assert_array_equal(batch["targets"], tokens)
+    np.testing.assert_array_equal(batch["decoder_inputs"], tokens + 100)
+    # As in T5X, everything has loss if the task does not say.
+    assert batch["full_attention"].all() and batch["loss_weights"].all()
+    evaluated = next(iter(EvalBatches(data, 1)))
+    np.testing.assert_array_equal(evaluated["decoder_inputs"], batch["decoder_inputs"])
+
+
 @pytest.mark.parametrize(
     ("name", "shuffle", "pack"),
     [("lines_of_49", True, True), ("lines_of_49", False, False), ("lines_of_40", True, False)],

@@ -22,7 +22,7 @@ from t0repro.training.hooks.stop_on_signal import PREEMPTED, StoppedBySignal
 from t0repro.training.train_state import to_flat_tree
 
 PLAN = tiny.PLAN
-T5X = Arithmetic(True, *[True] * 7)
+T5X = Arithmetic(True, *[True] * 8)
 BATCHES = tiny.batches(8)
 
 

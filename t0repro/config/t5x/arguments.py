@@ -66,7 +66,7 @@ class Parameter:
     @property
     def type_in_words(self) -> str:
         """The declared type, in words."""
-        parts = [call.rpartition(".")[2] for call in self.calls]
+        parts = list(dict.fromkeys(call.rpartition(".")[2] for call in self.calls))
         if self.hint is not UNSET:
             parts.append(describe_type(self.hint))
         return ", or ".join(parts)
@@ -85,6 +85,9 @@ def _call_or_none(call: str, **more: Any) -> Parameter:
 
 
 _MODEL, _PARTITIONER = "models.EncoderDecoderModel", "partitioning.PjitPartitioner"
+DECODER_ONLY = "models.DecoderOnlyModel"
+_DECODER_ONLY_CONFIG = "decoder_only.network.TransformerConfig"
+PASS_THROUGH = "seqio.PassThroughFeatureConverter"
 _NO_TRANSFORMATIONS = _refuse("checkpoints are changed by assignment_map alone.", (), Sequence[Any])
 _ONE_CHECKPOINTER = _refuse("checkpoints are read and written in one way, which keeps T5X's tree.")
 _NOT_REPLACED = _refuse("this function of the run cannot be replaced.")
@@ -100,11 +103,17 @@ _IGNORED = Parameter(bool, True)
 _FEATURE = "a feature of examples is a sequence of tokens."
 _RULES = Sequence[tuple[str, str | Sequence[str] | None]]
 _OUTPUT = {"output_dir": Parameter(str | None, None)}
+# T5X's files of 2021 bind the loss's arguments for this method instead of the model.
+_LOSS = {
+    "label_smoothing": Parameter(float | None, None),
+    "z_loss": Parameter(float | None, None),
+    "loss_normalizing_factor": Parameter(float | str | None, None),
+}
 
 # Configurable -> its arguments besides those that fields declare.
 _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
     "train": {
-        "model": _call(_MODEL),
+        "model": _call(_MODEL, DECODER_ONLY),
         "checkpoint_cfg": _call("utils.CheckpointConfig"),
         "partitioner": _call(_PARTITIONER),
         "trainer_cls": _call("trainer.Trainer"),
@@ -120,7 +129,7 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
         "verify_matching_vocabs_fn": _NOT_REPLACED,
     },
     "evaluate": {
-        "model": _call(_MODEL),
+        "model": _call(_MODEL, DECODER_ONLY),
         "partitioner": _call(_PARTITIONER),
         "training_evaluator_cls": _LOSS_IN_TRAINING,
         "summarize_config_fn": _SUMMARY,
@@ -130,7 +139,7 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
         "use_orbax": _IGNORED,
     },
     "infer": {
-        "model": _call(_MODEL),
+        "model": _call(_MODEL, DECODER_ONLY),
         "partitioner": _call(_PARTITIONER),
         "write_fn": _refuse("results are JSON lines in T5X's form.", fix="Leave it out."),
         # Ignored: a run resumes by counting chunks, not from an iterator's state.
@@ -179,24 +188,31 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
     },
     _MODEL: {
         "module": _call("network.Transformer"),
-        "feature_converter_cls": _refuse(
-            "examples are converted as seqio.EncDecFeatureConverter does; there is no other"
-            " converter."
-        ),
+        "feature_converter_cls": Parameter(Any, None),
         "default_decoder_params": Parameter(Mapping[str, Any] | None, None),
     },
-    # T5X's files of 2021 bind the loss's arguments for this method instead of the model.
-    f"{_MODEL}.loss_fn": {
-        "label_smoothing": Parameter(float | None, None),
-        "z_loss": Parameter(float | None, None),
-        "loss_normalizing_factor": Parameter(float | str | None, None),
-    },
+    f"{_MODEL}.loss_fn": _LOSS,
     f"{_MODEL}.predict_batch_with_aux": {
         "decoder_params": Parameter(Mapping[str, Any] | None, None)
     },
-    "models.get_input_vocabulary": {"model": _call(_MODEL)},
-    "models.get_output_vocabulary": {"model": _call(_MODEL)},
-    "network.Transformer": {"config": _call("network.T5Config")},
+    DECODER_ONLY: {
+        "module": _call("decoder_only.network.DecoderWrapper"),
+        "vocabulary": Parameter(),
+        "inputs_bidirectional_attention": Parameter(bool, False),
+        "feature_converter_cls": Parameter(Any, None),
+    },
+    f"{DECODER_ONLY}.loss_fn": _LOSS,
+    f"{DECODER_ONLY}.predict_batch_with_aux": {
+        "decoder_params": Parameter(Mapping[str, Any] | None, None)
+    },
+    PASS_THROUGH: {},
+    "models.get_input_vocabulary": {"model": _call(_MODEL, DECODER_ONLY)},
+    "models.get_output_vocabulary": {"model": _call(_MODEL, DECODER_ONLY)},
+    "network.Transformer": {
+        "config": _call("network.T5Config", "scalable_t5.network.T5Config", "gpu.network.T5Config")
+    },
+    "decoder_only.network.DecoderWrapper": {"config": _call(_DECODER_ONLY_CONFIG)},
+    _DECODER_ONLY_CONFIG: {"num_layers": Parameter(int, 6)},
     "scalable_t5.network.T5Config": {
         # Ignored: it only orders the axes in T5X's own checkpoints.
         "param_scan_axis": Parameter(int, 1)
@@ -278,6 +294,13 @@ NETWORKS = {
     "scalable_t5.network.T5Config": ("scan_layers", "remat_policy"),
     "gpu.network.T5Config": ("scale_attn_logits",),
     "network.T5Config": (),
+    _DECODER_ONLY_CONFIG: (),
+}
+# The arguments of the encoder-decoder's configurables that the decoder-only ones lack.
+_LACKING = {
+    _DECODER_ONLY_CONFIG: ("num_encoder_layers", "num_decoder_layers", "float32_attention_logits"),
+    DECODER_ONLY: ("input_vocabulary", "output_vocabulary"),
+    f"{DECODER_ONLY}.predict_batch_with_aux": ("prompt_with_targets",),
 }
 
 STANDARD: Mapping[str, tuple[str, ...]] = {
@@ -290,6 +313,7 @@ STANDARD: Mapping[str, tuple[str, ...]] = {
     "checkpoints.Checkpointer": ("checkpointer_cls",),
     "checkpoints.OrbaxCheckpointManagerInterface": ("checkpoint_manager_cls",),
     "seqio.EncDecFeatureConverter": ("feature_converter_cls",),
+    "seqio.DecoderFeatureConverter": ("feature_converter_cls",),
     "gin_utils.summarize_gin_config": ("summarize_config_fn",),
 }
 """T5X's functions and classes that arguments have as default; naming one there changes nothing."""
@@ -300,7 +324,11 @@ _RESULTS = ("write_inferences_to_file", "merge_chunks_to_file")
 _SEQIO = {
     "vocabularies": ("SentencePieceVocabulary", "ByteVocabulary", "PassThroughVocabulary"),
     "dataset_providers": ("Feature",),
-    "feature_converters": ("EncDecFeatureConverter",),
+    "feature_converters": (
+        "EncDecFeatureConverter",
+        "DecoderFeatureConverter",
+        "PassThroughFeatureConverter",
+    ),
     "evaluation": ("Evaluator",),
     "loggers": ("PyLoggingLogger", "TensorBoardLogger", "JSONLogger"),
 }
@@ -311,6 +339,7 @@ _ELSEWHERE = {
     "network": "t5x.examples.t5.network",
     "scalable_t5.network": "t5x.examples.scalable_t5.network",
     "gpu.network": "t5x.contrib.gpu.t5.network",
+    "decoder_only.network": "t5x.examples.decoder_only.network",
 }
 
 
@@ -339,8 +368,10 @@ MODULES: Mapping[str, Mapping[str, str]] = _list_modules()
 
 
 def standard_name(configurable: str) -> str:
-    """A configurable's name in the tables of fields: of any network's T5Config, one name."""
-    return "network.T5Config" if configurable in NETWORKS else configurable
+    """A configurable's name in the tables of fields: of any network and any model, one name."""
+    if configurable in NETWORKS:
+        return "network.T5Config"
+    return configurable.replace(DECODER_ONLY, _MODEL)
 
 
 @functools.cache
@@ -363,6 +394,8 @@ def parameters_of(configurable: str) -> Mapping[str, Parameter]:
         for network, names in NETWORKS.items():
             if network != configurable:
                 declared = {name: each for name, each in declared.items() if name not in names}
+    lacking = _LACKING.get(configurable, ())
+    declared = {name: each for name, each in declared.items() if name not in lacking}
     others = dict(_OTHERS.get(configurable, {}))
     # First those that hold the run together, of which messages name the first that is missing.
     return others | declared | others

@@ -262,7 +262,10 @@ def _evaluator(call: Call, source: T5xSource, prefix: str) -> EvaluatorConfig:
 def _vocabulary(call: Call, source: T5xSource, _: str) -> Any:
     """One of a model's vocabularies, of its inputs or of its outputs."""
     of_inputs = call.configurable == "models.get_input_vocabulary"
-    return source.build(call["model"]["input_vocabulary" if of_inputs else "output_vocabulary"], "")
+    arguments = call["model"].arguments
+    name = "input_vocabulary" if of_inputs else "output_vocabulary"
+    # A decoder-only model has one vocabulary.
+    return source.build(arguments.get(name, arguments.get("vocabulary")), "")
 
 
 _RULES: Mapping[str, Callable[[Call, T5xSource, str], Any]] = {

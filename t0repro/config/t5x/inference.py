@@ -13,7 +13,13 @@ from t0repro.config.settings import check_settings, read
 from t0repro.config.t5x.calls import Call, T5xSource, check_refused
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import read_layout
-from t0repro.config.t5x.model import read_decoding, read_dtypes, read_model, read_vocabularies
+from t0repro.config.t5x.model import (
+    check_generates,
+    read_decoding,
+    read_dtypes,
+    read_model,
+    read_vocabularies,
+)
 from t0repro.errors import UserError
 
 
@@ -90,6 +96,7 @@ def _check_infer(program: Call) -> None:
 def _read_parts(program: Call, source: T5xSource, data: Call | None = None) -> dict[str, Any]:
     """The parts that evaluation and inference share."""
     model: Call = program["model"]
+    check_generates(model, program.places.get("model"))
     restore_call: Call = program["restore_checkpoint_cfg"]
     examples: Call = data or program["dataset_cfg"]
     if examples["pack"]:

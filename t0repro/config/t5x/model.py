@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from typing import Any
 
-from t0repro.config.data import VOCABULARIES
+from t0repro.config.data import VOCABULARIES, Converter
 from t0repro.config.decoding import DecodingPlan
 from t0repro.config.model import (
     Activation,
@@ -16,11 +16,13 @@ from t0repro.config.model import (
     ModelConfig,
 )
 from t0repro.config.settings import read
+from t0repro.config.t5x.arguments import DECODER_ONLY, PASS_THROUGH
 from t0repro.config.t5x.calls import Call, T5xSource, call_with_defaults
-from t0repro.errors import nearest_names
+from t0repro.errors import UserError, nearest_names
 
 # T5X looks an activation up in flax.linen by name; `linear` is its own.
 _ACTIVATIONS = frozenset(typing.get_args(Activation)) - {"gelu_exact"}
+_CASTS_NO_LOGITS = {"float32_attention_logits": False}
 # T5X's None is the plain sum; here None, as in Mesh TensorFlow, divides by all targets of a batch.
 _DENOMINATORS: dict[Any, float | LossDenominator | None] = {
     None: 1.0,
@@ -42,7 +44,16 @@ def read_model(model: Call, source: T5xSource) -> ModelConfig:
             why = f"there is no activation {name!r} here."
             fix = f"Nearest names: {nearest_names(str(name), _ACTIVATIONS)}."
             shape.refuse("mlp_activations", why, fix)
-    several_layers = max(shape["num_encoder_layers"], shape["num_decoder_layers"]) > 1
+    decoder_only = {}
+    if model.configurable == DECODER_ONLY:
+        source.places["model.num_decoder_layers"] = shape.places.get("num_layers", "")
+        decoder_only = {
+            "model_type": "lm",
+            "num_encoder_layers": 0,
+            "num_decoder_layers": shape["num_layers"],
+            "input_full_attention": model["inputs_bidirectional_attention"],
+        }
+    layers = [shape.arguments.get(f"num_{tower}_layers", 0) for tower in ("encoder", "decoder")]
     # The policy that scalable_t5 has; there, one of any other name keeps only a layer's input.
     policy = shape.arguments.get("remat_policy") or "none"
     return read(
@@ -51,15 +62,71 @@ def read_model(model: Call, source: T5xSource) -> ModelConfig:
         source.places,
         "model.",
         # scalable_t5 has a position bias in each layer; with one layer, that equals a shared one.
-        position_bias_per_layer=shape.configurable.startswith("scalable_t5") and several_layers,
+        position_bias_per_layer=shape.configurable.startswith("scalable_t5") and max(layers) > 1,
         loss_denominator=_denominator(model),
         recompute=policy if policy in ("none", "minimal") else "full",
         # scalable_t5 scans by default; results are equal, so here depth decides.
         scan_layers=None if shape.arguments.get("scan_layers", True) else False,
-        arithmetic=read(Arithmetic, source, source.places, "model.arithmetic."),
+        arithmetic=_read_arithmetic(shape, source),
         adapter=None,
         choice_loss=None,
+        **decoder_only,
     )
+
+
+def _read_arithmetic(shape: Call, source: T5xSource) -> Arithmetic:
+    # The decoder-only network has no such argument and casts nothing.
+    fixed = {} if "float32_attention_logits" in shape.arguments else _CASTS_NO_LOGITS
+    return read(Arithmetic, source, source.places, "model.arithmetic.", **fixed)
+
+
+def read_converter(model: Call) -> Converter:
+    """How a model's examples become batches.
+
+    Raises:
+      UserError: For a converter that is not supported here.
+    """
+    is_decoder_only, converter = model.configurable == DECODER_ONLY, model["feature_converter_cls"]
+    if isinstance(converter, Call) and converter.configurable == PASS_THROUGH:
+        return "pass_through"
+    standard = (
+        "seqio.DecoderFeatureConverter" if is_decoder_only else "seqio.EncDecFeatureConverter"
+    )
+    name = converter.configurable if isinstance(converter, Call) else converter
+    if name not in (None, standard):
+        model.refuse(
+            "feature_converter_cls",
+            f"examples are converted as {standard} does, or passed through; there is no other"
+            " converter.",
+            f"Remove the binding, or bind @{PASS_THROUGH}.",
+        )
+    return "decoder" if is_decoder_only else "encoder_decoder"
+
+
+def check_generates(model: Call, where: str | None) -> None:
+    """Refuses to generate with a model that only trains here.
+
+    Args:
+      model: The model's call.
+      where: The place that asks for outputs.
+
+    Raises:
+      UserError: If the model has no encoder, or reads features as they are.
+    """
+    if model.configurable == DECODER_ONLY:
+        raise UserError(
+            "t0repro trains models.DecoderOnlyModel and does not generate with it.",
+            where=where,
+            fix="In training, bind train.infer_eval_dataset_cfg = None. Rank evaluation and"
+            " generation need a model with an encoder.",
+        )
+    if read_converter(model) == "pass_through":
+        model.refuse(
+            "feature_converter_cls",
+            "outputs are generated from examples' inputs, which this converter does not make.",
+            "Evaluate and infer without this binding; in training, bind"
+            " train.infer_eval_dataset_cfg = None.",
+        )
 
 
 def read_vocabularies(model: Call, source: T5xSource) -> tuple[Any, Any]:
@@ -69,7 +136,8 @@ def read_vocabularies(model: Call, source: T5xSource) -> tuple[Any, Any]:
       UserError: For a value that is neither a vocabulary of SeqIO's nor a user's own.
     """
     vocabularies = []
-    for name in ("input_vocabulary", "output_vocabulary"):
+    names = ("input_vocabulary", "output_vocabulary")
+    for name in ("vocabulary",) * 2 if model.configurable == DECODER_ONLY else names:
         vocabulary = source.build(model[name], f"{name}.")
         # A user's own subclasses seqio.Vocabulary, but reading gin files does not import seqio.
         if not isinstance(vocabulary, VOCABULARIES) and not hasattr(vocabulary, "encode_tf"):

@@ -24,17 +24,17 @@ from typing import Any
 from t0repro.config.gin import door
 from t0repro.config.run import UserClass
 from t0repro.config.t5x.arguments import (
+    DECODER_ONLY,
     MODULES,
     REQUIRED,
     Parameter,
     parameters_of,
-    standard_name,
 )
 from t0repro.config.t5x.calls import Call
 from t0repro.errors import UserError, nearest_names
 
 _MODEL, _TRAINER = "models.EncoderDecoderModel", "trainer.Trainer"
-_METHODS = {_MODEL: ("loss_fn", "predict_batch_with_aux")}
+_METHODS = dict.fromkeys((_MODEL, DECODER_ONLY), ("loss_fn", "predict_batch_with_aux"))
 # Classes to subclass: (module, name) -> the configurable of T5X's that a subclass stands for.
 _EXTENSIONS = {
     ("t0repro.training.models", "EncoderDecoderModel"): _MODEL,
@@ -114,7 +114,7 @@ def _make_recorder(
         for argument, parameter in parameters.items():
             value = _call_functions(given.get(argument, parameter.default))
             value = bound_for_loss.get(argument, value)
-            called = standard_name(value.configurable) if isinstance(value, Call) else None
+            called = value.configurable if isinstance(value, Call) else None
             if not parameter.accepts(value, called):
                 raise WrongArgument(record, argument, value, parameter)
             arguments[argument] = value

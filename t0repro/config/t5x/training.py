@@ -23,7 +23,14 @@ from t0repro.config.settings import check_divides, check_settings, read
 from t0repro.config.t5x.calls import Call, T5xSource, call_with_defaults, check_refused
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import read_layout
-from t0repro.config.t5x.model import read_decoding, read_dtypes, read_model, read_vocabularies
+from t0repro.config.t5x.model import (
+    check_generates,
+    read_converter,
+    read_decoding,
+    read_dtypes,
+    read_model,
+    read_vocabularies,
+)
 from t0repro.config.t5x.optimizer import read_optimizer, read_schedule
 from t0repro.errors import UserError
 
@@ -49,7 +56,7 @@ def read_train_run(parsed: Parsed) -> TrainRun:
     _, targets = read_vocabularies(model_call, source)
     computer = trainer["weight_metrics_computer"]
     # The model may have another vocabulary for its inputs, which is the first of the run's.
-    call = model_call["output_vocabulary"]
+    call = model_call.arguments.get("vocabulary") or model_call["output_vocabulary"]
     for field, argument in (
         ("vocabulary", "sentencepiece_model_file"),
         ("vocabulary_extra_ids", "extra_ids"),
@@ -137,6 +144,12 @@ def _read_plan(program: Call, source: T5xSource) -> TrainingPlan:
         part: source.build(program[f"{part.removesuffix('_data')}_dataset_cfg"], f"plan.{part}.")
         for part in ("train_data", "train_eval_data", "infer_eval_data")
     }
+    converter = read_converter(program["model"])
+    for part in ("train_data", "train_eval_data"):
+        if parts[part] is not None:
+            parts[part] = dataclasses.replace(parts[part], converter=converter)
+    if program["infer_eval_dataset_cfg"] is not None:
+        check_generates(program["model"], program.places.get("infer_eval_dataset_cfg"))
     return read(
         TrainingPlan,
         source,
@@ -218,6 +231,14 @@ def _check(config: TrainRun, program: Call, source: T5xSource) -> None:
         setting = source.find(name)
         assert setting is not None
         check_divides(setting.name, parts, config.batch_size, setting.place)
+    lengths = plan.train_data.sequence_length or {}
+    if config.model.input_full_attention and plan.train_data.converter == "decoder":
+        if "inputs" not in lengths:
+            program["model"].refuse(
+                "inputs_bidirectional_attention",
+                "the data have no length for inputs, so examples are targets alone.",
+                "Bind False, or give a length for inputs in TASK_FEATURE_LENGTHS.",
+            )
     _check_periods(plan, source)
 
 

@@ -29,7 +29,16 @@ from t0repro.converters.released import catalog
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ALL_HEURISTIC
 
-from ..t5x_trainings import FINETUNE, MODEL, PRETRAIN, REQUIRED, config
+from ..t5x_trainings import (
+    BIDIRECTIONAL,
+    FINETUNE,
+    MODEL,
+    PASSED_THROUGH,
+    PRETRAIN,
+    REQUIRED,
+    config,
+    decoder_only_config,
+)
 
 BASE = "t5x/examples/t5/t5_1_1/base.gin"
 
@@ -48,7 +57,7 @@ def test_a_pretraining_becomes_a_run_config_that_json_keeps():
     ours = config()
     assert (ours.model.d_model, ours.model.d_ff, ours.model.num_heads) == (512, 1024, 6)
     assert ours.model.activations == ("gelu", "linear") and ours.model.dropout_rate == 0.1
-    assert ours.model.arithmetic == Arithmetic(False, *[True] * 7)
+    assert ours.model.arithmetic == Arithmetic(False, *[True] * 8)
     assert ours.dtypes.activation == "bfloat16" and ours.dtypes.master == "float32"
     assert ours.sequence_length == {"inputs": 8, "targets": 6} and ours.batch_size == 128
     assert isinstance(ours.schedule, ScheduleConfig) and ours.optimizer == AdafactorConfig(
@@ -414,7 +423,7 @@ def test_umt5_is_pretrained_deterministically_with_its_own_vocabulary(size, d_mo
 @pytest.mark.parametrize(
     "module, name",
     [
-        ("models", "DecoderOnlyModel"),
+        ("models", "EncoderOnlyModel"),
         ("checkpoints", "Checkpointer"),
         ("contrib.moe", "models"),
     ],
@@ -521,3 +530,66 @@ def test_a_module_of_t5x_imported_for_its_tasks_is_a_warning_with_its_line(tmp_p
     (warning,) = parse(inputs).warnings
     assert warning.startswith(f"{path}:1: ") and "scripts_gpu.seqio_tasks" in warning
     assert "--module_import" in warning
+
+
+# ---- Decoder-only --------------------------------------------------------------------------------
+
+
+def test_t5xs_decoder_only_model_is_a_language_model(tmp_path):
+    ours = decoder_only_config(tmp_path)
+    model = ours.model
+    assert (model.model_type, model.num_encoder_layers, model.num_decoder_layers) == ("lm", 0, 2)
+    assert not model.input_full_attention and not model.position_bias_per_layer
+    assert model.arithmetic == Arithmetic(False, *[True] * 8) and model.z_loss == 0.01
+    assert ours.plan.train_data.converter == ours.plan.train_eval_data.converter == "decoder"
+    assert ours.provenance["model.num_decoder_layers"].endswith("decoder_only.gin:19")
+    ours = decoder_only_config(tmp_path, BIDIRECTIONAL, PASSED_THROUGH)
+    assert ours.model.input_full_attention and ours.plan.train_data.converter == "pass_through"
+
+
+def test_an_encoder_decoders_features_may_be_passed_through(tmp_path):
+    assert config().plan.train_data.converter == "encoder_decoder"
+    passed = (
+        "models.EncoderDecoderModel.feature_converter_cls = @seqio.PassThroughFeatureConverter\n"
+    )
+    imports = "import seqio\nfrom t5x import models\n---"
+    ours = from_file(tmp_path, f"{imports}{passed}my_script.train.infer_eval_dataset_cfg = None")
+    assert ours.plan.train_data.converter == "pass_through"
+
+
+@pytest.mark.parametrize(
+    ("bindings", "why"),
+    [
+        (
+            [
+                "from t5x import utils",
+                "train_script.train.infer_eval_dataset_cfg = @infer_eval/utils.DatasetConfig()",
+                "train_script.train.inference_evaluator_cls = @seqio.Evaluator",
+                "infer_eval/utils.DatasetConfig.mixture_or_task_name = 'a_task'",
+                "infer_eval/utils.DatasetConfig.task_feature_lengths = None",
+                "infer_eval/utils.DatasetConfig.split = 'test'",
+                "infer_eval/utils.DatasetConfig.batch_size = 4",
+                "infer_eval/utils.DatasetConfig.shuffle = False",
+                "infer_eval/utils.DatasetConfig.seed = 0",
+            ],
+            "does not generate with it",
+        ),
+        (
+            [
+                "from t5x import utils",
+                BIDIRECTIONAL,
+                "train/utils.DatasetConfig.task_feature_lengths = {'targets': 6}",
+            ],
+            "inputs_bidirectional_attention = True: the data have no length for inputs",
+        ),
+        (
+            ["models.DecoderOnlyModel.feature_converter_cls = @seqio.EncDecFeatureConverter"],
+            "DecoderFeatureConverter does",
+        ),
+        (["network.TransformerConfig.num_encoder_layers = 2"], "num_encoder_layers"),
+        (["models.DecoderOnlyModel.input_vocabulary = None"], "input_vocabulary"),
+    ],
+)
+def test_what_a_decoder_only_model_cannot_do_is_refused(bindings, why, tmp_path):
+    with pytest.raises(UserError, match=re.escape(why)):
+        decoder_only_config(tmp_path, *bindings)

@@ -1,0 +1,147 @@
+"""T5X's decoder-only model: its network and loss against float64 numpy, from gin to steps."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from t0repro.config.model import DTypePolicy
+from t0repro.errors import UserError
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.training.models import make_model
+
+from ..config.t5x_trainings import BIDIRECTIONAL, decoder_only_config
+
+# Two packed examples, then one with padding. The second example of the first row has loss on its
+# inputs too, as a task of its own may say.
+BATCH = {
+    "decoder_target_tokens": [[7, 8, 1, 3, 9, 5, 4, 1], [6, 5, 9, 1, 2, 1, 0, 0]],
+    "decoder_input_tokens": [[0, 7, 8, 1, 3, 0, 5, 4], [0, 6, 5, 9, 1, 2, 1, 0]],
+    "decoder_segment_ids": [[1, 1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0, 0]],
+    "decoder_causal_attention": [[1, 1, 1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 0, 0, 0]],
+    "decoder_loss_weights": [[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, 0, 0]],
+}
+BATCH = {name: np.asarray(rows, np.int32) for name, rows in BATCH.items()}
+
+
+def norm(x, scale):
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def bucket(distance):
+    """Of 32 buckets, 16 hold one distance each; the others share those up to 128."""
+    if distance < 16:
+        return max(distance, 0)
+    return min(31, 16 + int(np.log(distance / 16) / np.log(128 / 16) * 16))
+
+
+def visible(batch, bidirectional):
+    """Causal, or both in the inputs; never padding, never another example: [batch, query, key]."""
+    length = batch["decoder_target_tokens"].shape[1]
+    seen = np.tril(np.ones((length, length), bool))[None]
+    if bidirectional:
+        inputs = batch["decoder_causal_attention"] > 0
+        seen = seen | (inputs[:, :, None] & inputs[:, None, :])
+    tokens = batch["decoder_target_tokens"] > 0
+    seen = seen & tokens[:, :, None] & tokens[:, None, :]
+    if (segments := batch.get("decoder_segment_ids")) is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])
+    return seen
+
+
+def logits_by_hand(params, batch, bidirectional):
+    """T5X's decoder in float64."""
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)["decoder"]
+    length = batch["decoder_target_tokens"].shape[1]
+    places = np.arange(length)
+    buckets = np.vectorize(bucket)(places[:, None] - places)
+    bias = params["relpos_bias"]["rel_embedding"][:, buckets]
+    mask = np.where(visible(batch, bidirectional), 0.0, -1e10)[:, None]
+    table = params["token_embedder"]["embedding"]
+    x = table[batch["decoder_input_tokens"]]
+    for index in range(2):
+        layer = params[f"layers_{index}"]
+        normed = norm(x, layer["pre_self_attention_layer_norm"]["scale"])
+        query, key, value = (
+            (normed @ layer["self_attention"][name]["kernel"]).reshape(*x.shape[:2], 2, 4)
+            for name in ("query", "key", "value")
+        )
+        scores = np.einsum("bqhd,bkhd->bhqk", query, key) + bias + mask
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        mixed = np.einsum("bhqk,bkhd->bqhd", weights, value).reshape(*x.shape[:2], 8)
+        x = x + mixed @ layer["self_attention"]["out"]["kernel"]
+        normed, mlp = norm(x, layer["pre_mlp_layer_norm"]["scale"]), layer["mlp"]
+        hidden = gelu(normed @ mlp["wi_0"]["kernel"]) * (normed @ mlp["wi_1"]["kernel"])
+        x = x + hidden @ mlp["wo"]["kernel"]
+    return norm(x, params["decoder_norm"]["scale"]) @ table.T / np.sqrt(8)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_logits_and_loss_are_those_of_t5xs_decoder(packed, bidirectional, tmp_path):
+    batch = dict(BATCH)
+    if not packed:
+        # One example to a row, of which the batch keeps no segments.
+        batch = {name: rows[1:] for name, rows in batch.items() if name != "decoder_segment_ids"}
+    config = decoder_only_config(tmp_path, *[BIDIRECTIONAL] * bidirectional).model
+    assert config.model_type == "lm" and config.input_full_attention is bidirectional
+    model = make_model(T5(config, DTypePolicy("float32", "float32", "float32")))
+    params = initial_parameters(model.module, jax.random.key(0))
+    features = model.features(batch)
+    logits = model.module.apply({"params": params}, features)
+    expected, real = (
+        logits_by_hand(params, batch, bidirectional),
+        batch["decoder_target_tokens"] > 0,
+    )
+    np.testing.assert_allclose(np.asarray(logits)[real], expected[real], rtol=2e-4, atol=2e-5)
+
+    log_z = np.log(np.exp(expected).sum(-1))
+    at_target = np.take_along_axis(expected, batch["decoder_target_tokens"][..., None], -1)[..., 0]
+    losses = (log_z - at_target + 0.01 * log_z**2) * batch["decoder_loss_weights"]
+    loss, metrics = model.eval_fn(params, features)
+    assert float(loss) == pytest.approx(losses.sum(), rel=1e-4)
+    real_losses = batch["decoder_loss_weights"].sum()
+    per_token = metrics["loss_per_nonpadding_target_token"].compute()
+    assert float(per_token) == pytest.approx(losses.sum() / real_losses, rel=1e-4)
+
+
+def test_attention_in_both_directions_changes_what_only_inputs_see(tmp_path):
+    config = decoder_only_config(tmp_path, BIDIRECTIONAL).model
+    policy = DTypePolicy("float32", "float32", "float32")
+    both = make_model(T5(config, policy))
+    causal = make_model(T5(dataclasses.replace(config, input_full_attention=False), policy))
+    params = initial_parameters(both.module, jax.random.key(0))
+    logits = [
+        np.asarray(model.module.apply({"params": params}, model.features(BATCH)))[0]
+        for model in (both, causal)
+    ]
+    assert not np.allclose(logits[0][0], logits[1][0])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda batch: batch.pop("decoder_causal_attention"), "has no decoder_causal_attention"),
+        (
+            lambda batch: batch.update(decoder_causal_attention=np.eye(2, 8, 1, dtype=np.int32)),
+            "marks positions after others",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_say_which_are_inputs_is_refused(change, why, tmp_path):
+    model = make_model(
+        T5(
+            decoder_only_config(tmp_path, BIDIRECTIONAL).model,
+            DTypePolicy("float32", "float32", "float32"),
+        )
+    )
+    batch = dict(BATCH)
+    change(batch)
+    with pytest.raises(UserError, match=why):
+        model.features(batch)
