@@ -15,9 +15,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}
 if ! "$python" -P -c "import t0repro.converters" 2>/dev/null; then
-  "$python" -m venv --clear --system-site-packages build/gpu
-  build/gpu/bin/pip install --quiet --no-index --no-deps build/wheels/*.whl
-  build/gpu/bin/pip install --quiet --no-index --no-deps --no-build-isolation --editable .
-  python=build/gpu/bin/python
+  # Beside the machine's packages, whichever environment they are in.
+  export PYTHONPATH=$PWD/build/gpu
+  pip=("$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$PYTHONPATH")
+  "${pip[@]}" build/wheels/*.whl
+  "${pip[@]}" --no-build-isolation .
 fi
 exec "$python" -P scripts/bench/gpu.py "$@"
